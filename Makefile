@@ -1,0 +1,47 @@
+# `make demo` and `make test` need Python >= 3.10, a C++ compiler and make; the rest goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: setup demo test test-long test-upstream lint bench clean
+
+setup: $(INSTALLED)
+
+# A .venv whose pip does not run was left half made: it is made again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "rankcall needs Python >= 3.10: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	    -c constraints.txt -e '.[torch,report,examples,dev]'
+	@touch $@
+
+# Four ranks train on real images; rank 2 sleeps 20 ms in each step, and the report names it.
+demo: $(INSTALLED)
+	$(BIN)/rankcall run --nproc-per-node 4 examples/train_digits.py --slow-rank 2 --slow-ms 20
+	$(BIN)/rankcall report
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -q --hypothesis-profile=long --timeout=1800 -o faulthandler_timeout=1700
+
+# PyTorch's own Gloo tests, with recording on and off.
+test-upstream: $(INSTALLED)
+	$(BIN)/python -m pytest -q --timeout=3000 -o faulthandler_timeout=2900 tests/upstream
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/overhead.py --json
+	$(BIN)/python benchmarks/hooks.py --json
+	$(BIN)/python benchmarks/training.py --json
+	$(BIN)/python benchmarks/analysis.py --ranks 256 --collectives 4000 --json
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

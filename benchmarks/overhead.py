@@ -1,0 +1,188 @@
+"""What recording adds to a collective on the training thread, beside the tools that do likewise.
+
+A one-element all_reduce on the fake process group (nothing is communicated, so what is added shows),
+in paired rounds: without, with, without, with ... The figure is the median of the differences.
+
+    python benchmarks/overhead.py [--json] [--rounds N] [--calls N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+Figures = dict[str, float]
+
+
+def per_call_us(call: Callable[[], object], calls: int) -> float:
+    """Return the microseconds a call takes, over ``calls`` calls."""
+    began = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter_ns() - began) / calls / 1e3
+
+
+def added_us(
+    call: Callable[[], object],
+    switched: Callable[[], contextlib.AbstractContextManager[object]],
+    rounds: int,
+    calls: int,
+) -> tuple[float, float]:
+    """Return the median of what ``switched`` adds to a call, and the median without it."""
+    plain, added = [], []
+    for _ in range(rounds):
+        per_call_us(call, calls // 10)
+        before = per_call_us(call, calls)
+        with switched():
+            per_call_us(call, calls // 10)
+            during = per_call_us(call, calls)
+        per_call_us(call, calls // 10)
+        after = per_call_us(call, calls)
+        plain.append((before + after) / 2)
+        added.append(during - (before + after) / 2)
+    return statistics.median(added), statistics.median(plain)
+
+
+def recording(kind: str, **options: object) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Return a switch for rankcall's own recording."""
+    import rankcall
+
+    def switch() -> contextlib.AbstractContextManager[object]:
+        return rankcall.enable(tempfile.mkdtemp(prefix="rankcall-bench-"), capture=kind, **options)  # type: ignore[arg-type]
+
+    return switch
+
+
+@contextlib.contextmanager
+def hooked() -> Iterator[None]:
+    """Record natively with an end hook registered."""
+    import rankcall
+    from rankcall import hooks
+
+    seen = [0]
+
+    def count(status: hooks.CollectiveStatus) -> None:
+        seen[0] += 1
+
+    with rankcall.enable(tempfile.mkdtemp(prefix="rankcall-bench-"), capture="native"):
+        with hooks.register_collective_end_hook(count):
+            yield
+
+
+@contextlib.contextmanager
+def profiler() -> Iterator[None]:
+    """Profile the CPU side with torch.profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]):
+        yield
+
+
+@contextlib.contextmanager
+def comm_debug() -> Iterator[None]:
+    """Count with torch's CommDebugMode."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode():
+        yield
+
+
+def fake_call(device: str = "cpu") -> Callable[[], object]:
+    """Start the fake process group and return a one-element all_reduce on it."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    tensor = torch.ones(1, device=device)
+    return lambda: dist.all_reduce(tensor)
+
+
+def measure(rounds: int, calls: int) -> Figures:
+    """Measure every way in this process."""
+    import torch
+
+    call = fake_call()
+    ways: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[object]], int, int]] = {
+        "native": (recording("native"), rounds, calls),
+        "native_nocallsite": (recording("native", call_sites=False), rounds, calls),
+        "native_hooked": (hooked, rounds, calls),
+        "python": (recording("python"), rounds, calls // 4),
+        "profiler": (profiler, max(3, rounds // 4), calls // 4),
+        "commdebug": (comm_debug, max(3, rounds // 4), calls // 20),
+    }
+    figures: Figures = {}
+    for name, (switched, times, each) in ways.items():
+        figures[f"{name}_added_us"], figures["plain_us"] = added_us(call, switched, times, each)
+    if torch.cuda.is_available():
+        tensor = torch.ones(1, device="cuda")
+
+        def on_device() -> object:
+            return torch.distributed.all_reduce(tensor)
+
+        figures["native_cuda_added_us"], _ = added_us(on_device, recording("native"), rounds, calls)
+    return figures
+
+
+_GLOO_CALL = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+tensor = torch.ones(1)
+for _ in range(200): dist.all_reduce(tensor)
+began = time.perf_counter_ns()
+for _ in range(int(sys.argv[1])): dist.all_reduce(tensor)
+print((time.perf_counter_ns() - began) / int(sys.argv[1]) / 1e3)
+dist.destroy_process_group()
+"""
+
+
+def flight_recorder_added_us(rounds: int, calls: int) -> float:
+    """Return what Flight Recorder adds. Its switch is read once, so each figure is a process.
+
+    It does not record the fake group: measured on a Gloo group of one.
+    """
+    added = []
+    for _ in range(rounds):
+        figures = []
+        for entries in ("0", "2000"):
+            env = {**os.environ, "TORCH_FR_BUFFER_SIZE": entries, "TORCH_NCCL_TRACE_BUFFER_SIZE": entries}
+            done = subprocess.run(
+                [sys.executable, "-c", _GLOO_CALL, str(calls)],
+                env=env, capture_output=True, text=True, check=True, timeout=120,
+            )  # fmt: skip
+            figures.append(float(done.stdout))
+        added.append(figures[1] - figures[0])
+    return statistics.median(added)
+
+
+def main() -> None:
+    """Measure, and print one JSON object or a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=4000)
+    options = parser.parse_args()
+    figures = measure(options.rounds, options.calls)
+    figures["flight_recorder_added_us"] = flight_recorder_added_us(5, options.calls)
+    for name in ("flight_recorder", "profiler", "commdebug"):
+        if figures["native_added_us"] > 0:
+            ratio = figures[f"{name}_added_us"] / figures["native_added_us"]
+            figures[f"{name}_over_native"] = ratio
+    figures = {name: round(value, 3) for name, value in sorted(figures.items())}
+    if options.json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:32} {value:10.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Arm recording in a worker that ``rankcall run`` started, once torch has been imported.
+
+This folder is on PYTHONPATH of everything below the launcher, so Python runs this file at start-up,
+before the user's script. It must cost next to nothing where torch is never imported, must run on
+whatever Python a job starts, and must not let an exception out.
+"""
+
+import os
+import sys
+
+# Importing torch imports distributed_c10d half way through, so one alone is not enough: recording
+# needs both to be complete.
+_WAITING = {"torch", "torch.distributed.distributed_c10d"}
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _say(error: BaseException) -> None:
+    try:
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"rankcall: not recording: {type(error).__name__}: {text}\n")
+    except Exception:
+        pass  # no stderr: nobody to tell
+
+
+def _is_worker() -> bool:
+    """Tell whether this process is the one to record; its children inherit its claim."""
+    if os.environ.get("RANKCALL_ARM") != "1":
+        return False
+    me = str(os.getpid())
+    return os.environ.setdefault("RANKCALL_WORKER", me) == me
+
+
+class _Finder:
+    """Finds the awaited modules as the other finders would, and is told when one is complete."""
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name not in _WAITING:
+            return None
+        for finder in [each for each in sys.meta_path if each is not self]:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    self._watch(name, spec.loader)
+                return spec
+        return None
+
+    def _watch(self, name, loader):  # type: ignore[no-untyped-def]
+        execute = loader.exec_module
+
+        def exec_module(module):  # type: ignore[no-untyped-def]
+            loader.__dict__.pop("exec_module", None)  # the loader is again what it was
+            execute(module)
+            self._complete(name)
+
+        loader.exec_module = exec_module
+
+    def _complete(self, name: str) -> None:
+        _WAITING.discard(name)
+        if _WAITING:
+            return
+        try:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            # Asked again: this may be a child that was forked before its parent imported torch,
+            # or a launcher inside a worker, which takes RANKCALL_ARM away from itself.
+            if _is_worker():
+                from rankcall.capture.session import arm
+
+                arm()
+        except Exception as error:
+            _say(error)
+
+
+def _chain() -> None:
+    """Run the sitecustomize that this one hides, if there is one."""
+    sys.path[:] = [each for each in sys.path if not each or os.path.abspath(each) != _HERE]
+    ours = sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # noqa: F401  # the next one on the path
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise  # theirs is broken: Python reports it as it would without us
+    finally:
+        if ours is not None:
+            sys.modules.setdefault("sitecustomize", ours)  # the import system insists on one
+
+
+try:
+    if _is_worker():
+        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+except Exception as failure:
+    _say(failure)
+_chain()

@@ -1,0 +1,192 @@
+"""Rings as Polars tables: names for codes, global ranks for group ranks, times in one clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from rankcall.record import (
+    DEVICE_TYPES,
+    DTYPES,
+    FLAG_ABANDONED,
+    KINDS,
+    OPS,
+    REDUCE_OPS,
+    STATUSES,
+)
+from rankcall.ring.reader import Ring
+
+if TYPE_CHECKING:
+    from rankcall.run import Run, RunGroup
+
+_PLAIN = (
+    "seq", "message_bytes", "in_bytes", "out_bytes", "tag", "thread", "step", "tensors",
+    "shape_hash", "enqueued_ns",
+)  # fmt: skip
+_ENUMS = {"kind": KINDS, "op": OPS, "dtype": DTYPES, "reduce_op": REDUCE_OPS, "status": STATUSES}
+
+
+def groups_frame(run: Run) -> pl.DataFrame:
+    """See ``Run.groups``."""
+    rows = [
+        {
+            "group": known.label,
+            "name": known.group.name,
+            "epoch": known.group.epoch,
+            "description": known.group.description,
+            "backend": known.group.backend,
+            "size": len(known.group.ranks),
+            "ranks": list(known.group.ranks),
+            "hosts": list(known.hosts),
+            "cross_host": known.cross_host,
+        }
+        for known in run.run_groups.values()
+    ]
+    schema = {
+        "group": pl.String, "name": pl.String, "epoch": pl.Int64, "description": pl.String,
+        "backend": pl.String, "size": pl.Int64, "ranks": pl.List(pl.Int64),
+        "hosts": pl.List(pl.String), "cross_host": pl.Boolean,
+    }  # fmt: skip
+    return pl.DataFrame(rows, schema=schema)
+
+
+def ranks_frame(run: Run) -> pl.DataFrame:
+    """See ``Run.ranks``."""
+    rows = [
+        {
+            "rank": head.rank,
+            "world_size": head.world_size,
+            "local_rank": head.local_rank,
+            "host": head.host,
+            "node": head.node,
+            "pid": head.pid,
+            "attempt": head.attempt,
+            "capture": head.capture,
+            "records": run.count(ring)[0],
+            "dropped": run.count(ring)[1],
+            "steps": head.step,
+            "closed": head.closed_ns != 0,
+        }
+        for ring in run.heads
+        for head in (ring.header,)
+    ]
+    return pl.DataFrame(rows)
+
+
+def records_frame(run: Run) -> pl.DataFrame:
+    """See ``Run.records``."""
+    frames = [_ring_frame(run, ring) for ring in run.rings]
+    return pl.concat(frames, how="vertical") if frames else pl.DataFrame()
+
+
+def _ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
+    records, head = ring.records, ring.header
+    labels = _group_labels(run, ring)
+    columns: dict[str, Any] = {
+        "rank": pl.repeat(head.rank, len(records), dtype=pl.Int32, eager=True),
+        "attempt": pl.repeat(head.attempt, len(records), dtype=pl.Int32, eager=True),
+        "host": _constant(head.host, len(records)),
+        "index": (records["commit"] >> 2).astype(np.int64) - 1,
+        "group": _named(records["group"], {key: known.label for key, known in labels.items()}),
+        "group_ranks": _named(
+            records["group"], {key: _ranks_text(known) for key, known in labels.items()}
+        ),
+    }
+    for name, names in _ENUMS.items():
+        codes = pl.Series(np.ascontiguousarray(records[name]).astype(np.uint32))
+        columns[name] = codes.replace_strict(
+            dict(enumerate(names)), return_dtype=pl.Enum(list(names))
+        )
+    columns["reduce_op"] = pl.Series(columns["reduce_op"]).cast(pl.String).replace({"none": None})
+    columns["variant"] = _named(records["variant"], ring.tables.strings)
+    for name in _PLAIN:
+        columns[name] = np.ascontiguousarray(records[name])
+    columns["shape"] = _shapes(records)
+    for name in ("root", "peer"):
+        columns[name] = _global_ranks(records, name, labels)
+    columns["async_op"] = _async(records["async_op"])
+    columns["device"] = _devices(records)
+    sites = ring.tables.sites
+    columns["call_site"] = _named(records["call_site"], {k: str(v) for k, v in sites.items()})
+    columns["function"] = _named(records["call_site"], {k: v.function for k, v in sites.items()})
+    columns["api"] = _named(records["call_site"], {k: v.api for k, v in sites.items()})
+    columns["correlation"] = np.ascontiguousarray(records["correlation"])
+    columns["error"] = _named(records["error"], ring.tables.strings)
+    columns["abandoned"] = np.ascontiguousarray(records["flags"] & FLAG_ABANDONED != 0)
+    columns["started_ns"] = _nullable(records["started_ns"])
+    columns["completed_ns"] = _nullable(records["completed_ns"])
+    columns["device_ms"] = pl.Series(np.ascontiguousarray(records["device_ms"])).fill_nan(None)
+    return pl.DataFrame(columns)
+
+
+def _group_labels(run: Run, ring: Ring) -> dict[int, RunGroup]:
+    return {key: run.run_groups[group] for key, group in ring.tables.groups.items()}
+
+
+def _constant(text: str, count: int) -> pl.Series:
+    return pl.repeat(text, count, dtype=pl.String, eager=True).cast(pl.Categorical)
+
+
+def _ranks_text(known: RunGroup) -> str:
+    from rankcall.run import format_ranks
+
+    return format_ranks(known.group.ranks)
+
+
+def _named(codes: npt.NDArray[Any], names: dict[int, str]) -> pl.Series:
+    """Replace ids by names (categorical); an id without a name is null."""
+    keys = np.array(sorted(names), dtype=np.uint32)
+    values = pl.Series([names[int(key)] for key in keys], dtype=pl.String).cast(pl.Categorical)
+    at = np.searchsorted(keys, codes)
+    known = at < len(keys)
+    known[known] = keys[at[known]] == codes[known]
+    picks = pl.Series(at.astype(np.uint32)).set(pl.Series(~known), None)
+    return values.gather(picks) if len(keys) else pl.Series([None] * len(codes), dtype=pl.Categorical)
+
+
+def _nullable(times: npt.NDArray[np.int64]) -> pl.Series:
+    column = pl.Series(np.ascontiguousarray(times))
+    return column.set(column == 0, None)
+
+
+def _async(codes: npt.NDArray[np.uint8]) -> pl.Series:
+    column = pl.Series(np.ascontiguousarray(codes))
+    return (column == 1).set(column == 2, None)
+
+
+def _shapes(records: npt.NDArray[Any]) -> pl.Series:
+    """Return shapes as text, ``[4, 8]``; few differ in a run, so each is formatted once."""
+    if not len(records):
+        return pl.Series([], dtype=pl.Categorical)
+    key = np.column_stack([records["ndim"].astype(np.int64), records["shape"]])
+    kinds, which = np.unique(key, axis=0, return_inverse=True)
+    texts = [str([int(n) for n in kind[1 : 1 + kind[0]]]) for kind in kinds]
+    return pl.Series(texts, dtype=pl.String).cast(pl.Categorical).gather(which.ravel())
+
+
+def _devices(records: npt.NDArray[Any]) -> pl.Series:
+    kinds, index = records["device_type"].astype(np.int64), records["device_index"].astype(np.int64)
+    keys, which = np.unique(kinds * 65536 + (index + 32768), return_inverse=True)
+    texts = []
+    for key in keys:
+        kind, place = int(key) // 65536, int(key) % 65536 - 32768
+        name = DEVICE_TYPES[kind] if kind < len(DEVICE_TYPES) else f"device{kind}"
+        texts.append(name if place < 0 else f"{name}:{place}")
+    return pl.Series(texts, dtype=pl.String).cast(pl.Categorical).gather(which.ravel())
+
+
+def _global_ranks(
+    records: npt.NDArray[Any], name: str, labels: dict[int, RunGroup]
+) -> pl.Series:
+    """Translate ranks within their groups to global ones; null where none applies."""
+    local = records[name]
+    result = np.full(len(records), -1, np.int32)
+    for key, known in labels.items():
+        ranks = np.array(known.group.ranks, np.int32)
+        rows = (records["group"] == key) & (local >= 0) & (local < len(ranks))
+        result[rows] = ranks[local[rows]]
+    column = pl.Series(result)
+    return column.set(column < 0, None)

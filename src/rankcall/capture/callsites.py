@@ -1,0 +1,118 @@
+"""The line that issued an op, for the Python capture: the twin of native/callsite.h."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+
+from rankcall.ring.reader import CallSite
+
+_USER, _HIDDEN, _WRAPPER, _API, _API_OF_MANY, _BACKWARD = range(6)
+_WRAPPERS = {
+    "wrapper",
+    "inner",
+    "wrapped",
+    "_wrapped_call_impl",
+    "_call_impl",
+    "decorate_context",
+    "_fn",
+}
+_MAX_SITES = 1 << 16
+_MAX_KINDS = 1 << 14
+
+
+def skipped_folders() -> list[str]:
+    """Return the path prefixes of frames that are never the user's: torch's and rankcall's."""
+    import torch
+
+    folders = [Path(torch.__file__).parent, Path(__file__).parents[1]]
+    return [f"{folder}/" for folder in folders]
+
+
+class CallSites:
+    """Finds and numbers call sites. Keeps code objects of known lines alive, up to a bound."""
+
+    def __init__(self, add: Callable[[CallSite], int]) -> None:
+        self._add = add
+        self._skip = tuple(skipped_folders())
+        self._kinds: dict[CodeType, int] = {}
+        self._sites: dict[tuple[CodeType, int, CodeType | None], int] = {}
+        self._last = threading.local()
+
+    def find(self, frame: FrameType | None) -> tuple[int, bool]:
+        """Return the site of the nearest user frame, and whether the last op came from one call with this one."""
+        api: FrameType | None = None
+        many = False
+        while frame is not None:
+            kind = self._kind_of(frame.f_code)
+            if kind == _USER:
+                continues = self._continues(api) if many and api is not None else False
+                return self._site_of(frame, api), continues
+            if kind >= _API:
+                api, many = frame, kind == _API_OF_MANY
+            frame = frame.f_back
+        return self._backward_site(), False
+
+    def _kind_of(self, code: CodeType) -> int:
+        kind = self._kinds.get(code)
+        if kind is None:
+            kind = self._classify(code.co_filename, code.co_name)
+            if len(self._kinds) < _MAX_KINDS:
+                self._kinds[code] = kind
+        return kind
+
+    def _classify(self, file: str, name: str) -> int:
+        if file.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in file:
+            return _HIDDEN
+        if not file.startswith(self._skip):
+            return _USER
+        if name == "_engine_run_backward":
+            return _BACKWARD
+        if name in _WRAPPERS or "c10d_logger.py" in file:
+            return _WRAPPER
+        if name == "batch_isend_irecv" or "object" in name:
+            return _API_OF_MANY
+        return _API
+
+    def _site_of(self, frame: FrameType, api: FrameType | None) -> int:
+        key = (frame.f_code, frame.f_lasti, api.f_code if api is not None else None)
+        site = self._sites.get(key)
+        if site is None:
+            if len(self._sites) >= _MAX_SITES:
+                return 0
+            name = api.f_code.co_name if api is not None else ""
+            code = frame.f_code
+            site = self._add(CallSite(code.co_filename, frame.f_lineno, code.co_name, name))
+            self._sites[key] = site
+        return site
+
+    def _continues(self, frame: FrameType) -> bool:
+        """Tell whether ``frame`` is the call that issued this thread's last op.
+
+        A frame's address is used again by the next call. The opcode-trace flag of a new frame is
+        off, and without a tracer it does nothing: it marks the frames that were here before.
+        """
+        same = frame.f_trace_opcodes and getattr(self._last, "frame", 0) == id(frame)
+        frame.f_trace_opcodes = True
+        self._last.frame = id(frame)
+        return same
+
+    def _backward_site(self) -> int:
+        """Return the line that called backward(), for ops that autograd's own threads issue."""
+        for frame in sys._current_frames().values():
+            backward = False
+            api: FrameType | None = None
+            walk: FrameType | None = frame
+            while walk is not None:
+                kind = self._kind_of(walk.f_code)
+                if kind == _USER:
+                    break
+                backward |= kind == _BACKWARD
+                api = walk if kind >= _API else api
+                walk = walk.f_back
+            if backward and walk is not None:
+                return self._site_of(walk, api)
+        return 0

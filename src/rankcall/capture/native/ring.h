@@ -1,0 +1,235 @@
+// The ring file from the writer's side: lock-free, for many threads of one process.
+//
+// A slot's commit word is `(index + 1) << 2 | state`. Whoever changes the state by compare-and-swap
+// owns the slot until its next store: the thread that issues a record, the one that finishes it, or
+// one that laps the ring and moves an unfinished record to the in-flight table.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "layout.h"
+
+namespace rankcall {
+
+struct Record {
+  std::atomic<uint64_t> commit;
+  uint64_t seq;
+  int64_t enqueued_ns, started_ns, completed_ns;
+  uint64_t message_bytes, in_bytes, out_bytes, correlation, step;
+  double device_ms;
+  int64_t tag;
+  int64_t shape[layout::kMaxDims];
+  uint32_t group, call_site, thread;
+  int32_t root, peer;
+  uint32_t error, variant, shape_hash;
+  uint16_t tensors;
+  int16_t device_index;
+  uint8_t kind, op, dtype, reduce_op, device_type, async_op, status, flags, ndim, pad[3];
+};
+RANKCALL_ASSERT_LAYOUT(Record);
+
+// What is known only when an op has ended.
+struct Outcome {
+  uint8_t status;
+  int64_t completed_ns;
+  int64_t started_ns = 0;  // 0: as recorded at issue
+  double device_ms = 0;
+  bool has_device_ms = false;
+  bool abandoned = false;
+  uint32_t error = 0;
+  int32_t peer = -1;  // of an any-source receive
+  uint64_t seq = 0;
+};
+
+struct Geometry {
+  uint64_t capacity, inflight_capacity, tables_bytes, inflight_offset, tables_offset, records_offset;
+};
+
+inline uint32_t crc32(const char* data, size_t size) {
+  uint32_t crc = ~0u;
+  for (size_t i = 0; i < size; i++) {
+    crc ^= static_cast<uint8_t>(data[i]);
+    for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (0xEDB88320u & -(crc & 1));
+  }
+  return ~crc;
+}
+
+class Ring {
+ public:
+  Ring(char* base, const Geometry& geometry) : base_(base), geometry_(geometry) {}
+
+  // Take the next index. False once the ring is closed. Every index taken must be finished once.
+  bool reserve(uint64_t& index) {
+    index = head_.fetch_add(1, std::memory_order_relaxed);
+    return !(index & kClosed);
+  }
+
+  // Own the slot of `index` for writing. Null where a thread a whole lap behind still owns it: the
+  // record is then dropped rather than waited for.
+  Record* begin(uint64_t index) {
+    Record& slot = record(index);
+    const uint64_t writing = (index + 1) << 2 | layout::kWriting;
+    uint64_t word = slot.commit.load(std::memory_order_relaxed);
+    for (int spins = 0; spins < 1000; spins++) {
+      switch (word & 3) {
+        case layout::kWriting:
+          if (word != 0) return nullptr;
+          [[fallthrough]];
+        case layout::kDone:
+          if (slot.commit.compare_exchange_weak(word, writing, std::memory_order_acquire)) return &slot;
+          break;
+        case layout::kOpen:
+          if (slot.commit.compare_exchange_weak(word, word & ~3ull, std::memory_order_acquire)) {
+            park(slot, word);
+            slot.commit.store(writing, std::memory_order_relaxed);
+            return &slot;
+          }
+          break;
+        default:  // being finished on another thread: a few stores
+          word = slot.commit.load(std::memory_order_relaxed);
+      }
+    }
+    return nullptr;
+  }
+
+  void publish(Record* slot, uint64_t index) {
+    slot->commit.store((index + 1) << 2 | layout::kOpen, std::memory_order_release);
+    field<uint64_t>(layout::kHead).store(index + 1, std::memory_order_relaxed);
+  }
+
+  // Finish a reserved index, wherever its record is by now. After this the ring may be freed.
+  void finish(uint64_t index, const Outcome& outcome) {
+    if (Record* slot = claim(index)) {
+      slot->completed_ns = outcome.completed_ns;
+      if (outcome.started_ns) slot->started_ns = outcome.started_ns;
+      if (outcome.has_device_ms) slot->device_ms = outcome.device_ms;
+      if (outcome.abandoned) slot->flags |= layout::kFlagAbandoned;
+      if (outcome.error) slot->error = outcome.error;
+      if (outcome.seq) slot->seq = outcome.seq, slot->peer = outcome.peer;
+      slot->status = outcome.status;
+      slot->commit.store((index + 1) << 2 | layout::kDone, std::memory_order_release);
+    }
+    done_.fetch_add(1, std::memory_order_release);
+  }
+
+  // Note that an op that was only enqueued has begun on its device.
+  void start(uint64_t index, int64_t started_ns) {
+    if (Record* slot = claim(index)) {
+      slot->started_ns = started_ns;
+      slot->status = layout::kStarted;
+      slot->commit.store((index + 1) << 2 | layout::kOpen, std::memory_order_release);
+    }
+  }
+
+  // Add a side-table entry; returns its id, 0 where there is no more room.
+  uint32_t append(uint32_t kind, const std::string& payload) {
+    std::lock_guard<std::mutex> lock(tables_mutex_);
+    return append_locked(kind, payload);
+  }
+
+  // The id of an error message; a few hundred different ones are kept.
+  uint32_t error(const std::string& message) {
+    std::lock_guard<std::mutex> lock(tables_mutex_);
+    auto known = errors_.find(message);
+    if (known != errors_.end()) return known->second;
+    if (errors_.size() >= 256) return 0;
+    return errors_[message] = append_locked(layout::kEntryString, message.substr(0, 4096));
+  }
+
+  void close() { head_.fetch_or(kClosed, std::memory_order_acq_rel); }
+  uint64_t head() const { return head_.load(std::memory_order_acquire) & ~kClosed; }
+  uint64_t done() const { return done_.load(std::memory_order_acquire); }
+  bool drained() const { return closed_head_ == done(); }
+  void note_closed_head() { closed_head_ = head(); }
+
+  template <typename T>
+  std::atomic<T>& field(size_t offset) {
+    return *reinterpret_cast<std::atomic<T>*>(base_ + offset);
+  }
+
+ private:
+  static constexpr uint64_t kClosed = 1ull << 63;
+
+  Record& record(uint64_t index) {
+    return reinterpret_cast<Record*>(base_ + geometry_.records_offset)[index & (geometry_.capacity - 1)];
+  }
+  Record* parked() { return reinterpret_cast<Record*>(base_ + geometry_.inflight_offset); }
+
+  // Own an open record for its completion fields: in its slot, or in the in-flight table.
+  Record* claim(uint64_t index) {
+    const uint64_t open = (index + 1) << 2 | layout::kOpen;
+    const uint64_t closing = (index + 1) << 2 | layout::kClosing;
+    for (int tries = 0; tries < 1000; tries++) {
+      Record& slot = record(index);
+      uint64_t word = open;
+      if (slot.commit.compare_exchange_strong(word, closing, std::memory_order_acquire)) return &slot;
+      if (word >> 2 == index + 1 && (word & 3) != layout::kWriting && (word & 3) != layout::kClosing)
+        return nullptr;  // finished before
+      if (word >> 2 != index + 1) {
+        for (uint64_t i = 0; i < geometry_.inflight_capacity; i++) {
+          word = open;
+          Record& place = parked()[i];
+          if (place.commit.load(std::memory_order_relaxed) == open &&
+              place.commit.compare_exchange_strong(word, closing, std::memory_order_acquire))
+            return &place;
+        }
+        return nullptr;  // never written, or lost when the table was full
+      }
+      sched_yield();  // it is being moved, or its start is being noted
+    }
+    return nullptr;
+  }
+
+  void park(const Record& slot, uint64_t word) {
+    for (uint64_t i = 0; i < geometry_.inflight_capacity; i++) {
+      Record& place = parked()[next_parking_.fetch_add(1, std::memory_order_relaxed) %
+                               geometry_.inflight_capacity];
+      uint64_t old = place.commit.load(std::memory_order_relaxed);
+      if (old != 0 && (old & 3) != layout::kDone) continue;
+      if (!place.commit.compare_exchange_strong(old, word & ~3ull, std::memory_order_acquire)) continue;
+      constexpr size_t kBody = offsetof(Record, seq);
+      std::memcpy(reinterpret_cast<char*>(&place) + kBody, reinterpret_cast<const char*>(&slot) + kBody,
+                  sizeof(Record) - kBody);
+      place.commit.store(word, std::memory_order_release);
+      return;
+    }
+    field<uint64_t>(layout::kInflightLost).fetch_add(1, std::memory_order_relaxed);
+  }
+
+  uint32_t append_locked(uint32_t kind, const std::string& payload) {
+    const size_t entry = 16 + (payload.size() + 7) / 8 * 8;
+    if (tables_used_ + entry > geometry_.tables_bytes) {
+      field<uint64_t>(layout::kTablesLost).fetch_add(1, std::memory_order_relaxed);
+      return 0;
+    }
+    char* at = base_ + geometry_.tables_offset + tables_used_;
+    std::memcpy(at + 16, payload.data(), payload.size());
+    const uint32_t words[4] = {++entries_, kind, static_cast<uint32_t>(payload.size()),
+                               crc32(payload.data(), payload.size())};
+    std::memcpy(at, words, sizeof(words));
+    tables_used_ += entry;
+    field<uint64_t>(layout::kTablesUsed).store(tables_used_, std::memory_order_release);
+    return entries_;
+  }
+
+  char* base_;
+  Geometry geometry_;
+  alignas(64) std::atomic<uint64_t> head_{0};
+  alignas(64) std::atomic<uint64_t> done_{0};
+  alignas(64) std::atomic<uint64_t> next_parking_{0};
+  uint64_t closed_head_ = ~0ull;
+  std::mutex tables_mutex_;
+  uint64_t tables_used_ = 0;
+  uint32_t entries_ = 0;
+  std::unordered_map<std::string, uint32_t> errors_;
+};
+
+}  // namespace rankcall

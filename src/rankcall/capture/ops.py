@@ -1,0 +1,176 @@
+"""What a c10d op's arguments mean, read from its schema: the twin of native/ops.h."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rankcall.record import MAX_DIMS, OPS, op_of_variant
+
+_SEND, _RECV = OPS.index("send"), OPS.index("recv")
+_BY_OUTPUT = {OPS.index(name) for name in ("all_gather", "reduce_scatter", "recv")}
+_GATHER, _SCATTER = OPS.index("gather"), OPS.index("scatter")
+_ALL_TO_ALL, _BARRIER = OPS.index("all_to_all"), OPS.index("barrier")
+
+
+@dataclass
+class Op:
+    """One c10d op: its code, and where its arguments stand (None: it has none such)."""
+
+    name: str
+    overload: Any
+    code: int
+    process_group: int
+    returns_work: bool
+    positions: dict[str, int]
+    input: int | None = None
+    output: int | None = None
+    in_place: int | None = None
+    other_tensor: int | None = None
+
+    @property
+    def p2p(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.code in (_SEND, _RECV)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of an argument's tensors, and the tensors."""
+
+    bytes: int
+    tensors: list[torch.Tensor]
+
+
+NOTHING = Sizes(0, [])
+
+
+def c10d_ops() -> list[Op]:
+    """Return every c10d op that takes a process group, as the running torch declares it."""
+    found = []
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("c10d::"):
+            op = _describe(schema)
+            if op is not None:
+                found.append(op)
+    return found
+
+
+def _describe(schema: Any) -> Op | None:
+    positions = {argument.name: at for at, argument in enumerate(schema.arguments)}
+    if "process_group" not in positions:
+        return None
+    name = schema.name.removeprefix("c10d::")
+    returns = schema.returns
+    op = Op(
+        name=name,
+        overload=getattr(torch.ops.c10d, name).default,
+        code=OPS.index(op_of_variant(name)),
+        process_group=positions["process_group"],
+        returns_work=bool(returns) and "Work" in returns[-1].type.annotation_str,
+        positions=positions,
+    )
+    for argument in schema.arguments:
+        at = positions[argument.name]
+        if "Tensor" not in argument.type.annotation_str or argument.name == "sparse_indices":
+            continue
+        if argument.name.startswith("output"):
+            op.output = at
+        elif argument.name.startswith("input"):
+            op.input = at
+        elif argument.name == "tensors":
+            op.in_place = at
+        else:
+            op.other_tensor = at
+    return op
+
+
+def _flatten(value: Any, into: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        into.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _flatten(item, into)
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return a tensor's payload in bytes; a sparse one's indices and values."""
+    if tensor.is_sparse:
+        return bytes_of(tensor._indices()) + bytes_of(tensor._values())
+    return tensor.numel() * tensor.element_size()
+
+
+def sizes_at(arguments: tuple[Any, ...], at: int | None) -> Sizes:
+    """Measure the argument at a position."""
+    if at is None or at >= len(arguments):
+        return NOTHING
+    tensors: list[torch.Tensor] = []
+    _flatten(arguments[at], tensors)
+    return Sizes(sum(bytes_of(tensor) for tensor in tensors), tensors)
+
+
+def in_and_out(op: Op, arguments: tuple[Any, ...]) -> tuple[Sizes, Sizes]:
+    """Return what an op reads and what it writes on this rank."""
+    in_at = op.input if op.input is not None else None if op.code == _RECV else op.in_place
+    out_at = op.output if op.output is not None else None if op.code == _SEND else op.in_place
+    inputs = sizes_at(arguments, in_at)
+    return inputs, inputs if out_at == in_at else sizes_at(arguments, out_at)
+
+
+def message_bytes(
+    op: Op, arguments: tuple[Any, ...], ins: Sizes, outs: Sizes, rank: int, size: int
+) -> int:
+    """Return what a message of this op carries on this rank (docs/records.md)."""
+    if op.code in _BY_OUTPUT:
+        return outs.bytes
+    if op.code == _GATHER:
+        return outs.bytes - ins.bytes if outs.tensors else ins.bytes
+    if op.code == _SCATTER:
+        return ins.bytes - outs.bytes if ins.tensors else outs.bytes
+    if op.code == _ALL_TO_ALL:
+        return ins.bytes - _own_slice(op, arguments, ins, rank, size)
+    if op.code == _BARRIER:
+        return 1
+    return ins.bytes
+
+
+def _own_slice(op: Op, arguments: tuple[Any, ...], ins: Sizes, rank: int, size: int) -> int:
+    at = op.positions.get("input_split_sizes")
+    if at is None:
+        return bytes_of(ins.tensors[rank]) if rank < len(ins.tensors) else 0
+    splits = arguments[at]
+    if not splits:
+        return ins.bytes // size if size > 0 else 0
+    rows = sum(splits)
+    return ins.bytes // rows * splits[rank] if rows > 0 and rank < len(splits) else 0
+
+
+def shape_of(tensors: list[torch.Tensor]) -> tuple[int, tuple[int, ...]]:
+    """Return the first tensor's number of dimensions and its padded shape."""
+    if not tensors or tensors[0].is_sparse:
+        return 0, (0,) * MAX_DIMS
+    dims = tuple(tensors[0].shape[:MAX_DIMS])
+    return len(dims), dims + (0,) * (MAX_DIMS - len(dims))
+
+
+def shape_hash(op: Op, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
+    """Return a number that tells apart shapes and split sizes; 0 for one tensor without splits."""
+    lists = [
+        arguments[op.positions[name]]
+        for name in ("output_split_sizes", "input_split_sizes")
+        if name in op.positions
+    ]
+    if len(tensors) < 2 and not any(lists):
+        return 0
+    words: list[int] = []
+    for tensor in tensors:
+        words += [tensor.dim(), *tensor.shape]
+    if any(lists):
+        for splits in lists:
+            words += [-1, *splits]
+    state = 0xCBF29CE484222325
+    for word in words:
+        state = ((state ^ (word & 0xFFFFFFFFFFFFFFFF)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return (state ^ (state >> 32)) & 0xFFFFFFFF or 1

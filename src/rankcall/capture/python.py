@@ -1,0 +1,394 @@
+"""The pure-Python capture: the same records as the native recorder's, where it cannot be built.
+
+A Python kernel at the same dispatch key, writing the same ring. Slower (some 10 us a call), but
+complete: it stands wherever torch runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankcall.capture.callsites import CallSites
+from rankcall.capture.device import DeviceTimes, Span
+from rankcall.capture.ops import (
+    Op,
+    c10d_ops,
+    in_and_out,
+    message_bytes,
+    shape_hash,
+    shape_of,
+    sizes_at,
+)
+from rankcall.record import (
+    DEVICE_TYPES,
+    DTYPES,
+    FLAG_ANY_SOURCE,
+    FLAG_DEVICE,
+    KINDS,
+    NO_RANK,
+    REDUCE_OPS,
+    STATUSES,
+)
+from rankcall.ring.layout import ENTRY_GROUP
+from rankcall.ring.reader import Group
+from rankcall.ring.writer import PythonRing, put
+
+_ENQUEUED, _STARTED, _COMPLETED, _FAILED = range(len(STATUSES))
+_P2P = KINDS.index("p2p")
+_AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_MAX_KEPT_WORKS = 4096
+_MAX_ERRORS = 256
+
+
+@dataclass
+class _GroupState:
+    """A process group's side-table id and sequence counters."""
+
+    id: int
+    rank: int
+    size: int
+    collectives: int = 0
+    p2p: dict[tuple[int, int, bool], int] = field(default_factory=dict)
+
+    def next_p2p(self, peer: int, tag: int, outgoing: bool) -> int:
+        key = (peer, tag, outgoing)
+        self.p2p[key] = self.p2p.get(key, 0) + 1
+        return self.p2p[key]
+
+
+@dataclass(frozen=True)
+class _Issued:
+    index: int
+    group: _GroupState
+    tag: int
+    any_source: bool
+    span: Span | None
+
+
+class PythonCapture:
+    """Records through Python kernels; see ``NativeCapture`` for the interface."""
+
+    name = "python"
+
+    def __init__(self, ring: PythonRing, call_sites: bool = True) -> None:
+        self._ring = ring
+        self._sites = CallSites(ring.site) if call_sites else None
+        self._correlation = threading.local()
+        self._announced: dict[str, int] = {}
+        self._groups: dict[str, _GroupState] = {}
+        self._futureless: set[type] = set()
+        self._works: dict[int, WaitedWork] = {}
+        self._errors: dict[str, int] = {}
+        self._devices = DeviceTimes(ring, self._notify)
+        self._steps = 0
+        self._wake_fd = -1
+        self._wake_for = 0
+        self.recording = False
+        self._library: torch.library.Library | None = None
+
+    # --- the capture's interface ---
+
+    def start(self) -> None:
+        """Install a kernel in front of every c10d op."""
+        self._library = torch.library.Library("c10d", "IMPL")
+        for op in c10d_ops():
+            kernel = self._kernel(op, self._ring.string(op.name))
+            self._library.impl(op.name, kernel, "BackendSelect", with_keyset=True)
+        self.recording = True
+
+    def stop(self) -> None:
+        """Take the kernels out again. Ops in flight still write their ends."""
+        self.recording = False
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+        self._devices.close()
+
+    def drained(self) -> bool:
+        """Whether every record has its end."""
+        return self._ring.done == self._ring.head
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many records were issued, and how many have ended."""
+        return self._ring.head, self._ring.done
+
+    def add_group(self, name: str, payload: bytes) -> None:
+        """Announce a group under torch's name for it: its counters start anew."""
+        self._announced[name] = self._ring.append(ENTRY_GROUP, payload)
+        self._groups.pop(name, None)
+
+    def step(self) -> None:
+        """Count an optimizer step."""
+        self._steps += 1
+        put(self._ring.map, "step", self._steps)
+
+    def sleep(self, fd: int, wanted: int) -> None:
+        """Have the eventfd written at the next end (1), or the next start or end (2)."""
+        self._wake_fd, self._wake_for = fd, wanted
+
+    def _notify(self, kind: int) -> None:
+        if self._wake_for >= kind:
+            self._wake_for = 0
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake_fd, 1)
+
+    # --- the kernel ---
+
+    def _kernel(self, op: Op, variant: int) -> Callable[..., Any]:
+        redispatch = op.overload.redispatch
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            issued = None
+            if self.recording:
+                try:
+                    issued = self._issue(op, variant, args)
+                except Exception:  # an argument nobody foresaw: the user's op goes on, unrecorded
+                    issued = None
+            if issued is None:
+                return redispatch(keys & _AFTER, *args, **kwargs)
+            try:
+                result = redispatch(keys & _AFTER, *args, **kwargs)
+            except BaseException as error:
+                self._finish(issued, _FAILED, error=str(error))
+                raise
+            return self._follow(op, issued, result)
+
+        return kernel
+
+    def _issue(self, op: Op, variant: int, args: tuple[Any, ...]) -> _Issued | None:
+        ins, outs = in_and_out(op, args)
+        main = ins.tensors or outs.tensors or sizes_at(args, op.other_tensor).tensors
+        if main and (main[0].is_meta or isinstance(main[0], torch._subclasses.FakeTensor)):
+            return None
+        group = self._group_of(dist.ProcessGroup.unbox(args[op.process_group]))
+        kind, seq, peer, tag, any_source = self._number(op, args, group)
+        device = main[0].device if main else torch.device("cpu")
+        shaped = ins.tensors or outs.tensors
+        ndim, shape = shape_of(shaped)
+        span = self._devices.begin(device) if device.type != "cpu" else None
+        flags = (FLAG_ANY_SOURCE if any_source else 0) | (FLAG_DEVICE if span else 0)
+        site, correlation = self._call_site()
+        now = time.monotonic_ns()
+        body = (
+            seq, now, 0 if span else now, 0,
+            message_bytes(op, args, ins, outs, group.rank, group.size), ins.bytes, outs.bytes,
+            correlation, self._steps, math.nan, tag, *shape,
+            group.id, site, threading.get_native_id(), self._root(op, args), peer, 0, variant,
+            shape_hash(op, args, shaped), min(len(shaped), 65535),
+            -1 if device.index is None else device.index,
+            kind, op.code, _DTYPE_CODES.get(main[0].dtype, 0) if main else 0,
+            _reduce_code(op, args), _DEVICE_CODES.get(device.type, 0), _async_code(op, args),
+            _ENQUEUED if span else _STARTED, flags, ndim,
+        )  # fmt: skip
+        index = self._ring.issue(body)
+        if span is not None:
+            span.index = index
+        self._notify(2)
+        return _Issued(index, group, tag, any_source, span)
+
+    def _number(
+        self, op: Op, args: tuple[Any, ...], group: _GroupState
+    ) -> tuple[int, int, int, int, bool]:
+        """Return kind, seq, peer, tag, and whether the source is yet to be known."""
+        if not op.p2p:
+            group.collectives += 1
+            return 0, group.collectives, NO_RANK, 0, False
+        tag = args[op.positions["tag"]]
+        at = op.positions.get("dst", op.positions.get("src"))
+        if at is None:
+            return _P2P, 0, NO_RANK, tag, True
+        peer = args[at]
+        return _P2P, group.next_p2p(peer, tag, "dst" in op.positions), peer, tag, False
+
+    @staticmethod
+    def _root(op: Op, args: tuple[Any, ...]) -> int:
+        at = op.positions.get("root_rank")
+        return args[at] if at is not None else NO_RANK
+
+    def _call_site(self) -> tuple[int, int]:
+        site, continues = self._sites.find(sys._getframe(3)) if self._sites else (0, False)
+        if not continues:
+            self._correlation.value = self._ring.head + 1
+        return site, getattr(self._correlation, "value", self._ring.head + 1)
+
+    def _group_of(self, group: dist.ProcessGroup) -> _GroupState:
+        try:
+            name = group.group_name
+        except RuntimeError:
+            name = "unnamed"  # made by hand, not through torch.distributed
+        state = self._groups.get(name)
+        if state is None:
+            number = self._announced.get(name)
+            if number is None:
+                number = self._ring.group(Group(name, 0, _backend_of(group), "", ()))
+            state = self._groups[name] = _GroupState(number, group.rank(), group.size())
+        return state
+
+    # --- the end ---
+
+    def _follow(self, op: Op, issued: _Issued, result: Any) -> Any:
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        if not op.returns_work or boxed is None:
+            self._ended(issued, _COMPLETED)
+            return result
+        work = dist.Work.unbox(boxed)
+        if work is None:
+            self._ended(issued, _COMPLETED)
+            return result
+        if type(work) not in self._futureless:
+            try:
+                future = work.get_future()
+            except RuntimeError:
+                self._futureless.add(type(work))
+            else:
+                future.add_done_callback(lambda done: self._future_done(issued, done))
+                return result
+        waited = self._works[issued.index] = WaitedWork(work, self, issued)
+        if len(self._works) > _MAX_KEPT_WORKS:
+            self._works.pop(next(iter(self._works)))
+        boxed = waited.boxed()
+        return (*result[:-1], boxed) if isinstance(result, (tuple, list)) else boxed
+
+    def _future_done(self, issued: _Issued, future: Any) -> None:
+        try:
+            future.value()
+        except Exception as error:
+            self._ended(issued, _FAILED, error=str(error))
+        else:
+            self._ended(issued, _COMPLETED)
+
+    def _ended(self, issued: _Issued, status: int, **outcome: Any) -> None:
+        """Record the end of an op; on a device that is still to come, and its event is watched."""
+        self._works.pop(issued.index, None)
+        if issued.span is None or not self._devices.end(issued.span, status):
+            self._finish(issued, status, **outcome)
+
+    def _finish(self, issued: _Issued, status: int, error: str = "", peer: int = NO_RANK) -> None:
+        fields: dict[str, float] = {"completed_ns": time.monotonic_ns(), "status": status}
+        if error:
+            fields["error"] = self._error(error)
+        if issued.any_source and peer != NO_RANK:
+            fields["peer"] = peer
+            fields["seq"] = issued.group.next_p2p(peer, issued.tag, False)
+        self._ring.finish(issued.index, **fields)
+        self._notify(1)
+
+    def _error(self, message: str) -> int:
+        if message not in self._errors:
+            if len(self._errors) >= _MAX_ERRORS:
+                return 0
+            self._errors[message] = self._ring.string(message[:4096])
+        return self._errors[message]
+
+
+class WaitedWork(dist.Work):
+    """Stands in for a Work that has no future: the return of ``wait()`` is the end of the op."""
+
+    def __init__(self, inner: dist.Work, capture: PythonCapture, issued: _Issued) -> None:
+        super().__init__()
+        self._inner = inner
+        self._capture = capture
+        self._issued = issued
+        self._is_over = False
+
+    def wait(self, *timeout: Any) -> bool:
+        """Wait for the op, and record its end."""
+        try:
+            result = self._inner.wait(*timeout)
+        except BaseException as error:
+            self._over(_FAILED, str(error))
+            raise
+        self._over(_COMPLETED)
+        return result
+
+    def is_completed(self) -> bool:
+        """Tell whether the op has completed."""
+        completed = self._inner.is_completed()
+        if completed:
+            self._over(_COMPLETED if self._inner.is_success() else _FAILED)
+        return completed
+
+    def _over(self, status: int, error: str = "") -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        peer = NO_RANK
+        if self._issued.any_source and status == _COMPLETED:
+            with contextlib.suppress(RuntimeError):
+                peer = self._inner._source_rank()
+        self._capture._ended(self._issued, status, error=error, peer=peer)
+
+    def is_success(self) -> bool:
+        """Forward to the op's own Work."""
+        return self._inner.is_success()
+
+    def exception(self) -> Any:
+        """Forward to the op's own Work."""
+        return self._inner.exception()
+
+    def source_rank(self) -> int:
+        """Forward to the op's own Work."""
+        return self._inner.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._inner._source_rank()
+
+    def result(self) -> list[torch.Tensor]:
+        """Forward to the op's own Work."""
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        """Forward to the op's own Work."""
+        self._inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        """Forward to the op's own Work."""
+        self._inner.block_current_stream()
+
+    def get_future(self) -> Any:
+        """Forward to the op's own Work."""
+        return self._inner.get_future()
+
+
+_DTYPE_CODES = {
+    getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
+}
+_DEVICE_CODES = {name: code for code, name in enumerate(DEVICE_TYPES)}
+
+
+def dtype_codes() -> list[tuple[torch.dtype, int]]:
+    """Return the dtypes of the running torch with the codes that records use."""
+    return list(_DTYPE_CODES.items())
+
+
+def _reduce_code(op: Op, args: tuple[Any, ...]) -> int:
+    at = op.positions.get("reduce_op")
+    if at is None:
+        return 0
+    code = int(args[at].op()) + 1  # RedOpType, shifted as in REDUCE_OPS
+    return code if code < len(REDUCE_OPS) else 0
+
+
+def _async_code(op: Op, args: tuple[Any, ...]) -> int:
+    at = op.positions.get("async_op")
+    if at is None:
+        return 2
+    return int(args[at]) if at < len(args) else 1  # the schema's default
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    try:
+        return group.name()
+    except RuntimeError:
+        return "custom"

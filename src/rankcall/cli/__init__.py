@@ -1,0 +1,104 @@
+"""The command line. One file a subcommand, loaded only when it is the one that is run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+
+from rankcall.errors import RankcallError
+
+__all__ = ["main"]
+
+_USAGE, _INTERRUPTED = 2, 130
+_COMMANDS = {
+    "run": "Run a script as torchrun does, and record every collective of every rank.",
+    "report": "Report who came last, who waited, and how fast the collectives were.",
+    "build": "Build the native recorder ahead of time.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status; errors are one line on stderr.
+
+    0: done. 1: done, with problems (named on stderr). 2: not done. 130: interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except RankcallError as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has had enough; Python's own flush at exit must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+
+
+def _run(arguments: list[str]) -> int:
+    app = _application(arguments[0] if arguments else None)
+    try:
+        status = app(arguments, prog_name="rankcall", standalone_mode=False)
+    except typer.Exit as end:
+        return int(end.exit_code)
+    except Exception as error:
+        # typer brings its own usage errors; all of them know how to describe themselves.
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            raise
+        return _fail(describe())
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str) -> int:
+    line = " ".join(message.split())
+    print(f"rankcall: error: {line}", file=sys.stderr)
+    return _USAGE
+
+
+def _application(chosen: str | None) -> typer.Typer:
+    """Make the application with the chosen command's code and the other ones' names."""
+    app = typer.Typer(
+        add_completion=False, no_args_is_help=False, pretty_exceptions_enable=False,
+        rich_markup_mode=None, help="Records every torch.distributed collective, and reports on it.",
+    )  # fmt: skip
+    app.callback(invoke_without_command=True)(_without_command)
+    for name, about in _COMMANDS.items():
+        if name == chosen and find_spec(f"rankcall.cli.{name}") is not None:
+            module = importlib.import_module(f"rankcall.cli.{name}")
+            settings = getattr(module, "CONTEXT_SETTINGS", None)
+            app.command(name, help=None, context_settings=settings)(module.command)
+        else:
+            app.command(name, help=about)(_absent(name))
+    return app
+
+
+def _without_command(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    if version:
+        from importlib.metadata import PackageNotFoundError
+        from importlib.metadata import version as installed
+
+        try:
+            typer.echo(f"rankcall {installed('rankcall')}")
+        except PackageNotFoundError:
+            typer.echo("rankcall (not installed)")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _absent(name: str) -> Callable[[], Any]:
+    def command() -> None:
+        raise RankcallError(f"this rankcall was built without '{name}'")
+
+    return command

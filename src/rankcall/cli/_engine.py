@@ -1,0 +1,127 @@
+"""torchrun as an engine: read its arguments, arm the environment, run it, keep its exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+BOOT = Path(__file__).resolve().parents[1] / "_boot"
+USAGE_ERROR = 2  # what argparse and click exit with
+
+
+def say(text: str) -> None:
+    """Write one line of ours to stderr: stdout belongs to the job."""
+    typer.echo(f"rankcall: {text}", err=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What torchrun's arguments say of a job."""
+
+    argv: tuple[str, ...]
+    script: str
+    is_file: bool  # the script is a file that Python runs; else a module, or any program
+    max_nodes: int
+    nproc: int
+    rdzv_id: str | None
+    local_addr: str | None
+
+    @property
+    def label(self) -> str:
+        """What a run of it is called after."""
+        return self.script if "/" in self.script or self.is_file else self.script.replace(".", "-")
+
+
+def _refuse(message: str) -> NoReturn:
+    """End with one line; argparse would print torchrun's two dozen options before it."""
+    ours = [name for name in ("--run-dir", "--capture") if name in message]
+    hint = f" ({ours[0]} is rankcall's: it comes before torchrun's options)" if ours else ""
+    say(f"torchrun does not take these arguments: {message}{hint}")
+    raise typer.Exit(USAGE_ERROR)
+
+
+def parse(argv: Sequence[str]) -> Job:
+    """Read torchrun's arguments with torchrun's own parser; exits with 2 where they are wrong."""
+    from torch.distributed import run
+
+    parser = run.get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    args = parser.parse_args(list(argv))
+    try:
+        _, max_nodes = run.parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        _refuse(f"--nnodes {args.nnodes} is no number and no MIN:MAX")
+    try:
+        nproc = run.determine_local_world_size(args.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        _refuse(f"--nproc-per-node {args.nproc_per_node}: {error}")
+    return Job(
+        argv=tuple(argv),
+        script=args.training_script,
+        is_file=not (args.module or args.no_python) or bool(args.run_path),
+        max_nodes=max_nodes,
+        nproc=nproc,
+        rdzv_id=None if args.rdzv_id == "none" or args.standalone else args.rdzv_id,
+        local_addr=args.local_addr,
+    )
+
+
+def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
+    """Return the variables that make every worker below this process record."""
+    path = os.environ.get("PYTHONPATH")
+    variables = {
+        # An empty entry would put the working directory on every worker's path.
+        "PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else str(BOOT),
+        "RANKCALL_ARM": "1",
+        "RANKCALL_CAPTURE": capture,
+        "RANKCALL_RUN_DIR": str(run_dir.resolve()),
+    }
+    if job.local_addr and not os.environ.get("RANKCALL_HOST"):
+        variables["RANKCALL_HOST"] = job.local_addr
+    return variables
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None removes one) and put back what was there."""
+    before = {name: os.environ.get(name) for name in variables}
+    try:
+        _set(variables)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def torchrun(argv: Sequence[str]) -> int:
+    """Run torchrun in this process and return its exit status; what went wrong is on stderr."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(list(argv))
+        return 0
+    except ChildFailedError as failed:
+        typer.echo(str(failed), err=True)  # torchrun's own table of who failed, and how
+    except SignalException as ended:
+        say(f"the job was ended by {ended.sigval.name}")
+    except KeyboardInterrupt:
+        say("the job was interrupted before its workers ran")
+    except Exception as error:
+        text = " ".join(str(error).split())
+        say(f"torchrun could not run the job: {type(error).__name__}: {text}")
+    return 1

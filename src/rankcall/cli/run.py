@@ -1,0 +1,229 @@
+"""``rankcall run``: torchrun, with recording armed in every worker.
+
+The engine is torchrun itself, in this process: its options, rendezvous, restarts and exit status.
+Recording is armed by environment variables alone (see ``_boot/sitecustomize.py``), so the script
+needs no change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rankcall import __version__
+from rankcall.cli._engine import (
+    USAGE_ERROR,
+    Job,
+    arming,
+    environment,
+    parse,
+    say,
+    torchrun,
+)
+from rankcall.capture.session import check_torch
+from rankcall.errors import CaptureUnavailable, CorruptRun
+from rankcall.ring.layout import HEADER_BYTES
+from rankcall.ring.reader import Header, parse_header
+from rankcall.run import (
+    RUNS,
+    create_run,
+    default_run_dir,
+    format_ranks,
+    host_name,
+    live_dir,
+    ring_paths,
+    settle,
+)
+
+__all__ = ["CONTEXT_SETTINGS", "command"]
+
+# Ours come first; from the first word that is no option on, everything is torchrun's.
+CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+class Capture(str, Enum):
+    """Which recorder the workers use."""
+
+    auto = "auto"
+    native = "native"
+    python = "python"
+
+
+def command(
+    args: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT", help="What torchrun gets.")
+    ],
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the records go; else to rankcall-runs/<UTC time>-<script>."),
+    ] = None,
+    capture: Annotated[
+        Capture,
+        typer.Option(envvar="RANKCALL_CAPTURE", help="The recorder; auto: native where it builds."),
+    ] = Capture.auto,
+) -> None:
+    """Run a script as torchrun does, and record every collective of every rank.
+
+    The options below come first; what follows is torchrun's: its options
+    (--nproc-per-node, -m, --nnodes, ...), the script and the script's own
+    arguments. Several nodes make one run where they have the same --rdzv-id,
+    or the same --run-dir, on a shared file system.
+    """
+    # A launcher inside a recorded worker is no worker, and its workers are not that one's children.
+    with environment({"RANKCALL_ARM": None, "RANKCALL_WORKER": None}):
+        check_torch()
+        job = parse(args)
+        if job.is_file and not Path(job.script).exists():
+            say(f"no such script: {job.script} (for a module: -m, for a program: --no-python)")
+            raise typer.Exit(USAGE_ERROR)
+        recorder = _prepare(capture.value)
+        where = _run_dir(run_dir, job)
+        before = {path.name for path in ring_paths(where)}
+        with environment(arming(where, recorder, job)):
+            status = torchrun(job.argv)
+            with _undisturbed():
+                _finish(where, job, before)
+    raise typer.Exit(status)
+
+
+def _prepare(capture: str) -> str:
+    """Build the native recorder once, before all workers want it; return the capture they get."""
+    if capture == "python":
+        return capture
+    try:
+        from rankcall.capture.native.build import library_path, prebuild
+
+        if not library_path().exists():
+            say("building the native recorder, once for this torch and Python")
+        prebuild()
+    except CaptureUnavailable as error:
+        if capture == "native":
+            raise
+        say(f"{error}; recording with the slower Python capture")
+        return "python"
+    return capture
+
+
+def _run_dir(asked: Path | None, job: Job) -> Path:
+    """Make the run directory and return its path. One that cannot be made costs no job its start."""
+    path = asked or _default(job)
+    if path.exists() and not path.is_dir():
+        say(f"--run-dir {path} is not a directory")
+        raise typer.Exit(USAGE_ERROR)
+    try:
+        create_run(path, _about(job))
+    except OSError as error:
+        say(f"cannot write the run directory {path}: {error.strerror}; the job runs all the same")
+    return path
+
+
+def _about(job: Job) -> dict[str, Any]:
+    import torch
+
+    return {
+        "created_epoch_ns": time.time_ns(),
+        "command": list(job.argv),
+        "cwd": str(Path.cwd()),
+        "host": host_name(),
+        "max_nodes": job.max_nodes,
+        "nproc_per_node": job.nproc,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "rankcall": __version__,
+    }
+
+
+def _default(job: Job) -> Path:
+    """Name a run: by its rendezvous where several nodes have to agree on it, else by the time."""
+    path = default_run_dir(job.label)
+    if job.max_nodes > 1 and job.rdzv_id:
+        script = path.name.partition("-")[2]
+        return Path(RUNS) / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', job.rdzv_id).strip('.')}-{script}"
+    if job.max_nodes > 1:
+        say(
+            "several nodes and neither --rdzv-id nor --run-dir: "
+            "each node's records go to a run directory of its own"
+        )
+    return _unused(path)
+
+
+def _unused(path: Path) -> Path:
+    """Return ``path``, or with a number behind it where a run of the same second has it."""
+    number, candidate = 1, path
+    while True:
+        try:
+            candidate.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        except OSError:
+            return candidate  # create_run says why
+        else:
+            return candidate
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let no further Ctrl-C or SIGTERM interrupt the moving of the records."""
+    kept = {
+        each: signal.signal(each, signal.SIG_IGN)
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for each, handler in kept.items():
+            signal.signal(each, handler)
+
+
+def _finish(run_dir: Path, job: Job, before: set[str]) -> None:
+    """Move the records to the run directory; say where they are and whose are missing."""
+    settle(run_dir)
+    rings = [path for path in ring_paths(run_dir) if path.name not in before]
+    headers = [header for header in map(_header, rings) if header and header.host == host_name()]
+    stuck = any(path.parent == live_dir(run_dir) for path in rings)
+    ranks = sorted({header.rank for header in headers})
+    place = run_dir if not stuck or (run_dir / "rings").is_dir() else live_dir(run_dir)
+    if ranks:
+        say(
+            f"recorded rank {format_ranks(ranks)} in {place}; "
+            f"read it with: rankcall report {place}"
+        )
+    missing = _missing(job, headers)
+    if missing:
+        say(
+            f"no records of {missing}: the process ended before it imported torch, never did, or "
+            "was started as python -I, -E or -S (they ignore PYTHONPATH, which arms recording)"
+        )
+
+
+def _header(path: Path) -> Header | None:
+    try:
+        with path.open("rb") as file:
+            return parse_header(file.read(HEADER_BYTES), str(path))
+    except (OSError, CorruptRun):
+        return None
+
+
+def _missing(job: Job, headers: list[Header]) -> str:
+    """Name the workers of this node's last attempt that left no ring; empty where all did."""
+    attempt = max((header.attempt for header in headers), default=0)
+    found = {header.rank for header in headers if header.attempt == attempt}
+    firsts = [header.rank - header.local_rank for header in headers if header.local_rank >= 0]
+    if job.max_nodes == 1:
+        first = 0
+    elif firsts:
+        first = min(firsts)  # a node's ranks are consecutive
+    else:
+        return f"any of this node's {job.nproc} workers"
+    lost = set(range(first, first + job.nproc)) - found
+    return f"rank {format_ranks(sorted(lost))}" if lost else ""

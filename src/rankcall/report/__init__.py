@@ -1,0 +1,1 @@
+"""A summary as something to read: on a terminal, or as JSON."""

@@ -1,0 +1,224 @@
+"""A summary for a terminal of 80 columns or more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from io import StringIO
+from pathlib import PurePath
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rankcall.analysis.commshare import StepShare
+from rankcall.analysis.summary import Straggler, Summary
+from rankcall.analysis.table import size_name
+from rankcall.report._format import clean, percent, plural, rate, size, time
+from rankcall.report._tables import cut, fitted, listed
+from rankcall.report.headline import Headline, headline
+from rankcall.run import format_ranks
+
+_ROWS, _SITES, _RANKS, _GROUPS = 20, 8, 8, 4
+_FEW = 4  # ranks that are listed however little they matter
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDE = 100  # columns from which on there is room for more
+_INDENT = 2
+_LABEL = 9
+
+
+def render(summary: Summary, width: int = 80) -> str:
+    """Return the report as plain text, no line of it wider than ``width``."""
+    out = StringIO()
+    show(summary, Console(file=out, width=width, color_system=None, highlight=False))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def show(summary: Summary, console: Console) -> None:
+    """Print the report; ``console`` decides on width and colour."""
+    first = headline(summary)
+    console.print(Text(first.text, "bold red" if first.alarm else "bold green"))
+    if first.detail:
+        console.print(Text(first.detail))
+    for title, body in _sections(summary, first, console.width - _INDENT):
+        console.print()
+        console.print(Text(title, "bold"))
+        console.print(Padding(body, (0, 0, 0, _INDENT)))
+
+
+def _sections(
+    summary: Summary, first: Headline, room: int
+) -> Iterator[tuple[str, RenderableType]]:
+    yield "What ran where", _facts(summary, room)
+    if not summary.collectives:
+        return
+    yield "By op, group and size (a member's time; bandwidth in GB/s)", _collectives(summary, room)
+    if len(summary.stragglers) > 1:
+        yield "Who kept the others waiting", _stragglers(summary, first.ranks, room)
+    yield "Slowest call sites (a rank's time)", _sites(summary, room)
+    if summary.comm_share is not None:
+        yield "Time in communication", _comm_share(summary, room)
+
+
+def _more(body: Table, left: int, what: str) -> RenderableType:
+    """Say how much of a long list is not shown."""
+    if left <= 0:
+        return body
+    return Group(body, Text(f"and {plural(left, 'more ' + what)} (--json has all)", "dim"))
+
+
+def _facts(summary: Summary, room: int) -> RenderableType:
+    lines = [
+        Text.assemble((name.ljust(_LABEL), "dim"), cut(clean(text), room - _LABEL))
+        for name, text in _fact_lines(summary, room - _LABEL)
+    ]
+    return Text("\n").join(lines)
+
+
+def _fact_lines(summary: Summary, room: int) -> Iterator[tuple[str, str]]:
+    yield "run", PurePath(summary.path).name
+    numbers = {row.rank for row in summary.ranks}
+    hosts = list(dict.fromkeys(row.host for row in summary.ranks))
+    world = "" if not summary.missing_ranks else f" of {summary.world_size:,}"
+    start = f"{len(numbers):,}{world} on {plural(len(hosts), 'host')}: "
+    yield "ranks", start + listed(hosts, room - len(start))
+    if summary.missing_ranks:
+        yield "missing", f"no records of rank {format_ranks(summary.missing_ranks)}"
+    for group in summary.groups[:_GROUPS]:
+        known = group.group
+        about = ", ".join(text for text in (known.description, known.backend) if text)
+        where = ", across hosts" if group.cross_host else ""
+        start = f"{group.label} ({about}): {plural(len(known.ranks), 'rank')}{where}: "
+        yield "group", start + cut(format_ranks(known.ranks), max(8, room - len(start)))
+    if len(summary.groups) > _GROUPS:
+        yield "", f"and {len(summary.groups) - _GROUPS:,} more groups"
+    yield "time", _when(summary)
+    yield "capture", _capture(summary)
+
+
+def _when(summary: Summary) -> str:
+    steps = max((row.steps for row in summary.ranks), default=0)
+    parts = [time(summary.duration_ms), plural(steps, "step") if steps else "no optimizer steps"]
+    attempts = len({row.attempt for row in summary.ranks})
+    if attempts > 1:
+        parts.append(plural(attempts, "attempt"))
+    if summary.started_epoch_ns is not None:
+        try:
+            moment = datetime.fromtimestamp(summary.started_epoch_ns / 1e9, timezone.utc)
+            parts.append(f"from {moment:%Y-%m-%d %H:%M:%S} UTC")
+        except (OverflowError, ValueError, OSError):
+            parts.append("at an impossible date")
+    return ", ".join(parts)
+
+
+def _capture(summary: Summary) -> str:
+    captures = "/".join(sorted({row.capture for row in summary.ranks}))
+    torch = summary.about.get("torch")
+    lost = f"{summary.dropped:,} dropped" if summary.dropped else "none dropped"
+    live = sum(not row.closed for row in summary.ranks)
+    return (
+        f"{captures}{f', torch {torch}' if isinstance(torch, str) else ''}; "
+        f"{plural(summary.records, 'record')}, {lost}"
+        + (f"; {plural(live, 'rank')} still running or killed" if live else "")
+    )
+
+
+def _collectives(summary: Summary, room: int) -> RenderableType:
+    heads = (
+        "op", "group", "size", "count", "bytes", "total", "median", "p95", "algbw", "busbw", "wait",
+    )  # fmt: skip
+    rows = [
+        (
+            row.op,
+            row.group,
+            size_name(row.bucket),
+            f"{row.count:,}",
+            size(row.bytes),
+            time(row.total_ms),
+            time(row.median_ms),
+            time(row.p95_ms),
+            rate(row.algbw_gbps),
+            rate(row.busbw_gbps),
+            percent(row.waiting_share),
+        )
+        for row in summary.collectives[:_ROWS]
+    ]
+    table = fitted(heads, rows, room, names=2)
+    return _more(table, len(summary.collectives) - _ROWS, "row")
+
+
+def _stragglers(summary: Summary, named: Sequence[int], room: int) -> RenderableType:
+    wide = room >= _WIDE
+    heads = ["rank", "host", "came last", "by", "caused waiting", "share"]
+    shown = [
+        each
+        for place, each in enumerate(summary.stragglers[:_RANKS])
+        if place < _FEW or each.share >= 0.01
+    ]
+    table = fitted(
+        [*heads, "waited itself", ""] if wide else [*heads, ""],
+        [_straggler(each, wide) for each in shown],
+        room,
+        names=2,
+        marked=[place for place, each in enumerate(shown) if each.rank in named],
+    )
+    return _more(table, len(summary.stragglers) - len(shown), "rank")
+
+
+def _straggler(each: Straggler, wide: bool) -> list[str]:
+    last = percent(each.came_last / each.collectives) if each.collectives else "-"
+    cells = [
+        str(each.rank), each.host, last, time(each.late_by_ms), time(each.caused_wait_ms),
+        percent(each.share),
+    ]  # fmt: skip
+    return [*cells, *([time(each.suffered_wait_ms)] if wide else []), "█" * round(10 * each.share)]
+
+
+def _sites(summary: Summary, room: int) -> RenderableType:
+    heads = ("call site", "function", "op", "calls", "total", "median", "worst")
+    rows = [
+        (
+            str(row.site) if row.site.line else "(not known)",
+            row.site.function,
+            row.op,
+            f"{row.count:,}",
+            time(row.total_ms),
+            time(row.median_ms),
+            time(row.worst_ms),
+        )
+        for row in summary.call_sites[:_SITES]
+    ]
+    table = fitted(heads, rows, room, names=3, paths=True)
+    return _more(table, len(summary.call_sites) - _SITES, "call site")
+
+
+def _comm_share(summary: Summary, room: int) -> RenderableType:
+    shares = sorted(
+        (row.comm_share, row.rank) for row in summary.ranks if row.comm_share is not None
+    )
+    lines = [f"{percent(summary.comm_share)} of the run (median rank)"]
+    if len(shares) > 1:
+        (low, least), (high, most) = shares[0], shares[-1]
+        lines[0] += f"; least {percent(low)} (rank {least}), most {percent(high)} (rank {most})"
+    if summary.steps:
+        slow = max(summary.steps, key=lambda step: step.ms)
+        middle = sorted(step.share for step in summary.steps)[len(summary.steps) // 2]
+        lines.append(
+            f"{percent(middle)} of a step (median); "
+            f"{percent(slow.share)} of the longest, step {slow.step:,}: {time(slow.ms)}"
+        )
+        count = plural(len(summary.steps), "step")
+        lines.append(f"{spark(summary.steps, room - len(count) - 2)}  {count}")
+    return Text("\n".join(lines))
+
+
+def spark(steps: Sequence[StepShare], most: int) -> str:
+    """Draw each step's share as a bar; many steps share one (their mean)."""
+    count = max(1, min(len(steps), most))
+    edges = [len(steps) * i // count for i in range(count + 1)]
+    means = [
+        sum(step.share for step in steps[a:b]) / (b - a)
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+    return "".join(_BARS[min(7, max(0, int(mean * 8)))] for mean in means)

@@ -1,0 +1,21 @@
+"""The ring file: one rank's records, where they survive the process that wrote them."""
+
+from rankcall.ring.layout import DEFAULT_CAPACITY, Geometry
+from rankcall.ring.reader import CallSite, Group, Head, Header, Ring, Tables, read_head, read_ring
+from rankcall.ring.writer import Identity, PythonRing, create
+
+__all__ = [
+    "DEFAULT_CAPACITY",
+    "CallSite",
+    "Geometry",
+    "Group",
+    "Head",
+    "Header",
+    "Identity",
+    "PythonRing",
+    "Ring",
+    "Tables",
+    "create",
+    "read_head",
+    "read_ring",
+]

@@ -1,0 +1,408 @@
+"""Read a ring file that somebody else wrote, or is writing, or died while writing.
+
+The file is treated as hostile: every size, index and code is checked before it is used, nothing is
+executed, and memory is bounded by what the file really holds. What is sound comes back; what is
+not is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.errors import CorruptRun
+from rankcall.record import (
+    COMMIT_CLOSING,
+    COMMIT_DONE,
+    COMMIT_WRITING,
+    DTYPES,
+    FLAG_ANY_SOURCE,
+    KINDS,
+    MAX_DIMS,
+    OPS,
+    RECORD,
+    REDUCE_OPS,
+    STATUSES,
+)
+from rankcall.ring.layout import (
+    CAPTURES,
+    ENTRY_GROUP,
+    ENTRY_HEADER,
+    ENTRY_SITE,
+    ENTRY_STRING,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_CAPACITY,
+    MAX_TABLES_BYTES,
+    SCHEMA,
+    Geometry,
+)
+
+Records = npt.NDArray[Any]
+MAX_RANKS = 1 << 20
+ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a ring file says of itself. Times in ns; ``mono`` is CLOCK_MONOTONIC of its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    attempt: int
+    pid: int
+    process_start: int
+    host: str
+    boot_id: str
+    capture: str
+    anchor_mono_ns: int
+    anchor_epoch_ns: int
+    head: int
+    step: int
+    native_heartbeat_ns: int
+    python_heartbeat_ns: int
+    inflight_lost: int
+    tables_lost: int
+    closed_ns: int
+    file_bytes: int
+    geometry: Geometry
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as one of its members knew it. ``ranks`` are global, in group order."""
+
+    name: str
+    epoch: int
+    backend: str
+    description: str
+    ranks: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """Torch's name for it; ``#2`` where init_process_group ran a second time, ``.1`` where the
+        name was used again within it.
+        """
+        era, again = divmod(self.epoch, ERA)
+        return self.name + (f"#{era + 1}" if era else "") + (f".{again}" if again else "")
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """The line that issued an op, and the public function it called."""
+
+    file: str
+    line: int
+    function: str
+    api: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass
+class Tables:
+    """A ring's side tables, by id."""
+
+    strings: dict[int, str] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)
+    sites: dict[int, CallSite] = field(default_factory=dict)
+    damaged: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a ring file says of itself, without its records."""
+
+    path: Path
+    header: Header
+    tables: Tables
+    problem: str | None = None
+
+
+@dataclass
+class Ring:
+    """One rank's ring as it was when it was read: records in issue order, and what is missing."""
+
+    path: Path
+    header: Header
+    records: Records
+    tables: Tables
+    dropped: int
+    problem: str | None = None
+
+
+def read_ring(path: str | os.PathLike[str]) -> Ring:
+    """Read one ring file, live or left behind.
+
+    Raises ``CorruptRun`` where the file is no ring, is of another schema, or has no sound header.
+    A file that was cut off yields what is left, with ``problem`` set.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb", buffering=0) as file:
+            return _read(path, file.fileno())
+    except OSError as error:
+        raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_head(path: str | os.PathLike[str]) -> Head:
+    """Read a ring's header and side tables only; errors as ``read_ring``."""
+    path = Path(path)
+    try:
+        with path.open("rb", buffering=0) as file:
+            return _read_head(path, file.fileno(), os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_head(path: Path, fd: int, size: int) -> Head:
+    raw = os.pread(fd, HEADER_BYTES, 0)
+    header = parse_header(raw, str(path))
+    shape = header.geometry
+    problem = None
+    if size < header.file_bytes:
+        problem = f"{path}: truncated: {size:,} of {header.file_bytes:,} bytes are left"
+    used = int(np.frombuffer(raw, HEADER)["tables_used"][0])
+    tables = parse_tables(os.pread(fd, min(used, shape.tables_bytes), shape.tables_offset))
+    if tables.damaged and problem is None:
+        problem = f"{path}: damaged side tables; some names are lost"
+    return Head(path, header, tables, problem)
+
+
+def _read(path: Path, fd: int) -> Ring:
+    size = os.fstat(fd).st_size
+    head = _read_head(path, fd, size)
+    header, shape = head.header, head.header.geometry
+    live = header.closed_ns == 0
+    slots = _read_records(
+        fd, shape.records_offset, _bytes_worth_reading(header, min(size, header.file_bytes)), live
+    )
+    parked = _read_records(
+        fd, shape.inflight_offset, shape.inflight_capacity * RECORD.itemsize, live
+    )
+    records, torn = _sound(slots, parked, shape.capacity)
+    last = int(records["commit"][-1] >> 2) if len(records) else 0
+    dropped = max(last - len(records), torn)
+    return Ring(path, header, records, head.tables, dropped, head.problem)
+
+
+def _bytes_worth_reading(header: Header, size: int) -> int:
+    """Return how much of the record region can hold records: all of it once the ring has lapped.
+
+    ``head`` may lag behind the writers by as many records as there are threads; 64 is plenty.
+    """
+    records = min(header.head + 64, header.geometry.capacity)
+    return max(0, min(records * RECORD.itemsize, size - header.geometry.records_offset))
+
+
+def parse_header(raw: bytes, name: str) -> Header:
+    """Check and decode a header; ``name`` is for messages."""
+    if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
+        raise CorruptRun(f"{name}: not a rankcall ring file")
+    row = np.frombuffer(raw, HEADER, count=1)[0]
+    if int(row["schema"]) != SCHEMA:
+        raise CorruptRun(
+            f"{name}: ring schema {int(row['schema'])}, this rankcall reads schema {SCHEMA}: "
+            "read it with the rankcall version that wrote it"
+        )
+    shape = Geometry(
+        int(row["capacity"]), int(row["inflight_capacity"]), int(row["tables_bytes"])
+    )
+    sizes_ok = (
+        int(row["header_bytes"]) == HEADER_BYTES
+        and int(row["record_bytes"]) == RECORD.itemsize
+        and 0 < shape.capacity <= MAX_CAPACITY
+        and shape.capacity & (shape.capacity - 1) == 0
+        and shape.inflight_capacity <= MAX_CAPACITY
+        and shape.tables_bytes <= MAX_TABLES_BYTES
+        and shape.tables_bytes % 8 == 0
+        # A file that was compacted when it was moved ends after its last record.
+        and shape.records_offset <= int(row["file_bytes"]) <= shape.file_bytes
+    )
+    if not sizes_ok:
+        raise CorruptRun(f"{name}: the ring's header is damaged (impossible sizes)")
+    if int(row["rank"]) >= MAX_RANKS or int(row["world_size"]) > MAX_RANKS:
+        raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
+    numbers = {
+        key: int(row[key])
+        for key in (
+            "rank", "world_size", "local_rank", "node", "attempt", "pid", "process_start",
+            "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
+            "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
+        )
+    }  # fmt: skip
+    capture = int(row["capture"])
+    return Header(
+        host=row["host"].decode("utf-8", "replace"),
+        boot_id=row["boot_id"].decode("utf-8", "replace"),
+        capture=CAPTURES[capture] if capture < len(CAPTURES) else CAPTURES[0],
+        geometry=shape,
+        **numbers,
+    )
+
+
+def parse_tables(raw: bytes) -> Tables:
+    """Decode the side tables up to the first entry that is not sound."""
+    tables, offset, number = Tables(), 0, 0
+    while offset + ENTRY_HEADER.itemsize <= len(raw):
+        entry = np.frombuffer(raw, ENTRY_HEADER, count=1, offset=offset)[0]
+        start = offset + ENTRY_HEADER.itemsize
+        payload = raw[start : start + int(entry["length"])]
+        number += 1
+        whole = (
+            int(entry["commit"]) == number
+            and len(payload) == int(entry["length"])
+            and zlib.crc32(payload) == int(entry["crc32"])
+        )
+        if not whole or not _keep_entry(tables, number, int(entry["kind"]), payload):
+            tables.damaged = True
+            break
+        offset = start + (len(payload) + 7) // 8 * 8
+    return tables
+
+
+def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
+    try:
+        if kind == ENTRY_STRING:
+            tables.strings[number] = payload.decode("utf-8", "replace")
+        elif kind == ENTRY_GROUP:
+            tables.groups[number] = _group(json.loads(payload))
+        elif kind == ENTRY_SITE:
+            tables.sites[number] = _site(json.loads(payload))
+        return True
+    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
+        return False
+
+
+def _site(fields: dict[str, Any]) -> CallSite:
+    return CallSite(
+        str(fields["file"]), int(fields["line"]), str(fields["function"]), str(fields["api"])
+    )
+
+
+def _group(fields: dict[str, Any]) -> Group:
+    return Group(
+        str(fields["name"]),
+        int(fields["epoch"]),
+        str(fields["backend"]),
+        str(fields["description"]),
+        expand_ranks(fields["ranks"]),
+    )
+
+
+def compress_ranks(ranks: list[int]) -> list[list[int]]:
+    """Write ranks as runs ``[first, count, stride]``: a world of 100,000 is one run."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs:
+            run = runs[-1]
+            first, count, stride = run
+            if count == 1:
+                run[1:] = [2, rank - first]
+                continue
+            if rank == first + count * stride:
+                run[1] += 1
+                continue
+        runs.append([rank, 1, 1])
+    return runs
+
+
+def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
+    """Undo ``compress_ranks``; raises ``ValueError`` where the ranks cannot be real."""
+    if not all(type(number) is int for run in runs for number in run):
+        raise ValueError("a rank is a whole number")
+    if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
+        raise ValueError(f"more than {MAX_RANKS:,} ranks, or fewer than none")
+    ranks = tuple(first + i * stride for first, count, stride in runs for i in range(count))
+    if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANKS:
+        raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
+    return ranks
+
+
+def _read_records(fd: int, offset: int, length: int, live: bool) -> Records:
+    """Copy records out of the file; of those that change meanwhile keep only stable copies."""
+    first = _pread_records(fd, offset, length)
+    if not live:
+        return first
+    again = _pread_records(fd, offset, length)
+    count = min(len(first), len(again))
+    first, again = first[:count], again[:count]
+    for slot in np.flatnonzero(first["commit"] != again["commit"]):
+        first[slot] = _stable_record(fd, offset + int(slot) * RECORD.itemsize)
+    return first
+
+
+def _pread_records(fd: int, offset: int, length: int) -> Records:
+    buffer = np.empty(length // RECORD.itemsize, RECORD)
+    got = os.preadv(fd, [memoryview(buffer).cast("B")] if length else [], offset) if length else 0
+    return buffer[: got // RECORD.itemsize]
+
+
+def _stable_record(fd: int, offset: int) -> Records:
+    for _ in range(8):
+        copy = _pread_records(fd, offset, RECORD.itemsize)
+        check = _pread_records(fd, offset, RECORD.itemsize)
+        if len(copy) and len(check) and copy["commit"][0] == check["commit"][0]:
+            return copy[0]  # type: ignore[no-any-return]
+    return np.zeros(1, RECORD)[0]  # type: ignore[no-any-return]
+
+
+def _sound(slots: Records, parked: Records, capacity: int) -> tuple[Records, int]:
+    """Return the records that can be trusted, in issue order, and how many were half written."""
+    words = slots["commit"]
+    at_home = ((words >> 2) - 1) & (capacity - 1) == np.arange(len(slots), dtype=np.uint64)
+    used = words != 0
+    torn = int(np.count_nonzero(used & at_home & (words & 3 == COMMIT_WRITING)))
+    kept = _only(slots, used & at_home & (words & 3 != COMMIT_WRITING))
+    if np.any(parked["commit"]):
+        parked = parked[(parked["commit"] != 0) & (parked["commit"] & 3 != COMMIT_WRITING)]
+        # A record killed while it moved stands in both places; the copy in the table is the newer.
+        kept = kept[~np.isin(kept["commit"] >> 2, parked["commit"] >> 2)]
+        kept = np.concatenate([parked, kept])
+    order = kept["commit"] >> 2
+    if np.any(order[1:] <= order[:-1]):
+        kept = kept[np.unique(order, return_index=True)[1]]
+    kept = _only(kept, _codes_known(kept))
+    _blank_unfinished(kept)
+    return kept, torn
+
+
+def _only(records: Records, wanted: npt.NDArray[np.bool_]) -> Records:
+    """Return the wanted records, without a copy where that is all of them."""
+    return records if wanted.all() else records[wanted]
+
+
+def _codes_known(records: Records) -> npt.NDArray[np.bool_]:
+    return (  # type: ignore[no-any-return]
+        (records["kind"] < len(KINDS))
+        & (records["op"] < len(OPS))
+        & (records["dtype"] < len(DTYPES))
+        & (records["reduce_op"] < len(REDUCE_OPS))
+        & (records["status"] < len(STATUSES))
+        & (records["ndim"] <= MAX_DIMS)
+        & (records["async_op"] <= 2)
+        & (records["commit"] & 3 <= COMMIT_DONE)
+    )
+
+
+def _blank_unfinished(records: Records) -> None:
+    """Clear the completion fields of records caught while those were being written."""
+    rows = np.flatnonzero(records["commit"] & 3 == COMMIT_CLOSING)
+    if len(rows):
+        part = records[rows]
+        part["completed_ns"], part["error"], part["device_ms"] = 0, 0, np.nan
+        part["status"] = np.minimum(part["status"], STATUSES.index("started"))
+        any_source = part["flags"] & FLAG_ANY_SOURCE != 0
+        part["seq"][any_source], part["peer"][any_source] = 0, -1
+        records[rows] = part

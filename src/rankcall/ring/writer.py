@@ -1,0 +1,343 @@
+"""Create a ring file, and write records into it from Python.
+
+Both captures share ``create`` and ``Identity``; ``PythonRing`` is what the pure-Python capture
+writes with, byte for byte what the native recorder writes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rankcall.record import (
+    COMMIT_CLOSING,
+    COMMIT_DONE,
+    COMMIT_OPEN,
+    COMMIT_WRITING,
+    MAX_DIMS,
+    RECORD,
+    STATUSES,
+)
+from rankcall.ring.layout import (
+    CAPTURES,
+    ENTRY_GROUP,
+    ENTRY_HEADER,
+    ENTRY_SITE,
+    ENTRY_STRING,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    SCHEMA,
+    Geometry,
+    offset_of,
+)
+from rankcall.ring.reader import CallSite, Group, compress_ranks
+
+_COMPLETED, _FAILED = STATUSES.index("completed"), STATUSES.index("failed")
+_OPEN_OR_CLOSING = (COMMIT_OPEN, COMMIT_CLOSING)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose ring it is. -1 stands for a number that is not known (yet)."""
+
+    rank: int = -1
+    world_size: int = -1
+    local_rank: int = -1
+    node: int = -1
+    attempt: int = 0
+    host: str = ""
+    capture: str = "python"
+
+
+def create(path: Path | None, identity: Identity, geometry: Geometry) -> mmap.mmap:
+    """Make a ring file at ``path`` (mode 0600, must not exist) and map it, header written.
+
+    ``None`` maps anonymous memory instead. All pages are reserved and touched here: an unbacked
+    page would be a SIGBUS in the training thread later. Raises ``OSError`` where there is no room.
+    """
+    size = geometry.file_bytes
+    if path is None:
+        return _prepared(mmap.mmap(-1, size), identity, geometry)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        return _prepared(mmap.mmap(fd, size), identity, geometry)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def create_unnamed(
+    folder: Path, identity: Identity, geometry: Geometry
+) -> tuple[mmap.mmap, int]:
+    """Make a ring that vanishes with its process unless its descriptor is linked to a name.
+
+    Returns the map and the descriptor; anonymous memory and -1 where ``folder`` allows no such file.
+    """
+    try:
+        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+    except OSError:
+        return create(None, identity, geometry), -1
+    try:
+        os.posix_fallocate(fd, 0, geometry.file_bytes)
+        ring = mmap.mmap(fd, geometry.file_bytes)
+    except OSError:
+        os.close(fd)
+        return create(None, identity, geometry), -1
+    return _prepared(ring, identity, geometry), fd
+
+
+def _prepared(ring: mmap.mmap, identity: Identity, geometry: Geometry) -> mmap.mmap:
+    for page in range(0, len(ring), mmap.PAGESIZE):
+        ring[page] = 0
+    ring[:HEADER_BYTES] = _header(identity, geometry)
+    return ring
+
+
+def _header(identity: Identity, geometry: Geometry) -> bytes:
+    row = np.zeros(1, HEADER)
+    epoch_ns, mono_ns = time.time_ns(), time.monotonic_ns()
+    values = {
+        "magic": MAGIC,
+        "schema": SCHEMA,
+        "header_bytes": HEADER_BYTES,
+        "record_bytes": RECORD.itemsize,
+        "capacity": geometry.capacity,
+        "inflight_capacity": geometry.inflight_capacity,
+        "tables_bytes": geometry.tables_bytes,
+        "file_bytes": geometry.file_bytes,
+        "rank": identity.rank,
+        "world_size": identity.world_size,
+        "local_rank": identity.local_rank,
+        "node": identity.node,
+        "attempt": identity.attempt,
+        "pid": os.getpid(),
+        "process_start": process_start(os.getpid()) or 0,
+        "anchor_mono_ns": mono_ns,
+        "anchor_epoch_ns": epoch_ns,
+        "capture": CAPTURES.index(identity.capture),
+        "host": identity.host.encode()[:63],
+        "boot_id": boot_id().encode(),
+        "native_heartbeat_ns": mono_ns,
+        "python_heartbeat_ns": mono_ns,
+    }
+    for name, value in values.items():
+        row[name] = value
+    return row.tobytes()
+
+
+def process_start(pid: int) -> int | None:
+    """Return when a process of this host started, in clock ticks since boot; None if it is gone.
+
+    Field 22 of proc(5)'s stat; a zombie counts as gone.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def boot_seconds() -> int:
+    """Return when this host booted, in seconds since the epoch (0 where the kernel does not say)."""
+    try:
+        with open("/proc/stat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("btime ")), 0)
+    except OSError:
+        return 0
+
+
+def boot_id() -> str:
+    """Return the id of this boot of this host (empty where the kernel does not say)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def put(ring: mmap.mmap, field: str, value: int) -> None:
+    """Set a header field."""
+    kind = HEADER.fields[field][0].str  # type: ignore[index]
+    code = {"<i8": "<q", "<u8": "<Q", "<i4": "<i", "<u4": "<I", "|u1": "<B"}[kind]
+    struct.pack_into(code, ring, offset_of(field), value)
+
+
+def set_identity(ring: mmap.mmap, identity: Identity) -> None:
+    """Correct whose ring it is, once the default process group has told."""
+    for name in ("rank", "world_size", "local_rank", "node", "attempt"):
+        put(ring, name, getattr(identity, name))
+
+
+def encode_group(group: Group) -> bytes:
+    """Return a group's side-table payload."""
+    fields = {
+        "name": group.name,
+        "epoch": group.epoch,
+        "backend": group.backend,
+        "description": group.description,
+        "ranks": compress_ranks(list(group.ranks)),
+    }
+    return json.dumps(fields).encode()
+
+
+def encode_site(site: CallSite) -> bytes:
+    """Return a call site's side-table payload."""
+    return json.dumps(
+        {"file": site.file, "line": site.line, "function": site.function, "api": site.api}
+    ).encode()
+
+
+def _struct_of(names: tuple[str, ...]) -> struct.Struct:
+    """Return a Struct over neighbouring record fields, checked against ``RECORD``'s offsets."""
+    codes = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i2": "h", "i4": "i", "i8": "q", "f8": "d"}
+    form = "<"
+    for name in names:
+        kind = RECORD[name]
+        base, count = (kind.subdtype[0], kind.shape[0]) if kind.subdtype else (kind, 1)
+        form += codes[base.str[1:]] * count
+    return struct.Struct(form)
+
+
+_BODY_NAMES = tuple(name for name in RECORD.names or () if name not in ("commit", "pad"))
+_BODY = _struct_of(_BODY_NAMES)
+_BODY_AT = RECORD.fields["seq"][1]  # type: ignore[index]
+assert _BODY_AT + _BODY.size == RECORD.fields["pad"][1]  # type: ignore[index]
+_WORD = struct.Struct("<Q")
+
+
+def _field(name: str) -> tuple[Callable[..., None], int]:
+    return _struct_of((name,)).pack_into, RECORD.fields[name][1]  # type: ignore[index]
+
+
+class PythonRing:
+    """Writes records into a mapped ring from Python threads of one process.
+
+    The lock is held over a few struct calls only, never over other people's code; it is
+    re-entrant so that a signal handler that issues a collective cannot deadlock.
+    """
+
+    def __init__(self, ring: mmap.mmap, geometry: Geometry) -> None:
+        self.map = ring
+        self.head = 0
+        self.done = 0
+        self._geometry = geometry
+        self._lock = threading.RLock()
+        self._entries = 0
+        self._tables_used = 0
+        self._parked: dict[int, int] = {}  # index -> offset in the in-flight table
+        self._next_parking = 0
+
+    def append(self, kind: int, payload: bytes) -> int:
+        """Add a side-table entry and return its id; 0 where there is no more room."""
+        with self._lock:
+            entry = ENTRY_HEADER.itemsize + (len(payload) + 7) // 8 * 8
+            if self._tables_used + entry > self._geometry.tables_bytes:
+                lost = _WORD.unpack_from(self.map, offset_of("tables_lost"))[0]
+                put(self.map, "tables_lost", lost + 1)
+                return 0
+            at = self._geometry.tables_offset + self._tables_used
+            self._entries += 1
+            self.map[at + 16 : at + 16 + len(payload)] = payload
+            struct.pack_into(
+                "<IIII", self.map, at, self._entries, kind, len(payload), zlib.crc32(payload)
+            )
+            self._tables_used += entry
+            put(self.map, "tables_used", self._tables_used)
+            return self._entries
+
+    def string(self, text: str) -> int:
+        """Add a string entry."""
+        return self.append(ENTRY_STRING, text.encode("utf-8", "replace"))
+
+    def group(self, group: Group) -> int:
+        """Add a process-group entry."""
+        return self.append(ENTRY_GROUP, encode_group(group))
+
+    def site(self, site: CallSite) -> int:
+        """Add a call-site entry."""
+        return self.append(ENTRY_SITE, encode_site(site))
+
+    def issue(self, body: tuple[float, ...]) -> int:
+        """Write a new record (``body``: all fields but commit and pad, in order); return its index."""
+        with self._lock:
+            index = self.head
+            self.head += 1
+            at = self._slot(index)
+            self._park(at)
+            word = (index + 1) << 2
+            _WORD.pack_into(self.map, at, word | COMMIT_WRITING)
+            _BODY.pack_into(self.map, at + _BODY_AT, *body)
+            _WORD.pack_into(self.map, at, word | COMMIT_OPEN)
+            put(self.map, "head", self.head)
+            return index
+
+    def finish(self, index: int, **fields: float) -> bool:
+        """Set a record's completion fields once; False where it was finished or lost before."""
+        with self._lock:
+            at = self._parked.get(index, self._slot(index))
+            word = (index + 1) << 2
+            if _WORD.unpack_from(self.map, at)[0] != word | COMMIT_OPEN:
+                return False
+            _WORD.pack_into(self.map, at, word | COMMIT_CLOSING)
+            self._set(at, fields)
+            _WORD.pack_into(self.map, at, word | COMMIT_DONE)
+            self._parked.pop(index, None)
+            self.done += 1
+            return True
+
+    def start(self, index: int, started_ns: int) -> None:
+        """Note that an op which was only enqueued has begun."""
+        with self._lock:
+            at = self._parked.get(index, self._slot(index))
+            word = (index + 1) << 2
+            if _WORD.unpack_from(self.map, at)[0] == word | COMMIT_OPEN:
+                self._set(at, {"started_ns": started_ns, "status": STATUSES.index("started")})
+
+    def _set(self, at: int, fields: dict[str, float]) -> None:
+        for name, value in fields.items():
+            pack, offset = _FIELDS[name]
+            pack(self.map, at + offset, value)
+
+    def _slot(self, index: int) -> int:
+        return (
+            self._geometry.records_offset
+            + (index & (self._geometry.capacity - 1)) * RECORD.itemsize
+        )
+
+    def _park(self, at: int) -> None:
+        """Move an unfinished record out of the slot at ``at`` before it is overwritten."""
+        word = _WORD.unpack_from(self.map, at)[0]
+        if word & 3 not in _OPEN_OR_CLOSING:
+            return
+        for _ in range(self._geometry.inflight_capacity):
+            place = self._geometry.inflight_offset + self._next_parking * RECORD.itemsize
+            self._next_parking = (self._next_parking + 1) % self._geometry.inflight_capacity
+            if _WORD.unpack_from(self.map, place)[0] & 3 not in _OPEN_OR_CLOSING:
+                _WORD.pack_into(self.map, place, 0)
+                end = RECORD.itemsize
+                self.map[place + 8 : place + end] = self.map[at + 8 : at + end]
+                _WORD.pack_into(self.map, place, word)
+                self._parked[(word >> 2) - 1] = place
+                return
+        lost = _WORD.unpack_from(self.map, offset_of("inflight_lost"))[0]
+        put(self.map, "inflight_lost", lost + 1)
+
+
+_FIELDS = {name: _field(name) for name in _BODY_NAMES if name != "shape"}
+BODY_NAMES = _BODY_NAMES
+NO_SHAPE = (0,) * MAX_DIMS

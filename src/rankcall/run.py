@@ -1,0 +1,408 @@
+"""The run directory: where rings live while a job runs, where they go after, and ``load``.
+
+::
+
+    rankcall-runs/latest -> 20261121T034130-train_digits
+    rankcall-runs/20261121T034130-train_digits/
+        run.json                                    what was started, where and when
+        rings/rank-00003.attempt-0.node-a.4711.ring one file per rank and attempt
+    /dev/shm/rankcall-<uid>/<run>-<hash>/           the same files while their processes live
+
+Rings are written on tmpfs, because a page of a disk file can block its writer; ``settle`` moves
+those whose process has ended into the run directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankcall.errors import CorruptRun, RunNotFound
+from rankcall.record import RECORD
+from rankcall.ring.layout import HEADER_BYTES, offset_of
+from rankcall.ring.reader import Group, Head, Ring, parse_header, read_head, read_ring
+from rankcall.ring.writer import boot_id, process_start
+
+if TYPE_CHECKING:
+    import polars as pl
+
+RUNS = "rankcall-runs"
+RUN_SCHEMA = 1
+Progress = Callable[[int, int], None]
+
+
+def host_name() -> str:
+    """Return what this host is called in a run: ``RANKCALL_HOST``, or its host name."""
+    return os.environ.get("RANKCALL_HOST") or socket.gethostname()
+
+
+def default_run_dir(script: str, started: datetime | None = None) -> Path:
+    """Return ``rankcall-runs/<UTC time>-<script>`` below the working directory."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(script).stem).strip("._") or "python"
+    moment = (started or datetime.now(timezone.utc)).strftime("%Y%m%dT%H%M%S")
+    return Path(RUNS) / f"{moment}-{stem}"
+
+
+def create_run(path: Path, about: dict[str, Any]) -> Path:
+    """Make a run directory (0700), write ``run.json`` if it has none, point ``latest`` at it."""
+    (path / "rings").mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.chmod(0o700)
+    meta = path / "run.json"
+    if not meta.exists():
+        text = json.dumps({"schema": RUN_SCHEMA, "name": path.name, **about}, indent=1)
+        scratch = path / f".run.json.{os.getpid()}"
+        scratch.write_text(text + "\n")
+        scratch.replace(meta)
+    if path.parent.name == RUNS:
+        link, scratch = path.parent / "latest", path.parent / f".latest.{os.getpid()}"
+        scratch.unlink(missing_ok=True)
+        scratch.symlink_to(path.name)
+        scratch.replace(link)
+    return path
+
+
+def live_base() -> Path:
+    """Return the tmpfs that live rings are kept on: ``RANKCALL_SHM``, or /dev/shm."""
+    return Path(os.environ.get("RANKCALL_SHM") or "/dev/shm")
+
+
+def live_dir(path: Path) -> Path:
+    """Return where the rings of a run's living processes are on this host."""
+    real = path.resolve()
+    owner = path.stat().st_uid if path.exists() else os.getuid()
+    digest = hashlib.sha1(str(real).encode(), usedforsecurity=False).hexdigest()[:8]
+    return live_base() / f"rankcall-{owner}" / f"{real.name}-{digest}"
+
+
+def ring_name(rank: int, attempt: int, host: str, pid: int) -> str:
+    """Return a ring file's name. The header is the authority; the name is for people."""
+    who = f"rank-{rank:05d}" if rank >= 0 else "rank-unknown"
+    return f"{who}.attempt-{attempt}.{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{pid}.ring"
+
+
+def settle(path: Path) -> list[Path]:
+    """Move the rings of ended processes of this host into the run directory; return their paths.
+
+    Rings of processes that still run stay where they are. A ring that cannot be moved stays too
+    and can still be loaded.
+    """
+    moved = []
+    source = live_dir(path)
+    for ring in sorted(source.glob("*.ring")) if source.is_dir() else []:
+        try:
+            if not _writer_lives(ring):
+                moved.append(_move(ring, path / "rings" / ring.name))
+        except (OSError, CorruptRun):
+            continue
+    for folder in (source, source.parent):
+        try:
+            folder.rmdir()
+        except OSError:
+            break
+    return moved
+
+
+def settle_ring(ring: Path, run_dir: Path) -> None:
+    """Move one finished ring into its run directory; where it cannot be moved it stays readable."""
+    try:
+        _move(ring, run_dir / "rings" / ring.name)
+        ring.parent.rmdir()
+        ring.parent.parent.rmdir()
+    except (OSError, CorruptRun):
+        return
+
+
+def _writer_lives(ring: Path) -> bool:
+    with ring.open("rb") as file:
+        header = parse_header(file.read(HEADER_BYTES), str(ring))
+    if header.closed_ns:
+        return False
+    if header.boot_id != boot_id():
+        return False
+    return process_start(header.pid) == header.process_start
+
+
+def _move(ring: Path, target: Path) -> Path:
+    """Copy a ring without its unused end, then remove the original; never half a file."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    scratch = target.with_suffix(".moving")
+    try:
+        with ring.open("rb") as source, open(
+            os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
+        ) as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+        _cut(scratch)
+        scratch.replace(target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    ring.unlink()
+    return target
+
+
+def _cut(ring: Path) -> None:
+    """Drop the records that were never written, and say so in the header."""
+    with ring.open("r+b") as file:
+        header = parse_header(file.read(HEADER_BYTES), str(ring))
+        shape = header.geometry
+        used = min(header.head + 64, shape.capacity)
+        size = shape.records_offset + used * RECORD.itemsize
+        if size < shape.file_bytes:
+            file.seek(offset_of("file_bytes"))
+            file.write(size.to_bytes(8, "little"))
+            file.truncate(size)
+
+
+def find_run(path: str | os.PathLike[str] | None = None) -> Path:
+    """Return the directory of a run; the latest below the working directory without a path.
+
+    Raises ``RunNotFound`` with what was looked for, and where.
+    """
+    if path is None:
+        latest = Path(RUNS) / "latest"
+        if not latest.exists():
+            raise RunNotFound(
+                f"no run given and no {latest} here ({Path.cwd()}): "
+                "start one with 'rankcall run script.py', or name a run directory"
+            )
+        return latest.resolve()
+    found = Path(path)
+    if not found.exists():
+        raise RunNotFound(f"no such run: {found}")
+    return found
+
+
+def ring_paths(path: Path) -> list[Path]:
+    """Return the ring files of a run (or the one file that ``path`` is), moved and live."""
+    if path.is_file():
+        return [path]
+    places = [path / "rings", path, live_dir(path)]
+    found: dict[str, Path] = {}
+    for place in places:
+        if place.is_dir():
+            for ring in sorted(place.glob("*.ring")):
+                found.setdefault(ring.name, ring)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """A process group as the whole run knows it."""
+
+    label: str
+    group: Group
+    hosts: tuple[str, ...]  # of its ranks, in group order; "" where a rank's ring is missing
+
+    @property
+    def cross_host(self) -> bool:
+        """Whether its members are on more than one host."""
+        return len({host for host in self.hosts if host}) > 1
+
+
+@dataclass
+class Run:
+    """A run: its rings' headers and side tables. Records are read when they are asked for.
+
+    ``iter_rings`` streams them, ring by ring, and keeps nothing; ``rings`` and ``records`` keep
+    all of them (192 bytes a record). A live job's records are as of the first such call.
+    """
+
+    path: Path
+    about: dict[str, Any]
+    heads: list[Head]
+    problems: list[str] = field(default_factory=list)
+    _census: dict[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def iter_rings(self, progress: Progress | None = None) -> Iterator[Ring]:
+        """Read the rings one after the other, by attempt and rank; nothing is kept.
+
+        What cannot be read (any more) is noted in ``problems`` and left out.
+        """
+        for done, head in enumerate(self.heads, 1):
+            ring = self._read(head)
+            if ring is not None:
+                self._census[head.path] = len(ring.records), ring.dropped
+                self._census[ring.path] = self._census[head.path]
+                yield ring
+            if progress is not None:
+                progress(done, len(self.heads))
+
+    def _read(self, head: Head) -> Ring | None:
+        """Read a ring, also where its process has ended and it was moved since ``load``."""
+        try:
+            moved = self.path / "rings" / head.path.name
+            return read_ring(head.path if head.path.exists() else moved)
+        except CorruptRun as error:
+            self._note(str(error))
+            return None
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    @cached_property
+    def rings(self) -> list[Ring]:
+        """All rings with their records, kept in memory."""
+        rings = list(self.iter_rings())
+        # A job that still runs may have made groups since ``load``: names as of the records.
+        self.heads = [Head(ring.path, ring.header, ring.tables, ring.problem) for ring in rings]
+        for stale in ("hosts", "run_groups", "groups"):
+            self.__dict__.pop(stale, None)
+        return rings
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """Each rank's host, by the ring of its last attempt."""
+        ordered = sorted(self.heads, key=lambda head: head.header.attempt)
+        return {head.header.rank: head.header.host for head in ordered}
+
+    @property
+    def world_size(self) -> int:
+        """The largest world size any ring knows (0 without one)."""
+        return max((head.header.world_size for head in self.heads), default=0)
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks of the world that left no readable ring."""
+        return sorted(set(range(max(self.world_size, 0))) - set(self.hosts))
+
+    @property
+    def dropped(self) -> dict[int, int]:
+        """Per rank, how many records were overwritten or lost before they could be read."""
+        lost: dict[int, int] = {}
+        for head in self.heads:
+            _, dropped = self.count(head)
+            lost[head.header.rank] = lost.get(head.header.rank, 0) + dropped
+        return lost
+
+    def count(self, head: Head) -> tuple[int, int]:
+        """Return how many records a ring holds and how many it dropped."""
+        if head.path not in self._census:
+            for _ in self.iter_rings():
+                pass
+        return self._census.get(head.path, (0, 0))
+
+    @cached_property
+    def run_groups(self) -> dict[Group, RunGroup]:
+        """Every process group of the run, with a label that is unique in it."""
+        known = {group for head in self.heads for group in head.tables.groups.values()}
+        return label_groups(known, self.hosts)
+
+    @cached_property
+    def groups(self) -> pl.DataFrame:
+        """One row a process group: group, name, description, backend, size, ranks, hosts, cross_host."""
+        from rankcall._frames import groups_frame
+
+        return groups_frame(self)
+
+    @cached_property
+    def ranks(self) -> pl.DataFrame:
+        """One row a ring: rank, host, pid, attempt, capture, records, dropped, steps, closed."""
+        from rankcall._frames import ranks_frame
+
+        return ranks_frame(self)
+
+    @cached_property
+    def records(self) -> pl.DataFrame:
+        """One row a record, ordered by rank and issue; the columns stand in docs/records.md."""
+        from rankcall._frames import records_frame
+
+        return records_frame(self)
+
+
+def label_groups(groups: Iterable[Group], hosts: dict[int, str]) -> dict[Group, RunGroup]:
+    """Give every group a label that no other has: its name, and what tells namesakes apart."""
+    ordered = sorted(
+        set(groups),
+        key=lambda group: (
+            group.epoch, len(group.name), group.name, group.ranks, group.backend, group.description,
+        ),
+    )  # fmt: skip
+    labels: dict[str, Group] = {}
+    for group in ordered:
+        label = group.name if not group.epoch else f"{group.name}#{group.epoch + 1}"
+        if label in labels:
+            label = f"{label}[{format_ranks(group.ranks)}]"
+        taken, copy = label, 1
+        while label in labels:
+            copy += 1
+            label = f"{taken}~{copy}"
+        labels[label] = group
+    return {
+        group: RunGroup(label, group, tuple(hosts.get(rank, "") for rank in group.ranks))
+        for label, group in labels.items()
+    }
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks the way people do: ``0-3,8,10-11``."""
+    parts: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def load(path: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Run:
+    """Read a run: its directory, a single ring file, or the latest run without a path.
+
+    Works on a live job, a dead one or a copied directory; imports no torch. Records are not read
+    before they are asked for. ``progress`` is called with (rings read, rings in all). What is
+    damaged or missing is listed in ``Run.problems``. Raises ``RunNotFound``, and ``CorruptRun``
+    where no ring can be read.
+    """
+    where = find_run(path)
+    paths, problems = ring_paths(where), []  # type: tuple[list[Path], list[str]]
+    heads = list(_read_heads(paths, problems, progress))
+    if not heads:
+        if problems:
+            raise CorruptRun(problems[0])
+        raise CorruptRun(f"{where}: no ring files: not a run, or nothing was recorded in it")
+    heads.sort(key=lambda head: (head.header.attempt, head.header.rank, head.header.pid))
+    run = Run(where, _about(where, problems), heads, problems)
+    if run.missing_ranks:
+        problems.append(
+            f"{where}: no ring for rank {format_ranks(run.missing_ranks)} of "
+            f"{run.world_size}: bandwidth and waiting are of the others only"
+        )
+    return run
+
+
+def _read_heads(
+    paths: Sequence[Path], problems: list[str], progress: Progress | None
+) -> Iterator[Head]:
+    for done, path in enumerate(paths, 1):
+        try:
+            head = read_head(path)
+        except CorruptRun as error:
+            problems.append(str(error))
+        else:
+            if head.problem:
+                problems.append(head.problem)
+            yield head
+        if progress is not None:
+            progress(done, len(paths))
+
+
+def _about(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        about = json.loads((path / "run.json").read_text()) if path.is_dir() else {}
+        return about if isinstance(about, dict) else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path / 'run.json'}: cannot be read: {error}")
+        return {}
+

@@ -1,0 +1,290 @@
+"""Runs that never ran: real ring files of a world of any size, with known times.
+
+The model is a job in lock step. Before each op every rank computes for a while (jittered; longer
+on a straggler), then the op synchronises its members. All times are made in one true clock and
+written in each host's own, so that a test knows what the analysis has to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.record import DTYPES, OPS, RECORD, STATUSES, SYNCHRONISING
+from rankcall.ring.layout import Geometry
+from rankcall.ring.reader import CallSite, Group
+from rankcall.run import create_run, ring_name
+from rankcall.testing._ringfile import RingSpec, write_ring
+
+Times = npt.NDArray[np.int64]
+
+_FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
+_VARIANTS = {
+    "all_reduce": "allreduce_",
+    "all_gather": "_allgather_base_",
+    "reduce_scatter": "_reduce_scatter_base_",
+    "all_to_all": "alltoall_base_",
+}
+EPOCH_NS = 1_790_000_000_000_000_000
+BOOT_NS = 5_000_000_000_000
+
+
+@dataclass(frozen=True)
+class Op:
+    """One line of a synthetic program.
+
+    ``message_bytes`` is one rank's tensor (for all_gather: the whole output). ``op`` is a name
+    of ``record.OPS``, or ``exchange``: each member sends to the next and receives from the one
+    before. ``family`` names a set of disjoint groups; each runs the op among its members.
+    """
+
+    op: str = "all_reduce"
+    message_bytes: int = 1 << 20
+    family: str = "world"
+    root: int = 0
+    line: int = 10
+    function: str = "train_step"
+    transfer_ms: float | None = None
+
+
+PROGRAM = (Op(message_bytes=25 << 20), Op(message_bytes=25 << 20, line=11), Op(message_bytes=8))
+
+
+@dataclass
+class Synthetic:
+    """What was written, and the truth behind it, in ns of the true clock."""
+
+    path: Path
+    hosts: list[str]  # of each rank
+    clock_offsets_ns: dict[str, int]
+    program: list[Op]  # what was issued, in order
+    arrivals: Times  # [issued, rank]; -1: not a member
+    ends: Times  # [issued, rank]; -1: not a member
+    families: dict[str, list[list[int]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things take."""
+
+    compute_ms: float = 2.0
+    jitter_ms: float = 0.05
+    end_jitter_ms: float = 0.02
+    gbps: float = 10.0
+    latency_ms: float = 0.05
+
+    def transfer_ns(self, op: Op) -> float:
+        """Return the time that an op takes once all members have come."""
+        if op.transfer_ms is not None:
+            return op.transfer_ms * 1e6
+        return self.latency_ms * 1e6 + op.message_bytes / self.gbps
+
+
+def synthetic_run(
+    path: Path,
+    ranks: int,
+    collectives: int,
+    *,
+    hosts: int | Sequence[str] = 1,
+    straggler: int | Sequence[int] | None = None,
+    straggler_ms: float = 20.0,
+    clock_offsets_ns: Mapping[str, int] | Sequence[int] | None = None,
+    clock_drift_ppm: Sequence[float] = (),
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    program: Sequence[Op] = PROGRAM,
+    per_step: int = 10,
+    pace: Pace | None = None,
+    capacity: int | None = None,
+    attempt: int = 0,
+    without_ranks: Sequence[int] = (),
+    seed: int = 0,
+) -> Synthetic:
+    """Write the rings of a run that issued ``collectives`` ops of ``program``, over and over.
+
+    ``hosts``: how many, or their names; ranks are spread over them in blocks.
+    ``straggler``: rank(s) that compute ``straggler_ms`` longer before each op.
+    ``clock_offsets_ns``: per host, how far its clock is ahead of the true one, both monotonic
+    and epoch; ``clock_drift_ppm``: per host. ``groups``: further families of disjoint groups.
+    ``per_step``: ops per optimizer step, 0 for a job without one. ``capacity``: records a ring
+    holds, when it shall lap. ``without_ranks`` leave no ring. Returns the truth.
+    """
+    names = _host_names(hosts)
+    host_of = [rank * len(names) // ranks for rank in range(ranks)]
+    families = {"world": [list(range(ranks))]}
+    families.update({key: [list(r) for r in value] for key, value in (groups or {}).items()})
+    issued = [program[i % len(program)] for i in range(collectives)]
+    slow = _straggling(ranks, straggler, straggler_ms)
+    arrivals, ends = _simulate(issued, families, slow, pace or Pace(), np.random.default_rng(seed))
+    offsets = _offsets(names, clock_offsets_ns)
+    truth = Synthetic(
+        Path(path), [names[h] for h in host_of], offsets, issued, arrivals, ends, families
+    )
+    create_run(truth.path, {"started": "synthetic", "script": "synthetic.py", "seed": seed})
+    drifts = [*clock_drift_ppm, *[0.0] * len(names)]
+    for rank in sorted(set(range(ranks)) - set(without_ranks)):
+        spec = _ring_spec(truth, rank, per_step, drifts[host_of[rank]], attempt)
+        write_ring(truth.path / "rings", spec, capacity)
+    return truth
+
+
+def _host_names(hosts: int | Sequence[str]) -> list[str]:
+    return [f"node-{i}" for i in range(hosts)] if isinstance(hosts, int) else list(hosts)
+
+
+def _straggling(ranks: int, who: int | Sequence[int] | None, ms: float) -> npt.NDArray[np.float64]:
+    slow = np.zeros(ranks)
+    slow[[] if who is None else who] = ms * 1e6
+    return slow
+
+
+def _offsets(names: list[str], given: Mapping[str, int] | Sequence[int] | None) -> dict[str, int]:
+    if given is None:
+        return dict.fromkeys(names, 0)
+    pairs = given if isinstance(given, Mapping) else dict(zip(names, given, strict=True))
+    return {name: int(pairs.get(name, 0)) for name in names}
+
+
+def _simulate(
+    issued: Sequence[Op],
+    families: Mapping[str, list[list[int]]],
+    slow: npt.NDArray[np.float64],
+    pace: Pace,
+    rng: np.random.Generator,
+) -> tuple[Times, Times]:
+    """Return when each rank came to each op and when it left, in true ns."""
+    arrivals = np.full((len(issued), len(slow)), -1, np.int64)
+    ends = np.full_like(arrivals, -1)
+    now = rng.uniform(0, 1e6, len(slow))
+    members = {key: [np.array(g) for g in value] for key, value in families.items()}
+    for row, op in enumerate(issued):
+        for ranks in members[op.family]:
+            compute = pace.compute_ms * 1e6 + slow[ranks]
+            came = now[ranks] + compute + rng.exponential(pace.jitter_ms * 1e6, len(ranks))
+            left = _leave(op, came, pace.transfer_ns(op))
+            left = left + rng.exponential(pace.end_jitter_ms * 1e6 + 1e-9, len(ranks))
+            arrivals[row, ranks], ends[row, ranks] = came, left
+            now[ranks] = left
+    return arrivals, ends
+
+
+def _leave(op: Op, came: npt.NDArray[np.float64], transfer: float) -> npt.NDArray[np.float64]:
+    """Return when each member leaves, by what it has to wait for."""
+    if op.op in _FROM_ROOT:
+        return np.maximum(came, came[op.root]) + transfer
+    if op.op in _TO_ROOT:
+        left = came + transfer
+        left[op.root] = came.max() + transfer
+        return left
+    if op.op == "exchange":
+        return np.maximum(came, np.roll(came, 1)) + transfer
+    if op.op not in SYNCHRONISING:
+        raise ValueError(f"a synthetic run has no op {op.op!r}")
+    return np.full(len(came), came.max() + transfer)
+
+
+def _ring_spec(
+    truth: Synthetic, rank: int, per_step: int, drift_ppm: float, attempt: int
+) -> RingSpec:
+    """Gather one rank's records, in its host's own clock."""
+    host = truth.hosts[rank]
+    rows = np.flatnonzero(truth.arrivals[:, rank] >= 0)
+    mine = {key: _group_of(rank, value) for key, value in truth.families.items()}
+    spec = RingSpec(rank, len(truth.hosts), host, attempt)
+    clock = BOOT_NS + truth.clock_offsets_ns[host]
+    spec.anchor_mono_ns, spec.anchor_epoch_ns = clock, EPOCH_NS + truth.clock_offsets_ns[host]
+    spec.records = _records(truth.program, rows, mine, rank, per_step, spec)
+    repeat = [2 if truth.program[row].op == "exchange" else 1 for row in rows]
+    for name, times in (("enqueued_ns", truth.arrivals), ("completed_ns", truth.ends)):
+        true = np.repeat(times[rows, rank], repeat)
+        spec.records[name] = true + clock + (true * (drift_ppm * 1e-6)).astype(np.int64)
+    spec.records["started_ns"] = spec.records["enqueued_ns"]
+    return spec
+
+
+def _group_of(rank: int, groups: list[list[int]]) -> list[int]:
+    return next((ranks for ranks in groups if rank in ranks), [])
+
+
+def _records(
+    program: list[Op],
+    rows: npt.NDArray[np.intp],
+    mine: dict[str, list[int]],
+    rank: int,
+    per_step: int,
+    spec: RingSpec,
+) -> npt.NDArray[Any]:
+    """Fill in everything but the times."""
+    kinds = list(dict.fromkeys(program[row] for row in rows))
+    groups = {op.family: _group(op.family, mine[op.family]) for op in kinds}
+    families = list(groups)
+    lines = {op: _template(op, mine[op.family], rank, groups[op.family], spec) for op in kinds}
+    which = np.array([kinds.index(program[row]) for row in rows], np.intp)
+    counts = np.array([len(lines[op]) for op in kinds], np.intp)
+    stacked = np.concatenate([lines[op] for op in kinds]) if kinds else np.zeros(0, RECORD)
+    starts = np.concatenate([[0], np.cumsum(counts)])[:-1] if kinds else counts
+    repeat = counts[which]
+    within = np.arange(repeat.sum()) - np.repeat(np.cumsum(repeat) - repeat, repeat)
+    records = stacked[np.repeat(starts[which], repeat) + within]
+    family = np.array([families.index(op.family) for op in kinds], np.intp)[which]
+    own = np.array([op.op == "exchange" for op in kinds], bool)[which]
+    records["seq"] = np.repeat(_count_up(family * 2 + own), repeat)
+    records["step"] = np.repeat(rows // per_step if per_step else rows * 0, repeat)
+    records["correlation"] = np.repeat(rows + 1, repeat)
+    return records
+
+
+def _count_up(keys: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Number equal keys from 1."""
+    seq = np.zeros(len(keys), np.int64)
+    for key in np.unique(keys):
+        rows = keys == key
+        seq[rows] = np.arange(1, rows.sum() + 1)
+    return seq
+
+
+def _group(family: str, ranks: list[int]) -> Group:
+    name = "0" if family == "world" else f"{family}:{ranks[0]}"
+    return Group(name, 0, "gloo", "default_pg" if family == "world" else family, tuple(ranks))
+
+
+def _template(op: Op, members: list[int], rank: int, group: Group, spec: RingSpec) -> Any:
+    """Return the record(s) that a rank writes for an op; an exchange is a send and a receive."""
+    own, size = members.index(rank), len(members)
+    names = ("send", "recv") if op.op == "exchange" else (op.op,)
+    records = np.zeros(len(names), RECORD)
+    into, out = _in_out(op, size, own)
+    site = CallSite("train.py", op.line, op.function, op.op)
+    for record, name in zip(records, names, strict=True):
+        record["op"], record["kind"] = OPS.index(name), len(names) - 1
+        record["message_bytes"] = 1 if name == "barrier" else op.message_bytes
+        record["in_bytes"], record["out_bytes"] = into, out
+        record["group"], record["call_site"] = spec.group(group), spec.site(site)
+        record["variant"] = spec.string(f"c10d::{_VARIANTS.get(name, name)}")
+        rooted = name in _FROM_ROOT + _TO_ROOT
+        record["root"] = op.root if rooted else -1
+        record["peer"] = {"send": (own + 1) % size, "recv": (own - 1) % size}.get(name, -1)
+        record["dtype"], record["tensors"] = DTYPES.index("float32"), 1
+        record["device_index"], record["device_ms"] = -1, np.nan
+        record["status"] = STATUSES.index("completed")
+        record["ndim"], record["shape"][0] = 1, op.message_bytes // 4
+    return records
+
+
+def _in_out(op: Op, size: int, own: int) -> tuple[int, int]:
+    """Return the bytes of inputs and outputs, as capture records them."""
+    data, root = op.message_bytes, own == op.root
+    return {
+        "all_gather": (data // size, data),
+        "reduce_scatter": (data * size, data),
+        "gather": (data, data * size if root else 0),
+        "scatter": (data * size if root else 0, data),
+        "barrier": (0, 0),
+    }.get(op.op, (data, data))
+
+
+__all__ = ["PROGRAM", "Geometry", "Op", "Pace", "Synthetic", "synthetic_run"]

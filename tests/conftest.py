@@ -1,0 +1,101 @@
+"""Settings for all tests, and the guard that no test leaves anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    # The same examples every time: `make test` must not fail by chance.
+    "short", max_examples=300, derandomize=True, deadline=None, database=None
+)
+settings.register_profile(
+    "long", max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("short")
+
+_BACKEND_SELECT = ("c10d::allreduce_", "BackendSelect")
+# PYTEST_*: set by pytest around each phase. The rest: set by importing torch, once a process.
+_NOT_OURS = ("PYTEST_", "TORCH", "KINETO_", "KMP_", "CUDA_")
+_ENDING_S = 3.0  # what a thread that was told to end may take
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the tests' rings apart from those of jobs that run on this machine meanwhile."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = tempfile.mkdtemp(prefix="rankcall-tests-", dir=base)
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    for name in [name for name in os.environ if name.startswith("RANKCALL_")]:
+        del os.environ[name]
+    os.environ["RANKCALL_SHM"] = folder
+
+
+def _native_threads() -> set[str]:
+    """Return our native threads of this process, by id and name."""
+    found = set()
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            name = task.read_text().strip()
+            if name.startswith("rankcall"):
+                found.add(f"{name} (native thread {task.parent.name})")
+    return found
+
+
+def _live_files() -> set[str]:
+    folder = Path(os.environ["RANKCALL_SHM"])
+    return {str(file) for file in folder.rglob("*") if not file.is_dir()}
+
+
+def _environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(_NOT_OURS)}
+
+
+def _overridden() -> bool:
+    torch = sys.modules.get("torch")
+    has_kernel = getattr(
+        getattr(torch, "_C", None), "_dispatch_has_kernel_for_dispatch_key", None
+    )
+    try:
+        return bool(has_kernel and has_kernel(*_BACKEND_SELECT))
+    except RuntimeError:  # a torch without distributed has no such op
+        return False
+
+
+def _left_threads(before: set[threading.Thread], native: set[str]) -> list[str]:
+    deadline = time.monotonic() + _ENDING_S
+    while True:
+        left = [repr(each) for each in set(threading.enumerate()) - before]
+        left += sorted(_native_threads() - native)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_test() -> Iterator[None]:
+    """Fail a test that leaves a thread, a live ring, a variable or a dispatcher override behind."""
+    threads, native = set(threading.enumerate()), _native_threads()
+    files, env, overridden = _live_files(), _environment(), _overridden()
+    yield
+    left = _left_threads(threads, native)
+    left += [f"file {name}" for name in sorted(_live_files() - files)]
+    after = _environment()
+    changed = sorted(key for key in env.keys() | after.keys() if env.get(key) != after.get(key))
+    left += [f"variable {key}={after.get(key)}" for key in changed]
+    for key in changed:  # so that the tests after this one do not fail for it too
+        os.environ.pop(key, None)
+        if key in env:
+            os.environ[key] = env[key]
+    if _overridden() != overridden:
+        left.append("a c10d override at BackendSelect")
+    assert not left, "outlived the test: " + "; ".join(left)

@@ -1,0 +1,112 @@
+"""Start ``rankcall`` commands as a person would, with a hard timeout and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+RANKCALL = Path(sys.executable).with_name("rankcall")
+_MARK = "RANKCALL_TEST_PROCESS"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def ours(self) -> list[str]:
+        """Return what rankcall itself said."""
+        return [line for line in self.err.splitlines() if line.startswith("rankcall: ")]
+
+
+class Launch:
+    """A running ``rankcall`` command and everything below it."""
+
+    def __init__(
+        self, *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [str(RANKCALL), *map(str, args)],
+            cwd=cwd,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONFAULTHANDLER": "1",  # SIGABRT dumps the stacks of whoever hangs
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+                **(env or {}),
+                _MARK: self._mark,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+        )
+
+    def finish(self, timeout: float = 60) -> Ended:
+        """Wait for the end and return it; raise with every stack where time is up."""
+        late = False
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+            self._signal_all(signal.SIGABRT)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+        left = self._signal_all(signal.SIGKILL)
+        self.process.wait()
+        ended = Ended(self.process.returncode, _text(self._out), _text(self._err))
+        if late:
+            raise AssertionError(f"not done after {timeout:g} s\n{ended.out}\n{ended.err}")
+        assert not left, f"processes outlived the launcher: {left}\n{ended.err}"
+        return ended
+
+    def wait_for(self, path: Path, timeout: float = 40) -> None:
+        """Wait until a file of the job is there."""
+        deadline = time.monotonic() + timeout
+        while not path.exists():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                self.process.kill()
+                raise AssertionError(f"no {path}\n{self.finish()}")
+            time.sleep(0.02)
+
+    def _signal_all(self, sig: signal.Signals) -> list[int]:
+        """Signal every process that carries our mark; return their ids."""
+        found = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if f"{_MARK}={self._mark}".encode() in environ.read_bytes():
+                    found.append(int(environ.parent.name))
+                    os.kill(found[-1], sig)
+        return found
+
+
+def _text(file: tempfile._TemporaryFileWrapper[str]) -> str:
+    file.seek(0)
+    text = file.read()
+    file.close()
+    return text
+
+
+def launch(
+    *args: str | Path,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60,
+) -> Ended:
+    """Run a ``rankcall`` command to its end."""
+    return Launch(*args, cwd=cwd, env=env).finish(timeout)

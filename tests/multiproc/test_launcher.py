@@ -1,0 +1,261 @@
+"""``rankcall run`` with real workers: what is recorded, where it is kept, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from launch import Ended, Launch, launch
+
+from rankcall.run import Run, live_dir, load
+
+pytestmark = pytest.mark.multiproc
+
+ALL_REDUCE = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+def main():
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(4))
+    print(dist.get_rank(), __name__, sys.argv[1:], flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache without a recorder: the launcher's tests need not compile one."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def job(folder: Path, rest: str = "", name: str = "job.py") -> Path:
+    """Write a script: one all_reduce, then ``rest`` inside ``main``, then a clean end."""
+    lines = [f"    {line}" for line in [*rest.splitlines(), "dist.destroy_process_group()"]]
+    script = folder / name
+    script.write_text("\n".join([ALL_REDUCE, *lines, "if __name__ == '__main__':", "    main()\n"]))
+    return script
+
+
+def run(folder: Path, *args: str | Path, **options: object) -> Ended:
+    """Run a job with the Python capture, which needs no compiler."""
+    return launch("run", "--capture", "python", *args, cwd=folder, **options)  # type: ignore[arg-type]
+
+
+def ops(run: Run) -> list[tuple[int, int, str]]:
+    """Return (attempt, rank, op) of every record."""
+    from rankcall.record import OPS
+
+    return [
+        (ring.header.attempt, ring.header.rank, OPS[code])
+        for ring in run.rings
+        for code in ring.records["op"]
+    ]
+
+
+def test_a_script_on_two_ranks(tmp_path: Path) -> None:
+    """Nothing changes for the script; both ranks are recorded; the run can be found and read."""
+    job(tmp_path)
+    ended = run(tmp_path, "--nproc-per-node=2", "job.py", "--run-dir", "mine", "-x", "--", "--help")
+    assert ended.status == 0, ended.err
+    arguments = ["--run-dir", "mine", "-x", "--", "--help"]
+    assert sorted(ended.out.splitlines()) == [f"{rank} __main__ {arguments}" for rank in (0, 1)]
+    (latest,) = [path for path in (tmp_path / "rankcall-runs").iterdir() if path.is_symlink()]
+    place = latest.resolve()
+    assert latest.name == "latest"
+    assert place.name.endswith("-job")
+    about = json.loads((place / "run.json").read_text())
+    assert about["command"][:2] == ["--nproc-per-node=2", "job.py"]
+    recorded = load(place)
+    assert recorded.problems == []
+    assert ops(recorded) == [(0, 0, "all_reduce"), (0, 1, "all_reduce")]
+    where = f"rankcall-runs/{place.name}"
+    assert ended.ours == [
+        f"rankcall: recorded rank 0-1 in {where}; read it with: rankcall report {where}"
+    ]
+
+
+def test_a_module_with_data_loaders(tmp_path: Path) -> None:
+    """``-m`` works, under PYTHONSAFEPATH and in a world of one; loader processes do not record."""
+    (tmp_path / "pkg").mkdir()
+    loaders = """
+from torch.utils.data import DataLoader
+for how in ("fork", "spawn", "forkserver"):
+    loader = DataLoader(range(2), num_workers=1, multiprocessing_context=how)
+    assert [int(batch) for batch in loader] == [0, 1]
+"""
+    job(tmp_path / "pkg", loaders, "train.py")
+    env = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path)}
+    ended = run(tmp_path, "--run-dir", "here", "-m", "pkg.train", "a", env=env)
+    assert ended.status == 0, ended.err
+    assert ended.out == "0 __main__ ['a']\n"
+    assert ops(load(tmp_path / "here")) == [(0, 0, "all_reduce")]
+
+
+def test_a_program_that_is_no_python(tmp_path: Path) -> None:
+    """``--no-python bash -c``: the Python that bash starts is the worker."""
+    job(tmp_path)
+    line = f"{sys.executable} -c 'import json' && {sys.executable} job.py; true"
+    ended = run(tmp_path, "--run-dir", "here", "--no-python", "bash", "-c", line)
+    assert ended.status == 0, ended.err
+    # The first Python below bash has the claim, and it never imported torch.
+    assert "no records of rank 0" in ended.err
+    line = f"{sys.executable} job.py; true"
+    ended = run(tmp_path, "--run-dir", "there", "--no-python", "bash", "-c", line)
+    assert ops(load(tmp_path / "there")) == [(0, 0, "all_reduce")]
+
+
+def test_workers_that_cannot_be_armed(tmp_path: Path) -> None:
+    """``python -I`` ignores PYTHONPATH: the launcher notices that no ring is there and says so."""
+    job(tmp_path)
+    ended = run(tmp_path, "--no-python", sys.executable, "-I", "job.py")
+    assert ended.status == 0, ended.err
+    (line,) = ended.ours
+    assert line.startswith("rankcall: no records of rank 0: ")
+    assert "python -I, -E or -S" in line
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """SIGKILL on one rank: torchrun's table and status, no traceback of ours, both rings kept."""
+    job(tmp_path, "if dist.get_rank(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
+    ended = run(tmp_path, "--run-dir", "here", "--nproc-per-node=2", "job.py")
+    assert ended.status == 1
+    assert "Signal 9 (SIGKILL)" in ended.err
+    assert "Traceback" not in ended.err
+    recorded = load(tmp_path / "here")
+    assert ops(recorded) == [(0, 0, "all_reduce"), (0, 1, "all_reduce")]
+    assert recorded.rings[1].header.closed_ns == 0
+    assert not live_dir(tmp_path / "here").exists()
+
+
+def test_restarts_keep_each_attempt(tmp_path: Path) -> None:
+    """A script that raises is restarted by torchrun; the records of both attempts are there."""
+    job(tmp_path, "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('once')")
+    ended = run(tmp_path, "--run-dir", "here", "--max-restarts=1", "job.py")
+    assert ended.status == 0, ended.err
+    assert "ValueError: once" in ended.err
+    assert ops(load(tmp_path / "here")) == [(0, 0, "all_reduce"), (1, 0, "all_reduce")]
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_is_told_to_end(tmp_path: Path, sig: signal.Signals) -> None:
+    """Ctrl-C or SIGTERM: the workers end, their records are kept, the status is torchrun's."""
+    job(tmp_path, "Path('ready').touch()\ntime.sleep(60)")
+    launched = Launch("run", "--capture=python", "--run-dir=here", "job.py", cwd=tmp_path)
+    launched.wait_for(tmp_path / "ready")
+    launched.process.send_signal(sig)
+    ended = launched.finish()
+    assert ended.status == 1
+    assert f"rankcall: the job was ended by {sig.name}" in ended.ours
+    assert "rankcall report here" in ended.err
+    assert ops(load(tmp_path / "here")) == [(0, 0, "all_reduce")]
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    """Two agents with one --rdzv-id make one run; --local-addr tells them apart as hosts."""
+    from torch.distributed import TCPStore
+
+    job(tmp_path)
+    # The rendezvous is held here, so that its port can be one the kernel chose.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    options = [
+        "run", "--capture", "python", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=job 7",
+        f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0",
+    ]  # fmt: skip
+    agents = [
+        Launch(*options, f"--local-addr={host}", "job.py", cwd=tmp_path)
+        for host in ("127.0.0.1", "127.0.0.2")
+    ]
+    for agent in agents:
+        ended = agent.finish(90)
+        assert ended.status == 0, ended.err
+        assert "rankcall report rankcall-runs/job_7-job" in ended.err
+    recorded = load(tmp_path / "rankcall-runs/job_7-job")
+    assert sorted(recorded.hosts) == [0, 1]
+    assert sorted(recorded.hosts.values()) == ["127.0.0.1", "127.0.0.2"]
+    assert [group.cross_host for group in recorded.run_groups.values()] == [True]
+
+
+def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    """The job runs, the records stay in memory, and the launcher says where to read them."""
+    job(tmp_path)
+    ended = run(tmp_path, "--run-dir", "/proc/none/run", "job.py")
+    assert ended.status == 0, ended.err
+    kept = live_dir(Path("/proc/none/run"))
+    try:
+        assert f"read it with: rankcall report {kept}" in ended.err
+        assert ops(load(kept)) == [(0, 0, "all_reduce")]
+    finally:
+        for ring in kept.iterdir():
+            ring.unlink()
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    """A script or directory that is not there, options in the wrong order: exit 2, nothing made."""
+    script = job(tmp_path)
+    cases = [
+        (["none.py"], "no such script: none.py"),
+        (["--run-dir", "job.py", "job.py"], "job.py is not a directory"),
+        (["--max-restarts", "1", "--run-dir", "x", "job.py"], "comes before torchrun's options"),
+        (["--nnodes=a", "job.py"], "--nnodes a is no number"),
+    ]
+    for arguments, message in cases:
+        ended = run(tmp_path, *arguments)
+        assert (ended.status, ended.out) == (2, "")
+        (line,) = ended.err.splitlines()
+        assert line.startswith("rankcall: ")
+        assert message in line
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    """Without one the Python capture records, said once; ``rankcall build`` says why and fails."""
+    job(tmp_path)
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    env = {"PATH": str(empty), "CXX": "", "RANKCALL_CACHE": str(tmp_path / "cache")}
+    ended = launch("run", "--run-dir=here", "--nproc-per-node=2", "job.py", cwd=tmp_path, env=env)
+    assert ended.status == 0, ended.err
+    assert sum("no C++ compiler" in line for line in ended.err.splitlines()) == 1
+    assert {ring.header.capture for ring in load(tmp_path / "here").rings} == {"python"}
+    built = launch("build", cwd=tmp_path, env=env)
+    assert (built.status, built.out) == (1, "")
+    assert "no C++ compiler" in built.err
+    refused = launch("run", "--capture=native", "job.py", cwd=tmp_path, env=env)
+    assert refused.status != 0
+    assert refused.err.count("\n") <= 2
+    assert "Traceback" not in refused.err
+
+
+def test_a_torch_that_is_too_old(tmp_path: Path) -> None:
+    """One line that names the version there is and the one that is needed."""
+    job(tmp_path)
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "torch.py").write_text("__version__ = '2.4.1'\n")
+    ended = run(tmp_path, "job.py", env={"PYTHONPATH": str(old)})
+    assert ended.status != 0
+    (line,) = ended.err.splitlines()
+    assert "2.4.1" in line
+    assert "2.11" in line
+
+
+def test_the_environment_of_a_launcher_inside_a_job(tmp_path: Path) -> None:
+    """A launcher that a worker starts records its own workers into its own run."""
+    job(tmp_path)
+    outer = tmp_path / "outer.py"
+    outer.write_text(
+        "import subprocess, sys\n"
+        f"sys.exit(subprocess.call([{str(Path(sys.executable).with_name('rankcall'))!r}, 'run',"
+        " '--run-dir', 'inner', 'job.py']))\n"
+    )
+    ended = run(tmp_path, "--run-dir", "outer", "outer.py")
+    assert ended.status == 0, ended.err
+    assert ops(load(tmp_path / "inner")) == [(0, 0, "all_reduce")]
+    assert not list((tmp_path / "outer" / "rings").iterdir())
+    assert os.environ.get("RANKCALL_WORKER") is None

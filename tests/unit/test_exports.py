@@ -1,0 +1,40 @@
+"""The public names are those the documentation lists, and importing them costs nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import rankcall
+
+INDEX = Path(__file__).parents[2] / "docs/index.md"
+
+
+def documented() -> list[str]:
+    """Return the names in the table below "Public names"."""
+    section = INDEX.read_text().partition("## Public names")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `rankcall\.(\w+)", section, re.MULTILINE)
+
+
+def test_all_is_what_is_documented() -> None:
+    """__all__ is sorted, and is the set in docs/index.md."""
+    assert list(rankcall.__all__) == sorted(rankcall.__all__)
+    assert set(rankcall.__all__) == set(documented())
+
+
+def test_dir_lists_the_lazy_names() -> None:
+    """Every public name can be reached, and dir() shows it."""
+    for name in rankcall.__all__:
+        assert getattr(rankcall, name) is not None
+        assert name in dir(rankcall)
+
+
+def test_import_has_no_side_effects() -> None:
+    """Importing rankcall loads neither torch nor polars."""
+    code = "import rankcall, sys; print([m for m in ('torch', 'polars') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"

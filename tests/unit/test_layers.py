@@ -1,0 +1,103 @@
+"""The layers of the design hold: a file imports from levels below its own, and inside its package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rankcall
+
+ROOT = Path(rankcall.__file__).parent
+
+# From the bottom up. Units of one level do not know each other; names in one string are one unit.
+LEVELS = (
+    ("errors", "_clock", "_registry", "record"),
+    ("ring",),
+    ("run _frames",),
+    ("analysis", "capture", "store"),
+    ("hooks", "join", "rpc", "report"),
+    ("trace", "watch"),
+    ("testing", "cli"),
+)
+UNIT = {name: unit for level in LEVELS for unit in level for name in unit.split()}
+LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
+
+# A trace is read on a laptop, without torch.
+TORCHLESS = ("errors", "record", "ring", "run", "_frames", "analysis", "report", "testing", "trace")
+# Each is an extra of its own: the adapter that needs it imports it when it is used.
+OPTIONAL = ("jinja2", "plotly", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
+
+
+def unit_of(path: Path) -> str | None:
+    """Name the unit a file belongs to; None for what stands outside the levels."""
+    first = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if first in ("__init__", "_boot"):
+        return None  # the public names, loaded lazily; what runs before anything is imported
+    assert first in UNIT, f"{path}: give {first} a level in tests/unit/test_layers.py"
+    return UNIT[first]
+
+
+def type_checking_only(tree: ast.AST) -> set[ast.AST]:
+    """Return the nodes that only a type checker reads."""
+    return {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for part in node.body
+        for inner in ast.walk(part)
+    }
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Yield each import of a file: dotted name, line, whether it runs when the file is imported."""
+    tree = ast.parse(path.read_text())
+    skipped = type_checking_only(tree)
+    inside = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, node not in inside
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno, node not in inside
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down(path: Path) -> None:
+    """Each import of rankcall's own names goes to a lower level or stays in its package."""
+    mine = unit_of(path)
+    for name, line, _ in imports(path):
+        parts = name.split(".")
+        if mine is None or parts[0] != "rankcall" or parts[1:] == ["__version__"]:
+            continue
+        theirs = UNIT.get(parts[1]) if len(parts) > 1 else None
+        assert theirs, f"{path}:{line}: imports {name} from the top: import it where it is defined"
+        ok = theirs == mine or LEVEL[theirs] < LEVEL[mine]
+        assert ok, f"{path}:{line}: {mine} (level {LEVEL[mine]}) imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_optional_packages_stay_optional(path: Path) -> None:
+    """Reading a run never imports torch; extras are imported inside what needs them."""
+    mine = unit_of(path)
+    for name, line, at_import in imports(path):
+        top = name.split(".")[0]
+        if top == "torch":
+            lazy_cli = mine in ("cli", None) and not at_import
+            allowed = lazy_cli or (mine and not set(mine.split()) & {*TORCHLESS, "cli"})
+            assert allowed, f"{path}:{line}: imports {name}"
+        assert not (at_import and top in OPTIONAL), f"{path}:{line}: imports {name} when imported"

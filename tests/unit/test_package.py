@@ -1,0 +1,52 @@
+"""What is built is whole: the wheel and the sdist carry everything that is needed to record."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src/rankcall"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel and the sdist into a folder, fetching nothing."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+        cwd=ROOT, check=True, timeout=100, capture_output=True,
+    )  # fmt: skip
+    return folder
+
+
+def wanted() -> set[str]:
+    """Return the files of the package that are no build output."""
+    suffixes = (".py", ".cpp", ".h", ".typed")
+    return {
+        str(path.relative_to(ROOT / "src")) for path in SOURCES.rglob("*") if path.suffix in suffixes
+    } | {"rankcall/py.typed"}
+
+
+def test_the_wheel_is_whole(built: Path) -> None:
+    """Python files, the C++ sources, py.typed, the boot folder, the command."""
+    (wheel,) = built.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert wanted() <= names
+    assert "rankcall/_boot/sitecustomize.py" in names
+    assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
+    assert [name for name in names if name.endswith("entry_points.txt")]
+
+
+def test_the_sdist_is_whole(built: Path) -> None:
+    """The same files, with the tests."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"src/{name}" for name in wanted()} <= names
+    assert {"pyproject.toml", "LICENSE", "README.md", "tests/conftest.py"} <= names
