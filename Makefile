@@ -17,6 +17,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 # Four ranks train on real images; rank 2 sleeps 20 ms in each step, and the report names it.
+demo: export OMP_NUM_THREADS := 1
 demo: $(INSTALLED)
 	$(BIN)/rankcall run --nproc-per-node 4 examples/train_digits.py --slow-rank 2 --slow-ms 20
 	$(BIN)/rankcall report

@@ -17,7 +17,11 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     # The same examples every time: `make test` must not fail by chance.
-    "short", max_examples=300, derandomize=True, deadline=None, database=None
+    "short",
+    max_examples=300,
+    derandomize=True,
+    deadline=None,
+    database=None,
 )
 settings.register_profile(
     "long", max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -62,9 +66,7 @@ def _environment() -> dict[str, str]:
 
 def _overridden() -> bool:
     torch = sys.modules.get("torch")
-    has_kernel = getattr(
-        getattr(torch, "_C", None), "_dispatch_has_kernel_for_dispatch_key", None
-    )
+    has_kernel = getattr(getattr(torch, "_C", None), "_dispatch_has_kernel_for_dispatch_key", None)
     try:
         return bool(has_kernel and has_kernel(*_BACKEND_SELECT))
     except RuntimeError:  # a torch without distributed has no such op
@@ -98,4 +100,7 @@ def nothing_outlives_a_test() -> Iterator[None]:
             os.environ[key] = env[key]
     if _overridden() != overridden:
         left.append("a c10d override at BackendSelect")
+    session = sys.modules.get("rankcall.capture.session")
+    if left and session is not None:
+        session.disable()
     assert not left, "outlived the test: " + "; ".join(left)

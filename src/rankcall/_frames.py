@@ -67,13 +67,18 @@ def ranks_frame(run: Run) -> pl.DataFrame:
             "capture": head.capture,
             "records": run.count(ring)[0],
             "dropped": run.count(ring)[1],
-            "steps": head.step,
+            "steps": min(head.step, (1 << 63) - 1),
             "closed": head.closed_ns != 0,
         }
         for ring in run.heads
         for head in (ring.header,)
     ]
-    return pl.DataFrame(rows)
+    text, flags = ("host", "capture"), ("closed",)
+    schema = {
+        name: pl.String if name in text else pl.Boolean if name in flags else pl.Int64
+        for name in rows[0]
+    }
+    return pl.DataFrame(rows, schema=schema)
 
 
 def records_frame(run: Run) -> pl.DataFrame:
@@ -144,7 +149,9 @@ def _named(codes: npt.NDArray[Any], names: dict[int, str]) -> pl.Series:
     known = at < len(keys)
     known[known] = keys[at[known]] == codes[known]
     picks = pl.Series(at.astype(np.uint32)).set(pl.Series(~known), None)
-    return values.gather(picks) if len(keys) else pl.Series([None] * len(codes), dtype=pl.Categorical)
+    return (
+        values.gather(picks) if len(keys) else pl.Series([None] * len(codes), dtype=pl.Categorical)
+    )
 
 
 def _nullable(times: npt.NDArray[np.int64]) -> pl.Series:
@@ -178,9 +185,7 @@ def _devices(records: npt.NDArray[Any]) -> pl.Series:
     return pl.Series(texts, dtype=pl.String).cast(pl.Categorical).gather(which.ravel())
 
 
-def _global_ranks(
-    records: npt.NDArray[Any], name: str, labels: dict[int, RunGroup]
-) -> pl.Series:
+def _global_ranks(records: npt.NDArray[Any], name: str, labels: dict[int, RunGroup]) -> pl.Series:
     """Translate ranks within their groups to global ones; null where none applies."""
     local = records[name]
     result = np.full(len(records), -1, np.int32)

@@ -137,9 +137,10 @@ def _move(ring: Path, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     scratch = target.with_suffix(".moving")
     try:
-        with ring.open("rb") as source, open(
-            os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
-        ) as copy:
+        with (
+            ring.open("rb") as source,
+            open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as copy,
+        ):
             shutil.copyfileobj(source, copy, 1 << 20)
         _cut(scratch)
         scratch.replace(target)
@@ -405,4 +406,3 @@ def _about(path: Path, problems: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path / 'run.json'}: cannot be read: {error}")
         return {}
-

@@ -35,11 +35,10 @@ class Ended:
 class Launch:
     """A running ``rankcall`` command and everything below it."""
 
-    def __init__(
-        self, *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> None:
         self._mark = uuid.uuid4().hex
-        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by finish()
+        self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [str(RANKCALL), *map(str, args)],
             cwd=cwd,

@@ -1,9 +1,10 @@
 """Run a function on several real ranks, each a process of its own, under a hard timeout.
 
-``run_ranks(fn, 4)`` starts four processes, calls ``fn(rank, world_size, *args)`` in each with a Gloo
-default group over ``env://``, and returns the four results (anything JSON can carry) in rank order.
-The processes are forked from a server that has imported torch already, so that a test pays tens of
-milliseconds and not torch's import on every rank; they share nothing with pytest or with each other.
+``run_ranks(fn, 4)`` starts four processes, calls ``fn(rank, world_size, *args)`` in each with a
+Gloo default group over ``env://``, and returns the four results (anything JSON can carry) in rank
+order. The processes are forked from a server that has imported torch already, so that a test pays
+tens of milliseconds and not torch's import on every rank; they share nothing with pytest or with
+each other.
 
 When a rank fails, or time is up, every rank still there dumps its threads' stacks, all are
 reaped by their own pid, and ``RanksFailed`` carries what each wrote.
@@ -16,6 +17,7 @@ import faulthandler
 import importlib.util
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
 import signal
@@ -88,9 +90,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``target`` on every rank and return its results in rank order.
 
-    ``target`` is a module-level function called as ``fn(rank, world_size, *args)``, or the path of a
-    script that is run as ``__main__`` with ``args`` as its arguments. ``init=False`` leaves creating
-    the process group to it. ``env`` is laid over the environment (None removes a variable).
+    ``target`` is a module-level function called as ``fn(rank, world_size, *args)``, or the path of
+    a script that is run as ``__main__`` with ``args`` as its arguments. ``init=False`` leaves
+    creating the process group to it. ``env`` is laid over the environment (None removes one).
     Raises ``RanksFailed`` where any rank fails.
     """
     results, late = _run(target, world_size, args, timeout, env, init)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,9 +77,9 @@ class Python:
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Iterator[Python]:
+def python(tmp_path: Path) -> Python:
     """Give a Python with stand-ins on its path."""
-    yield Python(tmp_path)
+    return Python(tmp_path)
 
 
 def test_arms_once_torch_is_complete(python: Python) -> None:
@@ -126,9 +125,7 @@ def test_chains_to_another_sitecustomize(python: Python) -> None:
     """The sitecustomize that ours hides runs, under its own name and with its own file."""
     other = write(python.folder / "other", {"sitecustomize.py": "print('other', __name__)\n"})
     python.path.append(other)
-    out, err = python.code(
-        "import sys; print(sys.modules['sitecustomize'].__file__)\nimport torch"
-    )
+    out, err = python.code("import sys; print(sys.modules['sitecustomize'].__file__)\nimport torch")
     assert out == ["other sitecustomize", str(other / "sitecustomize.py"), "armed me True 42"]
     assert err == ""
 
@@ -164,12 +161,7 @@ def test_children_do_not_record(python: Python) -> None:
 
 def test_a_forked_child_of_a_waiting_worker(python: Python) -> None:
     """A child forked before torch was imported does not take its parent's place."""
-    out, err = python.code(
-        "import os\n"
-        "pid = os.fork()\n"
-        "import torch\n"
-        "if pid: os.waitpid(pid, 0)\n"
-    )
+    out, err = python.code("import os\npid = os.fork()\nimport torch\nif pid: os.waitpid(pid, 0)\n")
     assert (out, err) == (["armed me True 42"], "")
 
 

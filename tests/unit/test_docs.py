@@ -17,7 +17,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"<!-- (run|file: (?P<file>\S+)) -->\n+```(?P<language>\w+)\n(?P<text>.*?)```", re.S)
+BLOCK = re.compile(
+    r"<!-- (run|file: (?P<file>\S+)) -->\n+```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL
+)
 
 
 def runnable() -> list[Path]:
@@ -50,3 +52,11 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
                 check=False,
             )  # fmt: skip
             assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Every relative link of a page is a file that exists."""
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing

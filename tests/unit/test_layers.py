@@ -1,4 +1,4 @@
-"""The layers of the design hold: a file imports from levels below its own, and inside its package."""
+"""The design's layers hold: a file imports from levels below its own, and inside its package."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ LEVELS = (
     ("hooks", "join", "rpc", "report"),
     ("trace", "watch"),
     ("testing", "cli"),
+    ("__main__",),
 )
 UNIT = {name: unit for level in LEVELS for unit in level for name in unit.split()}
 LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}

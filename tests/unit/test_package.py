@@ -29,7 +29,9 @@ def wanted() -> set[str]:
     """Return the files of the package that are no build output."""
     suffixes = (".py", ".cpp", ".h", ".typed")
     return {
-        str(path.relative_to(ROOT / "src")) for path in SOURCES.rglob("*") if path.suffix in suffixes
+        str(path.relative_to(ROOT / "src"))
+        for path in SOURCES.rglob("*")
+        if path.suffix in suffixes
     } | {"rankcall/py.typed"}
 
 

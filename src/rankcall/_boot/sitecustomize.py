@@ -5,6 +5,9 @@ before the user's script. It must cost next to nothing where torch is never impo
 whatever Python a job starts, and must not let an exception out.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, arg-type"
+# (the types it would take live in modules that are not imported for this at every start)
+
 import os
 import sys
 
@@ -33,7 +36,7 @@ def _is_worker() -> bool:
 class _Finder:
     """Finds the awaited modules as the other finders would, and is told when one is complete."""
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name, path=None, target=None):
         if name not in _WAITING:
             return None
         for finder in [each for each in sys.meta_path if each is not self]:
@@ -44,10 +47,10 @@ class _Finder:
                 return spec
         return None
 
-    def _watch(self, name, loader):  # type: ignore[no-untyped-def]
+    def _watch(self, name, loader):
         execute = loader.exec_module
 
-        def exec_module(module):  # type: ignore[no-untyped-def]
+        def exec_module(module):
             loader.__dict__.pop("exec_module", None)  # the loader is again what it was
             execute(module)
             self._complete(name)
@@ -59,7 +62,7 @@ class _Finder:
         if _WAITING:
             return
         try:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
             # Asked again: this may be a child that was forked before its parent imported torch,
             # or a launcher inside a worker, which takes RANKCALL_ARM away from itself.
             if _is_worker():
@@ -75,7 +78,7 @@ def _chain() -> None:
     sys.path[:] = [each for each in sys.path if not each or os.path.abspath(each) != _HERE]
     ours = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # noqa: F401  # the next one on the path
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  # the next one
     except ImportError as error:
         if error.name != "sitecustomize":
             raise  # theirs is broken: Python reports it as it would without us
@@ -86,7 +89,7 @@ def _chain() -> None:
 
 try:
     if _is_worker():
-        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder())
 except Exception as failure:
     _say(failure)
 _chain()

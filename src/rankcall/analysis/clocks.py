@@ -45,8 +45,10 @@ class HostClock:
         """Translate this host's monotonic ns; relative to the run's origin."""
         times: Ints = mono + np.int64(self.base)
         if self.slope:
-            return times + (times * self.slope + self.shift).astype(np.int64)
-        return times + np.int64(round(self.shift))
+            times += (times * self.slope + self.shift).astype(np.int64)
+        else:
+            times += np.int64(round(self.shift))
+        return times
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,9 @@ def _links(lane: Lane, clocks: Sequence[HostClock]) -> Iterable[Link]:
     columns = np.flatnonzero(_SYNC[lane.op])
     columns = columns[:: max(1, len(columns) // _SAMPLE)]
     ends = lane.completed[:, columns]
-    columns = present(ends).all(axis=0)
-    if not columns.any():
+    ends = ends[:, np.flatnonzero(present(ends).all(axis=0))]
+    if not ends.size:
         return
-    ends = ends[:, columns]
     ref = int(hosts[np.argmax(counts)])
     reference = _host_ends(lane, ends, ref, clocks)
     for host in hosts:
@@ -148,7 +149,8 @@ def _links(lane: Lane, clocks: Sequence[HostClock]) -> Iterable[Link]:
 def _host_ends(lane: Lane, ends: Ints, host: int, clocks: Sequence[HostClock]) -> Floats:
     """Return when each collective ended on a host: the median of its ranks."""
     base = np.int64(clocks[host].base)
-    return np.median(ends[lane.hosts == host] + base, axis=0).astype(np.float64)
+    middle: Floats = np.median(ends[lane.hosts == host] + base, axis=0)
+    return middle
 
 
 def _fit(ref: int, other: int, times: Floats, apart: Floats) -> Link:

@@ -62,9 +62,7 @@ def assemble(session: Session, group: Group, parts: list[Part]) -> Lane:
         part.arrival = part.started = part.completed = _NOTHING
     parts.clear()
     root = _rows_of_roots(agreed.pop("root"), group, ranks)
-    return Lane(
-        session, group, ranks, hosts, seq, arrival, started, completed, root=root, **agreed
-    )
+    return Lane(session, group, ranks, hosts, seq, arrival, started, completed, root=root, **agreed)
 
 
 _NOTHING = np.zeros(0, np.int64)
@@ -116,4 +114,5 @@ def _rows_of_roots(
 
 def present(times: Ints) -> npt.NDArray[np.bool_]:
     """Return where there is a record (of ``arrival``) or an end (of ``completed``)."""
-    return times != MISSING
+    found: npt.NDArray[np.bool_] = times != MISSING
+    return found

@@ -92,9 +92,7 @@ class _Block:
 def measure_lane(lane: Lane, clocks: Sequence[HostClock], blame: Blame) -> Measured:
     """Measure all collectives of a lane and charge the waiting they show."""
     count = len(lane.seq)
-    result = Measured(
-        lane.op, lane.bytes, lane.size, *(np.full(count, np.nan) for _ in range(4))
-    )
+    result = Measured(lane.op, lane.bytes, lane.size, *(np.full(count, np.nan) for _ in range(4)))
     result.waited[:] = 0.0
     for kind in (_SYNC, _FROM_ROOT, _TO_ROOT, ~(_SYNC | _FROM_ROOT | _TO_ROOT)):
         until = np.iinfo(np.int64).min
@@ -104,8 +102,8 @@ def measure_lane(lane: Lane, clocks: Sequence[HostClock], blame: Blame) -> Measu
                 until = _all_wait(lane, block, result, blame, until)
             elif kind is _FROM_ROOT or kind is _TO_ROOT:
                 _rooted_wait(lane, block, result, blame, receive=kind is _TO_ROOT)
-    recorded = present(lane.arrival).any(axis=0)
-    return result if recorded.all() else _only(result, recorded)
+    recorded = np.flatnonzero(present(lane.arrival).any(axis=0))
+    return result if len(recorded) == count else _only(result, recorded)
 
 
 def _only(measured: Measured, rows: npt.NDArray[Any]) -> Measured:

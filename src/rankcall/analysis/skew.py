@@ -68,6 +68,12 @@ class Waits:
     by_collective: Floats
 
 
+def _by_member(who: npt.NDArray[np.intp], what: Floats, members: int) -> Floats:
+    """Sum ``what`` by member."""
+    sums = np.bincount(who.ravel(), weights=what.ravel(), minlength=members)
+    return sums.astype(np.float64, copy=False)
+
+
 def wait_for_all(came: Arrivals, not_before: npt.NDArray[np.int64]) -> Waits:
     """Share out the waiting of collectives that no member can leave before the last has come.
 
@@ -82,11 +88,11 @@ def wait_for_all(came: Arrivals, not_before: npt.NDArray[np.int64]) -> Waits:
     shares = gaps * (waiting / np.arange(members - 1, 0, -1))
     charge = np.zeros((collectives, members))
     np.cumsum(shares, axis=1, out=charge[:, 1:])
-    caused = np.bincount(came.order.ravel(), weights=charge.ravel(), minlength=members)
+    caused = _by_member(came.order, charge, members)
     waited = (clipped[:, -1:] - clipped).astype(np.float64)
     if came.absent.any():
         waited[np.arange(members) < came.absent[:, None]] = 0.0
-    suffered = np.bincount(came.order.ravel(), weights=waited.ravel(), minlength=members)
+    suffered = _by_member(came.order, waited, members)
     return Waits(caused, suffered, waited.sum(axis=1))
 
 
@@ -110,7 +116,7 @@ def wait_for_root(came: Arrivals, root: npt.NDArray[np.intp]) -> Waits:
     at = came.times[rows, root]
     waited = np.where(came.here, np.maximum(at[:, None] - came.times, 0), 0).astype(np.float64)
     by_collective = waited.sum(axis=1)
-    caused = np.bincount(root, weights=by_collective, minlength=members)
+    caused = _by_member(root, by_collective, members)
     return Waits(caused, waited.sum(axis=0), by_collective)
 
 
@@ -122,9 +128,9 @@ def root_waits(came: Arrivals, root: npt.NDArray[np.intp]) -> Waits:
     gaps = np.diff(clipped, axis=1).astype(np.float64)
     charge = np.zeros((collectives, members))
     np.cumsum(gaps / np.arange(members - 1, 0, -1), axis=1, out=charge[:, 1:])
-    caused = np.bincount(came.order.ravel(), weights=charge.ravel(), minlength=members)
+    caused = _by_member(came.order, charge, members)
     waited = (clipped[:, -1] - at).astype(np.float64)
-    return Waits(caused, np.bincount(root, weights=waited, minlength=members), waited)
+    return Waits(caused, _by_member(root, waited, members), waited)
 
 
 def wait_for_sender(

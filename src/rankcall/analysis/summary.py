@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from rankcall.analysis.callsites import SiteRow, SiteTimes
 from rankcall.analysis.clocks import HostClock, align_hosts, anchored
@@ -144,17 +141,10 @@ def summarise(run: Run, progress: Progress | None = None) -> Summary:
     sessions = _sessions(run)
     for ring in run.iter_rings(progress):
         gathered.add(ring, sessions[ring.path.name])
-    lanes = [assemble(*key, parts) for key, parts in _drain(gathered.parts)]
-    mail = [match(*key, messages) for key, messages in _drain(gathered.mail)]
+    lanes = [assemble(*key, parts) for key, parts in gathered.parts.items()]
+    mail = [match(*key, messages) for key, messages in gathered.mail.items()]
     align_hosts(clocks, lanes)
     return _conclude(run, gathered, lanes, mail)
-
-
-def _drain(found: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    """Hand out a dict's items, keeping none of them alive."""
-    while found:
-        key = next(iter(found))
-        yield key, found.pop(key)
 
 
 def _sessions(run: Run) -> dict[str, Session]:
@@ -169,16 +159,13 @@ def _sessions(run: Run) -> dict[str, Session]:
 
 
 def _conclude(run: Run, gathered: _Gathered, lanes: list[Lane], mail: list[Mail]) -> Summary:
-    groups = label_groups({each.group for each in (*lanes, *mail)}, run.hosts)
+    used = {lane.group for lane in lanes} | {each.group for each in mail}
+    groups = label_groups(used, run.hosts)
     highest = max((row.rank for row in gathered.ranks), default=-1)
     blame = Blame(highest + 1)
     sources = [
-        Source(
-            groups[each.group].label,
-            each.members,
-            measure_lane(each, gathered.clocks, blame),
-        )
-        for each in lanes
+        Source(groups[lane.group].label, lane.members, measure_lane(lane, gathered.clocks, blame))
+        for lane in lanes
     ]
     sources += [
         Source(
@@ -243,4 +230,4 @@ def _stragglers(blame: Blame, hosts: dict[int, str]) -> list[Straggler]:
     return sorted(found, key=lambda each: (-each.caused_wait_ms, each.rank))
 
 
-__all__ = ["RankRow", "RunGroup", "Straggler", "Summary", "np", "summarise"]
+__all__ = ["RankRow", "RunGroup", "Straggler", "Summary", "summarise"]

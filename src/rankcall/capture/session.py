@@ -84,6 +84,15 @@ class Recording:
         self._step_handle: Any = None
         self.claims: set[str] = set()
 
+    @property
+    def host(self) -> str:
+        """What this host is called in the run."""
+        return self._identity.host
+
+    def rank(self) -> int:
+        """Return this process's rank, -1 while nobody knows it."""
+        return self._identity.rank
+
     def __enter__(self) -> Recording:
         return self
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from rankcall.cli._engine import say
 from rankcall.capture.session import check_torch
+from rankcall.cli._engine import say
 from rankcall.errors import CaptureUnavailable
 
 

@@ -58,7 +58,11 @@ def _print(summary: Summary) -> None:
 
     if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    terminal.show(summary, Console(highlight=False))
+    console = Console(highlight=False)
+    if console.is_terminal:
+        terminal.show(summary, console)
+    else:
+        sys.stdout.write(terminal.render(summary, console.width))
 
 
 @contextlib.contextmanager

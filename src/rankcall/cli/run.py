@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from rankcall import __version__
+from rankcall.capture.session import check_torch
 from rankcall.cli._engine import (
     USAGE_ERROR,
     Job,
@@ -29,7 +30,6 @@ from rankcall.cli._engine import (
     say,
     torchrun,
 )
-from rankcall.capture.session import check_torch
 from rankcall.errors import CaptureUnavailable, CorruptRun
 from rankcall.ring.layout import HEADER_BYTES
 from rankcall.ring.reader import Header, parse_header
@@ -59,9 +59,7 @@ class Capture(str, Enum):
 
 
 def command(
-    args: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT", help="What torchrun gets.")
-    ],
+    args: Annotated[list[str], typer.Argument(metavar="SCRIPT", help="What torchrun gets.")],
     run_dir: Annotated[
         Path | None,
         typer.Option(help="Where the records go; else to rankcall-runs/<UTC time>-<script>."),
@@ -89,9 +87,11 @@ def command(
         where = _run_dir(run_dir, job)
         before = {path.name for path in ring_paths(where)}
         with environment(arming(where, recorder, job)):
-            status = torchrun(job.argv)
-            with _undisturbed():
-                _finish(where, job, before)
+            try:
+                status = torchrun(job.argv)
+            finally:
+                with _undisturbed():
+                    _finish(where, job, before)
     raise typer.Exit(status)
 
 
@@ -114,11 +114,13 @@ def _prepare(capture: str) -> str:
 
 
 def _run_dir(asked: Path | None, job: Job) -> Path:
-    """Make the run directory and return its path. One that cannot be made costs no job its start."""
+    """Make the run directory and return its path; the job starts without one, too."""
     path = asked or _default(job)
     if path.exists() and not path.is_dir():
         say(f"--run-dir {path} is not a directory")
         raise typer.Exit(USAGE_ERROR)
+    if job.max_nodes == 1 and ring_paths(path):
+        say(f"{path} holds a run already: its records and the new ones will be read as one run")
     try:
         create_run(path, _about(job))
     except OSError as error:
@@ -187,7 +189,14 @@ def _undisturbed() -> Iterator[None]:
 
 def _finish(run_dir: Path, job: Job, before: set[str]) -> None:
     """Move the records to the run directory; say where they are and whose are missing."""
-    settle(run_dir)
+    try:
+        settle(run_dir)
+        _summarise(run_dir, job, before)
+    except OSError as error:  # the job's own exit status is worth more than this
+        say(f"cannot look after the records in {run_dir}: {error.strerror}")
+
+
+def _summarise(run_dir: Path, job: Job, before: set[str]) -> None:
     rings = [path for path in ring_paths(run_dir) if path.name not in before]
     headers = [header for header in map(_header, rings) if header and header.host == host_name()]
     stuck = any(path.parent == live_dir(run_dir) for path in rings)
@@ -195,8 +204,7 @@ def _finish(run_dir: Path, job: Job, before: set[str]) -> None:
     place = run_dir if not stuck or (run_dir / "rings").is_dir() else live_dir(run_dir)
     if ranks:
         say(
-            f"recorded rank {format_ranks(ranks)} in {place}; "
-            f"read it with: rankcall report {place}"
+            f"recorded rank {format_ranks(ranks)} in {place}; read it with: rankcall report {place}"
         )
     missing = _missing(job, headers)
     if missing:

@@ -47,9 +47,7 @@ def show(summary: Summary, console: Console) -> None:
         console.print(Padding(body, (0, 0, 0, _INDENT)))
 
 
-def _sections(
-    summary: Summary, first: Headline, room: int
-) -> Iterator[tuple[str, RenderableType]]:
+def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[str, RenderableType]]:
     yield "What ran where", _facts(summary, room)
     if not summary.collectives:
         return

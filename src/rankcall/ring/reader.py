@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,10 @@ from rankcall.ring.layout import (
 )
 
 Records = npt.NDArray[Any]
+_ENTRY = struct.Struct("<IIII")
+assert _ENTRY.size == ENTRY_HEADER.itemsize
 MAX_RANKS = 1 << 20
+MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
 ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
 
 
@@ -174,7 +178,8 @@ def _read_head(path: Path, fd: int, size: int) -> Head:
     if size < header.file_bytes:
         problem = f"{path}: truncated: {size:,} of {header.file_bytes:,} bytes are left"
     used = int(np.frombuffer(raw, HEADER)["tables_used"][0])
-    tables = parse_tables(os.pread(fd, min(used, shape.tables_bytes), shape.tables_offset))
+    used = min(used, shape.tables_bytes, max(0, size - shape.tables_offset))
+    tables = parse_tables(os.pread(fd, used, shape.tables_offset))
     if tables.damaged and problem is None:
         problem = f"{path}: damaged side tables; some names are lost"
     return Head(path, header, tables, problem)
@@ -188,9 +193,10 @@ def _read(path: Path, fd: int) -> Ring:
     slots = _read_records(
         fd, shape.records_offset, _bytes_worth_reading(header, min(size, header.file_bytes)), live
     )
-    parked = _read_records(
-        fd, shape.inflight_offset, shape.inflight_capacity * RECORD.itemsize, live
+    parked_bytes = min(
+        shape.inflight_capacity * RECORD.itemsize, max(0, size - shape.inflight_offset)
     )
+    parked = _read_records(fd, shape.inflight_offset, parked_bytes, live)
     records, torn = _sound(slots, parked, shape.capacity)
     last = int(records["commit"][-1] >> 2) if len(records) else 0
     dropped = max(last - len(records), torn)
@@ -216,9 +222,7 @@ def parse_header(raw: bytes, name: str) -> Header:
             f"{name}: ring schema {int(row['schema'])}, this rankcall reads schema {SCHEMA}: "
             "read it with the rankcall version that wrote it"
         )
-    shape = Geometry(
-        int(row["capacity"]), int(row["inflight_capacity"]), int(row["tables_bytes"])
-    )
+    shape = Geometry(int(row["capacity"]), int(row["inflight_capacity"]), int(row["tables_bytes"]))
     sizes_ok = (
         int(row["header_bytes"]) == HEADER_BYTES
         and int(row["record_bytes"]) == RECORD.itemsize
@@ -254,20 +258,22 @@ def parse_header(raw: bytes, name: str) -> Header:
 
 def parse_tables(raw: bytes) -> Tables:
     """Decode the side tables up to the first entry that is not sound."""
-    tables, offset, number = Tables(), 0, 0
+    tables, offset, number, members = Tables(), 0, 0, 0
     while offset + ENTRY_HEADER.itemsize <= len(raw):
-        entry = np.frombuffer(raw, ENTRY_HEADER, count=1, offset=offset)[0]
+        commit, kind, length, crc32 = _ENTRY.unpack_from(raw, offset)
         start = offset + ENTRY_HEADER.itemsize
-        payload = raw[start : start + int(entry["length"])]
+        payload = raw[start : start + length]
         number += 1
-        whole = (
-            int(entry["commit"]) == number
-            and len(payload) == int(entry["length"])
-            and zlib.crc32(payload) == int(entry["crc32"])
-        )
-        if not whole or not _keep_entry(tables, number, int(entry["kind"]), payload):
+        whole = commit == number and len(payload) == length and zlib.crc32(payload) == crc32
+        if not whole or not _keep_entry(tables, number, kind, payload):
             tables.damaged = True
             break
+        if kind == ENTRY_GROUP:
+            members += len(tables.groups[number].ranks)
+            if members > MAX_MEMBERS:
+                del tables.groups[number]
+                tables.damaged = True
+                break
         offset = start + (len(payload) + 7) // 8 * 8
     return tables
 
@@ -287,14 +293,21 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
 
 def _site(fields: dict[str, Any]) -> CallSite:
     return CallSite(
-        str(fields["file"]), int(fields["line"]), str(fields["function"]), str(fields["api"])
+        str(fields["file"]), _small(fields["line"]), str(fields["function"]), str(fields["api"])
     )
+
+
+def _small(number: Any) -> int:
+    """Return a count that can be real; raises ``ValueError`` else."""
+    if not 0 <= int(number) < 1 << 31:
+        raise ValueError(f"{number} is no line and no epoch")
+    return int(number)
 
 
 def _group(fields: dict[str, Any]) -> Group:
     return Group(
         str(fields["name"]),
-        int(fields["epoch"]),
+        _small(fields["epoch"]),
         str(fields["backend"]),
         str(fields["description"]),
         expand_ranks(fields["ranks"]),

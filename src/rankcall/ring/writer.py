@@ -80,9 +80,7 @@ def create(path: Path | None, identity: Identity, geometry: Geometry) -> mmap.mm
         os.close(fd)
 
 
-def create_unnamed(
-    folder: Path, identity: Identity, geometry: Geometry
-) -> tuple[mmap.mmap, int]:
+def create_unnamed(folder: Path, identity: Identity, geometry: Geometry) -> tuple[mmap.mmap, int]:
     """Make a ring that vanishes with its process unless its descriptor is linked to a name.
 
     Returns the map and the descriptor; anonymous memory and -1 where ``folder`` allows no such file.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rankcall.record import DTYPES, OPS, RECORD, STATUSES, SYNCHRONISING
 from rankcall.ring.layout import Geometry
 from rankcall.ring.reader import CallSite, Group
-from rankcall.run import create_run, ring_name
+from rankcall.run import create_run
 from rankcall.testing._ringfile import RingSpec, write_ring
 
 Times = npt.NDArray[np.int64]
@@ -95,6 +95,7 @@ def synthetic_run(
     straggler_ms: float = 20.0,
     clock_offsets_ns: Mapping[str, int] | Sequence[int] | None = None,
     clock_drift_ppm: Sequence[float] = (),
+    epoch_errors_ns: Sequence[int] = (),
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
     program: Sequence[Op] = PROGRAM,
     per_step: int = 10,
@@ -109,7 +110,8 @@ def synthetic_run(
     ``hosts``: how many, or their names; ranks are spread over them in blocks.
     ``straggler``: rank(s) that compute ``straggler_ms`` longer before each op.
     ``clock_offsets_ns``: per host, how far its clock is ahead of the true one, both monotonic
-    and epoch; ``clock_drift_ppm``: per host. ``groups``: further families of disjoint groups.
+    and epoch; ``clock_drift_ppm``: per host; ``epoch_errors_ns``: per host, of the epoch alone.
+    ``groups``: further families of disjoint groups.
     ``per_step``: ops per optimizer step, 0 for a job without one. ``capacity``: records a ring
     holds, when it shall lap. ``without_ranks`` leave no ring. Returns the truth.
     """
@@ -126,8 +128,10 @@ def synthetic_run(
     )
     create_run(truth.path, {"started": "synthetic", "script": "synthetic.py", "seed": seed})
     drifts = [*clock_drift_ppm, *[0.0] * len(names)]
+    errors = [*epoch_errors_ns, *[0] * len(names)]
     for rank in sorted(set(range(ranks)) - set(without_ranks)):
         spec = _ring_spec(truth, rank, per_step, drifts[host_of[rank]], attempt)
+        spec.anchor_epoch_ns += errors[host_of[rank]]
         write_ring(truth.path / "rings", spec, capacity)
     return truth
 
@@ -184,7 +188,7 @@ def _leave(op: Op, came: npt.NDArray[np.float64], transfer: float) -> npt.NDArra
         return np.maximum(came, np.roll(came, 1)) + transfer
     if op.op not in SYNCHRONISING:
         raise ValueError(f"a synthetic run has no op {op.op!r}")
-    return np.full(len(came), came.max() + transfer)
+    return np.full(len(came), float(came.max()) + transfer)
 
 
 def _ring_spec(

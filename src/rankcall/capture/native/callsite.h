@@ -26,6 +26,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "thread.h"
+
 namespace rankcall {
 
 inline std::string json_text(const char* text) {
@@ -262,7 +264,7 @@ class CallSites {
   // A frame's address is used again by the next call. A new frame has no frame object, so one is
   // made at the first op of a call: it marks the frame for as long as the call lasts.
   static bool continues(PyThreadState* thread, Frame frame) {
-    thread_local Frame last = nullptr;
+    const void*& last = this_thread().call_frame;
     const bool same = frame == last && is_marked(frame);
     last = frame;
     if (!same) mark(thread, frame);
@@ -287,21 +289,20 @@ class CallSites {
 
   // --- ops issued by autograd's device threads, which have no Python frames of their own ---
   uint32_t backward_site(uint64_t moment) {
-    thread_local uint64_t last_moment = ~0ull;
-    thread_local uint32_t last_site = 0;
-    if (moment == last_moment) return last_site;
-    last_moment = moment;
-    last_site = 0;
+    Thread& self = this_thread();
+    if (moment == self.backward_moment) return self.backward_site;
+    self.backward_moment = moment;
+    self.backward_site = 0;
     GilGuard gil;
     for (PyThreadState* other = PyInterpreterState_ThreadHead(PyInterpreterState_Main()); other;
          other = PyThreadState_Next(other)) {
       const Walk walk = walk_from(top(other));
       if (walk.user && walk.backward) {
-        last_site = site_of(walk);
+        self.backward_site = site_of(walk);
         break;
       }
     }
-    return last_site;
+    return self.backward_site;
   }
 #endif
 

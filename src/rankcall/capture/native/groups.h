@@ -12,6 +12,7 @@
 
 #include "callsite.h"
 #include "ring.h"
+#include "thread.h"
 
 namespace rankcall {
 
@@ -49,27 +50,27 @@ class Groups {
   }
 
   // The state of a group; never null. The caller holds a reference to the process group.
-  Group* find(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-    thread_local const void* last_owner = nullptr;
-    thread_local const void* last_key = nullptr;
-    thread_local Group* last = nullptr;
-    thread_local uint64_t last_generation = 0;
+  Group* find(c10d::ProcessGroup* group) {
+    Thread& thread = this_thread();
     const uint64_t generation = generation_.load(std::memory_order_acquire);
-    if (last_key == group.get() && last_owner == this && last_generation == generation) return last;
-    last = find_slow(group);
-    last_key = group.get(), last_owner = this;
-    last_generation = generation_.load(std::memory_order_acquire);
-    return last;
+    if (thread.group_key == group && thread.group_generation == generation)
+      return static_cast<Group*>(thread.group);
+    Group* found = find_slow(group);
+    thread.group = found;
+    thread.group_key = group;
+    thread.group_generation = generation_.load(std::memory_order_acquire);
+    return found;
   }
 
  private:
-  Group* find_slow(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  Group* find_slow(c10d::ProcessGroup* group) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto known = groups_.find(group.get());
+    auto known = groups_.find(group);
     if (known != groups_.end()) return known->second.get();
     forget_destroyed();
-    auto added = std::make_unique<Group>(group, id_of(*group));
-    return (groups_[group.get()] = std::move(added)).get();
+    auto added = std::make_unique<Group>(
+        c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(group), id_of(*group));
+    return (groups_[group] = std::move(added)).get();
   }
 
   void forget_destroyed() {
@@ -101,7 +102,7 @@ class Groups {
                             json_text(backend.c_str()) + ", \"description\": \"\", \"ranks\": []}");
   }
 
-  // Never the same number twice in a process, so a cached pointer is not trusted by accident.
+  // Never the same number twice in a process, so that no thread trusts another recorder's pointer.
   static std::atomic<uint64_t>& generations() {
     static std::atomic<uint64_t> count{1};
     return count;

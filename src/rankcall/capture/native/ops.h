@@ -56,6 +56,13 @@ inline bool describe(const c10::FunctionSchema& schema, Op& op) {
   return op.process_group >= 0;
 }
 
+// The C++ object that a torchbind value holds, without touching its reference count.
+template <typename T>
+T* held(const c10::IValue& value) {
+  const void* pointer = value.toObjectRef().getSlot(0).internalToPointer();
+  return static_cast<T*>(static_cast<torch::CustomClassHolder*>(const_cast<void*>(pointer)));
+}
+
 // Visit every tensor of an argument: a tensor, a list, or a list of lists.
 template <typename Visit>
 void each_tensor(const c10::IValue& value, const Visit& visit) {

@@ -6,7 +6,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -29,6 +28,7 @@
 #include "layout.h"
 #include "ops.h"
 #include "ring.h"
+#include "thread.h"
 
 namespace rankcall {
 namespace {
@@ -48,12 +48,6 @@ void wake(int least) noexcept {
   [[maybe_unused]] const auto written = write(g_wake_fd.load(), &one, sizeof(one));
 }
 
-thread_local uint32_t t_thread_id = 0;
-uint32_t thread_id() {
-  if (!t_thread_id) t_thread_id = static_cast<uint32_t>(syscall(SYS_gettid));
-  return t_thread_id;
-}
-
 // Kinds of Work whose getFuture() throws, which costs 6 to 16 us each time: asked once.
 class Futureless {
  public:
@@ -61,14 +55,14 @@ class Futureless {
     for (const auto& slot : types_) {
       const std::type_info* known = slot.load(std::memory_order_acquire);
       if (!known) return false;
-      if (*known == type) return true;
+      if (known == &type) return true;
     }
     return false;
   }
   void add(const std::type_info& type) {
     for (auto& slot : types_) {
       const std::type_info* expected = nullptr;
-      if (slot.compare_exchange_strong(expected, &type) || *expected == type) return;
+      if (slot.compare_exchange_strong(expected, &type) || expected == &type) return;
     }
   }
 
@@ -206,9 +200,7 @@ bool read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   const Sizes& main = in.first ? in : out.first ? out : other;
   if (is_traced(main)) return false;
 
-  const auto group = c10::static_intrusive_pointer_cast<c10d::ProcessGroup>(
-      arguments[op.process_group].toObjectRef().getSlot(0).toCapsule());
-  issued.group = recorder.groups.find(group);
+  issued.group = recorder.groups.find(held<c10d::ProcessGroup>(arguments[op.process_group]));
   record.group = issued.group->id;
   record.in_bytes = in.bytes;
   record.out_bytes = out.bytes;
@@ -225,8 +217,7 @@ bool read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   record.peer = -1;
   record.async_op = op.async_op >= 0 ? arguments[op.async_op].toBool() : 2;
   if (op.reduce_op >= 0) {
-    const auto reduce = c10::static_intrusive_pointer_cast<c10d::ReduceOp>(
-        arguments[op.reduce_op].toObjectRef().getSlot(0).toCapsule());
+    const auto* reduce = held<c10d::ReduceOp>(arguments[op.reduce_op]);
     const int code = static_cast<int>(static_cast<c10d::ReduceOp::RedOpType>(*reduce)) + 1;
     record.reduce_op = static_cast<uint8_t>(code < static_cast<int>(layout::kReduceOps) ? code : 0);
   }
@@ -249,7 +240,7 @@ bool read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
 }
 
 void fill_call_site(Recorder& recorder, Record& record, uint64_t index) {
-  thread_local uint64_t correlation = 0;
+  uint64_t& correlation = this_thread().correlation;
   CallSites::Found found;
   if (recorder.call_sites) found = g_call_sites.find(record.step);
   if (!found.continues) correlation = index + 1;
@@ -290,7 +281,7 @@ bool begin(size_t which, const torch::jit::Stack& stack, Issued& issued) noexcep
     if (!read_arguments(*recorder, op, arguments, record, issued, device)) return false;
     record.op = op.code;
     record.variant = op.variant;
-    record.thread = thread_id();
+    record.thread = this_thread().thread_id();
     record.step = recorder->ring.field<uint64_t>(layout::kStep).load(std::memory_order_relaxed);
     record.device_ms = std::nan("");
     if (!recorder->ring.reserve(issued.index)) return false;
@@ -400,15 +391,13 @@ void follow_future(const Issued& issued, const c10::intrusive_ptr<c10::ivalue::F
 // Arrange for the end to be recorded, after the op has been issued.
 void follow(const Op& op, torch::jit::Stack& stack, const Issued& issued) {
   Recorder& recorder = *issued.recorder;
-  c10::intrusive_ptr<c10d::Work> work;
-  if (op.returns_work && stack.back().isObject())
-    work = c10::static_intrusive_pointer_cast<c10d::Work>(stack.back().toObjectRef().getSlot(0).toCapsule());
+  c10d::Work* work = nullptr;
+  if (op.returns_work && stack.back().isObject()) work = held<c10d::Work>(stack.back());
   if (!work) {  // monitored_barrier_, and what a back end merges into a later launch
     ended(recorder, issued.index, issued.span, Outcome{layout::kCompleted, now_ns()});
     return;
   }
-  const c10d::Work& kind = *work;
-  const std::type_info& type = typeid(kind);
+  const std::type_info& type = typeid(*work);
   if (!g_futureless.knows(type)) {
     c10::intrusive_ptr<c10::ivalue::Future> future;
     try {
@@ -421,7 +410,8 @@ void follow(const Op& op, torch::jit::Stack& stack, const Issued& issued) {
     }
     g_futureless.add(type);
   }
-  stack.back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WaitedWork>(std::move(work), issued)));
+  auto inner = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(work);
+  stack.back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WaitedWork>(std::move(inner), issued)));
 }
 
 template <size_t Which>
@@ -473,7 +463,7 @@ std::vector<c10::OperatorHandle> c10d_ops() {
 void in_forked_child() {
   g_active.store(nullptr);
   g_sleeping.store(0);
-  t_thread_id = 0;
+  this_thread().id = 0;
 }
 
 // --- the Python module ---

@@ -1,0 +1,27 @@
+"""What ``make demo`` does: real training on four ranks, and a report that names the slow one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+EXAMPLE = Path(__file__).parents[2] / "examples/train_digits.py"
+
+
+@pytest.mark.multiproc
+def test_the_report_names_the_straggler(tmp_path: Path) -> None:
+    """The example learns, and rank 2, which sleeps in each step, is first among the stragglers."""
+    options = ["--nproc-per-node=4", EXAMPLE, "--slow-rank=2", "--slow-ms=20"]
+    trained = launch("run", *options, cwd=tmp_path, timeout=100)
+    assert trained.status == 0, trained.err
+    accuracies = [float(each) for each in re.findall(r"test accuracy ([\d.]+)%", trained.out)]
+    assert accuracies[-1] >= 95
+    reported = launch("report", "--json", cwd=tmp_path)
+    assert reported.status == 0, reported.err
+    report = json.loads(reported.out)
+    assert report["stragglers"][0]["rank"] == 2
+    assert report["stragglers"][0]["share"] > 0.5

@@ -1,0 +1,167 @@
+"""``rankcall report`` as a command: what it prints, where, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from worlds import MS, Call, group_of, together, write_world
+
+from rankcall import cli
+from rankcall.cli import main
+from rankcall.run import create_run
+
+SRC = Path(cli.__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a run of two ranks; rank 1 comes 3 ms late."""
+    return write_world(tmp_path / "run", together(1, [0, 3 * MS], 4 * MS, group_of(2)))
+
+
+def rankcall(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(SRC), **options.pop("env", {})}  # type: ignore[dict-item]
+    command = [sys.executable, "-m", "rankcall", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=env, check=False, **options
+    )  # type: ignore[call-overload]
+
+
+def test_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report goes to stdout, nothing to stderr, and the status is 0."""
+    assert main(["report", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Rank 1 (node-a) came last in 100 % of 1 collective")
+    assert err == ""
+
+
+def test_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--json prints one object and nothing else."""
+    assert main(["report", "--json", str(run)]) == 0
+    assert json.loads(capsys.readouterr().out)["stragglers"][0]["rank"] == 1
+
+
+def test_the_latest_run(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an argument the latest run below the working directory is meant."""
+    monkeypatch.chdir(run.parent)
+    target = create_run(Path("rankcall-runs") / "one", {})
+    for ring in (run / "rings").iterdir():
+        ring.rename(target / "rings" / ring.name)
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.startswith("Rank 1")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "no such run"),
+        (lambda path: path.mkdir(), "no ring files"),
+        (lambda path: path.write_bytes(b"junk"), "not a rankcall ring file"),
+        (lambda path: path.write_bytes(b"RANKCALL" + b"\x07" * 9000), "schema"),
+    ],
+)
+def test_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: object, words: str
+) -> None:
+    """One line on stderr that says what is wrong, status 2, no traceback."""
+    make(tmp_path / "x")  # type: ignore[operator]
+    assert main(["report", str(tmp_path / "x")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rankcall: error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_damage_is_told_after_the_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing rank and a bad ring: the report of the rest, a line each on stderr, status 1."""
+    (run / "rings" / "bad.ring").write_bytes(b"\x1b[31mnothing")
+    next((run / "rings").glob("rank-00000*")).unlink()
+    assert main(["report", str(run)]) == 1
+    out, err = capsys.readouterr()
+    assert "no records of rank 0" in out
+    assert [line.startswith("rankcall: problem: ") for line in err.splitlines()] == [True, True]
+
+
+def test_nothing_to_say_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No collectives, and a world of one: clear words and status 0."""
+    assert main(["report", str(write_world(tmp_path / "a", [], ranks=[0, 1]))]) == 0
+    assert "No collectives were recorded" in capsys.readouterr().out
+    assert (
+        main(["report", str(write_world(tmp_path / "b", [Call(0, 1, 0, MS, group=group_of(1))]))])
+        == 0
+    )
+    assert "A world of one rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["report", "--nonsense"], ["report", "a", "b"]]
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is not understood is one line too."""
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("rankcall: error: ")
+    assert err.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command, and with --help, the commands are listed."""
+    assert main([]) == 0
+    assert main(["--help"]) == 0
+    assert main(["report", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("run", "report", "build", "--json"))
+
+
+def test_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is status 130 and no traceback."""
+
+    def interrupt(path: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankcall.cli.report.read", interrupt)
+    assert main(["report", str(run)]) == 130
+
+
+def test_a_closed_pipe_is_quiet(run: Path) -> None:
+    """``rankcall report | head -0`` says nothing on stderr."""
+    command = f"'{sys.executable}' -m rankcall report '{run}' | true"
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, env=env)
+    assert done.stderr == b""
+
+
+def test_a_terminal_without_unicode(run: Path) -> None:
+    """An ASCII terminal gets the report with other characters, not an error."""
+    done = rankcall("report", run, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Rank 1" in done.stdout
+
+
+def test_reading_imports_no_torch(run: Path) -> None:
+    """The report works where torch is not installed, and does not wait for it where it is."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from rankcall.cli import main\n"
+        f"assert main(['report', {str(run)!r}]) == 0\n"
+        "assert 'polars' not in sys.modules"
+    )
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_width_follows_the_terminal(run: Path) -> None:
+    """COLUMNS decides for a pipe; no line is wider."""
+    for width in ("80", "120"):
+        out = rankcall("report", run, env={"COLUMNS": width}).stdout
+        assert max(map(len, out.splitlines())) <= int(width)

@@ -1,0 +1,161 @@
+"""``rankcall run``'s own decisions: names, environment, mistakes, whose records are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+from rankcall.cli import run
+from rankcall.cli._engine import BOOT, Job, arming, environment
+from rankcall.errors import CaptureUnavailable
+
+JOB = Job(("train.py",), "train.py", True, 1, 4, None, None)
+
+
+def header(rank: int, local_rank: int, attempt: int = 0) -> Any:
+    """Return as much of a ring's header as is looked at."""
+    return SimpleNamespace(rank=rank, local_rank=local_rank, attempt=attempt)
+
+
+def test_pythonpath_has_no_empty_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty entry would be the working directory; the user's own entries stay as they are."""
+    for before, after in {"": str(BOOT), "/a:/b": f"{BOOT}:/a:/b"}.items():
+        monkeypatch.setenv("PYTHONPATH", before)
+        assert arming(tmp_path, "auto", JOB)["PYTHONPATH"] == after
+
+
+def test_arming_names_an_absolute_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Workers may change their directory: the run's path is absolute."""
+    monkeypatch.chdir(tmp_path)
+    variables = arming(Path("here"), "python", JOB)
+    assert variables["RANKCALL_RUN_DIR"] == str(tmp_path / "here")
+    assert variables["RANKCALL_CAPTURE"] == "python"
+    assert "RANKCALL_HOST" not in variables
+
+
+def test_local_addr_names_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two agents on two addresses of one machine count as two hosts; a name that is set stays."""
+    job = replace(JOB, local_addr="127.0.0.2")
+    monkeypatch.delenv("RANKCALL_HOST", raising=False)
+    assert arming(tmp_path, "auto", job)["RANKCALL_HOST"] == "127.0.0.2"
+    monkeypatch.setenv("RANKCALL_HOST", "node-a")
+    assert "RANKCALL_HOST" not in arming(tmp_path, "auto", job)
+
+
+def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that were set get their value again, others go; after an exception too."""
+    monkeypatch.setenv("RANKCALL_A", "old")
+    with (
+        contextlib.suppress(KeyError),
+        environment({"RANKCALL_A": None, "RANKCALL_B": "new"}),
+    ):
+        assert "RANKCALL_A" not in os.environ
+        assert os.environ["RANKCALL_B"] == "new"
+        raise KeyError
+    assert os.environ["RANKCALL_A"] == "old"
+    assert "RANKCALL_B" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("job", "ending"),
+    [
+        (JOB, "-train"),
+        (replace(JOB, script="pkg.train", is_file=False), "-pkg-train"),
+        (replace(JOB, script="/usr/bin/bash", is_file=False), "-bash"),
+    ],
+)
+def test_a_run_is_named_after_what_runs(
+    job: Job, ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A script's stem, a module's full name, a program's name; two in one second differ."""
+    monkeypatch.chdir(tmp_path)
+    first, second = run._default(job), run._default(job)
+    assert first.name.endswith(ending)
+    assert first != second
+
+
+def test_nodes_agree_on_a_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a rendezvous id the name comes from it alone; without one the user is told."""
+    monkeypatch.chdir(tmp_path)
+    job = replace(JOB, max_nodes=2, rdzv_id="../job 7")
+    assert run._default(job) == run._default(job) == Path("rankcall-runs/_job_7-train")
+    assert capsys.readouterr().err == ""
+    run._default(replace(job, rdzv_id=None))
+    assert "neither --rdzv-id nor --run-dir" in capsys.readouterr().err
+
+
+def test_missing_ranks_are_named() -> None:
+    """By their rank; of several nodes only this one's are known, and they are consecutive."""
+    assert run._missing(JOB, [header(0, 0), header(2, 2)]) == "rank 1,3"
+    assert run._missing(JOB, [header(rank, rank) for rank in range(4)]) == ""
+    nodes = replace(JOB, max_nodes=2)
+    assert run._missing(nodes, [header(rank, rank - 4) for rank in (4, 5, 7)]) == "rank 6"
+    assert run._missing(nodes, []) == "any of this node's 4 workers"
+
+
+def test_missing_ranks_are_those_of_the_last_attempt() -> None:
+    """A ring that an earlier attempt left does not stand for the last one's."""
+    first = [header(rank, rank) for rank in range(4)]
+    last = [header(rank, rank, 1) for rank in range(3)]
+    assert run._missing(JOB, first + last) == "rank 3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.py"], "no such script: none.py"),
+        (["--max-restarts", "1", "--run-dir", "x", "a.py"], "comes before torchrun's options"),
+        (["--nnodes=a", "a.py"], "--nnodes a is no number"),
+        (["--nproc-per-node=many", "a.py"], "--nproc-per-node many: "),
+        (["--standalone"], "training_script"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Wrong arguments: one line, exit 2, before anything is made or started."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(typer.Exit) as caught:
+        run.command(arguments, capture=run.Capture.python)
+    assert caught.value.exit_code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rankcall: ")
+    assert message in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_dir_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--run-dir must not be a file."""
+    (tmp_path / "file").touch()
+    with pytest.raises(typer.Exit):
+        run._run_dir(tmp_path / "file", JOB)
+    assert "is not a directory" in capsys.readouterr().err
+
+
+def test_capture_that_cannot_be_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """auto falls back and says so once; native, asked for by name, is an error."""
+    from rankcall.capture.native import build
+
+    def fail() -> Path:
+        raise CaptureUnavailable("no compiler")
+
+    monkeypatch.setattr(build, "prebuild", fail)
+    assert run._prepare("auto") == "python"
+    assert "no compiler; recording with the slower Python capture" in capsys.readouterr().err
+    with pytest.raises(CaptureUnavailable):
+        run._prepare("native")

@@ -1,0 +1,114 @@
+"""Small worlds made of records given one by one, and written as real rings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from rankcall.record import OPS, RECORD, STATUSES
+from rankcall.ring.reader import CallSite, Group
+from rankcall.testing._ringfile import RingSpec, write_ring
+
+MS = 1_000_000
+START = 1_000 * MS
+
+
+PAIR = Group("0", 0, "gloo", "default_pg", (0, 1))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One record. Times in ns after START; ``end`` None: it has not finished."""
+
+    rank: int
+    seq: int
+    at: int
+    end: int | None
+    op: str = "all_reduce"
+    bytes: int = 4096
+    in_bytes: int | None = None
+    out_bytes: int | None = None
+    group: Group = PAIR
+    root: int = -1
+    peer: int = -1
+    tag: int = 0
+    step: int = 0
+    line: int = 1
+    started: int | None = None
+    status: str = "completed"
+    flags: int = 0
+    attempt: int = 0
+    life: int = 0
+
+
+def write_world(
+    folder: Path,
+    calls: Iterable[Call],
+    *,
+    world_size: int | None = None,
+    hosts: dict[int, str] | None = None,
+    offsets: dict[str, int] | None = None,
+    ranks: Iterable[int] | None = None,
+) -> Path:
+    """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``."""
+    (folder / "rings").mkdir(parents=True)
+    by_ring: dict[tuple[int, int, int], list[Call]] = {(r, 0, 0): [] for r in ranks or ()}
+    for call in calls:
+        by_ring.setdefault((call.rank, call.attempt, call.life), []).append(call)
+    size = world_size or 1 + max((rank for rank, _, _ in by_ring), default=0)
+    for (rank, attempt, life), mine in by_ring.items():
+        host = (hosts or {}).get(rank, "node-a")
+        spec = RingSpec(rank, size, host, attempt)
+        shift = (offsets or {}).get(host, 0)
+        spec.anchor_mono_ns = START + shift
+        spec.anchor_epoch_ns = 10**18 + life * 10**12 + shift
+        spec.records = np.array([_record(call, spec, shift)[0] for call in mine], RECORD)
+        folder_of_life = folder / "rings"
+        path = write_ring(folder_of_life, spec)
+        path.rename(path.with_suffix(f".{life}.ring"))
+    return folder
+
+
+def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
+    row = np.zeros(1, RECORD)
+    p2p = call.op in ("send", "recv")
+    values = {
+        "seq": call.seq,
+        "enqueued_ns": START + shift + call.at,
+        "started_ns": START + shift + (call.at if call.started is None else call.started),
+        "completed_ns": 0 if call.end is None else START + shift + call.end,
+        "message_bytes": call.bytes,
+        "in_bytes": call.bytes if call.in_bytes is None else call.in_bytes,
+        "out_bytes": call.bytes if call.out_bytes is None else call.out_bytes,
+        "op": OPS.index(call.op),
+        "kind": int(p2p),
+        "group": spec.group(call.group),
+        "call_site": spec.site(CallSite("train.py", call.line, "step", call.op)),
+        "variant": spec.string(f"c10d::{call.op}"),
+        "root": call.root,
+        "peer": call.peer,
+        "tag": call.tag,
+        "step": call.step,
+        "status": STATUSES.index("started" if call.end is None else call.status),
+        "flags": call.flags,
+        "device_ms": np.nan,
+    }
+    for name, value in values.items():
+        row[name] = value
+    return row
+
+
+def together(seq: int, arrivals: list[int], end: int, group: Group, **fields: object) -> list[Call]:
+    """Return one collective that all members leave at ``end``."""
+    return [
+        replace(Call(rank, seq, at, end, group=group), **fields)  # type: ignore[arg-type]
+        for rank, at in zip(group.ranks, arrivals, strict=True)
+    ]
+
+
+def group_of(size: int, name: str = "0") -> Group:
+    """Return a group of the first ``size`` ranks."""
+    return Group(name, 0, "gloo", "default_pg", tuple(range(size)))
