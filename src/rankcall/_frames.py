@@ -45,7 +45,7 @@ def groups_frame(run: Run) -> pl.DataFrame:
         }
         for known in run.run_groups.values()
     ]
-    schema = {
+    schema: dict[str, pl.DataType | type[pl.DataType]] = {
         "group": pl.String, "name": pl.String, "epoch": pl.Int64, "description": pl.String,
         "backend": pl.String, "size": pl.Int64, "ranks": pl.List(pl.Int64),
         "hosts": pl.List(pl.String), "cross_host": pl.Boolean,
@@ -74,7 +74,7 @@ def ranks_frame(run: Run) -> pl.DataFrame:
         for head in (ring.header,)
     ]
     text, flags = ("host", "capture"), ("closed",)
-    schema = {
+    schema: dict[str, type[pl.DataType]] = {
         name: pl.String if name in text else pl.Boolean if name in flags else pl.Int64
         for name in rows[0]
     }
@@ -132,7 +132,8 @@ def _group_labels(run: Run, ring: Ring) -> dict[int, RunGroup]:
 
 
 def _constant(text: str, count: int) -> pl.Series:
-    return pl.repeat(text, count, dtype=pl.String, eager=True).cast(pl.Categorical)
+    column: pl.Series = pl.repeat(text, count, dtype=pl.String, eager=True).cast(pl.Categorical)
+    return column
 
 
 def _ranks_text(known: RunGroup) -> str:
@@ -171,7 +172,13 @@ def _shapes(records: npt.NDArray[Any]) -> pl.Series:
     key = np.column_stack([records["ndim"].astype(np.int64), records["shape"]])
     kinds, which = np.unique(key, axis=0, return_inverse=True)
     texts = [str([int(n) for n in kind[1 : 1 + kind[0]]]) for kind in kinds]
-    return pl.Series(texts, dtype=pl.String).cast(pl.Categorical).gather(which.ravel())
+    return _picked(texts, which)
+
+
+def _picked(texts: list[str], which: npt.NDArray[np.intp]) -> pl.Series:
+    """Return ``texts[which]`` as categories."""
+    column: pl.Series = pl.Series(texts, dtype=pl.String).cast(pl.Categorical)
+    return column.gather(which.ravel())
 
 
 def _devices(records: npt.NDArray[Any]) -> pl.Series:
@@ -182,7 +189,7 @@ def _devices(records: npt.NDArray[Any]) -> pl.Series:
         kind, place = int(key) // 65536, int(key) % 65536 - 32768
         name = DEVICE_TYPES[kind] if kind < len(DEVICE_TYPES) else f"device{kind}"
         texts.append(name if place < 0 else f"{name}:{place}")
-    return pl.Series(texts, dtype=pl.String).cast(pl.Categorical).gather(which.ravel())
+    return _picked(texts, which)
 
 
 def _global_ranks(records: npt.NDArray[Any], name: str, labels: dict[int, RunGroup]) -> pl.Series:

@@ -20,7 +20,9 @@ import os
 import re
 import shutil
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 RUNS = "rankcall-runs"
 RUN_SCHEMA = 1
+_AHEAD = 8  # rings
 Progress = Callable[[int, int], None]
 
 
@@ -229,14 +232,28 @@ class Run:
 
         What cannot be read (any more) is noted in ``problems`` and left out.
         """
-        for done, head in enumerate(self.heads, 1):
-            ring = self._read(head)
+        for done, (head, ring) in enumerate(self._read_ahead(), 1):
             if ring is not None:
                 self._census[head.path] = len(ring.records), ring.dropped
                 self._census[ring.path] = self._census[head.path]
                 yield ring
             if progress is not None:
                 progress(done, len(self.heads))
+
+    def _read_ahead(self) -> Iterator[tuple[Head, Ring | None]]:
+        """Read some rings ahead of the one that is looked at; the disk need not wait for us."""
+        if len(self.heads) < _AHEAD:
+            yield from ((head, self._read(head)) for head in self.heads)
+            return
+        with ThreadPoolExecutor(1, "rankcall-read") as pool:
+            jobs: deque[tuple[Head, Future[Ring | None]]] = deque()
+            for head in self.heads:
+                jobs.append((head, pool.submit(self._read, head)))
+                if len(jobs) >= _AHEAD:
+                    first, job = jobs.popleft()
+                    yield first, job.result()
+            for first, job in jobs:
+                yield first, job.result()
 
     def _read(self, head: Head) -> Ring | None:
         """Read a ring, also where its process has ended and it was moved since ``load``."""
@@ -301,7 +318,7 @@ class Run:
 
     @cached_property
     def groups(self) -> pl.DataFrame:
-        """One row a process group: group, name, description, backend, size, ranks, hosts, cross_host."""
+        """One row a process group: its label, name, backend, size, ranks and hosts."""
         from rankcall._frames import groups_frame
 
         return groups_frame(self)
@@ -331,7 +348,7 @@ def label_groups(groups: Iterable[Group], hosts: dict[int, str]) -> dict[Group, 
     )  # fmt: skip
     labels: dict[str, Group] = {}
     for group in ordered:
-        label = group.name if not group.epoch else f"{group.name}#{group.epoch + 1}"
+        label = group.label
         if label in labels:
             label = f"{label}[{format_ranks(group.ranks)}]"
         taken, copy = label, 1

@@ -41,7 +41,8 @@ def write_sound(path: Path, records: int = 80, unfinished: tuple[int, ...] = (3,
         index = ring.issue(
             body(
                 seq=i + 1, enqueued_ns=now, started_ns=now, message_bytes=64, in_bytes=64,
-                out_bytes=64, group=group, call_site=site, variant=variant, op=OPS.index("all_reduce"),
+                out_bytes=64, group=group, call_site=site, variant=variant,
+                op=OPS.index("all_reduce"),
                 status=1, root=-1, peer=-1, step=i // 10,
             )
         )  # fmt: skip
@@ -76,7 +77,7 @@ def _field(name: str, number: int) -> Damage:
 _SIZE = SHAPE.file_bytes
 _ODD = [0, 1, 2, 63, 64, 65, 127, 255, 4096, 1 << 20, (1 << 24) - 1, 1 << 24, 1 << 31]
 _NUMBERS = st.one_of(
-    st.sampled_from(_ODD + [-1, -2, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]),
+    st.sampled_from([*_ODD, -1, -2, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1]),
     st.integers(0, (1 << 64) - 1),
 )
 _NAMES = st.sampled_from(list(HEADER.names or ()))

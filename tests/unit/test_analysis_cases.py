@@ -190,7 +190,7 @@ def test_restarts_are_never_matched_with_each_other(tmp_path: Path) -> None:
 def test_namesake_groups_stay_apart(tmp_path: Path) -> None:
     """Groups that differ in anything have rows of their own, under labels of their own."""
     first, second = group_of(2, "tp"), Group("tp", 0, "gloo", "default_pg", (0, 2))
-    again = Group("tp", 1, "gloo", "default_pg", (0, 1))
+    again = Group("tp", 1000, "gloo", "default_pg", (0, 1))
     calls = [call for group in (first, second, again) for call in together(1, [0, 1], MS, group)]
     labels = {row.group for row in analysed(tmp_path, calls).collectives}
     assert labels == {"tp", "tp[0,2]", "tp#2"}

@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def sweep(
 ) -> None:
     """Walk over time: each moment of waiting is shared by those who have not come."""
     moments = sorted({call.at for call in members} | {begin})
-    for start, stop in zip(moments, moments[1:], strict=False):
+    for start, stop in pairwise(moments):
         absent = [call for call in members if call.at >= stop]
         waiting = [call for call in waiters if call.at <= start]
         if start < begin:

@@ -69,7 +69,7 @@ def test_default_run_dir() -> None:
 def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a path the latest counts; what is not there is RunNotFound, with the way out."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunNotFound, match="rankcall run script.py"):
+    with pytest.raises(RunNotFound, match=r"rankcall run script\.py"):
         find_run()
     with pytest.raises(RunNotFound, match="no such run: nope"):
         find_run("nope")
@@ -78,7 +78,7 @@ def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settle_moves_what_ended(run_dir: Path) -> None:
-    """A dead process's ring moves without its unused end and reads as before; a living one stays."""
+    """A dead process's ring moves and reads as before; a living one stays."""
     dead = live_ring(run_dir, alive=False)
     living = live_ring(run_dir, "rank-00002.attempt-0.a.2.ring", alive=True)
     before = read_ring(dead)
@@ -228,7 +228,7 @@ def test_labels_are_unique() -> None:
         Group("0", 0, "gloo", "a", (0, 1)),
         Group("0", 0, "nccl", "a", (0, 1)),
         Group("0", 0, "nccl", "b", (0, 1)),
-        Group("0", 2, "nccl", "b", (0, 1)),
+        Group("0", 2000, "nccl", "b", (0, 1)),
     ]
     labels = [known.label for known in label_groups(groups, {}).values()]
     assert len(set(labels)) == 4

@@ -95,7 +95,7 @@ def pull(ring: Ring) -> Columns:
 
 
 def extract(ring: Ring, columns: Columns, host: int) -> Extract:
-    """Split one ring's columns by group and kind; groups that the ring does not name are left out."""
+    """Split one ring's columns by group and kind; groups it does not name are left out."""
     found = Extract()
     rank, kind = ring.header.rank, columns["kind"]
     only_collectives = bool((kind == _COLLECTIVE).all())

@@ -225,7 +225,7 @@ def _stragglers(blame: Blame, hosts: dict[int, str]) -> list[Straggler]:
             else None,
         )
         for rank in sorted(hosts)
-        if rank >= 0
+        if 0 <= rank < blame.ranks  # a ring that went away since it was found has no records
     ]
     return sorted(found, key=lambda each: (-each.caused_wait_ms, each.rank))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,19 +25,13 @@ class Op:
     process_group: int
     returns_work: bool
     positions: dict[str, int]
-    input: int | None = None
-    output: int | None = None
-    in_place: int | None = None
+    p2p: bool
+    reads: int | None = None
+    writes: int | None = None
     other_tensor: int | None = None
 
-    @property
-    def p2p(self) -> bool:
-        """Whether it is a send or a receive."""
-        return self.code in (_SEND, _RECV)
 
-
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Bytes of an argument's tensors, and the tensors."""
 
     bytes: int
@@ -71,17 +65,19 @@ def _describe(schema: Any) -> Op | None:
         process_group=positions["process_group"],
         returns_work=bool(returns) and "Work" in returns[-1].type.annotation_str,
         positions=positions,
+        p2p=OPS.index(op_of_variant(name)) in (_SEND, _RECV),
     )
     for argument in schema.arguments:
         at = positions[argument.name]
         if "Tensor" not in argument.type.annotation_str or argument.name == "sparse_indices":
             continue
         if argument.name.startswith("output"):
-            op.output = at
+            op.writes = at
         elif argument.name.startswith("input"):
-            op.input = at
-        elif argument.name == "tensors":
-            op.in_place = at
+            op.reads = at
+        elif argument.name == "tensors":  # in place, but for a send and a receive
+            op.reads = None if op.code == _RECV else at
+            op.writes = None if op.code == _SEND else at
         else:
             op.other_tensor = at
     return op
@@ -99,24 +95,25 @@ def bytes_of(tensor: torch.Tensor) -> int:
     """Return a tensor's payload in bytes; a sparse one's indices and values."""
     if tensor.is_sparse:
         return bytes_of(tensor._indices()) + bytes_of(tensor._values())
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 def sizes_at(arguments: tuple[Any, ...], at: int | None) -> Sizes:
     """Measure the argument at a position."""
     if at is None or at >= len(arguments):
         return NOTHING
+    value = arguments[at]
+    if type(value) is list and len(value) == 1 and isinstance(value[0], torch.Tensor):
+        return Sizes(bytes_of(value[0]), value)
     tensors: list[torch.Tensor] = []
-    _flatten(arguments[at], tensors)
+    _flatten(value, tensors)
     return Sizes(sum(bytes_of(tensor) for tensor in tensors), tensors)
 
 
 def in_and_out(op: Op, arguments: tuple[Any, ...]) -> tuple[Sizes, Sizes]:
     """Return what an op reads and what it writes on this rank."""
-    in_at = op.input if op.input is not None else None if op.code == _RECV else op.in_place
-    out_at = op.output if op.output is not None else None if op.code == _SEND else op.in_place
-    inputs = sizes_at(arguments, in_at)
-    return inputs, inputs if out_at == in_at else sizes_at(arguments, out_at)
+    inputs = sizes_at(arguments, op.reads)
+    return inputs, inputs if op.writes == op.reads else sizes_at(arguments, op.writes)
 
 
 def message_bytes(
@@ -157,11 +154,11 @@ def shape_of(tensors: list[torch.Tensor]) -> tuple[int, tuple[int, ...]]:
 
 def shape_hash(op: Op, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
     """Return a number that tells apart shapes and split sizes; 0 for one tensor without splits."""
-    lists = [
-        arguments[op.positions[name]]
-        for name in ("output_split_sizes", "input_split_sizes")
-        if name in op.positions
-    ]
+    if "input_split_sizes" not in op.positions:
+        lists = []
+    else:
+        names = "output_split_sizes", "input_split_sizes"
+        lists = [arguments[op.positions[name]] for name in names]
     if len(tensors) < 2 and not any(lists):
         return 0
     words: list[int] = []

@@ -14,10 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from threading import get_native_id
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor
 
 from rankcall.capture.callsites import CallSites
 from rankcall.capture.device import DeviceTimes, Span
@@ -35,7 +38,6 @@ from rankcall.record import (
     DTYPES,
     FLAG_ANY_SOURCE,
     FLAG_DEVICE,
-    KINDS,
     NO_RANK,
     REDUCE_OPS,
     STATUSES,
@@ -45,7 +47,6 @@ from rankcall.ring.reader import Group
 from rankcall.ring.writer import PythonRing, put
 
 _ENQUEUED, _STARTED, _COMPLETED, _FAILED = range(len(STATUSES))
-_P2P = KINDS.index("p2p")
 _AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _MAX_KEPT_WORKS = 4096
 _MAX_ERRORS = 256
@@ -67,8 +68,13 @@ class _GroupState:
         return self.p2p[key]
 
 
-@dataclass(frozen=True)
-class _Issued:
+class _PerThread(threading.local):
+    """What the capture keeps per thread."""
+
+    correlation = 0
+
+
+class _Issued(NamedTuple):
     index: int
     group: _GroupState
     tag: int
@@ -83,8 +89,8 @@ class PythonCapture:
 
     def __init__(self, ring: PythonRing, call_sites: bool = True) -> None:
         self._ring = ring
-        self._sites = CallSites(ring.site) if call_sites else None
-        self._correlation = threading.local()
+        self._site = CallSites(ring.site).find if call_sites else _no_site
+        self._local = _PerThread()
         self._announced: dict[str, int] = {}
         self._groups: dict[str, _GroupState] = {}
         self._futureless: set[type] = set()
@@ -147,12 +153,13 @@ class PythonCapture:
 
     def _kernel(self, op: Op, variant: int) -> Callable[..., Any]:
         redispatch = op.overload.redispatch
+        issue, follow = self._issuer(op, variant), self._follow
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             issued = None
             if self.recording:
                 try:
-                    issued = self._issue(op, variant, args)
+                    issued = issue(args)
                 except Exception:  # an argument nobody foresaw: the user's op goes on, unrecorded
                     issued = None
             if issued is None:
@@ -162,65 +169,59 @@ class PythonCapture:
             except BaseException as error:
                 self._finish(issued, _FAILED, error=str(error))
                 raise
-            return self._follow(op, issued, result)
+            return follow(op, issued, result)
 
         return kernel
 
-    def _issue(self, op: Op, variant: int, args: tuple[Any, ...]) -> _Issued | None:
-        ins, outs = in_and_out(op, args)
-        main = ins.tensors or outs.tensors or sizes_at(args, op.other_tensor).tensors
-        if main and (main[0].is_meta or isinstance(main[0], torch._subclasses.FakeTensor)):
-            return None
-        group = self._group_of(dist.ProcessGroup.unbox(args[op.process_group]))
-        kind, seq, peer, tag, any_source = self._number(op, args, group)
-        device = main[0].device if main else torch.device("cpu")
-        shaped = ins.tensors or outs.tensors
-        ndim, shape = shape_of(shaped)
-        span = self._devices.begin(device) if device.type != "cpu" else None
-        flags = (FLAG_ANY_SOURCE if any_source else 0) | (FLAG_DEVICE if span else 0)
-        site, correlation = self._call_site()
-        now = time.monotonic_ns()
-        body = (
-            seq, now, 0 if span else now, 0,
-            message_bytes(op, args, ins, outs, group.rank, group.size), ins.bytes, outs.bytes,
-            correlation, self._steps, math.nan, tag, *shape,
-            group.id, site, threading.get_native_id(), self._root(op, args), peer, 0, variant,
-            shape_hash(op, args, shaped), min(len(shaped), 65535),
-            -1 if device.index is None else device.index,
-            kind, op.code, _DTYPE_CODES.get(main[0].dtype, 0) if main else 0,
-            _reduce_code(op, args), _DEVICE_CODES.get(device.type, 0), _async_code(op, args),
-            _ENQUEUED if span else _STARTED, flags, ndim,
-        )  # fmt: skip
-        index = self._ring.issue(body)
-        if span is not None:
-            span.index = index
-        self._notify(2)
-        return _Issued(index, group, tag, any_source, span)
+    def _issuer(self, op: Op, variant: int) -> Callable[[tuple[Any, ...]], _Issued | None]:
+        """Return the function that records one op: what the schema settles is settled here."""
+        ring, local = self._ring, self._local
+        code, p2p, group_at = op.code, op.p2p, op.process_group
+        root_at = op.positions.get("root_rank")
+        unbox = dist.ProcessGroup.unbox
 
-    def _number(
-        self, op: Op, args: tuple[Any, ...], group: _GroupState
-    ) -> tuple[int, int, int, int, bool]:
-        """Return kind, seq, peer, tag, and whether the source is yet to be known."""
-        if not op.p2p:
-            group.collectives += 1
-            return 0, group.collectives, NO_RANK, 0, False
-        tag = args[op.positions["tag"]]
-        at = op.positions.get("dst", op.positions.get("src"))
-        if at is None:
-            return _P2P, 0, NO_RANK, tag, True
-        peer = args[at]
-        return _P2P, group.next_p2p(peer, tag, "dst" in op.positions), peer, tag, False
+        def issue(args: tuple[Any, ...]) -> _Issued | None:
+            ins, outs = in_and_out(op, args)
+            shaped = ins.tensors or outs.tensors
+            main = shaped or sizes_at(args, op.other_tensor).tensors
+            device, dtype = "cpu", 0
+            index = -1
+            if main:
+                first = main[0]
+                place = first.device
+                device, index = place.type, -1 if place.index is None else place.index
+                if device == "meta" or isinstance(first, FakeTensor):
+                    return None
+                dtype = _DTYPE_CODES.get(first.dtype, 0)
+            group = self._group_of(unbox(args[group_at]))
+            if p2p:
+                seq, peer, tag, any_source = _number(op, args, group)
+            else:
+                group.collectives = seq = group.collectives + 1
+                peer, tag, any_source = NO_RANK, 0, False
+            span = self._devices.begin(first.device) if device != "cpu" else None
+            site, continues = self._site(sys._getframe(2))
+            if not continues:
+                local.correlation = ring.head + 1
+            ndim, shape = shape_of(shaped)
+            now = time.monotonic_ns()
+            record = ring.issue((
+                seq, now, 0 if span else now, 0,
+                message_bytes(op, args, ins, outs, group.rank, group.size), ins.bytes, outs.bytes,
+                local.correlation, self._steps, _NAN, tag, *shape,
+                group.id, site, get_native_id(), NO_RANK if root_at is None else args[root_at],
+                peer, 0, variant, shape_hash(op, args, shaped), min(len(shaped), 65535), index,
+                p2p, code, dtype, _reduce_code(op, args), _DEVICE_CODES.get(device, 0),
+                _async_code(op, args), _ENQUEUED if span else _STARTED,
+                (FLAG_ANY_SOURCE if any_source else 0) | (FLAG_DEVICE if span else 0), ndim,
+            ))  # fmt: skip
+            if span is not None:
+                span.index = record
+            if self._wake_for == 2:
+                self._notify(2)
+            return _Issued(record, group, tag, any_source, span)
 
-    @staticmethod
-    def _root(op: Op, args: tuple[Any, ...]) -> int:
-        at = op.positions.get("root_rank")
-        return args[at] if at is not None else NO_RANK
-
-    def _call_site(self) -> tuple[int, int]:
-        site, continues = self._sites.find(sys._getframe(3)) if self._sites else (0, False)
-        if not continues:
-            self._correlation.value = self._ring.head + 1
-        return site, getattr(self._correlation, "value", self._ring.head + 1)
+        return issue
 
     def _group_of(self, group: dist.ProcessGroup) -> _GroupState:
         try:
@@ -252,7 +253,10 @@ class PythonCapture:
             except RuntimeError:
                 self._futureless.add(type(work))
             else:
-                future.add_done_callback(lambda done: self._future_done(issued, done))
+                if future.done():
+                    self._future_done(issued, future)
+                else:
+                    future.add_done_callback(lambda done: self._future_done(issued, done))
                 return result
         waited = self._works[issued.index] = WaitedWork(work, self, issued)
         if len(self._works) > _MAX_KEPT_WORKS:
@@ -270,19 +274,23 @@ class PythonCapture:
 
     def _ended(self, issued: _Issued, status: int, **outcome: Any) -> None:
         """Record the end of an op; on a device that is still to come, and its event is watched."""
-        self._works.pop(issued.index, None)
+        if self._works:
+            self._works.pop(issued.index, None)
         if issued.span is None or not self._devices.end(issued.span, status):
             self._finish(issued, status, **outcome)
 
     def _finish(self, issued: _Issued, status: int, error: str = "", peer: int = NO_RANK) -> None:
-        fields: dict[str, float] = {"completed_ns": time.monotonic_ns(), "status": status}
-        if error:
-            fields["error"] = self._error(error)
-        if issued.any_source and peer != NO_RANK:
-            fields["peer"] = peer
-            fields["seq"] = issued.group.next_p2p(peer, issued.tag, False)
-        self._ring.finish(issued.index, **fields)
-        self._notify(1)
+        completed_ns = time.monotonic_ns()
+        if error or peer != NO_RANK:
+            fields: dict[str, float] = {"error": self._error(error)} if error else {}
+            if peer != NO_RANK:
+                fields["peer"] = peer
+                fields["seq"] = issued.group.next_p2p(peer, issued.tag, False)
+            self._ring.finish(issued.index, status, completed_ns, **fields)
+        else:
+            self._ring.finish(issued.index, status, completed_ns)
+        if self._wake_for:
+            self._notify(1)
 
     def _error(self, message: str) -> int:
         if message not in self._errors:
@@ -365,6 +373,23 @@ _DTYPE_CODES = {
     getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
 }
 _DEVICE_CODES = {name: code for code, name in enumerate(DEVICE_TYPES)}
+
+
+_NAN = math.nan
+
+
+def _no_site(frame: FrameType) -> tuple[int, bool]:
+    return 0, False
+
+
+def _number(op: Op, args: tuple[Any, ...], group: _GroupState) -> tuple[int, int, int, bool]:
+    """Return seq, peer and tag of a send or receive, and whether its source is yet to be known."""
+    tag = args[op.positions["tag"]]
+    at = op.positions.get("dst", op.positions.get("src"))
+    if at is None:
+        return 0, NO_RANK, tag, True
+    peer = args[at]
+    return group.next_p2p(peer, tag, "dst" in op.positions), peer, tag, False
 
 
 def dtype_codes() -> list[tuple[torch.dtype, int]]:

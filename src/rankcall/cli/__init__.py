@@ -68,7 +68,7 @@ def _application(chosen: str | None) -> typer.Typer:
     """Make the application with the chosen command's code and the other ones' names."""
     app = typer.Typer(
         add_completion=False, no_args_is_help=False, pretty_exceptions_enable=False,
-        rich_markup_mode=None, help="Records every torch.distributed collective, and reports on it.",
+        rich_markup_mode=None, help="Records every torch.distributed collective, and reports.",
     )  # fmt: skip
     app.callback(invoke_without_command=True)(_without_command)
     for name, about in _COMMANDS.items():

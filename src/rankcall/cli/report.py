@@ -67,7 +67,7 @@ def _print(summary: Summary) -> None:
 
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Progress]:
-    """Draw a progress bar on stderr while a long load goes on; nothing where that is no terminal."""
+    """Draw a progress bar on stderr while a long load goes on; nothing without a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -48,10 +48,12 @@ def fitted(
     names: int,
     paths: bool = False,
     marked: Sequence[int] = (),
+    tight: bool = False,
 ) -> Table:
     """Make a table of at most ``room`` columns; the first ``names`` columns give way.
 
-    The later of them gives way first (``paths``: the first, from its beginning). An empty head
+    Before that, numbers lose the space before their unit. The later of the names gives way first
+    (``paths``: the first, from its beginning). An empty head
     makes a column of bars. Rows whose number is in ``marked`` stand out.
     """
     cells = [[clean(cell) for cell in row] for row in rows]
@@ -59,6 +61,11 @@ def fitted(
         max([cell_len(head), *(cell_len(row[i]) for row in cells)]) for i, head in enumerate(heads)
     ]
     over = sum(widths) + len(widths) - 1 - room
+    if over > 0 and not tight:
+        squeezed = [
+            [*row[:names], *(cell.replace(" ", "") for cell in row[names:])] for row in rows
+        ]
+        return fitted(heads, squeezed, room, names=names, paths=paths, marked=marked, tight=True)
     for column in range(names) if paths else reversed(range(names)):
         spare = max(0, min(over, widths[column] - max(_LEAST, cell_len(heads[column]))))
         widths[column] -= spare

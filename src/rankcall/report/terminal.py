@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from io import StringIO
+from itertools import pairwise
 from pathlib import PurePath
 
 from rich.console import Console, Group, RenderableType
@@ -38,13 +41,20 @@ def render(summary: Summary, width: int = 80) -> str:
 def show(summary: Summary, console: Console) -> None:
     """Print the report; ``console`` decides on width and colour."""
     first = headline(summary)
-    console.print(Text(first.text, "bold red" if first.alarm else "bold green"))
+    text = _wrapped(first.text, console.width)
+    console.print(Text(text, "bold red" if first.alarm else "bold green"))
     if first.detail:
-        console.print(Text(first.detail))
+        console.print(Text(_wrapped(first.detail, console.width)))
     for title, body in _sections(summary, first, console.width - _INDENT):
         console.print()
         console.print(Text(title, "bold"))
         console.print(Padding(body, (0, 0, 0, _INDENT)))
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Break a text into lines, but not between a number and its unit."""
+    glued = re.sub(r"(?<=\d) (?=%|\w{1,3}\b)", "\N{NO-BREAK SPACE}", text)
+    return textwrap.fill(glued, width).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[str, RenderableType]]:
@@ -215,8 +225,5 @@ def spark(steps: Sequence[StepShare], most: int) -> str:
     """Draw each step's share as a bar; many steps share one (their mean)."""
     count = max(1, min(len(steps), most))
     edges = [len(steps) * i // count for i in range(count + 1)]
-    means = [
-        sum(step.share for step in steps[a:b]) / (b - a)
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    means = [sum(step.share for step in steps[a:b]) / (b - a) for a, b in pairwise(edges)]
     return "".join(_BARS[min(7, max(0, int(mean * 8)))] for mean in means)

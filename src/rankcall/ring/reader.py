@@ -12,6 +12,7 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,10 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Torch's name for it; ``#2`` where init_process_group ran a second time, ``.1`` where the
-        name was used again within it.
+        """Torch's name for it, and what tells it from earlier groups of that name.
+
+        ``#2`` where init_process_group ran a second time, ``.1`` where the name was used again
+        within one time.
         """
         era, again = divmod(self.epoch, ERA)
         return self.name + (f"#{era + 1}" if era else "") + (f".{again}" if again else "")
@@ -337,7 +340,12 @@ def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
         raise ValueError("a rank is a whole number")
     if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
         raise ValueError(f"more than {MAX_RANKS:,} ranks, or fewer than none")
-    ranks = tuple(first + i * stride for first, count, stride in runs for i in range(count))
+    ranks = tuple(
+        chain.from_iterable(
+            range(first, first + count * stride, stride) if stride else [first] * count
+            for first, count, stride in runs
+        )
+    )
     if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANKS:
         raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
     return ranks
@@ -358,7 +366,8 @@ def _read_records(fd: int, offset: int, length: int, live: bool) -> Records:
 
 def _pread_records(fd: int, offset: int, length: int) -> Records:
     buffer = np.empty(length // RECORD.itemsize, RECORD)
-    got = os.preadv(fd, [memoryview(buffer).cast("B")] if length else [], offset) if length else 0
+    raw: Any = buffer.view(np.uint8)
+    got = os.preadv(fd, [raw], offset) if length else 0
     return buffer[: got // RECORD.itemsize]
 
 
@@ -397,7 +406,7 @@ def _only(records: Records, wanted: npt.NDArray[np.bool_]) -> Records:
 
 
 def _codes_known(records: Records) -> npt.NDArray[np.bool_]:
-    return (  # type: ignore[no-any-return]
+    return (
         (records["kind"] < len(KINDS))
         & (records["op"] < len(OPS))
         & (records["dtype"] < len(DTYPES))

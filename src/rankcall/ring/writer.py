@@ -24,7 +24,6 @@ from rankcall.record import (
     COMMIT_DONE,
     COMMIT_OPEN,
     COMMIT_WRITING,
-    MAX_DIMS,
     RECORD,
     STATUSES,
 )
@@ -43,8 +42,8 @@ from rankcall.ring.layout import (
 )
 from rankcall.ring.reader import CallSite, Group, compress_ranks
 
-_COMPLETED, _FAILED = STATUSES.index("completed"), STATUSES.index("failed")
 _OPEN_OR_CLOSING = (COMMIT_OPEN, COMMIT_CLOSING)
+RECORD_BYTES = RECORD.itemsize
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def create(path: Path | None, identity: Identity, geometry: Geometry) -> mmap.mm
 def create_unnamed(folder: Path, identity: Identity, geometry: Geometry) -> tuple[mmap.mmap, int]:
     """Make a ring that vanishes with its process unless its descriptor is linked to a name.
 
-    Returns the map and the descriptor; anonymous memory and -1 where ``folder`` allows no such file.
+    Returns the map and the descriptor; anonymous memory and -1 where ``folder`` allows none.
     """
     try:
         fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
@@ -151,7 +150,7 @@ def process_start(pid: int) -> int | None:
 
 
 def boot_seconds() -> int:
-    """Return when this host booted, in seconds since the epoch (0 where the kernel does not say)."""
+    """Return when this host booted, in s since the epoch (0 where the kernel does not say)."""
     try:
         with open("/proc/stat") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("btime ")), 0)
@@ -211,15 +210,21 @@ def _struct_of(names: tuple[str, ...]) -> struct.Struct:
     return struct.Struct(form)
 
 
-_BODY_NAMES = tuple(name for name in RECORD.names or () if name not in ("commit", "pad"))
-_BODY = _struct_of(_BODY_NAMES)
-_BODY_AT = RECORD.fields["seq"][1]  # type: ignore[index]
-assert _BODY_AT + _BODY.size == RECORD.fields["pad"][1]  # type: ignore[index]
+BODY_NAMES = tuple(name for name in RECORD.names or () if name not in ("commit", "pad"))
+_WHOLE = _struct_of(("commit", *BODY_NAMES))
+assert _WHOLE.size == RECORD.fields["pad"][1]  # type: ignore[index]
 _WORD = struct.Struct("<Q")
+_read_word, _write_word, _write_whole = _WORD.unpack_from, _WORD.pack_into, _WHOLE.pack_into
+_HEAD_AT = offset_of("head")
+_COMPLETED_AT = RECORD.fields["completed_ns"][1]  # type: ignore[index]
+_STATUS_AT = RECORD.fields["status"][1]  # type: ignore[index]
 
 
 def _field(name: str) -> tuple[Callable[..., None], int]:
     return _struct_of((name,)).pack_into, RECORD.fields[name][1]  # type: ignore[index]
+
+
+_FIELDS = {name: _field(name) for name in BODY_NAMES if name != "shape"}
 
 
 class PythonRing:
@@ -234,6 +239,8 @@ class PythonRing:
         self.head = 0
         self.done = 0
         self._geometry = geometry
+        self._records_at = geometry.records_offset
+        self._mask = geometry.capacity - 1
         self._lock = threading.RLock()
         self._entries = 0
         self._tables_used = 0
@@ -245,7 +252,7 @@ class PythonRing:
         with self._lock:
             entry = ENTRY_HEADER.itemsize + (len(payload) + 7) // 8 * 8
             if self._tables_used + entry > self._geometry.tables_bytes:
-                lost = _WORD.unpack_from(self.map, offset_of("tables_lost"))[0]
+                lost = _read_word(self.map, offset_of("tables_lost"))[0]
                 put(self.map, "tables_lost", lost + 1)
                 return 0
             at = self._geometry.tables_offset + self._tables_used
@@ -271,39 +278,46 @@ class PythonRing:
         return self.append(ENTRY_SITE, encode_site(site))
 
     def issue(self, body: tuple[float, ...]) -> int:
-        """Write a new record (``body``: all fields but commit and pad, in order); return its index."""
+        """Write a new record (all fields but commit and pad, in order); return its index."""
+        ring = self.map
         with self._lock:
             index = self.head
-            self.head += 1
-            at = self._slot(index)
-            self._park(at)
+            self.head = index + 1
+            at = self._records_at + (index & self._mask) * RECORD_BYTES
             word = (index + 1) << 2
-            _WORD.pack_into(self.map, at, word | COMMIT_WRITING)
-            _BODY.pack_into(self.map, at + _BODY_AT, *body)
-            _WORD.pack_into(self.map, at, word | COMMIT_OPEN)
-            put(self.map, "head", self.head)
-            return index
+            if _read_word(ring, at)[0] & 3 in _OPEN_OR_CLOSING:
+                self._park(at)
+            _write_whole(ring, at, word | COMMIT_WRITING, *body)
+            _write_word(ring, at, word | COMMIT_OPEN)
+            _write_word(ring, _HEAD_AT, index + 1)
+        return index
 
-    def finish(self, index: int, **fields: float) -> bool:
+    def finish(self, index: int, status: int, completed_ns: int, **fields: float) -> bool:
         """Set a record's completion fields once; False where it was finished or lost before."""
+        ring = self.map
         with self._lock:
-            at = self._parked.get(index, self._slot(index))
+            at = self._where(index)
             word = (index + 1) << 2
-            if _WORD.unpack_from(self.map, at)[0] != word | COMMIT_OPEN:
+            found = _read_word(ring, at)[0]
+            if found == word | COMMIT_DONE:
                 return False
-            _WORD.pack_into(self.map, at, word | COMMIT_CLOSING)
-            self._set(at, fields)
-            _WORD.pack_into(self.map, at, word | COMMIT_DONE)
-            self._parked.pop(index, None)
             self.done += 1
-            return True
+            if found != word | COMMIT_OPEN:
+                return False
+            _write_word(ring, at, word | COMMIT_CLOSING)
+            _write_word(ring, at + _COMPLETED_AT, completed_ns)
+            ring[at + _STATUS_AT] = status
+            if fields:
+                self._set(at, fields)
+            _write_word(ring, at, word | COMMIT_DONE)
+            self._parked.pop(index, None)
+        return True
 
     def start(self, index: int, started_ns: int) -> None:
         """Note that an op which was only enqueued has begun."""
         with self._lock:
-            at = self._parked.get(index, self._slot(index))
-            word = (index + 1) << 2
-            if _WORD.unpack_from(self.map, at)[0] == word | COMMIT_OPEN:
+            at = self._where(index)
+            if _read_word(self.map, at)[0] == (index + 1) << 2 | COMMIT_OPEN:
                 self._set(at, {"started_ns": started_ns, "status": STATUSES.index("started")})
 
     def _set(self, at: int, fields: dict[str, float]) -> None:
@@ -311,31 +325,23 @@ class PythonRing:
             pack, offset = _FIELDS[name]
             pack(self.map, at + offset, value)
 
-    def _slot(self, index: int) -> int:
-        return (
-            self._geometry.records_offset
-            + (index & (self._geometry.capacity - 1)) * RECORD.itemsize
-        )
+    def _where(self, index: int) -> int:
+        """Return where an unfinished record stands: in its slot, or in the in-flight table."""
+        if self._parked and index in self._parked:
+            return self._parked[index]
+        return self._records_at + (index & self._mask) * RECORD_BYTES
 
     def _park(self, at: int) -> None:
         """Move an unfinished record out of the slot at ``at`` before it is overwritten."""
-        word = _WORD.unpack_from(self.map, at)[0]
-        if word & 3 not in _OPEN_OR_CLOSING:
-            return
+        word = _read_word(self.map, at)[0]
         for _ in range(self._geometry.inflight_capacity):
-            place = self._geometry.inflight_offset + self._next_parking * RECORD.itemsize
+            place = self._geometry.inflight_offset + self._next_parking * RECORD_BYTES
             self._next_parking = (self._next_parking + 1) % self._geometry.inflight_capacity
-            if _WORD.unpack_from(self.map, place)[0] & 3 not in _OPEN_OR_CLOSING:
-                _WORD.pack_into(self.map, place, 0)
-                end = RECORD.itemsize
-                self.map[place + 8 : place + end] = self.map[at + 8 : at + end]
-                _WORD.pack_into(self.map, place, word)
+            if _read_word(self.map, place)[0] & 3 not in _OPEN_OR_CLOSING:
+                _write_word(self.map, place, 0)
+                self.map[place + 8 : place + RECORD_BYTES] = self.map[at + 8 : at + RECORD_BYTES]
+                _write_word(self.map, place, word)
                 self._parked[(word >> 2) - 1] = place
                 return
-        lost = _WORD.unpack_from(self.map, offset_of("inflight_lost"))[0]
+        lost = _read_word(self.map, offset_of("inflight_lost"))[0]
         put(self.map, "inflight_lost", lost + 1)
-
-
-_FIELDS = {name: _field(name) for name in _BODY_NAMES if name != "shape"}
-BODY_NAMES = _BODY_NAMES
-NO_SHAPE = (0,) * MAX_DIMS

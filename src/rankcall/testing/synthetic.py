@@ -179,7 +179,8 @@ def _simulate(
 def _leave(op: Op, came: npt.NDArray[np.float64], transfer: float) -> npt.NDArray[np.float64]:
     """Return when each member leaves, by what it has to wait for."""
     if op.op in _FROM_ROOT:
-        return np.maximum(came, came[op.root]) + transfer
+        return np.asarray(np.maximum(came, came[op.root]) + transfer)
+    left: npt.NDArray[np.float64]
     if op.op in _TO_ROOT:
         left = came + transfer
         left[op.root] = came.max() + transfer
@@ -188,7 +189,8 @@ def _leave(op: Op, came: npt.NDArray[np.float64], transfer: float) -> npt.NDArra
         return np.maximum(came, np.roll(came, 1)) + transfer
     if op.op not in SYNCHRONISING:
         raise ValueError(f"a synthetic run has no op {op.op!r}")
-    return np.full(len(came), float(came.max()) + transfer)
+    together: npt.NDArray[np.float64] = np.full(len(came), float(came.max()) + transfer)
+    return together
 
 
 def _ring_spec(
@@ -233,7 +235,7 @@ def _records(
     starts = np.concatenate([[0], np.cumsum(counts)])[:-1] if kinds else counts
     repeat = counts[which]
     within = np.arange(repeat.sum()) - np.repeat(np.cumsum(repeat) - repeat, repeat)
-    records = stacked[np.repeat(starts[which], repeat) + within]
+    records: npt.NDArray[Any] = stacked[np.repeat(starts[which], repeat) + within]
     family = np.array([families.index(op.family) for op in kinds], np.intp)[which]
     own = np.array([op.op == "exchange" for op in kinds], bool)[which]
     records["seq"] = np.repeat(_count_up(family * 2 + own), repeat)

@@ -1,0 +1,43 @@
+"""Several launchers of one host end at once and move the same run's rings."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from rankcall.ring import Geometry, Identity, create
+from rankcall.ring.writer import put
+from rankcall.run import live_dir, load, ring_name, settle
+
+
+def make_rings(run: Path, count: int) -> None:
+    """Leave closed rings where living processes keep theirs."""
+    live = live_dir(run)
+    live.mkdir(parents=True, exist_ok=True)
+    for rank in range(count):
+        who = Identity(rank=rank, world_size=count, local_rank=rank, host="h")
+        ring = create(live / ring_name(rank, 0, "h", 1), who, Geometry(1 << 10))
+        put(ring, "closed_ns", 1)
+        ring.close()
+
+
+def test_every_ring_is_moved_once(tmp_path: Path) -> None:
+    """Whoever comes second leaves the other alone: all rings arrive whole, none stays behind."""
+    for turn in range(30):
+        run = tmp_path / f"run-{turn}"
+        run.mkdir()
+        make_rings(run, 4)
+        together = threading.Barrier(3)
+
+        def end(run: Path = run, together: threading.Barrier = together) -> None:
+            together.wait()
+            settle(run)
+
+        launchers = [threading.Thread(target=end) for _ in range(3)]
+        for each in launchers:
+            each.start()
+        for each in launchers:
+            each.join()
+        assert not live_dir(run).exists()
+        assert sorted(path.suffix for path in (run / "rings").iterdir()) == [".ring"] * 4
+        assert load(run).problems == []
