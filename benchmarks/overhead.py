@@ -51,7 +51,9 @@ def added_us(
     return statistics.median(added), statistics.median(plain)
 
 
-def recording(kind: str, **options: object) -> Callable[[], contextlib.AbstractContextManager[object]]:
+def recording(
+    kind: str, **options: object
+) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """Return a switch for rankcall's own recording."""
     import rankcall
 
@@ -91,7 +93,7 @@ def comm_debug() -> Iterator[None]:
     """Count with torch's CommDebugMode."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    with CommDebugMode():
+    with CommDebugMode():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -153,7 +155,11 @@ def flight_recorder_added_us(rounds: int, calls: int) -> float:
     for _ in range(rounds):
         figures = []
         for entries in ("0", "2000"):
-            env = {**os.environ, "TORCH_FR_BUFFER_SIZE": entries, "TORCH_NCCL_TRACE_BUFFER_SIZE": entries}
+            env = {
+                **os.environ,
+                "TORCH_FR_BUFFER_SIZE": entries,
+                "TORCH_NCCL_TRACE_BUFFER_SIZE": entries,
+            }
             done = subprocess.run(
                 [sys.executable, "-c", _GLOO_CALL, str(calls)],
                 env=env, capture_output=True, text=True, check=True, timeout=120,

@@ -14,20 +14,21 @@ those whose process has ended into the run directory.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.record import RECORD
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 RUNS = "rankcall-runs"
 RUN_SCHEMA = 1
-_AHEAD = 8  # rings
 Progress = Callable[[int, int], None]
 
 
@@ -135,22 +135,30 @@ def _writer_lives(ring: Path) -> bool:
     return process_start(header.pid) == header.process_start
 
 
+@contextlib.contextmanager
+def _held(ring: Path) -> Iterator[BinaryIO]:
+    """Open a ring that nobody else moves meanwhile: a host's launchers may all end at once."""
+    with ring.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not ring.exists():
+            raise FileNotFoundError(errno.ENOENT, "moved by another process", str(ring))
+        yield file
+
+
 def _move(ring: Path, target: Path) -> Path:
     """Copy a ring without its unused end, then remove the original; never half a file."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     scratch = target.with_suffix(".moving")
-    try:
-        with (
-            ring.open("rb") as source,
-            open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as copy,
-        ):
-            shutil.copyfileobj(source, copy, 1 << 20)
-        _cut(scratch)
-        scratch.replace(target)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-    ring.unlink()
+    with _held(ring) as source:
+        try:
+            with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as copy:
+                shutil.copyfileobj(source, copy, 1 << 20)
+            _cut(scratch)
+            scratch.replace(target)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+        ring.unlink()
     return target
 
 
@@ -232,28 +240,14 @@ class Run:
 
         What cannot be read (any more) is noted in ``problems`` and left out.
         """
-        for done, (head, ring) in enumerate(self._read_ahead(), 1):
+        for done, head in enumerate(self.heads, 1):
+            ring = self._read(head)
             if ring is not None:
                 self._census[head.path] = len(ring.records), ring.dropped
                 self._census[ring.path] = self._census[head.path]
                 yield ring
             if progress is not None:
                 progress(done, len(self.heads))
-
-    def _read_ahead(self) -> Iterator[tuple[Head, Ring | None]]:
-        """Read some rings ahead of the one that is looked at; the disk need not wait for us."""
-        if len(self.heads) < _AHEAD:
-            yield from ((head, self._read(head)) for head in self.heads)
-            return
-        with ThreadPoolExecutor(1, "rankcall-read") as pool:
-            jobs: deque[tuple[Head, Future[Ring | None]]] = deque()
-            for head in self.heads:
-                jobs.append((head, pool.submit(self._read, head)))
-                if len(jobs) >= _AHEAD:
-                    first, job = jobs.popleft()
-                    yield first, job.result()
-            for first, job in jobs:
-                yield first, job.result()
 
     def _read(self, head: Head) -> Ring | None:
         """Read a ring, also where its process has ended and it was moved since ``load``."""

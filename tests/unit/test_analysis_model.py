@@ -189,3 +189,48 @@ def check_row(row: object, collectives: list[list[Call]], size: int) -> None:
         whole = sum(map(sum, spent))
         beyond = sum(sum(s) - min(s) * len(s) for s in spent if s)
         assert (row.waiting_share or 0.0) == pytest.approx(beyond / whole if whole else 0.0)
+
+
+@st.composite
+def letters(draw: st.DrawFn) -> list[Call]:
+    """Draw messages among three ranks over two tags; some ends are missing or unfinished."""
+    calls, seqs = [], defaultdict(int)
+    for _ in range(draw(st.integers(1, 12))):
+        source, target = draw(st.permutations([0, 1, 2]))[:2]
+        tag = draw(st.integers(0, 1))
+        seqs[source, target, tag] += 1
+        for rank, peer, op in ((source, target, "send"), (target, source, "recv")):
+            if draw(st.integers(0, 5)):
+                at = draw(st.integers(1, 5000))
+                end = at + draw(st.integers(1, 5000)) if draw(st.integers(0, 5)) else None
+                seq = seqs[source, target, tag]
+                calls.append(
+                    Call(rank, seq, at, end, op, 64, group=group_of(3), peer=peer, tag=tag)
+                )
+    return draw(st.permutations(calls))
+
+
+@given(letters())
+def test_messages_are_matched_as_a_dict_matches_them(calls: list[Call]) -> None:
+    """Waiting for senders, and whose it is, equal a loop's over (source, target, tag, seq)."""
+    sends = {
+        (call.rank, call.peer, call.tag, call.seq): call for call in calls if call.op == "send"
+    }
+    caused: dict[int, float] = defaultdict(float)
+    suffered: dict[int, float] = defaultdict(float)
+    times: dict[str, list[float]] = defaultdict(list)
+    for call in calls:
+        if call.op == "recv" and (key := (call.peer, call.rank, call.tag, call.seq)) in sends:
+            sent = sends[key]
+            wait = min(max(0, sent.at - call.at), 0 if call.end is None else call.end - call.at)
+            caused[sent.rank] += wait
+            suffered[call.rank] += wait
+        if call.end is not None:
+            times[call.op].append(call.end - call.at)
+    summary = summary_of(3, calls)
+    for each in summary.stragglers:
+        assert each.caused_wait_ms * 1e6 == pytest.approx(caused[each.rank], abs=1e-3)
+        assert each.suffered_wait_ms * 1e6 == pytest.approx(suffered[each.rank], abs=1e-3)
+    for row in summary.collectives:
+        assert row.count == sum(call.op == row.op for call in calls)
+        assert row.total_ms * 1e6 == pytest.approx(sum(times[row.op]))

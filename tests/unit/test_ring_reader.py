@@ -145,6 +145,7 @@ def test_a_record_in_another_ones_slot_is_not_read(written: Written) -> None:
         ([Damage(offset_of("record_bytes"), b"\xc8")], "impossible sizes"),
         ([Damage(offset_of("capacity"), b"\x3f")], "impossible sizes"),
         ([Damage(offset_of("file_bytes"), b"\xff" * 8)], "impossible sizes"),
+        ([Damage(offset_of("rank"), b"\x00\x00\x00\x80")], "impossible rank"),
         ([Damage(offset_of("world_size"), b"\xff\xff\xff\x7f")], "impossible rank"),
     ],
 )

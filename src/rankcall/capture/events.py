@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-
-
+from rankcall._rows import decode_row
 from rankcall.capture.tail import Batch, Rows
 from rankcall.record import OPS, STATUSES
 from rankcall.ring.layout import offset_of
 from rankcall.ring.reader import Tables, parse_tables
-from rankcall._rows import decode_row
 
 if TYPE_CHECKING:
     from rankcall.capture.session import Recording
@@ -127,5 +125,3 @@ class StatusMaker:
             start = self._geometry.tables_offset
             self._tables = parse_tables(self._ring[start : start + used])
             self._tables_used = used
-
-

@@ -75,7 +75,7 @@ class _PerThread(threading.local):
 
 
 class _Issued(NamedTuple):
-    index: int
+    number: int  # the record's index in the ring
     group: _GroupState
     tag: int
     any_source: bool
@@ -107,17 +107,20 @@ class PythonCapture:
 
     def start(self) -> None:
         """Install a kernel in front of every c10d op."""
-        self._library = torch.library.Library("c10d", "IMPL")
+        library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         for op in c10d_ops():
             kernel = self._kernel(op, self._ring.string(op.name))
-            self._library.impl(op.name, kernel, "BackendSelect", with_keyset=True)
+            library.impl(  # type: ignore[no-untyped-call]
+                op.name, kernel, "BackendSelect", with_keyset=True
+            )
+        self._library = library
         self.recording = True
 
     def stop(self) -> None:
         """Take the kernels out again. Ops in flight still write their ends."""
         self.recording = False
         if self._library is not None:
-            self._library._destroy()
+            self._library._destroy()  # type: ignore[no-untyped-call]
             self._library = None
         self._devices.close()
 
@@ -225,7 +228,7 @@ class PythonCapture:
 
     def _group_of(self, group: dist.ProcessGroup) -> _GroupState:
         try:
-            name = group.group_name
+            name = str(group.group_name)
         except RuntimeError:
             name = "unnamed"  # made by hand, not through torch.distributed
         state = self._groups.get(name)
@@ -240,11 +243,10 @@ class PythonCapture:
 
     def _follow(self, op: Op, issued: _Issued, result: Any) -> Any:
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
-        if not op.returns_work or boxed is None:
-            self._ended(issued, _COMPLETED)
-            return result
-        work = dist.Work.unbox(boxed)
-        if work is None:
+        work: dist.Work | None = None
+        if op.returns_work and boxed is not None:
+            work = dist.Work.unbox(boxed)
+        if work is None:  # monitored_barrier_, and what a back end merges into a later launch
             self._ended(issued, _COMPLETED)
             return result
         if type(work) not in self._futureless:
@@ -258,7 +260,7 @@ class PythonCapture:
                 else:
                     future.add_done_callback(lambda done: self._future_done(issued, done))
                 return result
-        waited = self._works[issued.index] = WaitedWork(work, self, issued)
+        waited = self._works[issued.number] = WaitedWork(work, self, issued)
         if len(self._works) > _MAX_KEPT_WORKS:
             self._works.pop(next(iter(self._works)))
         boxed = waited.boxed()
@@ -275,7 +277,7 @@ class PythonCapture:
     def _ended(self, issued: _Issued, status: int, **outcome: Any) -> None:
         """Record the end of an op; on a device that is still to come, and its event is watched."""
         if self._works:
-            self._works.pop(issued.index, None)
+            self._works.pop(issued.number, None)
         if issued.span is None or not self._devices.end(issued.span, status):
             self._finish(issued, status, **outcome)
 
@@ -286,9 +288,9 @@ class PythonCapture:
             if peer != NO_RANK:
                 fields["peer"] = peer
                 fields["seq"] = issued.group.next_p2p(peer, issued.tag, False)
-            self._ring.finish(issued.index, status, completed_ns, **fields)
+            self._ring.finish(issued.number, status, completed_ns, **fields)
         else:
-            self._ring.finish(issued.index, status, completed_ns)
+            self._ring.finish(issued.number, status, completed_ns)
         if self._wake_for:
             self._notify(1)
 

@@ -117,7 +117,7 @@ class Recording:
         for fraction in _SMALLER:
             geometry = self._shrunk(fraction)
             try:
-                ring = create(self._file_in(folder), self._identity, geometry)
+                ring = self._make_file(folder, geometry)
             except OSError as error:
                 reason, self.path = error.strerror, None
                 continue
@@ -127,6 +127,14 @@ class Recording:
             return ring
         say(f"no ring can be kept in {folder} ({reason}): recording goes on in memory only")
         return create(None, self._identity, self.geometry)
+
+    def _make_file(self, folder: Path, geometry: Geometry) -> mmap.mmap:
+        try:
+            return create(self._file_in(folder), self._identity, geometry)
+        except FileNotFoundError:
+            # Another launcher of this host has just settled its rings and removed the folder.
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return create(self._file_in(folder), self._identity, geometry)
 
     def move_to(self, run_dir: Path) -> bool:
         """Give the unnamed ring of a hooks-only recording a place in a run; False if it has none."""
@@ -470,4 +478,3 @@ def _at_exit() -> None:
     with _state.lock:
         if _state.recording is not None:
             _stop(_state.recording)
-

@@ -239,7 +239,7 @@ def parse_header(raw: bytes, name: str) -> Header:
     )
     if not sizes_ok:
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible sizes)")
-    if int(row["rank"]) >= MAX_RANKS or int(row["world_size"]) > MAX_RANKS:
+    if not (-1 <= int(row["rank"]) < MAX_RANKS and -1 <= int(row["world_size"]) <= MAX_RANKS):
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
     numbers = {
         key: int(row[key])

@@ -148,5 +148,3 @@ def _link_flags() -> list[str]:
 
     libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     return [*(f"-L{path}" for path in library_paths()), *libraries]
-
-

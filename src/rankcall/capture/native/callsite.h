@@ -145,7 +145,7 @@ class CallSites {
     return frame->f_code;
 #endif
   }
-  static intptr_t offset_of(Frame frame, PyCodeObject* code) {
+  static intptr_t offset_of(Frame frame, [[maybe_unused]] PyCodeObject* code) {
 #if PY_VERSION_HEX >= 0x030D0000
     return reinterpret_cast<intptr_t>(frame->instr_ptr) - reinterpret_cast<intptr_t>(_PyCode_CODE(code));
 #elif PY_VERSION_HEX >= 0x030B0000

@@ -1,0 +1,131 @@
+"""Every op on four real ranks and three groups: what is recorded is what was issued.
+
+All cases run within one set of processes per capture; each test then looks at the part of the
+records that one case issued.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import opcases
+import pytest
+from ranks import run_ranks
+from world import World, differences, plain, run_cases
+
+from rankcall import load
+
+pytestmark = pytest.mark.multiproc
+
+RANKS = 4
+CAPTURES = ("native", "python")
+NAMES = [case.__name__ for case in opcases.CASES]
+
+
+def _issue_everything(rank: int, world_size: int, run_dir: str) -> list[dict[str, Any]]:
+    """Run all cases while recording, and return what this rank expects."""
+    import torch.distributed as dist
+
+    import rankcall
+
+    recording = rankcall.enable(run_dir)
+    world = World.of(rank)
+    parts = run_cases(world, opcases.CASES, lambda: recording.capture.counts()[0])
+    dist.destroy_process_group()  # joins the back end's threads: every end is recorded
+    rankcall.disable()
+    return parts
+
+
+@dataclass
+class Recorded:
+    """What the ranks expected, and what was read back."""
+
+    parts: list[list[dict[str, Any]]]
+    rows: list[list[dict[str, Any]]]
+    problems: list[str]
+    dropped: dict[int, int]
+    capture: str
+
+
+_runs: dict[str, Recorded] = {}
+
+
+@pytest.fixture(params=CAPTURES)
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Return the run of a capture; made once."""
+    capture = request.param
+    if capture not in _runs:
+        folder = tmp_path_factory.mktemp(capture) / "run"
+        env = {"RANKCALL_CAPTURE": capture}
+        parts = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=90)
+        run = load(folder)
+        rows = [plain(row) for row in run.records.to_dicts()]
+        by_rank = [[row for row in rows if row["rank"] == rank] for rank in range(RANKS)]
+        kinds = {head.header.capture for head in run.heads}
+        _runs[capture] = Recorded(parts, by_rank, run.problems, run.dropped, "+".join(kinds))
+    return _runs[capture]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_op(recorded: Recorded, name: str) -> None:
+    """Every column of every record of a case is right, on all ranks and groups, and its results."""
+    wrong = []
+    for rank, parts in enumerate(recorded.parts):
+        for part in (part for part in parts if part["case"] == name):
+            rows = recorded.rows[rank][part["first"] : part["last"]]
+            found = differences(part["expected"], rows, opcases.__file__)
+            found += [part["problem"]] if part["problem"] else []
+            wrong += [f"rank {rank}, group {part['group']}: {each}" for each in found]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_lost_or_added(recorded: Recorded, request: pytest.FixtureRequest) -> None:
+    """The wanted capture recorded, dropped nothing, and saw what the cases issued and no more."""
+    assert recorded.capture == request.node.callspec.params["recorded"]
+    assert recorded.problems == []
+    assert set(recorded.dropped.values()) == {0}
+    for rank, parts in enumerate(recorded.parts):
+        assert len(recorded.rows[rank]) == sum(len(part["expected"]) for part in parts)
+        assert [row["index"] for row in recorded.rows[rank]] == list(range(parts[-1]["last"]))
+
+
+def test_members_agree_on_collectives(recorded: Recorded) -> None:
+    """A (group, seq) is the same op on every member, and every member has it."""
+    seen: dict[Any, list[Any]] = defaultdict(list)
+    for row in (row for rows in recorded.rows for row in rows if row["kind"] == "collective"):
+        key = (row["group"], row["seq"])
+        seen[key].append((row["rank"], row["variant"], row["call_site"], tuple(row["group_ranks"])))
+    for key, each in seen.items():
+        assert sorted(rank for rank, *_ in each) == list(each[0][3]), key
+        assert len({tuple(rest) for _, *rest in each}) == 1, (key, each)
+    for group in {group for group, _ in seen}:
+        numbers = sorted(seq for name, seq in seen if name == group)
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_both_ends_agree_on_messages(recorded: Recorded) -> None:
+    """A (group, source, destination, tag, seq) is sent once and received once, with equal bytes."""
+    ends: dict[Any, Counter[str]] = defaultdict(Counter)
+    for row in (row for rows in recorded.rows for row in rows if row["kind"] == "p2p"):
+        pair = (row["rank"], row["peer"])
+        source, target = pair if row["op"] == "send" else pair[::-1]
+        key = (row["group"], source, target, row["tag"], row["seq"], row["message_bytes"])
+        ends[key][row["op"]] += 1
+    assert ends
+    assert {key: end for key, end in ends.items() if end != {"send": 1, "recv": 1}} == {}
+
+
+def test_both_captures_write_the_same(tmp_path: Path) -> None:
+    """Apart from times, threads and numbers of calls the captures' records are equal."""
+    if set(_runs) != set(CAPTURES):
+        pytest.skip("the runs of both captures are needed")
+    native, python = (_runs[capture].rows for capture in CAPTURES)
+    differ = {"enqueued_ns", "started_ns", "completed_ns", "thread", "correlation"}
+    for ours, theirs in zip(native, python, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            left = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+            assert left.keys() <= differ, left
+            assert one["thread"] > 0
