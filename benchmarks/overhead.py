@@ -1,7 +1,7 @@
 """What recording adds to a collective on the training thread, beside the tools that do likewise.
 
-A one-element all_reduce on the fake process group (nothing is communicated, so what is added shows),
-in paired rounds: without, with, without, with ... The figure is the median of the differences.
+A one-element all_reduce on the fake process group: nothing is communicated, so what is added
+shows. Paired rounds: without, with, without, with ... The figure is the median of the differences.
 
     python benchmarks/overhead.py [--json] [--rounds N] [--calls N]
 """

@@ -14,7 +14,7 @@ _HOME = {
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
     "RankcallError": "rankcall.errors",
-    "Recording": "rankcall.capture.session",
+    "Recording": "rankcall.capture.recording",
     "Run": "rankcall.run",
     "RunNotFound": "rankcall.errors",
     "TorchMissing": "rankcall.errors",
@@ -40,7 +40,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from rankcall import hooks
-    from rankcall.capture.session import Recording, disable, enable
+    from rankcall.capture.recording import Recording
+    from rankcall.capture.session import disable, enable
     from rankcall.errors import (
         CaptureUnavailable,
         CorruptRun,

@@ -51,6 +51,24 @@ class HostClock:
         return times
 
 
+class RowClocks:
+    """The clocks of several ranks, one a column of the times to align."""
+
+    def __init__(self, clocks: Sequence[HostClock]) -> None:
+        self._base = np.array([clock.base for clock in clocks], np.int64)
+        self._shift = np.array([clock.shift for clock in clocks])
+        self._slope = np.array([clock.slope for clock in clocks])
+
+    def align(self, mono: Ints) -> Ints:
+        """Translate ``[..., rank]``; see ``HostClock.align``."""
+        times: Ints = mono + self._base
+        if self._slope.any():
+            times += (times * self._slope + self._shift).astype(np.int64)
+        else:
+            times += np.rint(self._shift).astype(np.int64)
+        return times
+
+
 @dataclass(frozen=True)
 class Link:
     """How host ``other``'s clock reads against ``ref``'s: ``t + offset + slope * t``."""

@@ -31,6 +31,7 @@ _WANTED = (
     "step", "tag", "group", "call_site", "root", "peer", "kind", "op", "status", "flags",
 )  # fmt: skip
 _LARGEST = 1 << 62  # no count or size beyond this is believed
+_LATEST = 1 << 60  # ns; 36 years of uptime. Differences and sums of such times cannot overflow
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def pull(ring: Ring) -> Columns:
     for name in ("seq", "message_bytes", "in_bytes", "out_bytes", "step"):
         np.minimum(columns[name], np.uint64(_LARGEST), out=columns[name])
         columns[name] = columns[name].view(np.int64)
+    for name in ("enqueued_ns", "started_ns", "completed_ns"):
+        np.clip(columns[name], MISSING, _LATEST, out=columns[name])
     enqueued, started = columns["enqueued_ns"], columns["started_ns"]
     if not started.all():
         columns["started_ns"] = np.where(started == 0, enqueued, started)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.clocks import HostClock
+from rankcall.analysis.clocks import HostClock, RowClocks
 from rankcall.analysis.collectives import Lane, present
 from rankcall.analysis.p2p import Mail
 from rankcall.analysis.skew import (
@@ -113,16 +113,14 @@ def _only(measured: Measured, rows: npt.NDArray[Any]) -> Measured:
 
 def _blocks(lane: Lane, columns: Indices, clocks: Sequence[HostClock]) -> Iterator[_Block]:
     width = max(1, _BLOCK // len(lane.ranks))
-    every = [clocks[host] for host in lane.hosts]
+    clock = RowClocks([clocks[host] for host in lane.hosts])
     for start in range(0, len(columns), width):
         part = columns[start : start + width]
         run = slice(int(part[0]), int(part[-1]) + 1)
         pick: Any = run if run.stop - run.start == len(part) else part
         arrival, completed = lane.arrival[:, pick], lane.completed[:, pick]
         here, ended = present(arrival), present(completed)
-        aligned = np.empty((len(part), len(lane.ranks)), np.int64)
-        for row, clock in enumerate(every):
-            aligned[:, row] = clock.align(arrival[row])
+        aligned = clock.align(np.ascontiguousarray(arrival.T))
         spent = (completed - lane.started[:, pick]).T.astype(np.float64, order="C")
         if not ended.all():
             spent[~ended.T] = np.nan

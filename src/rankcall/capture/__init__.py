@@ -1,0 +1,1 @@
+"""From torch to the ring: what sees each collective, natively or in Python."""

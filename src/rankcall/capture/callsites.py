@@ -43,7 +43,11 @@ class CallSites:
         self._last = threading.local()
 
     def find(self, frame: FrameType | None) -> tuple[int, bool]:
-        """Return the site of the nearest user frame, and whether the last op came from one call with this one."""
+        """Return the nearest user frame's site, and whether this thread's last op was of one call.
+
+        That is: of one call of a public function that issues several ops, such as
+        ``batch_isend_irecv``.
+        """
         api: FrameType | None = None
         many = False
         while frame is not None:

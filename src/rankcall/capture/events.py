@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Fields = tuple[Any, ...]
-_COLUMNS = ("group", "seq", "op", "started_ns", "completed_ns", "status", "error", "device_ms")
+_COLUMNS = (
+    "group", "seq", "op", "enqueued_ns", "started_ns", "completed_ns", "status", "error",
+    "device_ms",
+)  # fmt: skip
 
 
 class Record(Mapping[str, Any]):
@@ -62,34 +65,49 @@ class StatusMaker:
     def statuses(
         self, batch: Batch, make: Callable[..., T], starts: bool, ends: bool
     ) -> Iterator[tuple[T, bool]]:
-        """Yield the status of each wanted event, made by ``make``, and whether the op ended."""
-        rows = batch.rows
-        at = batch.at if starts and ends else batch.at[batch.ended == ends]
-        ended = batch.ended if starts and ends else batch.ended[batch.ended == ends]
-        columns = [rows[name][at].tolist() for name in _COLUMNS]
-        dropped, epoch_ns, names = batch.dropped, self._epoch_ns, self._names
+        """Yield the status of each wanted event, made by ``make``, and whether the op ended.
+
+        Columns are turned into Python's numbers as a whole: this runs for every event.
+        """
         self._refresh()
-        strings = self._tables.strings
-        for place, is_end, group, seq, op, started, completed, status, error, device_ms in zip(
-            at.tolist(), ended.tolist(), *columns, strict=True
-        ):
+        rows, epoch_ns, names, strings = (
+            batch.rows,
+            self._epoch_ns,
+            self._names,
+            self._tables.strings,
+        )
+        columns = [rows[name].tolist() for name in _COLUMNS]
+        events = zip(range(len(rows)), batch.begins.tolist(), batch.ends.tolist(), *columns)  # noqa: B905  # all of one length
+        for (
+            at,
+            begins,
+            is_end,
+            group,
+            seq,
+            op,
+            enqueued,
+            started,
+            completed,
+            status,
+            error,
+            device_ms,
+        ) in events:
             name, backend = names.get(group) or self._name(group)
-            record = Record(self, rows, place)
-            if is_end:
+            record = Record(self, rows, at)
+            began = (started or enqueued) + epoch_ns
+            if begins and starts:
+                yield make(
+                    name, backend, seq, OPS[op], began, None, 0, "started", None, record
+                ), False  # fmt: skip
+            if is_end and ends:
                 duration = None
                 if completed:
-                    known = device_ms == device_ms  # not NaN: the device's own clock
-                    duration = device_ms if known else (completed - started) / 1e6
+                    completed += epoch_ns
+                    duration = (completed - began) / 1e6 if device_ms != device_ms else device_ms
                 yield make(
-                    name, backend, seq, OPS[op], (completed or started) + epoch_ns, duration,
-                    dropped, STATUSES[status], strings.get(error), record,
+                    name, backend, seq, OPS[op], completed or began, duration, 0,
+                    STATUSES[status], strings.get(error), record,
                 ), True  # fmt: skip
-            else:
-                yield make(
-                    name, backend, seq, OPS[op], started + epoch_ns, None, dropped,
-                    "started", None, record,
-                ), False  # fmt: skip
-            dropped = 0
 
     def unfinished(self, rows: Rows) -> Iterator[Fields]:
         """Yield the fields of the status of each open record."""
@@ -109,12 +127,10 @@ class StatusMaker:
         return {"rank": self._rank(), "host": self._host, **values}
 
     def _name(self, group: int) -> tuple[str, str]:
-        if group not in self._tables.groups:
-            self._refresh()
         known = self._tables.groups.get(group)
         if known is None:
             return "unknown", "unknown"
-        self._names[group] = (known.label, known.backend)
+        self._names[group] = (known.label, known.backend.lower())
         return self._names[group]
 
     def _refresh(self) -> None:

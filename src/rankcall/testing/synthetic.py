@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.record import DTYPES, OPS, RECORD, STATUSES, SYNCHRONISING
-from rankcall.ring.layout import Geometry
 from rankcall.ring.reader import CallSite, Group
 from rankcall.run import create_run
 from rankcall.testing._ringfile import RingSpec, write_ring
@@ -293,4 +292,4 @@ def _in_out(op: Op, size: int, own: int) -> tuple[int, int]:
     }.get(op.op, (data, data))
 
 
-__all__ = ["PROGRAM", "Geometry", "Op", "Pace", "Synthetic", "synthetic_run"]
+__all__ = ["PROGRAM", "Op", "Pace", "Synthetic", "synthetic_run"]

@@ -77,7 +77,8 @@ def load_recorder() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
         _MODULE, path, loader=ExtensionFileLoader(_MODULE, path)
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -1,0 +1,285 @@
+"""One process's recording: its ring, its capture, and where the ring goes in the end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from rankcall.capture.notices import say
+from rankcall.errors import CaptureUnavailable
+from rankcall.ring.layout import CAPTURES, Geometry
+from rankcall.ring.reader import Group
+from rankcall.ring.writer import (
+    Identity,
+    PythonRing,
+    create,
+    create_unnamed,
+    encode_group,
+    put,
+    set_identity,
+)
+from rankcall.run import create_run, host_name, live_base, live_dir, ring_name, settle_ring
+
+ARM = "RANKCALL_ARM"  # set by the launcher, which settles rings itself
+_HEARTBEAT_SECONDS = 0.5
+_SMALLER = (1, 4, 16, 64)  # a ring that finds no room is tried at these fractions of its size
+
+
+class Capture(Protocol):
+    """What the native and the Python capture have in common."""
+
+    name: str
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def drained(self) -> bool: ...
+    def counts(self) -> tuple[int, int]: ...
+    def sleep(self, fd: int, wanted: int) -> None: ...
+    def add_group(self, name: str, payload: bytes) -> None: ...
+    def step(self) -> None: ...
+
+
+class Recording:
+    """One process's recording. Also a context manager: ``with rankcall.enable(): ...``."""
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        capture: str,
+        capacity: int | None,
+        call_sites: bool,
+        leave: Callable[[Recording], None],
+    ) -> None:
+        self.run_dir: Path | None = None
+        self.path: Path | None = None
+        self.geometry = Geometry(capacity) if capacity else Geometry()
+        self._identity = _identity()
+        self._fd = -1
+        self._leave = leave
+        self.ring = self._make_ring(run_dir)
+        self.capture: Capture = self._make_capture(capture, call_sites)
+        put(self.ring, "capture", CAPTURES.index(self.capture.name))
+        self._stopped = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
+        self._step_handle: Any = None
+        self.claims: set[str] = set()
+
+    @property
+    def host(self) -> str:
+        """What this host is called in the run."""
+        return self._identity.host
+
+    def rank(self) -> int:
+        """Return this process's rank, -1 while nobody knows it."""
+        return self._identity.rank
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave(self)
+
+    # --- making the ring ---
+
+    def _make_ring(self, run_dir: Path | None) -> mmap.mmap:
+        if run_dir is None:
+            ring, self._fd = create_unnamed(live_base(), self._identity, self.geometry)
+            return ring
+        self.run_dir = run_dir
+        folder = self._prepare(run_dir)
+        reason: str | None = None
+        for fraction in _SMALLER:
+            geometry = self._shrunk(fraction)
+            try:
+                ring = self._make_file(folder, geometry)
+            except OSError as error:
+                reason, self.path = error.strerror, None
+                continue
+            if fraction > 1:
+                say(f"little room in {folder}: the ring holds {geometry.capacity:,} records")
+            self.geometry = geometry
+            return ring
+        say(f"no ring can be kept in {folder} ({reason}): recording goes on in memory only")
+        return create(None, self._identity, self.geometry)
+
+    def _make_file(self, folder: Path, geometry: Geometry) -> mmap.mmap:
+        try:
+            return create(self._file_in(folder), self._identity, geometry)
+        except FileNotFoundError:
+            # Another launcher of this host has just settled its rings and removed the folder.
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return create(self._file_in(folder), self._identity, geometry)
+
+    def move_to(self, run_dir: Path) -> bool:
+        """Give an unnamed ring (hooks only) a place in a run; False where it can have none."""
+        if self._fd < 0:
+            return False
+        folder = self._prepare(run_dir)
+        try:
+            os.link(f"/proc/self/fd/{self._fd}", self._file_in(folder), follow_symlinks=True)
+        except OSError:
+            self.path = None
+            return False
+        self.run_dir = run_dir
+        os.close(self._fd)
+        self._fd = -1
+        return True
+
+    def _shrunk(self, fraction: int) -> Geometry:
+        if fraction == 1:
+            return self.geometry
+        return Geometry.fitting(self.geometry.file_bytes // fraction)
+
+    def _prepare(self, run_dir: Path) -> Path:
+        """Make the run directory and its live folder; say so where one cannot be written."""
+        try:
+            create_run(run_dir, _about())
+        except OSError as error:
+            say(f"the run directory {run_dir} cannot be written ({error.strerror}): "
+                f"records stay in {live_dir(run_dir)}")  # fmt: skip
+        folder = live_dir(run_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            folder = run_dir / "rings"  # no tmpfs here: better a disk file than none
+        return folder
+
+    def _file_in(self, folder: Path) -> Path:
+        self.path = folder / ring_name(
+            self._identity.rank, self._identity.attempt, self._identity.host, os.getpid()
+        )
+        number = 1
+        while self.path.exists():  # recording was switched off and on again
+            number += 1
+            self.path = self.path.with_name(f"{self.path.stem}-{number}.ring")
+        return self.path
+
+    def _make_capture(self, wanted: str, call_sites: bool) -> Capture:
+        from rankcall.capture.python import PythonCapture
+
+        if wanted != "python":
+            try:
+                from rankcall.capture.native import NativeCapture
+
+                native = NativeCapture(self.ring, self.geometry, call_sites)
+                if not native.has_call_sites:
+                    say(f"call sites are off: Python {sys.version.split()[0]} is not known")
+                return native
+            except CaptureUnavailable as error:
+                if wanted == "native":
+                    raise
+                say(f"the native recorder is not available, recording in Python: {error}")
+        return PythonCapture(PythonRing(self.ring, self.geometry), call_sites)
+
+    # --- running ---
+
+    def start(self) -> None:
+        """Install the kernels and watch groups and optimizer steps."""
+        from rankcall.capture.groups import watch
+
+        self.capture.start()
+        watch.add(self._on_group)
+        self._step_handle = _count_steps(self.capture)
+        self._heart.start()
+
+    def stop(self) -> None:
+        """Stop recording, and move the ring to the run directory unless the launcher will."""
+        from rankcall.capture.groups import watch
+
+        watch.remove(self._on_group)
+        self._step_handle.remove()
+        self.capture.stop()
+        self._stopped.set()
+        self._heart.join(timeout=2)
+        put(self.ring, "closed_ns", time.monotonic_ns())
+        if self._fd >= 0:
+            os.close(self._fd)
+        if self.path is not None and self.run_dir is not None and not os.environ.get(ARM):
+            settle_ring(self.path, self.run_dir)
+
+    def _on_group(self, process_group: Any, group: Group) -> None:
+        if group.description == "default_pg" or self._identity.rank < 0:
+            self._learn_rank(process_group, group)
+        self.capture.add_group(group.name, encode_group(group))
+
+    def _learn_rank(self, process_group: Any, group: Group) -> None:
+        rank = group.ranks[process_group.rank()]
+        if (rank, len(group.ranks)) == (self._identity.rank, self._identity.world_size):
+            return
+        if group.description != "default_pg":
+            return
+        self._identity = _identity(rank, len(group.ranks))
+        set_identity(self.ring, self._identity)
+        if self.path is not None:
+            old = self.path
+            new = self._file_in(old.parent)
+            try:
+                os.rename(old, new)
+            except OSError:
+                self.path = old
+
+    def _beat(self) -> None:
+        while not self._stopped.is_set():
+            put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
+            self._stopped.wait(_HEARTBEAT_SECONDS)
+
+
+def _identity(rank: int | None = None, world_size: int | None = None) -> Identity:
+    import torch.distributed as dist
+
+    def number(name: str, default: int = -1) -> int:
+        text = os.environ.get(name, "")
+        return int(text) if text.lstrip("-").isdigit() else default
+
+    if rank is None and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    return Identity(
+        rank=number("RANK") if rank is None else rank,
+        world_size=number("WORLD_SIZE") if world_size is None else world_size,
+        local_rank=number("LOCAL_RANK"),
+        node=number("GROUP_RANK"),
+        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
+        host=host_name(),
+    )
+
+
+def _about() -> dict[str, Any]:
+    import torch
+
+    from rankcall import __version__
+
+    return {
+        "created_epoch_ns": time.time_ns(),
+        "command": sys.argv,
+        "cwd": str(Path.cwd()),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "rankcall": __version__,
+    }
+
+
+def _count_steps(capture: Capture) -> Any:
+    """Count optimizer steps; not those of compiled optimizers, whose graph a hook would break."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # ZeRO's optimizer steps another one inside: counted once.
+        if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
+            capture.step()
+
+    return register_optimizer_step_post_hook(stepped)
