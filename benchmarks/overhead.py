@@ -52,13 +52,18 @@ def added_us(
 
 
 def recording(
-    kind: str, **options: object
+    kind: str, call_sites: bool = True
 ) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """Return a switch for rankcall's own recording."""
     import rankcall
 
-    def switch() -> contextlib.AbstractContextManager[object]:
-        return rankcall.enable(tempfile.mkdtemp(prefix="rankcall-bench-"), capture=kind, **options)  # type: ignore[arg-type]
+    @contextlib.contextmanager
+    def switch() -> Iterator[None]:
+        with (
+            tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder,
+            rankcall.enable(folder, capture=kind, call_sites=call_sites),
+        ):
+            yield
 
     return switch
 
@@ -66,7 +71,6 @@ def recording(
 @contextlib.contextmanager
 def hooked() -> Iterator[None]:
     """Record natively with an end hook registered."""
-    import rankcall
     from rankcall import hooks
 
     seen = [0]
@@ -74,9 +78,8 @@ def hooked() -> Iterator[None]:
     def count(status: hooks.CollectiveStatus) -> None:
         seen[0] += 1
 
-    with rankcall.enable(tempfile.mkdtemp(prefix="rankcall-bench-"), capture="native"):
-        with hooks.register_collective_end_hook(count):
-            yield
+    with recording("native")(), hooks.register_collective_end_hook(count):
+        yield
 
 
 @contextlib.contextmanager
@@ -135,38 +138,51 @@ def measure(rounds: int, calls: int) -> Figures:
 
 
 _GLOO_CALL = """
-import os, sys, time, torch, torch.distributed as dist
+import sys, tempfile, time, torch, torch.distributed as dist
+calls = int(sys.argv[1])
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 tensor = torch.ones(1)
-for _ in range(200): dist.all_reduce(tensor)
+if sys.argv[2] == "native":
+    import rankcall
+    folder = tempfile.TemporaryDirectory(prefix="rankcall-bench-")
+    rankcall.enable(folder.name, capture="native")
+for _ in range(200):
+    dist.all_reduce(tensor)
 began = time.perf_counter_ns()
-for _ in range(int(sys.argv[1])): dist.all_reduce(tensor)
-print((time.perf_counter_ns() - began) / int(sys.argv[1]) / 1e3)
+for _ in range(calls):
+    dist.all_reduce(tensor)
+print((time.perf_counter_ns() - began) / calls / 1e3)
 dist.destroy_process_group()
+if sys.argv[2] == "native":
+    rankcall.disable()
 """
 
 
-def flight_recorder_added_us(rounds: int, calls: int) -> float:
-    """Return what Flight Recorder adds. Its switch is read once, so each figure is a process.
+def gloo_figures(rounds: int, calls: int) -> Figures:
+    """Measure Flight Recorder, and rankcall beside it, on a Gloo group of one.
 
-    It does not record the fake group: measured on a Gloo group of one.
+    Flight Recorder does not record the fake group, and its switch is read once: each figure is a
+    process of its own.
     """
-    added = []
+    added: dict[str, list[float]] = {"flight_recorder_added_us": [], "native_gloo_added_us": []}
     for _ in range(rounds):
-        figures = []
-        for entries in ("0", "2000"):
-            env = {
-                **os.environ,
-                "TORCH_FR_BUFFER_SIZE": entries,
-                "TORCH_NCCL_TRACE_BUFFER_SIZE": entries,
-            }
-            done = subprocess.run(
-                [sys.executable, "-c", _GLOO_CALL, str(calls)],
-                env=env, capture_output=True, text=True, check=True, timeout=120,
-            )  # fmt: skip
-            figures.append(float(done.stdout))
-        added.append(figures[1] - figures[0])
-    return statistics.median(added)
+        plain = _gloo_call_us(calls, "plain", "0")
+        added["flight_recorder_added_us"].append(_gloo_call_us(calls, "plain", "2000") - plain)
+        added["native_gloo_added_us"].append(_gloo_call_us(calls, "native", "0") - plain)
+    return {name: statistics.median(values) for name, values in added.items()}
+
+
+def _gloo_call_us(calls: int, how: str, entries: str) -> float:
+    switches = {"TORCH_FR_BUFFER_SIZE": entries, "TORCH_NCCL_TRACE_BUFFER_SIZE": entries}
+    done = subprocess.run(
+        [sys.executable, "-c", _GLOO_CALL, str(calls), how],
+        env={**os.environ, **switches},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return float(done.stdout)
 
 
 def main() -> None:
@@ -177,7 +193,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000)
     options = parser.parse_args()
     figures = measure(options.rounds, options.calls)
-    figures["flight_recorder_added_us"] = flight_recorder_added_us(5, options.calls)
+    figures |= gloo_figures(7, options.calls)
     for name in ("flight_recorder", "profiler", "commdebug"):
         if figures["native_added_us"] > 0:
             ratio = figures[f"{name}_added_us"] / figures["native_added_us"]

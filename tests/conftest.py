@@ -29,8 +29,8 @@ settings.register_profile(
 settings.load_profile("short")
 
 _BACKEND_SELECT = ("c10d::allreduce_", "BackendSelect")
-# PYTEST_*: set by pytest around each phase. The rest: set by importing torch, once a process.
-_NOT_OURS = ("PYTEST_", "TORCH", "KINETO_", "KMP_", "CUDA_")
+# PYTEST_*: set by pytest around each phase. The rest: set by importing torch or polars, once.
+_NOT_OURS = ("PYTEST_", "TORCH", "KINETO_", "KMP_", "CUDA_", "_RJEM_")
 _ENDING_S = 3.0  # what a thread that was told to end may take
 
 
@@ -39,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="rankcall-tests-", dir=base)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    for name in [name for name in os.environ if name.startswith("RANKCALL_")]:
+    kept = "RANKCALL_REGEN_GOLDEN"  # the one that is meant for the tests
+    for name in [name for name in os.environ if name.startswith("RANKCALL_") and name != kept]:
         del os.environ[name]
     os.environ["RANKCALL_SHM"] = folder
 

@@ -9,9 +9,7 @@ import time
 from typing import Any
 
 import pytest
-
 from ranks import run_ranks
-
 
 pytestmark = pytest.mark.gpu
 
