@@ -75,7 +75,8 @@ class Seen:
             return len(self.statuses) >= enough
 
         with self._changed:
-            assert self._changed.wait_for(there, WAIT_S), f"only {self.statuses}"
+            came = self._changed.wait_for(there, WAIT_S)
+            assert came, f"only {len(self.statuses)}, the last: {self.statuses[-3:]}"
             return list(self.statuses)
 
     @property
@@ -540,7 +541,7 @@ def test_a_ring_that_cannot_be_named_is_followed_into_the_next(
 ) -> None:
     """Where enable() has to begin a new ring, hooks get the events of both."""
     with monkeypatch.context() as patch:
-        patch.setattr(session, "live_base", lambda: tmp_path / "nowhere")
+        patch.setattr("rankcall.capture.recording.live_base", lambda: tmp_path / "nowhere")
         seen = Seen()
         handle = hooks.register_collective_end_hook(seen)
     all_reduce(2)
