@@ -7,6 +7,7 @@ of ours in its place sees them all: init, new_group, subgroups, DeviceMesh, spli
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class GroupWatch:
         self._era = -1
         self._uses: dict[str, int] = {}
         self._known: dict[Any, Group] = {}
+        self._forks = False
 
     def add(self, observer: Observer, existing: bool = True) -> None:
         """Observe; groups that exist are reported at once. The first observer arms the watch."""
@@ -59,7 +61,16 @@ class GroupWatch:
             if not self._observers:
                 self._disarm()
 
+    def forget(self) -> None:
+        """Stop observing altogether: this is a forked child, and the observers are its parent's."""
+        if self._observers:
+            self._observers = []
+            self._disarm()
+
     def _arm(self) -> None:
+        if not self._forks:
+            self._forks = True
+            os.register_at_fork(after_in_child=self.forget)
         self._era, self._uses, self._known = -1, {}, {}
         table = c10d._world.pg_group_ranks
         for process_group in table:

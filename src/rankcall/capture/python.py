@@ -124,6 +124,11 @@ class PythonCapture:
             self._library = None
         self._devices.close()
 
+    def forget(self) -> None:
+        """Record nothing more: this is a forked child, and the ring is its parent's."""
+        self.recording = False
+        self._wake_for = 0
+
     def drained(self) -> bool:
         """Whether every record has its end."""
         return self._ring.done == self._ring.head

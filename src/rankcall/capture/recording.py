@@ -39,6 +39,7 @@ class Capture(Protocol):
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
+    def forget(self) -> None: ...
     def drained(self) -> bool: ...
     def counts(self) -> tuple[int, int]: ...
     def sleep(self, fd: int, wanted: int) -> None: ...
@@ -128,7 +129,13 @@ class Recording:
             return False
         folder = self._prepare(run_dir)
         try:
-            os.link(f"/proc/self/fd/{self._fd}", self._file_in(folder), follow_symlinks=True)
+            # The path is absolute: a descriptor only makes CPython call linkat, which follows.
+            os.link(
+                f"/proc/self/fd/{self._fd}",
+                self._file_in(folder),
+                src_dir_fd=self._fd,
+                follow_symlinks=True,
+            )
         except OSError:
             self.path = None
             return False
@@ -208,6 +215,12 @@ class Recording:
             os.close(self._fd)
         if self.path is not None and self.run_dir is not None and not os.environ.get(ARM):
             settle_ring(self.path, self.run_dir)
+
+    def forget(self) -> None:
+        """Touch the ring no more: this is a forked child, and it is its parent's."""
+        self.capture.forget()
+        if self._step_handle is not None:
+            self._step_handle.remove()
 
     def _on_group(self, process_group: Any, group: Group) -> None:
         if group.description == "default_pg" or self._identity.rank < 0:

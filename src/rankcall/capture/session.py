@@ -188,6 +188,8 @@ def _in_forked_child() -> None:
     old, _state = _state, _State()
     _state.registered = True
     _inherited.append(old)
+    if old.recording is not None:
+        old.recording.forget()
 
 
 _inherited: list[_State] = []  # kept so that nothing of the parent's is torn down in a child

@@ -61,6 +61,9 @@ class NativeCapture:
         """Take the kernels out again. Ops in flight still write their ends."""
         self._native.stop(self._recorder)
 
+    def forget(self) -> None:
+        """Do nothing: the recorder has switched itself off at the fork."""
+
     def drained(self) -> bool:
         """Whether every record of a stopped recorder has its end."""
         return bool(self._native.drained(self._recorder))

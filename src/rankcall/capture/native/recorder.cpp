@@ -42,7 +42,7 @@ std::atomic<int> g_sleeping{0};
 std::atomic<int> g_wake_fd{-1};
 
 void wake(int least) noexcept {
-  if (g_sleeping.load(std::memory_order_seq_cst) < least) return;
+  if (g_sleeping.load() < least) return;
   if (g_sleeping.exchange(0) == 0) return;
   const uint64_t one = 1;
   [[maybe_unused]] const auto written = write(g_wake_fd.load(), &one, sizeof(one));

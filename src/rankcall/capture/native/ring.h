@@ -68,7 +68,7 @@ class Ring {
 
   // Take the next index. False once the ring is closed. Every index taken must be finished once.
   bool reserve(uint64_t& index) {
-    index = head_.fetch_add(1, std::memory_order_relaxed);
+    index = head_.fetch_add(1);  // in one order with the dispatcher going to sleep: see wake()
     return !(index & kClosed);
   }
 
@@ -84,13 +84,13 @@ class Ring {
           if (word != 0) return nullptr;
           [[fallthrough]];
         case layout::kDone:
-          if (slot.commit.compare_exchange_weak(word, writing, std::memory_order_acquire)) return &slot;
+          if (slot.commit.compare_exchange_weak(word, writing, std::memory_order_acquire)) return owned(slot);
           break;
         case layout::kOpen:
           if (slot.commit.compare_exchange_weak(word, word & ~3ull, std::memory_order_acquire)) {
             park(slot, word);
             slot.commit.store(writing, std::memory_order_relaxed);
-            return &slot;
+            return owned(slot);
           }
           break;
         default:  // being finished on another thread: a few stores
@@ -120,7 +120,7 @@ class Ring {
       slot->status = outcome.status;
       slot->commit.store((index + 1) << 2 | layout::kDone, std::memory_order_release);
     }
-    done_.fetch_add(1, std::memory_order_release);
+    done_.fetch_add(1);  // ordered as head_ is
   }
 
   // Note that an op that was only enqueued has begun on its device.
@@ -148,8 +148,8 @@ class Ring {
   }
 
   void close() { head_.fetch_or(kClosed, std::memory_order_acq_rel); }
-  uint64_t head() const { return head_.load(std::memory_order_acquire) & ~kClosed; }
-  uint64_t done() const { return done_.load(std::memory_order_acquire); }
+  uint64_t head() const { return head_.load() & ~kClosed; }
+  uint64_t done() const { return done_.load(); }
   bool drained() const { return closed_head_ == done(); }
   void note_closed_head() { closed_head_ = head(); }
 
@@ -166,6 +166,12 @@ class Ring {
   }
   Record* parked() { return reinterpret_cast<Record*>(base_ + geometry_.inflight_offset); }
 
+  // A reader that sees what is stored from here on must see the word that says so.
+  static Record* owned(Record& record) {
+    std::atomic_thread_fence(std::memory_order_release);
+    return &record;
+  }
+
   // Own an open record for its completion fields: in its slot, or in the in-flight table.
   Record* claim(uint64_t index) {
     const uint64_t open = (index + 1) << 2 | layout::kOpen;
@@ -173,7 +179,7 @@ class Ring {
     for (int tries = 0; tries < 1000; tries++) {
       Record& slot = record(index);
       uint64_t word = open;
-      if (slot.commit.compare_exchange_strong(word, closing, std::memory_order_acquire)) return &slot;
+      if (slot.commit.compare_exchange_strong(word, closing, std::memory_order_acquire)) return owned(slot);
       if (word >> 2 == index + 1 && (word & 3) != layout::kWriting && (word & 3) != layout::kClosing)
         return nullptr;  // finished before
       if (word >> 2 != index + 1) {
@@ -182,7 +188,7 @@ class Ring {
           Record& place = parked()[i];
           if (place.commit.load(std::memory_order_relaxed) == open &&
               place.commit.compare_exchange_strong(word, closing, std::memory_order_acquire))
-            return &place;
+            return owned(place);
         }
         return nullptr;  // never written, or lost when the table was full
       }
@@ -198,6 +204,7 @@ class Ring {
       uint64_t old = place.commit.load(std::memory_order_relaxed);
       if (old != 0 && (old & 3) != layout::kDone) continue;
       if (!place.commit.compare_exchange_strong(old, word & ~3ull, std::memory_order_acquire)) continue;
+      owned(place);
       constexpr size_t kBody = offsetof(Record, seq);
       std::memcpy(reinterpret_cast<char*>(&place) + kBody, reinterpret_cast<const char*>(&slot) + kBody,
                   sizeof(Record) - kBody);

@@ -1,0 +1,215 @@
+"""What recording costs a real training job: the digits model, DDP over Gloo, several ranks.
+
+The same job trains from scratch again and again, by turns without recording, with it, and under the
+profiler, so that whatever else the machine does falls on all alike. A ratio is that of a training
+and the plain one beside it; figures are medians. Memory is that of separate jobs.
+
+    python benchmarks/training.py [--json] [--ranks N] [--rounds N] [--epochs N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+Way = Callable[[], contextlib.AbstractContextManager[object]]
+_EXAMPLE = Path(__file__).parents[1] / "examples" / "train_digits.py"
+_TIMEOUT_S = 600
+
+
+def example() -> ModuleType:
+    """Import the example: the benchmark trains what users see."""
+    spec = importlib.util.spec_from_file_location("train_digits", _EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(digits: ModuleType, data: Any, epochs: int) -> float:
+    """Train from scratch; return the seconds the slowest rank took."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(digits.network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    sampler: DistributedSampler[Any] = DistributedSampler(data[0], seed=0)
+    batches: DataLoader[Any] = DataLoader(data[0], batch_size=digits.BATCH, sampler=sampler)
+    dist.barrier()
+    began = time.perf_counter()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        digits.train_epoch(model, optimizer, batches, 0.0)
+    digits.accuracy(model, data[1])
+    took = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Record with the defaults, as ``rankcall run`` does."""
+    import rankcall
+
+    with rankcall.enable(os.environ["BENCH_RUN_DIR"]):
+        yield
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[None]:
+    """Profile the CPU side with torch.profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]):
+        yield
+
+
+def memory_mib() -> float:
+    """Return this process's resident memory, shared pages in their share where the kernel tells."""
+    for name in ("smaps_rollup", "status"):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/self/{name}").read_text()
+            found = re.search(r"^(?:Pss|VmRSS):\s+(\d+) kB", text, re.MULTILINE)
+            if found:
+                return int(found[1]) / 1024
+    raise OSError("neither smaps_rollup nor status tells this process's memory")
+
+
+def be_rank(options: argparse.Namespace) -> dict[str, Any]:
+    """Run as one rank: train by turns, or once for the memory it takes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    digits = example()
+    data = digits.digits()
+    ways: dict[str, Way] = {"plain": contextlib.nullcontext, "recorded": recorded}
+    if options.memory:
+        with ways[options.memory]():
+            train(digits, data, options.epochs)
+            told: dict[str, Any] = {"memory_mib": memory_mib(), "ring_mib": ring_mib()}
+    else:
+        told = {"ratios": rounds(digits, data, options, {**ways, "profiled": profiled})}
+    dist.destroy_process_group()
+    return told
+
+
+def ring_mib() -> float:
+    """Return the size of this rank's ring; 0 without recording."""
+    rings = Path(os.environ["RANKCALL_SHM"]).rglob(f"*.{os.getpid()}.ring")
+    return sum(ring.stat().st_size for ring in rings) / 2**20
+
+
+def rounds(
+    digits: ModuleType, data: Any, options: argparse.Namespace, ways: dict[str, Way]
+) -> dict[str, list[float]]:
+    """Return each way's ratios to the plain training beside it, and the plain seconds."""
+    train(digits, data, options.epochs)  # warms up
+    ratios: dict[str, list[float]] = {"plain_s": [], "recorded": [], "profiled": []}
+    for number in range(options.rounds):
+        for name in ("recorded", "profiled"):
+            if name == "profiled" and number % 4:
+                continue
+            order = ("plain", name) if number % 2 else (name, "plain")
+            took = {}
+            for way in order:
+                with ways[way]():
+                    took[way] = train(digits, data, options.epochs)
+            ratios[name].append(took[name] / took["plain"])
+            ratios["plain_s"].append(took["plain"])
+    return ratios
+
+
+def job(options: argparse.Namespace, folder: str, memory: str = "") -> list[dict[str, Any]]:
+    """Start one job of several ranks and return what each told."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(options.ranks),
+        "RANKCALL_SHM": folder,
+        "BENCH_RUN_DIR": f"{folder}/run",
+    }
+    command = [sys.executable, __file__, "--rank", "--memory", memory]
+    command += ["--rounds", str(options.rounds), "--epochs", str(options.epochs)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(options.ranks)
+    ]  # fmt: skip
+    try:
+        told = [json.loads(rank.communicate(timeout=_TIMEOUT_S)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return told
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    """Run all jobs and return the figures."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="rankcall-bench-", dir=base) as folder:
+        ratios = job(options, folder)[0]["ratios"]
+        memory = {
+            way: [told for _ in range(3) for told in job(options, folder, way)]
+            for way in ("plain", "recorded")
+        }
+    added = statistics.median(told["memory_mib"] for told in memory["recorded"])
+    added -= statistics.median(told["memory_mib"] for told in memory["plain"])
+    return {
+        "ratio_median": statistics.median(ratios["recorded"]),
+        "ratio_min": min(ratios["recorded"]),
+        "ratio_max": max(ratios["recorded"]),
+        "profiler_ratio_median": statistics.median(ratios["profiled"]),
+        "plain_s_median": statistics.median(ratios["plain_s"]),
+        "ring_mib_per_rank": memory["recorded"][0]["ring_mib"],
+        "rss_added_mib": added,
+    }
+
+
+def main() -> None:
+    """Measure, and print one JSON object or a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        print(json.dumps(be_rank(options)))
+        return
+    figures = {name: round(value, 4) for name, value in measure(options).items()}
+    if options.json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:24} {value:10.4f}")
+
+
+if __name__ == "__main__":
+    main()
