@@ -24,6 +24,8 @@ def test_many_threads_in_a_small_ring(sanitizer: str, tmp_path: Path) -> None:
     program = tmp_path / "ring_stress"
     command = [compiler, "-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}"]
     command += ["-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror"]
+    # GCC's sanitizer does not model fences; they matter to readers, which this program has none of.
+    command += ["-Wno-tsan"] if sanitizer == "thread" and "clang" not in compiler else []
     command += [f"-I{tmp_path}", f"-I{NATIVE}", str(HERE / "ring_stress.cpp"), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if "cannot find" in built.stderr or "unrecognized" in built.stderr:
