@@ -1,4 +1,4 @@
-"""Every op of torch.distributed, on a group: each case issues it, checks the result, says its record.
+"""Every op of torch.distributed, on a group: each case checks its result and says its record.
 
 Sizes are worked out by hand from the shapes: 4 bytes a float32, 8 an int64. Roots and peers are
 global ranks. ``here()`` stands on the line before each call.
@@ -56,7 +56,7 @@ def barrier(w: World, g: Members) -> None:
     line = here()
     dist.barrier(group=g.pg)
     w.saw(g, "barrier", "barrier", api="barrier", line=line, message_bytes=1, in_bytes=0,
-          out_bytes=0, tensors=0, shape=[], dtype="unknown")  # fmt: skip
+          out_bytes=0, tensors=0, shape=[], dtype="uint8")  # fmt: skip
 
 
 @case
@@ -66,7 +66,7 @@ def barrier_async(w: World, g: Members) -> None:
     work = dist.barrier(group=g.pg, async_op=True)
     work.wait()
     w.saw(g, "barrier", "barrier", api="barrier", line=line, message_bytes=1, in_bytes=0,
-          out_bytes=0, tensors=0, shape=[], async_op=True)  # fmt: skip
+          out_bytes=0, tensors=0, shape=[], dtype="uint8", async_op=True)  # fmt: skip
 
 
 @case
@@ -115,7 +115,7 @@ def broadcast_object_list(w: World, g: Members) -> None:
         (16, "int64", [2]),
         (sum(map(_pickled, sent)), "uint8", [sum(map(_pickled, sent))]),
     ):
-        w.saw(g, "broadcast", "broadcast_", api="broadcast_object_list", line=line - 0, both=both,
+        w.saw(g, "broadcast", "broadcast_", api="broadcast_object_list", line=line, both=both,
               dtype=dtype, shape=shape, root=root, call=call)  # fmt: skip
     assert objects == sent
 
@@ -671,7 +671,8 @@ def recv_any_source(w: World, g: Members) -> None:
                        variant="recv_any_source_")  # fmt: skip
         line = here()
         dist.barrier(group=g.pg)
-        w.saw(g, "barrier", "barrier", api="barrier", line=line, message_bytes=1)
+        w.saw(g, "barrier", "barrier", api="barrier", line=line, message_bytes=1, tensors=0,
+              dtype="uint8")  # fmt: skip
 
 
 @case
@@ -696,8 +697,9 @@ def send_recv_object_list(w: World, g: Members) -> None:
     """Sizes, then pickles."""
     first, last, sent = g.ranks[0], g.ranks[-1], ["hello", {"n": g.n}]
     total = sum(map(_pickled, sent))
-    line, call = here() + 2, w.new_call()
+    call = w.new_call()
     if w.rank == first:
+        line = here()
         dist.send_object_list(sent, dst=last, group=g.pg)
         known: dict[str, Any] = {"api": "send_object_list", "line": line, "call": call}
         w.sent(g, last, 16, dtype="int64", shape=[2], **known)
@@ -726,13 +728,14 @@ def functional(w: World, g: Members) -> None:
     _check(reduced, sum(g.ranks))
     line = here()
     gathered = funcol.wait_tensor(funcol.all_gather_tensor(mine, 0, g.pg))
-    w.saw(g, "all_gather", "_allgather_base_", api="all_gather_tensor", line=line, in_bytes=16,
-          out_bytes=16 * n, message_bytes=16 * n, shape=[4], async_op=True)  # fmt: skip
+    w.saw(g, "all_gather", "allgather_into_tensor_coalesced_", api="all_gather_tensor",
+          line=line, in_bytes=16, out_bytes=16 * n, message_bytes=16 * n, shape=[4],
+          async_op=True)  # fmt: skip
     _check(gathered, *g.ranks)
     line = here()
     part = funcol.wait_tensor(funcol.reduce_scatter_tensor(_full((2 * n,), 1.0), "max", 0, g.pg))
-    w.saw(g, "reduce_scatter", "_reduce_scatter_base_", api="reduce_scatter_tensor", line=line,
-          in_bytes=8 * n, out_bytes=8, message_bytes=8, shape=[2 * n], reduce_op="max",
+    w.saw(g, "reduce_scatter", "reduce_scatter_tensor_coalesced_", api="reduce_scatter_tensor",
+          line=line, in_bytes=8 * n, out_bytes=8, message_bytes=8, shape=[2 * n], reduce_op="max",
           async_op=True)  # fmt: skip
     _check(part, 1)
 

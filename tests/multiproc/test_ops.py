@@ -7,71 +7,22 @@ records that one case issued.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import opcases
 import pytest
-from ranks import run_ranks
-from world import World, differences, plain, run_cases
-
-from rankcall import load
+from oprun import CAPTURES, Recorded, recorded_run
+from world import differences
 
 pytestmark = pytest.mark.multiproc
 
-RANKS = 4
-CAPTURES = ("native", "python")
 NAMES = [case.__name__ for case in opcases.CASES]
-
-
-def _issue_everything(rank: int, world_size: int, run_dir: str) -> list[dict[str, Any]]:
-    """Run all cases while recording, and return what this rank expects."""
-    import torch.distributed as dist
-
-    import rankcall
-
-    recording = rankcall.enable(run_dir)
-    world = World.of(rank)
-    parts = run_cases(world, opcases.CASES, lambda: recording.capture.counts()[0])
-    dist.destroy_process_group()  # joins the back end's threads: every end is recorded
-    rankcall.disable()
-    return parts
-
-
-@dataclass
-class Recorded:
-    """What the ranks expected, and what was read back."""
-
-    parts: list[list[dict[str, Any]]]
-    rows: list[list[dict[str, Any]]]
-    problems: list[str]
-    dropped: dict[int, int]
-    capture: str
-
-
-_runs: dict[str, Recorded] = {}
-_broken: set[str] = set()
 
 
 @pytest.fixture(params=CAPTURES)
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Return the run of a capture; made once."""
-    capture = request.param
-    if capture in _broken:
-        pytest.skip("the run itself failed, in the first test that wanted it")
-    if capture not in _runs:
-        _broken.add(capture)
-        folder = tmp_path_factory.mktemp(capture) / "run"
-        env = {"RANKCALL_CAPTURE": capture}
-        parts = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=40)
-        run = load(folder)
-        rows = [plain(row) for row in run.records.to_dicts()]
-        by_rank = [[row for row in rows if row["rank"] == rank] for rank in range(RANKS)]
-        kinds = {head.header.capture for head in run.heads}
-        _runs[capture] = Recorded(parts, by_rank, run.problems, run.dropped, "+".join(kinds))
-        _broken.discard(capture)
-    return _runs[capture]
+    """Return the run of a capture."""
+    return recorded_run(request.param, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,11 +74,9 @@ def test_both_ends_agree_on_messages(recorded: Recorded) -> None:
     assert {key: end for key, end in ends.items() if end != {"send": 1, "recv": 1}} == {}
 
 
-def test_both_captures_write_the_same(tmp_path: Path) -> None:
+def test_both_captures_write_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Apart from times, threads and numbers of calls the captures' records are equal."""
-    if set(_runs) != set(CAPTURES):
-        pytest.skip("the runs of both captures are needed")
-    native, python = (_runs[capture].rows for capture in CAPTURES)
+    native, python = (recorded_run(capture, tmp_path_factory).rows for capture in CAPTURES)
     differ = {"enqueued_ns", "started_ns", "completed_ns", "thread", "correlation"}
     for ours, theirs in zip(native, python, strict=True):
         for one, other in zip(ours, theirs, strict=True):

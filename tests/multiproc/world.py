@@ -85,7 +85,9 @@ class World:
         **columns: Any,
     ) -> None:
         """Expect one record. ``both`` is message, in and out bytes where they are the same."""
-        sizes = {} if both is None else dict.fromkeys(("message_bytes", "in_bytes", "out_bytes"), both)
+        sizes = (
+            {} if both is None else dict.fromkeys(("message_bytes", "in_bytes", "out_bytes"), both)
+        )
         row = {
             "kind": "p2p" if op in ("send", "recv") else "collective",
             "op": op, "variant": variant, "api": api, "line": line, "group": g.label,
@@ -117,7 +119,9 @@ class World:
         return self._seqs[key]
 
 
-def run_cases(world: World, cases: Iterable[Case], issued: Callable[[], int]) -> list[dict[str, Any]]:
+def run_cases(
+    world: World, cases: Iterable[Case], issued: Callable[[], int]
+) -> list[dict[str, Any]]:
     """Run every case on every group of this rank, in the same order on all ranks.
 
     Returns a part for each: its name, the records it issued (``first`` up to ``last``), what it
@@ -133,16 +137,18 @@ def run_cases(world: World, cases: Iterable[Case], issued: Callable[[], int]) ->
                 problem = f"{type(error).__name__} {error} in {case.__name__} on {group.label}"
             parts.append(
                 {
-                    "case": case.__name__, "group": group.label, "first": first,
-                    "last": issued(), "expected": world.expected, "problem": problem,
-                }  # fmt: skip
+                    "case": case.__name__,
+                    "group": group.label,
+                    "first": first,
+                    "last": issued(),
+                    "expected": world.expected,
+                    "problem": problem,
+                }
             )
     return parts
 
 
-def differences(
-    expected: list[dict[str, Any]], rows: list[dict[str, Any]], file: str
-) -> list[str]:
+def differences(expected: list[dict[str, Any]], rows: list[dict[str, Any]], file: str) -> list[str]:
     """Return how the records of one case differ from what was expected of them."""
     if len(rows) != len(expected):
         found = [(row["variant"], row["call_site"]) for row in rows]

@@ -20,6 +20,8 @@ _WRAPPERS = {
     "decorate_context",
     "_fn",
 }
+# What stands between the user and torch's context managers and deprecated functions.
+_BETWEEN = ("/contextlib.py", "/typing_extensions.py", "/warnings.py")
 _MAX_SITES = 1 << 16
 _MAX_KINDS = 1 << 14
 
@@ -70,6 +72,8 @@ class CallSites:
 
     def _classify(self, file: str, name: str) -> int:
         if file.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in file:
+            return _HIDDEN
+        if file.endswith(_BETWEEN):
             return _HIDDEN
         if not file.startswith(self._skip):
             return _USER

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_native_id
@@ -48,7 +49,7 @@ from rankcall.ring.writer import PythonRing, put
 
 _ENQUEUED, _STARTED, _COMPLETED, _FAILED = range(len(STATUSES))
 _AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-_MAX_KEPT_WORKS = 4096
+_MAX_WAITED, _MAX_OVER = 65536, 4096  # Works kept: not waited for yet, and waited for
 _MAX_ERRORS = 256
 
 
@@ -93,8 +94,10 @@ class PythonCapture:
         self._local = _PerThread()
         self._announced: dict[str, int] = {}
         self._groups: dict[str, _GroupState] = {}
-        self._futureless: set[type] = set()
-        self._works: dict[int, WaitedWork] = {}
+        # In Python all of Gloo's Works are of one type: the op tells them apart.
+        self._futureless: set[tuple[type, str]] = set()
+        self._waited: dict[int, WaitedWork] = {}
+        self._over: dict[int, WaitedWork] = {}
         self._errors: dict[str, int] = {}
         self._devices = DeviceTimes(ring, self._notify)
         self._steps = 0
@@ -254,22 +257,33 @@ class PythonCapture:
         if work is None:  # monitored_barrier_, and what a back end merges into a later launch
             self._ended(issued, _COMPLETED)
             return result
-        if type(work) not in self._futureless:
+        if (type(work), op.name) not in self._futureless:
             try:
                 future = work.get_future()
             except RuntimeError:
-                self._futureless.add(type(work))
+                self._futureless.add((type(work), op.name))
             else:
                 if future.done():
                     self._future_done(issued, future)
                 else:
                     future.add_done_callback(lambda done: self._future_done(issued, done))
                 return result
-        waited = self._works[issued.number] = WaitedWork(work, self, issued)
-        if len(self._works) > _MAX_KEPT_WORKS:
-            self._works.pop(next(iter(self._works)))
+        waited = self._waited[issued.number] = WaitedWork(work, self, issued)
+        _trim(self._waited, _MAX_WAITED)
         boxed = waited.boxed()
         return (*result[:-1], boxed) if isinstance(result, (tuple, list)) else boxed
+
+    def _work_over(self, waited: WaitedWork, status: int, error: str, peer: int) -> None:
+        """Record the end of a Work that was waited for.
+
+        Its Python half must live as long as its C++ half, which would go on without our methods
+        and wait for ever; nobody says how long that is, so a bounded number is kept.
+        """
+        issued = waited.issued
+        self._waited.pop(issued.number, None)
+        self._over[issued.number] = waited
+        _trim(self._over, _MAX_OVER)
+        self._ended(issued, status, error=error, peer=peer)
 
     def _future_done(self, issued: _Issued, future: Any) -> None:
         try:
@@ -281,8 +295,6 @@ class PythonCapture:
 
     def _ended(self, issued: _Issued, status: int, **outcome: Any) -> None:
         """Record the end of an op; on a device that is still to come, and its event is watched."""
-        if self._works:
-            self._works.pop(issued.number, None)
         if issued.span is None or not self._devices.end(issued.span, status):
             self._finish(issued, status, **outcome)
 
@@ -308,72 +320,93 @@ class PythonCapture:
 
 
 class WaitedWork(dist.Work):
-    """Stands in for a Work that has no future: the return of ``wait()`` is the end of the op."""
+    """Stands in for a Work that has no future: the return of ``wait()`` is the end of the op.
+
+    Once that has come it lets go of the op's own Work, which holds tensors, and answers for it.
+    """
 
     def __init__(self, inner: dist.Work, capture: PythonCapture, issued: _Issued) -> None:
         super().__init__()
-        self._inner = inner
+        self.issued = issued
+        self._inner: dist.Work | None = inner
         self._capture = capture
-        self._issued = issued
-        self._is_over = False
+        self._error: BaseException | None = None
+        self._source = NO_RANK
+        self._results: list[weakref.ref[torch.Tensor]] = []
 
     def wait(self, *timeout: Any) -> bool:
         """Wait for the op, and record its end."""
+        inner = self._inner
+        if inner is None:
+            if self._error is not None:
+                raise self._error
+            return True
         try:
-            result = self._inner.wait(*timeout)
+            result = inner.wait(*timeout)
         except BaseException as error:
-            self._over(_FAILED, str(error))
+            self._end(inner, error)
             raise
-        self._over(_COMPLETED)
+        self._end(inner, None)
         return result
 
     def is_completed(self) -> bool:
         """Tell whether the op has completed."""
-        completed = self._inner.is_completed()
+        inner = self._inner
+        if inner is None:
+            return True
+        completed = inner.is_completed()
         if completed:
-            self._over(_COMPLETED if self._inner.is_success() else _FAILED)
+            self._end(inner, None)
         return completed
 
-    def _over(self, status: int, error: str = "") -> None:
-        if self._is_over:
+    def _end(self, inner: dist.Work, error: BaseException | None) -> None:
+        if self._inner is None:
             return
-        self._is_over = True
-        peer = NO_RANK
-        if self._issued.any_source and status == _COMPLETED:
+        self._inner = None
+        self._error = error
+        with contextlib.suppress(Exception):
+            self._results = [weakref.ref(tensor) for tensor in inner.result()]
+        if error is None and self.issued.any_source:
             with contextlib.suppress(RuntimeError):
-                peer = self._inner._source_rank()
-        self._capture._ended(self._issued, status, error=error, peer=peer)
+                self._source = inner._source_rank()
+        status = _FAILED if error is not None else _COMPLETED
+        self._capture._work_over(self, status, str(error or ""), self._source)
 
     def is_success(self) -> bool:
-        """Forward to the op's own Work."""
-        return self._inner.is_success()
+        """Tell whether the op has succeeded."""
+        return self._error is None if self._inner is None else self._inner.is_success()
 
     def exception(self) -> Any:
-        """Forward to the op's own Work."""
-        return self._inner.exception()
+        """Return what the op failed with."""
+        return self._error if self._inner is None else self._inner.exception()
 
     def source_rank(self) -> int:
-        """Forward to the op's own Work."""
-        return self._inner.source_rank()
+        """Return whom an any-source receive got its message from."""
+        return self._source if self._inner is None else self._inner.source_rank()
 
     def _source_rank(self) -> int:
-        return self._inner._source_rank()
+        return self._source if self._inner is None else self._inner._source_rank()
 
     def result(self) -> list[torch.Tensor]:
-        """Forward to the op's own Work."""
-        return self._inner.result()
+        """Return the op's output tensors, as far as somebody else still has them."""
+        if self._inner is not None:
+            return self._inner.result()
+        return [tensor for each in self._results if (tensor := each()) is not None]
 
     def synchronize(self) -> None:
-        """Forward to the op's own Work."""
-        self._inner.synchronize()
+        """Order the caller's stream behind the op."""
+        if self._inner is not None:
+            self._inner.synchronize()
 
     def block_current_stream(self) -> None:
-        """Forward to the op's own Work."""
-        self._inner.block_current_stream()
+        """Order the caller's stream behind the op."""
+        if self._inner is not None:
+            self._inner.block_current_stream()
 
-    def get_future(self) -> Any:
-        """Forward to the op's own Work."""
-        return self._inner.get_future()
+
+def _trim(works: dict[int, WaitedWork], most: int) -> None:
+    while len(works) > most:
+        works.pop(next(iter(works)), None)
 
 
 _DTYPE_CODES = {

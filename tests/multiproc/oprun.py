@@ -1,0 +1,75 @@
+"""One run of every op case on four ranks, shared by the tests that look at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import opcases
+import pytest
+import witness
+from ranks import run_ranks
+from world import World, plain, run_cases
+
+from rankcall import load
+
+RANKS = 4
+CAPTURES = ("native", "python")
+
+
+@dataclass
+class Recorded:
+    """What the ranks expected, what was read back, and what torch's own recorder saw."""
+
+    parts: list[list[dict[str, Any]]]
+    rows: list[list[dict[str, Any]]]
+    torch_saw: list[dict[str, list[witness.Seen]]]
+    problems: list[str]
+    dropped: dict[int, int]
+    capture: str
+
+
+_runs: dict[str, Recorded] = {}
+_failed: set[str] = set()
+
+
+def recorded_run(capture: str, factory: pytest.TempPathFactory) -> Recorded:
+    """Return the run of a capture. It is made once; where it fails, only the first caller does."""
+    if capture in _failed:
+        pytest.skip(f"the {capture} run failed, in the first test that wanted it")
+    if capture not in _runs:
+        _failed.add(capture)
+        _runs[capture] = _run(capture, factory.mktemp(capture) / "run")
+        _failed.remove(capture)
+    return _runs[capture]
+
+
+def _run(capture: str, folder: Path) -> Recorded:
+    env = {"RANKCALL_CAPTURE": capture, **witness.ARMED}
+    told = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=60)
+    run = load(folder)
+    rows = [plain(row) for row in run.records.to_dicts()]
+    return Recorded(
+        parts=[parts for parts, _ in told],
+        rows=[[row for row in rows if row["rank"] == rank] for rank in range(RANKS)],
+        torch_saw=[witness.by_group(entries) for _, entries in told],
+        problems=run.problems,
+        dropped=run.dropped,
+        capture="+".join({head.header.capture for head in run.heads}),
+    )
+
+
+def _issue_everything(rank: int, world_size: int, run_dir: str) -> tuple[Any, Any]:
+    """Run all cases while recording; return what this rank expects, and what torch saw."""
+    import torch.distributed as dist
+
+    import rankcall
+
+    recording = rankcall.enable(run_dir)
+    world = World.of(rank)
+    parts = run_cases(world, opcases.CASES, lambda: recording.capture.counts()[0])
+    entries = witness.torch_saw()
+    dist.destroy_process_group()  # joins the back end's threads: every end is recorded
+    rankcall.disable()
+    return parts, entries
