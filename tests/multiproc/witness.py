@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-ARMED = {"TORCH_FR_BUFFER_SIZE": "8192", "TORCH_NCCL_TRACE_BUFFER_SIZE": "8192"}
+ARMED = {"TORCH_FR_BUFFER_SIZE": "8192"}
 _BYTES = {
     "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Char": 1, "Bool": 1, "Int": 4,
     "Long": 8,

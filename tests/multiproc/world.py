@@ -8,6 +8,7 @@ a call. ``differences`` compares one rank's expectations with the records that w
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,14 @@ SUBGROUPS = {"odd": [1, 3], "some": [0, 2, 3]}
 def here() -> int:
     """Return the number of the line after the caller's."""
     return sys._getframe(1).f_lineno + 1
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait for what another thread or process is about to do; raises where it does not."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import rankcall
 from rankcall import hooks
-from rankcall.capture import session
+from rankcall.capture import delivery, session
 from rankcall.hooks import CollectiveStatus
 
 WAIT_S = 20.0  # far more than anything here takes
@@ -126,6 +126,14 @@ def test_what_is_no_hook_is_refused() -> None:
             register("hook")  # type: ignore[arg-type]
     assert session.current() is None
     assert not hook_threads()
+
+
+@pytest.mark.parametrize("kind", ["collective_start", "collective_end", "process_group"])
+def test_without_torch_it_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module can be imported; registering names what is missing."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(rankcall.TorchMissing, match="needs torch"):
+        getattr(hooks, f"register_{kind}_hook")(print)
 
 
 @pytest.mark.usefixtures("group")
@@ -338,7 +346,7 @@ def test_failures_are_logged_once_with_traceback_then_once_a_minute(
     def bad() -> None:
         raise ValueError("no")
 
-    failures = hooks.FailureLog("end hook", bad, clock=lambda: now)
+    failures = delivery.FailureLog("end hook", bad, clock=lambda: now)
     for moment in (0, 1, 59, 61, 62, 120, 122):
         now = 1000.0 + moment
         failures.call()
@@ -357,10 +365,9 @@ def test_the_tenth_failure_of_its_own_stops_the_dispatcher(
 ) -> None:
     """Nine are logged, the tenth is the one warning; a new registration starts it again."""
     seen, pauses = Seen(), []
-    delivery = hooks.Delivery
     with monkeypatch.context() as patch:
-        patch.setattr(hooks, "_OWN_FAILURE_SECONDS", 0)
-        patch.setattr(delivery, "_turn", lambda self: pauses.append(1) or 1 / 0)
+        patch.setattr(delivery, "_OWN_FAILURE_SECONDS", 0)
+        patch.setattr(delivery.Delivery, "_turn", lambda self: pauses.append(1) or 1 / 0)
         first = hooks.register_collective_end_hook(seen)
         for thread in hook_threads():
             until_gone(thread)
@@ -376,7 +383,7 @@ def test_the_tenth_failure_of_its_own_stops_the_dispatcher(
 
 def test_own_failures_are_a_second_apart() -> None:
     """A dispatcher that fails all the time does not spin."""
-    assert hooks._OWN_FAILURE_SECONDS == 1.0
+    assert delivery._OWN_FAILURE_SECONDS == 1.0
 
 
 # --- what hooks may do ---

@@ -29,6 +29,7 @@ from rankcall.run import create_run, host_name, live_base, live_dir, ring_name, 
 
 ARM = "RANKCALL_ARM"  # set by the launcher, which settles rings itself
 _HEARTBEAT_SECONDS = 0.5
+_DRAIN_SECONDS = 0.1
 _SMALLER = (1, 4, 16, 64)  # a ring that finds no room is tried at these fractions of its size
 
 
@@ -201,8 +202,11 @@ class Recording:
         self._step_handle = _count_steps(self.capture)
         self._heart.start()
 
-    def stop(self) -> None:
-        """Stop recording, and move the ring to the run directory unless the launcher will."""
+    def stop(self) -> bool:
+        """Stop recording; tell whether the ring is closed, or still awaits ends of ops in flight.
+
+        An op's waiter may run before its end has been written, so that is waited for a moment.
+        """
         from rankcall.capture.groups import watch
 
         watch.remove(self._on_group)
@@ -210,9 +214,20 @@ class Recording:
         self.capture.stop()
         self._stopped.set()
         self._heart.join(timeout=2)
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while not self.capture.drained() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self.capture.drained():
+            self.close()
+            return True
+        return False
+
+    def close(self) -> None:
+        """Say in the ring that it is complete; move it to the run unless the launcher will."""
         put(self.ring, "closed_ns", time.monotonic_ns())
         if self._fd >= 0:
             os.close(self._fd)
+            self._fd = -1
         if self.path is not None and self.run_dir is not None and not os.environ.get(ARM):
             settle_ring(self.path, self.run_dir)
 

@@ -113,8 +113,7 @@ def drop(owner: str) -> None:
 
 def _stop(recording: Recording) -> None:
     _state.recording = None
-    recording.stop()
-    if not recording.capture.drained():
+    if not recording.stop():
         _state.draining.append(recording)
 
 
@@ -172,7 +171,10 @@ def _own_run_dir() -> Path:
 
 
 def _forget_drained() -> None:
-    _state.draining = [old for old in _state.draining if not old.capture.drained()]
+    """Close the rings whose last op in flight has ended since recording stopped."""
+    for old in [old for old in _state.draining if old.capture.drained()]:
+        _state.draining.remove(old)
+        old.close()
 
 
 def _register_once() -> None:
@@ -199,3 +201,5 @@ def _at_exit() -> None:
     with _state.lock:
         if _state.recording is not None:
             _stop(_state.recording)
+        for old in _state.draining:
+            old.close()

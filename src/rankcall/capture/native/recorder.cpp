@@ -157,11 +157,6 @@ Outcome failure(Recorder& recorder, const char* message) noexcept {
   return outcome;
 }
 
-// A tensor that a compiler traces with: the op will not run.
-bool is_traced(const Sizes& sizes) {
-  return sizes.first && sizes.first->unsafeGetTensorImpl()->key_set().has_backend(c10::BackendComponent::MetaBit);
-}
-
 void fill_shape(Record& record, const c10::IValue* tensors, const Op& op, const c10::IValue* arguments,
                 const Sizes& sizes) {
   record.tensors = static_cast<uint16_t>(std::min<uint32_t>(sizes.tensors, UINT16_MAX));
@@ -188,8 +183,8 @@ void fill_shape(Record& record, const c10::IValue* tensors, const Op& op, const 
   record.shape_hash = hash.folded();
 }
 
-// Read what the arguments say. False where the op is not to be recorded.
-bool read_arguments(Recorder& recorder, const Op& op, const c10::IValue* arguments, Record& record, Issued& issued,
+// Read what the arguments say.
+void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* arguments, Record& record, Issued& issued,
                     c10::Device& device) {
   const auto at = [&](int position) { return position >= 0 ? &arguments[position] : nullptr; };
   const c10::IValue* in_value = at(op.input >= 0 ? op.input : op.code == layout::kRecv ? -1 : op.in_place);
@@ -198,7 +193,6 @@ bool read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   const Sizes out = out_value == in_value ? in : sizes_of(out_value);
   const Sizes other = sizes_of(at(op.other_tensor));
   const Sizes& main = in.first ? in : out.first ? out : other;
-  if (is_traced(main)) return false;
 
   issued.group = recorder.groups.find(held<c10d::ProcessGroup>(arguments[op.process_group]));
   record.group = issued.group->id;
@@ -236,7 +230,6 @@ bool read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   } else {
     record.seq = issued.group->collectives.fetch_add(1, std::memory_order_relaxed) + 1;
   }
-  return true;
 }
 
 void fill_call_site(Recorder& recorder, Record& record, uint64_t index) {
@@ -278,7 +271,7 @@ bool begin(size_t which, const torch::jit::Stack& stack, Issued& issued) noexcep
     const c10::IValue* arguments = &*(stack.end() - static_cast<std::ptrdiff_t>(op.arguments));
     Record record{};
     c10::Device device(c10::kCPU);
-    if (!read_arguments(*recorder, op, arguments, record, issued, device)) return false;
+    read_arguments(*recorder, op, arguments, record, issued, device);
     record.op = op.code;
     record.variant = op.variant;
     record.thread = this_thread().thread_id();
@@ -418,7 +411,9 @@ template <size_t Which>
 void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto next = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
   Issued issued;
-  if (!begin(Which, *stack, issued)) {
+  // Meta and fake tensors: a compiler traces with them, and the op will not run.
+  const bool traced = keys.has_backend(c10::BackendComponent::MetaBit);
+  if (traced || !begin(Which, *stack, issued)) {
     op.redispatchBoxed(next, stack);
     return;
   }

@@ -1,0 +1,289 @@
+"""Killed and stopped ranks, full and read-only places, no compiler: what was recorded can be read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Result, run_ranks, try_ranks
+from world import here, plain, wait_until
+
+from rankcall import load
+from rankcall.run import live_dir, settle
+
+pytestmark = pytest.mark.multiproc
+CAPTURES = ("native", "python")
+
+
+@pytest.fixture(params=CAPTURES)
+def env(request: pytest.FixtureRequest) -> dict[str, str | None]:
+    """Run on both captures."""
+    return {"RANKCALL_CAPTURE": request.param}
+
+
+def _rows(run_dir: str | Path, rank: int) -> list[dict[str, Any]]:
+    rows = [plain(row) for row in load(run_dir).records.to_dicts()]
+    return [row for row in rows if row["rank"] == rank]
+
+
+def _ended(recording: Any, count: int) -> None:
+    wait_until(lambda: recording.capture.counts()[1] >= count)
+
+
+# --- ranks that are no more, or stand still ---
+
+
+def _stand_still(rank: int, world_size: int, run_dir: str, how: int) -> Any:
+    """Rank 1 stops or kills itself with an op in flight; rank 0 reads a stopped one's ring."""
+    import torch
+    import torch.distributed as dist
+
+    import rankcall
+
+    recording = rankcall.enable(run_dir)
+    store = dist.distributed_c10d._get_default_store()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2))
+    if rank == 1:
+        line = here()
+        work = dist.irecv(torch.zeros(5), 0)
+        _ended(recording, 3)
+        store.set("standing", f"{os.getpid()} {line}")
+        os.kill(os.getpid(), how)
+        work.wait()
+        return None
+    pid, line = map(int, store.get("standing").split())
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] in "TZX")
+    rows = _rows(run_dir, 1)
+    if how == signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+        dist.send(torch.ones(5), 1)
+    rankcall.disable()
+    return {"rows": rows, "line": line}
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_the_last_op_of_a_rank_that_stands_still(
+    tmp_path: Path, env: dict[str, str | None], how: signal.Signals
+) -> None:
+    """Another process reads all it did, and what it was in the middle of."""
+    run_dir = tmp_path / "run"
+    reader, subject = try_ranks(_stand_still, 2, str(run_dir), int(how), env=env)
+    assert reader.value is not None, (reader.error, reader.stderr, subject.error)
+    assert subject.exitcode == (-signal.SIGKILL if how == signal.SIGKILL else 0)
+    settle(run_dir)
+    left = _rows(run_dir, 1)
+    for rows in (reader.value["rows"], left):
+        *done, last = rows
+        assert [(row["op"], row["seq"], row["status"]) for row in done] == [
+            ("all_reduce", seq, "completed") for seq in (1, 2, 3)
+        ]
+        assert (last["op"], last["peer"], last["out_bytes"]) == ("recv", 0, 20)
+        assert last["call_site"] == f"{__file__}:{reader.value['line']}"
+    assert reader.value["rows"][-1]["status"] == "started"
+    assert reader.value["rows"][-1]["completed_ns"] is None
+    assert left[-1]["status"] == ("completed" if how == signal.SIGSTOP else "started")
+
+
+def _lap(rank: int, world_size: int, run_dir: str) -> Any:
+    """Rank 0 has a receive in flight while its ring of 64 goes round three times."""
+    import torch
+    import torch.distributed as dist
+
+    import rankcall
+
+    recording = rankcall.enable(run_dir, capacity=64)
+    take = torch.zeros(5)
+    work = dist.irecv(take, 1, tag=4) if rank == 0 else None
+    for _ in range(200):
+        dist.all_reduce(torch.ones(1))
+    if work is None:
+        dist.barrier()
+        dist.send(torch.ones(5), 0, tag=4)
+        rankcall.disable()
+        return None
+    _ended(recording, 200)
+    before = load(run_dir)
+    during = [plain(row) for row in before.records.to_dicts() if row["rank"] == 0]
+    dist.barrier()
+    work.wait()
+    _ended(recording, 202)
+    rankcall.disable()
+    return {"during": during, "dropped": before.dropped[0]}
+
+
+def test_lapping_an_op_in_flight(tmp_path: Path, env: dict[str, str | None]) -> None:
+    """It moves to the in-flight table, is found there, and gets its end there."""
+    told, _ = run_ranks(_lap, 2, str(tmp_path / "run"), env=env)
+    first, *others = told["during"]
+    assert (first["index"], first["op"], first["status"]) == (0, "recv", "started")
+    assert (first["peer"], first["tag"], first["completed_ns"]) == (1, 4, None)
+    assert [row["index"] for row in others] == list(range(137, 201))
+    assert [row["seq"] for row in others] == list(range(137, 201))
+    assert told["dropped"] == 201 - 65
+    ended, *_ = _rows(tmp_path / "run", 0)
+    assert (ended["index"], ended["status"]) == (0, "completed")
+    assert ended["completed_ns"] > first["enqueued_ns"]
+
+
+# --- places that are full or read-only ---
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Any]:
+    """Return a function that mounts a tmpfs with options; skips where that is not allowed."""
+    mounts: list[Path] = []
+
+    def mount(options: str) -> Path:
+        place = tmp_path / f"mount-{len(mounts)}"
+        place.mkdir()
+        command = shutil.which("mount")
+        done = command and subprocess.run(
+            [command, "-t", "tmpfs", "-o", options, "tmpfs", str(place)],
+            capture_output=True,
+            check=False,
+        )
+        if not done or done.returncode:
+            pytest.skip("a tmpfs cannot be mounted here")
+        mounts.append(place)
+        return place
+
+    yield mount
+    for place in mounts:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def _few_ops(rank: int, world_size: int, run_dir: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    import rankcall
+
+    recording = rankcall.enable(run_dir)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(2))
+    issued, capacity = recording.capture.counts()[0], recording.geometry.capacity
+    name = recording.capture.name
+    dist.destroy_process_group()
+    rankcall.disable()
+    return {"issued": issued, "capacity": capacity, "capture": name}
+
+
+def _said(results: list[Result]) -> list[str]:
+    """Return what rankcall said on any rank; every rank must have done its work."""
+    for result in results:
+        assert result.ok, result.error
+        assert result.value["issued"] == 5
+    lines = [line for result in results for line in result.stderr.splitlines()]
+    return [line for line in lines if line.startswith("rankcall: ")]
+
+
+def test_no_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
+    """Recording goes on in memory; it is said once."""
+    full = {**env, "RANKCALL_SHM": str(mounted("size=64k"))}
+    (said,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=full))
+    assert "No space left on device" in said
+    assert said.endswith("recording goes on in memory only")
+
+
+def test_little_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
+    """A smaller ring is made; it is said once, and everything is recorded."""
+    tight = {**env, "RANKCALL_SHM": str(mounted("size=3m"))}
+    results = try_ranks(_few_ops, 2, str(tmp_path / "run"), env=tight)
+    (said,) = _said(results)
+    assert "the ring holds" in said
+    assert results[0].value["capacity"] < 1 << 14
+    assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
+
+
+def test_read_only_tmpfs(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
+    """Without a place in memory the ring is a file of the run directory."""
+    ro = {**env, "RANKCALL_SHM": str(mounted("ro"))}
+    assert _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=ro)) == []
+    assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
+
+
+def test_read_only_run_directory(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
+    """Records stay where they can be: it says where, once, and they can be read there."""
+    run_dir = mounted("ro") / "run"
+    (said,) = _said(try_ranks(_few_ops, 2, str(run_dir), env=env))
+    place = live_dir(run_dir)
+    assert said.endswith(f"records stay in {place}")
+    assert [len(_rows(place, rank)) for rank in (0, 1)] == [5, 5]
+    shutil.rmtree(place)
+
+
+# --- no native recorder ---
+
+
+def _without_compiler(tmp_path: Path, **more: str) -> dict[str, str | None]:
+    return {"RANKCALL_CACHE": str(tmp_path / "cache"), "PATH": str(tmp_path), "CXX": None, **more}
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({}, "there is no C++ compiler"),
+        ({"CXX": "false"}, "failed"),
+        ({"RANKCALL_CACHE": "/proc/nowhere"}, "cannot be written"),
+    ],
+    ids=["no compiler", "a compiler that fails", "unwritable cache"],
+)
+def test_python_records_instead(tmp_path: Path, broken: dict[str, str], reason: str) -> None:
+    """One line says why, and everything is recorded."""
+    broken = {key: shutil.which(value) or value for key, value in broken.items()}
+    env = _without_compiler(tmp_path, **broken)
+    results = try_ranks(_few_ops, 2, str(tmp_path / "run"), env=env)
+    (said,) = _said(results)
+    assert said.startswith("rankcall: the native recorder is not available, recording in Python: ")
+    assert reason in said
+    assert {result.value["capture"] for result in results} == {"python"}
+    assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
+    assert load(tmp_path / "run").ranks["capture"].to_list() == ["python", "python"]
+
+
+def _refused(rank: int, world_size: int, run_dir: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    import rankcall
+    from rankcall.capture import session
+
+    try:
+        rankcall.enable(run_dir)
+    except (rankcall.CaptureUnavailable, ValueError) as error:
+        dist.all_reduce(torch.ones(1))
+        assert session.current() is None
+        return [type(error).__name__, str(error)]
+    return None
+
+
+def _leftovers(run_dir: Path) -> list[Path]:
+    return sorted(live_dir(run_dir).glob("*")) + sorted(run_dir.glob("rings/*"))
+
+
+def test_native_by_name_without_a_compiler(tmp_path: Path) -> None:
+    """It was asked for by name, so its absence is an error; the job could go on without."""
+    env = _without_compiler(tmp_path, RANKCALL_CAPTURE="native")
+    ((kind, text),) = run_ranks(_refused, 1, str(tmp_path / "run"), env=env)
+    assert kind == "CaptureUnavailable"
+    assert text == "there is no C++ compiler (tried $CXX, c++, g++, clang++)"
+    left = _leftovers(tmp_path / "run")
+    shutil.rmtree(live_dir(tmp_path / "run"), ignore_errors=True)
+    assert left == []
+
+
+def test_an_unknown_capture(tmp_path: Path) -> None:
+    """The error names what there is."""
+    env = {"RANKCALL_CAPTURE": "rust"}
+    ((kind, text),) = run_ranks(_refused, 1, str(tmp_path / "run"), env=env)
+    assert kind == "ValueError"
+    assert text == "capture must be one of auto, native, python; got 'rust'"
+    assert not (tmp_path / "run").exists()
