@@ -148,6 +148,8 @@ def _held(ring: Path) -> Iterator[BinaryIO]:
 def _move(ring: Path, target: Path) -> Path:
     """Copy a ring without its unused end, then remove the original; never half a file."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if target.exists() and target.samefile(ring):
+        return target  # without a tmpfs it was written there; uncut, for it may still be mapped
     scratch = target.with_suffix(".moving")
     with _held(ring) as source:
         try:

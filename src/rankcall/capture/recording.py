@@ -66,7 +66,11 @@ class Recording:
         self._fd = -1
         self._leave = leave
         self.ring = self._make_ring(run_dir)
-        self.capture: Capture = self._make_capture(capture, call_sites)
+        try:
+            self.capture: Capture = self._make_capture(capture, call_sites)
+        except BaseException:
+            self._discard()
+            raise
         put(self.ring, "capture", CAPTURES.index(self.capture.name))
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
@@ -123,6 +127,13 @@ class Recording:
             # Another launcher of this host has just settled its rings and removed the folder.
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             return create(self._file_in(folder), self._identity, geometry)
+
+    def _discard(self) -> None:
+        """Leave no ring behind that nothing will be recorded in."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
     def move_to(self, run_dir: Path) -> bool:
         """Give an unnamed ring (hooks only) a place in a run; False where it can have none."""
