@@ -763,6 +763,29 @@ def functional_more(w: World, g: Members) -> None:
 
 
 @case
+def one_work_for_several_tensors(w: World, g: Members) -> None:
+    """Each tensor is waited for, and Gloo's Work behind both has no future."""
+    n, ins = g.n, [_full((2 * g.n,), 1.0), _full((3 * g.n,), 2.0)]
+    line = here()
+    parts = funcol.reduce_scatter_tensor_coalesced(ins, "sum", [0, 0], g.pg)
+    for part, value in zip(parts, (n, 2 * n), strict=True):
+        _check(funcol.wait_tensor(part), value)
+    w.saw(g, "reduce_scatter", "reduce_scatter_tensor_coalesced_",
+          api="reduce_scatter_tensor_coalesced", line=line, in_bytes=20 * n, out_bytes=20,
+          message_bytes=20, shape=[2 * n], tensors=2, reduce_op="sum", async_op=True)  # fmt: skip
+
+
+@case
+def all_reduce_never_waited_for(w: World, g: Members) -> None:
+    """Its end is the back end's, not the call of wait(); also after ops that have no future."""
+    tensor = _full((2,), w.rank)
+    line = here()
+    dist.all_reduce(tensor, group=g.pg, async_op=True)
+    w.saw(g, "all_reduce", "allreduce_", api="all_reduce", line=line, both=8, shape=[2],
+          reduce_op="sum", async_op=True)  # fmt: skip
+
+
+@case
 def through_a_function_of_the_users(w: World, g: Members) -> None:
     """The call site is the line that calls torch, not the one that calls the helper."""
     tensor = _full((2,), w.rank)

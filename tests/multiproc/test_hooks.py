@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -200,7 +201,6 @@ def _fork(rank: int, world_size: int) -> list[Any]:
     if child == 0:
         try:
             os.close(read)
-            dist.distributed_c10d._world.pg_map.clear()
             tasks = os.listdir("/proc/self/task")
             lone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
             lone.allreduce([torch.ones(1)]).wait()
@@ -209,6 +209,8 @@ def _fork(rank: int, world_size: int) -> list[Any]:
             with hooks.register_collective_end_hook(later):
                 pass
             os.write(write, f"{message} {len(seen.statuses)} {len(later.statuses)}".encode())
+        except BaseException:
+            os.write(write, traceback.format_exc().encode())
         finally:
             os._exit(0)
     os.close(write)
