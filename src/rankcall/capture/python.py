@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import get_native_id
@@ -34,6 +33,7 @@ from rankcall.capture.ops import (
     shape_of,
     sizes_at,
 )
+from rankcall.capture.waited import WaitedWork
 from rankcall.record import (
     DEVICE_TYPES,
     DTYPES,
@@ -268,22 +268,26 @@ class PythonCapture:
                 else:
                     future.add_done_callback(lambda done: self._future_done(issued, done))
                 return result
-        waited = self._waited[issued.number] = WaitedWork(work, self, issued)
-        _trim(self._waited, _MAX_WAITED)
-        boxed = waited.boxed()
+        boxed = self._wait_for(work, issued).boxed()
         return (*result[:-1], boxed) if isinstance(result, (tuple, list)) else boxed
 
-    def _work_over(self, waited: WaitedWork, status: int, error: str, peer: int) -> None:
-        """Record the end of a Work that was waited for.
+    def _wait_for(self, work: dist.Work, issued: _Issued) -> WaitedWork:
+        """Put a Work of ours in place of one that has no future.
 
         Its Python half must live as long as its C++ half, which would go on without our methods
         and wait for ever; nobody says how long that is, so a bounded number is kept.
         """
-        issued = waited.issued
-        self._waited.pop(issued.number, None)
-        self._over[issued.number] = waited
-        _trim(self._over, _MAX_OVER)
-        self._ended(issued, status, error=error, peer=peer)
+
+        def over(error: BaseException | None, peer: int) -> None:
+            if self._waited.pop(issued.number, None) is not None:
+                self._over[issued.number] = waited
+                _trim(self._over, _MAX_OVER)
+            status = _COMPLETED if error is None else _FAILED
+            self._ended(issued, status, error=str(error or ""), peer=peer)
+
+        waited = self._waited[issued.number] = WaitedWork(work, over, issued.any_source)
+        _trim(self._waited, _MAX_WAITED)
+        return waited
 
     def _future_done(self, issued: _Issued, future: Any) -> None:
         try:
@@ -317,91 +321,6 @@ class PythonCapture:
                 return 0
             self._errors[message] = self._ring.string(message[:4096])
         return self._errors[message]
-
-
-class WaitedWork(dist.Work):
-    """Stands in for a Work that has no future: the return of ``wait()`` is the end of the op.
-
-    Once that has come it lets go of the op's own Work, which holds tensors, and answers for it.
-    """
-
-    def __init__(self, inner: dist.Work, capture: PythonCapture, issued: _Issued) -> None:
-        super().__init__()
-        self.issued = issued
-        self._inner: dist.Work | None = inner
-        self._capture = capture
-        self._error: BaseException | None = None
-        self._source = NO_RANK
-        self._results: list[weakref.ref[torch.Tensor]] = []
-
-    def wait(self, *timeout: Any) -> bool:
-        """Wait for the op, and record its end."""
-        inner = self._inner
-        if inner is None:
-            if self._error is not None:
-                raise self._error
-            return True
-        try:
-            result = inner.wait(*timeout)
-        except BaseException as error:
-            self._end(inner, error)
-            raise
-        self._end(inner, None)
-        return result
-
-    def is_completed(self) -> bool:
-        """Tell whether the op has completed."""
-        inner = self._inner
-        if inner is None:
-            return True
-        completed = inner.is_completed()
-        if completed:
-            self._end(inner, None)
-        return completed
-
-    def _end(self, inner: dist.Work, error: BaseException | None) -> None:
-        if self._inner is None:
-            return
-        self._inner = None
-        self._error = error
-        with contextlib.suppress(Exception):
-            self._results = [weakref.ref(tensor) for tensor in inner.result()]
-        if error is None and self.issued.any_source:
-            with contextlib.suppress(RuntimeError):
-                self._source = inner._source_rank()
-        status = _FAILED if error is not None else _COMPLETED
-        self._capture._work_over(self, status, str(error or ""), self._source)
-
-    def is_success(self) -> bool:
-        """Tell whether the op has succeeded."""
-        return self._error is None if self._inner is None else self._inner.is_success()
-
-    def exception(self) -> Any:
-        """Return what the op failed with."""
-        return self._error if self._inner is None else self._inner.exception()
-
-    def source_rank(self) -> int:
-        """Return whom an any-source receive got its message from."""
-        return self._source if self._inner is None else self._inner.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._source if self._inner is None else self._inner._source_rank()
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the op's output tensors, as far as somebody else still has them."""
-        if self._inner is not None:
-            return self._inner.result()
-        return [tensor for each in self._results if (tensor := each()) is not None]
-
-    def synchronize(self) -> None:
-        """Order the caller's stream behind the op."""
-        if self._inner is not None:
-            self._inner.synchronize()
-
-    def block_current_stream(self) -> None:
-        """Order the caller's stream behind the op."""
-        if self._inner is not None:
-            self._inner.block_current_stream()
 
 
 def _trim(works: dict[int, WaitedWork], most: int) -> None:
