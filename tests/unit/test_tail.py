@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from unittest import mock
@@ -416,6 +417,7 @@ def test_writers_on_other_threads(threads: int) -> None:
 
     while any(writer.is_alive() for writer in writers):
         look()
+        time.sleep(0.0005)  # a reader that never lets go of the GIL would starve the writers
     look()
     world.ring.finish(world.ring.issue(body(started_ns=1)), completed_ns=1, status=COMPLETED)
     look()
