@@ -23,7 +23,8 @@ import torch.distributed as dist
 def main():
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(4))
-    print(dist.get_rank(), __name__, sys.argv[1:], flush=True)
+    # one write: the ranks share a pipe
+    os.write(1, f"{dist.get_rank()} {__name__} {sys.argv[1:]}\\n".encode())
 """
 
 
