@@ -1,4 +1,4 @@
-"""Rings as Polars tables: names for codes, global ranks for group ranks, times in one clock."""
+"""Rings as Polars tables: names for codes, global ranks for group ranks, ids resolved."""
 
 from __future__ import annotations
 
