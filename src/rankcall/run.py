@@ -5,7 +5,6 @@
     rankcall-runs/latest -> 20261121T034130-train_digits
     rankcall-runs/20261121T034130-train_digits/
         run.json                                    what was started, where and when
-        exits.node-a.4700.jsonl                     how its processes ended, by a launcher
         rings/rank-00003.attempt-0.node-a.4711.ring one file per rank and attempt
     /dev/shm/rankcall-<uid>/<run>-<hash>/           the same files while their processes live
 
@@ -29,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.record import RECORD
@@ -43,15 +42,6 @@ if TYPE_CHECKING:
 RUNS = "rankcall-runs"
 RUN_SCHEMA = 1
 Progress = Callable[[int, int], None]
-
-
-class Exit(NamedTuple):
-    """How a rank's process ended. ``code`` is negative for a signal, as in subprocess."""
-
-    rank: int
-    attempt: int
-    pid: int
-    code: int
 
 
 def host_name() -> str:
@@ -82,25 +72,6 @@ def create_run(path: Path, about: dict[str, Any]) -> Path:
         scratch.symlink_to(path.name)
         scratch.replace(link)
     return path
-
-
-def write_exits(path: Path, exits: Iterable[Exit]) -> None:
-    """Add how processes of a run ended, as seen by whoever started them. One writer a host."""
-    target = path / f"exits.{re.sub(r'[^A-Za-z0-9_-]+', '_', host_name())}.{os.getpid()}.jsonl"
-    with target.open("a") as file:
-        file.writelines(json.dumps(each._asdict()) + "\n" for each in exits)
-
-
-def read_exits(path: Path) -> list[Exit]:
-    """Return what is known of how the processes of a run ended; what cannot be read is left out."""
-    found = []
-    for file in sorted(path.glob("exits.*.jsonl")) if path.is_dir() else []:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            for line in file.read_text().splitlines():
-                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                    row = json.loads(line)
-                    found.append(Exit(*(int(row[name]) for name in Exit._fields)))
-    return found
 
 
 def live_base() -> Path:
@@ -308,11 +279,6 @@ class Run:
         """Each rank's host, by the ring of its last attempt."""
         ordered = sorted(self.heads, key=lambda head: head.header.attempt)
         return {head.header.rank: head.header.host for head in ordered}
-
-    @cached_property
-    def exits(self) -> dict[tuple[int, int], int]:
-        """Exit codes by (rank, pid) as far as whoever started the processes left them."""
-        return {(each.rank, each.pid): each.code for each in read_exits(self.path)}
 
     @property
     def world_size(self) -> int:
