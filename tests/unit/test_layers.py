@@ -16,7 +16,7 @@ ROOT = Path(rankcall.__file__).parent
 LEVELS = (
     ("errors", "_clock", "_registry", "record"),
     ("ring",),
-    ("run _frames", "_rows"),
+    ("run _frames", "_rows", "processes", "_stacks"),
     ("analysis", "capture", "store"),
     ("hooks", "join", "rpc", "report"),
     ("trace", "watch"),
@@ -28,9 +28,10 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "ring", "run", "_frames", "_rows", "analysis", "report", "trace",
-)
-LAZY = ("cli", "testing")  # torch only inside what needs it  # fmt: skip
+    "errors", "record", "ring", "run", "_frames", "_rows", "processes", "_stacks", "analysis",
+    "report", "trace",
+)  # fmt: skip
+LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
 OPTIONAL = ("jinja2", "plotly", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from rankcall.analysis.snapshot import Snapshot, merge
-from rankcall.watch._summary import decode, encode
+from rankcall.analysis.exchange import decode, encode
+from rankcall.analysis.snapshot import Snapshot, merge, no_calls
 
 T = TypeVar("T")
 SETTLE_S = 1.5  # what the other nodes get to post
@@ -101,7 +101,7 @@ class Exchange:
                 try:
                     heard[post] = decode(bytes(store.get(key)))
                 except ValueError:
-                    heard[post] = Snapshot([], heard[min(heard)].calls[:0])
+                    heard[post] = Snapshot([], no_calls())
 
     def _forget(self, store: Any, number: int, posts: int) -> None:
         """Delete the round before the last one: a long job must not fill the store."""
