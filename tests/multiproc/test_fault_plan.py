@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rankcall import load
+from rankcall.processes import read_exits
 from rankcall.testing import FaultPlan, RanksFailed, spawn_ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -71,8 +72,8 @@ def test_kill(tmp_path: Path, sig: signal.Signals) -> None:
     results = spawn_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run", check=False)
     assert results[1].exitcode == -sig
     assert [row[:2] for row in _rows(tmp_path / "run", 1)] == [("all_reduce", 1)]
-    run = load(tmp_path / "run")
-    assert run.exits[1, results[1].pid] == -sig
+    ends = {each.rank: (each.code, each.by_launcher) for each in read_exits(tmp_path / "run")}
+    assert ends[1] == (-sig, False)
 
 
 def test_stop(tmp_path: Path) -> None:
@@ -95,8 +96,8 @@ def test_exit_and_fail(tmp_path: Path) -> None:
     assert first.error is not None
     assert "InjectedFault: oh no" in first.error
     assert "dist.broadcast(torch.zeros(2), 0)" in first.error
-    run = load(tmp_path / "run")
-    assert run.exits == {(0, first.pid): 1, (1, second.pid): 0}
+    ends = {(each.rank, each.pid): each.code for each in read_exits(tmp_path / "run")}
+    assert ends == {(0, first.pid): 1, (1, second.pid): 0}
 
 
 @pytest.mark.parametrize("hold_gil", [False, True])

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rankcall.run import Exit, settle, write_exits
+from rankcall.processes import Exit, note_exit
+from rankcall.run import host_name, settle
 from rankcall.testing._child import Job, be_rank, read_told
 from rankcall.testing.faults import FaultPlan
 
@@ -136,6 +137,7 @@ class Ranks:
         self.run_dir = run_dir
         self.results: list[RankResult] = []
         self._processes: list[BaseProcess] = []
+        self._noted: set[int] = set()
 
     def start(self, job: Job, env: Sequence[Environment]) -> None:
         """Start a process for each rank's environment."""
@@ -161,6 +163,7 @@ class Ranks:
         """Wait for all to end, once one has failed ``GRACE_S`` at most; False where time is up."""
         deadline, failed = time.monotonic() + timeout, False
         while any(process.is_alive() for process in self._processes):
+            self.note_exits()
             if not failed and any(process.exitcode for process in self._processes):
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() > deadline:
@@ -170,19 +173,28 @@ class Ranks:
             )
         return True
 
+    def note_exits(self, by_us: bool = False) -> None:
+        """Write into the run how those ended that have since the last time; ``wait`` does it too."""
+        for rank, process in enumerate(self._processes):
+            code, pid = process.exitcode, process.pid
+            if code is None or pid is None or rank in self._noted:
+                continue
+            self._noted.add(rank)
+            if self.run_dir is not None and self.run_dir.is_dir():
+                note_exit(
+                    self.run_dir, Exit(rank, 0, host_name(), pid, code, time.time_ns(), by_us)
+                )
+
     def end(self) -> None:
         """End what is left and gather the results; a second time it does nothing."""
         if self.results:
             return
-        codes = [process.exitcode for process in self._processes]  # before we end them
+        self.note_exits()
         _reap(self._processes)
+        self.note_exits(by_us=True)
         self.results = [self._result(rank, each) for rank, each in enumerate(self._processes)]
         if self.run_dir is not None and self.run_dir.is_dir():
             settle(self.run_dir)
-            exits = zip(self.results, codes, strict=True)
-            write_exits(
-                self.run_dir, [Exit(r.rank, 0, r.pid, code) for r, code in exits if code is not None]
-            )
         self._folder.cleanup()
 
     def _result(self, rank: int, process: BaseProcess) -> RankResult:
