@@ -55,8 +55,12 @@ def enable(
     ``TorchMissing``, ``ValueError`` for an unknown capture or a bad capacity, and
     ``CaptureUnavailable`` where ``native`` was asked for by name and cannot be built.
     """
-    where = Path(run_dir or os.environ.get("RANKCALL_RUN_DIR") or _own_run_dir()).absolute()
-    return claim("user", where, capture, capacity, call_sites)
+    return claim("user", run_dir_of(run_dir), capture, capacity, call_sites)
+
+
+def run_dir_of(given: str | os.PathLike[str] | None) -> Path:
+    """Return where a run is kept: as given, as the environment says, or by script and time."""
+    return Path(given or os.environ.get("RANKCALL_RUN_DIR") or _own_run_dir()).absolute()
 
 
 def disable() -> None:
