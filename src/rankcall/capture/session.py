@@ -128,12 +128,17 @@ def _left(recording: Recording) -> None:
         drop("user")
 
 
-def arm() -> None:
-    """Record as the launcher asked by environment. Never raises; says on stderr what went wrong."""
+def arm() -> bool:
+    """Record as the launcher asked by environment, and tell whether that is so.
+
+    Never raises; says on stderr what went wrong.
+    """
     try:
         enable()
     except (RankcallError, OSError, ValueError) as error:
         say(f"not recording: {error}")
+        return False
+    return True
 
 
 def check_torch() -> None:

@@ -29,8 +29,8 @@ Object = dict[str, Any]
 
 def encode(diagnosis: Diagnosis, about: Mapping[str, Any]) -> bytes:
     """Return a diagnosis with its printed form as one JSON object."""
-    text = _text(diagnosis) if diagnosis.findings else ""
-    found = {**diagnosis_json.as_object(diagnosis), "hang": dict(about), "text": text}
+    words = text(diagnosis) if diagnosis.findings else ""
+    found = {**diagnosis_json.as_object(diagnosis), "hang": dict(about), "text": words}
     return json.dumps(found).encode()
 
 
@@ -89,7 +89,16 @@ def written(run_dir: Path, since_epoch_ns: int = 0) -> list[Object]:
     return found
 
 
-def _text(diagnosis: Diagnosis) -> str:
+def text_of(verdict: Object) -> str:
+    """Return what was printed of a verdict that ``written`` found."""
+    try:
+        return (Path(verdict["place"]) / "verdict.txt").read_text()
+    except OSError:
+        return f"verdict: {verdict.get('verdict')}"
+
+
+def text(diagnosis: Diagnosis) -> str:
+    """Return a diagnosis as it is printed."""
     lines = [f"rankcall: the job hangs: {diagnosis.verdict}"]
     for found in diagnosis.findings:
         lines += [f"  {found.summary}", *(f"    {line}" for line in found.evidence), found.advice]
