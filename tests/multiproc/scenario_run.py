@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scenarios import HANG_AFTER_S, Cause, Scenario
+from scenarios import Cause, Scenario
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.run import load
@@ -48,9 +48,9 @@ class Found:
         return problems
 
 
-def run(scenario: Scenario, folder: Path, hang_after: float = HANG_AFTER_S) -> Found:
+def run(scenario: Scenario, folder: Path) -> Found:
     """Run a scenario in ``folder`` and judge it every way that there is."""
-    began = time.monotonic()
+    began, hang_after = time.monotonic(), scenario.hang_after
     by: dict[str, list[Cause]] = {}
     seconds = None
     run_dir = folder / "run"

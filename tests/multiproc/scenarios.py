@@ -31,6 +31,7 @@ class Scenario:
     nodes: int = 1  # ranks are spread over them in blocks; each has a /dev/shm of its own
     init: bool = True
     fast: bool = False  # a part of `make test`
+    hang_after: float = HANG_AFTER_S
     args: tuple[Any, ...] = field(default=())
 
     @property
@@ -81,8 +82,8 @@ STOPPED = [
     Scenario("stop-rank-0", programs.plain, P.stop(0, seq=20), one("stopped", 0)),
     Scenario("stop-ddp", programs.ddp, P.stop(3, "all_reduce", 17), one("stopped", 3), fast=True),
     Scenario("stop-pipeline", programs.pipeline, P.stop(1, "send", 7), one("stopped", 1)),
-    Scenario("gil-held", programs.plain, P.hang(1, seq=20, hold_gil=True), one("stopped", 1), fast=True),
-    Scenario("gil-held-mesh", programs.mesh, P.hang(2, seq=8, hold_gil=True), one("stopped", 2)),
+    Scenario("gil-held", programs.plain, P.hang(1, seq=20, hold_gil=True), one("stopped", 1), hang_after=4.0, fast=True),
+    Scenario("gil-held-mesh", programs.mesh, P.hang(2, seq=8, hold_gil=True), one("stopped", 2), hang_after=4.0),
     Scenario(
         "stop-and-hang", programs.halves,
         P.stop(0, seq=5, group="left") + P.hang(3, seq=5, group="right"),
@@ -91,15 +92,15 @@ STOPPED = [
 ]  # fmt: skip
 
 EXHAUSTED = [
-    Scenario("data-run-out", programs.plain, P.exhaust(1, after=6), one("exhausted", 1), fast=True),
-    Scenario("data-run-out-rank-0", programs.plain, P.exhaust(0, after=6), one("exhausted", 0)),
-    Scenario("data-run-out-ddp", programs.ddp, P.exhaust(2, after=6), one("exhausted", 2)),
-    Scenario("data-run-out-fsdp2", programs.fsdp2, P.exhaust(2, after=6), one("exhausted", 2)),
+    Scenario("data-run-out", programs.plain, P.exhaust(1, after=6), one("exhausted", 1), ends=True, fast=True),
+    Scenario("data-run-out-rank-0", programs.plain, P.exhaust(0, after=6), one("exhausted", 0), ends=True),
+    Scenario("data-run-out-ddp", programs.ddp, P.exhaust(2, after=6), one("exhausted", 2), ends=True),
+    Scenario("data-run-out-fsdp2", programs.fsdp2, P.exhaust(2, after=6), one("exhausted", 2), ends=True),
     Scenario(
         "two-run-out", programs.plain, P.exhaust(1, after=6).exhaust(2, after=6),
-        one("exhausted", 1, 2),
+        one("exhausted", 1, 2), ends=True,
     ),
-    Scenario("leaves-with-0", programs.uniform, P.exit(3, seq=9), one("exhausted", 3)),
+    Scenario("leaves-with-0", programs.uniform, P.exit(3, seq=9), one("exhausted", 3), ends=True),
 ]  # fmt: skip
 
 DEAD = [
@@ -118,15 +119,15 @@ DESYNC = [
     Scenario("skipped-by-rank-0", programs.plain, P.skip(0, "all_gather", 20), one("desync", 0)),
     Scenario("skipped-and-seen-late", programs.uniform, P.skip(2, seq=5), one("desync", 2), fast=True),
     Scenario("swapped", programs.plain, P.swap(3, "all_reduce", 20), one("desync", 3)),
-    Scenario("counts-first", programs.evaluates, P.exhaust(2, after=6), one("mismatch", 2)),
+    Scenario("counts-first", programs.evaluates, P.exhaust(2, after=6), one("mismatch", 2), ends=True),
 ]  # fmt: skip
 
 MISMATCH = [
-    Scenario("wrong-shape", programs.plain, P.change(1, "shape", "all_gather", 20), one("mismatch", 1), fast=True),
-    Scenario("wrong-shape-ddp", programs.ddp, P.change(2, "shape", "all_reduce", 20), one("mismatch", 2)),
-    Scenario("wrong-dtype", programs.plain, P.change(3, "dtype", "all_reduce", 20), one("mismatch", 3)),
+    Scenario("wrong-shape", programs.plain, P.change(1, "shape", "all_gather", 20), one("mismatch", 1), ends=True, fast=True),
+    Scenario("wrong-shape-ddp", programs.ddp, P.change(2, "shape", "all_reduce", 20), one("mismatch", 2), ends=True),
+    Scenario("wrong-dtype", programs.plain, P.change(3, "dtype", "all_reduce", 20), one("mismatch", 3), ends=True),
     Scenario("wrong-root", programs.plain, P.change(2, "root", "broadcast", 20), one("mismatch", 2), fast=True),
-    Scenario("wrong-shape-fsdp2", programs.fsdp2, P.change(0, "shape", "reduce_scatter", 30), one("mismatch", 0)),
+    Scenario("wrong-shape-fsdp2", programs.fsdp2, P.change(0, "shape", "reduce_scatter", 30), one("mismatch", 0), ends=True),
 ]  # fmt: skip
 
 DEADLOCK = [

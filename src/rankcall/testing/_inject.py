@@ -212,7 +212,10 @@ def _befall(fault: Fault) -> None:
     elif fault.kind == "fail":
         raise InjectedFault(fault.text)
     elif fault.kind == "hold_gil":
-        ctypes.PyDLL(None).pause()
+        # Not pause() nor sleep(): any signal that is handled would end those.
+        mutex = ctypes.create_string_buffer(128)
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     elif fault.kind == "delay":
         while math.isinf(fault.seconds):
             time.sleep(_NAP_S)

@@ -131,6 +131,8 @@ class Judge:
     def _publish(self, verdict: _verdict.Object, dumped: dict[int, str], loud: bool) -> None:
         """Keep the verdict in the run, and print it where that is ours to do."""
         place = None
+        if any(each["hang"] == verdict["hang"] for each in self.told()):
+            return  # by the leader of another node, on a file system that is shared
         try:
             place = _verdict.write(self._run_dir, verdict, dumped)
             loud = loud and place is not None
@@ -150,9 +152,11 @@ def _with_stacks(snapshot: Snapshot, dumped: dict[int, str]) -> Snapshot:
 
 
 def _own_store() -> Any:
-    """Return a connection of our own to the job's store, with keys of our own."""
+    """Return a connection of our own to the job's store, with keys of our own; None without it."""
     import torch.distributed as dist
 
+    if not dist.is_initialized():
+        return None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.distributed_c10d._get_default_store().clone()
     return dist.PrefixStore(f"rankcall/watch/{attempt}", store)
