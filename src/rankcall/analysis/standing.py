@@ -24,7 +24,7 @@ from rankcall.analysis.snapshot import (
     labels_of,
     no_calls,
 )
-from rankcall.processes import Exit, process_state, read_exits
+from rankcall.processes import LAUNCHER, Exit, process_state, read_exits
 from rankcall.record import KINDS, STATUSES
 from rankcall.ring.reader import CallSite, Group, Head, Header, Ring
 from rankcall.run import Progress, Run, format_ranks
@@ -37,6 +37,7 @@ _WINDOW, _ALL_WINDOWS = (64, 1024), 1 << 20  # calls kept of a rank: bounds, and
 _PER_GROUP = 16  # calls kept of each group, however long ago
 _LARGEST = 1 << 62  # no count or size beyond this is believed
 _BEATS_S = 2.0  # a process that gave a sign of life so recently is not gone, whatever /proc says
+_TERMINATED = (-2, -9, -15)  # what a launcher that is told to stop ends its workers with
 _S = 1e9
 
 ProcessState = Callable[[Header], str]
@@ -196,11 +197,14 @@ class _Gathered:
     def _ends(self, exits: list[Exit]) -> dict[int, tuple[Exit, int]]:
         """Match noted ends to the processes, with the monotonic ns of each."""
         found = {}
+        told = {ended.host for ended in exits if ended.rank == LAUNCHER}
         for ended in exits:
             head = self.headers.get(ended.rank)
             if head and (head.pid, head.attempt) == (ended.pid, ended.attempt):
                 moment = ended.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
-                found[ended.rank] = ended, moment
+                with_it = ended.host in told and ended.code in _TERMINATED
+                by_launcher = ended.by_launcher or with_it
+                found[ended.rank] = replace(ended, by_launcher=by_launcher), moment
         return found
 
     def _now(self, ends: dict[int, tuple[Exit, int]]) -> dict[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -106,8 +106,11 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def torchrun(argv: Sequence[str]) -> int:
-    """Run torchrun in this process and return its exit status; what went wrong is on stderr."""
+def torchrun(argv: Sequence[str], on_signal: Callable[[int], None] = lambda number: None) -> int:
+    """Run torchrun in this process and return its exit status; what went wrong is on stderr.
+
+    ``on_signal`` is told the signal that ended it, where one did.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -119,6 +122,7 @@ def torchrun(argv: Sequence[str]) -> int:
         typer.echo(str(failed), err=True)  # torchrun's own table of who failed, and how
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
+        on_signal(ended.sigval.value)
     except KeyboardInterrupt:
         say("the job was interrupted before its workers ran")
     except Exception as error:

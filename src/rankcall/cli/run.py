@@ -30,6 +30,7 @@ from rankcall.cli._engine import (
     say,
     torchrun,
 )
+from rankcall.cli._exits import noting_exits
 from rankcall.errors import CaptureUnavailable, CorruptRun
 from rankcall.ring.layout import HEADER_BYTES
 from rankcall.ring.reader import Header, parse_header
@@ -88,7 +89,8 @@ def command(
         before = {path.name for path in ring_paths(where)}
         with environment(arming(where, recorder, job)):
             try:
-                status = torchrun(job.argv)
+                with noting_exits(where, host_name()) as exits:
+                    status = torchrun(job.argv, exits.told_to_stop)
             finally:
                 with _undisturbed():
                     _finish(where, job, before)
