@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from scenario_run import run
-from scenarios import ALL, Scenario
+from scenarios import ALL, FAST, Scenario
 
 pytestmark = pytest.mark.multiproc
 
 
 def _marked(scenario: Scenario) -> object:
-    marks = [] if scenario.fast else [pytest.mark.slow]
+    marks = [] if scenario.name in FAST else [pytest.mark.slow]
     return pytest.param(scenario, id=scenario.name, marks=marks)
 
 
@@ -27,7 +27,9 @@ def test_scenario(scenario: Scenario, tmp_path: Path) -> None:
 
 def test_there_are_enough() -> None:
     """Names are unique; every verdict on a hang has several variants."""
-    assert len({each.name for each in ALL}) == len(ALL) >= 40
+    names = {each.name for each in ALL}
+    assert len(names) == len(ALL) >= 40
+    assert set(FAST) <= names
     kinds = [kind for each in ALL for kind, _ in each.causes]
     for kind in ("missing", "dead", "stopped", "exhausted", "desync", "mismatch", "deadlock"):
         assert kinds.count(kind) >= 3, kind

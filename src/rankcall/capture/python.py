@@ -214,7 +214,11 @@ class PythonCapture:
         if not op.p2p:
             return Numbered(name, text, group.size, group.collectives + 1, NO_RANK)
         at = op.positions.get("dst", op.positions.get("src"))
-        key = (NO_RANK if at is None else args[at], args[op.positions["tag"]], "dst" in op.positions)
+        key = (
+            NO_RANK if at is None else args[at],
+            args[op.positions["tag"]],
+            "dst" in op.positions,
+        )
         peer = NO_RANK if at is None else dist.get_global_rank(process_group, args[at])
         return Numbered(name, text, group.size, group.p2p.get(key, 0) + 1, peer)
 

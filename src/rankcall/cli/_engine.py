@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,25 +113,20 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How torchrun ended. ``failed``: workers that failed of their own accord, of this node."""
+    """How torchrun ended. ``failed``: this node's workers that failed, by (rank, pid)."""
 
     status: int
-    failed: tuple[Failure, ...] = ()
+    failed: Mapping[tuple[int, int], int] = field(default_factory=dict)  # codes; < 0: a signal
     table: str = ""  # torchrun's own, of who failed
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One worker that failed. ``code`` is negative for a signal."""
+def torchrun(
+    argv: Sequence[str], on_signal: Callable[[int], None] = lambda number: None
+) -> Outcome:
+    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr.
 
-    rank: int
-    pid: int
-    code: int
-    epoch_ns: int
-
-
-def torchrun(argv: Sequence[str]) -> Outcome:
-    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr."""
+    ``on_signal`` is told the signal that ended it, where one did.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -140,13 +135,11 @@ def torchrun(argv: Sequence[str]) -> Outcome:
         main(list(argv))
         return Outcome(0)
     except ChildFailedError as failed:
-        failures = (
-            Failure(rank, each.pid, each.exitcode, int(each.timestamp) * 10**9)
-            for rank, each in failed.failures.items()
-        )
-        return Outcome(1, tuple(failures), str(failed))
+        codes = {(rank, each.pid): each.exitcode for rank, each in failed.failures.items()}
+        return Outcome(1, codes, str(failed))
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
+        on_signal(ended.sigval.value)
     except KeyboardInterrupt:
         say("the job was interrupted before its workers ran")
     except Exception as error:

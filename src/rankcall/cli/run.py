@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import typer
 
 from rankcall import __version__
-from rankcall.capture.session import check_torch
 from rankcall.analysis.find import HANG_AFTER_S
+from rankcall.capture.session import check_torch
 from rankcall.cli import _aftermath
 from rankcall.cli._engine import (
     USAGE_ERROR,
@@ -33,6 +33,7 @@ from rankcall.cli._engine import (
     say,
     torchrun,
 )
+from rankcall.cli._exits import noting_exits
 from rankcall.errors import CaptureUnavailable, CorruptRun
 from rankcall.ring.layout import HEADER_BYTES
 from rankcall.ring.reader import Header, parse_header
@@ -113,7 +114,8 @@ def command(
         outcome = Outcome(1)
         with environment(arming(where, recorder, job, hang_after, on_hang.value)):
             try:
-                outcome = torchrun(job.argv)
+                with noting_exits(where, host_name()) as exits:
+                    outcome = torchrun(job.argv, exits.told_to_stop)
             finally:
                 with _undisturbed():
                     _finish(where, job, before, outcome)

@@ -1,4 +1,4 @@
-"""What a node's leader does when something is overdue: look, agree with other nodes, say it once."""
+"""What a node's leader does when something is overdue: look, agree, say it once."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Judge:
         return bool(late.any()) and not told
 
     def _again(self, snapshot: Snapshot, told: bool) -> float:
-        """Return when to look again: when a call's patience runs out; less and less often, after."""
+        """Return when to look again: when a call's patience runs out, and less and less often."""
         calls = snapshot.calls
         left = (patience(snapshot, self._hang_after) - calls["age_s"])[unfinished(calls)]
         soonest = float(np.min(left[left > 0], initial=math.inf))
@@ -123,9 +123,7 @@ class Judge:
             return self._judge(mine), True
 
     def _judge(self, snapshot: Snapshot) -> bytes:
-        diagnosis = Diagnosis(
-            str(self._run_dir), snapshot, self._hangs(snapshot), self._hang_after
-        )
+        diagnosis = Diagnosis(str(self._run_dir), snapshot, self._hangs(snapshot), self._hang_after)
         return _verdict.encode(diagnosis, {"epoch_ns": time.time_ns(), "by_pid": os.getpid()})
 
     def _publish(self, verdict: _verdict.Object, dumped: dict[int, str], loud: bool) -> None:
@@ -158,5 +156,5 @@ def _own_store() -> Any:
     if not dist.is_initialized():
         return None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.distributed_c10d._get_default_store().clone()
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     return dist.PrefixStore(f"rankcall/watch/{attempt}", store)
