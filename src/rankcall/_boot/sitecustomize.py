@@ -66,11 +66,9 @@ class _Finder:
             # Asked again: this may be a child that was forked before its parent imported torch,
             # or a launcher inside a worker, which takes RANKCALL_ARM away from itself.
             if _is_worker():
-                from rankcall import watch
-                from rankcall.capture.session import arm
+                from rankcall.watch import arm
 
-                if arm():
-                    watch.arm()
+                arm()
         except Exception as error:
             _say(error)
 

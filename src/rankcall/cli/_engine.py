@@ -73,18 +73,14 @@ def parse(argv: Sequence[str]) -> Job:
     )
 
 
-def arming(
-    run_dir: Path, capture: str, job: Job, hang_after: float, on_hang: str
-) -> dict[str, str]:
-    """Return the variables that make every worker below this process record and watch."""
+def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
+    """Return the variables that make every worker below this process record."""
     path = os.environ.get("PYTHONPATH")
     variables = {
         # An empty entry would put the working directory on every worker's path.
         "PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else str(BOOT),
         "RANKCALL_ARM": "1",
         "RANKCALL_CAPTURE": capture,
-        "RANKCALL_HANG_AFTER": f"{hang_after:g}",
-        "RANKCALL_ON_HANG": on_hang,
         "RANKCALL_RUN_DIR": str(run_dir.resolve()),
     }
     if job.local_addr and not os.environ.get("RANKCALL_HOST"):

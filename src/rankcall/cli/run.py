@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rankcall import __version__
+from rankcall import __version__, watch
 from rankcall.analysis.find import HANG_AFTER_S
 from rankcall.capture.session import check_torch
 from rankcall.cli import _aftermath
@@ -112,7 +112,8 @@ def command(
         where = _run_dir(run_dir, job)
         before, began_ns = {path.name for path in ring_paths(where)}, time.time_ns()
         outcome = Outcome(1)
-        with environment(arming(where, recorder, job, hang_after, on_hang.value)):
+        watching = {watch.HANG_AFTER: f"{hang_after:g}", watch.ON_HANG: on_hang.value}
+        with environment({**arming(where, recorder, job), **watching}):
             try:
                 with noting_exits(where, host_name()) as exits:
                     outcome = torchrun(job.argv, exits.told_to_stop)

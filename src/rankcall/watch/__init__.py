@@ -21,8 +21,7 @@ from rankcall.watch._loop import ABORT_STATUS, Watcher
 
 __all__ = ["ABORT_STATUS", "Handle", "arm", "start"]
 
-HANG_AFTER = "RANKCALL_HANG_AFTER"
-ON_HANG = "RANKCALL_ON_HANG"
+HANG_AFTER, ON_HANG = "RANKCALL_HANG_AFTER", "RANKCALL_ON_HANG"  # set by the launcher
 DEFAULT_S = 60.0
 OnHang = str | Callable[[list[Finding]], object]
 
@@ -72,7 +71,12 @@ def start(
 
 
 def arm() -> None:
-    """Watch as the launcher asked by environment. Never raises; says on stderr what went wrong."""
+    """Record and watch as the launcher asked by environment.
+
+    Never raises; says on stderr what went wrong.
+    """
+    if not session.arm():
+        return
     try:
         if _hang_after(None) < math.inf:
             start()
