@@ -76,10 +76,7 @@ def _suspects(snapshot: Snapshot, graph: Graph, halted: set[int]) -> list[int]:
     """Return who is waited for and waits for nobody, and who cannot go on whatever it is in."""
     absent = set()
     for wait in graph.waits:
-        free = [rank for rank in wait.absent if not graph.blocked(rank)]
-        # Of ranks that nothing is known of, none is blamed while a known one will do.
-        seen = [rank for rank in free if not snapshot.ranks[rank].blind]
-        absent.update(seen if seen or wait.any_source else free)
+        absent.update(rank for rank in wait.absent if not graph.blocked(rank))
     return sorted(absent | halted)
 
 

@@ -53,7 +53,8 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     lasted = np.minimum(calls["age_s"], _still_for(snapshot))
     hung = failed | (in_flight & (lasted >= allowed))
     followed = hung | (in_flight & (lasted >= allowed * _FOLLOWED))
-    graph = Graph(waits(snapshot, followed, hung))
+    blind = {each.rank for each in snapshot.ranks if each.blind}
+    graph = Graph(waits(snapshot, followed, hung), blind)
     gone = deaths(snapshot, {int(rank) for rank in calls["rank"][failed]})
     clashes = disagreements(snapshot, in_flight | failed)
     explained = _Explained(snapshot, clashes)
