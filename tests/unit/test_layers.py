@@ -16,7 +16,7 @@ ROOT = Path(rankcall.__file__).parent
 LEVELS = (
     ("errors", "_clock", "_registry", "record"),
     ("ring",),
-    ("run _frames", "_rows", "processes", "_stacks"),
+    ("run _frames", "_rows", "processes _stacks"),
     ("analysis", "capture", "store"),
     ("hooks", "join", "rpc", "report"),
     ("trace", "watch"),
