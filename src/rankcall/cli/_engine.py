@@ -106,10 +106,15 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def torchrun(argv: Sequence[str], on_signal: Callable[[int], None] = lambda number: None) -> int:
+def torchrun(
+    argv: Sequence[str],
+    on_signal: Callable[[int], None] = lambda number: None,
+    on_failures: Callable[[Mapping[int, int]], None] = lambda codes: None,
+) -> int:
     """Run torchrun in this process and return its exit status; what went wrong is on stderr.
 
-    ``on_signal`` is told the signal that ended it, where one did.
+    ``on_signal`` is told the signal that ended it, where one did; ``on_failures`` the exit codes
+    of failed workers, by pid.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -120,6 +125,7 @@ def torchrun(argv: Sequence[str], on_signal: Callable[[int], None] = lambda numb
         return 0
     except ChildFailedError as failed:
         typer.echo(str(failed), err=True)  # torchrun's own table of who failed, and how
+        on_failures({each.pid: each.exitcode for each in failed.failures.values()})
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
         on_signal(ended.sigval.value)

@@ -90,7 +90,7 @@ def command(
         with environment(arming(where, recorder, job)):
             try:
                 with noting_exits(where, host_name()) as exits:
-                    status = torchrun(job.argv, exits.told_to_stop)
+                    status = torchrun(job.argv, exits.told_to_stop, exits.told_of)
             finally:
                 with _undisturbed():
                     _finish(where, job, before)
