@@ -234,7 +234,7 @@ class _Gathered:
         return found
 
     def _now(self, ends: dict[int, tuple[Exit, int]]) -> dict[int, int]:
-        """Return each rank's moment: when its host's rings were read, or the last sign of life there.
+        """Return each rank's moment: when its host's rings were read, or the last life sign there.
 
         It is one for all ranks of a host, so that their times compare.
         """
