@@ -20,9 +20,10 @@ _HOME = {
     "TorchMissing": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.capture.session",
+    "expect": "rankcall.capture.declared",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks",)
+_MODULES = ("hooks", "watch")
 
 __all__ = [
     "CaptureUnavailable",
@@ -34,12 +35,15 @@ __all__ = [
     "TorchMissing",
     "disable",
     "enable",
+    "expect",
     "hooks",
     "load",
+    "watch",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks
+    from rankcall import hooks, watch
+    from rankcall.capture.declared import expect
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (

@@ -66,7 +66,7 @@ class _Finder:
             # Asked again: this may be a child that was forked before its parent imported torch,
             # or a launcher inside a worker, which takes RANKCALL_ARM away from itself.
             if _is_worker():
-                from rankcall.capture.session import arm
+                from rankcall.watch import arm
 
                 arm()
         except Exception as error:

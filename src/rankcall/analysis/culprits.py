@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from rankcall.analysis.deaths import Deaths
@@ -13,6 +14,8 @@ from rankcall.analysis.waits import Wait
 # A heartbeat comes twice a second. One that is this old, and older than half of what the others
 # have waited, froze when the waiting began.
 FROZEN_S, FROZEN_SHARE = 1.5, 0.5
+# What a process is ended with from outside; others come of what it was doing itself.
+_SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass
@@ -36,20 +39,31 @@ def cases(
     gone: Deaths,
     hang_after: float,
     explained: Callable[[Wait], bool],
+    clashing: Collection[int] = (),
 ) -> list[Case]:
     """Return everybody who holds others up and is held up by nobody.
 
-    ``explained`` tells which waits have their cause already.
+    ``explained`` tells which waits have their cause already; ``clashing`` ranks are in a call
+    whose members do not agree.
     """
     found = []
     halted = halted_ranks(snapshot, gone)
     for rank in _suspects(snapshot, graph, halted):
+        if snapshot.ranks[rank].may_be_silent(hang_after):
+            continue
         case = _case(snapshot, graph, gone, rank, halted)
-        if case is None or not _counts(snapshot, graph, case, gone, hang_after, halted):
+        if not _counts(snapshot, graph, case, gone, hang_after, halted):
+            continue
+        if case.kind == "dead" and rank in clashing and _fell(snapshot.ranks[rank]):
             continue
         if case.kind in ("dead", "stopped") or not all(map(explained, case.waits)):
             found.append(case)
     return found
+
+
+def _fell(state: RankState) -> bool:
+    """Tell whether a death may come of a call: back ends abort where members do not agree."""
+    return state.exit is not None and state.exit not in _SENT_FROM_OUTSIDE
 
 
 def halted_ranks(snapshot: Snapshot, gone: Deaths) -> set[int]:
@@ -72,13 +86,9 @@ def _still(state: RankState) -> bool:
     return frozen and not state.blind and state.state != GONE
 
 
-def _case(
-    snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int, halted: set[int]
-) -> Case | None:
+def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int, halted: set[int]) -> Case:
     state = snapshot.ranks[rank]
     waits = list(graph.without.get(rank, ()))
-    if state.expects:
-        return None
     if rank in halted:
         # It is in the way where it has come, too; but not of those that stand still themselves.
         waits = list({id(wait): wait for wait in [*waits, *graph.joined(rank)]}.values())

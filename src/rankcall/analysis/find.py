@@ -60,13 +60,14 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     explained = _Explained(snapshot, clashes)
     halted = halted_ranks(snapshot, gone)
     circles = [each for each in cycles(graph.waits, halted) if _new(each, explained)]
-    found = cases(snapshot, graph, gone, hang_after, explained)
+    clashing = {int(rank) for each in clashes if each.open for rank in calls["rank"][each.rows]}
+    found = cases(snapshot, graph, gone, hang_after, explained, clashing)
     slips = _slips(snapshot, found, circles)
     if slips:
         clashes += slips
         explained = _Explained(snapshot, clashes)
         circles = [each for each in circles if _new(each, explained)]
-        found = cases(snapshot, graph, gone, hang_after, explained)
+        found = cases(snapshot, graph, gone, hang_after, explained, clashing)
     findings = [of_disagreement(snapshot, graph, each) for each in clashes]
     findings += [of_cycle(snapshot, graph, each) for each in circles]
     findings += [of_cases(snapshot, graph, alike) for alike in together(found)]
@@ -171,7 +172,7 @@ def patience(snapshot: Snapshot, hang_after: float) -> Floats:
     place = calls["rank"].astype(np.int64) * (len(snapshot.sites) + 1) + calls["site"]
     seen = np.isin(place, place[done]) & (calls["site"] > 0)
     allowed[stepless & ~seen] = _FIRST_STEP * hang_after
-    declared = np.array([bool(each.expects) for each in snapshot.ranks], bool)
+    declared = np.array([each.may_be_silent(hang_after) for each in snapshot.ranks], bool)
     allowed[declared[calls["rank"]]] = np.inf
     return allowed
 

@@ -11,7 +11,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,6 @@ class ExitWatch:
     def __init__(self, run_dir: Path, host: str) -> None:
         self._run_dir, self._host = run_dir, host
         self._known: set[int] = set()
-        self._missed: dict[int, _Worker] = {}
         self._failed = False  # one has: torchrun ends the others
         self._stopping = threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -84,8 +83,7 @@ class ExitWatch:
         try:
             status = os.waitid(os.P_PID, worker.pid, _PEEK)
         except ChildProcessError:
-            self._missed[worker.pid] = worker  # torchrun was faster; it may tell in the end
-            return
+            return  # torchrun was faster, and tells in the end
         if status is None:
             return
         code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
@@ -100,14 +98,6 @@ class ExitWatch:
         ended = Exit(rank, attempt, self._host, pid, code, time.time_ns(), by_launcher)
         with contextlib.suppress(OSError):
             note_exit(self._run_dir, ended)
-
-    def told_of(self, codes: Mapping[int, int]) -> None:
-        """Note the ends that torchrun reaped before they could be looked at."""
-        self.stop()
-        for pid, worker in self._missed.items():
-            if pid in codes:
-                by_launcher = self._failed and codes[pid] in _ENDED_BY_TORCHRUN
-                self.write(worker.rank, worker.attempt, pid, codes[pid], by_launcher=by_launcher)
 
     def told_to_stop(self, signal: int) -> None:
         """Note that the launcher was told to stop, and took its workers with it."""
