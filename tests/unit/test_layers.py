@@ -16,7 +16,8 @@ ROOT = Path(rankcall.__file__).parent
 LEVELS = (
     ("errors", "_clock", "_registry", "record"),
     ("ring",),
-    ("run _frames", "_rows", "processes _stacks"),
+    ("_rows", "processes"),
+    ("run _frames archive", "_stacks"),
     ("analysis", "capture", "store"),
     ("hooks", "join", "rpc", "report"),
     ("trace", "watch"),
@@ -28,8 +29,8 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "ring", "run", "_frames", "_rows", "processes", "_stacks", "analysis",
-    "report", "trace",
+    "errors", "record", "ring", "run", "_frames", "archive", "_rows", "processes", "_stacks",
+    "analysis", "report", "trace",
 )  # fmt: skip
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.

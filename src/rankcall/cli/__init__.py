@@ -20,6 +20,8 @@ _COMMANDS = {
     "run": "Run a script as torchrun does, and record every collective of every rank.",
     "report": "Report who came last, who waited, and how fast the collectives were.",
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
+    "top": "Show live where every rank stands.",
+    "collect": "Put a run that is spread over nodes into one file.",
     "build": "Build the native recorder ahead of time.",
 }
 

@@ -131,7 +131,12 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
         )  # fmt: skip
         alike.setdefault(key, []).append(place)
     found = [_row(each, culprits, sizes) for each in alike.values()]
-    return sorted(found, key=lambda row: (not row.named, not row.waiting, -row.most_s, row.ranks))
+    return sorted(
+        found,
+        key=lambda row: (
+            not row.named, row.ranks if row.named else (), not row.waiting, -row.most_s, row.ranks,
+        ),
+    )  # fmt: skip
 
 
 def _row(alike: Sequence[Place], culprits: set[int], sizes: dict[str, int]) -> Row:
