@@ -49,16 +49,33 @@ class Record(Mapping[str, Any]):
         return f"Record({self._decoded()!r})"
 
 
+class LiveTables:
+    """The side tables of a ring that is being written, read again when they have grown."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._ring = recording.ring
+        self._start = recording.geometry.tables_offset
+        self._used = -1
+        self._tables = Tables()
+
+    def now(self) -> Tables:
+        """Return the tables as they are now; the same object while nothing was added."""
+        at = offset_of("tables_used")
+        used = int.from_bytes(self._ring[at : at + 8], "little")
+        if used != self._used:
+            self._tables = parse_tables(self._ring[self._start : self._start + used])
+            self._used = used
+        return self._tables
+
+
 class StatusMaker:
     """Names groups, ops and errors of one recording's records."""
 
     def __init__(self, recording: Recording) -> None:
-        self._ring = recording.ring
-        self._geometry = recording.geometry
+        self._live = LiveTables(recording)
         self._host = recording.host
         self._rank = recording.rank
         self._tables = Tables()
-        self._tables_used = -1
         self._names: dict[int, tuple[str, str]] = {}
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
@@ -134,10 +151,4 @@ class StatusMaker:
         return self._names[group]
 
     def _refresh(self) -> None:
-        """Read the side tables again if they have grown."""
-        at = offset_of("tables_used")
-        used = int.from_bytes(self._ring[at : at + 8], "little")
-        if used != self._tables_used:
-            start = self._geometry.tables_offset
-            self._tables = parse_tables(self._ring[start : start + used])
-            self._tables_used = used
+        self._tables = self._live.now()
