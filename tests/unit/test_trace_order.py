@@ -112,7 +112,7 @@ def test_at_the_end_nothing_stays() -> None:
 
 
 def test_any_order_of_ends_comes_out_in_issue_order() -> None:
-    """Random ends of ops on two groups, looked at after each: sorted within each group, none lost."""
+    """Random ends on two groups, looked at after each: sorted in each group, none lost."""
     random = np.random.default_rng(7)
     for _ in range(50):
         order, out = Order(), []

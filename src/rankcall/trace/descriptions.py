@@ -167,7 +167,9 @@ class Descriptions:
         """Return a text that depends on the kind only, made once for each."""
         import polars as pl
 
-        texts = pl.Series([text(kind) for kind in self.kinds], dtype=pl.String)
+        # File names need not be text: Python has lone surrogates for their bytes.
+        made = [text(kind).encode("utf-8", "replace").decode() for kind in self.kinds]
+        texts = pl.Series(made, dtype=pl.String)
         return texts.gather(self.columns["kind"].astype(np.uint32))
 
 
