@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import nvtx_tool
 import pytest
 import tracecases
 from ranks import run_ranks
@@ -33,6 +35,7 @@ class Told:
     expected: list[list[dict[str, Any]]]
     described: list[list[dict[str, Any]]]
     printed: list[list[dict[str, Any]]]
+    heard: list[nvtx_tool.Heard]
     began: float
     ended: float
 
@@ -42,17 +45,25 @@ _failed: set[str] = set()
 
 
 @pytest.fixture(params=CAPTURES)
-def told(request: pytest.FixtureRequest) -> Told:
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Return a capture's run of all cases; made once."""
     capture = request.param
     if capture in _failed:
         pytest.skip(f"the {capture} run failed, in the first test that wanted it")
     if capture not in _told:
         _failed.add(capture)
-        env = {"RANKCALL_CAPTURE": capture, "GPU_SERIAL": 'a"b', "VM_ID": "vm-7"}
+        folder = tmp_path_factory.mktemp(capture)
+        env = {
+            "RANKCALL_CAPTURE": capture, "GPU_SERIAL": 'a"b', "VM_ID": "vm-7",
+            "NVTX_INJECTION64_PATH": str(nvtx_tool.built(folder)),
+            "NVTX_COLLECTED": str(folder / "nvtx"),
+        }  # fmt: skip
         began = time.time()
         each = run_ranks(_issue_everything, RANKS, env=env, timeout=60)
-        _told[capture] = Told(*map(list, zip(*each, strict=True)), began, time.time())
+        expected, described, printed, pids = map(list, zip(*each, strict=True))
+        by_pid = nvtx_tool.heard(folder / "nvtx")
+        heard = [by_pid[pid] for pid in pids]
+        _told[capture] = Told(expected, described, printed, heard, began, time.time())
         _failed.remove(capture)
     return _told[capture]
 
@@ -66,7 +77,8 @@ def _issue_everything(rank: int, world_size: int) -> Any:
     import torch.distributed as dist
 
     made = {label: pg or dist.GroupMember.NON_GROUP_MEMBER for label, pg in made.items()}
-    with trace.enable("all", sinks=[sink, trace.Stdout(out)]) as handle:
+    sinks = [sink, trace.Stdout(out), trace.Nvtx()]
+    with trace.enable("all", sinks=sinks) as handle:
         for case in tracecases.CASES:
             for group in world.groups:
                 tell = tracecases.Tell(rank, group)
@@ -75,7 +87,7 @@ def _issue_everything(rank: int, world_size: int) -> Any:
         tracecases.not_a_member(world, made)
         assert handle.flush(20)
     printed = [json.loads(line) for line in out.getvalue().splitlines()]
-    return expected, sink.descriptions, printed
+    return expected, sink.descriptions, printed, os.getpid()
 
 
 def by_group(descriptions: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -163,3 +175,33 @@ def test_who_prints(told: Told) -> None:
             if each["group"] == group and "peer_rank" not in each and "correlation_id" not in each
         ]
         assert len(collectives) == len(set(collectives)), f"printed twice in {ranks}"
+
+
+def test_nvtx_marks(told: Told) -> None:
+    """Every description is a mark too, at issue: what is not known then is null."""
+    times = ("duration_ms", "algbw_gbps", "busbw_gbps")
+    for rank in range(RANKS):
+        heard = told.heard[rank]
+        assert heard.domains == ["rankcall"]
+        marks = by_group([mark for _, mark in heard.marks])
+        for group, described in by_group(told.described[rank]).items():
+            assert len(marks[group]) == len(described)
+            for mark, described_later in zip(marks[group], described, strict=True):
+                later = {**described_later, **dict.fromkeys(times)}
+                if later["name"] == "recv" and "peer_rank" not in mark:  # from any source
+                    later = {**later, "seq": 0}
+                    del later["peer_rank"]
+                assert abs(mark.pop("timestamp") - later.pop("timestamp")) <= 1
+                later.pop("seq"), mark.pop("seq")  # a call's is that of another of its ops
+                assert mark == later
+        assert len({thread for thread, _ in heard.marks}) == 1  # the one that issued them all
+
+
+def test_nvtx_ranges(told: Told) -> None:
+    """One over each op, which ends; its mark comes right before it."""
+    for heard in told.heard:
+        assert heard.between == 0
+        assert sorted(heard.ended) == sorted(heard.begun)
+        names = {mark["name"] for _, mark in heard.marks}
+        assert set(heard.begun.values()) == names
+        assert len(heard.begun) < len(heard.marks)  # a coalesced op has several marks, one range

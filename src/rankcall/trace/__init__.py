@@ -17,6 +17,7 @@ from rankcall.trace.descriptions import Description, Descriptions
 from rankcall.trace.hosts import Hosts, ranks_of_this_node
 from rankcall.trace.live import Trace, live
 from rankcall.trace.sinks.base import MemorySink, Origin, Sink
+from rankcall.trace.sinks.nvtx import Nvtx
 from rankcall.trace.sinks.text import JsonLines, Stdout
 from rankcall.trace.switches import Mode, Switches, settle
 
@@ -26,6 +27,7 @@ __all__ = [
     "JsonLines",
     "MemorySink",
     "Mode",
+    "Nvtx",
     "Origin",
     "Sink",
     "Stdout",
@@ -95,6 +97,8 @@ def _chosen(switches: Switches, sinks: Sequence[Sink | str] | None) -> list[Sink
     prints = any(isinstance(sink, Stdout) for trace in live() for sink in trace.sinks)
     if switches.print_ and not prints and not any(isinstance(sink, Stdout) for sink in chosen):
         chosen.insert(0, Stdout())
+    if sinks is None and os.environ.get("NVTX_INJECTION64_PATH"):  # a tool that listens
+        chosen.append(Nvtx())
     return chosen
 
 

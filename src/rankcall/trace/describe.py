@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.bandwidth import BYTES_PER_GB, bus_factor, sizes
+from rankcall.capture.marks import Span
+from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, ROOT_ONLY, public_name
 from rankcall.capture.tail import Flags, Rows
 from rankcall.record import FLAG_ANY_SOURCE, KINDS, OPS, STATUSES
 from rankcall.ring.reader import Group, Ring, Tables
 from rankcall.trace.descriptions import Column, Descriptions, Kind, Teller
-from rankcall.trace.order import OBJECT_CALLS, PICKLES, Order
+from rankcall.trace.order import Order
 from rankcall.trace.switches import Mode
 
-__all__ = ["Describer", "Span", "describe"]
+__all__ = ["Describer", "describe"]
 
 _FAILED, _P2P = STATUSES.index("failed"), KINDS.index("p2p")
-_GATHER, _SCATTER = OPS.index("gather"), OPS.index("scatter")
-_OWN_NAME = {"alltoall_base_": "all_to_all_single", "monitored_barrier_": "monitored_barrier"}
 _NO_GROUP = Group("unknown", 0, "", "", ())
 _SIZED = ("op", "message_bytes", "in_bytes", "out_bytes")
-
-
-class Span(Protocol):
-    """Knows which ranks are on other hosts; see ``rankcall.trace.hosts``."""
-
-    def crosses(self, ranks: tuple[int, ...]) -> bool: ...
-    def is_elsewhere(self, rank: int) -> bool: ...
 
 
 class _Known(NamedTuple):
@@ -59,7 +52,7 @@ class Describer:
         rank = self.teller.rank
         known, which = _known(rows, tables)
         place = _by(known, which, lambda each: _place(each.group.ranks, rank))
-        wanted = ~np.isin(rows["op"], (_GATHER, _SCATTER)) | (rows["root"] == place) | (place < 0)
+        wanted = ~np.isin(rows["op"], ROOT_ONLY) | (rows["root"] == place) | (place < 0)
         if self.mode is Mode.CROSSNODE and self.span is not None:
             wanted &= self._crossing(rows, known, which)
         if not wanted.all():
@@ -157,11 +150,11 @@ def _meaning(row: Rows, tables: Tables) -> _Known:
     variant = tables.strings.get(int(row["variant"]), "")
     group = tables.groups.get(int(row["group"]), _NO_GROUP)
     site = tables.sites.get(int(row["call_site"]))
-    op, api = OPS[row["op"]], site.api if site is not None else ""
+    api = site.api if site is not None else ""
     is_object = api in OBJECT_CALLS
-    name = api if is_object else _OWN_NAME.get(variant, op if op != "unknown" else variant)
+    name = api if is_object else public_name(variant) or "unknown"
     kind = Kind(name, str(site) if site is not None else "unknown", group.label, group.ranks)
-    return _Known(kind, group, is_object, api == "batch_isend_irecv", "coalesced" in variant)
+    return _Known(kind, group, is_object, api == BATCH, "coalesced" in variant)
 
 
 def _by(known: list[_Known], which: Column, value: object) -> Column:

@@ -21,12 +21,13 @@ import numpy as np
 
 from rankcall.capture import session
 from rankcall.capture.events import LiveTables
+from rankcall.capture.marks import Marks, Span
 from rankcall.capture.tail import Flags, RingTail, Rows
 from rankcall.record import RECORD
-from rankcall.trace.describe import Describer, Span
+from rankcall.trace.describe import Describer
 from rankcall.trace.descriptions import Descriptions, Teller
 from rankcall.trace.order import Order
-from rankcall.trace.sinks.base import Guarded, Origin, Sink
+from rankcall.trace.sinks.base import AtIssue, Guarded, Origin, Sink
 from rankcall.trace.switches import Switches
 
 logger = logging.getLogger("rankcall.trace")
@@ -77,6 +78,7 @@ class Trace:
         self._turns = 0
         self._stopping = False
         self._removed = False
+        self._marks: Marks | None = None
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._followed: list[_Followed] = []
         self._thread = threading.Thread(target=self._run, name="rankcall-trace", daemon=True)
@@ -88,8 +90,12 @@ class Trace:
 
     def start(self) -> None:
         """Begin with what is issued from now on (and the ends of what is in flight)."""
+        marks = self._marks_at_issue()
         recording = session.claim(self._owner, None)
         self._followed = [_Followed.of(recording, recording.capture.counts()[0])]
+        if marks is not None:
+            self._marks = marks
+            recording.capture.mark(marks)
         _remember(self)
         self._thread.start()
 
@@ -111,6 +117,8 @@ class Trace:
             return True
         self._removed = True
         _forget(self)
+        if self._marks is not None:
+            self._followed[-1].recording.capture.mark(None)
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout)
@@ -135,6 +143,15 @@ class Trace:
         rows = RingTail(recording.ring, recording.geometry).open()
         describer = self._describer(recording)
         return describer.describe(rows, np.ones(len(rows), np.bool_), LiveTables(recording).now())
+
+    def _marks_at_issue(self) -> Marks | None:
+        """Return what is to be called at issue, where a sink wants that and a tool listens."""
+        for guard in self._guards:
+            functions = guard.sink.functions() if isinstance(guard.sink, AtIssue) else None
+            if functions is not None:
+                switches = self._switches
+                return Marks(functions, switches.gpu_serial, switches.vm_id, self._span)
+        return None
 
     # --- on its thread ---
 
@@ -214,6 +231,10 @@ class Trace:
         now = session.current()
         if now is not None and now is not self._followed[-1].recording:
             self._followed.append(_Followed.of(now))
+            if self._marks is not None:
+                now.capture.mark(self._marks)
+        elif self._marks is not None and self._marks.span is not None:
+            self._followed[-1].recording.capture.learn_spans(self._marks)
 
     def _is_busy(self) -> bool:
         return any(each.is_busy for each in self._followed)

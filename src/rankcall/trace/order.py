@@ -9,24 +9,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.capture.public import OBJECT_CALLS, PICKLES
 from rankcall.capture.tail import Flags, Indexes, Rows
-from rankcall.record import DTYPES, RECORD, STATUSES
+from rankcall.record import RECORD, STATUSES
 from rankcall.ring.reader import Tables
 
 OVERDUE_NS = 5_000_000_000
 _STALE_NS = 1_000_000_000  # a call with fewer ops than we know of is whole after that
 _MOST_WAITING = 1 << 16
 
-# How many ops each function that sends pickles consists of: lengths go ahead of (or behind) them.
-OBJECT_CALLS = {
-    "all_gather_object": 2,
-    "broadcast_object_list": 2,
-    "gather_object": 2,
-    "recv_object_list": 2,
-    "scatter_object_list": 3,
-    "send_object_list": 2,
-}
-PICKLES = DTYPES.index("uint8")
 _STARTED, _FAILED = STATUSES.index("started"), STATUSES.index("failed")
 _NONE: Rows = np.empty(0, RECORD)
 

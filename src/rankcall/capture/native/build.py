@@ -13,9 +13,10 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +45,7 @@ def library_path() -> Path:
     digest = hashlib.sha256()
     for part in (layout_header(), torch.__version__, sysconfig.get_config_var("SOABI") or ""):
         digest.update(part.encode() + b"\0")
-    for source in sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")]):
+    for source in sorted([*_SOURCES.glob("*.h"), _SOURCES / "recorder.cpp"]):
         digest.update(source.read_bytes())
     return cache_dir() / f"{_MODULE}-{digest.hexdigest()[:16]}.so"
 
@@ -55,14 +56,41 @@ def prebuild() -> Path:
     Raises ``CaptureUnavailable`` saying why where there is no compiler, it fails, or the cache
     cannot be written.
     """
-    target = library_path()
+    return _built(library_path(), _compile)
+
+
+def build_nvtx_bridge() -> Path:
+    """Build what calls NVTX unless it is in the cache; return its path.
+
+    Raises ``CaptureUnavailable`` as ``prebuild`` does, and where NVTX's headers are not installed.
+    """
+    source = _SOURCES / "nvtx_bridge.cpp"
+    headers = _nvtx_headers()
+    digest = hashlib.sha256(source.read_bytes() + (headers / "nvToolsExt.h").read_bytes())
+    target = cache_dir() / f"rankcall_nvtx-{digest.hexdigest()[:16]}.so"
+    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-I{headers.parent}", str(source)]
+    return _built(target, lambda path: _run_compiler(path, [*flags, "-ldl"]))
+
+
+def _nvtx_headers() -> Path:
+    """Return the folder of NVTX's headers, which come with a package of NVIDIA's."""
+    for entry in sys.path:
+        for found in sorted(Path(entry or ".").glob("nvidia/*/include/nvtx3/nvToolsExt.h")):
+            return found.parent
+    raise CaptureUnavailable(
+        "NVTX's headers are not installed: pip install 'rankcall[nvtx]' (it brings nvidia-nvtx)"
+    )
+
+
+def _built(target: Path, build: Callable[[Path], None]) -> Path:
+    """Return ``target``, made by ``build`` if it is not there; by one process at a time."""
     if target.exists():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _lock(target.with_suffix(".lock")):
             if not target.exists():
-                _compile(target)
+                build(target)
     except OSError as error:
         raise CaptureUnavailable(
             f"the cache {target.parent} cannot be written ({error.strerror}): "
@@ -105,12 +133,18 @@ def _compiler() -> str:
 
 
 def _compile(target: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="layout-", dir=target.parent) as headers:
+        (Path(headers) / "layout.h").write_text(layout_header())
+        source = str(_SOURCES / "recorder.cpp")
+        _run_compiler(target, [*_flags(headers), source, *_link_flags()])
+
+
+def _run_compiler(target: Path, arguments: list[str]) -> None:
+    """Compile into a scratch file that becomes ``target`` when it is whole."""
     compiler = _compiler()
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
-        (Path(scratch) / "layout.h").write_text(layout_header())
-        built = Path(scratch) / "recorder.so"
-        command = [compiler, *_flags(scratch), str(_SOURCES / "recorder.cpp"), "-o", str(built)]
-        command += _link_flags()
+        built = Path(scratch) / "built.so"
+        command = [compiler, *arguments, "-o", str(built)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False

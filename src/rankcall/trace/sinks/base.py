@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from rankcall.capture.marks import Functions
 from rankcall.trace.descriptions import Description, Descriptions
 
 logger = logging.getLogger("rankcall.trace")
@@ -47,6 +48,14 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Finish. Called once after ``open``, also when the sink is dropped."""
+
+
+@runtime_checkable
+class AtIssue(Protocol):
+    """A sink that is told on the issuing thread, by C functions. Asked once, within ``enable``."""
+
+    def functions(self) -> Functions | None:
+        """Return what to call at issue; None for nothing."""
 
 
 class MemorySink:
