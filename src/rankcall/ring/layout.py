@@ -63,6 +63,9 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "inflight_lost": ("<u8", 1344),  # unfinished records lapped while the table was full
     "tables_lost": ("<u8", 1408),  # entries that found no room
     "closed_ns": ("<i8", 1472),  # CLOCK_MONOTONIC; 0 while recording, or killed
+    # A phase that was declared to take long: until when (CLOCK_MONOTONIC), and its name's entry.
+    "expect_until_ns": ("<i8", 1536),
+    "expect_what": ("<u4", 1544),
 }
 HEADER = np.dtype(
     {

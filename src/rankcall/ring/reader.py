@@ -80,6 +80,8 @@ class Header:
     tables_lost: int
     closed_ns: int
     file_bytes: int
+    expect_until_ns: int
+    expect_what: int
     geometry: Geometry
 
 
@@ -247,6 +249,7 @@ def parse_header(raw: bytes, name: str) -> Header:
             "rank", "world_size", "local_rank", "node", "attempt", "pid", "process_start",
             "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
             "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
+            "expect_until_ns", "expect_what",
         )
     }  # fmt: skip
     capture = int(row["capture"])
