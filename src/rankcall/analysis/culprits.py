@@ -67,7 +67,11 @@ def name_culprits(
 ) -> list[Finding]:
     """Return one finding for each cause: ranks alike in kind, in the same wait, are one."""
     graph = Graph(waits)
-    cases = {rank: _case(snapshot, graph, gone, rank) for rank in _suspects(snapshot, graph, gone)}
+    cases = {
+        rank: _case(snapshot, graph, gone, rank)
+        for rank in _suspects(snapshot, graph, gone)
+        if not snapshot.ranks[rank].may_be_silent(hang_after)
+    }
     found: dict[tuple[str, int], list[_Case]] = {}
     for case in cases.values():
         if case is not None and _counts(snapshot, graph, case, gone, hang_after):
@@ -98,8 +102,6 @@ def _frozen(state: RankState) -> bool:
 def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int) -> _Case | None:
     state = snapshot.ranks[rank]
     waits = [*graph.without.get(rank, ()), *graph.in_wait.get(rank, ())]
-    if state.expects:
-        return None
     if rank in gone.own:
         return _Case(rank, "dead", "certain" if state.exit is not None else "likely", waits)
     if not waits:

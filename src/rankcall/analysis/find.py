@@ -63,7 +63,7 @@ def patience(snapshot: Snapshot, hang_after: float) -> Floats:
     place = calls["rank"].astype(np.int64) * (len(snapshot.sites) + 1) + calls["site"]
     seen = np.isin(place, place[done]) & (calls["site"] > 0)
     allowed[stepless & ~seen] = _FIRST_STEP * hang_after
-    declared = np.array([bool(each.expects) for each in snapshot.ranks], bool)
+    declared = np.array([each.may_be_silent(hang_after) for each in snapshot.ranks], bool)
     allowed[declared[calls["rank"]]] = np.inf
     return allowed
 

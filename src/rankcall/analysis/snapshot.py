@@ -65,10 +65,21 @@ class RankState:
     closed: bool = False  # it stopped recording of its own accord, as at a normal exit
     left_loop: bool = False  # it is known to have left its training loop
     expects: str = ""  # what it declared to take long, while that lasts
+    expected_s: float | None = None  # since that ended; negative: it ends in so many s
     steps: int = 0
     dropped: int = 0  # records overwritten or lost
     blind: bool = False  # it left no readable ring: nothing is known of its calls
     stack: str = ""  # of its Python threads, where somebody wrote it down
+
+
+    def may_be_silent(self, hang_after: float) -> bool:
+        """Tell whether it is in a declared phase, or was less than ``hang_after`` s ago.
+
+        Who waited for it all the while has the usual patience from the end of it on.
+        """
+        return bool(self.expects) or (
+            self.expected_s is not None and self.expected_s < hang_after
+        )
 
 
 @dataclass

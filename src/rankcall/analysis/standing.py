@@ -102,7 +102,6 @@ class _Gathered:
     headers: dict[int, Header] = field(default_factory=dict)
     states: dict[int, str] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
-    expects: dict[int, str] = field(default_factory=dict)
     last_ns: dict[int, int] = field(default_factory=dict)  # sign of life
     now_ns: dict[int, int] = field(default_factory=dict)  # of ranks whose process runs here
     calls: list[Calls] = field(default_factory=list)
@@ -124,7 +123,6 @@ class _Gathered:
         self.headers[head.rank], self.states[head.rank] = head, state
         self.dropped[head.rank] = ring.dropped + head.inflight_lost
         self.last_ns[head.rank] = last
-        self.expects[head.rank] = ring.tables.strings.get(head.expect_what) or "a long phase"
         if here:
             self.now_ns[head.rank] = now_ns
         kept = records[_kept(records, self.window)]
@@ -235,7 +233,8 @@ class _Gathered:
             silent_s=max(0.0, silent),
             gil_s=max(0.0, (moment - head.python_heartbeat_ns) / _S),
             closed=head.closed_ns != 0,
-            expects=self.expects[rank] if moment < head.expect_until_ns else "",
+            expects=(head.expect_what or "a long phase") if moment < head.expect_until_ns else "",
+            expected_s=(moment - head.expect_until_ns) / _S if head.expect_until_ns else None,
             steps=min(head.step, _LARGEST),
             dropped=self.dropped[rank],
         )  # fmt: skip

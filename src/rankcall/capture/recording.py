@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from rankcall.capture import declared
 from rankcall.capture.notices import say
 from rankcall.errors import CaptureUnavailable
 from rankcall.ring.layout import CAPTURES, Geometry
@@ -209,6 +210,7 @@ class Recording:
         from rankcall.capture.groups import watch
 
         self.capture.start()
+        declared.publish(ring=self.ring)
         watch.add(self._on_group)
         self._step_handle = _count_steps(self.capture)
         self._heart.start()

@@ -80,9 +80,12 @@ class Header:
     tables_lost: int
     closed_ns: int
     file_bytes: int
-    expect_until_ns: int
-    expect_what: int
     geometry: Geometry
+    expect_until_ns: int = 0
+    expect_what: str = ""
+    overdue_ns: int = 0
+    verdicts: int = 0
+    stack_fd: int = 0
 
 
 @dataclass(frozen=True)
@@ -249,13 +252,14 @@ def parse_header(raw: bytes, name: str) -> Header:
             "rank", "world_size", "local_rank", "node", "attempt", "pid", "process_start",
             "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
             "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
-            "expect_until_ns", "expect_what",
+            "expect_until_ns", "overdue_ns", "verdicts", "stack_fd",
         )
     }  # fmt: skip
     capture = int(row["capture"])
     return Header(
         host=row["host"].decode("utf-8", "replace"),
         boot_id=row["boot_id"].decode("utf-8", "replace"),
+        expect_what=row["expect_what"].decode("utf-8", "replace"),
         capture=CAPTURES[capture] if capture < len(CAPTURES) else CAPTURES[0],
         geometry=shape,
         **numbers,
