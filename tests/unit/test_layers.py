@@ -18,7 +18,7 @@ LEVELS = (
     ("ring",),
     ("run _frames", "_rows"),
     ("analysis", "capture", "store"),
-    ("hooks", "join", "rpc", "report"),
+    ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
     ("testing", "cli"),
     ("__main__",),
@@ -28,7 +28,8 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "ring", "run", "_frames", "_rows", "analysis", "report", "testing", "trace",
+    "errors", "record", "ring", "run", "_frames", "_rows", "analysis", "report", "export",
+    "testing", "trace",
 )  # fmt: skip
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
 OPTIONAL = ("jinja2", "plotly", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
