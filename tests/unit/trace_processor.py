@@ -17,7 +17,7 @@ import pytest
 from browser import chromium
 
 _HOST = "http://trace-processor.test/"
-_APPEND, _FINALIZE, _QUERY = 1, 2, 3
+_APPEND, _FINALIZE, _QUERY, _RESET = 1, 2, 3, 11
 _PAGE = """<script>
 const replies = [], waiting = [];
 const engine = new Worker("engine_bundle.js");
@@ -66,7 +66,7 @@ def running() -> Iterator[Processor]:
 
 
 class Processor:
-    """A trace processor; each ``load`` begins anew in a page of its own."""
+    """A trace processor; each ``load`` begins anew."""
 
     def __init__(self, page: Any) -> None:
         from perfetto.trace_processor.platform import PlatformDelegate
@@ -78,8 +78,7 @@ class Processor:
 
     def load(self, trace: bytes) -> None:
         """Read a trace from the beginning."""
-        self._page.goto(_HOST)
-        self._sent = 0
+        self._ask(_RESET)
         self._ask(_APPEND, append_trace_data=trace)
         done = self._ask(_FINALIZE)
         assert not done.finalize_data_result.error, done.finalize_data_result.error
