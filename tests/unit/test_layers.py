@@ -18,7 +18,7 @@ LEVELS = (
     ("ring",),
     ("run _frames", "_rows", "processes", "_stacks"),
     ("analysis", "capture", "store"),
-    ("hooks", "join", "rpc", "report"),
+    ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
     ("testing", "cli"),
     ("__main__",),
@@ -29,7 +29,7 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
     "errors", "record", "ring", "run", "_frames", "_rows", "processes", "_stacks", "analysis",
-    "report", "trace",
+    "report", "export", "trace",
 )  # fmt: skip
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.

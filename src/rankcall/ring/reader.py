@@ -303,8 +303,16 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
 
 def _site(fields: dict[str, Any]) -> CallSite:
     return CallSite(
-        str(fields["file"]), _small(fields["line"]), str(fields["function"]), str(fields["api"])
+        _text(fields["file"]),
+        _small(fields["line"]),
+        _text(fields["function"]),
+        _text(fields["api"]),
     )
+
+
+def _text(value: Any) -> str:
+    """Return a name that can be written anywhere: JSON can say what is no Unicode."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def _small(number: Any) -> int:
@@ -316,10 +324,10 @@ def _small(number: Any) -> int:
 
 def _group(fields: dict[str, Any]) -> Group:
     return Group(
-        str(fields["name"]),
+        _text(fields["name"]),
         _small(fields["epoch"]),
-        str(fields["backend"]),
-        str(fields["description"]),
+        _text(fields["backend"]),
+        _text(fields["description"]),
         expand_ranks(fields["ranks"]),
     )
 
