@@ -23,7 +23,7 @@ _HOME = {
     "enable": "rankcall.capture.session",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks",)
+_MODULES = ("hooks", "trace")
 
 __all__ = [
     "CaptureUnavailable",
@@ -38,10 +38,11 @@ __all__ = [
     "enable",
     "hooks",
     "load",
+    "trace",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks
+    from rankcall import hooks, trace
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (

@@ -71,15 +71,12 @@ class RankState:
     blind: bool = False  # it left no readable ring: nothing is known of its calls
     stack: str = ""  # of its Python threads, where somebody wrote it down
 
-
     def may_be_silent(self, hang_after: float) -> bool:
         """Tell whether it is in a declared phase, or was less than ``hang_after`` s ago.
 
         Who waited for it all the while has the usual patience from the end of it on.
         """
-        return bool(self.expects) or (
-            self.expected_s is not None and self.expected_s < hang_after
-        )
+        return bool(self.expects) or (self.expected_s is not None and self.expected_s < hang_after)
 
 
 @dataclass

@@ -51,16 +51,33 @@ class Record(Mapping[str, Any]):
         return f"Record({self._decoded()!r})"
 
 
+class LiveTables:
+    """The side tables of a ring that is being written, read again when they have grown."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._ring = recording.ring
+        self._start = recording.geometry.tables_offset
+        self._used = -1
+        self._tables = Tables()
+
+    def now(self) -> Tables:
+        """Return the tables as they are now; the same object while nothing was added."""
+        at = offset_of("tables_used")
+        used = int.from_bytes(self._ring[at : at + 8], "little")
+        if used != self._used:
+            self._tables = parse_tables(self._ring[self._start : self._start + used])
+            self._used = used
+        return self._tables
+
+
 class StatusMaker:
     """Names groups, ops and errors of one recording's records."""
 
     def __init__(self, recording: Recording) -> None:
-        self._ring = recording.ring
-        self._geometry = recording.geometry
+        self._live = LiveTables(recording)
         self._host = recording.host
         self._rank = recording.rank
         self._tables = Tables()
-        self._tables_used = -1
         self._labels = self._backends = np.array([_UNKNOWN], object)  # by group id
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
@@ -116,17 +133,14 @@ class StatusMaker:
 
     def _refresh(self) -> None:
         """Read the side tables again if they have grown."""
-        at = offset_of("tables_used")
-        used = int.from_bytes(self._ring[at : at + 8], "little")
-        if used != self._tables_used:
-            start = self._geometry.tables_offset
-            self._tables = parse_tables(self._ring[start : start + used])
-            self._tables_used = used
-            groups = self._tables.groups
-            self._labels = np.full(max(groups, default=0) + 1, _UNKNOWN, object)
-            self._backends = self._labels.copy()
-            for number, group in groups.items():
-                self._labels[number], self._backends[number] = group.label, group.backend.lower()
+        tables = self._live.now()
+        if tables is self._tables:
+            return
+        self._tables = tables
+        self._labels = np.full(max(tables.groups, default=0) + 1, _UNKNOWN, object)
+        self._backends = self._labels.copy()
+        for number, group in tables.groups.items():
+            self._labels[number], self._backends[number] = group.label, group.backend.lower()
 
 
 def _durations_ms(began: Any, completed: Any, device_ms: Any) -> list[float | None]:

@@ -52,6 +52,7 @@ _ENQUEUED, _STARTED, _COMPLETED, _FAILED = range(len(STATUSES))
 _AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _MAX_WAITED, _MAX_OVER = 65536, 4096  # Works kept: not waited for yet, and waited for
 _MAX_ERRORS = 256
+_MAX_SHAPES, _MAX_NUMELS = 1024, 1024  # of coalesced ops
 
 
 @dataclass
@@ -113,6 +114,7 @@ class PythonCapture:
         self._waited: dict[int, WaitedWork] = {}
         self._over: dict[int, WaitedWork] = {}
         self._errors: dict[str, int] = {}
+        self._shapes: set[int] = set()  # of coalesced ops, whose tensors' sizes were written down
         self._devices = DeviceTimes(ring, self._notify)
         self._steps = 0
         self._wake_fd = -1
@@ -214,7 +216,11 @@ class PythonCapture:
         if not op.p2p:
             return Numbered(name, text, group.size, group.collectives + 1, NO_RANK)
         at = op.positions.get("dst", op.positions.get("src"))
-        key = (NO_RANK if at is None else args[at], args[op.positions["tag"]], "dst" in op.positions)
+        key = (
+            NO_RANK if at is None else args[at],
+            args[op.positions["tag"]],
+            "dst" in op.positions,
+        )
         peer = NO_RANK if at is None else dist.get_global_rank(process_group, args[at])
         return Numbered(name, text, group.size, group.p2p.get(key, 0) + 1, peer)
 
@@ -223,6 +229,7 @@ class PythonCapture:
         ring, local = self._ring, self._local
         code, p2p, group_at = op.code, op.p2p, op.process_group
         root_at = op.positions.get("root_rank")
+        coalesced = "coalesced" in op.name
         unbox = dist.ProcessGroup.unbox
 
         def issue(args: tuple[Any, ...]) -> _Issued | None:
@@ -249,13 +256,16 @@ class PythonCapture:
             if not continues:
                 local.correlation = ring.head + 1
             ndim, shape = shape_of(shaped)
+            shapes = shape_hash(op, args, shaped)
+            if coalesced and shapes and shapes not in self._shapes:
+                self._note_shapes(shapes, shaped)
             now = time.monotonic_ns()
             record = ring.issue((
                 seq, now, 0 if span else now, 0,
                 message_bytes(op, args, ins, outs, group.rank, group.size), ins.bytes, outs.bytes,
                 local.correlation, self._steps, _NAN, tag, *shape,
                 group.id, site, get_native_id(), NO_RANK if root_at is None else args[root_at],
-                peer, 0, variant, shape_hash(op, args, shaped), min(len(shaped), 65535), index,
+                peer, 0, variant, shapes, min(len(shaped), 65535), index,
                 p2p, code, dtype, _reduce_code(op, args), _DEVICE_CODES.get(device, 0),
                 _async_code(op, args), _ENQUEUED if span else _STARTED,
                 (FLAG_ANY_SOURCE if any_source else 0) | (FLAG_DEVICE if span else 0), ndim,
@@ -267,6 +277,12 @@ class PythonCapture:
             return _Issued(record, group, tag, any_source, span)
 
         return issue
+
+    def _note_shapes(self, shapes: int, tensors: list[torch.Tensor]) -> None:
+        """Write down how many elements each tensor of a coalesced op has, once per shape hash."""
+        if len(self._shapes) < _MAX_SHAPES:
+            self._shapes.add(shapes)
+            self._ring.numels(shapes, [each.numel() for each in tensors[:_MAX_NUMELS]])
 
     def _group_of(self, group: dist.ProcessGroup) -> _GroupState:
         try:

@@ -83,6 +83,11 @@ class Recording:
         """What this host is called in the run."""
         return self._identity.host
 
+    @property
+    def identity(self) -> Identity:
+        """Whose recording it is, as far as is known."""
+        return self._identity
+
     def rank(self) -> int:
         """Return this process's rank, -1 while nobody knows it."""
         return self._identity.rank

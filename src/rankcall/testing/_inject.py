@@ -243,9 +243,7 @@ def _as_if_done(call: _Call) -> Any:
     return work if alone else (out, work)
 
 
-def _put(
-    op: Op, args: tuple[Any, ...], name: str, change: Callable[[Any], Any]
-) -> tuple[Any, ...]:
+def _put(op: Op, args: tuple[Any, ...], name: str, change: Callable[[Any], Any]) -> tuple[Any, ...]:
     at = op.positions.get(name)
     if at is None:
         raise ValueError(f"{op.name} has no {name} that a fault could change")

@@ -55,9 +55,7 @@ class Exchange:
         """Tell whether another node has opened a round."""
         return self._guarded(lambda store: bool(store.check([f"{_round(store)}/open"])), _LIMIT_S)
 
-    def agree(
-        self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot], bytes]
-    ) -> Agreed:
+    def agree(self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot], bytes]) -> Agreed:
         """Post where our ranks stand, and return the verdict of all nodes together.
 
         Raises ``Unreachable`` where the store is gone or silent.

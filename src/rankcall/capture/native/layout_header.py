@@ -25,6 +25,7 @@ def layout_header() -> str:
         "kEntryString": layout.ENTRY_STRING,
         "kEntryGroup": layout.ENTRY_GROUP,
         "kEntrySite": layout.ENTRY_SITE,
+        "kEntrySizes": layout.ENTRY_SIZES,
         "kHead": layout.offset_of("head"),
         "kStep": layout.offset_of("step"),
         "kTablesUsed": layout.offset_of("tables_used"),

@@ -20,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 #include <typeindex>
+#include <unordered_set>
 #include <vector>
 
 #include "callsite.h"
@@ -96,6 +97,20 @@ class Recorder {
     changed_.notify_one();
     thread_.join();
   }
+  // Write down how many elements each tensor of a coalesced op has, once per shape hash.
+  void note_shapes(uint32_t hash, const c10::IValue& tensors) {
+    {
+      std::lock_guard<std::mutex> lock(shapes_mutex_);
+      if (shapes_.size() >= kMaxShapes || !shapes_.insert(hash).second) return;
+    }
+    std::string json = "{\"hash\": " + std::to_string(hash) + ", \"numels\": [";
+    size_t count = 0;
+    each_tensor(tensors, [&](const at::Tensor& tensor) {
+      if (count < kMaxNumels) json += (count ? ", " : "") + std::to_string(tensor.numel());
+      count++;
+    });
+    ring.append(layout::kEntrySizes, json + "]}");
+  }
   // An op on a device is outstanding: poll it soon.
   void device_busy() {
     if (!polling_.exchange(true)) {
@@ -125,6 +140,9 @@ class Recorder {
     }
   }
 
+  static constexpr size_t kMaxShapes = 1024, kMaxNumels = 1024;
+  std::mutex shapes_mutex_;
+  std::unordered_set<uint32_t> shapes_;
   std::thread thread_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -157,7 +175,7 @@ Outcome failure(Recorder& recorder, const char* message) noexcept {
   return outcome;
 }
 
-void fill_shape(Record& record, const c10::IValue* tensors, const Op& op, const c10::IValue* arguments,
+void fill_shape(Recorder& recorder, Record& record, const c10::IValue* tensors, const Op& op, const c10::IValue* arguments,
                 const Sizes& sizes) {
   record.tensors = static_cast<uint16_t>(std::min<uint32_t>(sizes.tensors, UINT16_MAX));
   if (sizes.first && !sizes.first->is_sparse()) {
@@ -181,6 +199,7 @@ void fill_shape(Record& record, const c10::IValue* tensors, const Op& op, const 
     }
   }
   record.shape_hash = hash.folded();
+  if (op.coalesced) recorder.note_shapes(record.shape_hash, *tensors);
 }
 
 // Read what the arguments say.
@@ -203,7 +222,7 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
     device = main.first->device();
     record.dtype = recorder.dtypes[static_cast<uint8_t>(main.first->scalar_type())];
   }
-  if (&main != &other) fill_shape(record, in.first ? in_value : out_value, op, arguments, main);
+  if (&main != &other) fill_shape(recorder, record, in.first ? in_value : out_value, op, arguments, main);
   record.device_type = static_cast<uint8_t>(device.type());
   record.device_index = device.index();
   record.root = op.root >= 0 ? static_cast<int32_t>(arguments[op.root].toInt()) : -1;
