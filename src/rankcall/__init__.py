@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
+    "ExportFailed": "rankcall.errors",
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
     "Run": "rankcall.run",
@@ -27,6 +28,7 @@ _MODULES = ("hooks", "trace")
 __all__ = [
     "CaptureUnavailable",
     "CorruptRun",
+    "ExportFailed",
     "RankcallError",
     "Recording",
     "Run",
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from rankcall.errors import (
         CaptureUnavailable,
         CorruptRun,
+        ExportFailed,
         RankcallError,
         RunNotFound,
         TorchMissing,

@@ -4,12 +4,20 @@ RankcallError
 ├── CorruptRun          (ValueError)    a ring or run directory that cannot be read as one
 ├── RunNotFound         (FileNotFoundError)
 ├── CaptureUnavailable  (RuntimeError)  recording was asked for in a way this machine cannot do
+├── ExportFailed        (OSError)       a report or an export that cannot be written
 └── TorchMissing        (ImportError)   torch is absent, or older than rankcall needs
 """
 
 from __future__ import annotations
 
-__all__ = ["CaptureUnavailable", "CorruptRun", "RankcallError", "RunNotFound", "TorchMissing"]
+__all__ = [
+    "CaptureUnavailable",
+    "CorruptRun",
+    "ExportFailed",
+    "RankcallError",
+    "RunNotFound",
+    "TorchMissing",
+]
 
 
 class RankcallError(Exception):
@@ -26,6 +34,10 @@ class RunNotFound(RankcallError, FileNotFoundError):
 
 class CaptureUnavailable(RankcallError, RuntimeError):
     """Raised when the capture that was asked for by name cannot work here."""
+
+
+class ExportFailed(RankcallError, OSError):
+    """Raised when a report or an export cannot be written: the disk is full, the place is not."""
 
 
 class TorchMissing(RankcallError, ImportError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,8 +52,13 @@ def write_world(
     hosts: dict[int, str] | None = None,
     offsets: dict[str, int] | None = None,
     ranks: Iterable[int] | None = None,
+    closed: Callable[[int], bool] = lambda rank: True,
+    beats: dict[int, tuple[int, int]] | None = None,
 ) -> Path:
-    """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``."""
+    """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
+
+    ``beats``: ns after START of the native and the Python heartbeat.
+    """
     (folder / "rings").mkdir(parents=True)
     by_ring: dict[tuple[int, int, int], list[Call]] = {(r, 0, 0): [] for r in ranks or ()}
     for call in calls:
@@ -66,6 +71,9 @@ def write_world(
         spec.anchor_mono_ns = START + shift
         spec.anchor_epoch_ns = 10**18 + life * 10**12 + shift
         spec.records = np.array([_record(call, spec, shift)[0] for call in mine], RECORD)
+        spec.closed = closed(rank)
+        if beats and rank in beats:
+            spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
         folder_of_life = folder / "rings"
         path = write_ring(folder_of_life, spec)
         path.rename(path.with_suffix(f".{life}.ring"))

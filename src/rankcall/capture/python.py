@@ -7,6 +7,7 @@ complete: it stands wherever torch runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
@@ -78,6 +79,19 @@ class _PerThread(threading.local):
     correlation = 0
 
 
+class Numbered(NamedTuple):
+    """What an op that is about to be issued will be: for who stands between it and the record."""
+
+    name: str  # of its group
+    description: str
+    size: int
+    seq: int
+    peer: int  # global rank, -1 without one
+
+
+Interposer = Callable[["Op", Numbered, Callable[..., Any], tuple[Any, ...]], Any]
+
+
 class _Issued(NamedTuple):
     number: int  # the record's index in the ring
     group: _GroupState
@@ -111,6 +125,8 @@ class PythonCapture:
         self._marks: PythonMarks | None = None  # kept when it is off: open ranges still end
         self._marking = False
         self.recording = False
+        # Planted faults: called in place of an op, with what issues and records it.
+        self.interposer: Interposer | None = None
         self._library: torch.library.Library | None = None
 
     # --- the capture's interface ---
@@ -183,6 +199,12 @@ class PythonCapture:
         issue, follow = self._issuer(op, variant), self._follow
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.interposer is not None:
+                through = functools.partial(recorded, keys, **kwargs)
+                return self.interposer(op, self._numbered(op, args), through, args)
+            return recorded(keys, *args, **kwargs)
+
+        def recorded(keys: Any, *args: Any, **kwargs: Any) -> Any:
             issued = None
             if self.recording:
                 try:
@@ -199,6 +221,22 @@ class PythonCapture:
             return follow(op, issued, result)
 
         return kernel
+
+    def _numbered(self, op: Op, args: tuple[Any, ...]) -> Numbered:
+        """Return the number that an op will get, without giving it away."""
+        process_group = dist.ProcessGroup.unbox(args[op.process_group])
+        group = self._group_of(process_group)
+        name, text = str(process_group.group_name), str(process_group.group_desc)
+        if not op.p2p:
+            return Numbered(name, text, group.size, group.collectives + 1, NO_RANK)
+        at = op.positions.get("dst", op.positions.get("src"))
+        key = (
+            NO_RANK if at is None else args[at],
+            args[op.positions["tag"]],
+            "dst" in op.positions,
+        )
+        peer = NO_RANK if at is None else dist.get_global_rank(process_group, args[at])
+        return Numbered(name, text, group.size, group.p2p.get(key, 0) + 1, peer)
 
     def _issuer(self, op: Op, variant: int) -> Callable[[tuple[Any, ...]], _Issued | None]:
         """Return the function that records one op: what the schema settles is settled here."""

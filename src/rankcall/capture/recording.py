@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from rankcall.capture import declared
 from rankcall.capture.marks import Marks
 from rankcall.capture.notices import say
 from rankcall.errors import CaptureUnavailable
@@ -216,6 +217,7 @@ class Recording:
         from rankcall.capture.groups import watch
 
         self.capture.start()
+        declared.publish(ring=self.ring)
         watch.add(self._on_group)
         self._step_handle = _count_steps(self.capture)
         self._heart.start()

@@ -13,6 +13,7 @@ import threading
 from datetime import datetime, timezone
 from pathlib import Path
 
+from rankcall.capture import declared
 from rankcall.capture.notices import say
 from rankcall.capture.recording import Recording as Recording
 from rankcall.errors import RankcallError, TorchMissing
@@ -190,6 +191,7 @@ def _in_forked_child() -> None:
     old, _state = _state, _State()
     _state.registered = True
     _inherited.append(old)
+    declared.forget()
     if old.recording is not None:
         old.recording.forget()
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rankcall.analysis.summary import Summary, summarise
+from rankcall.cli._reading import bar, open_run, tell_problems
 from rankcall.report import json as json_report
 from rankcall.report import terminal
-from rankcall.report._format import clean
-from rankcall.run import Progress, find_run, load, settle
-
-_SHOW_FROM = 32  # rings; fewer are read before a bar could be drawn
 
 
 def command(
@@ -36,20 +31,13 @@ def command(
     else:
         _print(summary)
     sys.stdout.flush()
-    for problem in summary.problems:
-        typer.echo(f"rankcall: problem: {clean(problem)}", err=True)
-    if summary.problems:
-        raise typer.Exit(1)
+    tell_problems(summary.problems)
 
 
 def read(path: Path | None) -> Summary:
     """Move what ended processes left on this host into the run, then read and analyse it."""
-    where = find_run(path)
-    if where.is_dir():
-        settle(where)
-    with _bar("reading names") as progress:
-        run = load(where, progress)
-    with _bar("reading records") as progress:
+    run = open_run(path)
+    with bar("reading records") as progress:
         return summarise(run, progress)
 
 
@@ -63,23 +51,3 @@ def _print(summary: Summary) -> None:
         terminal.show(summary, console)
     else:
         sys.stdout.write(terminal.render(summary, console.width))
-
-
-@contextlib.contextmanager
-def _bar(what: str) -> Iterator[Progress]:
-    """Draw a progress bar on stderr while a long load goes on; nothing without a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        yield _follow(bar.add_task(what, total=None, visible=False), bar.update)
-
-
-def _follow(task: int, update: Callable[..., None]) -> Progress:
-    def progress(done: int, total: int) -> None:
-        update(task, completed=done, total=total, visible=total >= _SHOW_FROM)
-
-    return progress

@@ -82,6 +82,11 @@ class Header:
     closed_ns: int
     file_bytes: int
     geometry: Geometry
+    expect_until_ns: int = 0
+    expect_what: str = ""
+    overdue_ns: int = 0
+    verdicts: int = 0
+    stack_fd: int = 0
 
 
 @dataclass(frozen=True)
@@ -250,12 +255,14 @@ def parse_header(raw: bytes, name: str) -> Header:
             "rank", "world_size", "local_rank", "node", "attempt", "pid", "process_start",
             "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
             "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
+            "expect_until_ns", "overdue_ns", "verdicts", "stack_fd",
         )
     }  # fmt: skip
     capture = int(row["capture"])
     return Header(
         host=row["host"].decode("utf-8", "replace"),
         boot_id=row["boot_id"].decode("utf-8", "replace"),
+        expect_what=row["expect_what"].decode("utf-8", "replace"),
         capture=CAPTURES[capture] if capture < len(CAPTURES) else CAPTURES[0],
         geometry=shape,
         **numbers,
@@ -302,8 +309,16 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
 
 def _site(fields: dict[str, Any]) -> CallSite:
     return CallSite(
-        str(fields["file"]), _small(fields["line"]), str(fields["function"]), str(fields["api"])
+        _text(fields["file"]),
+        _small(fields["line"]),
+        _text(fields["function"]),
+        _text(fields["api"]),
     )
+
+
+def _text(value: Any) -> str:
+    """Return a name that can be written anywhere: JSON can say what is no Unicode."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def _count(number: Any) -> int:
@@ -322,10 +337,10 @@ def _small(number: Any) -> int:
 
 def _group(fields: dict[str, Any]) -> Group:
     return Group(
-        str(fields["name"]),
+        _text(fields["name"]),
         _small(fields["epoch"]),
-        str(fields["backend"]),
-        str(fields["description"]),
+        _text(fields["backend"]),
+        _text(fields["description"]),
         expand_ranks(fields["ranks"]),
     )
 

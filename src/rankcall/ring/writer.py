@@ -175,6 +175,14 @@ def put(ring: mmap.mmap, field: str, value: int) -> None:
     struct.pack_into(code, ring, offset_of(field), value)
 
 
+def put_text(ring: mmap.mmap, field: str, text: str) -> None:
+    """Set a header field of text, cut where it is too long for it, but not within a character."""
+    room = HEADER.fields[field][0].itemsize  # type: ignore[index]
+    raw = text.encode()[: room - 1].decode("utf-8", "ignore").encode()
+    at = offset_of(field)
+    ring[at : at + room] = raw.ljust(room, b"\0")
+
+
 def set_identity(ring: mmap.mmap, identity: Identity) -> None:
     """Correct whose ring it is, once the default process group has told."""
     for name in ("rank", "world_size", "local_rank", "node", "attempt"):
