@@ -66,9 +66,11 @@ class _Finder:
             # Asked again: this may be a child that was forked before its parent imported torch,
             # or a launcher inside a worker, which takes RANKCALL_ARM away from itself.
             if _is_worker():
+                from rankcall import watch
                 from rankcall.capture.session import arm
 
-                arm()
+                if arm():
+                    watch.arm()
         except Exception as error:
             _say(error)
 
