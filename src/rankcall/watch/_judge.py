@@ -123,9 +123,7 @@ class Judge:
             return self._judge(mine), True
 
     def _judge(self, snapshot: Snapshot) -> bytes:
-        diagnosis = Diagnosis(
-            str(self._run_dir), snapshot, self._hangs(snapshot), self._hang_after
-        )
+        diagnosis = Diagnosis(str(self._run_dir), snapshot, self._hangs(snapshot), self._hang_after)
         return _verdict.encode(diagnosis, {"epoch_ns": time.time_ns(), "by_pid": os.getpid()})
 
     def _publish(self, verdict: _verdict.Object, dumped: dict[int, str], loud: bool) -> None:
