@@ -114,7 +114,7 @@ class NativeModule:
             "-shared",
             "-fPIC",
             "-pthread",
-            "-w",  # torch's headers warn under many compilers; ours are built with warnings in tests
+            "-w",  # torch's headers warn; ours are built with warnings in tests
             *(f"-D{each}" for each in self.defines),
             *(f"-I{path}" for path in includes),
             *(_torch_flags() if self.uses_torch else ()),
