@@ -11,43 +11,53 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "BarrierTimeout": "rankcall.errors",
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
     "Run": "rankcall.run",
     "RunNotFound": "rankcall.errors",
+    "StoreLost": "rankcall.errors",
     "TorchMissing": "rankcall.errors",
+    "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.capture.session",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks",)
+_MODULES = ("hooks", "store")
 
 __all__ = [
+    "BarrierTimeout",
     "CaptureUnavailable",
     "CorruptRun",
     "RankcallError",
     "Recording",
     "Run",
     "RunNotFound",
+    "StoreLost",
     "TorchMissing",
+    "WorldMismatch",
     "disable",
     "enable",
     "hooks",
     "load",
+    "store",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks
+    from rankcall import hooks, store
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (
+        BarrierTimeout,
         CaptureUnavailable,
         CorruptRun,
         RankcallError,
         RunNotFound,
+        StoreLost,
         TorchMissing,
+        WorldMismatch,
     )
     from rankcall.run import Run, load
 

@@ -1,15 +1,30 @@
 """Every error rankcall raises on purpose.
 
 RankcallError
+├── BarrierTimeout      (RuntimeError)  not all ranks came in time; also a DistStoreError
 ├── CorruptRun          (ValueError)    a ring or run directory that cannot be read as one
 ├── RunNotFound         (FileNotFoundError)
 ├── CaptureUnavailable  (RuntimeError)  recording was asked for in a way this machine cannot do
-└── TorchMissing        (ImportError)   torch is absent, or older than rankcall needs
+├── StoreLost           (RuntimeError)  the store's host is gone; also a DistNetworkError
+├── TorchMissing        (ImportError)   torch is absent, or older than rankcall needs
+└── WorldMismatch       (ValueError)    ranks disagree on the world size, or on who is which
 """
 
 from __future__ import annotations
 
-__all__ = ["CaptureUnavailable", "CorruptRun", "RankcallError", "RunNotFound", "TorchMissing"]
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "BarrierTimeout",
+    "CaptureUnavailable",
+    "CorruptRun",
+    "RankcallError",
+    "RunNotFound",
+    "StoreLost",
+    "TorchMissing",
+    "WorldMismatch",
+]
 
 
 class RankcallError(Exception):
@@ -30,3 +45,72 @@ class CaptureUnavailable(RankcallError, RuntimeError):
 
 class TorchMissing(RankcallError, ImportError):
     """Raised when a part that needs torch finds none, or one older than 2.11."""
+
+
+class _Explained(RankcallError):
+    """An error with attributes, which it keeps when it is pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[_Explained], args: tuple[Any, ...], state: dict[str, Any]) -> _Explained:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class BarrierTimeout(_Explained, RuntimeError):
+    """Raised when not every rank came to a barrier or an exchange in time.
+
+    ``missing_ranks``: sorted and complete; empty where the barrier was called without ranks.
+    ``arrived``: how many came, of ``world_size``. ``hosts``: the host of each missing rank that is
+    known. ``key_prefix``, ``rank`` (None without), ``timeout`` in seconds and ``what`` are the
+    caller's own.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing_ranks: Sequence[int] = (),
+        arrived: int = 0,
+        world_size: int = 0,
+        hosts: Mapping[int, str] | None = None,
+        key_prefix: str = "",
+        rank: int | None = None,
+        timeout: float = 0.0,
+        what: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.missing_ranks = tuple(missing_ranks)
+        self.arrived = arrived
+        self.world_size = world_size
+        self.hosts = dict(hosts or {})
+        self.key_prefix = key_prefix
+        self.rank = rank
+        self.timeout = timeout
+        self.what = what
+
+
+class WorldMismatch(_Explained, ValueError):
+    """Raised when ranks disagree: on the world size, or because two processes are one rank.
+
+    ``claims`` is who said what: (rank, world size, host, pid) of each.
+    """
+
+    def __init__(self, message: str, *, claims: Sequence[tuple[int, int, str, int]] = ()) -> None:
+        super().__init__(message)
+        self.claims = tuple(claims)
+
+
+class StoreLost(_Explained, RuntimeError):
+    """Raised when the store's host has died, or does not answer (it may be stopped).
+
+    ``host`` is where the store was.
+    """
+
+    def __init__(self, message: str, *, host: str = "") -> None:
+        super().__init__(message)
+        self.host = host
