@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "BarrierTimeout": "rankcall.errors",
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
     "ExportFailed": "rankcall.errors",
@@ -18,14 +19,17 @@ _HOME = {
     "Recording": "rankcall.capture.recording",
     "Run": "rankcall.run",
     "RunNotFound": "rankcall.errors",
+    "StoreLost": "rankcall.errors",
     "TorchMissing": "rankcall.errors",
+    "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.capture.session",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks", "trace")
+_MODULES = ("hooks", "store", "trace")
 
 __all__ = [
+    "BarrierTimeout",
     "CaptureUnavailable",
     "CorruptRun",
     "ExportFailed",
@@ -33,25 +37,31 @@ __all__ = [
     "Recording",
     "Run",
     "RunNotFound",
+    "StoreLost",
     "TorchMissing",
+    "WorldMismatch",
     "disable",
     "enable",
     "hooks",
     "load",
+    "store",
     "trace",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks, trace
+    from rankcall import hooks, store, trace
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (
+        BarrierTimeout,
         CaptureUnavailable,
         CorruptRun,
         ExportFailed,
         RankcallError,
         RunNotFound,
+        StoreLost,
         TorchMissing,
+        WorldMismatch,
     )
     from rankcall.run import Run, load
 
