@@ -13,41 +13,48 @@ __version__ = "0.1.0"
 _HOME = {
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
+    "PeerError": "rankcall.errors",
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
     "Run": "rankcall.run",
     "RunNotFound": "rankcall.errors",
     "TorchMissing": "rankcall.errors",
+    "UnevenInputs": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.capture.session",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks",)
+_MODULES = ("hooks", "join")
 
 __all__ = [
     "CaptureUnavailable",
     "CorruptRun",
+    "PeerError",
     "RankcallError",
     "Recording",
     "Run",
     "RunNotFound",
     "TorchMissing",
+    "UnevenInputs",
     "disable",
     "enable",
     "hooks",
+    "join",
     "load",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks
+    from rankcall import hooks, join
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (
         CaptureUnavailable,
         CorruptRun,
+        PeerError,
         RankcallError,
         RunNotFound,
         TorchMissing,
+        UnevenInputs,
     )
     from rankcall.run import Run, load
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 RUNS = "rankcall-runs"
 RUN_SCHEMA = 1
+JOINS = "joins.jsonl"  # what each Join did on its ranks, one line each
 Progress = Callable[[int, int], None]
 
 
