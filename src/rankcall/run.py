@@ -321,6 +321,18 @@ class Run:
         return groups_frame(self)
 
     @cached_property
+    def joins(self) -> list[dict[str, Any]]:
+        """What each ``rankcall.join.Join`` did, in order: its policy, call site and ranks."""
+        try:
+            lines = (self.path / JOINS).read_text().splitlines() if self.path.is_dir() else []
+            return [json.loads(line) for line in lines]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, RecursionError) as error:
+            self._note(f"{self.path / JOINS}: cannot be read: {error}")
+            return []
+
+    @cached_property
     def ranks(self) -> pl.DataFrame:
         """One row a ring: rank, host, pid, attempt, capture, records, dropped, steps, closed."""
         from rankcall._frames import ranks_frame

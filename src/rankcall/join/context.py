@@ -269,6 +269,7 @@ class Join:
             if self.policy == "raise":
                 tell(1, self.device, self.group)
                 raise self.agreed(f"Rank {self.rank} exhausted all inputs.")
+            self._joined.shared.begin()
             for hook in self._joined.hooks:
                 hook.main_hook()
             rounds += 1

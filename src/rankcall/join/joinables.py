@@ -24,6 +24,7 @@ class Joined:
 
     span: Span
     same_data: Span | None
+    shared: Round = field(default_factory=Round)
     joinables: list[Any] = field(default_factory=list)  # those with a join configuration
     hooks: list[JoinHook] = field(default_factory=list)
     notifier: Any = None  # the first joinable that announces its iterations
@@ -49,8 +50,7 @@ class Joined:
         for joinable in self.joinables:
             joinable._rankcall_joined = True
         for model in self.models:
-            model.announce = announce
-            model.attach()
+            model.attach(announce, self.span.ranks)
 
     def switch(self, on: bool, throws: bool) -> None:
         """Switch notifications on or off."""
@@ -152,7 +152,8 @@ def _check_covers(groups: Sequence[Any]) -> None:
 def _make_hooks(
     joined: Joined, listed: Sequence[Any], divide_by_active: bool, policy: str, kwargs: Any
 ) -> None:
-    shared = Round(keeps_gradients=any(isinstance(each, Optimizer) for each in listed))
+    shared = joined.shared
+    shared.keeps_gradients = any(isinstance(each, Optimizer) for each in listed)
     for each in listed:
         if is_fsdp(each):
             if policy == "shadow":
@@ -163,6 +164,7 @@ def _make_hooks(
         if isinstance(each, Joinable):
             joined.joinables.append(each)
         joined.hooks.append(_hook(each, divide_by_active, not joined.hooks, shared, kwargs))
+    shared.has_models = bool(joined.models)
     model = joined.hooks and isinstance(joined.hooks[0], ModelShadow)
     joined.notifier = None if model else next(iter(joined.joinables), None)
     if joined.notifier is None and not model and policy == "shadow":

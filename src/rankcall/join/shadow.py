@@ -26,8 +26,13 @@ _OFF = Config()
 class Round:
     """What the hooks of one ``Join`` share about the iteration that they shadow."""
 
-    synced: bool = True  # gradients were reduced in it (not so under ``no_sync``)
+    has_models: bool = False
     keeps_gradients: bool = False  # an optimizer is stepped with them afterwards
+    synced: bool = True  # gradients were reduced in it (not so under ``no_sync``)
+
+    def begin(self) -> None:
+        """Begin a round: with models, one of them must reduce gradients for a step to follow."""
+        self.synced = not self.has_models
 
 
 class StepShadow(JoinHook):
@@ -64,11 +69,12 @@ class ModelShadow(JoinHook):
                 "shadowed: use on_exhausted='replay'"
             )
         self.ddp: Any = ddp
-        self.announce: Callable[[], Any] | None = None
         self._divide_by_active = divide_by_active
         self._announces = announces
         self._shared = shared
         self._world = dist.get_world_size(ddp.process_group)
+        self._counts = divide_by_active  # active ranks, in a collective of its own
+        self._shadowed = 0
         self._on = False
         self._muted: tuple[Any, bool] | None = None
         self._unsynced = False  # gradients were accumulated under no_sync and not yet reduced
@@ -78,9 +84,16 @@ class ModelShadow(JoinHook):
         self._order: dict[Any, int] = {}
         self._undo: list[Callable[[], None]] = []
 
-    def attach(self) -> None:
-        """Begin to watch the model. ``detach`` leaves it as it was."""
+    def attach(self, announce: Callable[[], Any], ranks: Sequence[int]) -> None:
+        """Begin to watch the model. ``detach`` leaves it as it was.
+
+        ``announce`` counts this rank as active among ``ranks``; those of the model's own group may
+        be fewer, and then all of them may have run dry while others are at work.
+        """
         ddp = self.ddp
+        self._announce = announce
+        own = dist.get_process_group_ranks(ddp.process_group)
+        self._counts = self._divide_by_active or set(own) != set(ranks)
         ddp.logger._set_uneven_input_join()
         before = ddp.register_forward_pre_hook(self._before_forward, prepend=True)
         after = ddp.register_forward_hook(self._after_forward, prepend=True, always_call=True)
@@ -111,11 +124,6 @@ class ModelShadow(JoinHook):
         """Whether a communication hook is registered: such a hook divides as it likes."""
         return bool(self.ddp._comm_hooks or self.ddp._get_ddp_logging_data().get("comm_hook"))
 
-    @property
-    def _counts(self) -> bool:
-        """Whether this model counts its active ranks in a collective of its own."""
-        return self._divide_by_active
-
     # On a rank that is at work.
 
     def _before_forward(self, module: Any, args: Any) -> None:
@@ -127,11 +135,13 @@ class ModelShadow(JoinHook):
             self._muted = (ddp._join_config, ddp.require_forward_param_sync)
             ddp._join_config, ddp.require_forward_param_sync = _OFF, False
             return
-        self._pending = [self.announce()] if self._announces and self.announce else []
+        self._pending = [self._announce()] if self._announces else []
         if self._counts:
             self._count = torch.ones(1, device=ddp.device)
             work = dist.all_reduce(self._count, group=ddp.process_group, async_op=True)
-            ddp.reducer._set_forward_pass_work_handle(work, False)
+            self._pending.append(work)
+            if self._divide_by_active:
+                ddp.reducer._set_forward_pass_work_handle(work, False)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         ddp = self.ddp
@@ -174,21 +184,27 @@ class ModelShadow(JoinHook):
             count = torch.zeros(1, device=ddp.device)
             dist.all_reduce(count, group=ddp.process_group)
             active = int(count.item())
+            if not active:
+                return
+        self._shadowed += 1
         ddp.reducer._rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
-        ddp.require_forward_param_sync = self._shared.synced = synced
+        ddp.require_forward_param_sync = synced
         if synced:
+            self._shared.synced = True
             # The iteration in which a static graph is learnt reduces the map of used parameters
             # first, and notes no order for the buckets.
             learns = self._learns_static_graph()
-            self._reduce(active, learns)
+            self._reduce(active if self._divide_by_active else self._world, learns)
             if not learns:
                 ddp.reducer._push_all_rebuilt_params()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of a rank that was at work to the end."""
-        self.ddp._sync_final_model(is_last_joiner)
+        # Among the ranks of this model, which need not have been among the last of all.
+        self.ddp._sync_final_model(self._shadowed == 0)
+        self._shadowed = 0
 
     def _reduce(self, active: int, learns: bool) -> None:
         """Take part in reducing the gradients, with zeros or what was accumulated unreduced."""
