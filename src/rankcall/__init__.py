@@ -15,41 +15,46 @@ _HOME = {
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
     "ExportFailed": "rankcall.errors",
+    "PeerError": "rankcall.errors",
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
     "Run": "rankcall.run",
     "RunNotFound": "rankcall.errors",
     "StoreLost": "rankcall.errors",
     "TorchMissing": "rankcall.errors",
+    "UnevenInputs": "rankcall.errors",
     "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.capture.session",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks", "store", "trace")
+_MODULES = ("hooks", "join", "store", "trace")
 
 __all__ = [
     "BarrierTimeout",
     "CaptureUnavailable",
     "CorruptRun",
     "ExportFailed",
+    "PeerError",
     "RankcallError",
     "Recording",
     "Run",
     "RunNotFound",
     "StoreLost",
     "TorchMissing",
+    "UnevenInputs",
     "WorldMismatch",
     "disable",
     "enable",
     "hooks",
+    "join",
     "load",
     "store",
     "trace",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks, store, trace
+    from rankcall import hooks, join, store, trace
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (
@@ -57,10 +62,12 @@ if TYPE_CHECKING:
         CaptureUnavailable,
         CorruptRun,
         ExportFailed,
+        PeerError,
         RankcallError,
         RunNotFound,
         StoreLost,
         TorchMissing,
+        UnevenInputs,
         WorldMismatch,
     )
     from rankcall.run import Run, load

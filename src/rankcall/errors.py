@@ -10,10 +10,12 @@ RankcallError
 ├── DuplicateBackend     (RuntimeError)  a back end of that name is registered already
 ├── ExportFailed         (OSError)       a report or an export that cannot be written
 ├── InvalidDeviceMap     (ValueError)    a worker's devices or device maps break a rule
+├── PeerError            (RuntimeError)  another rank failed, so that this one cannot go on
 ├── RpcTimeout           (RuntimeError, TimeoutError)  a group did not form or end in time
 ├── RunNotFound          (FileNotFoundError)
 ├── StoreLost            (RuntimeError)  the store's host is gone; also a DistNetworkError
 ├── TorchMissing         (ImportError)   torch is absent, or older than rankcall needs
+├── UnevenInputs         (RuntimeError)  ranks have different numbers of batches, or left early
 └── WorldMismatch        (ValueError)    ranks disagree on the world size, or on who is which
 """
 
@@ -32,11 +34,13 @@ __all__ = [
     "DuplicateBackend",
     "ExportFailed",
     "InvalidDeviceMap",
+    "PeerError",
     "RankcallError",
     "RpcTimeout",
     "RunNotFound",
     "StoreLost",
     "TorchMissing",
+    "UnevenInputs",
     "WorldMismatch",
 ]
 
@@ -127,6 +131,23 @@ class InvalidDeviceMap(RankcallError, ValueError):
     """Raised when a worker's devices, or its maps to other workers' devices, break a rule."""
 
 
+class PeerError(RankcallError, RuntimeError):
+    """Raised where another rank failed, with what it said before it went.
+
+    ``rank`` and ``host`` say who failed; ``cause`` is its error in one line, ``traceback`` its
+    traceback as text, empty where the rank was lost without a word.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int = -1, host: str = "", cause: str = "", traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.cause = cause
+        self.traceback = traceback
+
+
 class RpcTimeout(RankcallError, RuntimeError, TimeoutError):
     """Raised when workers did not come together in time.
 
@@ -155,6 +176,10 @@ class StoreLost(_Explained, RuntimeError):
 
 class TorchMissing(RankcallError, ImportError):
     """Raised when a part that needs torch finds none, or one older than 2.11."""
+
+
+class UnevenInputs(RankcallError, RuntimeError):
+    """Raised where ranks have different numbers of batches and cannot, or must not, go on so."""
 
 
 class WorldMismatch(_Explained, ValueError):
