@@ -4,6 +4,7 @@ RankcallError
 ├── CorruptRun          (ValueError)    a ring or run directory that cannot be read as one
 ├── RunNotFound         (FileNotFoundError)
 ├── CaptureUnavailable  (RuntimeError)  recording was asked for in a way this machine cannot do
+├── ExtraMissing        (ImportError)   a sink needs a package that is not installed
 ├── ExportFailed        (OSError)       a report or an export that cannot be written
 └── TorchMissing        (ImportError)   torch is absent, or older than rankcall needs
 """
@@ -14,6 +15,7 @@ __all__ = [
     "CaptureUnavailable",
     "CorruptRun",
     "ExportFailed",
+    "ExtraMissing",
     "RankcallError",
     "RunNotFound",
     "TorchMissing",
@@ -34,6 +36,10 @@ class RunNotFound(RankcallError, FileNotFoundError):
 
 class CaptureUnavailable(RankcallError, RuntimeError):
     """Raised when the capture that was asked for by name cannot work here."""
+
+
+class ExtraMissing(RankcallError, ImportError):
+    """Raised when a part needs an optional package; names the extra to install."""
 
 
 class ExportFailed(RankcallError, OSError):

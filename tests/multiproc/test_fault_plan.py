@@ -37,9 +37,7 @@ def _few(rank: int, world_size: int) -> Any:
 
 def _rows(run_dir: Path, rank: int) -> list[tuple[Any, ...]]:
     records = load(run_dir).records
-    return [
-        tuple(row[name] for name in OPS) for row in records.to_dicts() if row["rank"] == rank
-    ]
+    return [tuple(row[name] for name in OPS) for row in records.to_dicts() if row["rank"] == rank]
 
 
 def _settled(run_dir: Path, plan: FaultPlan, rank: int, count: int, fn: Any = _few) -> Any:
