@@ -17,11 +17,11 @@ SOURCE = Path(__file__).parents[1] / "native/nvtx_collector.cpp"
 
 def built(folder: Path) -> Path:
     """Compile the tool; skips where NVTX's headers or a compiler are missing."""
-    from rankcall.capture.native.build import _nvtx_headers
+    from rankcall.capture.native.build import nvtx_headers
     from rankcall.errors import CaptureUnavailable
 
     try:
-        headers = _nvtx_headers().parent
+        headers = nvtx_headers()
     except CaptureUnavailable as error:
         pytest.skip(str(error))
     if not shutil.which("c++"):

@@ -18,6 +18,7 @@ from browser import chromium
 
 _HOST = "http://trace-processor.test/"
 _APPEND, _FINALIZE, _QUERY, _RESET = 1, 2, 3, 11
+_KINDS = {".js": "text/javascript", ".wasm": "application/wasm"}
 _PAGE = """<script>
 const replies = [], waiting = [];
 const engine = new Worker("engine_bundle.js");
@@ -52,10 +53,8 @@ def running() -> Iterator[Processor]:
 
     def serve(route: Any) -> None:
         name = route.request.url.removeprefix(_HOST)
-        if name:
-            route.fulfill(path=files / name)
-        else:
-            route.fulfill(body=_PAGE, content_type="text/html")
+        kind = _KINDS.get(Path(name).suffix, "text/html")
+        route.fulfill(body=(files / name).read_bytes() if name else _PAGE, content_type=kind)
 
     with chromium() as browser:
         context = browser.new_context()

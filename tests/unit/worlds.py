@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankcall.record import OPS, RECORD, STATUSES
+from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
 from rankcall.ring.reader import CallSite, Group
 from rankcall.testing._ringfile import RingSpec, write_ring
 
@@ -42,6 +42,9 @@ class Call:
     flags: int = 0
     attempt: int = 0
     life: int = 0
+    dtype: str = "float32"
+    reduce_op: str = "none"
+    api: str = ""
 
 
 def write_world(
@@ -94,7 +97,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "op": OPS.index(call.op),
         "kind": int(p2p),
         "group": spec.group(call.group),
-        "call_site": spec.site(CallSite("train.py", call.line, "step", call.op)),
+        "call_site": spec.site(CallSite("train.py", call.line, "step", call.api or call.op)),
         "variant": spec.string(f"c10d::{call.op}"),
         "root": call.root,
         "peer": call.peer,
@@ -103,6 +106,8 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "status": STATUSES.index("started" if call.end is None else call.status),
         "flags": call.flags,
         "device_ms": np.nan,
+        "dtype": DTYPES.index(call.dtype),
+        "reduce_op": REDUCE_OPS.index(call.reduce_op),
     }
     for name, value in values.items():
         row[name] = value

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rankcall.analysis.deaths import Deaths
-from rankcall.analysis.finding import Finding, less_sure
+from rankcall.analysis.graph import Graph
 from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
 from rankcall.analysis.waits import Wait
-from rankcall.record import OPS
-from rankcall.run import format_ranks
 
-_FROZEN_S = 3.0  # six heartbeats
-_KEPT_EVIDENCE = 8
+# A heartbeat comes twice a second. One that is this old, and older than half of what the others
+# have waited, froze when the waiting began.
+FROZEN_S, FROZEN_SHARE = 1.5, 0.5
 
 
 @dataclass
-class _Case:
+class Case:
     """One rank that others wait for and that waits for nobody."""
 
     rank: int
@@ -28,146 +24,87 @@ class _Case:
     confidence: str
     waits: list[Wait] = field(default_factory=list)
 
-
-class Graph:
-    """The waits, by who is in them and who is not."""
-
-    def __init__(self, waits: Sequence[Wait]) -> None:
-        self.waits = waits
-        self.in_wait: dict[int, list[Wait]] = {}
-        self.without: dict[int, list[Wait]] = {}
-        for wait in waits:
-            for rank in wait.waiters:
-                self.in_wait.setdefault(rank, []).append(wait)
-            for rank in wait.absent:
-                self.without.setdefault(rank, []).append(wait)
-
-    def blocked(self, rank: int) -> bool:
-        """Tell whether a rank waits for somebody itself."""
-        return rank in self.in_wait
-
-    def victims(self, waits: Iterable[Wait]) -> set[int]:
-        """Return who is in some waits, and who waits for those, and so on."""
-        seen: set[int] = set()
-        todo = list(waits)
-        done = {id(wait) for wait in todo}
-        while todo:
-            for rank in todo.pop().waiters:
-                if rank not in seen:
-                    seen.add(rank)
-                    for wait in self.without.get(rank, ()):
-                        if id(wait) not in done:
-                            done.add(id(wait))
-                            todo.append(wait)
-        return seen
+    @property
+    def longest(self) -> Wait | None:
+        """The wait for it that has lasted longest."""
+        return max(self.waits, key=lambda wait: wait.age_s, default=None)
 
 
-def name_culprits(
-    snapshot: Snapshot, waits: Sequence[Wait], gone: Deaths, hang_after: float
-) -> list[Finding]:
-    """Return one finding for each cause: ranks alike in kind, in the same wait, are one."""
-    graph = Graph(waits)
-    cases = {
-        rank: _case(snapshot, graph, gone, rank)
-        for rank in _suspects(snapshot, graph, gone)
-        if not snapshot.ranks[rank].may_be_silent(hang_after)
-    }
-    found: dict[tuple[str, int], list[_Case]] = {}
-    for case in cases.values():
-        if case is not None and _counts(snapshot, graph, case, gone, hang_after):
-            longest = max(case.waits, key=lambda wait: wait.age_s, default=None)
-            found.setdefault((case.kind, id(longest)), []).append(case)
-    return [_finding(snapshot, graph, alike) for alike in found.values()]
+def cases(
+    snapshot: Snapshot,
+    graph: Graph,
+    gone: Deaths,
+    hang_after: float,
+    explained: Callable[[Wait], bool],
+) -> list[Case]:
+    """Return everybody who holds others up and is held up by nobody.
+
+    ``explained`` tells which waits have their cause already.
+    """
+    found = []
+    for rank in _suspects(snapshot, graph, gone):
+        if snapshot.ranks[rank].may_be_silent(hang_after):
+            continue
+        case = _case(snapshot, graph, gone, rank)
+        if not _counts(graph, case, gone, hang_after):
+            continue
+        if case.kind in ("dead", "stopped") or not all(map(explained, case.waits)):
+            found.append(case)
+    return found
 
 
 def _suspects(snapshot: Snapshot, graph: Graph, gone: Deaths) -> list[int]:
     """Return who is waited for and waits for nobody, and who cannot go on whatever it is in."""
-    absent = {rank for rank in graph.without if not graph.blocked(rank)}
-    halted = {
-        each.rank
-        for each in snapshot.ranks
-        if each.rank in gone.own or (each.state != GONE and _halted(each))
-    }
-    return sorted(absent | halted)
+    absent = set()
+    for wait in graph.waits:
+        free = [rank for rank in wait.absent if not graph.blocked(rank)]
+        # Of ranks that nothing is known of, none is blamed while a known one will do.
+        seen = [rank for rank in free if not snapshot.ranks[rank].blind]
+        absent.update(seen if seen or wait.any_source else free)
+    halted = {each.rank for each in snapshot.ranks if each.state == STOPPED or _still(each)}
+    return sorted(absent | halted | gone.own)
 
 
-def _halted(state: RankState) -> bool:
-    return state.state == STOPPED or (not state.blind and _frozen(state))
+def _still(state: RankState) -> bool:
+    """Tell whether a living process gives no sign of life at all."""
+    frozen = state.silent_s > FROZEN_S and not state.closed
+    return frozen and not state.blind and state.state != GONE
 
 
-def _frozen(state: RankState) -> bool:
-    return state.gil_s > _FROZEN_S and not state.closed
-
-
-def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int) -> _Case | None:
+def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int) -> Case:
     state = snapshot.ranks[rank]
-    waits = [*graph.without.get(rank, ()), *graph.in_wait.get(rank, ())]
+    waits = list(graph.without.get(rank, ()))
     if rank in gone.own:
-        return _Case(rank, "dead", "certain" if state.exit is not None else "likely", waits)
-    if not waits:
-        return None
-    if rank in gone.left or state.left_loop:
-        return _Case(rank, "exhausted", "certain" if state.exit == 0 else "likely", waits)
+        sure = "certain" if state.exit is not None or snapshot.live else "likely"
+        return Case(rank, "dead", sure, waits or graph.joined(rank))
     if state.state == STOPPED:
-        return _Case(rank, "stopped", "certain", waits)
-    if state.state != GONE and not state.blind and _frozen(state):
-        return _Case(rank, "stopped", "likely", waits)
-    return _Case(rank, "missing", "possible" if state.blind else "certain", waits)
+        return Case(rank, "stopped", "certain", waits or graph.joined(rank))
+    if rank in gone.left or state.left_loop:
+        return Case(rank, "exhausted", "certain" if state.exit == 0 else "likely", waits)
+    longest = max((wait.age_s for wait in waits or graph.joined(rank)), default=0.0)
+    if _still(state) and state.silent_s > FROZEN_SHARE * longest:
+        return Case(rank, "stopped", "likely", waits or graph.joined(rank))
+    ticking = state.state != GONE and not state.closed and not state.blind
+    if ticking and state.gil_s > max(FROZEN_S, FROZEN_SHARE * longest):
+        return Case(rank, "stopped", "likely", waits)
+    return Case(rank, "missing", "possible" if state.blind else "certain", waits)
 
 
-def _counts(snapshot: Snapshot, graph: Graph, case: _Case, gone: Deaths, hang_after: float) -> bool:
+def _counts(graph: Graph, case: Case, gone: Deaths, hang_after: float) -> bool:
     """Tell whether somebody has waited long enough for a case to count."""
     if case.kind == "dead":
         return True
-    reached = graph.victims(case.waits) | {case.rank}
-    hung = [wait for rank in reached for wait in graph.in_wait.get(rank, ()) if wait.hung]
-    if gone.first_s is None or case.kind != "missing":
+    hung = [wait for wait in graph.reach(case.waits) if wait.hung]
+    if gone.first_s is None or case.kind not in ("missing", "exhausted"):
         return bool(hung)
     # One process took the others with it: who was on the way then is no cause, unless it had
     # kept them waiting for long.
     return any(wait.age_s - gone.first_s >= hang_after for wait in hung)
 
 
-def _finding(snapshot: Snapshot, graph: Graph, cases: Sequence[_Case]) -> Finding:
-    ranks = tuple(sorted(case.rank for case in cases))
-    kind = cases[0].kind
-    waits = list({id(wait): wait for case in cases for wait in case.waits}.values())
-    victims = tuple(sorted(graph.victims(waits) - set(ranks)))
-    longest = max(waits, key=lambda wait: wait.age_s, default=None)
-    confidence = max((case.confidence for case in cases), key=len) if len(cases) > 1 else ""
-    confidence = confidence or cases[0].confidence
-    if any(snapshot.ranks[victim].blind for victim in ranks):
-        confidence = less_sure(confidence)
-    hosts = tuple(dict.fromkeys(snapshot.ranks[r].host for r in ranks if snapshot.ranks[r].host))
-    if longest is None:
-        return Finding(
-            kind, ranks, victims, hosts, confidence=confidence,
-            since_s=max(snapshot.ranks[rank].gone_s or 0.0 for rank in ranks),
-            summary=_summary(snapshot, kind, ranks, None),
-        )  # fmt: skip
-    call = snapshot.calls[longest.rows[0]]
-    return Finding(
-        kind, ranks, victims, hosts, snapshot.labels[longest.group], longest.seq,
-        OPS[int(call["op"])], _common_site(snapshot, longest), longest.age_s, confidence,
-        _summary(snapshot, kind, ranks, longest),
-    )  # fmt: skip
-
-
-def _common_site(snapshot: Snapshot, wait: Wait) -> str:
-    sites, counts = np.unique(snapshot.calls["site"][wait.rows], return_counts=True)
-    return snapshot.site(int(sites[np.argmax(counts)]))
-
-
-def _summary(snapshot: Snapshot, kind: str, ranks: Sequence[int], wait: Wait | None) -> str:
-    who = f"rank {format_ranks(ranks)}"
-    return f"{who} is {kind}"
-
-
-def signal_name(code: int) -> str:
-    """Return an exit code in words: ``SIGKILL``, ``exit code 1``."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+def together(found: Iterable[Case]) -> list[list[Case]]:
+    """Put ranks that are alike in kind, and waited for in the same place, together."""
+    alike: dict[tuple[str, int], list[Case]] = {}
+    for case in found:
+        alike.setdefault((case.kind, id(case.longest)), []).append(case)
+    return list(alike.values())

@@ -25,7 +25,8 @@ COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
 SEND, RECV = OPS.index("send"), OPS.index("recv")
 _FROM_ROOT = [OPS.index(name) for name in ("broadcast", "scatter")]
 _TO_ROOT = [OPS.index(name) for name in ("reduce", "gather")]
-_BLOCKING_SENDS = ("send", "send_object_list")
+# The public functions that return only when their message has gone; others are waited for later.
+BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")
 
 
 class Channel(NamedTuple):
@@ -182,7 +183,7 @@ def _message_wait(
     other_op = RECV if op == SEND else SEND
     came = newest.get((group, other_op, peer, rank, tag), 0) >= seq
     came = came or (op == SEND and (group, peer, tag) in open_to_any)
-    soft = op == SEND and _api(snapshot, row) not in _BLOCKING_SENDS
+    soft = op == SEND and _api(snapshot, row) not in BLOCKING
     if soft and came:
         return  # nobody waited for it: its end is not known, and it has been taken
     channel = Channel(rank, peer, tag) if op == SEND else Channel(peer, rank, tag)

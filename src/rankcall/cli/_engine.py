@@ -12,6 +12,14 @@ from typing import NoReturn
 import typer
 
 BOOT = Path(__file__).resolve().parents[1] / "_boot"
+OPTIONS = (
+    "--run-dir",
+    "--capture",
+    "--trace",
+    "--history",
+    "--hang-after",
+    "--on-hang",
+)  # ours, not torchrun's
 USAGE_ERROR = 2  # what argparse and click exit with
 
 
@@ -40,7 +48,7 @@ class Job:
 
 def _refuse(message: str) -> NoReturn:
     """End with one line; argparse would print torchrun's two dozen options before it."""
-    ours = [name for name in ("--run-dir", "--capture") if name in message]
+    ours = [name for name in OPTIONS if name in message]
     hint = f" ({ours[0]} is rankcall's: it comes before torchrun's options)" if ours else ""
     say(f"torchrun does not take these arguments: {message}{hint}")
     raise typer.Exit(USAGE_ERROR)
@@ -72,19 +80,29 @@ def parse(argv: Sequence[str]) -> Job:
     )
 
 
-def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
-    """Return the variables that make every worker below this process record."""
+def arming(
+    run_dir: Path, capture: str, job: Job, hang_after: float, on_hang: str
+) -> dict[str, str]:
+    """Return the variables that make every worker below this process record and watch."""
     path = os.environ.get("PYTHONPATH")
     variables = {
         # An empty entry would put the working directory on every worker's path.
         "PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else str(BOOT),
         "RANKCALL_ARM": "1",
         "RANKCALL_CAPTURE": capture,
+        "RANKCALL_HANG_AFTER": f"{hang_after:g}",
+        "RANKCALL_ON_HANG": on_hang,
         "RANKCALL_RUN_DIR": str(run_dir.resolve()),
     }
     if job.local_addr and not os.environ.get("RANKCALL_HOST"):
         variables["RANKCALL_HOST"] = job.local_addr
     return variables
+
+
+def tracing(mode: str | None, history: bool) -> dict[str, str]:
+    """Return the variables that make every worker trace, or keep its history; empty for neither."""
+    variables = {} if mode is None else {"RANKCALL_TRACE": "1", "TORCH_DISTRIBUTED_TRACING": mode}
+    return {**variables, **({"RANKCALL_HISTORY": "1"} if history else {})}
 
 
 @contextlib.contextmanager
@@ -106,17 +124,40 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def torchrun(argv: Sequence[str]) -> int:
-    """Run torchrun in this process and return its exit status; what went wrong is on stderr."""
+@dataclass(frozen=True)
+class Outcome:
+    """How torchrun ended. ``failed``: workers that failed of their own accord, of this node."""
+
+    status: int
+    failed: tuple[Failure, ...] = ()
+    table: str = ""  # torchrun's own, of who failed
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker that failed. ``code`` is negative for a signal."""
+
+    rank: int
+    pid: int
+    code: int
+    epoch_ns: int
+
+
+def torchrun(argv: Sequence[str]) -> Outcome:
+    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     try:
         main(list(argv))
-        return 0
+        return Outcome(0)
     except ChildFailedError as failed:
-        typer.echo(str(failed), err=True)  # torchrun's own table of who failed, and how
+        failures = (
+            Failure(rank, each.pid, each.exitcode, int(each.timestamp) * 10**9)
+            for rank, each in failed.failures.items()
+        )
+        return Outcome(1, tuple(failures), str(failed))
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
     except KeyboardInterrupt:
@@ -124,4 +165,4 @@ def torchrun(argv: Sequence[str]) -> int:
     except Exception as error:
         text = " ".join(str(error).split())
         say(f"torchrun could not run the job: {type(error).__name__}: {text}")
-    return 1
+    return Outcome(1)

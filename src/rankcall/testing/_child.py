@@ -35,6 +35,7 @@ class Job:
     folder: str
     run_dir: str
     faults: FaultPlan | None
+    watch: dict[str, Any] | None
     file: str = field(init=False)  # of the function, or the script
     name: str = field(init=False)  # of the function within it; "" for a script
     module: str = field(init=False)
@@ -119,6 +120,10 @@ def _call(job: Job, rank: int, world_size: int) -> Any:
         from rankcall.capture.session import enable
 
         enable()
+    if job.watch is not None:
+        from rankcall import watch
+
+        watch.start(**job.watch)
     if not job.name:
         sys.argv = [job.file, *map(str, job.args)]
         runpy.run_path(job.file, run_name="__main__")

@@ -73,6 +73,7 @@ def spawn_ranks(
     check: bool = True,
     faults: FaultPlan | None = None,
     run_dir: str | os.PathLike[str] | None = None,
+    watch: Mapping[str, Any] | None = None,
 ) -> list[RankResult]:
     """Run ``target`` on every rank and return how each ended, in rank order.
 
@@ -81,7 +82,9 @@ def spawn_ranks(
     ``__main__`` with ``args`` as its arguments. What the function returns (anything JSON can
     carry) is the result's ``value``. ``init=False`` leaves creating the process group to it.
     ``env`` is laid over the environment (None removes a variable), for all ranks or by rank.
-    ``faults`` are planted in the ranks. With ``run_dir`` the ranks record into it.
+    ``faults`` are planted in the ranks. With ``run_dir`` the ranks record into it, and how each
+    ended is noted there; with ``watch`` they are watched, and it holds ``rankcall.watch.start``'s
+    arguments.
 
     After ``timeout`` seconds, and some seconds after a rank has failed, the ranks still there
     dump their stacks to stderr and are killed. Raises ``RanksFailed`` where time was up, and,
@@ -89,7 +92,7 @@ def spawn_ranks(
     """
     with start_ranks(
         target, world_size, *args, timeout=timeout, env=env, init=init, faults=faults,
-        run_dir=run_dir,
+        run_dir=run_dir, watch=watch,
     ) as ranks:  # fmt: skip
         late = not ranks.wait(timeout)
     if late:
@@ -109,6 +112,7 @@ def start_ranks(
     init: bool = True,
     faults: FaultPlan | None = None,
     run_dir: str | os.PathLike[str] | None = None,
+    watch: Mapping[str, Any] | None = None,
 ) -> Ranks:
     """Start ranks as ``spawn_ranks`` does and return while they run.
 
@@ -117,7 +121,10 @@ def start_ranks(
     """
     where = Path(run_dir).absolute() if run_dir is not None else None
     ranks = Ranks(where)
-    job = Job(target, args, init, timeout, str(ranks.folder), str(where or ""), faults)
+    job = Job(
+        target, args, init, timeout, str(ranks.folder), str(where or ""), faults,
+        dict(watch) if watch is not None else None,
+    )  # fmt: skip
     by_rank = env if callable(env) else lambda rank: env or {}
     ranks.start(job, [{**_base(ranks.port), **by_rank(rank)} for rank in range(world_size)])
     return ranks
@@ -231,15 +238,17 @@ def _base(port: int) -> dict[str, str | None]:
     }
 
 
+# DDP, FSDP, DTensor and pipelines all import dynamo, which takes as long as torch itself.
+_PRELOADED = ("numpy", "torch.distributed", "torch._dynamo", "rankcall.testing._child")
 _context: Any = None
 
 
 def _server() -> Any:
-    """Return the fork server's context; started once, with torch imported and nothing else."""
+    """Return the fork server's context; started once, with what ranks would import each."""
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
-        _context.set_forkserver_preload(["numpy", "torch.distributed"])
+        _context.set_forkserver_preload(list(_PRELOADED))
     return _context
 
 

@@ -81,6 +81,23 @@ def enable(
 shunt_torch_communication = enable
 
 
+def arm() -> None:
+    """Trace, and keep the history, as the launcher asked by environment.
+
+    Never raises; says on stderr what went wrong.
+    """
+    try:
+        if os.environ.get("RANKCALL_HISTORY"):
+            Trace(settle(Mode.ALL, False), [Parquet()], None, _nothing).start()
+        if os.environ.get("RANKCALL_TRACE"):
+            named = os.environ.get("RANKCALL_TRACE_SINKS", "jsonl")
+            names = [name.strip() for name in named.split(",") if name.strip()]
+            listens = os.environ.get("NVTX_INJECTION64_PATH") and "nvtx" not in names
+            enable(sinks=[*names, "nvtx"] if listens else names)
+    except Exception as error:
+        say(f"not tracing: {error}")
+
+
 class _Off(Trace):
     """What ``enable`` returns where nothing is traced."""
 

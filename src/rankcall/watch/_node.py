@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
-from rankcall import _stacks
 from rankcall.capture.recording import Recording
 from rankcall.errors import CorruptRun
 from rankcall.ring.layout import HEADER_BYTES
@@ -48,11 +46,6 @@ class Node:
     def leads(self, headers: dict[int, Header], rank: int) -> bool:
         """Tell whether ``rank`` is to act for the node: the lowest one whose watcher runs."""
         return rank == min((each.rank for each in headers.values() if _runs(each)), default=rank)
-
-
-def stacks(headers: Iterable[Header]) -> dict[int, str]:
-    """Return the Python stacks of the node's ranks, as far as they answer."""
-    return _stacks.ask(headers)
 
 
 def _runs(header: Header) -> bool:

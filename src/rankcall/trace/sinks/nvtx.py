@@ -25,9 +25,9 @@ class Nvtx:
 
         Raises ``CaptureUnavailable`` where the bridge to NVTX cannot be built.
         """
-        from rankcall.capture.native.build import build_nvtx_bridge
+        from rankcall.capture.native.build import nvtx_bridge
 
-        path = build_nvtx_bridge()
+        path = nvtx_bridge().prebuild()
         try:
             bridge = ctypes.CDLL(str(path))
         except OSError as error:
