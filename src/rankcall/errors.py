@@ -9,6 +9,7 @@ RankcallError
 ├── CorruptRun           (ValueError)    a ring or run directory that cannot be read as one
 ├── DuplicateBackend     (RuntimeError)  a back end of that name is registered already
 ├── ExportFailed         (OSError)       a report or an export that cannot be written
+├── ExtraMissing         (ImportError)   a sink needs a package that is not installed
 ├── InvalidDeviceMap     (ValueError)    a worker's devices or device maps break a rule
 ├── PeerError            (RuntimeError)  another rank failed, so that this one cannot go on
 ├── RpcTimeout           (RuntimeError, TimeoutError)  a group did not form or end in time
@@ -33,6 +34,7 @@ __all__ = [
     "CorruptRun",
     "DuplicateBackend",
     "ExportFailed",
+    "ExtraMissing",
     "InvalidDeviceMap",
     "PeerError",
     "RankcallError",
@@ -125,6 +127,10 @@ class DuplicateBackend(RankcallError, RuntimeError):
 
 class ExportFailed(RankcallError, OSError):
     """Raised when a report or an export cannot be written: the disk is full, the place is not."""
+
+
+class ExtraMissing(RankcallError, ImportError):
+    """Raised when a part needs an optional package; names the extra to install."""
 
 
 class InvalidDeviceMap(RankcallError, ValueError):

@@ -18,7 +18,7 @@ from rankcall.trace.descriptions import Descriptions, Kind, Teller
 from rankcall.trace.sinks.base import RETRY_SECONDS, Guarded
 from rankcall.trace.switches import settle
 
-HOSTILE = 'a "quoted" </script>\n\\ \u2028 \ud800 é.py:1'
+HOSTILE = 'a "quoted" </script>\n\\ \u2028 \x07 é.py:1'
 
 
 def some(count: int = 3, first: int = 0, **columns: Any) -> Descriptions:
@@ -256,7 +256,7 @@ def test_a_sink_that_does_not_recover_is_dropped_once(
     assert sink.times == 100 - 1 - len(RETRY_SECONDS)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert "Fails failed 4 times and is dropped (8 descriptions not written)" in record.message
+    assert "Fails failed 4 times and is dropped (8 ops not written)" in record.message
     assert str(error) in record.message
     guard.close(origin())
     assert len(caplog.records) == 1

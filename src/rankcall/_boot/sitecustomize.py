@@ -71,6 +71,10 @@ class _Finder:
 
                 if arm():
                     watch.arm()
+                    if os.environ.get("RANKCALL_TRACE") or os.environ.get("RANKCALL_HISTORY"):
+                        from rankcall import trace
+
+                        trace.arm()
         except Exception as error:
             _say(error)
 

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import typer
 
 from rankcall import __version__
-from rankcall.capture.session import check_torch
 from rankcall.analysis.find import HANG_AFTER_S
+from rankcall.capture.session import check_torch
 from rankcall.cli import _aftermath
 from rankcall.cli._engine import (
     USAGE_ERROR,
@@ -32,6 +32,7 @@ from rankcall.cli._engine import (
     parse,
     say,
     torchrun,
+    tracing,
 )
 from rankcall.errors import CaptureUnavailable, CorruptRun
 from rankcall.ring.layout import HEADER_BYTES
@@ -58,6 +59,14 @@ class OnHang(str, Enum):
 
     report = "report"
     abort = "abort"
+
+
+class Trace(str, Enum):
+    """Which collectives are described while the job runs."""
+
+    all = "ALL"
+    crossnode = "CROSSNODE"
+    none = "NONE"
 
 
 class Capture(str, Enum):
@@ -92,6 +101,18 @@ def command(
             envvar="RANKCALL_ON_HANG", help="After the verdict: watch on, or end the job."
         ),
     ] = OnHang.report,
+    trace: Annotated[
+        Trace | None,
+        typer.Option(
+            case_sensitive=False,
+            help="Describe collectives while the job runs, in the run directory's trace/; "
+            "RANKCALL_TRACE_SINKS names other sinks.",
+        ),
+    ] = None,
+    history: Annotated[
+        bool,
+        typer.Option("--history", help="Keep every record, as Parquet in history/ of the run."),
+    ] = False,
 ) -> None:
     """Run a script as torchrun does, and record and watch every collective of every rank.
 
@@ -111,7 +132,9 @@ def command(
         where = _run_dir(run_dir, job)
         before, began_ns = {path.name for path in ring_paths(where)}, time.time_ns()
         outcome = Outcome(1)
-        with environment(arming(where, recorder, job, hang_after, on_hang.value)):
+        variables = arming(where, recorder, job, hang_after, on_hang.value)
+        variables |= tracing(trace.value if trace else None, history)
+        with environment(variables):
             try:
                 outcome = torchrun(job.argv)
             finally:

@@ -16,8 +16,13 @@ from rankcall.trace.describe import describe
 from rankcall.trace.descriptions import Description, Descriptions
 from rankcall.trace.hosts import Hosts, ranks_of_this_node
 from rankcall.trace.live import Trace, live
-from rankcall.trace.sinks.base import MemorySink, Origin, Sink
+from rankcall.trace.sinks.base import MemorySink, Origin, RecordSink, Sink
+from rankcall.trace.sinks.names import made
 from rankcall.trace.sinks.nvtx import Nvtx
+from rankcall.trace.sinks.otel import OpenTelemetry
+from rankcall.trace.sinks.parquet import Parquet
+from rankcall.trace.sinks.prometheus import Prometheus
+from rankcall.trace.sinks.steps import StepTotals
 from rankcall.trace.sinks.text import JsonLines, Stdout
 from rankcall.trace.switches import Mode, Switches, settle
 
@@ -28,9 +33,14 @@ __all__ = [
     "MemorySink",
     "Mode",
     "Nvtx",
+    "OpenTelemetry",
     "Origin",
+    "Parquet",
+    "Prometheus",
+    "RecordSink",
     "Sink",
     "Stdout",
+    "StepTotals",
     "Trace",
     "describe",
     "enable",
@@ -41,7 +51,7 @@ __all__ = [
 def enable(
     mode: str | Mode | None = None,
     print_: bool | None = None,
-    sinks: Sequence[Sink | str] | None = None,
+    sinks: Sequence[Sink | RecordSink | str] | None = None,
 ) -> Trace:
     """Describe every collective of this process from now on; return what switches it off again.
 
@@ -71,6 +81,23 @@ def enable(
 shunt_torch_communication = enable
 
 
+def arm() -> None:
+    """Trace, and keep the history, as the launcher asked by environment.
+
+    Never raises; says on stderr what went wrong.
+    """
+    try:
+        if os.environ.get("RANKCALL_HISTORY"):
+            Trace(settle(Mode.ALL, False), [Parquet()], None, _nothing).start()
+        if os.environ.get("RANKCALL_TRACE"):
+            named = os.environ.get("RANKCALL_TRACE_SINKS", "jsonl")
+            names = [name.strip() for name in named.split(",") if name.strip()]
+            listens = os.environ.get("NVTX_INJECTION64_PATH") and "nvtx" not in names
+            enable(sinks=[*names, "nvtx"] if listens else names)
+    except Exception as error:
+        say(f"not tracing: {error}")
+
+
 class _Off(Trace):
     """What ``enable`` returns where nothing is traced."""
 
@@ -83,17 +110,20 @@ class _Off(Trace):
         return True
 
 
-def _chosen(switches: Switches, sinks: Sequence[Sink | str] | None) -> list[Sink]:
+def _chosen(
+    switches: Switches, sinks: Sequence[Sink | RecordSink | str] | None
+) -> list[Sink | RecordSink]:
     """Return the sinks that were asked for, in one way or another."""
-    if isinstance(sinks, (str, Sink)):
+    if isinstance(sinks, (str, Sink, RecordSink)):
         raise TypeError("sinks must be a list: sinks=[...]")
-    chosen: list[Sink] = []
+    chosen: list[Sink | RecordSink] = []
     for sink in sinks or ():
-        if not isinstance(sink, Sink):
+        found = made(sink) if isinstance(sink, str) else sink
+        if not isinstance(found, (Sink, RecordSink)) or isinstance(found, type):
             raise TypeError(
-                f"a sink has the methods open, write and close; {type(sink).__name__} has not"
+                f"a sink is an object with the methods open, write and close; got {found!r}"
             )
-        chosen.append(sink)
+        chosen.append(found)
     prints = any(isinstance(sink, Stdout) for trace in live() for sink in trace.sinks)
     if switches.print_ and not prints and not any(isinstance(sink, Stdout) for sink in chosen):
         chosen.insert(0, Stdout())

@@ -167,9 +167,7 @@ class Descriptions:
         """Return a text that depends on the kind only, made once for each."""
         import polars as pl
 
-        # File names need not be text: Python has lone surrogates for their bytes.
-        made = [text(kind).encode("utf-8", "replace").decode() for kind in self.kinds]
-        texts = pl.Series(made, dtype=pl.String)
+        texts = pl.Series([text(kind) for kind in self.kinds], dtype=pl.String)
         return texts.gather(self.columns["kind"].astype(np.uint32))
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,10 +25,12 @@ from rankcall.capture.events import LiveTables
 from rankcall.capture.marks import Marks, Span
 from rankcall.capture.tail import Flags, RingTail, Rows
 from rankcall.record import RECORD
+from rankcall.ring.layout import HEADER_BYTES
+from rankcall.ring.reader import Ring, Tables, parse_header
 from rankcall.trace.describe import Describer
 from rankcall.trace.descriptions import Descriptions, Teller
 from rankcall.trace.order import Order
-from rankcall.trace.sinks.base import AtIssue, Guarded, Origin, Sink
+from rankcall.trace.sinks.base import AtIssue, Guarded, Origin, RecordSink, Sink
 from rankcall.trace.switches import Switches
 
 logger = logging.getLogger("rankcall.trace")
@@ -65,7 +68,11 @@ class Trace:
     """
 
     def __init__(
-        self, switches: Switches, sinks: Sequence[Sink], span: Span | None, close: Callable[[], Any]
+        self,
+        switches: Switches,
+        sinks: Sequence[Sink | RecordSink],
+        span: Span | None,
+        close: Callable[[], Any],
     ) -> None:
         self.mode = switches.mode
         self._switches = switches
@@ -84,7 +91,7 @@ class Trace:
         self._thread = threading.Thread(target=self._run, name="rankcall-trace", daemon=True)
 
     @property
-    def sinks(self) -> tuple[Sink, ...]:
+    def sinks(self) -> tuple[Sink | RecordSink, ...]:
         """The sinks that take descriptions: those that were dropped are not among them."""
         return tuple(guard.sink for guard in self._guards if not guard.is_dropped)
 
@@ -188,30 +195,46 @@ class Trace:
         if origin.rank < 0 and not last:
             return  # nothing can have been issued
         for followed in self._followed:
-            descriptions = self._look(followed, last)
+            records, descriptions = self._look(followed, last)
             for guard in self._guards:
-                guard.deliver(descriptions, origin)
+                guard.deliver(records if guard.takes_records else descriptions, origin)
         self._followed = self._followed[-1:] if len(self._followed) == 1 else [
             each for each in self._followed[:-1] if each.is_busy or each.order.waiting
         ] + self._followed[-1:]  # fmt: skip
 
-    def _look(self, followed: _Followed, last: bool) -> Descriptions | None:
-        """Describe what ended since the last look, as far as its turn has come."""
+    def _look(self, followed: _Followed, last: bool) -> tuple[Ring | None, Descriptions | None]:
+        """Return the records that ended since the last look, and describe those whose turn it is.
+
+        ``last``: also the records of what is still in flight.
+        """
         issued = followed.recording.capture.counts()[0]
         ended, missed = _ended(followed.tail, issued)
         awaited = followed.tail.awaited() if followed.tail.has_open else _NO_ROWS
         if not (len(ended) or len(awaited) or followed.order.waiting or missed):
-            return None
+            return None, None
         tables = followed.tables.now()
+        records = np.concatenate([ended, awaited]) if last and len(awaited) else ended
         rows, in_flight = followed.order.take(ended, awaited, tables, time.monotonic_ns(), last)
         if missed:
             logger.warning(
                 "tracing fell behind: %d ops were overwritten before they were described; "
                 "a larger ring (RANKCALL_CAPACITY) holds more", missed
             )  # fmt: skip
+        ring = self._ring(followed.recording, records, tables, missed)
         if not len(rows):
+            return ring, None
+        describer = self._describer(followed.recording)
+        return ring, describer.describe(rows, in_flight, tables, missed)
+
+    def _ring(
+        self, recording: session.Recording, records: Rows, tables: Tables, missed: int
+    ) -> Ring | None:
+        """Return records as a part of a ring that was read, where a sink takes them."""
+        if not any(guard.takes_records for guard in self._guards):
             return None
-        return self._describer(followed.recording).describe(rows, in_flight, tables, missed)
+        path = recording.path or Path("unnamed.ring")
+        header = parse_header(bytes(recording.ring[:HEADER_BYTES]), str(path))
+        return Ring(path, header, records, tables, missed)
 
     def _describer(self, recording: session.Recording) -> Describer:
         switches = self._switches

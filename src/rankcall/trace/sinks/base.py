@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rankcall.capture.marks import Functions
+from rankcall.ring.reader import Ring
 from rankcall.trace.descriptions import Description, Descriptions
 
 logger = logging.getLogger("rankcall.trace")
@@ -51,6 +52,20 @@ class Sink(Protocol):
 
 
 @runtime_checkable
+class RecordSink(Protocol):
+    """A sink that takes the records themselves, as they end, whatever the mode is."""
+
+    def open(self, origin: Origin) -> None:
+        """Prepare; see ``Sink``."""
+
+    def write_records(self, ring: Ring) -> None:
+        """Take the next records of this rank, with what names their numbers."""
+
+    def close(self) -> None:
+        """Finish; see ``Sink``."""
+
+
+@runtime_checkable
 class AtIssue(Protocol):
     """A sink that is told on the issuing thread, by C functions. Asked once, within ``enable``."""
 
@@ -82,23 +97,29 @@ class MemorySink:
 class Guarded:
     """One sink with what it has not taken yet. Nothing it raises gets out."""
 
-    def __init__(self, sink: Sink, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, sink: Sink | RecordSink, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.sink = sink
         self.name = type(sink).__name__
         self.is_dropped = False
         self._clock = clock
         self._is_open = False
-        self._queue: deque[Descriptions] = deque()
+        self.takes_records = isinstance(sink, RecordSink)
+        self._take: Callable[[Any], None] = (
+            sink.write_records if isinstance(sink, RecordSink) else sink.write
+        )
+        self._queue: deque[Descriptions | Ring] = deque()
         self._failures = 0
         self._not_before = 0.0
         self._lost = 0
 
-    def deliver(self, descriptions: Descriptions | None, origin: Origin) -> None:
-        """Hand over descriptions, after those that are left from before, unless it is too soon."""
+    def deliver(self, batch: Descriptions | Ring | None, origin: Origin) -> None:
+        """Hand over a batch, after those that are left from before, unless it is too soon."""
         if self.is_dropped:
             return
-        if descriptions is not None and len(descriptions):
-            self._queue.append(descriptions)
+        if batch is not None and _size(batch):
+            self._queue.append(batch)
             self._bound()
         if self._clock() >= self._not_before:
             self._try(origin)
@@ -122,7 +143,7 @@ class Guarded:
                 self.sink.open(origin)
                 self._is_open = True
             while self._queue:
-                self.sink.write(self._queue[0])
+                self._take(self._queue[0])
                 self._queue.popleft()
         except BaseException as error:
             self._failed(error)
@@ -139,11 +160,11 @@ class Guarded:
 
     def _drop(self, error: BaseException) -> None:
         self.is_dropped = True
-        lost = self._lost + sum(map(len, self._queue))
+        lost = self._lost + sum(map(_size, self._queue))
         self._queue.clear()
         detail = None if isinstance(error, OSError) else error
         logger.error(
-            "the trace sink %s failed %d times and is dropped (%d descriptions not written); "
+            "the trace sink %s failed %d times and is dropped (%d ops not written); "
             "training and the other sinks go on: %s: %s",
             self.name, self._failures + 1, lost, type(error).__name__, error, exc_info=detail,
         )  # fmt: skip
@@ -155,5 +176,9 @@ class Guarded:
 
     def _bound(self) -> None:
         """Let go of the oldest where a sink that is to be tried again would keep too many."""
-        while len(self._queue) > 1 and sum(map(len, self._queue)) > _MOST_KEPT:
-            self._lost += len(self._queue.popleft())
+        while len(self._queue) > 1 and sum(map(_size, self._queue)) > _MOST_KEPT:
+            self._lost += _size(self._queue.popleft())
+
+
+def _size(batch: Descriptions | Ring) -> int:
+    return len(batch.records if isinstance(batch, Ring) else batch)
