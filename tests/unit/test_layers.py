@@ -15,7 +15,7 @@ ROOT = Path(rankcall.__file__).parent
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
     ("errors", "_clock", "_registry", "record"),
-    ("ring",),
+    ("ring", "_newfile"),
     ("run _frames", "_rows"),
     ("analysis", "capture", "store"),
     ("hooks", "join", "rpc", "report", "export"),
@@ -28,8 +28,8 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "ring", "run", "_frames", "_rows", "analysis", "report", "export",
-    "testing", "trace",
+    "errors", "record", "ring", "run", "_frames", "_rows", "_newfile", "analysis", "report",
+    "export", "testing", "trace",
 )  # fmt: skip
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
 OPTIONAL = ("jinja2", "plotly", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
