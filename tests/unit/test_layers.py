@@ -32,7 +32,7 @@ TORCHLESS = (
     "export", "testing", "trace",
 )  # fmt: skip
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
-OPTIONAL = ("jinja2", "plotly", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
+OPTIONAL = ("jinja2", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
 
 
 def unit_of(path: Path) -> str | None:

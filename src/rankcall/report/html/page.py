@@ -86,7 +86,7 @@ def _content(details: Details, findings: Sequence[Item]) -> dict[str, Any]:
         "more_sites": max(0, len(summary.call_sites) - _MOST_SITES),
         "collectives": summary.collectives[:_MOST_ROWS],
         "more_rows": max(0, len(summary.collectives) - _MOST_ROWS),
-        "groups": sorted({row.group for row in summary.collectives}),
+        "groups": [known.label for known in summary.groups],
         "stragglers": summary.stragglers,
         "data": _data(details, columns, maps),
         "version": _version(),
