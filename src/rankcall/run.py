@@ -244,7 +244,7 @@ class Run:
         What cannot be read (any more) is noted in ``problems`` and left out.
         """
         for done, head in enumerate(self.heads, 1):
-            ring = self._read(head)
+            ring = self.read(head)
             if ring is not None:
                 self._census[head.path] = len(ring.records), ring.dropped
                 self._census[ring.path] = self._census[head.path]
@@ -252,8 +252,11 @@ class Run:
             if progress is not None:
                 progress(done, len(self.heads))
 
-    def _read(self, head: Head) -> Ring | None:
-        """Read a ring, also where its process has ended and it was moved since ``load``."""
+    def read(self, head: Head) -> Ring | None:
+        """Read one ring, also where its process has ended and it was moved since ``load``.
+
+        None where it cannot be read any more; ``problems`` then says why.
+        """
         try:
             moved = self.path / "rings" / head.path.name
             return read_ring(head.path if head.path.exists() else moved)

@@ -16,7 +16,7 @@ ROOT = Path(rankcall.__file__).parent
 LEVELS = (
     ("errors", "_clock", "record"),
     ("_registry", "_native"),
-    ("ring",),
+    ("ring", "_newfile"),
     ("run _frames", "_rows", "processes", "_stacks"),
     ("analysis", "capture", "store"),
     ("hooks", "join", "rpc", "report", "export"),
@@ -29,12 +29,12 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "ring", "run", "_frames", "_rows", "processes", "_stacks", "analysis",
-    "report", "export", "trace",
+    "errors", "record", "ring", "run", "_frames", "_rows", "_newfile", "processes", "_stacks",
+    "analysis", "report", "export", "trace",
 )  # fmt: skip
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
-OPTIONAL = ("jinja2", "plotly", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
+OPTIONAL = ("jinja2", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
 
 
 def unit_of(path: Path) -> str | None:
