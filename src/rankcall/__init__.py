@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AuthenticationFailed": "rankcall.errors",
+    "BackendNotFound": "rankcall.errors",
+    "BackendUnavailable": "rankcall.errors",
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
+    "DuplicateBackend": "rankcall.errors",
+    "InvalidDeviceMap": "rankcall.errors",
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
+    "RpcTimeout": "rankcall.errors",
     "Run": "rankcall.run",
     "RunNotFound": "rankcall.errors",
     "TorchMissing": "rankcall.errors",
@@ -22,13 +28,19 @@ _HOME = {
     "enable": "rankcall.capture.session",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks",)
+_MODULES = ("hooks", "rpc")
 
 __all__ = [
+    "AuthenticationFailed",
+    "BackendNotFound",
+    "BackendUnavailable",
     "CaptureUnavailable",
     "CorruptRun",
+    "DuplicateBackend",
+    "InvalidDeviceMap",
     "RankcallError",
     "Recording",
+    "RpcTimeout",
     "Run",
     "RunNotFound",
     "TorchMissing",
@@ -36,16 +48,23 @@ __all__ = [
     "enable",
     "hooks",
     "load",
+    "rpc",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks
+    from rankcall import hooks, rpc
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (
+        AuthenticationFailed,
+        BackendNotFound,
+        BackendUnavailable,
         CaptureUnavailable,
         CorruptRun,
+        DuplicateBackend,
+        InvalidDeviceMap,
         RankcallError,
+        RpcTimeout,
         RunNotFound,
         TorchMissing,
     )

@@ -21,7 +21,7 @@ from rankcall.rpc._group import StaticGroup, set_group, undone_on_error
 from rankcall.rpc._place import Place
 from rankcall.rpc._roll import Roll, check_names, claim_place
 from rankcall.rpc._secret import derive_keys, find_secret
-from rankcall.rpc.devices import Node, as_device_map, device_list, reverse_maps, validate
+from rankcall.rpc.devices import Node, as_device, as_device_map, device_list, reverse_maps, validate
 from rankcall.rpc.native import agent_module
 
 __all__ = [
@@ -73,7 +73,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             raise ValueError(f"heartbeat_timeout must be positive; got {heartbeat_timeout}")
         self.num_worker_threads = num_worker_threads
         self.device_maps = {to: as_device_map(each) for to, each in (device_maps or {}).items()}
-        self.devices = [torch.device(device) for device in devices or ()]
+        self.devices = [as_device(device) for device in devices or ()]
         self.host = host
         self.secret_file = secret_file
         self.heartbeat_timeout = heartbeat_timeout

@@ -163,12 +163,11 @@ void ZmqAgent::join(bool shutdown, float timeout_s) {
 std::unordered_map<std::string, std::string> ZmqAgent::getMetrics() {
   auto text = [](auto number) { return std::to_string(number); };
   auto [started, ended] = counts();
-  return {
+  std::unordered_map<std::string, std::string> metrics{
       {"agent.client_active_calls", text(started - ended)},
       {"agent.server_active_calls", text(serving_.load())},
       {"agent.thread_pool_size", text(crew_.threads())},
       {"agent.num_idle_threads", text(crew_.idle())},
-      {"agent.gil_wait_us", text(gil_wait_us_.load())},
       {"agent.arena_bytes", text(arena_.total())},
       {"agent.malformed", text(counters_.malformed.load())},
       {"agent.stale", text(counters_.stale.load())},
@@ -176,6 +175,11 @@ std::unordered_map<std::string, std::string> ZmqAgent::getMetrics() {
       {"agent.refused", text(counters_.refused.load())},
       {"agent.late_answers", text(counters_.late_answers.load())},
   };
+  if (isGILProfilingEnabled()) {
+    int64_t waits = std::max<int64_t>(gil_waits_, 1);
+    metrics["agent.gil_average_wait_time_us"] = text(double(gil_wait_us_) / double(waits));
+  }
+  return metrics;
 }
 
 void ZmqAgent::startImpl() {

@@ -87,7 +87,10 @@ class ZmqAgent : public rpc::RpcAgent {
   }
 
  private:
-  void addGilWaitTime(const std::chrono::microseconds wait) override { gil_wait_us_ += wait.count(); }
+  void addGilWaitTime(const std::chrono::microseconds wait) override {
+    gil_wait_us_ += wait.count();
+    gil_waits_++;
+  }
 
   // Sending.
   Future call(const std::shared_ptr<Peer>& peer, Kind kind, rpc::Message& message,
@@ -140,7 +143,7 @@ class ZmqAgent : public rpc::RpcAgent {
   Crew crew_;
   std::thread deadlines_thread_, peers_thread_;
   std::atomic<uint64_t> next_call_{1};
-  std::atomic<int64_t> serving_{0}, gil_wait_us_{0};
+  std::atomic<int64_t> serving_{0}, gil_wait_us_{0}, gil_waits_{0};
   std::atomic<bool> stopping_{false}, started_{false};
 
   mutable std::mutex devices_mutex_;
