@@ -71,12 +71,13 @@ class ZmqAgent : public rpc::RpcAgent {
   void use_keys(Keys keys) { keys_ = std::move(keys); }
   void open_arena(std::string prefix, std::size_t limit) { arena_.open(std::move(prefix), limit); }
   void add_peer(std::shared_ptr<Peer> peer, const std::string& endpoint);
-  void remove_peer(const std::string& name, const std::string& why);
+  void remove_peer(const std::string& name, uint64_t session) { peers_.remove(name, session); }
   void set_devices(std::unordered_map<std::string, rpc::DeviceMap> maps,
                    std::unordered_map<std::string, rpc::DeviceMap> reverse,
                    std::vector<c10::Device> devices);
   void on_join(py::object call) { on_join_ = std::move(call); }
   void on_control(py::object call) { on_control_ = std::move(call); }
+  void on_lost(py::object call) { on_lost_ = std::move(call); }
   void on_close(py::object call) { on_close_ = std::move(call); }
 
   // What the Python side asks.
@@ -150,7 +151,7 @@ class ZmqAgent : public rpc::RpcAgent {
   std::unordered_map<std::string, rpc::DeviceMap> maps_, reverse_;
   std::deque<std::vector<c10::Device>> devices_{{}};  // torch keeps references to former lists
 
-  py::object on_join_, on_control_, on_close_;
+  py::object on_join_, on_control_, on_lost_, on_close_;
 };
 
 }  // namespace rankcall
