@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AuthenticationFailed": "rankcall.errors",
+    "BackendNotFound": "rankcall.errors",
+    "BackendUnavailable": "rankcall.errors",
     "BarrierTimeout": "rankcall.errors",
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
+    "DuplicateBackend": "rankcall.errors",
     "ExportFailed": "rankcall.errors",
     "ExtraMissing": "rankcall.errors",
+    "InvalidDeviceMap": "rankcall.errors",
     "PeerError": "rankcall.errors",
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
+    "RpcTimeout": "rankcall.errors",
     "Run": "rankcall.run",
     "RunNotFound": "rankcall.errors",
     "StoreLost": "rankcall.errors",
@@ -29,17 +35,23 @@ _HOME = {
     "enable": "rankcall.capture.session",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks", "join", "store", "trace")
+_MODULES = ("hooks", "join", "rpc", "store", "trace")
 
 __all__ = [
+    "AuthenticationFailed",
+    "BackendNotFound",
+    "BackendUnavailable",
     "BarrierTimeout",
     "CaptureUnavailable",
     "CorruptRun",
+    "DuplicateBackend",
     "ExportFailed",
     "ExtraMissing",
+    "InvalidDeviceMap",
     "PeerError",
     "RankcallError",
     "Recording",
+    "RpcTimeout",
     "Run",
     "RunNotFound",
     "StoreLost",
@@ -51,22 +63,29 @@ __all__ = [
     "hooks",
     "join",
     "load",
+    "rpc",
     "store",
     "trace",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks, join, store, trace
+    from rankcall import hooks, join, rpc, store, trace
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (
+        AuthenticationFailed,
+        BackendNotFound,
+        BackendUnavailable,
         BarrierTimeout,
         CaptureUnavailable,
         CorruptRun,
+        DuplicateBackend,
         ExportFailed,
         ExtraMissing,
+        InvalidDeviceMap,
         PeerError,
         RankcallError,
+        RpcTimeout,
         RunNotFound,
         StoreLost,
         TorchMissing,

@@ -15,7 +15,7 @@ from torch.distributed.rpc import RpcBackendOptions, api
 
 from rankcall.errors import RpcTimeout
 from rankcall.rpc import backend_registry
-from rankcall.rpc._group import take_group
+from rankcall.rpc._group import current_group, set_group
 from rankcall.rpc.backend_registry import BackendType
 
 __all__ = ["init_rpc", "shutdown"]
@@ -62,7 +62,7 @@ def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
     """
     if not torch_rpc._is_current_rpc_agent_set():
         raise RuntimeError("RPC has not been initialized: call rankcall.rpc.init_rpc() first")
-    group = take_group()
+    group = current_group()
     if graceful and group is None:  # another package's back end
         api.shutdown(graceful=True, timeout=timeout)
         return
@@ -70,6 +70,7 @@ def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
         if graceful and group is not None:
             group.leave(time.monotonic() + timeout)
     finally:
+        set_group(None)
         api._finalize_shutdown()
         _rendezvous.clear()
 
@@ -114,8 +115,11 @@ def _store(
         ) from error
     _rendezvous.append(meeting)
     store.set_timeout(timeout)
+    rank = met_rank if rank == -1 else rank
+    if not world_size:  # workers come at any time, some for the second time
+        return dist.PrefixStore("rpc_dynamic", store), rank
     # Each initialisation has keys of its own; torch's counter, so that its init_rpc takes turns.
     with torch_rpc._init_counter_lock:
         prefix = f"rpc_prefix_{torch_rpc._init_counter}"
         torch_rpc._init_counter += 1
-    return dist.PrefixStore(prefix, store), met_rank if rank == -1 else rank
+    return dist.PrefixStore(prefix, store), rank

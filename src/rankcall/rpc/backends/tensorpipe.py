@@ -13,6 +13,7 @@ from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
 from rankcall.rpc._group import StaticGroup, set_group, undone_on_error
 from rankcall.rpc._roll import Roll, check_names, claim_place
+from rankcall.rpc.backends._tensorpipe_dynamic import DynamicGroup
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
 
 __all__ = ["construct_rpc_backend_options_handler", "init_backend_handler"]
@@ -60,7 +61,8 @@ def init_backend_handler(
             f"got {type(rpc_backend_options).__name__} {rpc_backend_options!r}"
         )
     if not world_size:
-        raise NotImplementedError("dynamic groups: see the change log")
+        group = DynamicGroup(store, name, rank, rpc_backend_options)
+        return group.join(time.monotonic() + rpc_backend_options.rpc_timeout)
     return _static(store, name, rank, world_size, rpc_backend_options)
 
 
