@@ -33,9 +33,10 @@ _HOME = {
     "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.capture.session",
+    "expect": "rankcall.capture.declared",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks", "join", "rpc", "store", "trace")
+_MODULES = ("hooks", "join", "rpc", "store", "trace", "watch")
 
 __all__ = [
     "AuthenticationFailed",
@@ -60,16 +61,19 @@ __all__ = [
     "WorldMismatch",
     "disable",
     "enable",
+    "expect",
     "hooks",
     "join",
     "load",
     "rpc",
     "store",
     "trace",
+    "watch",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks, join, rpc, store, trace
+    from rankcall import hooks, join, rpc, store, trace, watch
+    from rankcall.capture.declared import expect
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (

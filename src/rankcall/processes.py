@@ -21,6 +21,7 @@ from rankcall.ring.reader import Header
 from rankcall.ring.writer import boot_id
 
 EXITS = "exits"
+LAUNCHER = -1  # as a rank: the launcher itself was told to stop, by the signal in ``code``
 _MOST_BYTES = 1 << 24  # of one file; what is beyond is no list of exits
 _MOST_LINE = 4096
 

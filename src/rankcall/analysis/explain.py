@@ -13,6 +13,8 @@ from rankcall.analysis.waits import SEND, Wait
 from rankcall.record import DTYPES, OPS, REDUCE_OPS
 from rankcall.run import format_ranks
 
+_LONGEST = 40  # of a list of ranks, in characters; a longer one is counted
+
 
 def many(count: int, one: str) -> str:
     """Write a count with its noun: ``1 rank``, ``1,023 ranks``."""
@@ -41,7 +43,10 @@ def who(snapshot: Snapshot, ranks: Sequence[int]) -> str:
         inside = f"on {len(named):,} hosts"
     else:
         inside = ", ".join(named)
-    return f"ranks {format_ranks(ranks)}{f' ({inside})' if inside else ''}"
+    text = format_ranks(ranks)
+    if len(text) > _LONGEST:
+        return f"{len(ranks):,} ranks{f' ({inside})' if inside else ''}"
+    return f"ranks {text}{f' ({inside})' if inside else ''}"
 
 
 def call(snapshot: Snapshot, row: int, *, line: bool = True) -> str:

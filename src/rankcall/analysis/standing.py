@@ -24,7 +24,7 @@ from rankcall.analysis.snapshot import (
     labels_of,
     no_calls,
 )
-from rankcall.processes import Exit, process_state, read_exits
+from rankcall.processes import LAUNCHER, Exit, process_state, read_exits
 from rankcall.record import KINDS, STATUSES
 from rankcall.ring.reader import CallSite, Group, Head, Header, Ring
 from rankcall.run import Progress, Run, format_ranks
@@ -37,6 +37,7 @@ _WINDOW, _ALL_WINDOWS = (64, 1024), 1 << 20  # calls kept of a rank: bounds, and
 _PER_GROUP = 16  # calls kept of each group, however long ago
 _LARGEST = 1 << 62  # no count or size beyond this is believed
 _BEATS_S = 2.0  # a process that gave a sign of life so recently is not gone, whatever /proc says
+_TERMINATED = (-2, -9, -15)  # what a launcher that is told to stop ends its workers with
 _S = 1e9
 
 ProcessState = Callable[[Header], str]
@@ -94,6 +95,16 @@ def _last_attempt(heads: Iterable[Head], problems: list[str]) -> list[Head]:
     return list(newest.values())
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A group: its index, and its members, to look them up and by group rank."""
+
+    group: Group
+    number: int
+    members: frozenset[int]
+    ranks: npt.NDArray[np.int32]
+
+
 @dataclass
 class _Gathered:
     """What the rings held, in their hosts' own times."""
@@ -109,7 +120,7 @@ class _Gathered:
     ended: list[Ints] = field(default_factory=list)
     groups: dict[Group, int] = field(default_factory=dict)
     sites: dict[CallSite, int] = field(default_factory=lambda: {CallSite("", 0, "", ""): 0})
-    _of_object: dict[int, tuple[Group, int, frozenset[int]]] = field(default_factory=dict)
+    _of_object: dict[int, _Known] = field(default_factory=dict)
 
     def add(self, ring: Ring, state: str, now_ns: int) -> None:
         """Take what matters of one ring; the ring itself is not kept."""
@@ -142,12 +153,12 @@ class _Gathered:
             group = ring.tables.groups.get(int(key))
             if group is None:
                 continue
-            number, members = self._number(group)
-            if rank not in members:
+            known = self._known(group)
+            if rank not in known.members:
                 continue
             rows = kept["group"] == key
-            calls["group"][rows] = number
-            ranks = np.array(group.ranks, np.int32)
+            calls["group"][rows] = known.number
+            ranks = known.ranks
             for name in ("root", "peer"):
                 local = kept[name][rows]
                 sound = (local >= 0) & (local < len(ranks))
@@ -163,13 +174,15 @@ class _Gathered:
         over = np.where(kept["status"] >= _COMPLETED, kept["completed_ns"], 0)
         self.ended.append(np.ascontiguousarray(over[placed]))
 
-    def _number(self, group: Group) -> tuple[int, frozenset[int]]:
+    def _known(self, group: Group) -> _Known:
         """Return a group's index and members; rings that share the object share the look-up."""
         known = self._of_object.get(id(group))
-        if known is None or known[0] is not group:
+        if known is None or known.group is not group:
             number = self.groups.setdefault(group, len(self.groups))
-            known = self._of_object[id(group)] = group, number, frozenset(group.ranks)
-        return known[1], known[2]
+            ranks = np.array(group.ranks, np.int32)
+            known = _Known(group, number, frozenset(group.ranks), ranks)
+            self._of_object[id(group)] = known
+        return known
 
     def finish(self, world_size: int, exits: list[Exit], problems: list[str]) -> Snapshot:
         """Turn times into ages, and lay the noted ends over the states."""
@@ -194,11 +207,14 @@ class _Gathered:
     def _ends(self, exits: list[Exit]) -> dict[int, tuple[Exit, int]]:
         """Match noted ends to the processes, with the monotonic ns of each."""
         found = {}
+        told = {ended.host for ended in exits if ended.rank == LAUNCHER}
         for ended in exits:
             head = self.headers.get(ended.rank)
             if head and (head.pid, head.attempt) == (ended.pid, ended.attempt):
                 moment = ended.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
-                found[ended.rank] = ended, moment
+                with_it = ended.host in told and ended.code in _TERMINATED
+                by_launcher = ended.by_launcher or with_it
+                found[ended.rank] = replace(ended, by_launcher=by_launcher), moment
         return found
 
     def _now(self, ends: dict[int, tuple[Exit, int]]) -> dict[int, int]:
