@@ -23,8 +23,10 @@ def large(folder: Path, *planted: Planted, ranks: int = 1024, **options: object)
         "tp": [list(range(first, first + 8)) for first in range(0, ranks, 8)],
         "dp": [list(range(first, ranks, 8)) for first in range(8)],
     }
-    program = (Op("all_reduce", 1 << 20, "tp", line=5), Op("all_gather", 1 << 20, "tp", line=6),
-               Op("reduce_scatter", 1 << 20, "dp", line=7), Op("all_reduce", 8, line=8))  # fmt: skip
+    program = (
+        Op("all_reduce", 1 << 20, "tp", line=5), Op("all_gather", 1 << 20, "tp", line=6),
+        Op("reduce_scatter", 1 << 20, "dp", line=7), Op("all_reduce", 8, line=8),
+    )  # fmt: skip
     synthetic_run(
         folder / "run", ranks, 80, hosts=ranks // 8, groups=families, program=program,
         planted=planted, **options,  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def halted_ranks(snapshot: Snapshot, gone: Deaths) -> set[int]:
 
 def _suspects(snapshot: Snapshot, graph: Graph, halted: set[int]) -> list[int]:
     """Return who is waited for and waits for nobody, and who cannot go on whatever it is in."""
-    absent = set()
+    absent: set[int] = set()
     for wait in graph.waits:
         absent.update(rank for rank in wait.absent if not graph.blocked(rank))
     return sorted(absent | halted)

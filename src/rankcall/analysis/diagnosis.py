@@ -40,7 +40,7 @@ def diagnose(
 ) -> Diagnosis:
     """Read a run and say what is wrong with it. See ``find`` and ``stand`` for the rest."""
     snapshot = stand(run, progress, state_of=state_of, now_ns=now_ns)
-    return judge(str(run.path), snapshot, hang_after)
+    return judge(str(run.source or run.path), snapshot, hang_after)
 
 
 def judge(run: str, snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> Diagnosis:

@@ -24,7 +24,7 @@ from rankcall.analysis.snapshot import (
     labels_of,
     no_calls,
 )
-from rankcall.processes import LAUNCHER, Exit, process_state, read_exits
+from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
 from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
 from rankcall.ring.reader import CallSite, Group, Head, Header, Ring
 from rankcall.run import Progress, Run, format_ranks
@@ -61,10 +61,15 @@ def stand(
     chosen = {head.path.name: head for head in _last_attempt(run.heads, problems)}
     if window is None:
         window = min(max(_ALL_WINDOWS // max(1, len(chosen)), _WINDOW[0]), _WINDOW[1])
-    gathered = _Gathered(window)
+    gathered, noted = _Gathered(window), read_states(run.path) if run.path.is_dir() else {}
     for ring in run.iter_rings(progress):
         if ring.path.name in chosen:
-            gathered.add(ring, state_of(ring.header), now_ns())
+            state, moment = state_of(ring.header), now_ns()
+            if state == UNKNOWN:
+                head = ring.header
+                then = noted.get((head.boot_id, head.pid, head.process_start))
+                state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
+            gathered.add(ring, state, moment)
     problems += [text for text in run.problems if text not in problems]
     world = run.world_size
     return gathered.finish(world, read_exits(run.path) if run.path.is_dir() else [], problems)
