@@ -186,7 +186,7 @@ def short_in_the_tail(rank: int, log: Log) -> None:
     with Join([net]) as join:
         for batch in join.batches(loader):
             train(net, log, batch)
-    log.more["shadowed"] = [each.shadowed for each in join.summary]
+    log.more["shadowed"] = [each.shadowed for each in join.summary.ranks]
 
 
 def one_breaks(rank: int, log: Log) -> None:
@@ -222,7 +222,7 @@ def breaks_in_the_tail(rank: int, log: Log) -> None:
             train(net, log, batch)
             if rank == 1 and log.steps == 4:
                 break
-    log.more["shadowed"] = [each.shadowed for each in join.summary]
+    log.more["shadowed"] = [each.shadowed for each in join.summary.ranks]
 
 
 def all_fail_and_go_on(rank: int, log: Log) -> None:

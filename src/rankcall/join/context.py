@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from rankcall import _joins
+from rankcall._joins import JoinSummary, RankSummary
 from rankcall.capture import session
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join.batches import Batches
@@ -19,7 +21,6 @@ from rankcall.join.exchange import Exchange
 from rankcall.join.groups import Span
 from rankcall.join.joinables import Joined, sort_out
 from rankcall.join.protocol import DETECTED, announce, notify, tell
-from rankcall.join.summary import RankSummary, describe, keep
 from rankcall.join.watch import Watch
 from rankcall.join.weight import Weight
 
@@ -72,7 +73,7 @@ class Join:
         self.off = not enable
         self.active = True
         self.weight: float = Weight(1.0)
-        self.summary: list[RankSummary] = []
+        self.summary: JoinSummary | None = None
         self._joined: Joined = sort_out(
             joinables, group, same_data, self.policy, self.divide_by == "active", kwargs
         )
@@ -122,7 +123,7 @@ class Join:
             return self
         self._joined.check_free()
         self.own = RankSummary(self.rank)
-        self.summary = []
+        self.summary = None
         self._steps = 0
         self._open = False  # a batches() iteration is under way
         self._tail = False  # notifications are on
@@ -186,9 +187,6 @@ class Join:
         be called several times in a block, on every rank alike.
         """
         return Batches(self, loader, length, window, example)
-
-    def __str__(self) -> str:
-        return describe(self.summary)
 
     # What batches() calls.
 
@@ -307,10 +305,11 @@ class Join:
         if not self._posted:
             self._post(is_last_joiner=True)
         table = Exchange(self.own.pack(), self.group, self.device).wait()
-        self.summary = [RankSummary.unpack(row) for row in table]
+        ranks = [RankSummary.unpack(row) for row in table]
+        self.summary = JoinSummary(self.policy, self.divide_by, self._call_site, ranks)
         recording = session.current()
         if recording is not None and recording.run_dir is not None and self.index == 0:
-            keep(recording.run_dir, self.policy, self.divide_by, self._call_site, self.summary)
+            _joins.append(recording.run_dir, self.summary)
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with an error: tell the others, or say what it comes from."""
