@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import warnings
@@ -29,6 +30,10 @@ Policy = Literal["shadow", "replay", "stop", "raise"]
 POLICIES = ("shadow", "replay", "stop", "raise")
 DIVISORS = ("world", "active")
 SKEW_WARNED = 1000
+_TRANSPORT = re.compile(
+    r"gloo[/\\]transport|connection (closed|reset|refused)|broken pipe|\bNCCL\b|aborted",
+    re.IGNORECASE,
+)
 
 
 class Join:
@@ -216,6 +221,10 @@ class Join:
         """Switch notifications on: some rank has run dry."""
         self._switch(True)
 
+    def complete(self) -> None:
+        """Note that the next batch is the last on every rank: leaving after it is not early."""
+        self._open = False
+
     def end(self) -> None:
         """End an iteration over batches on this rank; answer the others until all have ended."""
         self._open = False
@@ -350,8 +359,9 @@ def _divisor(divide_by: str | None, kwargs: dict[str, Any]) -> Literal["world", 
 
 
 def _from_a_collective(error: BaseException) -> bool:
-    """Whether an error may come from a collective whose peer went away."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+    """Whether an error is that of a collective whose peer went away, or that was aborted."""
+    kind = isinstance(error, (RuntimeError, dist.DistError))
+    return kind and _TRANSPORT.search(str(error)) is not None
 
 
 def _caller() -> str:
