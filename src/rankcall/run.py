@@ -31,6 +31,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rankcall._joins import JoinSummary
+from rankcall._joins import read as read_joins
 from rankcall.archive import is_archive, unpack
 from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.record import RECORD
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 
 RUNS = "rankcall-runs"
 RUN_SCHEMA = 1
-JOINS = "joins.jsonl"  # what each Join did on its ranks, one line each
 Progress = Callable[[int, int], None]
 
 
@@ -327,16 +328,12 @@ class Run:
         return groups_frame(self)
 
     @cached_property
-    def joins(self) -> list[dict[str, Any]]:
-        """What each ``rankcall.join.Join`` did, in order: its policy, call site and ranks."""
-        try:
-            lines = (self.path / JOINS).read_text().splitlines() if self.path.is_dir() else []
-            return [json.loads(line) for line in lines]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, RecursionError) as error:
-            self._note(f"{self.path / JOINS}: cannot be read: {error}")
-            return []
+    def joins(self) -> list[JoinSummary]:
+        """What each ``rankcall.join.Join`` of the run did, in the order they ended."""
+        joins, problems = read_joins(self.path)
+        for problem in problems:
+            self._note(problem)
+        return joins
 
     @cached_property
     def ranks(self) -> pl.DataFrame:
