@@ -223,18 +223,22 @@ def bandwidth(found: Sequence[Curve]) -> dict[str, Any] | None:
             for bits in range(first, last + 1, every)
         ],
         "y": [
-            Tick(height * (top - power) / (top - bottom), _rate_tick(power))
+            Tick(
+                height * (top - power - math.log10(times)) / (top - bottom),
+                _rate_tick(power, times),
+            )
             for power in range(bottom, top + 1)
+            for times in ((1, 2, 5) if top - bottom < 3 and power < top else (1,))
         ],
         "ops": list(dict.fromkeys(curve.op for curve in found)),
     }
 
 
-def _rate_tick(power: int) -> str:
-    """Write 10 to the ``power`` GB/s without zeros to count."""
+def _rate_tick(power: int, times: int) -> str:
+    """Write ``times`` 10 to the ``power`` GB/s without zeros to count."""
     units = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
     above = max(0, min(power + 9, 3 * len(units) - 1))
-    return f"{10 ** (above % 3)} {units[above // 3]}"
+    return f"{times * 10 ** (above % 3)} {units[above // 3]}"
 
 
 def _curve(number: int, curve: Curve, place: Any) -> dict[str, Any]:
@@ -253,7 +257,8 @@ def _curve(number: int, curve: Curve, place: Any) -> dict[str, Any]:
         "group": clean(curve.group),
         "dots": dots,
         "line": _line([place(point) for point in curve.points]),
-        "peers": _line([place(point) for point in curve.peers]),
+        # Other ops' bandwidths are points of comparison, not one curve.
+        "peers": _line([place(point) for point in curve.peers]) if curve.same_op else "",
         "peer_dots": [place(point) for point in curve.peers],
         "peers_are": clean(curve.peers_are) if curve.peers else "",
     }
