@@ -20,7 +20,7 @@ from rankcall.report.html.png import Floats, levels, picture
 WIDTH = 960
 _LEFT, _RIGHT = 64, 8  # of a chart: room for the axis
 _MOST_COLUMNS, _WIDEST = 1024, 96
-_MOST_NAMED_ROWS = 24
+_MOST_NAMED_ROWS, _MOST_LABELS = 24, 32
 _MOST_CELLS = 24  # hosts whose traffic is written in figures
 
 KINDS = ("compute", "waiting", "transfer")
@@ -190,7 +190,10 @@ def _strongest(late: Floats) -> float:
 def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:
     """Name the rows of a map: its ranks where they are few, else their hosts."""
     if rows > _MOST_NAMED_ROWS or fold > 1:
-        return bands(details, list(range(0, rows * fold, fold)))
+        hosts = bands(details, list(range(0, rows * fold, fold)))
+        step = -(-len(hosts) // _MOST_LABELS)
+        some = [hosts[at : at + step] for at in range(0, len(hosts), step)]
+        return [Band(part[0].host, part[0].begin, sum(b.length for b in part)) for part in some]
     return [Band(f"rank {rank}", rank / rows, 1 / rows) for rank in range(rows)]
 
 
@@ -281,6 +284,9 @@ def host_matrix(details: Details) -> dict[str, Any] | None:
         "between": size(between),
         "within": size(float(np.trace(sent))),
         "share": between / float(sent.sum()),
+        "rows": [],
+        "src": "",
+        "highest": highest,
     }
     if len(hosts) <= _MOST_CELLS:
         found["rows"] = [
@@ -298,5 +304,4 @@ def host_matrix(details: Details) -> dict[str, Any] | None:
     else:
         shown = np.where(sent > 0, apart, np.nan)
         found["src"] = picture(levels(shown, highest), blue=True)
-        found["highest"] = highest
     return found
