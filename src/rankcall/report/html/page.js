@@ -76,7 +76,8 @@
       if (!step) return;
       event.preventDefault();
       const box = svg.getBoundingClientRect();
-      const next = clamp(cursor.hasAttribute("hidden") ? at : at + step, 0, rows.length - 1);
+      const still = cursor.hasAttribute("hidden") && Math.abs(step) === 1; // the first key shows where it is
+      const next = clamp(still ? at : at + step, 0, rows.length - 1);
       show(next, box.left + (left + (next + 0.5) * wide) * box.width / 960, box.top + 40);
     });
   }
