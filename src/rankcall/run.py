@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 RUNS = "rankcall-runs"
 RUN_SCHEMA = 1
+JOINS = "joins.jsonl"  # what each Join did on its ranks, one line each
 Progress = Callable[[int, int], None]
 
 
@@ -321,6 +322,18 @@ class Run:
         from rankcall._frames import groups_frame
 
         return groups_frame(self)
+
+    @cached_property
+    def joins(self) -> list[dict[str, Any]]:
+        """What each ``rankcall.join.Join`` did, in order: its policy, call site and ranks."""
+        try:
+            lines = (self.path / JOINS).read_text().splitlines() if self.path.is_dir() else []
+            return [json.loads(line) for line in lines]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, RecursionError) as error:
+            self._note(f"{self.path / JOINS}: cannot be read: {error}")
+            return []
 
     @cached_property
     def ranks(self) -> pl.DataFrame:

@@ -175,7 +175,7 @@ def test_what_a_click_shows(processor: Any, tmp_path: Path) -> None:
     send = {row["key"]: row["value"] for row in rows if row["op"] == "send"}
     assert send == {
         "debug.seq": "1", "debug.step": "0", "debug.message_bytes": "256", "debug.peer": "1",
-        "debug.dtype": "unknown", "debug.status": "completed", "source.file_name": "train.py",
+        "debug.dtype": "float32", "debug.status": "completed", "source.file_name": "train.py",
         "source.function_name": "step", "source.line_number": "9",
     }  # fmt: skip
     broadcast = {row["key"]: row["value"] for row in rows if row["op"] == "broadcast"}

@@ -19,6 +19,7 @@ _USAGE, _INTERRUPTED = 2, 130
 _COMMANDS = {
     "run": "Run a script as torchrun does, and record every collective of every rank.",
     "report": "Report who came last, who waited, and how fast the collectives were.",
+    "diagnose": "Say which rank holds the others up, in which call, from which line.",
     "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
     "build": "Build the native recorder ahead of time.",
 }
