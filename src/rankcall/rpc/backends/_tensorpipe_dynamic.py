@@ -24,7 +24,7 @@ from rankcall.rpc._members import Card, Lease, MemberLog, check_unique, is_dead,
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
 from rankcall.run import host_name
 
-_NAMES = "names/AllWorkerInfos"  # where torch's agents keep "name-id," of every member
+_NAMES = "names/_ALL_WORKER_INFOS"  # where torch's agents keep "name-id," of every member
 _TELL_S = 10.0  # how long a member may take to take note; it is taken for dead after that
 
 
