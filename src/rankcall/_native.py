@@ -49,19 +49,25 @@ class NativeModule:
     error: type[RankcallError]
     headers: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     defines: tuple[str, ...] = ()
+    includes: tuple[Path, ...] = ()  # of headers that are neither ours nor torch's
+    uses_torch: bool = True
 
     def path(self) -> Path:
         """Return where it is for this source, torch and Python, built or not."""
-        import torch
-
         digest = hashlib.sha256()
         made = (make() for make in self.headers.values())
-        soabi = sysconfig.get_config_var("SOABI") or ""
-        for part in (*made, *self.defines, torch.__version__, soabi):
+        for part in (*made, *self.defines, *map(str, self.includes), self._built_for()):
             digest.update(part.encode() + b"\0")
-        for source in sorted([*self.sources.glob("*.h"), *self.sources.glob("*.cpp")]):
+        for source in sorted([*self.sources.glob("*.h"), self.sources / self.main]):
             digest.update(source.read_bytes())
         return cache_dir() / f"{self.name}-{digest.hexdigest()[:16]}.so"
+
+    def _built_for(self) -> str:
+        if not self.uses_torch:
+            return ""
+        import torch
+
+        return f"{torch.__version__} {sysconfig.get_config_var('SOABI')}"
 
     def prebuild(self) -> Path:
         """Build it unless it is in the cache; return its path.
@@ -101,21 +107,17 @@ class NativeModule:
 
     def compile_flags(self, scratch: str) -> list[str]:
         """Return the compiler's flags; ``scratch`` is where the made headers are."""
-        import torch
-        from torch.utils.cpp_extension import include_paths
-
-        includes = [scratch, str(self.sources), sysconfig.get_paths()["include"]]
+        includes = [scratch, str(self.sources), *map(str, self.includes)]
         return [
             "-O2",
             "-std=c++20",
             "-shared",
             "-fPIC",
             "-pthread",
-            "-w",  # torch's headers warn under many compilers; ours are built with warnings in tests
+            "-w",  # torch's headers warn; ours are built with warnings in tests
             *(f"-D{each}" for each in self.defines),
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
             *(f"-I{path}" for path in includes),
-            *(f"-isystem{path}" for path in include_paths()),
+            *(_torch_flags() if self.uses_torch else ()),
         ]
 
     def _compiler(self) -> str:
@@ -131,7 +133,7 @@ class NativeModule:
                 (Path(scratch) / name).write_text(make())
             built = Path(scratch) / "module.so"
             command = [compiler, *self.compile_flags(scratch), str(self.sources / self.main)]
-            command += ["-o", str(built), *link_flags()]
+            command += ["-o", str(built), *(link_flags() if self.uses_torch else ("-ldl",))]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
@@ -143,6 +145,17 @@ class NativeModule:
                 reason = (lines or done.stderr.splitlines() or ["no message"])[0]
                 raise self.error(f"the compiler {compiler} failed: {reason.strip()}")
             built.replace(target)
+
+
+def _torch_flags() -> list[str]:
+    import torch
+    from torch.utils.cpp_extension import include_paths
+
+    return [
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-I{sysconfig.get_paths()['include']}",
+        *(f"-isystem{path}" for path in include_paths()),
+    ]
 
 
 def link_flags() -> list[str]:
