@@ -1,4 +1,4 @@
-"""Static groups on both back ends: calls, bad input, workers that die, hosts with and without keys."""
+"""Static groups on both back ends: calls, bad input, deaths, hosts with and without keys."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_group_that_disagrees(backend: str) -> None:
     assert "rank argument 0 of worker" in ranks[1]
     assert "is not unique: worker 'w" in ranks[1]
     sizes = run_ranks(_bad_group, 2, backend, "sizes", init=False)
-    assert any("world_size argument" in each and "doesn't match group size" in each for each in sizes)
+    assert any("world_size argument" in e and "doesn't match group size" in e for e in sizes)
 
 
 def test_what_is_not_what_it_should_be() -> None:
@@ -349,9 +349,9 @@ def _garbage(rank: int, world_size: int) -> Any:
                 push.send(b"")
                 push.send(b"garbage")
                 push.send_multipart([b"RKR1" + bytes(68), b"more", b"still more"])
-                header = struct.pack("<4sB3xQQQqQQiiII", b"RKR1", 1, 1, 2, 3, 4, 1 << 60, 0, 0, 0, 0, 0)
-                push.send(header)
-                push.send(struct.pack("<4sB3xQQQqQQiiII", b"RKR1", 1, 1, 2, 3, 4, 0, 0, 0, 0, 0, 0))
+                header = struct.Struct("<4sB3xQQQqQQiiII")  # src/rankcall/rpc/native/wire.h
+                for payload_bytes in (1 << 60, 0):
+                    push.send(header.pack(b"RKR1", 1, 1, 2, 3, 4, payload_bytes, 0, 0, 0, 0, 0))
             with socket.socket(socket.AF_UNIX) as raw:
                 raw.connect(path)
                 raw.sendall(b"\xff" + bytes(8) + b"\x01\x7f" + os.urandom(20))  # half a greeting

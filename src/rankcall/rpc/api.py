@@ -76,7 +76,7 @@ def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
 
 
 def _member(backend: Any, options: RpcBackendOptions | None) -> Any:
-    """Return the back end that is meant: a member of ours, or one of torch's that we do not have."""
+    """Return the back end that is meant: ours, or one of torch's that we do not have."""
     if options is not None and not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be RpcBackendOptions; got {options!r}")
     if backend is None:

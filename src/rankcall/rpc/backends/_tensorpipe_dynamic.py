@@ -54,7 +54,7 @@ class DynamicGroup:
     def _name(self) -> str:
         return str(self._card["node"]["name"])
 
-    def join(self, deadline: float) -> TensorPipeAgent:
+    def join(self, deadline: float) -> Any:
         """Become a member and return the agent."""
         with self._lease.held(deadline):
             others = self._living()

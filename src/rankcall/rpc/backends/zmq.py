@@ -227,8 +227,9 @@ def _join_static(worker: Worker, roll: Roll, deadline: float) -> Any:
 def _reach(cards: Sequence[Mapping[str, Any]], agent: Any, deadline: float) -> None:
     """Hear from every worker on another host. Raises ``AuthenticationFailed``."""
     left = max(0.1, deadline - time.monotonic())
-    answers = {card["node"]["name"]: agent.control(card["node"]["name"], "", left) for card in cards}
-    for name, answer in answers.items():
+    names = [card["node"]["name"] for card in cards]
+    answers = [agent.control(name, "", left) for name in names]
+    for name, answer in zip(names, answers, strict=True):
         try:
             answer.wait()
         except RuntimeError as error:
