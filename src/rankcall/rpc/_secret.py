@@ -24,8 +24,9 @@ class Keys(NamedTuple):
 def find_secret(secret_file: str | os.PathLike[str] | None) -> bytes | None:
     """Return the job's secret, from the file or from the environment.
 
-    ``RANKCALL_RPC_SECRET_FILE`` names a file, ``RANKCALL_RPC_SECRET`` is the secret itself. None where none of them is given. Raises ``AuthenticationFailed`` for a file that others can
-    read, or that is not there, and for a secret that is too short.
+    ``RANKCALL_RPC_SECRET_FILE`` names a file, ``RANKCALL_RPC_SECRET`` is the secret itself; None
+    where neither is given. Raises ``AuthenticationFailed`` for a file that others can read, or that
+    is not there, and for a secret that is too short.
     """
     file = secret_file or os.environ.get("RANKCALL_RPC_SECRET_FILE")
     if file:

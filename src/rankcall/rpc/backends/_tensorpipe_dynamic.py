@@ -85,12 +85,12 @@ class DynamicGroup:
         reverse = reverse_maps(self._name, nodes)
         devices = device_list(nodes[0], reverse)
         if torch.cuda.is_available() and devices:
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         self._agent = TensorPipeAgent(
             self._store, self._name, self._card["rank"], None, self._options, reverse, devices
         )
         with undone_on_error():
-            api._init_rpc_states(self._agent)
+            api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
             set_group(self)
             text = json.dumps(self._card)
             for silent in self._tell(others, _member_joined, text):
