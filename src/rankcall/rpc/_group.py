@@ -79,7 +79,7 @@ def undone_on_error() -> Iterator[None]:
         set_group(None)
         if _is_current_rpc_agent_set():
             try:
-                api._finalize_shutdown()
+                api._finalize_shutdown()  # type: ignore[no-untyped-call]
             except Exception as another:
                 note = f"taking the agent down failed as well: {another}"
                 getattr(error, "add_note", lambda _: None)(note)

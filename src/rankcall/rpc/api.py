@@ -50,7 +50,7 @@ def init_rpc(
     store, rank = _store(name, options, rank, world_size)
     dist_autograd._init(rank)
     torch_rpc._set_profiler_node_id(rank)
-    torch_rpc._init_rpc_backend(member, store, name, rank, world_size, options)
+    torch_rpc._init_rpc_backend(member, store, name, rank, world_size, options)  # type: ignore[no-untyped-call]
 
 
 def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
@@ -71,12 +71,12 @@ def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
             group.leave(time.monotonic() + timeout)
     finally:
         set_group(None)
-        api._finalize_shutdown()
+        api._finalize_shutdown()  # type: ignore[no-untyped-call]
         _rendezvous.clear()
 
 
 def _member(backend: Any, options: RpcBackendOptions | None) -> Any:
-    """Return the back end that is meant: a member of ours, or one of torch's that we do not have."""
+    """Return the back end that is meant: ours, or one of torch's that we do not have."""
     if options is not None and not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be RpcBackendOptions; got {options!r}")
     if backend is None:

@@ -62,7 +62,8 @@ def init_backend_handler(
         )
     if not world_size:
         group = DynamicGroup(store, name, rank, rpc_backend_options)
-        return group.join(time.monotonic() + rpc_backend_options.rpc_timeout)
+        agent: TensorPipeAgent = group.join(time.monotonic() + rpc_backend_options.rpc_timeout)
+        return agent
     return _static(store, name, rank, world_size, rpc_backend_options)
 
 
@@ -76,10 +77,10 @@ def _static(
     reverse = reverse_maps(name, nodes)
     devices = device_list(nodes[roll.rank], reverse)
     if torch.cuda.is_available() and devices:
-        torch.cuda.init()  # others may send to a device before this process has used one
+        torch.cuda.init()  # others may send to a device before this process has used one  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
     agent = TensorPipeAgent(store, name, roll.rank, roll.world_size, options, reverse, devices)
     with undone_on_error():
-        api._init_rpc_states(agent)
+        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
         # The first call between two agents connects them: not at the cost of a user's call.
         api._all_gather(None, timeout=max(0.1, deadline - time.monotonic()))
         roll.exchange("ready", None, deadline)
