@@ -18,9 +18,10 @@ from rankcall.record import (
     STATUSES,
 )
 from rankcall.ring.reader import Ring
+from rankcall.run import RunGroup, format_ranks
 
 if TYPE_CHECKING:
-    from rankcall.run import Run, RunGroup
+    from rankcall.run import Run
 
 _PLAIN = (
     "seq", "message_bytes", "in_bytes", "out_bytes", "tag", "thread", "step", "tensors",
@@ -83,11 +84,12 @@ def ranks_frame(run: Run) -> pl.DataFrame:
 
 def records_frame(run: Run) -> pl.DataFrame:
     """See ``Run.records``."""
-    frames = [_ring_frame(run, ring) for ring in run.rings]
+    frames = [ring_frame(run, ring) for ring in run.rings]
     return pl.concat(frames, how="vertical") if frames else pl.DataFrame()
 
 
-def _ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
+def ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
+    """Return one ring's part of ``Run.records``."""
     records, head = ring.records, ring.header
     labels = _group_labels(run, ring)
     columns: dict[str, Any] = {
@@ -128,7 +130,11 @@ def _ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
 
 
 def _group_labels(run: Run, ring: Ring) -> dict[int, RunGroup]:
-    return {key: run.run_groups[group] for key, group in ring.tables.groups.items()}
+    """Return a ring's groups; of one made since ``load`` no other rank is known to differ."""
+    return {
+        key: run.run_groups.get(group) or RunGroup(group.label, group, ())
+        for key, group in ring.tables.groups.items()
+    }
 
 
 def _constant(text: str, count: int) -> pl.Series:
@@ -137,8 +143,6 @@ def _constant(text: str, count: int) -> pl.Series:
 
 
 def _ranks_text(known: RunGroup) -> str:
-    from rankcall.run import format_ranks
-
     return format_ranks(known.group.ranks)
 
 
@@ -170,9 +174,25 @@ def _shapes(records: npt.NDArray[Any]) -> pl.Series:
     if not len(records):
         return pl.Series([], dtype=pl.Categorical)
     key = np.column_stack([records["ndim"].astype(np.int64), records["shape"]])
-    kinds, which = np.unique(key, axis=0, return_inverse=True)
+    kinds, which = _distinct_rows(key)
     texts = [str([int(n) for n in kind[1 : 1 + kind[0]]]) for kind in kinds]
     return _picked(texts, which)
+
+
+def _distinct_rows(
+    rows: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """Return the rows that differ, and which of them each row is.
+
+    Sorting one hash a row is ten times as fast as sorting the rows.
+    """
+    odd = np.cumprod(np.full(rows.shape[1], 0x5851F42D4C957F2D, np.uint64))
+    hashes = (rows.view(np.uint64) * odd).sum(axis=1, dtype=np.uint64)
+    _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
+    kinds = rows[first]
+    if np.array_equal(kinds[which], rows):
+        return kinds, which
+    return np.unique(rows, axis=0, return_inverse=True)
 
 
 def _picked(texts: list[str], which: npt.NDArray[np.intp]) -> pl.Series:

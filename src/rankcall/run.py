@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 RUNS = "rankcall-runs"
 RUN_SCHEMA = 1
+JOINS = "joins.jsonl"  # what each Join did on its ranks, one line each
 Progress = Callable[[int, int], None]
 
 
@@ -243,7 +244,7 @@ class Run:
         What cannot be read (any more) is noted in ``problems`` and left out.
         """
         for done, head in enumerate(self.heads, 1):
-            ring = self._read(head)
+            ring = self.read(head)
             if ring is not None:
                 self._census[head.path] = len(ring.records), ring.dropped
                 self._census[ring.path] = self._census[head.path]
@@ -251,8 +252,11 @@ class Run:
             if progress is not None:
                 progress(done, len(self.heads))
 
-    def _read(self, head: Head) -> Ring | None:
-        """Read a ring, also where its process has ended and it was moved since ``load``."""
+    def read(self, head: Head) -> Ring | None:
+        """Read one ring, also where its process has ended and it was moved since ``load``.
+
+        None where it cannot be read any more; ``problems`` then says why.
+        """
         try:
             moved = self.path / "rings" / head.path.name
             return read_ring(head.path if head.path.exists() else moved)
@@ -318,6 +322,18 @@ class Run:
         from rankcall._frames import groups_frame
 
         return groups_frame(self)
+
+    @cached_property
+    def joins(self) -> list[dict[str, Any]]:
+        """What each ``rankcall.join.Join`` did, in order: its policy, call site and ranks."""
+        try:
+            lines = (self.path / JOINS).read_text().splitlines() if self.path.is_dir() else []
+            return [json.loads(line) for line in lines]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, RecursionError) as error:
+            self._note(f"{self.path / JOINS}: cannot be read: {error}")
+            return []
 
     @cached_property
     def ranks(self) -> pl.DataFrame:

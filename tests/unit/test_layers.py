@@ -14,11 +14,12 @@ ROOT = Path(rankcall.__file__).parent
 
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
-    ("errors", "_clock", "_registry", "record"),
-    ("ring",),
-    ("run _frames", "_rows"),
+    ("errors", "_clock", "record"),
+    ("_registry", "_native"),
+    ("ring", "_newfile"),
+    ("run _frames", "_rows", "processes", "_stacks"),
     ("analysis", "capture", "store"),
-    ("hooks", "join", "rpc", "report"),
+    ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
     ("testing", "cli"),
     ("__main__",),
@@ -28,10 +29,12 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "ring", "run", "_frames", "_rows", "analysis", "report", "testing", "trace",
+    "errors", "record", "ring", "run", "_frames", "_rows", "_newfile", "processes", "_stacks",
+    "analysis", "report", "export", "trace",
 )  # fmt: skip
+LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
-OPTIONAL = ("jinja2", "plotly", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
+OPTIONAL = ("jinja2", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
 
 
 def unit_of(path: Path) -> str | None:
@@ -100,7 +103,7 @@ def test_optional_packages_stay_optional(path: Path) -> None:
     for name, line, at_import in imports(path):
         top = name.split(".")[0]
         if top == "torch":
-            lazy_cli = mine in ("cli", None) and not at_import
-            allowed = lazy_cli or (mine and not set(mine.split()) & {*TORCHLESS, "cli"})
+            lazy = mine in (*LAZY, None) and not at_import
+            allowed = lazy or (mine and not set(mine.split()) & {*TORCHLESS, *LAZY})
             assert allowed, f"{path}:{line}: imports {name}"
         assert not (at_import and top in OPTIONAL), f"{path}:{line}: imports {name} when imported"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from rankcall.record import OPS, RECORD, STATUSES
+from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
 from rankcall.ring.reader import CallSite, Group
 from rankcall.testing._ringfile import RingSpec, write_ring
 
@@ -42,6 +42,9 @@ class Call:
     flags: int = 0
     attempt: int = 0
     life: int = 0
+    dtype: str = "float32"
+    reduce_op: str = "none"
+    api: str = ""
 
 
 def write_world(
@@ -52,8 +55,13 @@ def write_world(
     hosts: dict[int, str] | None = None,
     offsets: dict[str, int] | None = None,
     ranks: Iterable[int] | None = None,
+    closed: Callable[[int], bool] = lambda rank: True,
+    beats: dict[int, tuple[int, int]] | None = None,
 ) -> Path:
-    """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``."""
+    """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
+
+    ``beats``: ns after START of the native and the Python heartbeat.
+    """
     (folder / "rings").mkdir(parents=True)
     by_ring: dict[tuple[int, int, int], list[Call]] = {(r, 0, 0): [] for r in ranks or ()}
     for call in calls:
@@ -66,6 +74,9 @@ def write_world(
         spec.anchor_mono_ns = START + shift
         spec.anchor_epoch_ns = 10**18 + life * 10**12 + shift
         spec.records = np.array([_record(call, spec, shift)[0] for call in mine], RECORD)
+        spec.closed = closed(rank)
+        if beats and rank in beats:
+            spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
         folder_of_life = folder / "rings"
         path = write_ring(folder_of_life, spec)
         path.rename(path.with_suffix(f".{life}.ring"))
@@ -86,7 +97,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "op": OPS.index(call.op),
         "kind": int(p2p),
         "group": spec.group(call.group),
-        "call_site": spec.site(CallSite("train.py", call.line, "step", call.op)),
+        "call_site": spec.site(CallSite("train.py", call.line, "step", call.api or call.op)),
         "variant": spec.string(f"c10d::{call.op}"),
         "root": call.root,
         "peer": call.peer,
@@ -95,6 +106,8 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "status": STATUSES.index("started" if call.end is None else call.status),
         "flags": call.flags,
         "device_ms": np.nan,
+        "dtype": DTYPES.index(call.dtype),
+        "reduce_op": REDUCE_OPS.index(call.reduce_op),
     }
     for name, value in values.items():
         row[name] = value

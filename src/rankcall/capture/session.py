@@ -13,6 +13,7 @@ import threading
 from datetime import datetime, timezone
 from pathlib import Path
 
+from rankcall.capture import declared
 from rankcall.capture.notices import say
 from rankcall.capture.recording import Recording as Recording
 from rankcall.errors import RankcallError, TorchMissing
@@ -54,8 +55,12 @@ def enable(
     ``TorchMissing``, ``ValueError`` for an unknown capture or a bad capacity, and
     ``CaptureUnavailable`` where ``native`` was asked for by name and cannot be built.
     """
-    where = Path(run_dir or os.environ.get("RANKCALL_RUN_DIR") or _own_run_dir()).absolute()
-    return claim("user", where, capture, capacity, call_sites)
+    return claim("user", run_dir_of(run_dir), capture, capacity, call_sites)
+
+
+def run_dir_of(given: str | os.PathLike[str] | None) -> Path:
+    """Return where a run is kept: as given, as the environment says, or by script and time."""
+    return Path(given or os.environ.get("RANKCALL_RUN_DIR") or _own_run_dir()).absolute()
 
 
 def disable() -> None:
@@ -123,12 +128,17 @@ def _left(recording: Recording) -> None:
         drop("user")
 
 
-def arm() -> None:
-    """Record as the launcher asked by environment. Never raises; says on stderr what went wrong."""
+def arm() -> bool:
+    """Record as the launcher asked by environment, and tell whether that is so.
+
+    Never raises; says on stderr what went wrong.
+    """
     try:
         enable()
     except (RankcallError, OSError, ValueError) as error:
         say(f"not recording: {error}")
+        return False
+    return True
 
 
 def check_torch() -> None:
@@ -190,6 +200,7 @@ def _in_forked_child() -> None:
     old, _state = _state, _State()
     _state.registered = True
     _inherited.append(old)
+    declared.forget()
     if old.recording is not None:
         old.recording.forget()
 

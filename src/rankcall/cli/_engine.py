@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import typer
 
 BOOT = Path(__file__).resolve().parents[1] / "_boot"
+OPTIONS = (
+    "--run-dir",
+    "--capture",
+    "--trace",
+    "--history",
+    "--hang-after",
+    "--on-hang",
+)  # ours, not torchrun's
 USAGE_ERROR = 2  # what argparse and click exit with
 
 
@@ -40,7 +48,7 @@ class Job:
 
 def _refuse(message: str) -> NoReturn:
     """End with one line; argparse would print torchrun's two dozen options before it."""
-    ours = [name for name in ("--run-dir", "--capture") if name in message]
+    ours = [name for name in OPTIONS if name in message]
     hint = f" ({ours[0]} is rankcall's: it comes before torchrun's options)" if ours else ""
     say(f"torchrun does not take these arguments: {message}{hint}")
     raise typer.Exit(USAGE_ERROR)
@@ -87,6 +95,12 @@ def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
     return variables
 
 
+def tracing(mode: str | None, history: bool) -> dict[str, str]:
+    """Return the variables that make every worker trace, or keep its history; empty for neither."""
+    variables = {} if mode is None else {"RANKCALL_TRACE": "1", "TORCH_DISTRIBUTED_TRACING": mode}
+    return {**variables, **({"RANKCALL_HISTORY": "1"} if history else {})}
+
+
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Set environment variables (None removes one) and put back what was there."""
@@ -106,22 +120,38 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def torchrun(argv: Sequence[str]) -> int:
-    """Run torchrun in this process and return its exit status; what went wrong is on stderr."""
+@dataclass(frozen=True)
+class Outcome:
+    """How torchrun ended. ``failed``: this node's workers that failed, by (rank, pid)."""
+
+    status: int
+    failed: Mapping[tuple[int, int], int] = field(default_factory=dict)  # codes; < 0: a signal
+    table: str = ""  # torchrun's own, of who failed
+
+
+def torchrun(
+    argv: Sequence[str], on_signal: Callable[[int], None] = lambda number: None
+) -> Outcome:
+    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr.
+
+    ``on_signal`` is told the signal that ended it, where one did.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     try:
         main(list(argv))
-        return 0
+        return Outcome(0)
     except ChildFailedError as failed:
-        typer.echo(str(failed), err=True)  # torchrun's own table of who failed, and how
+        codes = {(rank, each.pid): each.exitcode for rank, each in failed.failures.items()}
+        return Outcome(1, codes, str(failed))
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
+        on_signal(ended.sigval.value)
     except KeyboardInterrupt:
         say("the job was interrupted before its workers ran")
     except Exception as error:
         text = " ".join(str(error).split())
         say(f"torchrun could not run the job: {type(error).__name__}: {text}")
-    return 1
+    return Outcome(1)

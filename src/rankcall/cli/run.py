@@ -19,17 +19,22 @@ from typing import Annotated, Any
 
 import typer
 
-from rankcall import __version__
+from rankcall import __version__, watch
+from rankcall.analysis.find import HANG_AFTER_S
 from rankcall.capture.session import check_torch
+from rankcall.cli import _aftermath
 from rankcall.cli._engine import (
     USAGE_ERROR,
     Job,
+    Outcome,
     arming,
     environment,
     parse,
     say,
     torchrun,
+    tracing,
 )
+from rankcall.cli._exits import noting_exits
 from rankcall.errors import CaptureUnavailable, CorruptRun
 from rankcall.ring.layout import HEADER_BYTES
 from rankcall.ring.reader import Header, parse_header
@@ -50,6 +55,21 @@ __all__ = ["CONTEXT_SETTINGS", "command"]
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
+class OnHang(str, Enum):
+    """What the watcher does after it has said who hangs the job."""
+
+    report = "report"
+    abort = "abort"
+
+
+class Trace(str, Enum):
+    """Which collectives are described while the job runs."""
+
+    all = "ALL"
+    crossnode = "CROSSNODE"
+    none = "NONE"
+
+
 class Capture(str, Enum):
     """Which recorder the workers use."""
 
@@ -68,8 +88,34 @@ def command(
         Capture,
         typer.Option(envvar="RANKCALL_CAPTURE", help="The recorder; auto: native where it builds."),
     ] = Capture.auto,
+    hang_after: Annotated[
+        float,
+        typer.Option(
+            envvar="RANKCALL_HANG_AFTER",
+            min=0.0,
+            help="Seconds in flight before a collective counts as hung; 0: do not watch.",
+        ),
+    ] = HANG_AFTER_S,
+    on_hang: Annotated[
+        OnHang,
+        typer.Option(
+            envvar="RANKCALL_ON_HANG", help="After the verdict: watch on, or end the job."
+        ),
+    ] = OnHang.report,
+    trace: Annotated[
+        Trace | None,
+        typer.Option(
+            case_sensitive=False,
+            help="Describe collectives while the job runs, in the run directory's trace/; "
+            "RANKCALL_TRACE_SINKS names other sinks.",
+        ),
+    ] = None,
+    history: Annotated[
+        bool,
+        typer.Option("--history", help="Keep every record, as Parquet in history/ of the run."),
+    ] = False,
 ) -> None:
-    """Run a script as torchrun does, and record every collective of every rank.
+    """Run a script as torchrun does, and record and watch every collective of every rank.
 
     The options below come first; what follows is torchrun's: its options
     (--nproc-per-node, -m, --nnodes, ...), the script and the script's own
@@ -85,14 +131,23 @@ def command(
             raise typer.Exit(USAGE_ERROR)
         recorder = _prepare(capture.value)
         where = _run_dir(run_dir, job)
-        before = {path.name for path in ring_paths(where)}
-        with environment(arming(where, recorder, job)):
+        before, began_ns = {path.name for path in ring_paths(where)}, time.time_ns()
+        outcome = Outcome(1)
+        variables = {
+            **arming(where, recorder, job),
+            watch.HANG_AFTER: f"{hang_after:g}",
+            watch.ON_HANG: on_hang.value,
+            **tracing(trace.value if trace else None, history),
+        }
+        with environment(variables):
             try:
-                status = torchrun(job.argv)
+                with noting_exits(where, host_name()) as exits:
+                    outcome = torchrun(job.argv, exits.told_to_stop)
             finally:
                 with _undisturbed():
-                    _finish(where, job, before)
-    raise typer.Exit(status)
+                    _finish(where, job, before, outcome)
+                    _say_why(where, outcome, hang_after or HANG_AFTER_S, began_ns)
+    raise typer.Exit(outcome.status)
 
 
 def _prepare(capture: str) -> str:
@@ -187,18 +242,32 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _finish(run_dir: Path, job: Job, before: set[str]) -> None:
+def _say_why(run_dir: Path, outcome: Outcome, hang_after: float, began_ns: int) -> None:
+    """Say why workers failed: in our words, or by torchrun's table where we know no better."""
+    if outcome.failed:
+        why = _aftermath.verdict(run_dir, outcome, hang_after, began_ns)
+        typer.echo(f"\n{why or outcome.table}", err=True)
+
+
+def _finish(run_dir: Path, job: Job, before: set[str], outcome: Outcome) -> None:
     """Move the records to the run directory; say where they are and whose are missing."""
     try:
         settle(run_dir)
-        _summarise(run_dir, job, before)
+        headers = _headers(run_dir, before)
+        _aftermath.note_ends(run_dir, outcome, headers)
+        _summarise(run_dir, job, before, headers)
     except OSError as error:  # the job's own exit status is worth more than this
         say(f"cannot look after the records in {run_dir}: {error.strerror}")
 
 
-def _summarise(run_dir: Path, job: Job, before: set[str]) -> None:
+def _headers(run_dir: Path, before: set[str]) -> list[Header]:
+    """Read the headers of the rings that this node's workers left."""
     rings = [path for path in ring_paths(run_dir) if path.name not in before]
-    headers = [header for header in map(_header, rings) if header and header.host == host_name()]
+    return [header for header in map(_header, rings) if header and header.host == host_name()]
+
+
+def _summarise(run_dir: Path, job: Job, before: set[str], headers: list[Header]) -> None:
+    rings = [path for path in ring_paths(run_dir) if path.name not in before]
     stuck = any(path.parent == live_dir(run_dir) for path in rings)
     ranks = sorted({header.rank for header in headers})
     place = run_dir if not stuck or (run_dir / "rings").is_dir() else live_dir(run_dir)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from io import StringIO
@@ -20,6 +18,7 @@ from rankcall.analysis.summary import Straggler, Summary
 from rankcall.analysis.table import size_name
 from rankcall.report._format import clean, percent, plural, rate, size, time
 from rankcall.report._tables import cut, fitted, listed
+from rankcall.report._text import wrapped
 from rankcall.report.headline import Headline, headline
 from rankcall.run import format_ranks
 
@@ -41,20 +40,14 @@ def render(summary: Summary, width: int = 80) -> str:
 def show(summary: Summary, console: Console) -> None:
     """Print the report; ``console`` decides on width and colour."""
     first = headline(summary)
-    text = _wrapped(first.text, console.width)
+    text = wrapped(first.text, console.width)
     console.print(Text(text, "bold red" if first.alarm else "bold green"))
     if first.detail:
-        console.print(Text(_wrapped(first.detail, console.width)))
+        console.print(Text(wrapped(first.detail, console.width)))
     for title, body in _sections(summary, first, console.width - _INDENT):
         console.print()
         console.print(Text(title, "bold"))
         console.print(Padding(body, (0, 0, 0, _INDENT)))
-
-
-def _wrapped(text: str, width: int) -> str:
-    """Break a text into lines, but not between a number and its unit."""
-    glued = re.sub(r"(?<=\d) (?=%|\w{1,3}\b)", "\N{NO-BREAK SPACE}", text)
-    return textwrap.fill(glued, width).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[str, RenderableType]]:

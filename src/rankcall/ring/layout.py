@@ -23,7 +23,7 @@ MAGIC = b"RANKCALL"
 SCHEMA = 1
 HEADER_BYTES = 4096
 ENTRY_HEADER = np.dtype([("commit", "<u4"), ("kind", "<u4"), ("length", "<u4"), ("crc32", "<u4")])
-ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE = 1, 2, 3  # UTF-8 text; JSON; JSON
+ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES = 1, 2, 3, 4  # UTF-8 text; JSON; JSON; JSON
 
 CAPTURES = ("unknown", "native", "python")
 MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is not believed
@@ -63,6 +63,12 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "inflight_lost": ("<u8", 1344),  # unfinished records lapped while the table was full
     "tables_lost": ("<u8", 1408),  # entries that found no room
     "closed_ns": ("<i8", 1472),  # CLOCK_MONOTONIC; 0 while recording, or killed
+    # Written by rankcall.watch and rankcall.expect; 0 in rings of processes without them.
+    "expect_until_ns": ("<i8", 1536),  # CLOCK_MONOTONIC; until then silence was declared healthy
+    "expect_what": ("S256", 1600),  # UTF-8: what was declared
+    "overdue_ns": ("<i8", 1856),  # CLOCK_MONOTONIC; when the oldest overdue op was issued
+    "verdicts": ("<u8", 1920),  # that this process has written to the run so far
+    "stack_fd": ("<i4", 1984),  # its descriptor that stacks are dumped to on STACK_SIGNAL
 }
 HEADER = np.dtype(
     {

@@ -38,6 +38,7 @@ from rankcall.ring.layout import (
     ENTRY_GROUP,
     ENTRY_HEADER,
     ENTRY_SITE,
+    ENTRY_SIZES,
     ENTRY_STRING,
     HEADER,
     HEADER_BYTES,
@@ -53,6 +54,7 @@ _ENTRY = struct.Struct("<IIII")
 assert _ENTRY.size == ENTRY_HEADER.itemsize
 MAX_RANKS = 1 << 20
 MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
+_GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
 ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
 
 
@@ -81,6 +83,11 @@ class Header:
     closed_ns: int
     file_bytes: int
     geometry: Geometry
+    expect_until_ns: int = 0
+    expect_what: str = ""
+    overdue_ns: int = 0
+    verdicts: int = 0
+    stack_fd: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,8 @@ class Tables:
     strings: dict[int, str] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     sites: dict[int, CallSite] = field(default_factory=dict)
+    # By shape hash: how many elements each tensor of a coalesced op has.
+    numels: dict[int, tuple[int, ...]] = field(default_factory=dict)
     damaged: bool = False
 
 
@@ -247,12 +256,14 @@ def parse_header(raw: bytes, name: str) -> Header:
             "rank", "world_size", "local_rank", "node", "attempt", "pid", "process_start",
             "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
             "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
+            "expect_until_ns", "overdue_ns", "verdicts", "stack_fd",
         )
     }  # fmt: skip
     capture = int(row["capture"])
     return Header(
         host=row["host"].decode("utf-8", "replace"),
         boot_id=row["boot_id"].decode("utf-8", "replace"),
+        expect_what=row["expect_what"].decode("utf-8", "replace"),
         capture=CAPTURES[capture] if capture < len(CAPTURES) else CAPTURES[0],
         geometry=shape,
         **numbers,
@@ -286,18 +297,61 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
         if kind == ENTRY_STRING:
             tables.strings[number] = payload.decode("utf-8", "replace")
         elif kind == ENTRY_GROUP:
-            tables.groups[number] = _group(json.loads(payload))
+            tables.groups[number] = _groups.get(payload)
         elif kind == ENTRY_SITE:
             tables.sites[number] = _site(json.loads(payload))
+        elif kind == ENTRY_SIZES:
+            fields = json.loads(payload)
+            tables.numels[int(fields["hash"])] = tuple(_count(each) for each in fields["numels"])
         return True
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
         return False
 
 
+class _Groups:
+    """Groups by payload: all members of a group write the same, and share one object here.
+
+    Without that, 16,384 rings that each name all ranks would take minutes and gigabytes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Group] = {}
+        self._members = 0
+
+    def get(self, payload: bytes) -> Group:
+        """Return the group that a payload describes; raises ``ValueError`` and its like."""
+        group = self._known.get(payload)
+        if group is None:
+            group = _group(json.loads(payload))
+            self._members += len(group.ranks) + 1
+            if self._members > _GROUPS_KEPT:
+                self._known, self._members = {}, len(group.ranks) + 1
+            self._known[payload] = group
+        return group
+
+
+_groups = _Groups()
+
+
 def _site(fields: dict[str, Any]) -> CallSite:
     return CallSite(
-        str(fields["file"]), _small(fields["line"]), str(fields["function"]), str(fields["api"])
+        _text(fields["file"]),
+        _small(fields["line"]),
+        _text(fields["function"]),
+        _text(fields["api"]),
     )
+
+
+def _text(value: Any) -> str:
+    """Return a name that can be written anywhere: JSON can say what is no Unicode."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def _count(number: Any) -> int:
+    """Return a number of elements; raises ``ValueError`` where it can be none."""
+    if type(number) is not int or not 0 <= number < 1 << 62:
+        raise ValueError(f"{number} is no number of elements")
+    return number
 
 
 def _small(number: Any) -> int:
@@ -309,10 +363,10 @@ def _small(number: Any) -> int:
 
 def _group(fields: dict[str, Any]) -> Group:
     return Group(
-        str(fields["name"]),
+        _text(fields["name"]),
         _small(fields["epoch"]),
-        str(fields["backend"]),
-        str(fields["description"]),
+        _text(fields["backend"]),
+        _text(fields["description"]),
         expand_ranks(fields["ranks"]),
     )
 

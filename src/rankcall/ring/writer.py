@@ -6,6 +6,7 @@ writes with, byte for byte what the native recorder writes.
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -32,6 +33,7 @@ from rankcall.ring.layout import (
     ENTRY_GROUP,
     ENTRY_HEADER,
     ENTRY_SITE,
+    ENTRY_SIZES,
     ENTRY_STRING,
     HEADER,
     HEADER_BYTES,
@@ -158,6 +160,7 @@ def boot_seconds() -> int:
         return 0
 
 
+@functools.lru_cache(maxsize=1)
 def boot_id() -> str:
     """Return the id of this boot of this host (empty where the kernel does not say)."""
     try:
@@ -172,6 +175,14 @@ def put(ring: mmap.mmap, field: str, value: int) -> None:
     kind = HEADER.fields[field][0].str  # type: ignore[index]
     code = {"<i8": "<q", "<u8": "<Q", "<i4": "<i", "<u4": "<I", "|u1": "<B"}[kind]
     struct.pack_into(code, ring, offset_of(field), value)
+
+
+def put_text(ring: mmap.mmap, field: str, text: str) -> None:
+    """Set a header field of text, cut where it is too long for it, but not within a character."""
+    room = HEADER.fields[field][0].itemsize  # type: ignore[index]
+    raw = text.encode()[: room - 1].decode("utf-8", "ignore").encode()
+    at = offset_of(field)
+    ring[at : at + room] = raw.ljust(room, b"\0")
 
 
 def set_identity(ring: mmap.mmap, identity: Identity) -> None:
@@ -276,6 +287,10 @@ class PythonRing:
     def site(self, site: CallSite) -> int:
         """Add a call-site entry."""
         return self.append(ENTRY_SITE, encode_site(site))
+
+    def numels(self, shape_hash: int, numels: list[int]) -> int:
+        """Add how many elements each tensor of a coalesced op has."""
+        return self.append(ENTRY_SIZES, json.dumps({"hash": shape_hash, "numels": numels}).encode())
 
     def issue(self, body: tuple[float, ...]) -> int:
         """Write a new record (all fields but commit and pad, in order); return its index."""

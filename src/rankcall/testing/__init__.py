@@ -1,5 +1,20 @@
 """What rankcall is tested with, for its users' tests too."""
 
+from rankcall.testing._ranks import RankResult, Ranks, RanksFailed, spawn_ranks, start_ranks
+from rankcall.testing.faults import Fault, FaultPlan, InjectedFault
 from rankcall.testing.synthetic import Op, Pace, Synthetic, synthetic_run
 
-__all__ = ["Op", "Pace", "Synthetic", "synthetic_run"]
+__all__ = [
+    "Fault",
+    "FaultPlan",
+    "InjectedFault",
+    "Op",
+    "Pace",
+    "RankResult",
+    "Ranks",
+    "RanksFailed",
+    "Synthetic",
+    "spawn_ranks",
+    "start_ranks",
+    "synthetic_run",
+]

@@ -41,6 +41,9 @@ class RingSpec:
     capture: str = "native"
     anchor_mono_ns: int = 0
     anchor_epoch_ns: int = 0
+    closed: bool = True  # False: it was recording to the last
+    native_beat_ns: int = 0  # 0: when its last op ended
+    python_beat_ns: int = 0
     records: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RECORD))
     entries: dict[tuple[int, bytes], int] = field(default_factory=dict)
 
@@ -122,9 +125,9 @@ def _header(spec: RingSpec, shape: Geometry, kept: int) -> npt.NDArray[Any]:
         "head": len(spec.records),
         "tables_used": len(spec.tables()),
         "step": int(spec.records["step"].max()) + 1 if len(spec.records) else 0,
-        "native_heartbeat_ns": last,
-        "python_heartbeat_ns": last,
-        "closed_ns": last + 1,
+        "native_heartbeat_ns": spec.native_beat_ns or last,
+        "python_heartbeat_ns": spec.python_beat_ns or last,
+        "closed_ns": last + 1 if spec.closed else 0,
     }
     for name, value in values.items():
         row[name] = value

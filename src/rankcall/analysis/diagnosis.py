@@ -1,0 +1,42 @@
+"""One call from a run to its verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rankcall.analysis.find import HANG_AFTER_S, find
+from rankcall.analysis.finding import HEALTHY, Finding
+from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.standing import ProcessState, stand
+from rankcall.processes import process_state
+from rankcall.run import Progress, Run
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a run, and where its ranks stand."""
+
+    run: str
+    snapshot: Snapshot
+    findings: list[Finding]
+    hang_after: float
+
+    @property
+    def verdict(self) -> str:
+        """The kind of the likeliest root cause, or ``healthy``."""
+        return self.findings[0].kind if self.findings else HEALTHY
+
+
+def diagnose(
+    run: Run,
+    hang_after: float = HANG_AFTER_S,
+    progress: Progress | None = None,
+    *,
+    state_of: ProcessState = process_state,
+    now_ns: Callable[[], int] = time.monotonic_ns,
+) -> Diagnosis:
+    """Read a run and say what is wrong with it. See ``find`` and ``stand`` for the rest."""
+    snapshot = stand(run, progress, state_of=state_of, now_ns=now_ns)
+    return Diagnosis(str(run.path), snapshot, find(snapshot, hang_after), hang_after)

@@ -1,0 +1,99 @@
+"""What is known of a run's processes: their state on this host, and how they ended.
+
+The launcher (or whoever started the ranks) notes each end in the run directory::
+
+    exits/<host>.<launcher's pid>.jsonl    one object a line: rank, attempt, host, pid, code, ...
+
+so that a dead run tells an out-of-memory kill from an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rankcall.ring.reader import Header
+from rankcall.ring.writer import boot_id
+
+EXITS = "exits"
+LAUNCHER = -1  # as a rank: the launcher itself was told to stop, by the signal in ``code``
+_MOST_BYTES = 1 << 24  # of one file; what is beyond is no list of exits
+_MOST_LINE = 4096
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one worker ended. ``code`` is negative for a signal, as ``subprocess`` has it.
+
+    ``by_launcher``: the launcher ended it, because another had failed or it was told to stop.
+    """
+
+    rank: int
+    attempt: int
+    host: str
+    pid: int
+    code: int
+    epoch_ns: int
+    by_launcher: bool = False
+
+
+def note_exit(run_dir: Path, ended: Exit) -> None:
+    """Append an end to the run's list of them. Raises ``OSError`` where it cannot be written."""
+    folder = run_dir / EXITS
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name = f"{re.sub(r'[^A-Za-z0-9_-]+', '_', ended.host)}.{os.getpid()}.jsonl"
+    line = json.dumps(asdict(ended)).encode() + b"\n"
+    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(fd, line)
+    finally:
+        os.close(fd)
+
+
+def read_exits(run_dir: Path) -> list[Exit]:
+    """Return the ends that were noted; lines that are none are left out."""
+    folder = run_dir / EXITS
+    if not folder.is_dir():
+        return []
+    return [ended for path in sorted(folder.glob("*.jsonl")) for ended in _exits_in(path)]
+
+
+def _exits_in(path: Path) -> Iterator[Exit]:
+    try:
+        with path.open("rb") as file:
+            lines = file.read(_MOST_BYTES).splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            yield _exit(json.loads(line[:_MOST_LINE]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+
+
+def _exit(fields: Any) -> Exit:
+    numbers = {key: int(fields[key]) for key in ("rank", "attempt", "pid", "code", "epoch_ns")}
+    return Exit(host=str(fields["host"]), by_launcher=bool(fields.get("by_launcher")), **numbers)
+
+
+def process_state(header: Header) -> str:
+    """Return what a ring's process is doing: ``alive``, ``stopped``, ``gone`` or ``unknown``.
+
+    Unknown: it ran on another host. Field 3 of proc(5)'s stat: T and t are stopped, Z and X are
+    gone. A pid that started at another time is another process.
+    """
+    if header.boot_id != boot_id() or not header.boot_id:
+        return "unknown"
+    try:
+        with open(f"/proc/{header.pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "gone"
+    if int(fields[19]) != header.process_start or fields[0] in (b"Z", b"X"):
+        return "gone"
+    return "stopped" if fields[0] in (b"T", b"t") else "alive"

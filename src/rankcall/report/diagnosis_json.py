@@ -1,0 +1,57 @@
+"""A diagnosis as JSON; docs/diagnose-json.md documents the keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.analysis.finding import Finding
+from rankcall.analysis.places import Place, places
+
+SCHEMA = 1
+Object = dict[str, Any]
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """Return the diagnosis as one JSON object."""
+    return json.dumps(as_object(diagnosis), indent=1, allow_nan=False) + "\n"
+
+
+def as_object(diagnosis: Diagnosis) -> Object:
+    """Return the diagnosis as plain dicts and lists; times in s, no NaN."""
+    return {
+        "schema": SCHEMA,
+        "run": diagnosis.run,
+        "verdict": diagnosis.verdict,
+        "hang_after_s": diagnosis.hang_after,
+        "findings": [_finding(each) for each in diagnosis.findings],
+        "ranks": [_rank(each) for each in places(diagnosis.snapshot)],
+        "problems": diagnosis.snapshot.problems,
+    }
+
+
+def _finding(found: Finding) -> Object:
+    fields = dict(vars(found))
+    for name in ("ranks", "victims", "hosts", "evidence"):
+        fields[name] = list(fields[name])
+    for name in ("group", "seq", "op", "call_site"):
+        fields[name] = fields[name] or None
+    return {**fields, "since_s": round(found.since_s, 3)}
+
+
+def _rank(place: Place) -> Object:
+    return {
+        "rank": place.rank,
+        "host": place.host or None,
+        "pid": place.pid or None,
+        "state": place.state,
+        "in_call": place.in_call,
+        "failed": place.failed,
+        "group": place.group or None,
+        "seq": place.seq or None,
+        "op": place.op or None,
+        "call_site": place.call_site or None,
+        "age_s": round(place.age_s, 3),
+        "exit": place.exit,
+    }

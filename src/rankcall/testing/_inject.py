@@ -1,0 +1,272 @@
+"""Plant a plan's faults in this process, between a c10d op and the capture that records it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rankcall.errors import CaptureUnavailable
+from rankcall.testing.faults import Fault, FaultPlan, InjectedFault
+
+if TYPE_CHECKING:
+    from rankcall.capture.ops import Op
+    from rankcall.capture.python import Numbered
+
+_NAP_S = 3600.0
+
+
+class _Call(NamedTuple):
+    """An op as it is about to be issued."""
+
+    op: Op
+    issue: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def go(self, args: tuple[Any, ...] | None = None) -> Any:
+        return self.issue(*(self.args if args is None else args))
+
+
+@dataclass
+class _Planted:
+    fault: Fault
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = self.fault.times
+
+    def meets(self, op: str, numbered: Numbered) -> bool:
+        """Tell whether this op is the one; count it where it is."""
+        fault = self.fault
+        here = (
+            self.left > 0
+            and fault.at in (None, op)
+            and numbered.seq >= fault.seq
+            and fault.group in (None, numbered.name, numbered.description)
+            and (fault.kind != "slow_link" or numbered.peer == fault.number)
+        )
+        self.left -= here
+        return here
+
+
+class Injection:
+    """A plan at work in this process. ``remove()`` ends it; leaving it as a context manager too."""
+
+    def __init__(self, plan: FaultPlan, rank: int | None) -> None:
+        from rankcall.capture import session
+        from rankcall.capture.python import PythonCapture
+
+        recording = session.claim("faults", None, "python")
+        capture = recording.capture
+        if not isinstance(capture, PythonCapture) or capture.interposer is not None:
+            session.drop("faults")
+            why = "another plan is armed" if isinstance(capture, PythonCapture) else (
+                "the native capture is recording: set RANKCALL_CAPTURE=python"
+            )  # fmt: skip
+            raise CaptureUnavailable(f"faults cannot be planted: {why}")
+        mine = recording.rank() if rank is None else rank
+        self._planted = [
+            _Planted(fault)
+            for fault in plan.faults
+            if fault.rank == mine and fault.kind != "exhaust"
+        ]
+        self._boxing: list[Any] | None = None
+        self._held: list[_Call] = []
+        self._kept: list[Any] = []  # Works of ops that nobody waits for
+        self._capture = capture
+        capture.interposer = self._met
+
+    def remove(self) -> None:
+        """Take the faults out again. Once is enough; a second time does nothing."""
+        from rankcall.capture import session
+
+        if self._capture.interposer == self._met:
+            self._capture.interposer = None
+            session.drop("faults")
+
+    def __enter__(self) -> Injection:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    # --- on the thread that issues the op ---
+
+    def _met(self, op: Op, numbered: Numbered, issue: Callable[..., Any], args: Any) -> Any:
+        """Issue the op as the plan wants it."""
+        from rankcall.record import OPS
+
+        if self._boxing is not None:
+            self._boxing.append(args[op.positions["reduce_op"]])
+            return _as_if_done(_Call(op, issue, tuple(args)))
+        call, after = _Call(op, issue, tuple(args)), []  # type: tuple[_Call, list[Fault]]
+        for planted in self._planted:
+            if not planted.meets(OPS[op.code], numbered):
+                continue
+            fault = planted.fault
+            if fault.kind in ("skip", "swap"):
+                if fault.kind == "swap":
+                    self._held.append(call)
+                return _as_if_done(call)
+            if fault.kind == "change":
+                call = call._replace(args=self._changed(op, call.args, fault.text, numbered.size))
+            elif fault.kind == "slow_link":
+                after.append(fault)
+            else:
+                _befall(fault)
+        result = self._late(call.go(), after)
+        while self._held:
+            self._issue_held(call, result)
+        return result
+
+    def _changed(self, op: Op, args: tuple[Any, ...], what: str, size: int) -> tuple[Any, ...]:
+        """Return an op's arguments with one thing other than the program has it."""
+        if what == "reduce_op" and what in op.positions:
+            return _put(op, args, what, lambda _: self._other_reduce_op(op, args))
+        if what in ("root", "tag", "reduce_op"):
+            name, every = ("root_rank", size) if what == "root" else (what, 1 << 30)
+            return _put(op, args, name, lambda number: (number + 1) % every)
+        for at in {op.reads, op.writes} - {None}:
+            assert at is not None
+            changed = _each_tensor(args[at], _twice if what == "shape" else _other_dtype)
+            args = (*args[:at], changed, *args[at + 1 :])
+        if what == "shape" and "input_split_sizes" in op.positions:
+            for name in ("output_split_sizes", "input_split_sizes"):
+                args = _put(op, args, name, lambda sizes: [2 * part for part in sizes])
+        return args
+
+    def _other_reduce_op(self, op: Op, args: tuple[Any, ...]) -> Any:
+        """Box another reduce op: torch does that in an op only, so one is begun and caught."""
+        import torch
+        import torch.distributed as dist
+
+        is_max = args[op.positions["reduce_op"]].op() == int(dist.ReduceOp(dist.ReduceOp.MAX).op)  # type: ignore[attr-defined]
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN if is_max else dist.ReduceOp.MAX)
+        caught: list[Any] = []
+        self._boxing = caught
+        try:
+            dist.ProcessGroup.unbox(args[op.process_group]).allreduce([torch.zeros(1)], options)
+        finally:
+            self._boxing = None
+        return caught[0]
+
+    def _issue_held(self, call: _Call, result: Any) -> None:
+        """Issue what was held back, once the op before which it belonged is over."""
+        at = call.op.positions.get("async_op")
+        waits = at is None or (at < len(call.args) and call.args[at] is False)
+        if waits and (work := _work_of(call.op, result)) is not None:
+            work.wait()
+        self._kept.append(self._held.pop(0).go())
+
+    def _late(self, result: Any, faults: list[Fault]) -> Any:
+        if not faults:
+            return result
+        late = _late_work()(result, sum(fault.seconds for fault in faults))
+        self._kept.append(late)
+        return late.boxed()
+
+
+@functools.cache
+def _late_work() -> Any:
+    """Return the class of a Work that is over later than the op's own: it takes torch to make."""
+    import torch.distributed as dist
+
+    class LateWork(dist.Work):
+        def __init__(self, boxed: Any, seconds: float) -> None:
+            super().__init__()
+            self._inner = dist.Work.unbox(boxed)
+            self._seconds = seconds
+            self._began = time.monotonic()
+
+        def wait(self, *timeout: Any) -> bool:
+            time.sleep(self._seconds)
+            return bool(self._inner.wait(*timeout))
+
+        def is_completed(self) -> bool:
+            due = time.monotonic() >= self._began + self._seconds
+            return due and bool(self._inner.is_completed())
+
+    return LateWork
+
+
+def _befall(fault: Fault) -> None:
+    """Do to this process what the fault says."""
+    if fault.kind == "signal":
+        os.kill(os.getpid(), fault.number)
+        if fault.number != signal.SIGSTOP:
+            time.sleep(10)  # until it arrives
+    elif fault.kind == "exit":
+        raise SystemExit(fault.number)
+    elif fault.kind == "fail":
+        raise InjectedFault(fault.text)
+    elif fault.kind == "hold_gil":
+        # Not pause() nor sleep(): any signal that is handled would end those.
+        mutex = ctypes.create_string_buffer(128)
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    elif fault.kind == "delay":
+        while math.isinf(fault.seconds):
+            time.sleep(_NAP_S)
+        time.sleep(fault.seconds)
+
+
+def _work_of(op: Op, result: Any) -> Any:
+    import torch.distributed as dist
+
+    if not op.returns_work:
+        return None
+    return dist.Work.unbox(result[-1] if isinstance(result, (tuple, list)) else result)
+
+
+def _as_if_done(call: _Call) -> Any:
+    """Return what the op would have returned, with a Work that is over."""
+    import torch
+    from torch._C import _distributed_c10d as c10d
+
+    op, args = call.op, call.args
+    if not op.returns_work:
+        return None
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    out = args[op.writes] if op.writes is not None else []
+    future.set_result([out] if isinstance(out, torch.Tensor) else out)
+    work = c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+    alone = len(op.overload._schema.returns) == 1
+    return work if alone else (out, work)
+
+
+def _put(op: Op, args: tuple[Any, ...], name: str, change: Callable[[Any], Any]) -> tuple[Any, ...]:
+    at = op.positions.get(name)
+    if at is None:
+        raise ValueError(f"{op.name} has no {name} that a fault could change")
+    return (*args[:at], change(args[at]), *args[at + 1 :])
+
+
+def _twice(tensor: Any) -> Any:
+    import torch
+
+    return torch.cat([tensor.flatten(), tensor.flatten()])
+
+
+def _other_dtype(tensor: Any) -> Any:
+    import torch
+
+    return tensor.to(torch.float32 if tensor.dtype == torch.float64 else torch.float64)
+
+
+def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_each_tensor(item, change) for item in value]
+    return change(value)

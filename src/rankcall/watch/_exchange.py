@@ -1,0 +1,149 @@
+"""Agree with the other nodes on one verdict, through the job's store.
+
+Nothing is sent while nothing hangs, but a look now and then whether another node has asked. Who
+finds something overdue opens a round; each node's leader posts its summary; the first to have
+posted judges, and the next where that takes too long. ``compare_set`` makes the verdict one.
+
+Keys, below ``rankcall/watch/<attempt>/``: ``latest``, the last round that is over;
+``<round>/open``; ``<round>/posts``, a count; ``<round>/post/<number>``; ``<round>/verdict``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from rankcall.analysis.exchange import decode, encode
+from rankcall.analysis.snapshot import Snapshot, merge, no_calls
+
+T = TypeVar("T")
+SETTLE_S = 1.5  # what the other nodes get to post
+_JUDGE_S = 2.0  # what one node gets to judge, before the next does
+_LIMIT_S = 10.0  # for a whole exchange: a store whose host stands still never answers
+_RETRY_S = 60.0
+_POLL_S = 0.05
+
+
+class Agreed(NamedTuple):
+    """What a round came to. ``by_me``: this rank judged, so it is the one to print."""
+
+    verdict: bytes
+    by_me: bool
+
+
+class Unreachable(Exception):
+    """The store does not answer."""
+
+
+class _NoStore(Exception):
+    """There is no store yet."""
+
+
+class Exchange:
+    """One node's side of the rounds. ``open_store`` makes a connection, or None for no store yet.
+
+    Each use runs on a helper thread that is left behind where the store does not answer: no
+    timeout applies to a store whose host was stopped.
+    """
+
+    def __init__(self, open_store: Callable[[], Any], settle_s: float = SETTLE_S) -> None:
+        self._open_store = open_store
+        self._settle_s = settle_s
+        self._store: Any = None
+        self._lost_until = 0.0
+        self.keys: list[str] = []  # of the round before this, which we judged
+
+    def asked(self) -> bool:
+        """Tell whether another node has opened a round."""
+        return self._guarded(lambda store: bool(store.check([f"{_round(store)}/open"])), _LIMIT_S)
+
+    def agree(self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot], bytes]) -> Agreed:
+        """Post where our ranks stand, and return the verdict of all nodes together.
+
+        Raises ``Unreachable`` where the store is gone or silent.
+        """
+        return self._guarded(
+            lambda store: self._agree(store, mine, world_size, judge),
+            self._settle_s + _LIMIT_S,
+        )
+
+    def _agree(
+        self, store: Any, mine: Snapshot, world_size: int, judge: Callable[[Snapshot], bytes]
+    ) -> Agreed:
+        number = _round(store)
+        store.add(f"{number}/open", 1)
+        post = int(store.add(f"{number}/posts", 1))
+        store.set(f"{number}/post/{post}", encode(mine))
+        verdict, settled = f"{number}/verdict", time.monotonic() + self._settle_s
+        heard: dict[int, Snapshot] = {post: mine}
+        while time.monotonic() < settled and not _covered(heard, world_size):
+            if store.check([verdict]):
+                return Agreed(bytes(store.get(verdict)), False)
+            self._hear(store, number, heard)
+            time.sleep(_POLL_S)
+        turn = time.monotonic() + (post - 1) * _JUDGE_S
+        while not store.check([verdict]) and time.monotonic() < turn:
+            time.sleep(_POLL_S)
+        if store.check([verdict]):
+            return Agreed(bytes(store.get(verdict)), False)
+        self._hear(store, number, heard)
+        proposed = judge(merge(list(heard.values())))
+        agreed = bytes(store.compare_set(verdict, "", proposed))
+        store.set("latest", str(number))
+        self._forget(store, number, len(heard))
+        return Agreed(agreed, agreed == proposed)
+
+    def _hear(self, store: Any, number: int, heard: dict[int, Snapshot]) -> None:
+        """Read the summaries that have come since."""
+        for post in range(1, int(store.add(f"{number}/posts", 0)) + 1):
+            key = f"{number}/post/{post}"
+            if post not in heard and store.check([key]):
+                try:
+                    heard[post] = decode(bytes(store.get(key)))
+                except ValueError:
+                    heard[post] = Snapshot([], no_calls())
+
+    def _forget(self, store: Any, number: int, posts: int) -> None:
+        """Delete the round before the last one: a long job must not fill the store."""
+        old, self.keys = self.keys, [f"{number}/post/{post}" for post in range(1, posts + 1)]
+        self.keys += [f"{number}/{name}" for name in ("open", "posts", "verdict")]
+        for key in old:
+            store.delete_key(key)
+
+    def _guarded(self, use: Callable[[Any], T], limit_s: float) -> T:
+        """Use the store on a thread of its own, for so long at most."""
+        if time.monotonic() < self._lost_until:
+            raise Unreachable("the store did not answer a moment ago")
+        done: list[T] = []
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self._store = self._store or self._open_store()
+                if self._store is None:
+                    raise _NoStore("the default process group has not been made")
+                done.append(use(self._store))
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work, name="rankcall-agree", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if done:
+            return done[0]
+        if failed and isinstance(failed[0], _NoStore):
+            raise Unreachable(str(failed[0]))
+        self._store = None
+        self._lost_until = time.monotonic() + _RETRY_S
+        raise Unreachable(repr(failed[0]) if failed else f"no answer within {limit_s:g} s")
+
+
+def _round(store: Any) -> int:
+    return int(store.get("latest")) + 1 if store.check(["latest"]) else 1
+
+
+def _covered(heard: dict[int, Snapshot], world_size: int) -> bool:
+    known = {state.rank for part in heard.values() for state in part.ranks if not state.blind}
+    return len(known) >= world_size > 0

@@ -1,0 +1,160 @@
+"""What a node's leader does when something is overdue: look, agree, say it once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankcall import _stacks
+from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.analysis.find import find, patience
+from rankcall.analysis.finding import Finding
+from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.standing import stand
+from rankcall.analysis.waits import unfinished
+from rankcall.ring.reader import Header
+from rankcall.run import load
+from rankcall.watch import _verdict
+from rankcall.watch._exchange import Exchange, Unreachable
+
+logger = logging.getLogger("rankcall.watch")
+
+_WINDOW = 64  # calls kept of each rank
+_PAUSE_S = (1.0, 15.0)  # between looks at what is overdue and healthy, at first and at most
+_TOLD_S = 60.0  # between looks at a hang that has been told, for what comes on top of it
+_NO_HANGS = ("straggler", "slow_link")
+_NO_RING = "no ring for rank"  # other nodes' are elsewhere
+
+
+class Judge:
+    """Looks at a whole node, from the thread of its leader. ``next_look``: monotonic s."""
+
+    def __init__(self, run_dir: Path, hang_after: float) -> None:
+        self._run_dir = run_dir
+        self._hang_after = hang_after
+        self._exchange = Exchange(_own_store)
+        self._began_ns = time.time_ns()
+        self._pause = _PAUSE_S[0]
+        self.next_look = 0.0
+
+    def rest(self) -> None:
+        """Note that nothing is overdue: the next look comes at once where something is."""
+        self.next_look, self._pause = 0.0, _PAUSE_S[0]
+
+    def asked(self) -> bool:
+        """Tell whether another node wants a verdict."""
+        try:
+            return self._exchange.asked()
+        except Unreachable:
+            return False
+
+    def look(self, headers: dict[int, Header], first_ns: int, asked: bool) -> bool:
+        """Judge where the ranks stand; tell whether there is a verdict that is new.
+
+        ``headers`` are those of this node's ranks, ``first_ns`` is when the oldest overdue call
+        was issued (monotonic).
+        """
+        mine = self._stand(headers)
+        whole = not any(state.blind for state in mine.ranks)
+        told = self.told(time.time_ns() - (time.monotonic_ns() - first_ns))
+        self.next_look = self._again(mine, bool(told))
+        worth = _verdict.news(self._hangs(mine), told) if whole else self._is_late(mine, told)
+        if not worth and not asked:
+            return False
+        dumped = _stacks.ask(headers.values())
+        mine = _with_stacks(mine, dumped)
+        raw, loud = (self._judge(mine), True) if whole else self._together(mine)
+        verdict = _verdict.decode(raw)
+        if not _verdict.news(_verdict.findings_of(verdict), told):
+            return False
+        self._publish(verdict, dumped, loud)
+        return True
+
+    def told(self, since_epoch_ns: int = 0) -> list[_verdict.Object]:
+        """Return the verdicts on this job that were written since a time."""
+        return _verdict.written(self._run_dir, max(since_epoch_ns, self._began_ns))
+
+    # --- looking ---
+
+    def _stand(self, headers: dict[int, Header]) -> Snapshot:
+        run = load(self._run_dir)
+        attempt = max(header.attempt for header in headers.values())
+        run.heads = [head for head in run.heads if head.header.attempt == attempt]
+        snapshot = stand(run, window=_WINDOW)
+        snapshot.problems = [text for text in snapshot.problems if _NO_RING not in text]
+        return snapshot
+
+    def _hangs(self, snapshot: Snapshot) -> list[Finding]:
+        found = find(snapshot, self._hang_after)
+        return [each for each in found if each.kind not in _NO_HANGS]
+
+    def _is_late(self, snapshot: Snapshot, told: list[_verdict.Object]) -> bool:
+        """Tell whether to open a round: a call's patience has run out, and nobody said so yet."""
+        calls = snapshot.calls
+        late = unfinished(calls) & (calls["age_s"] >= patience(snapshot, self._hang_after))
+        return bool(late.any()) and not told
+
+    def _again(self, snapshot: Snapshot, told: bool) -> float:
+        """Return when to look again: when a call's patience runs out, and less and less often."""
+        calls = snapshot.calls
+        left = (patience(snapshot, self._hang_after) - calls["age_s"])[unfinished(calls)]
+        soonest = float(np.min(left[left > 0], initial=math.inf))
+        pause, self._pause = self._pause, min(2 * self._pause, _PAUSE_S[1])
+        return time.monotonic() + min(soonest + 0.02, _TOLD_S if told else pause)
+
+    # --- judging ---
+
+    def _together(self, mine: Snapshot) -> tuple[bytes, bool]:
+        """Return what the nodes agree on, and whether it is ours to print."""
+        try:
+            return self._exchange.agree(mine, len(mine.ranks), self._judge)
+        except Unreachable as why:
+            mine.problems.append(
+                f"the job's store cannot be reached ({why}): nothing is known of other nodes"
+            )
+            return self._judge(mine), True
+
+    def _judge(self, snapshot: Snapshot) -> bytes:
+        diagnosis = Diagnosis(str(self._run_dir), snapshot, self._hangs(snapshot), self._hang_after)
+        return _verdict.encode(diagnosis, {"epoch_ns": time.time_ns(), "by_pid": os.getpid()})
+
+    def _publish(self, verdict: _verdict.Object, dumped: dict[int, str], loud: bool) -> None:
+        """Keep the verdict in the run, and print it where that is ours to do."""
+        place = None
+        if any(each["hang"] == verdict["hang"] for each in self.told()):
+            return  # by the leader of another node, on a file system that is shared
+        try:
+            place = _verdict.write(self._run_dir, verdict, dumped)
+            loud = loud and place is not None
+        except OSError as error:
+            logger.warning("the verdict cannot be kept in the run: %s", error)
+        if loud:
+            where = f"kept with all stacks in {place}\n" if place is not None else ""
+            print(f"\n{verdict['text'].rstrip()}\n{where}", file=sys.stderr, flush=True)
+
+
+def _with_stacks(snapshot: Snapshot, dumped: dict[int, str]) -> Snapshot:
+    ranks = [
+        replace(state, stack=dumped[state.rank]) if state.rank in dumped else state
+        for state in snapshot.ranks
+    ]
+    return replace(snapshot, ranks=ranks)
+
+
+def _own_store() -> Any:
+    """Return a connection of our own to the job's store, with keys of our own; None without it."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"rankcall/watch/{attempt}", store)

@@ -1,0 +1,155 @@
+"""Who is named when ranks wait: missing, dead, stopped, exhausted, and never a victim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from worlds import MS, START, Call, group_of, together, write_world
+
+from rankcall.analysis.diagnosis import Diagnosis, diagnose
+from rankcall.analysis.exchange import decode, encode
+from rankcall.analysis.find import find
+from rankcall.analysis.snapshot import RankState, Snapshot, merge
+from rankcall.processes import Exit, note_exit
+from rankcall.ring.reader import Group, Header
+from rankcall.run import load
+
+S = 1000 * MS
+HERE = 10**18  # epoch of START, see worlds
+
+
+def stuck(group: Group, seq: int, ranks: tuple[int, ...], at: int, **fields: object) -> list[Call]:
+    """Return a collective that some members are in, and do not get out of."""
+    return [Call(rank, seq, at, None, group=group, **fields) for rank in ranks]  # type: ignore[arg-type]
+
+
+def look(
+    folder: Path,
+    calls: list[Call],
+    *,
+    seconds: int = 70,
+    states: dict[int, str] | None = None,
+    beats: dict[int, float] | None = None,
+    exits: dict[int, tuple[int, float]] | None = None,
+    hang_after: float = 60,
+    **options: object,
+) -> Diagnosis:
+    """Diagnose a world of calls as it is ``seconds`` after its start.
+
+    ``states`` are the processes' (alive without one, where any is given), ``beats`` when their
+    last heartbeat was, s; ``exits`` their codes and when they ended.
+    """
+    ranks = {call.rank for call in calls} | set(options.get("ranks", ()))  # type: ignore[call-overload]
+    last = {rank: round((beats or {}).get(rank, seconds) * S) for rank in ranks}
+    run = write_world(
+        folder / "run", calls, closed=lambda rank: False,
+        beats={rank: (at, at) for rank, at in last.items()}, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    for rank, (code, at) in (exits or {}).items():
+        note_exit(run, Exit(rank, 0, "node-a", 1000 + rank, code, HERE + round(at * S)))
+
+    def state_of(header: Header) -> str:
+        return "unknown" if states is None else states.get(header.rank, "alive")
+
+    return diagnose(load(run), hang_after, state_of=state_of, now_ns=lambda: START + seconds * S)
+
+
+def said(found: Diagnosis) -> list[tuple[str, tuple[int, ...]]]:
+    """Return kind and culprits of each finding."""
+    return [(each.kind, each.ranks) for each in found.findings]
+
+
+WORLD = group_of(4)
+BEFORE = [call for seq in (1, 2, 3) for call in together(seq, [0] * 4, seq * MS, WORLD, line=7)]
+WAITING = [*BEFORE, *stuck(WORLD, 4, (0, 1, 3), 5 * MS, line=7)]
+
+
+def test_missing(tmp_path: Path) -> None:
+    """A rank in user code that others wait for is missing; the waiting are its victims."""
+    found = look(tmp_path, WAITING, states={}).findings
+    assert len(found) == 1
+    first = found[0]
+    assert (first.kind, first.ranks, first.victims) == ("missing", (2,), (0, 1, 3))
+    assert (first.group, first.seq, first.op, first.call_site) == (
+        "0",
+        4,
+        "all_reduce",
+        "train.py:7",
+    )
+    assert first.hosts == ("node-a",)
+    assert first.since_s == pytest.approx(70, abs=0.1)
+    assert first.confidence == "certain"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(-9, "dead"), (-11, "dead"), (1, "dead"), (0, "exhausted"), (143, "dead")]
+)
+def test_gone(tmp_path: Path, code: int, kind: str) -> None:
+    """A process that is gone with exit code 0 is exhausted, with a signal or another code dead."""
+    found = look(tmp_path, WAITING, states={2: "gone"}, exits={2: (code, 1.0)}, beats={2: 1.0})
+    assert said(found) == [(kind, (2,))]
+    assert found.findings[0].confidence == "certain"
+    assert found.findings[0].victims == (0, 1, 3)
+
+
+def test_stopped(tmp_path: Path) -> None:
+    """A process that is stopped is that, and not missing."""
+    assert said(look(tmp_path, WAITING, states={2: "stopped"}, beats={2: 1.0})) == [
+        ("stopped", (2,))
+    ]
+
+
+def test_stopped_within_a_call(tmp_path: Path) -> None:
+    """A rank that was stopped inside the collective that hangs is named, too."""
+    calls = [*BEFORE, *stuck(WORLD, 4, (0, 1, 2, 3), 5 * MS)]
+    found = look(tmp_path, calls, states={2: "stopped"}, beats={2: 1.0})
+    assert said(found) == [("stopped", (2,))]
+    assert found.findings[0].victims == (0, 1, 3)
+
+
+def test_nobody_is_hung_before_the_threshold(tmp_path: Path) -> None:
+    """What has been in flight for less than hang_after is healthy."""
+    found = look(tmp_path, WAITING, states={}, seconds=59)
+    assert (found.findings, found.verdict) == ([], "healthy")
+
+
+def test_victims_of_victims(tmp_path: Path) -> None:
+    """A rank that waits for somebody else is never named, three groups deep."""
+    pairs = [Group(name, 0, "gloo", "", ranks) for name, ranks in (("1", (0, 1)), ("2", (1, 2)))]
+    calls = [
+        *BEFORE,
+        *stuck(WORLD, 4, (3,), 9 * MS),
+        *stuck(pairs[0], 1, (0,), 8 * MS),
+        *stuck(pairs[1], 1, (1,), 7 * MS),
+    ]
+    found = look(tmp_path, calls, states={})
+    assert said(found) == [("missing", (2,))]
+    assert found.findings[0].victims == (0, 1, 3)
+
+
+def test_survivors_fail_one_after_another(tmp_path: Path) -> None:
+    """Of a job that died, the first to die is named; whose collectives failed are its victims."""
+    calls = [
+        *BEFORE,
+        *[Call(rank, 4, 5 * MS, 9 * MS, group=WORLD, status="failed") for rank in (0, 1, 3)],
+    ]
+    exits = {2: (-9, 1.0), 0: (1, 1.2), 3: (1, 1.3), 1: (-15, 1.5)}
+    found = look(tmp_path, calls, states=dict.fromkeys(range(4), "gone"), exits=exits, seconds=2)
+    assert said(found) == [("dead", (2,))]
+
+
+def test_nodes_tell_each_other(tmp_path: Path) -> None:
+    """What two nodes say of their own ranks, sent and merged, gives the verdict of the whole."""
+    hosts = {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"}
+    whole = look(tmp_path, WAITING, states={}, hosts=hosts).snapshot
+    parts = []
+    for host in ("node-a", "node-b"):
+        ranks = [
+            each if each.host == host else RankState(each.rank, blind=True) for each in whole.ranks
+        ]
+        mine = np.isin(whole.calls["rank"], [each.rank for each in ranks if not each.blind])
+        part = Snapshot(ranks, whole.calls[mine], whole.groups, whole.labels, whole.sites)
+        parts.append(decode(encode(part)))
+    assert find(merge(parts)) == find(whole) != []
