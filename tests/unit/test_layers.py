@@ -19,7 +19,8 @@ LEVELS = (
     ("ring", "_newfile"),
     ("_rows", "processes", "_stacks"),
     ("run _frames archive",),
-    ("analysis", "capture", "store"),
+    ("analysis", "capture"),
+    ("store",),  # a roll call says what each rank is doing
     ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
     ("testing", "cli"),
