@@ -18,15 +18,15 @@ from rankcall.record import (
     STATUSES,
 )
 from rankcall.ring.reader import Ring
+from rankcall.run import RunGroup, format_ranks
 
 if TYPE_CHECKING:
-    from rankcall.run import Run, RunGroup
+    from rankcall.run import Run
 
 _PLAIN = (
     "seq", "message_bytes", "in_bytes", "out_bytes", "tag", "thread", "step", "tensors",
     "shape_hash", "enqueued_ns",
 )  # fmt: skip
-_ENUMS = {"kind": KINDS, "op": OPS, "dtype": DTYPES, "reduce_op": REDUCE_OPS, "status": STATUSES}
 
 
 def groups_frame(run: Run) -> pl.DataFrame:
@@ -83,11 +83,12 @@ def ranks_frame(run: Run) -> pl.DataFrame:
 
 def records_frame(run: Run) -> pl.DataFrame:
     """See ``Run.records``."""
-    frames = [_ring_frame(run, ring) for ring in run.rings]
+    frames = [ring_frame(run, ring) for ring in run.rings]
     return pl.concat(frames, how="vertical") if frames else pl.DataFrame()
 
 
-def _ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
+def ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
+    """Return one ring's part of ``Run.records``."""
     records, head = ring.records, ring.header
     labels = _group_labels(run, ring)
     columns: dict[str, Any] = {
@@ -100,12 +101,8 @@ def _ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
             records["group"], {key: _ranks_text(known) for key, known in labels.items()}
         ),
     }
-    for name, names in _ENUMS.items():
-        codes = pl.Series(np.ascontiguousarray(records[name]).astype(np.uint32))
-        columns[name] = codes.replace_strict(
-            dict(enumerate(names)), return_dtype=pl.Enum(list(names))
-        )
-    columns["reduce_op"] = pl.Series(columns["reduce_op"]).cast(pl.String).replace({"none": None})
+    for name, values in _names_of_codes().items():
+        columns[name] = values.gather(records[name].astype(np.uint32))
     columns["variant"] = _named(records["variant"], ring.tables.strings)
     for name in _PLAIN:
         columns[name] = np.ascontiguousarray(records[name])
@@ -127,8 +124,26 @@ def _ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
     return pl.DataFrame(columns)
 
 
+def _names_of_codes() -> dict[str, pl.Series]:
+    def enum(names: tuple[str, ...]) -> pl.Series:
+        return pl.Series(names, dtype=pl.Enum(list(names)))
+
+    reduce_ops = pl.Series([None, *REDUCE_OPS[1:]], dtype=pl.String)
+    return {
+        "kind": enum(KINDS),
+        "op": enum(OPS),
+        "dtype": enum(DTYPES),
+        "reduce_op": reduce_ops,
+        "status": enum(STATUSES),
+    }
+
+
 def _group_labels(run: Run, ring: Ring) -> dict[int, RunGroup]:
-    return {key: run.run_groups[group] for key, group in ring.tables.groups.items()}
+    """Return a ring's groups; of one made since ``load`` no other rank is known to differ."""
+    return {
+        key: run.run_groups.get(group) or RunGroup(group.label, group, ())
+        for key, group in ring.tables.groups.items()
+    }
 
 
 def _constant(text: str, count: int) -> pl.Series:
@@ -137,8 +152,6 @@ def _constant(text: str, count: int) -> pl.Series:
 
 
 def _ranks_text(known: RunGroup) -> str:
-    from rankcall.run import format_ranks
-
     return format_ranks(known.group.ranks)
 
 
@@ -149,20 +162,23 @@ def _named(codes: npt.NDArray[Any], names: dict[int, str]) -> pl.Series:
     at = np.searchsorted(keys, codes)
     known = at < len(keys)
     known[known] = keys[at[known]] == codes[known]
-    picks = pl.Series(at.astype(np.uint32)).set(pl.Series(~known), None)
-    return (
-        values.gather(picks) if len(keys) else pl.Series([None] * len(codes), dtype=pl.Categorical)
-    )
+    if not len(keys):
+        return pl.Series([None] * len(codes), dtype=pl.Categorical)
+    named: pl.Series = values.gather(_without(pl.Series(at.astype(np.uint32)), ~known))
+    return named
 
 
 def _nullable(times: npt.NDArray[np.int64]) -> pl.Series:
-    column = pl.Series(np.ascontiguousarray(times))
-    return column.set(column == 0, None)
+    return _without(pl.Series(np.ascontiguousarray(times)), times == 0)
+
+
+def _without(column: pl.Series, absent: npt.NDArray[np.bool_]) -> pl.Series:
+    """Return a column with null where something is absent; most columns lack nothing."""
+    return column.set(pl.Series(absent), None) if absent.any() else column
 
 
 def _async(codes: npt.NDArray[np.uint8]) -> pl.Series:
-    column = pl.Series(np.ascontiguousarray(codes))
-    return (column == 1).set(column == 2, None)
+    return _without(pl.Series(codes == 1), codes == 2)
 
 
 def _shapes(records: npt.NDArray[Any]) -> pl.Series:
@@ -170,9 +186,25 @@ def _shapes(records: npt.NDArray[Any]) -> pl.Series:
     if not len(records):
         return pl.Series([], dtype=pl.Categorical)
     key = np.column_stack([records["ndim"].astype(np.int64), records["shape"]])
-    kinds, which = np.unique(key, axis=0, return_inverse=True)
+    kinds, which = _distinct_rows(key)
     texts = [str([int(n) for n in kind[1 : 1 + kind[0]]]) for kind in kinds]
     return _picked(texts, which)
+
+
+def _distinct_rows(
+    rows: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """Return the rows that differ, and which of them each row is.
+
+    Sorting one hash a row is ten times as fast as sorting the rows.
+    """
+    odd = np.cumprod(np.full(rows.shape[1], 0x5851F42D4C957F2D, np.uint64))
+    hashes = (rows.view(np.uint64) * odd).sum(axis=1, dtype=np.uint64)
+    _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
+    kinds = rows[first]
+    if np.array_equal(kinds[which], rows):
+        return kinds, which
+    return np.unique(rows, axis=0, return_inverse=True)
 
 
 def _picked(texts: list[str], which: npt.NDArray[np.intp]) -> pl.Series:
@@ -196,9 +228,11 @@ def _global_ranks(records: npt.NDArray[Any], name: str, labels: dict[int, RunGro
     """Translate ranks within their groups to global ones; null where none applies."""
     local = records[name]
     result = np.full(len(records), -1, np.int32)
+    some = local >= 0
+    if not some.any():
+        return pl.Series([None] * len(records), dtype=pl.Int32)
     for key, known in labels.items():
         ranks = np.array(known.group.ranks, np.int32)
-        rows = (records["group"] == key) & (local >= 0) & (local < len(ranks))
+        rows = some & (records["group"] == key) & (local < len(ranks))
         result[rows] = ranks[local[rows]]
-    column = pl.Series(result)
-    return column.set(column < 0, None)
+    return _without(pl.Series(result), result < 0)

@@ -31,6 +31,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rankcall._joins import JoinSummary
+from rankcall._joins import read as read_joins
 from rankcall.archive import is_archive, unpack
 from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.record import RECORD
@@ -249,7 +251,7 @@ class Run:
         more) is noted in ``problems`` and left out.
         """
         for done, head in enumerate(self.heads, 1):
-            ring = self._read(head, newest)
+            ring = self.read(head, newest)
             if ring is not None:
                 if newest is None:
                     self._census[head.path] = len(ring.records), ring.dropped
@@ -258,8 +260,11 @@ class Run:
             if progress is not None:
                 progress(done, len(self.heads))
 
-    def _read(self, head: Head, newest: int | None = None) -> Ring | None:
-        """Read a ring, also where its process has ended and it was moved since ``load``."""
+    def read(self, head: Head, newest: int | None = None) -> Ring | None:
+        """Read one ring, also where its process has ended and it was moved since ``load``.
+
+        ``newest``: only so many of its records. None where it cannot be read any more; ``problems`` then says why.
+        """
         try:
             moved = self.path / "rings" / head.path.name
             return read_ring(head.path if head.path.exists() else moved, newest)
@@ -325,6 +330,14 @@ class Run:
         from rankcall._frames import groups_frame
 
         return groups_frame(self)
+
+    @cached_property
+    def joins(self) -> list[JoinSummary]:
+        """What each ``rankcall.join.Join`` of the run did, in the order they ended."""
+        joins, problems = read_joins(self.path)
+        for problem in problems:
+            self._note(problem)
+        return joins
 
     @cached_property
     def ranks(self) -> pl.DataFrame:

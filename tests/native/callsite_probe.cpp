@@ -12,7 +12,7 @@ namespace {
 rankcall::CallSites g_sites;
 std::vector<std::string> g_found;
 
-uint32_t emit(void*, const std::string& json) {
+uint32_t emit(void*, const std::string& json, const std::string&, const char*) {
   g_found.push_back(json);
   return static_cast<uint32_t>(g_found.size());
 }

@@ -83,14 +83,15 @@ print("device times ok")
 @pytest.mark.slow
 def test_device_times_of_a_made_up_device(tmp_path: Path) -> None:
     """Enqueued, started and completed come when the device says, with its own duration."""
+    from rankcall._native import link_flags
     from rankcall.capture.native import build
     from rankcall.capture.native.layout_header import layout_header
 
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler here")
     (tmp_path / "layout.h").write_text(layout_header())
-    command = ["c++", *build._flags(str(tmp_path)), str(HERE / "device_probe.cpp")]
-    command += ["-o", str(tmp_path / "device_probe.so"), *build._link_flags()]
+    command = ["c++", *build.RECORDER.compile_flags(str(tmp_path)), str(HERE / "device_probe.cpp")]
+    command += ["-o", str(tmp_path / "device_probe.so"), *link_flags()]
     subprocess.run(command, check=True, timeout=300)
     done = subprocess.run(
         [sys.executable, "-c", CHECKS, str(tmp_path)],

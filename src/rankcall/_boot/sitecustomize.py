@@ -68,7 +68,12 @@ class _Finder:
             if _is_worker():
                 from rankcall.watch import arm
 
-                arm()
+                if arm() and (
+                    os.environ.get("RANKCALL_TRACE") or os.environ.get("RANKCALL_HISTORY")
+                ):
+                    from rankcall import trace
+
+                    trace.arm()
         except Exception as error:
             _say(error)
 

@@ -81,8 +81,29 @@ class Link:
     error: float
 
 
-def anchored(headers: Iterable[Header]) -> tuple[list[HostClock], dict[tuple[str, str], int]]:
-    """Return a clock for each host from the anchors alone, and which (host, boot) has which."""
+@dataclass
+class RunClocks:
+    """The clocks of a run's hosts, and which ring goes by which."""
+
+    hosts: list[HostClock]
+    of: dict[tuple[str, str], int]  # by host and boot
+    origin_epoch_ns: int  # the epoch at aligned 0, by the first host's clock
+
+    def of_ring(self, header: Header) -> int:
+        """Return the index of a ring's clock."""
+        return self.of[header.host, header.boot_id]
+
+    def epoch_ns(self, header: Header, mono: Ints) -> Ints:
+        """Translate a ring's monotonic ns to epoch ns of the one clock; 0 stays 0."""
+        times = self.hosts[self.of_ring(header)].align(mono)
+        # A damaged anchor must not wrap around.
+        times += max(0, min(self.origin_epoch_ns, 1 << 61))
+        times[mono == 0] = 0
+        return times
+
+
+def anchored(headers: Iterable[Header]) -> RunClocks:
+    """Return the clocks of all hosts from the rings' anchors alone."""
     anchors: dict[tuple[str, str], list[int]] = {}
     for header in headers:
         anchor = header.anchor_epoch_ns - header.anchor_mono_ns
@@ -95,7 +116,7 @@ def anchored(headers: Iterable[Header]) -> tuple[list[HostClock], dict[tuple[str
         HostClock(key[0], _within(middle - origin), ranks=len(values))
         for (key, values), middle in zip(anchors.items(), middles, strict=True)
     ]
-    return clocks, {key: index for index, key in enumerate(anchors)}
+    return RunClocks(clocks, {key: index for index, key in enumerate(anchors)}, origin)
 
 
 def _within(value: int) -> int:

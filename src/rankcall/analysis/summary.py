@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from rankcall.analysis.callsites import SiteRow, SiteTimes
-from rankcall.analysis.clocks import HostClock, align_hosts, anchored
-from rankcall.analysis.collectives import Lane, assemble
-from rankcall.analysis.commshare import RankShare, StepShare, by_step, median_share, rank_share
-from rankcall.analysis.extract import Messages, Part, Session, extract, pull, share_agreed
+from rankcall._joins import JoinSummary
+from rankcall.analysis.callsites import SiteRow
+from rankcall.analysis.clocks import HostClock
+from rankcall.analysis.commshare import StepShare, by_step, median_share
+from rankcall.analysis.gather import Gathered, RankRow, gather
 from rankcall.analysis.measure import Blame, measure_lane, measure_mail
-from rankcall.analysis.p2p import Mail, match
 from rankcall.analysis.table import Row, Source, rows
-from rankcall.ring.reader import Group, Ring
 from rankcall.run import Progress, Run, RunGroup, label_groups
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """One ring: who wrote it and what it holds."""
-
-    rank: int
-    host: str
-    pid: int
-    attempt: int
-    capture: str
-    records: int
-    dropped: int
-    steps: int
-    closed: bool
-    comm_share: float | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +49,7 @@ class Summary:
     call_sites: list[SiteRow]
     comm_share: float | None
     steps: list[StepShare]
+    joins: list[JoinSummary]
     problems: list[str]
 
     @property
@@ -80,98 +63,27 @@ class Summary:
         return sum(row.dropped for row in self.ranks)
 
 
-@dataclass
-class _Gathered:
-    """What the rings held, before anything is compared."""
-
-    clock_of: dict[tuple[str, str], int]
-    clocks: list[HostClock]
-    sites: SiteTimes = field(default_factory=SiteTimes)
-    shares: list[RankShare] = field(default_factory=list)
-    ranks: list[RankRow] = field(default_factory=list)
-    parts: dict[tuple[Session, Group], list[Part]] = field(default_factory=dict)
-    mail: dict[tuple[Session, Group], list[Messages]] = field(default_factory=dict)
-    first_ns: list[int] = field(default_factory=list)
-    last_ns: list[int] = field(default_factory=list)
-
-    def add(self, ring: Ring, session: Session) -> None:
-        """Take what matters from one ring; the ring itself is not kept."""
-        head = ring.header
-        columns = pull(ring)
-        host = self.clock_of[head.host, head.boot_id]
-        share = rank_share(head.rank, head.attempt, columns)
-        self.shares.append(share)
-        self.sites.add(head.rank, columns, ring.tables)
-        self.ranks.append(_rank_row(ring, share))
-        if len(ring.records):
-            times = columns["enqueued_ns"], columns["completed_ns"]
-            base = self.clocks[host].base
-            self.first_ns.append(int(times[0].min()) + base)
-            self.last_ns.append(max(int(column.max()) for column in times) + base)
-        found = extract(ring, columns, host)
-        for group, part in found.parts.items():
-            lane = self.parts.setdefault((session, group), [])
-            if lane:
-                share_agreed(part, lane[-1])
-            lane.append(part)
-        for group, messages in found.messages.items():
-            self.mail.setdefault((session, group), []).append(messages)
-
-
-def _rank_row(ring: Ring, share: RankShare) -> RankRow:
-    head = ring.header
-    return RankRow(
-        head.rank,
-        head.host,
-        head.pid,
-        head.attempt,
-        head.capture,
-        len(ring.records),
-        ring.dropped,
-        head.step,
-        head.closed_ns != 0,
-        share.share,
-    )
-
-
 def summarise(run: Run, progress: Progress | None = None) -> Summary:
     """Read all rings of a run once and analyse them. ``progress``: (rings read, rings in all)."""
-    clocks, clock_of = anchored(head.header for head in run.heads)
-    gathered = _Gathered(clock_of, clocks)
-    sessions = _sessions(run)
-    for ring in run.iter_rings(progress):
-        gathered.add(ring, sessions[ring.path.name])
-    lanes = [assemble(*key, parts) for key, parts in gathered.parts.items()]
-    mail = [match(*key, messages) for key, messages in gathered.mail.items()]
-    align_hosts(clocks, lanes)
-    return _conclude(run, gathered, lanes, mail)
+    return conclude(run, gather(run, progress))
 
 
-def _sessions(run: Run) -> dict[str, Session]:
-    """Tell apart the lives of a job: each restart is one, and each re-run into the directory."""
-    lives: dict[tuple[int, int], int] = {}
-    sessions: dict[str, Session] = {}
-    for head in sorted(run.heads, key=lambda head: head.header.anchor_epoch_ns):
-        key = head.header.attempt, head.header.rank
-        lives[key] = lives.get(key, 0) + 1
-        sessions[head.path.name] = Session(head.header.attempt, lives[key])
-    return sessions
-
-
-def _conclude(run: Run, gathered: _Gathered, lanes: list[Lane], mail: list[Mail]) -> Summary:
+def conclude(run: Run, gathered: Gathered) -> Summary:
+    """Analyse what was read of a run."""
+    lanes, mail, clocks = gathered.lanes, gathered.mail, gathered.clocks.hosts
     used = {lane.group for lane in lanes} | {each.group for each in mail}
     groups = label_groups(used, run.hosts)
     highest = max((row.rank for row in gathered.ranks), default=-1)
     blame = Blame(highest + 1)
     sources = [
-        Source(groups[lane.group].label, lane.members, measure_lane(lane, gathered.clocks, blame))
+        Source(groups[lane.group].label, lane.members, measure_lane(lane, clocks, blame))
         for lane in lanes
     ]
     sources += [
         Source(
             groups[each.group].label,
             len(each.group.ranks),
-            measure_mail(each, gathered.clocks, blame),
+            measure_mail(each, clocks, blame),
         )
         for each in mail
     ]
@@ -185,7 +97,7 @@ def _conclude(run: Run, gathered: _Gathered, lanes: list[Lane], mail: list[Mail]
         ranks=sorted(gathered.ranks, key=lambda row: (row.rank, row.attempt, row.pid)),
         missing_ranks=run.missing_ranks,
         groups=list(groups.values()),
-        hosts=gathered.clocks,
+        hosts=clocks,
         collectives=rows(sources),
         stragglers=_stragglers(blame, run.hosts),
         waiting_ms=float(blame.caused.sum()) / 1e6,
@@ -193,17 +105,18 @@ def _conclude(run: Run, gathered: _Gathered, lanes: list[Lane], mail: list[Mail]
         call_sites=gathered.sites.rows(),
         comm_share=median_share(gathered.shares),
         steps=by_step(gathered.shares),
+        joins=run.joins,
         problems=list(run.problems),
     )
 
 
-def _when(run: Run, gathered: _Gathered) -> tuple[int | None, float]:
+def _when(run: Run, gathered: Gathered) -> tuple[int | None, float]:
     """Return when the first op was issued (epoch ns) and how long it was to the last end (ms)."""
     if not gathered.first_ns:
         return None, 0.0
     first = min(gathered.first_ns)
     head = run.heads[0].header
-    base = gathered.clocks[gathered.clock_of[head.host, head.boot_id]].base
+    base = gathered.clocks.hosts[gathered.clocks.of_ring(head)].base
     epoch = first - base + head.anchor_epoch_ns - head.anchor_mono_ns
     return epoch, (max(gathered.last_ns) - first) / 1e6
 
@@ -230,4 +143,4 @@ def _stragglers(blame: Blame, hosts: dict[int, str]) -> list[Straggler]:
     return sorted(found, key=lambda each: (-each.caused_wait_ms, each.rank))
 
 
-__all__ = ["RankRow", "RunGroup", "Straggler", "Summary", "summarise"]
+__all__ = ["RankRow", "RunGroup", "Straggler", "Summary", "conclude", "summarise"]

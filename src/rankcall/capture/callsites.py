@@ -42,6 +42,7 @@ class CallSites:
         self._skip = tuple(skipped_folders())
         self._kinds: dict[CodeType, int] = {}
         self._sites: dict[tuple[CodeType, int, CodeType | None], int] = {}
+        self._by_id: dict[int, CallSite] = {}
         self._last = threading.local()
 
     def find(self, frame: FrameType | None) -> tuple[int, bool]:
@@ -61,6 +62,10 @@ class CallSites:
                 api, many = frame, kind == _API_OF_MANY
             frame = frame.f_back
         return self._backward_site(), False
+
+    def known(self, number: int) -> CallSite | None:
+        """Return a site that was found, by its number."""
+        return self._by_id.get(number)
 
     def _kind_of(self, code: CodeType) -> int:
         kind = self._kinds.get(code)
@@ -93,8 +98,9 @@ class CallSites:
                 return 0
             name = api.f_code.co_name if api is not None else ""
             code = frame.f_code
-            site = self._add(CallSite(code.co_filename, frame.f_lineno, code.co_name, name))
-            self._sites[key] = site
+            made = CallSite(code.co_filename, frame.f_lineno, code.co_name, name)
+            site = self._sites[key] = self._add(made)
+            self._by_id[site] = made
         return site
 
     def _continues(self, frame: FrameType) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import repeat, starmap
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from rankcall._rows import decode_row
 from rankcall.capture.tail import Batch, Rows
@@ -17,10 +20,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Fields = tuple[Any, ...]
-_COLUMNS = (
-    "group", "seq", "op", "enqueued_ns", "started_ns", "completed_ns", "status", "error",
-    "device_ms",
-)  # fmt: skip
+_UNKNOWN = "unknown"
+_OP_NAMES, _STATUS_NAMES = np.array(OPS, object), np.array(STATUSES, object)
+_STARTED = STATUSES.index("started")
 
 
 class Record(Mapping[str, Any]):
@@ -49,17 +51,34 @@ class Record(Mapping[str, Any]):
         return f"Record({self._decoded()!r})"
 
 
+class LiveTables:
+    """The side tables of a ring that is being written, read again when they have grown."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._ring = recording.ring
+        self._start = recording.geometry.tables_offset
+        self._used = -1
+        self._tables = Tables()
+
+    def now(self) -> Tables:
+        """Return the tables as they are now; the same object while nothing was added."""
+        at = offset_of("tables_used")
+        used = int.from_bytes(self._ring[at : at + 8], "little")
+        if used != self._used:
+            self._tables = parse_tables(self._ring[self._start : self._start + used])
+            self._used = used
+        return self._tables
+
+
 class StatusMaker:
     """Names groups, ops and errors of one recording's records."""
 
     def __init__(self, recording: Recording) -> None:
-        self._ring = recording.ring
-        self._geometry = recording.geometry
+        self._live = LiveTables(recording)
         self._host = recording.host
         self._rank = recording.rank
         self._tables = Tables()
-        self._tables_used = -1
-        self._names: dict[int, tuple[str, str]] = {}
+        self._labels = self._backends = np.array([_UNKNOWN], object)  # by group id
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def statuses(
@@ -67,57 +86,39 @@ class StatusMaker:
     ) -> Iterator[tuple[T, bool]]:
         """Yield the status of each wanted event, made by ``make``, and whether the op ended.
 
-        Columns are turned into Python's numbers as a whole: this runs for every event.
+        Column by column: this is done for every event, and a loop's step costs more than all else.
         """
         self._refresh()
-        rows, epoch_ns, names, strings = (
-            batch.rows,
-            self._epoch_ns,
-            self._names,
-            self._tables.strings,
+        rows = batch.rows
+        # Of one op, the start comes before the end.
+        wanted = np.column_stack([batch.begins & starts, batch.ends & ends]).ravel()
+        at, is_end = np.divmod(np.flatnonzero(wanted), 2)
+        group, error = self._known(rows["group"][at]), np.where(is_end, rows["error"][at], 0)
+        began, completed = rows["started_ns"][at], np.where(is_end, rows["completed_ns"][at], 0)
+        began = np.where(began != 0, began, rows["enqueued_ns"][at])
+        fields = zip(  # all of one length, or endless
+            self._labels[group].tolist(),
+            self._backends[group].tolist(),
+            rows["seq"][at].tolist(),
+            _OP_NAMES[rows["op"][at]].tolist(),
+            (np.where(completed != 0, completed, began) + self._epoch_ns).tolist(),
+            _durations_ms(began, completed, rows["device_ms"][at]),
+            repeat(0),
+            _STATUS_NAMES[np.where(is_end, rows["status"][at], _STARTED)].tolist(),
+            map(self._tables.strings.get, error.tolist()) if error.any() else repeat(None),
+            map(Record, repeat(self), repeat(rows), at.tolist()),
         )
-        columns = [rows[name].tolist() for name in _COLUMNS]
-        events = zip(range(len(rows)), batch.begins.tolist(), batch.ends.tolist(), *columns)  # noqa: B905  # all of one length
-        for (
-            at,
-            begins,
-            is_end,
-            group,
-            seq,
-            op,
-            enqueued,
-            started,
-            completed,
-            status,
-            error,
-            device_ms,
-        ) in events:
-            name, backend = names.get(group) or self._name(group)
-            record = Record(self, rows, at)
-            began = (started or enqueued) + epoch_ns
-            if begins and starts:
-                yield make(
-                    name, backend, seq, OPS[op], began, None, 0, "started", None, record
-                ), False  # fmt: skip
-            if is_end and ends:
-                duration = None
-                if completed:
-                    completed += epoch_ns
-                    duration = (completed - began) / 1e6 if device_ms != device_ms else device_ms
-                yield make(
-                    name, backend, seq, OPS[op], completed or began, duration, 0,
-                    STATUSES[status], strings.get(error), record,
-                ), True  # fmt: skip
+        return zip(starmap(make, fields), is_end.astype(bool).tolist(), strict=True)
 
     def unfinished(self, rows: Rows) -> Iterator[Fields]:
         """Yield the fields of the status of each open record."""
         self._refresh()
         for at, row in enumerate(rows):
-            name, backend = self._name(int(row["group"]))
+            group = self._known(row["group"])
             since = int(row["started_ns"] or row["enqueued_ns"]) + self._epoch_ns
             yield (
-                name, backend, int(row["seq"]), OPS[row["op"]], since, None, 0,
-                STATUSES[row["status"]], None, Record(self, rows, at),
+                self._labels[group], self._backends[group], int(row["seq"]), OPS[row["op"]], since,
+                None, 0, STATUSES[row["status"]], None, Record(self, rows, at),
             )  # fmt: skip
 
     def decode(self, row: Any) -> dict[str, Any]:
@@ -126,18 +127,25 @@ class StatusMaker:
         values = decode_row(row, self._tables)
         return {"rank": self._rank(), "host": self._host, **values}
 
-    def _name(self, group: int) -> tuple[str, str]:
-        known = self._tables.groups.get(group)
-        if known is None:
-            return "unknown", "unknown"
-        self._names[group] = (known.label, known.backend.lower())
-        return self._names[group]
+    def _known(self, group: Any) -> Any:
+        """Return group ids, 0 for those without a name."""
+        return np.where(group < len(self._labels), group, 0)
 
     def _refresh(self) -> None:
         """Read the side tables again if they have grown."""
-        at = offset_of("tables_used")
-        used = int.from_bytes(self._ring[at : at + 8], "little")
-        if used != self._tables_used:
-            start = self._geometry.tables_offset
-            self._tables = parse_tables(self._ring[start : start + used])
-            self._tables_used = used
+        tables = self._live.now()
+        if tables is self._tables:
+            return
+        self._tables = tables
+        self._labels = np.full(max(tables.groups, default=0) + 1, _UNKNOWN, object)
+        self._backends = self._labels.copy()
+        for number, group in tables.groups.items():
+            self._labels[number], self._backends[number] = group.label, group.backend.lower()
+
+
+def _durations_ms(began: Any, completed: Any, device_ms: Any) -> list[float | None]:
+    """Return how long each op took, None where it is not over."""
+    took = np.where(np.isnan(device_ms), (completed - began) / 1e6, device_ms).astype(object)
+    took[completed == 0] = None
+    durations: list[float | None] = took.tolist()
+    return durations

@@ -25,6 +25,7 @@ from torch._subclasses import FakeTensor
 
 from rankcall.capture.callsites import CallSites
 from rankcall.capture.device import DeviceTimes, Span
+from rankcall.capture.marks import Marks, PythonMarks
 from rankcall.capture.ops import (
     Op,
     c10d_ops,
@@ -34,6 +35,7 @@ from rankcall.capture.ops import (
     shape_of,
     sizes_at,
 )
+from rankcall.capture.public import public_name
 from rankcall.capture.waited import WaitedWork
 from rankcall.record import (
     DEVICE_TYPES,
@@ -44,7 +46,6 @@ from rankcall.record import (
     REDUCE_OPS,
     STATUSES,
 )
-from rankcall.ring.layout import ENTRY_GROUP
 from rankcall.ring.reader import Group
 from rankcall.ring.writer import PythonRing, put
 
@@ -52,12 +53,14 @@ _ENQUEUED, _STARTED, _COMPLETED, _FAILED = range(len(STATUSES))
 _AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _MAX_WAITED, _MAX_OVER = 65536, 4096  # Works kept: not waited for yet, and waited for
 _MAX_ERRORS = 256
+_MAX_SHAPES, _MAX_NUMELS = 1024, 1024  # of coalesced ops
 
 
 @dataclass
 class _GroupState:
-    """A process group's side-table id and sequence counters."""
+    """A process group, its side-table id and sequence counters."""
 
+    group: Group
     id: int
     rank: int
     size: int
@@ -104,19 +107,23 @@ class PythonCapture:
 
     def __init__(self, ring: PythonRing, call_sites: bool = True) -> None:
         self._ring = ring
-        self._site = CallSites(ring.site).find if call_sites else _no_site
+        self._sites_found = CallSites(ring.site) if call_sites else None
+        self._site = self._sites_found.find if self._sites_found is not None else _no_site
         self._local = _PerThread()
-        self._announced: dict[str, int] = {}
+        self._announced: dict[str, tuple[Group, int]] = {}
         self._groups: dict[str, _GroupState] = {}
         # In Python all of Gloo's Works are of one type: the op tells them apart.
         self._futureless: set[tuple[type, str]] = set()
         self._waited: dict[int, WaitedWork] = {}
         self._over: dict[int, WaitedWork] = {}
         self._errors: dict[str, int] = {}
+        self._shapes: set[int] = set()  # of coalesced ops, whose tensors' sizes were written down
         self._devices = DeviceTimes(ring, self._notify)
         self._steps = 0
         self._wake_fd = -1
         self._wake_for = 0
+        self._marks: PythonMarks | None = None  # kept when it is off: open ranges still end
+        self._marking = False
         self.recording = False
         # Planted faults: called in place of an op, with what issues and records it.
         self.interposer: Interposer | None = None
@@ -156,10 +163,19 @@ class PythonCapture:
         """Return how many records were issued, and how many have ended."""
         return self._ring.head, self._ring.done
 
-    def add_group(self, name: str, payload: bytes) -> None:
-        """Announce a group under torch's name for it: its counters start anew."""
-        self._announced[name] = self._ring.append(ENTRY_GROUP, payload)
-        self._groups.pop(name, None)
+    def add_group(self, group: Group, me: int) -> None:
+        """Announce a group; ``me`` is this rank's place in it. Its counters start anew."""
+        self._announced[group.name] = group, self._ring.group(group)
+        self._groups.pop(group.name, None)
+
+    def mark(self, marks: Marks | None) -> None:
+        """Have a tool told of each op as it is issued, from now on; None ends that."""
+        self._marking = marks is not None
+        if marks is not None:
+            self._marks = PythonMarks(marks)
+
+    def learn_spans(self, marks: Marks) -> None:
+        """Do nothing: the kernel asks each time."""
 
     def step(self) -> None:
         """Count an optimizer step."""
@@ -227,6 +243,7 @@ class PythonCapture:
         ring, local = self._ring, self._local
         code, p2p, group_at = op.code, op.p2p, op.process_group
         root_at = op.positions.get("root_rank")
+        coalesced = "coalesced" in op.name
         unbox = dist.ProcessGroup.unbox
 
         def issue(args: tuple[Any, ...]) -> _Issued | None:
@@ -253,24 +270,56 @@ class PythonCapture:
             if not continues:
                 local.correlation = ring.head + 1
             ndim, shape = shape_of(shaped)
+            shapes = shape_hash(op, args, shaped)
+            if coalesced and shapes and shapes not in self._shapes:
+                self._note_shapes(shapes, shaped)
             now = time.monotonic_ns()
             record = ring.issue((
                 seq, now, 0 if span else now, 0,
                 message_bytes(op, args, ins, outs, group.rank, group.size), ins.bytes, outs.bytes,
                 local.correlation, self._steps, _NAN, tag, *shape,
                 group.id, site, get_native_id(), NO_RANK if root_at is None else args[root_at],
-                peer, 0, variant, shape_hash(op, args, shaped), min(len(shaped), 65535), index,
+                peer, 0, variant, shapes, min(len(shaped), 65535), index,
                 p2p, code, dtype, _reduce_code(op, args), _DEVICE_CODES.get(device, 0),
                 _async_code(op, args), _ENQUEUED if span else _STARTED,
                 (FLAG_ANY_SOURCE if any_source else 0) | (FLAG_DEVICE if span else 0), ndim,
             ))  # fmt: skip
             if span is not None:
                 span.index = record
+            if self._marking:
+                self._mark(op, record, args, group, site, seq, peer, dtype, index, shaped)
             if self._wake_for == 2:
                 self._notify(2)
             return _Issued(record, group, tag, any_source, span)
 
         return issue
+
+    def _mark(
+        self, op: Op, record: int, args: tuple[Any, ...], state: _GroupState, site: int, seq: int,
+        peer: int, dtype: int, device: int, tensors: list[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Tell the tool of an op that is being issued."""
+        assert self._marks is not None
+        ins, outs = in_and_out(op, args)
+        size = message_bytes(op, args, ins, outs, state.rank, state.size)
+        sizes = [size]
+        if "coalesced" in op.name and len(tensors) > 1:
+            total = sum(each.numel() for each in tensors) or 1
+            sizes = [size * each.numel() // total for each in tensors]
+        root_at = op.positions.get("root_rank")
+        fields = {
+            "op": op.code, "seq": seq, "peer": peer, "dtype": dtype, "device": device,
+            "root": NO_RANK if root_at is None else args[root_at], "sizes": sizes,
+            "correlation": self._local.correlation, "step": self._steps,
+        }  # fmt: skip
+        where = self._sites_found.known(site) if self._sites_found is not None else None
+        self._marks.issued(record, fields, public_name(op.name), where, state.group, state.rank)
+
+    def _note_shapes(self, shapes: int, tensors: list[torch.Tensor]) -> None:
+        """Write down how many elements each tensor of a coalesced op has, once per shape hash."""
+        if len(self._shapes) < _MAX_SHAPES:
+            self._shapes.add(shapes)
+            self._ring.numels(shapes, [each.numel() for each in tensors[:_MAX_NUMELS]])
 
     def _group_of(self, group: dist.ProcessGroup) -> _GroupState:
         try:
@@ -279,10 +328,11 @@ class PythonCapture:
             name = "unnamed"  # made by hand, not through torch.distributed
         state = self._groups.get(name)
         if state is None:
-            number = self._announced.get(name)
-            if number is None:
-                number = self._ring.group(Group(name, 0, _backend_of(group), "", ()))
-            state = self._groups[name] = _GroupState(number, group.rank(), group.size())
+            announced = self._announced.get(name)
+            if announced is None:
+                unknown = Group(name, 0, _backend_of(group), "", ())
+                announced = unknown, self._ring.group(unknown)
+            state = self._groups[name] = _GroupState(*announced, group.rank(), group.size())
         return state
 
     # --- the end ---
@@ -342,6 +392,8 @@ class PythonCapture:
 
     def _finish(self, issued: _Issued, status: int, error: str = "", peer: int = NO_RANK) -> None:
         completed_ns = time.monotonic_ns()
+        if self._marks is not None:
+            self._marks.ended(issued.number)
         if error or peer != NO_RANK:
             fields: dict[str, float] = {"error": self._error(error)} if error else {}
             if peer != NO_RANK:

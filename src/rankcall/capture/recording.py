@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rankcall.capture import declared
+from rankcall.capture.marks import Marks
 from rankcall.capture.notices import say
 from rankcall.errors import CaptureUnavailable
 from rankcall.ring.layout import CAPTURES, Geometry
@@ -22,7 +23,6 @@ from rankcall.ring.writer import (
     PythonRing,
     create,
     create_unnamed,
-    encode_group,
     put,
     set_identity,
 )
@@ -45,7 +45,9 @@ class Capture(Protocol):
     def drained(self) -> bool: ...
     def counts(self) -> tuple[int, int]: ...
     def sleep(self, fd: int, wanted: int) -> None: ...
-    def add_group(self, name: str, payload: bytes) -> None: ...
+    def add_group(self, group: Group, me: int) -> None: ...
+    def mark(self, marks: Marks | None) -> None: ...
+    def learn_spans(self, marks: Marks) -> None: ...
     def step(self) -> None: ...
 
 
@@ -82,6 +84,11 @@ class Recording:
     def host(self) -> str:
         """What this host is called in the run."""
         return self._identity.host
+
+    @property
+    def identity(self) -> Identity:
+        """Whose recording it is, as far as is known."""
+        return self._identity
 
     def rank(self) -> int:
         """Return this process's rank, -1 while nobody knows it."""
@@ -253,7 +260,7 @@ class Recording:
     def _on_group(self, process_group: Any, group: Group) -> None:
         if group.description == "default_pg" or self._identity.rank < 0:
             self._learn_rank(process_group, group)
-        self.capture.add_group(group.name, encode_group(group))
+        self.capture.add_group(group, process_group.rank())
 
     def _learn_rank(self, process_group: Any, group: Group) -> None:
         rank = group.ranks[process_group.rank()]

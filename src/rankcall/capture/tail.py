@@ -47,10 +47,14 @@ class Batch(NamedTuple):
 class RingTail:
     """Reads the events of one mapped ring, from record number ``first`` on.
 
-    Of ops that were in flight then, the ends are reported too.
+    Of ops that were in flight then, the ends are reported too. ``hold_ns`` of 0 reports every end
+    as soon as it is seen.
     """
 
-    def __init__(self, ring: mmap.mmap, geometry: Geometry, first: int = 0) -> None:
+    def __init__(
+        self, ring: mmap.mmap, geometry: Geometry, first: int = 0, hold_ns: int = HOLD_NS
+    ) -> None:
+        self._hold_ns = hold_ns
         self._capacity = geometry.capacity
         self._slots = np.frombuffer(ring, RECORD, geometry.capacity, geometry.records_offset)
         self._parked = np.frombuffer(
@@ -88,6 +92,12 @@ class RingTail:
             if batch is not None or self._next == before or self._next >= issued:
                 return batch
 
+    def awaited(self) -> Rows:
+        """Return a copy of every record up to the last look whose end was not reported."""
+        rows, state = self._look_up(self._open)
+        found: Rows = rows[state == _FOUND]
+        return found
+
     def open(self) -> Rows:
         """Return a copy of every unfinished record, oldest first."""
         words = np.concatenate([self._parked["commit"], self._words])
@@ -122,7 +132,7 @@ class RingTail:
         begins = (ends | ((state == COMMIT_OPEN) & (rows["status"] != _ENQUEUED))) & ~told
         if not ends.all():
             self._remember(_index(rows["commit"][~ends]), (told | begins)[~ends])
-            held = _overtaking(rows, ends)
+            held = _overtaking(rows, ends, self._hold_ns)
             if held.any():
                 self._held = rows[held]
                 ends &= ~held
@@ -234,9 +244,9 @@ def _index(words: npt.NDArray[Any]) -> Indexes:
     return (words >> 2).astype(np.int64) - 1
 
 
-def _overtaking(rows: Rows, ended: Flags) -> Flags:
+def _overtaking(rows: Rows, ended: Flags, hold_ns: int) -> Flags:
     """Tell which ends overtook, a moment ago, an earlier op of their sequence counter."""
-    held = ended & (rows["completed_ns"] > time.monotonic_ns() - HOLD_NS)
+    held = ended & (rows["completed_ns"] > time.monotonic_ns() - hold_ns)
     held[: int(np.argmin(ended))] = False
     if not held.any() or np.count_nonzero(held) > _MOST_HELD:
         return np.zeros(len(rows), np.bool_)

@@ -20,6 +20,7 @@ _COMMANDS = {
     "run": "Run a script as torchrun does, and record every collective of every rank.",
     "report": "Report who came last, who waited, and how fast the collectives were.",
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
+    "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
     "top": "Show live where every rank stands.",
     "collect": "Put a run that is spread over nodes into one file.",
     "build": "Build the native recorder ahead of time.",
@@ -52,6 +53,10 @@ def _run(arguments: list[str]) -> int:
         status = app(arguments, prog_name="rankcall", standalone_mode=False)
     except typer.Exit as end:
         return int(end.exit_code)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):
+            raise end.__context__ from None  # typer would end the process with 1
+        raise
     except Exception as error:
         # typer brings its own usage errors; all of them know how to describe themselves.
         describe = getattr(error, "format_message", None)

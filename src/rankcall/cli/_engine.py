@@ -12,7 +12,14 @@ from typing import NoReturn
 import typer
 
 BOOT = Path(__file__).resolve().parents[1] / "_boot"
-OPTIONS = ("--run-dir", "--capture", "--hang-after", "--on-hang")  # ours, not torchrun's
+OPTIONS = (
+    "--run-dir",
+    "--capture",
+    "--trace",
+    "--history",
+    "--hang-after",
+    "--on-hang",
+)  # ours, not torchrun's
 USAGE_ERROR = 2  # what argparse and click exit with
 
 
@@ -86,6 +93,12 @@ def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
     if job.local_addr and not os.environ.get("RANKCALL_HOST"):
         variables["RANKCALL_HOST"] = job.local_addr
     return variables
+
+
+def tracing(mode: str | None, history: bool) -> dict[str, str]:
+    """Return the variables that make every worker trace, or keep its history; empty for neither."""
+    variables = {} if mode is None else {"RANKCALL_TRACE": "1", "TORCH_DISTRIBUTED_TRACING": mode}
+    return {**variables, **({"RANKCALL_HISTORY": "1"} if history else {})}
 
 
 @contextlib.contextmanager

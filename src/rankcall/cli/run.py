@@ -32,6 +32,7 @@ from rankcall.cli._engine import (
     parse,
     say,
     torchrun,
+    tracing,
 )
 from rankcall.cli._exits import noting_exits
 from rankcall.errors import CaptureUnavailable, CorruptRun
@@ -59,6 +60,14 @@ class OnHang(str, Enum):
 
     report = "report"
     abort = "abort"
+
+
+class Trace(str, Enum):
+    """Which collectives are described while the job runs."""
+
+    all = "ALL"
+    crossnode = "CROSSNODE"
+    none = "NONE"
 
 
 class Capture(str, Enum):
@@ -93,6 +102,18 @@ def command(
             envvar="RANKCALL_ON_HANG", help="After the verdict: watch on, or end the job."
         ),
     ] = OnHang.report,
+    trace: Annotated[
+        Trace | None,
+        typer.Option(
+            case_sensitive=False,
+            help="Describe collectives while the job runs, in the run directory's trace/; "
+            "RANKCALL_TRACE_SINKS names other sinks.",
+        ),
+    ] = None,
+    history: Annotated[
+        bool,
+        typer.Option("--history", help="Keep every record, as Parquet in history/ of the run."),
+    ] = False,
 ) -> None:
     """Run a script as torchrun does, and record and watch every collective of every rank.
 
@@ -112,8 +133,13 @@ def command(
         where = _run_dir(run_dir, job)
         before, began_ns = {path.name for path in ring_paths(where)}, time.time_ns()
         outcome = Outcome(1)
-        watching = {watch.HANG_AFTER: f"{hang_after:g}", watch.ON_HANG: on_hang.value}
-        with environment({**arming(where, recorder, job), **watching}):
+        variables = {
+            **arming(where, recorder, job),
+            watch.HANG_AFTER: f"{hang_after:g}",
+            watch.ON_HANG: on_hang.value,
+            **tracing(trace.value if trace else None, history),
+        }
+        with environment(variables):
             try:
                 with noting_exits(where, host_name()) as exits:
                     outcome = torchrun(job.argv, exits.told_to_stop)

@@ -23,7 +23,7 @@ MAGIC = b"RANKCALL"
 SCHEMA = 1
 HEADER_BYTES = 4096
 ENTRY_HEADER = np.dtype([("commit", "<u4"), ("kind", "<u4"), ("length", "<u4"), ("crc32", "<u4")])
-ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE = 1, 2, 3  # UTF-8 text; JSON; JSON
+ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES = 1, 2, 3, 4  # UTF-8 text; JSON; JSON; JSON
 
 CAPTURES = ("unknown", "native", "python")
 MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is not believed

@@ -38,6 +38,7 @@ from rankcall.ring.layout import (
     ENTRY_GROUP,
     ENTRY_HEADER,
     ENTRY_SITE,
+    ENTRY_SIZES,
     ENTRY_STRING,
     HEADER,
     HEADER_BYTES,
@@ -131,6 +132,8 @@ class Tables:
     strings: dict[int, str] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     sites: dict[int, CallSite] = field(default_factory=dict)
+    # By shape hash: how many elements each tensor of a coalesced op has.
+    numels: dict[int, tuple[int, ...]] = field(default_factory=dict)
     damaged: bool = False
 
 
@@ -319,6 +322,9 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
             tables.groups[number] = _groups.get(payload)
         elif kind == ENTRY_SITE:
             tables.sites[number] = _site(json.loads(payload))
+        elif kind == ENTRY_SIZES:
+            fields = json.loads(payload)
+            tables.numels[int(fields["hash"])] = tuple(_count(each) for each in fields["numels"])
         return True
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
         return False
@@ -351,8 +357,23 @@ _groups = _Groups()
 
 def _site(fields: dict[str, Any]) -> CallSite:
     return CallSite(
-        str(fields["file"]), _small(fields["line"]), str(fields["function"]), str(fields["api"])
+        _text(fields["file"]),
+        _small(fields["line"]),
+        _text(fields["function"]),
+        _text(fields["api"]),
     )
+
+
+def _text(value: Any) -> str:
+    """Return a name that can be written anywhere: JSON can say what is no Unicode."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def _count(number: Any) -> int:
+    """Return a number of elements; raises ``ValueError`` where it can be none."""
+    if type(number) is not int or not 0 <= number < 1 << 62:
+        raise ValueError(f"{number} is no number of elements")
+    return number
 
 
 def _small(number: Any) -> int:
@@ -364,10 +385,10 @@ def _small(number: Any) -> int:
 
 def _group(fields: dict[str, Any]) -> Group:
     return Group(
-        str(fields["name"]),
+        _text(fields["name"]),
         _small(fields["epoch"]),
-        str(fields["backend"]),
-        str(fields["description"]),
+        _text(fields["backend"]),
+        _text(fields["description"]),
         expand_ranks(fields["ranks"]),
     )
 

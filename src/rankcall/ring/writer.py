@@ -33,6 +33,7 @@ from rankcall.ring.layout import (
     ENTRY_GROUP,
     ENTRY_HEADER,
     ENTRY_SITE,
+    ENTRY_SIZES,
     ENTRY_STRING,
     HEADER,
     HEADER_BYTES,
@@ -286,6 +287,10 @@ class PythonRing:
     def site(self, site: CallSite) -> int:
         """Add a call-site entry."""
         return self.append(ENTRY_SITE, encode_site(site))
+
+    def numels(self, shape_hash: int, numels: list[int]) -> int:
+        """Add how many elements each tensor of a coalesced op has."""
+        return self.append(ENTRY_SIZES, json.dumps({"hash": shape_hash, "numels": numels}).encode())
 
     def issue(self, body: tuple[float, ...]) -> int:
         """Write a new record (all fields but commit and pad, in order); return its index."""

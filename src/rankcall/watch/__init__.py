@@ -70,18 +70,19 @@ def start(
     return Handle(watcher)
 
 
-def arm() -> None:
-    """Record and watch as the launcher asked by environment.
+def arm() -> bool:
+    """Record and watch as the launcher asked by environment; tell whether this process records.
 
     Never raises; says on stderr what went wrong.
     """
     if not session.arm():
-        return
+        return False
     try:
         if _hang_after(None) < math.inf:
             start()
     except (RankcallError, OSError, ValueError) as error:
         say(f"not watching for hangs: {error}")
+    return True
 
 
 def _hang_after(given: float | None) -> float:

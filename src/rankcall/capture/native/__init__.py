@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 from types import ModuleType
 from typing import Any
 
+from rankcall.capture.marks import Marks, span_of
 from rankcall.capture.native.build import load_recorder
-from rankcall.record import OPS, op_of_variant
+from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, public_name
+from rankcall.record import DTYPES, OPS, op_of_variant
 from rankcall.ring.layout import Geometry
+from rankcall.ring.reader import Group
+from rankcall.ring.writer import encode_group
 
 _module: ModuleType | None = None
 
@@ -46,6 +51,8 @@ class NativeCapture:
         self._recorder: Any = self._native.create(
             ring, sizes, dtype_codes(), skipped_folders(), call_sites
         )
+        self._groups: dict[int, Group] = {}
+        self._marks: Marks | None = None
 
     @property
     def has_call_sites(self) -> bool:
@@ -77,9 +84,35 @@ class NativeCapture:
         """Have the eventfd written at the next end (1), or the next start or end (2)."""
         self._native.sleep(fd, wanted)
 
-    def add_group(self, name: str, payload: bytes) -> None:
-        """Announce a group under torch's name for it."""
-        self._native.add_group(self._recorder, name, payload)
+    def add_group(self, group: Group, me: int) -> None:
+        """Announce a group; ``me`` is this rank's place in it."""
+        number = self._native.add_group(self._recorder, group.name, encode_group(group))
+        ranks = list(group.ranks)
+        self._native.group_text(
+            self._recorder, number, json.dumps(group.label), json.dumps(ranks), ranks, me
+        )
+        self._groups[number] = group
+        if self._marks is not None:
+            self._native.group_span(self._recorder, number, *span_of(self._marks, group))
+
+    def mark(self, marks: Marks | None) -> None:
+        """Have a tool told of each op as it is issued, from now on; None ends that."""
+        self._marks = marks
+        if marks is None:
+            self._native.marks_off(self._recorder)
+            return
+        self.learn_spans(marks)
+        variants = self._native.ops()
+        self._native.marks(
+            self._recorder, tuple(marks.functions), marks.about(), list(DTYPES),
+            variants, [public_name(variant) for variant in variants], list(OBJECT_CALLS), BATCH,
+            PICKLES, marks.span is not None,
+        )  # fmt: skip
+
+    def learn_spans(self, marks: Marks) -> None:
+        """Ask again which members of which groups are on other hosts."""
+        for number, group in list(self._groups.items()):
+            self._native.group_span(self._recorder, number, *span_of(marks, group))
 
     def step(self) -> None:
         """Count an optimizer step."""

@@ -1,151 +1,57 @@
-"""Build the native recorder: one C++ file, compiled once per source, torch and Python, then cached.
-
-The compiler runs under a file lock that dies with its holder, into a scratch file that is renamed
-when whole: ranks that start together build once, and a killed build leaves nothing behind.
-"""
+"""The native recorder, and its bridge to NVTX, as modules to build: see ``rankcall._native``."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import importlib.util
-import os
-import shutil
-import subprocess
-import sysconfig
-import tempfile
-from collections.abc import Iterator
-from importlib.machinery import ExtensionFileLoader
+import sys
 from pathlib import Path
 from types import ModuleType
 
+from rankcall._native import NativeModule
 from rankcall.capture.native.layout_header import layout_header
 from rankcall.errors import CaptureUnavailable
 
-_SOURCES = Path(__file__).parent
-_MODULE = "rankcall_recorder"
-_COMPILE_SECONDS = 600
-
-
-def cache_dir() -> Path:
-    """Return where built recorders are kept: ``RANKCALL_CACHE``, or below the user's cache."""
-    named = os.environ.get("RANKCALL_CACHE")
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "rankcall"
+RECORDER = NativeModule(
+    "rankcall_recorder",
+    Path(__file__).parent,
+    "recorder.cpp",
+    CaptureUnavailable,
+    {"layout.h": layout_header},
+    ("USE_DISTRIBUTED", "USE_C10D_GLOO"),
+)
 
 
 def library_path() -> Path:
     """Return where the recorder for this source, torch and Python is, built or not."""
-    import torch
-
-    digest = hashlib.sha256()
-    for part in (layout_header(), torch.__version__, sysconfig.get_config_var("SOABI") or ""):
-        digest.update(part.encode() + b"\0")
-    for source in sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")]):
-        digest.update(source.read_bytes())
-    return cache_dir() / f"{_MODULE}-{digest.hexdigest()[:16]}.so"
+    return RECORDER.path()
 
 
 def prebuild() -> Path:
-    """Build the recorder unless it is in the cache; return its path.
-
-    Raises ``CaptureUnavailable`` saying why where there is no compiler, it fails, or the cache
-    cannot be written.
-    """
-    target = library_path()
-    if target.exists():
-        return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _lock(target.with_suffix(".lock")):
-            if not target.exists():
-                _compile(target)
-    except OSError as error:
-        raise CaptureUnavailable(
-            f"the cache {target.parent} cannot be written ({error.strerror}): "
-            "set RANKCALL_CACHE to a folder that can"
-        ) from error
-    return target
+    """Build the recorder unless it is in the cache; return its path. Raises CaptureUnavailable."""
+    return RECORDER.prebuild()
 
 
 def load_recorder() -> ModuleType:
     """Import the recorder, building it first if need be. Raises ``CaptureUnavailable``."""
-    path = str(prebuild())
-    spec = importlib.util.spec_from_file_location(
-        _MODULE, path, loader=ExtensionFileLoader(_MODULE, path)
+    return RECORDER.load()
+
+
+def nvtx_bridge() -> NativeModule:
+    """Return what calls NVTX. Raises ``CaptureUnavailable`` where its headers are not installed."""
+    return NativeModule(
+        "rankcall_nvtx",
+        RECORDER.sources,
+        "nvtx_bridge.cpp",
+        CaptureUnavailable,
+        includes=(nvtx_headers(),),
+        uses_torch=False,
     )
-    assert spec is not None
-    assert spec.loader is not None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        raise CaptureUnavailable(f"{path} cannot be loaded: {error}") from error
-    return module
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and shutil.which(name):
-            return name
-    raise CaptureUnavailable("there is no C++ compiler (tried $CXX, c++, g++, clang++)")
-
-
-def _compile(target: Path) -> None:
-    compiler = _compiler()
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
-        (Path(scratch) / "layout.h").write_text(layout_header())
-        built = Path(scratch) / "recorder.so"
-        command = [compiler, *_flags(scratch), str(_SOURCES / "recorder.cpp"), "-o", str(built)]
-        command += _link_flags()
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CaptureUnavailable(f"the compiler {compiler} did not run: {error}") from error
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error" in line]
-            reason = (lines or done.stderr.splitlines() or ["no message"])[0]
-            raise CaptureUnavailable(f"the compiler {compiler} failed: {reason.strip()}")
-        built.replace(target)
-
-
-def _flags(scratch: str) -> list[str]:
-    import torch
-    from torch.utils.cpp_extension import include_paths
-
-    includes = [scratch, str(_SOURCES), sysconfig.get_paths()["include"]]
-    return [
-        "-O2",
-        "-std=c++20",
-        "-shared",
-        "-fPIC",
-        "-pthread",
-        "-w",  # torch's headers warn under many compilers; ours are built with warnings in tests
-        "-DUSE_DISTRIBUTED",
-        "-DUSE_C10D_GLOO",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        *(f"-I{path}" for path in includes),
-        *(f"-isystem{path}" for path in include_paths()),
-    ]
-
-
-def _link_flags() -> list[str]:
-    from torch.utils.cpp_extension import library_paths
-
-    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    return [*(f"-L{path}" for path in library_paths()), *libraries]
+def nvtx_headers() -> Path:
+    """Return the include folder of NVTX, which comes with a package of NVIDIA's."""
+    for entry in sys.path:
+        for found in sorted(Path(entry or ".").glob("nvidia/*/include/nvtx3/nvToolsExt.h")):
+            return found.parents[1]
+    raise CaptureUnavailable(
+        "NVTX's headers are not installed: pip install 'rankcall[nvtx]' (it brings nvidia-nvtx)"
+    )

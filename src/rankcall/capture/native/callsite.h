@@ -65,8 +65,9 @@ class CallSites {
     uint32_t site = 0;
     bool continues = false;  // same public call as this thread's last op
   };
-  // Called with the GIL held, once per new site, with its JSON; returns the side-table id.
-  using Emit = uint32_t (*)(void*, const std::string&);
+  // Called with the GIL held, once per new site, with its side-table entry, and of that the JSON of
+  // "file:line" and the public function; returns the side-table id.
+  using Emit = uint32_t (*)(void*, const std::string& entry, const std::string& source, const char* api);
 
   // Start over for a new ring. Call with the GIL. `skip` are path prefixes of frames to pass over.
   void reset(std::vector<std::string> skip, Emit emit, void* context) {
@@ -253,14 +254,16 @@ class CallSites {
 
   uint32_t id_of(const Walk& walk) {
     const int line = PyCode_Addr2Line(walk.user, static_cast<int>(walk.offset));
-    std::string json = "{\"file\": " + json_text(text(walk.user->co_filename)) +
-                       ", \"line\": " + std::to_string(line > 0 ? line : walk.user->co_firstlineno) +
-                       ", \"function\": " + json_text(text(walk.user->co_name)) +
-                       ", \"api\": " + json_text(walk.api ? text(walk.api->co_name) : "") + "}";
+    const std::string file = json_text(text(walk.user->co_filename));
+    const std::string number = std::to_string(line > 0 ? line : walk.user->co_firstlineno);
+    const char* api = walk.api ? text(walk.api->co_name) : "";
+    std::string json = "{\"file\": " + file + ", \"line\": " + number + ", \"function\": " +
+                       json_text(text(walk.user->co_name)) + ", \"api\": " + json_text(api) + "}";
     auto known = ids_.find(json);
     if (known != ids_.end()) return known->second;
     if (ids_.size() >= kMaxSites) return 0;
-    const uint32_t id = emit_(context_, json);
+    const std::string source = file.substr(0, file.size() - 1) + ":" + number + "\"";
+    const uint32_t id = emit_(context_, json, source, api);
     return ids_[std::move(json)] = id;
   }
 

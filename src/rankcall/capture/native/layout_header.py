@@ -25,6 +25,8 @@ def layout_header() -> str:
         "kEntryString": layout.ENTRY_STRING,
         "kEntryGroup": layout.ENTRY_GROUP,
         "kEntrySite": layout.ENTRY_SITE,
+        "kEntrySizes": layout.ENTRY_SIZES,
+        "kRank": layout.offset_of("rank"),
         "kHead": layout.offset_of("head"),
         "kStep": layout.offset_of("step"),
         "kTablesUsed": layout.offset_of("tables_used"),

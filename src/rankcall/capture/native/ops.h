@@ -23,6 +23,7 @@ struct Op {
   size_t arguments = 0;
   bool returns_work = false;
   bool p2p = false;
+  bool coalesced = false;
   int process_group = -1, root = -1, src = -1, dst = -1, tag = -1, async_op = -1, reduce_op = -1;
   int in_splits = -1, out_splits = -1, input = -1, output = -1, in_place = -1, other_tensor = -1;
 };
@@ -52,6 +53,7 @@ inline bool describe(const c10::FunctionSchema& schema, Op& op) {
   }
   const auto& returns = schema.returns();
   op.returns_work = !returns.empty() && returns.back().type()->annotation_str().find("Work") != std::string::npos;
+  op.coalesced = schema.name().find("coalesced") != std::string::npos;
   op.p2p = op.code == layout::kSend || op.code == layout::kRecv;
   return op.process_group >= 0;
 }

@@ -20,12 +20,14 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 #include <typeindex>
+#include <unordered_set>
 #include <vector>
 
 #include "callsite.h"
 #include "device.h"
 #include "groups.h"
 #include "layout.h"
+#include "marks.h"
 #include "ops.h"
 #include "ring.h"
 #include "thread.h"
@@ -73,11 +75,15 @@ Futureless g_futureless;
 
 class Recorder {
  public:
-  Recorder(char* base, const Geometry& geometry) : ring(base, geometry), groups(ring), devices(ring) {}
+  Recorder(char* base, const Geometry& geometry)
+      : ring(base, geometry), groups(ring), devices(ring), marks(geometry.capacity) {
+    ring.tell([](void* told, uint64_t index) { static_cast<Marks*>(told)->ended(index); }, &marks);
+  }
 
   Ring ring;
   Groups groups;
   DeviceTimes devices;
+  Marks marks;
   Op ops[kMaxOps];
   uint8_t dtypes[256] = {};
   bool call_sites = true;
@@ -95,6 +101,22 @@ class Recorder {
     }
     changed_.notify_one();
     thread_.join();
+  }
+  // Write down how many elements each tensor of a coalesced op has, once per shape hash.
+  void note_shapes(uint32_t hash, const c10::IValue& tensors) {
+    {
+      std::lock_guard<std::mutex> lock(shapes_mutex_);
+      if (shapes_.size() >= kMaxShapes || !shapes_.insert(hash).second) return;
+    }
+    std::string json = "{\"hash\": " + std::to_string(hash) + ", \"numels\": [";
+    std::vector<int64_t> numels;
+    each_tensor(tensors, [&](const at::Tensor& tensor) {
+      if (numels.size() == kMaxNumels) return;
+      json += (numels.empty() ? "" : ", ") + std::to_string(tensor.numel());
+      numels.push_back(tensor.numel());
+    });
+    ring.append(layout::kEntrySizes, json + "]}");
+    marks.add_numels(hash, std::move(numels));
   }
   // An op on a device is outstanding: poll it soon.
   void device_busy() {
@@ -125,6 +147,9 @@ class Recorder {
     }
   }
 
+  static constexpr size_t kMaxShapes = 1024, kMaxNumels = 1024;
+  std::mutex shapes_mutex_;
+  std::unordered_set<uint32_t> shapes_;
   std::thread thread_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -157,7 +182,7 @@ Outcome failure(Recorder& recorder, const char* message) noexcept {
   return outcome;
 }
 
-void fill_shape(Record& record, const c10::IValue* tensors, const Op& op, const c10::IValue* arguments,
+void fill_shape(Recorder& recorder, Record& record, const c10::IValue* tensors, const Op& op, const c10::IValue* arguments,
                 const Sizes& sizes) {
   record.tensors = static_cast<uint16_t>(std::min<uint32_t>(sizes.tensors, UINT16_MAX));
   if (sizes.first && !sizes.first->is_sparse()) {
@@ -181,6 +206,7 @@ void fill_shape(Record& record, const c10::IValue* tensors, const Op& op, const 
     }
   }
   record.shape_hash = hash.folded();
+  if (op.coalesced) recorder.note_shapes(record.shape_hash, *tensors);
 }
 
 // Read what the arguments say.
@@ -203,7 +229,7 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
     device = main.first->device();
     record.dtype = recorder.dtypes[static_cast<uint8_t>(main.first->scalar_type())];
   }
-  if (&main != &other) fill_shape(record, in.first ? in_value : out_value, op, arguments, main);
+  if (&main != &other) fill_shape(recorder, record, in.first ? in_value : out_value, op, arguments, main);
   record.device_type = static_cast<uint8_t>(device.type());
   record.device_index = device.index();
   record.root = op.root >= 0 ? static_cast<int32_t>(arguments[op.root].toInt()) : -1;
@@ -241,7 +267,7 @@ void fill_call_site(Recorder& recorder, Record& record, uint64_t index) {
   record.correlation = correlation;
 }
 
-void write_record(Recorder& recorder, Record& record, Issued& issued, c10::Device device) {
+void write_record(Recorder& recorder, const Op& op, Record& record, Issued& issued, c10::Device device) {
   fill_call_site(recorder, record, issued.index);
   if (!device.is_cpu()) issued.span = recorder.devices.begin(device);
   if (issued.span) {
@@ -259,6 +285,10 @@ void write_record(Recorder& recorder, Record& record, Issued& issued, c10::Devic
                 sizeof(Record) - kBody);
     recorder.ring.publish(slot, issued.index);
     wake(2);
+  }
+  if (recorder.marks.on()) {
+    const int32_t rank = recorder.ring.field<int32_t>(layout::kRank).load(std::memory_order_relaxed);
+    recorder.marks.issued(record, issued.index, op.name, rank);
   }
 }
 
@@ -279,7 +309,7 @@ bool begin(size_t which, const torch::jit::Stack& stack, Issued& issued) noexcep
     record.device_ms = std::nan("");
     if (!recorder->ring.reserve(issued.index)) return false;
     issued.recorder = recorder;
-    write_record(*recorder, record, issued, device);
+    write_record(*recorder, op, record, issued, device);
   } catch (...) {
     // An argument nobody foresaw: the user's op goes on. An index that was taken is still finished.
   }
@@ -523,10 +553,13 @@ PyObject* py_create(PyObject*, PyObject* args) {
     Py_DECREF(prefix);
   }
   g_call_sites.reset(std::move(prefixes),
-                     [](void* ring, const std::string& json) {
-                       return static_cast<Ring*>(ring)->append(layout::kEntrySite, json);
+                     [](void* context, const std::string& entry, const std::string& source, const char* api) {
+                       auto* to = static_cast<Recorder*>(context);
+                       const uint32_t id = to->ring.append(layout::kEntrySite, entry);
+                       to->marks.add_site(id, source, api);
+                       return id;
                      },
-                     &recorder.ring);
+                     &recorder);
   return PyCapsule_New(holder, "rankcall.recorder", release_holder);
 }
 
@@ -590,6 +623,71 @@ PyObject* py_add_group(PyObject*, PyObject* args) {
   return PyLong_FromUnsignedLong(holder_of(capsule)->recorder->groups.announce(name, std::string(payload, size)));
 }
 
+std::vector<std::string> texts_of(PyObject* list) {
+  std::vector<std::string> texts;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) texts.emplace_back(PyUnicode_AsUTF8(PyList_GET_ITEM(list, i)));
+  return texts;
+}
+
+// Have a tool told of each op as it is issued, by C functions at these addresses.
+PyObject* py_marks(PyObject*, PyObject* args) {
+  PyObject *capsule, *dtypes, *variants, *names, *calls;
+  unsigned long long mark, begin, end;
+  const char *about, *batch;
+  int pickles, across_only;
+  if (!PyArg_ParseTuple(args, "O(KKK)sO!O!O!O!sip", &capsule, &mark, &begin, &end, &about, &PyList_Type, &dtypes,
+                        &PyList_Type, &variants, &PyList_Type, &names, &PyList_Type, &calls, &batch, &pickles,
+                        &across_only))
+    return nullptr;
+  Marks::Functions functions;
+  functions.mark = reinterpret_cast<decltype(functions.mark)>(mark);
+  functions.begin = reinterpret_cast<decltype(functions.begin)>(begin);
+  functions.end = reinterpret_cast<decltype(functions.end)>(end);
+  Marks::Settings settings;
+  settings.about = about;
+  settings.dtypes = texts_of(dtypes);
+  const auto ops = texts_of(variants), called = texts_of(names);
+  for (size_t i = 0; i < ops.size() && i < called.size(); i++) settings.names[ops[i]] = called[i];
+  for (const auto& call : texts_of(calls)) settings.object_calls.insert(call);
+  settings.batch = batch;
+  settings.pickles = static_cast<uint8_t>(pickles);
+  settings.across_only = across_only != 0;
+  holder_of(capsule)->recorder->marks.turn_on(functions, std::move(settings));
+  Py_RETURN_NONE;
+}
+
+PyObject* py_marks_off(PyObject*, PyObject* capsule) {
+  holder_of(capsule)->recorder->marks.turn_off();
+  Py_RETURN_NONE;
+}
+
+// What marks say of a group: JSON of its label and ranks, the ranks, and this rank's place.
+PyObject* py_group_text(PyObject*, PyObject* args) {
+  PyObject *capsule, *ranks;
+  unsigned int id;
+  const char *label, *text;
+  Marks::GroupText group;
+  if (!PyArg_ParseTuple(args, "OIssO!i", &capsule, &id, &label, &text, &PyList_Type, &ranks, &group.me)) return nullptr;
+  group.label = label;
+  group.ranks_text = text;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(ranks); i++)
+    group.ranks.push_back(static_cast<int32_t>(PyLong_AsLong(PyList_GET_ITEM(ranks, i))));
+  holder_of(capsule)->recorder->marks.add_group(id, std::move(group));
+  Py_RETURN_NONE;
+}
+
+// Whether a group crosses hosts, and a byte a member: whether it is on another.
+PyObject* py_group_span(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  unsigned int id;
+  int crosses;
+  const char* elsewhere;
+  Py_ssize_t size;
+  if (!PyArg_ParseTuple(args, "OIpy#", &capsule, &id, &crosses, &elsewhere, &size)) return nullptr;
+  holder_of(capsule)->recorder->marks.set_span(id, crosses != 0, std::string(elsewhere, static_cast<size_t>(size)));
+  Py_RETURN_NONE;
+}
+
 PyObject* py_counts(PyObject*, PyObject* capsule) {
   const Ring& ring = holder_of(capsule)->recorder->ring;
   const uint64_t done = ring.done();
@@ -628,6 +726,10 @@ PyMethodDef g_methods[] = {
     {"drained", py_drained, METH_O, "Whether a stopped recorder's last op has finished."},
     {"append", py_append, METH_VARARGS, "Add a side-table entry; returns its id or 0."},
     {"add_group", py_add_group, METH_VARARGS, "Announce a process group by name."},
+    {"marks", py_marks, METH_VARARGS, "Have a tool told of each op as it is issued."},
+    {"marks_off", py_marks_off, METH_O, "Tell it no more."},
+    {"group_text", py_group_text, METH_VARARGS, "What marks say of a group."},
+    {"group_span", py_group_span, METH_VARARGS, "Which members of a group are on other hosts."},
     {"counts", py_counts, METH_O, "Records issued and finished."},
     {"step", py_step, METH_O, "Count an optimizer step."},
     {"sleep", py_sleep, METH_VARARGS, "Arm the wake-up of the hook dispatcher."},

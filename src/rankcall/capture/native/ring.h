@@ -110,6 +110,7 @@ class Ring {
 
   // Finish a reserved index, wherever its record is by now. After this the ring may be freed.
   void finish(uint64_t index, const Outcome& outcome) {
+    if (told_) told_(told_context_, index);
     if (Record* slot = claim(index)) {
       slot->completed_ns = outcome.completed_ns;
       if (outcome.started_ns) slot->started_ns = outcome.started_ns;
@@ -146,6 +147,9 @@ class Ring {
     if (errors_.size() >= 256) return 0;
     return errors_[message] = append_locked(layout::kEntryString, message.substr(0, 4096));
   }
+
+  // Have a function called with each record that is finished. To be set before the first.
+  void tell(void (*told)(void*, uint64_t), void* context) { told_ = told, told_context_ = context; }
 
   void close() { head_.fetch_or(kClosed, std::memory_order_acq_rel); }
   uint64_t head() const { return head_.load() & ~kClosed; }
@@ -236,6 +240,8 @@ class Ring {
   alignas(64) std::atomic<uint64_t> done_{0};
   alignas(64) std::atomic<uint64_t> next_parking_{0};
   uint64_t closed_head_ = ~0ull;
+  void (*told_)(void*, uint64_t) = nullptr;
+  void* told_context_ = nullptr;
   std::mutex tables_mutex_;
   uint64_t tables_used_ = 0;
   uint32_t entries_ = 0;

@@ -1,0 +1,176 @@
+"""Build a native module: one C++ file, compiled once per source, torch and Python, then cached.
+
+The compiler runs under a file lock that dies with its holder, into a scratch file that is renamed
+when whole: ranks that start together build once, and a killed build leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from rankcall.errors import RankcallError
+
+_COMPILE_SECONDS = 600
+
+
+def cache_dir() -> Path:
+    """Return where built modules are kept: ``RANKCALL_CACHE``, or below the user's cache."""
+    named = os.environ.get("RANKCALL_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "rankcall"
+
+
+@dataclass(frozen=True)
+class NativeModule:
+    """One native module: the folder of its sources, the file in it to compile, how it fails.
+
+    ``headers`` are written beside the sources when it is built, by name; each is made when it is
+    asked for. ``error`` is raised where the module cannot be built or loaded.
+    """
+
+    name: str
+    sources: Path
+    main: str
+    error: type[RankcallError]
+    headers: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    defines: tuple[str, ...] = ()
+    includes: tuple[Path, ...] = ()  # of headers that are neither ours nor torch's
+    uses_torch: bool = True
+
+    def path(self) -> Path:
+        """Return where it is for this source, torch and Python, built or not."""
+        digest = hashlib.sha256()
+        made = (make() for make in self.headers.values())
+        for part in (*made, *self.defines, *map(str, self.includes), self._built_for()):
+            digest.update(part.encode() + b"\0")
+        for source in sorted([*self.sources.glob("*.h"), self.sources / self.main]):
+            digest.update(source.read_bytes())
+        return cache_dir() / f"{self.name}-{digest.hexdigest()[:16]}.so"
+
+    def _built_for(self) -> str:
+        if not self.uses_torch:
+            return ""
+        import torch
+
+        return f"{torch.__version__} {sysconfig.get_config_var('SOABI')}"
+
+    def prebuild(self) -> Path:
+        """Build it unless it is in the cache; return its path.
+
+        Raises ``error`` saying why where there is no compiler, it fails, or the cache cannot be
+        written.
+        """
+        target = self.path()
+        if target.exists():
+            return target
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _lock(target.with_suffix(".lock")):
+                if not target.exists():
+                    self._compile(target)
+        except OSError as error:
+            raise self.error(
+                f"the cache {target.parent} cannot be written ({error.strerror}): "
+                "set RANKCALL_CACHE to a folder that can"
+            ) from error
+        return target
+
+    def load(self) -> ModuleType:
+        """Import it, building it first if need be. Raises ``error``."""
+        path = str(self.prebuild())
+        spec = importlib.util.spec_from_file_location(
+            self.name, path, loader=ExtensionFileLoader(self.name, path)
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        try:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            raise self.error(f"{path} cannot be loaded: {error}") from error
+        return module
+
+    def compile_flags(self, scratch: str) -> list[str]:
+        """Return the compiler's flags; ``scratch`` is where the made headers are."""
+        includes = [scratch, str(self.sources), *map(str, self.includes)]
+        return [
+            "-O2",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            "-w",  # torch's headers warn; ours are built with warnings in tests
+            *(f"-D{each}" for each in self.defines),
+            *(f"-I{path}" for path in includes),
+            *(_torch_flags() if self.uses_torch else ()),
+        ]
+
+    def _compiler(self) -> str:
+        for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+            if name and shutil.which(name):
+                return name
+        raise self.error("there is no C++ compiler (tried $CXX, c++, g++, clang++)")
+
+    def _compile(self, target: Path) -> None:
+        compiler = self._compiler()
+        with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
+            for name, make in self.headers.items():
+                (Path(scratch) / name).write_text(make())
+            built = Path(scratch) / "module.so"
+            command = [compiler, *self.compile_flags(scratch), str(self.sources / self.main)]
+            command += ["-o", str(built), *(link_flags() if self.uses_torch else ("-ldl",))]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise self.error(f"the compiler {compiler} did not run: {error}") from error
+            if done.returncode != 0:
+                lines = [line for line in done.stderr.splitlines() if "error" in line]
+                reason = (lines or done.stderr.splitlines() or ["no message"])[0]
+                raise self.error(f"the compiler {compiler} failed: {reason.strip()}")
+            built.replace(target)
+
+
+def _torch_flags() -> list[str]:
+    import torch
+    from torch.utils.cpp_extension import include_paths
+
+    return [
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-I{sysconfig.get_paths()['include']}",
+        *(f"-isystem{path}" for path in include_paths()),
+    ]
+
+
+def link_flags() -> list[str]:
+    """Return the linker's flags for a module that uses torch."""
+    from torch.utils.cpp_extension import library_paths
+
+    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    return [*(f"-L{path}" for path in library_paths()), *libraries]
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,91 @@
+"""Names to values: registered at run time, built in, or found by entry point, each loaded once."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from rankcall.errors import BackendNotFound, DuplicateBackend
+
+T = TypeVar("T")
+
+
+class Registration:
+    """One registered name. ``remove()`` ends it, once."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self._remove: Callable[[], None] | None = remove
+
+    def remove(self) -> None:
+        """Unregister the name. What has been handed out stays usable."""
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove()
+
+
+class Registry(Generic[T]):
+    """A table of one kind of thing by name. Its methods may be called from any thread.
+
+    ``kind`` is what messages call it. ``builtin`` maps names to modules, imported when first asked
+    for. ``group`` is the entry-point group where other packages announce theirs. ``check`` is
+    given the name and what was loaded or registered; it returns the value or raises ``TypeError``.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        check: Callable[[str, Any], T],
+        builtin: Mapping[str, str] | None = None,
+    ) -> None:
+        self._kind, self._group, self._check = kind, group, check
+        self._builtin = dict(builtin or {})
+        self._values: dict[str, T] = {}
+        # Re-entrant: what is loaded may register or look up names of its own.
+        self._lock = threading.RLock()
+
+    def register(self, name: str, value: Any) -> Registration:
+        """Add a value under a new name. Raises ``DuplicateBackend``, and what ``check`` raises."""
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"the name of an {self._kind} is a non-empty string; got {name!r}")
+        checked = self._check(name, value)
+        with self._lock:
+            if name in self:
+                raise DuplicateBackend(f"{self._kind} {name}: already registered")
+            self._values[name] = checked
+        return Registration(lambda: self._forget(name, checked))
+
+    def get(self, name: str) -> T:
+        """Return the value of a name, loading it if need be. Raises ``BackendNotFound``."""
+        with self._lock:
+            if name not in self._values:
+                self._values[name] = self._check(name, self._load(name))
+            return self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return any(name == known for known in self)
+
+    def __iter__(self) -> Iterator[str]:
+        with self._lock:
+            announced = [point.name for point in self._announced()]
+            return iter(list(dict.fromkeys([*self._builtin, *self._values, *announced])))
+
+    def _announced(self) -> list[EntryPoint]:
+        return sorted(entry_points(group=self._group), key=lambda point: point.name)
+
+    def _load(self, name: str) -> Any:
+        if name in self._builtin:
+            return importlib.import_module(self._builtin[name])
+        for point in self._announced():
+            if point.name == name:
+                return point.load()
+        known = ", ".join(self) or "none"
+        raise BackendNotFound(f"there is no {self._kind} {name!r}; known: {known}")
+
+    def _forget(self, name: str, value: T) -> None:
+        with self._lock:
+            if self._values.get(name) is value:
+                del self._values[name]

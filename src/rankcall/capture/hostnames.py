@@ -1,0 +1,58 @@
+"""Tell other ranks this host's name over the default group's store, and learn theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from rankcall.capture.groups import watch
+from rankcall.ring.reader import Group
+from rankcall.run import host_name
+
+logger = logging.getLogger("rankcall")
+
+
+class HostNames:
+    """Publishes this rank's host name as soon as there is a default group; asks without waiting.
+
+    ``lookup`` may be called from any thread. The store is let go of with ``close``.
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        watch.add(self._on_group)
+
+    def close(self) -> None:
+        """Stop watching groups, and let go of the store."""
+        watch.remove(self._on_group)
+        self._store = None
+
+    def lookup(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the hosts of those ranks that have told theirs."""
+        store, found = self._store, {}
+        if store is None:
+            return {}
+        # A wait for a key would hold the store's lock against the training thread: look first.
+        with contextlib.suppress(Exception):
+            for rank in ranks:
+                if store.check([_key(rank)]):
+                    found[rank] = store.get(_key(rank)).decode("utf-8", "replace")
+        return found
+
+    def _on_group(self, process_group: Any, group: Group) -> None:
+        if process_group is not c10d._world.default_pg and group.description != "default_pg":
+            return
+        self._store = c10d._world.pg_map[process_group][1]
+        rank = group.ranks[process_group.rank()]
+        try:
+            self._store.set(_key(rank), host_name())
+        except Exception as error:
+            logger.warning("rankcall could not tell the others this host's name: %s", error)
+
+
+def _key(rank: int) -> str:
+    return f"rankcall/host/{rank}"

@@ -1,0 +1,181 @@
+// Tell a tool of each op as it is issued, on the issuing thread: the twin of capture/marks.py.
+//
+// The tool's C functions come from outside (nvtx_bridge.cpp), so the recorder needs no header of
+// theirs. Off, it costs a load. On, a text is made of parts that Python has prepared, under a lock
+// that nobody takes the GIL under.
+#pragma once
+
+#include <atomic>
+#include <charconv>
+#include <cstdint>
+#include <ctime>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "ring.h"
+
+namespace rankcall {
+
+class Marks {
+ public:
+  struct Functions {
+    void (*mark)(const char*) = nullptr;
+    uint64_t (*begin)(const char*) = nullptr;
+    void (*end)(uint64_t) = nullptr;
+  };
+  struct Settings {
+    std::string about;                           // JSON fields that never change
+    std::vector<std::string> dtypes;             // by code
+    std::unordered_map<std::string, std::string> names;  // public ones, by c10d op
+    std::unordered_set<std::string> object_calls;
+    std::string batch;
+    uint8_t pickles = 0;
+    bool across_only = false;
+  };
+  struct GroupText {
+    std::string label, ranks_text;  // JSON
+    std::vector<int32_t> ranks;
+    int32_t me = -1;
+    bool crosses = true;
+    std::string elsewhere;  // a byte a member
+  };
+
+  explicit Marks(uint64_t capacity) : mask_(capacity - 1) {}
+
+  void add_site(uint32_t id, std::string source, std::string api) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    sites_[id] = {std::move(source), std::move(api)};
+  }
+  void add_group(uint32_t id, GroupText text) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    groups_[id] = std::move(text);
+  }
+  void set_span(uint32_t id, bool crosses, std::string elsewhere) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    groups_[id].crosses = crosses;
+    groups_[id].elsewhere = std::move(elsewhere);
+  }
+  void add_numels(uint32_t shape_hash, std::vector<int64_t> numels) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    numels_[shape_hash] = std::move(numels);
+  }
+
+  void turn_on(Functions functions, Settings settings) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!ranges_) ranges_ = std::make_unique<std::atomic<uint64_t>[]>(mask_ + 1);
+    functions_ = functions;
+    settings_ = std::move(settings);
+    ever_on_.store(true, std::memory_order_release);
+    on_.store(true, std::memory_order_release);
+  }
+  // Ranges that are open still end.
+  void turn_off() { on_.store(false); }
+
+  bool on() const { return on_.load(std::memory_order_acquire); }
+
+  // Mark an op, and begin its range.
+  void issued(const Record& record, uint64_t index, const std::string& variant, int32_t rank) noexcept {
+    if (!on()) return;
+    try {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const GroupText& group = groups_[record.group];
+      const Site& site = sites_[record.call_site];
+      const bool is_object = settings_.object_calls.count(site.api) != 0;
+      if (is_object && record.dtype != settings_.pickles) return;  // their lengths
+      const bool root_only = record.op == layout::kGather || record.op == layout::kScatter;
+      if (root_only && group.me >= 0 && record.root != group.me) return;
+      if (settings_.across_only && !crosses(record, group)) return;
+      const auto known = settings_.names.find(variant);
+      const std::string& name = is_object ? site.api : known != settings_.names.end() ? known->second : variant;
+      mark_each(record, name, site, group, rank);
+      const uint64_t old = ranges_[index & mask_].exchange(functions_.begin(name.c_str()));
+      if (old) functions_.end(old);  // of an op that the ring has lapped
+    } catch (...) {
+    }
+  }
+
+  // End the range of an op.
+  void ended(uint64_t index) noexcept {
+    if (!ever_on_.load(std::memory_order_acquire)) return;
+    const uint64_t range = ranges_[index & mask_].exchange(0);
+    if (range) functions_.end(range);
+  }
+
+ private:
+  struct Site {
+    std::string source = "\"unknown\"";  // JSON
+    std::string api;
+  };
+
+  static bool crosses(const Record& record, const GroupText& group) {
+    const auto peer = static_cast<size_t>(record.peer);
+    if (record.peer < 0 || peer >= group.elsewhere.size()) return group.crosses;
+    return group.elsewhere[peer] != 0;
+  }
+
+  // One mark, or one for each tensor of a coalesced op.
+  void mark_each(const Record& record, const std::string& name, const Site& site, const GroupText& group,
+                 int32_t rank) {
+    const auto numels = record.tensors > 1 ? numels_.find(record.shape_hash) : numels_.end();
+    if (numels == numels_.end() || numels->second.size() != record.tensors) {
+      mark(record, name, site, group, rank, record.message_bytes, site.api == settings_.batch);
+      return;
+    }
+    int64_t total = 0;
+    for (const int64_t numel : numels->second) total += numel;
+    for (const int64_t numel : numels->second) {
+      const auto size = static_cast<unsigned __int128>(record.message_bytes) * static_cast<uint64_t>(numel);
+      mark(record, name, site, group, rank, static_cast<uint64_t>(size / static_cast<uint64_t>(total ? total : 1)), true);
+    }
+  }
+
+  void mark(const Record& record, const std::string& name, const Site& site, const GroupText& group, int32_t rank,
+            uint64_t size, bool together) {
+    thread_local std::string text;
+    text.assign("{\"name\": \"").append(name).append("\", \"rank\": ");
+    number(text, rank);
+    text.append(", \"source_line\": ").append(site.source).append(", \"message_size\": ");
+    number(text, size);
+    text.append(", \"device\": ");
+    if (record.device_index < 0) text.append("\"cpu\"");
+    else number(text, record.device_index);
+    text.append(", \"timestamp\": ");
+    number(text, static_cast<int64_t>(std::time(nullptr)));
+    text.append(", ").append(settings_.about).append(", \"group_ranks\": ").append(group.ranks_text);
+    global(text, ", \"peer_rank\": ", record.peer, group);
+    global(text, ", \"root_rank\": ", record.root, group);
+    if (together) number(text.append(", \"correlation_id\": "), record.correlation);
+    number(text.append(", \"seq\": "), record.seq);
+    text.append(", \"group\": ").append(group.label).append(", \"dtype\": \"");
+    if (record.dtype < settings_.dtypes.size()) text.append(settings_.dtypes[record.dtype]);
+    text.append("\", \"duration_ms\": null, \"algbw_gbps\": null, \"busbw_gbps\": null, \"step\": ");
+    number(text, record.step);
+    functions_.mark(text.append("}").c_str());
+  }
+
+  template <typename Integer>
+  static void number(std::string& text, Integer value) {
+    char digits[24];
+    text.append(digits, std::to_chars(digits, digits + sizeof(digits), value).ptr);
+  }
+  static void global(std::string& text, const char* field, int32_t local, const GroupText& group) {
+    if (local < 0 || static_cast<size_t>(local) >= group.ranks.size()) return;
+    number(text.append(field), group.ranks[static_cast<size_t>(local)]);
+  }
+
+  const uint64_t mask_;
+  std::atomic<bool> on_{false}, ever_on_{false};
+  std::mutex mutex_;
+  Functions functions_;
+  Settings settings_;
+  std::unordered_map<uint32_t, Site> sites_;
+  std::unordered_map<uint32_t, GroupText> groups_;
+  std::unordered_map<uint32_t, std::vector<int64_t>> numels_;
+  std::unique_ptr<std::atomic<uint64_t>[]> ranges_;  // by record, modulo the ring's capacity
+};
+
+}  // namespace rankcall

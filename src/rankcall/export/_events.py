@@ -1,0 +1,192 @@
+"""A ring's ops as the begins and ends of Perfetto slices."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.clocks import RunClocks
+from rankcall.analysis.extract import Session
+from rankcall.export._intern import Interned
+from rankcall.export._tracks import Tracks, lanes
+from rankcall.export._wire import Rows, number
+from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES
+from rankcall.ring.reader import Group, Records, Ring
+
+Ints = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+# Fields of perfetto.protos.TracePacket, TrackEvent and DebugAnnotation.
+_PACKET, _TIMESTAMP, _SEQUENCE, _EVENT, _FLAGS = 1, 8, 10, 11, 13
+_CATEGORY, _ANNOTATION, _TYPE, _NAME, _TRACK, _SITE, _FLOW = 3, 4, 9, 10, 11, 34, 47
+_ANNOTATION_NAME, _UINT, _STRING = 1, 3, 17
+_BEGIN, _END = 1, 2
+_HEAD = number(_SEQUENCE, 1) + number(_FLAGS, 2)
+
+_NEVER = np.iinfo(np.int64).max
+_LATEST = 1 << 62
+_P2P, _SEND, _FAILED = KINDS.index("p2p"), OPS.index("send"), STATUSES.index("failed")
+_UNKNOWN_GROUP = Group("unknown", 0, "", "", ())
+_PLAIN = ("seq", "step", "message_bytes")
+
+
+class Events:
+    """One ring's slices: times and tracks at once, packets as they are asked for."""
+
+    def __init__(
+        self, ring: Ring, session: Session, clocks: RunClocks, tracks: Tracks, names: Interned
+    ) -> None:
+        self._ring, self._names = ring, names
+        records = ring.records
+        started, ended = records["started_ns"], records["completed_ns"]
+        began = np.where(started == 0, records["enqueued_ns"], started)
+        self._begin = _moments(ring, clocks, began)
+        self._end = np.where(
+            ended == 0, _NEVER, np.maximum(_moments(ring, clocks, ended), self._begin)
+        )
+        self._track, self._flow = np.zeros(len(records), np.int64), np.zeros(len(records), "<u8")
+        for key in np.unique(records["group"]):
+            rows = np.flatnonzero(records["group"] == key)
+            group = ring.tables.groups.get(int(key), _UNKNOWN_GROUP)
+            self._track[rows] = self._tracks(group, rows, tracks)
+            self._flow[rows] = _flows(records[rows], group, ring.header.rank, session)
+
+    def _tracks(self, group: Group, rows: npt.NDArray[np.intp], tracks: Tracks) -> Ints:
+        """Return the track of each of a group's ops."""
+        order = rows[np.argsort(self._begin[rows], kind="stable")]
+        lane = np.empty(len(rows), np.intp)
+        lane[np.searchsorted(rows, order)] = lanes(self._begin[order], self._end[order])
+        header = self._ring.header
+        handed = [tracks.lane(header, group, at) for at in range(int(lane.max()) + 1)]
+        return np.array(handed, np.int64)[lane]
+
+    def encode(self, rows: slice) -> bytes:
+        """Return the packets of some records; all with the same fields are written at once."""
+        records = self._ring.records[rows]
+        found = _optional(records, self._ring)
+        keys = sum(mask.astype(np.int64) << bit for bit, mask in enumerate(found.values()))
+        encoded = []
+        for key in np.unique(keys):
+            some = np.flatnonzero(keys == key)
+            fields = [name for bit, name in enumerate(found) if int(key) >> bit & 1]
+            encoded.append(self._encode(records[some], some + rows.start, fields))
+        return b"".join(encoded)
+
+    def _encode(self, records: Records, at: npt.NDArray[np.intp], fields: list[str]) -> bytes:
+        both = _packet(self._begin[at], self._slice(records, at, fields))
+        if "end" in fields:
+            event = Rows(len(at)).constant(number(_TYPE, _END)).numbers(_TRACK, self._track[at])
+            end = _packet(self._end[at], event)
+            return np.concatenate([both.matrix(), end.matrix()], axis=1).tobytes()
+        return both.matrix().tobytes()
+
+    def _slice(self, records: Records, at: npt.NDArray[np.intp], fields: list[str]) -> Rows:
+        """Return the TrackEvents that begin slices."""
+        names, tables = self._names, self._ring.tables
+        event = Rows(len(at)).constant(number(_TYPE, _BEGIN)).numbers(_TRACK, self._track[at])
+        event.numbers(_NAME, _codes(records["op"], lambda code: names.events[OPS[code]]))
+        event.numbers(
+            _CATEGORY, _codes(records["kind"], lambda code: names.categories[KINDS[code]])
+        )
+        event.fixed64(_FLOW, self._flow[at])
+        if "site" in fields:
+            sites = _codes(records["call_site"], lambda key: names.site(tables.sites[key]))
+            event.numbers(_SITE, sites)
+        for name, field, values in self._annotations(records, fields):
+            inner = Rows(len(at)).constant(number(_ANNOTATION_NAME, names.annotations[name]))
+            event.messages(_ANNOTATION, inner.numbers(field, values))
+        return event
+
+    def _annotations(
+        self, records: Records, fields: list[str]
+    ) -> Iterator[tuple[str, int, npt.NDArray[np.uint64]]]:
+        """Yield what a click on a slice shows: name, field of DebugAnnotation, values."""
+        strings, tables = self._names.strings, self._ring.tables
+        for name in _PLAIN:
+            yield name, _UINT, records[name].astype(np.uint64)
+        yield "dtype", _STRING, _codes(records["dtype"], lambda code: strings[DTYPES[code]])
+        yield "status", _STRING, _codes(records["status"], lambda code: strings[STATUSES[code]])
+        if "reduce_op" in fields:
+            codes = _codes(records["reduce_op"], lambda code: strings[REDUCE_OPS[code]])
+            yield "reduce_op", _STRING, codes
+        for name in ("root", "peer"):
+            if name in fields:
+                yield name, _UINT, _global(records, name, tables.groups)
+        if "error" in fields:
+            yield (
+                "error",
+                _STRING,
+                _codes(records["error"], lambda key: strings[tables.strings[key]]),
+            )
+
+
+def _moments(ring: Ring, clocks: RunClocks, mono: Ints) -> Ints:
+    times = clocks.epoch_ns(ring.header, np.clip(mono, 0, _LATEST >> 2))
+    return np.clip(times, 0, _LATEST)
+
+
+def _optional(records: Records, ring: Ring) -> dict[str, npt.NDArray[np.bool_]]:
+    """Return which records have what not all have."""
+    tables = ring.tables
+    sizes = {key: len(group.ranks) for key, group in tables.groups.items()}
+    size = _codes(records["group"], lambda key: sizes.get(key, 0)).astype(np.int64)
+    return {
+        "end": records["completed_ns"] != 0,
+        "site": np.isin(records["call_site"], list(tables.sites)),
+        "reduce_op": records["reduce_op"] != 0,
+        "root": (records["root"] >= 0) & (records["root"] < size),
+        "peer": (records["peer"] >= 0) & (records["peer"] < size),
+        "error": np.isin(records["error"], list(tables.strings)) & (records["error"] != 0),
+    }
+
+
+def _packet(times: Ints, event: Rows) -> Rows:
+    """Return TracePackets with one TrackEvent each, as entries of a Trace."""
+    inner = Rows(len(times)).numbers(_TIMESTAMP, times).constant(_HEAD).messages(_EVENT, event)
+    return Rows(len(times)).messages(_PACKET, inner)
+
+
+def _codes(column: npt.NDArray[np.generic], number_of: Callable[[int], int]) -> Hashes:
+    """Replace each value by a number; a column has few that differ."""
+    values, which = np.unique(column, return_inverse=True)
+    return np.array([number_of(int(value)) for value in values], np.uint64)[which]
+
+
+def _global(records: Records, name: str, groups: dict[int, Group]) -> Hashes:
+    """Translate ranks of a group to global ones."""
+    result = np.zeros(len(records), np.uint64)
+    for key in np.unique(records["group"]):
+        rows = records["group"] == key
+        result[rows] = np.array(groups[int(key)].ranks, np.uint64)[records[name][rows]]
+    return result
+
+
+def _flows(records: Records, group: Group, rank: int, session: Session) -> Hashes:
+    """Return the number that the members of a collective, or both ends of a message, share."""
+    lives = (session, group.name, group.epoch, group.ranks)
+    seed = hashlib.blake2b(repr(lives).encode("utf-8", "replace"), digest_size=8).digest()
+    p2p = records["kind"] == _P2P
+    key = _mixed(records["seq"] ^ np.uint64(int.from_bytes(seed, "little")))
+    if p2p.any():
+        own = group.ranks.index(rank) if rank in group.ranks else -1
+        sends = records["op"] == _SEND
+        peer = records["peer"].astype(np.int64)
+        for column in (np.where(sends, own, peer), np.where(sends, peer, own), records["tag"]):
+            both = _mixed(key ^ _mixed(column.astype(np.uint64) + np.uint64(1)))
+            key = np.where(p2p, both, key)
+    # A receive from any source has no number before it ends: it is tied to nothing.
+    alone = records["seq"] == 0
+    own_key = _mixed(records["commit"] ^ np.uint64(rank & 0xFFFFFFFF) << np.uint64(32))
+    found: Hashes = np.where(alone, own_key, key) | np.uint64(1)
+    return found
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """Spread bits (the finaliser of splitmix64, https://prng.di.unimi.it/splitmix64.c)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    spread: Hashes = values ^ (values >> np.uint64(31))
+    return spread

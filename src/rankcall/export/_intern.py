@@ -1,0 +1,62 @@
+"""Strings that a trace says once and then calls by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rankcall.export._wire import message, number, text
+from rankcall.ring.reader import CallSite
+
+# Fields of perfetto.protos.InternedData.
+_CATEGORIES, _EVENTS, _ANNOTATIONS, _SITES, _STRINGS = 1, 2, 3, 4, 29
+
+
+@dataclass
+class Table:
+    """One kind of interned entry: ``entry`` encodes what follows the number."""
+
+    tag: int
+    entry: Callable[[str], bytes]
+    numbers: dict[str, int] = field(default_factory=dict)
+    fresh: list[bytes] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> int:
+        """Return the number of a name; a new one is told in the next ``Interned.news``."""
+        known = self.numbers.get(name)
+        if known is None:
+            known = self.numbers[name] = len(self.numbers) + 1
+            self.fresh.append(message(self.tag, number(1, known), self.entry(name)))
+        return known
+
+
+class Interned:
+    """All names of a trace."""
+
+    def __init__(self) -> None:
+        self._sites: dict[str, CallSite] = {}
+        self.categories = Table(_CATEGORIES, lambda name: text(2, name))
+        self.events = Table(_EVENTS, lambda name: text(2, name))
+        self.annotations = Table(_ANNOTATIONS, lambda name: text(2, name))
+        self.strings = Table(_STRINGS, lambda name: text(2, name))
+        self._site_numbers = Table(_SITES, self._site)
+
+    def site(self, site: CallSite) -> int:
+        """Return the number of a call site."""
+        key = f"{site}\0{site.function}"
+        self._sites[key] = site
+        return self._site_numbers[key]
+
+    def _site(self, key: str) -> bytes:
+        site = self._sites[key]
+        return text(2, site.file) + text(3, site.function) + number(4, site.line)
+
+    def news(self) -> bytes:
+        """Return what was named since the last time, as fields of InternedData."""
+        out = []
+        for table in (
+            self.categories, self.events, self.annotations, self.strings, self._site_numbers,
+        ):  # fmt: skip
+            out += table.fresh
+            table.fresh.clear()
+        return b"".join(out)

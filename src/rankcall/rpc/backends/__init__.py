@@ -1,0 +1,1 @@
+"""One module per back end, imported when it is first used."""

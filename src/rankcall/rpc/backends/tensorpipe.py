@@ -1,0 +1,102 @@
+"""TENSORPIPE: torch's TensorPipe agent, brought up and taken down by rankcall."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rpc import TensorPipeAgent, TensorPipeRpcBackendOptions, api
+from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
+
+from rankcall.rpc._group import StaticGroup, set_group, undone_on_error
+from rankcall.rpc._roll import Roll, check_names, claim_place
+from rankcall.rpc.backends._tensorpipe_dynamic import DynamicGroup
+from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
+
+__all__ = ["construct_rpc_backend_options_handler", "init_backend_handler"]
+
+
+def construct_rpc_backend_options_handler(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+    device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
+    devices: Sequence[Any] | None = None,
+    _transports: Sequence[str] | None = None,
+    _channels: Sequence[str] | None = None,
+) -> TensorPipeRpcBackendOptions:
+    """Return torch's TensorPipe options. An unknown keyword is a ``TypeError``."""
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        device_maps=None if device_maps is None else {k: dict(v) for k, v in device_maps.items()},
+        devices=None if devices is None else list(devices),
+        _transports=None if _transports is None else list(_transports),
+        _channels=None if _channels is None else list(_channels),
+    )
+
+
+def init_backend_handler(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: TensorPipeRpcBackendOptions,
+) -> TensorPipeAgent:
+    """Bring this worker's agent up and return it, in use.
+
+    With a world size: every worker of a static group calls it, and returns when all can call each
+    other. Ends within ``rpc_timeout`` seconds. Raises ``TypeError``, ``InvalidDeviceMap``,
+    ``RpcTimeout``, and ``RuntimeError`` for ranks, sizes or names that disagree.
+    """
+    if not isinstance(store, dist.Store):
+        raise TypeError(f"`store` must be a c10d::Store; got {type(store).__name__} {store!r}")
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise TypeError(
+            "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`; "
+            f"got {type(rpc_backend_options).__name__} {rpc_backend_options!r}"
+        )
+    if not world_size:
+        group = DynamicGroup(store, name, rank, rpc_backend_options)
+        agent: TensorPipeAgent = group.join(time.monotonic() + rpc_backend_options.rpc_timeout)
+        return agent
+    return _static(store, name, rank, world_size, rpc_backend_options)
+
+
+def _static(
+    store: dist.Store, name: str, rank: int, world_size: int, options: TensorPipeRpcBackendOptions
+) -> TensorPipeAgent:
+    deadline = time.monotonic() + options.rpc_timeout
+    roll = claim_place(dist.PrefixStore("roll", store), name, rank, world_size, deadline)
+    nodes = exchange_nodes(roll, my_node(name, options), deadline)
+    validate(nodes, static=True)
+    reverse = reverse_maps(name, nodes)
+    devices = device_list(nodes[roll.rank], reverse)
+    if torch.cuda.is_available() and devices:
+        torch.cuda.init()  # others may send to a device before this process has used one  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
+    agent = TensorPipeAgent(store, name, roll.rank, roll.world_size, options, reverse, devices)
+    with undone_on_error():
+        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
+        # The first call between two agents connects them: not at the cost of a user's call.
+        api._all_gather(None, timeout=max(0.1, deadline - time.monotonic()))
+        roll.exchange("ready", None, deadline)
+    set_group(StaticGroup(agent, roll))
+    return agent
+
+
+def my_node(name: str, options: Any) -> Node:
+    """Return what this worker says of its devices."""
+    return Node(name, torch.cuda.device_count(), options.device_maps, options.devices)
+
+
+def exchange_nodes(roll: Roll, mine: Node, deadline: float) -> list[Node]:
+    """Return every worker's node, in rank order; from here on the roll knows their names."""
+    told = roll.exchange("init", mine.to_json(), deadline)
+    nodes = [Node.from_json(each) for each in told]
+    check_names(node.name for node in nodes)
+    roll.describe = lambda rank: f"{nodes[rank].name!r} (rank {rank})"
+    return nodes

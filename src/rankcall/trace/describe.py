@@ -1,0 +1,227 @@
+"""Turn records into descriptions: names, sizes, bandwidths, and whose business they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.bandwidth import BYTES_PER_GB, bus_factor, sizes
+from rankcall.capture.marks import Span
+from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, ROOT_ONLY, public_name
+from rankcall.capture.tail import Flags, Rows
+from rankcall.record import FLAG_ANY_SOURCE, KINDS, OPS, STATUSES
+from rankcall.ring.reader import Group, Ring, Tables
+from rankcall.trace.descriptions import Column, Descriptions, Kind, Teller
+from rankcall.trace.order import Order
+from rankcall.trace.switches import Mode
+
+__all__ = ["Describer", "describe"]
+
+_FAILED, _P2P = STATUSES.index("failed"), KINDS.index("p2p")
+_NO_GROUP = Group("unknown", 0, "", "", ())
+_SIZED = ("op", "message_bytes", "in_bytes", "out_bytes")
+
+
+class _Known(NamedTuple):
+    """What a (variant, call site, group) means."""
+
+    kind: Kind
+    group: Group
+    is_object: bool
+    correlates: bool
+    coalesced: bool
+
+
+@dataclass(frozen=True)
+class Describer:
+    """Describes the records of one ring. ``span`` is asked only where the mode is CROSSNODE."""
+
+    teller: Teller
+    epoch_ns: int  # of the monotonic clock's zero
+    mode: Mode = Mode.ALL
+    span: Span | None = None
+
+    def describe(self, rows: Rows, issued: Flags, tables: Tables, dropped: int = 0) -> Descriptions:
+        """Describe records in their order; ``issued`` tells which of them are in flight.
+
+        What others describe, and what the mode leaves out, is left out.
+        """
+        rank = self.teller.rank
+        known, which = _known(rows, tables)
+        place = _by(known, which, lambda each: _place(each.group.ranks, rank))
+        wanted = ~np.isin(rows["op"], ROOT_ONLY) | (rows["root"] == place) | (place < 0)
+        if self.mode is Mode.CROSSNODE and self.span is not None:
+            wanted &= self._crossing(rows, known, which)
+        if not wanted.all():
+            rows, issued, which, place = rows[wanted], issued[wanted], which[wanted], place[wanted]
+        return self._columns(rows, issued, tables, known, which, place, dropped)
+
+    def _crossing(self, rows: Rows, known: list[_Known], which: Column) -> Flags:
+        """Tell which ops cross hosts: by their peer, else (and from any source) by their group."""
+        assert self.span is not None
+        span = self.span
+        wanted = _by(known, which, lambda each: span.crosses(each.group.ranks)).astype(np.bool_)
+        named = (rows["kind"] == _P2P) & (rows["peer"] >= 0)
+        named &= rows["flags"] & FLAG_ANY_SOURCE == 0
+        for at in np.flatnonzero(named).tolist():
+            ranks, peer = known[which[at]].group.ranks, int(rows["peer"][at])
+            wanted[at] = span.is_elsewhere(ranks[peer]) if peer < len(ranks) else True
+        return wanted
+
+    def _columns(
+        self,
+        rows: Rows,
+        issued: Flags,
+        tables: Tables,
+        known: list[_Known],
+        which: Column,
+        place: Column,
+        dropped: int,
+    ) -> Descriptions:
+        objects = _by(known, which, lambda each: each.is_object).astype(np.bool_)
+        lengths = objects & (rows["dtype"] != PICKLES)  # of pickles: no message of the caller's
+        duration = _durations(rows, issued)
+        moved, factor = _moved(rows, known, which, lengths)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            algbw = np.where((duration > 0) & (moved > 0), moved / duration / 1e-3, np.nan)
+        algbw /= BYTES_PER_GB
+        coalesced = _by(known, which, lambda each: each.coalesced).astype(np.bool_)
+        together = (coalesced & (rows["tensors"] > 1)) | _by(
+            known, which, lambda each: each.correlates
+        ).astype(np.bool_)
+        p2p, root = rows["kind"] == _P2P, rows["root"]
+        columns: dict[str, Column] = {
+            "kind": which,
+            "message_size": np.where(lengths, 0, rows["message_bytes"]).astype(np.int64),
+            "device": rows["device_index"].copy(),
+            "issued_ns": rows["enqueued_ns"] + self.epoch_ns,
+            "peer_rank": _global(rows["peer"], known, which),
+            "root_rank": _global(root, known, which),
+            "correlation_id": np.where(together, rows["correlation"], 0).astype(np.int64),
+            "seq": rows["seq"].astype(np.int64),
+            "dtype": rows["dtype"].copy(),
+            "duration_ms": duration,
+            "algbw_gbps": algbw,
+            "busbw_gbps": algbw * factor,
+            "step": rows["step"].astype(np.int64),
+            "in_flight": issued,
+            "failed": rows["status"] == _FAILED,
+            "prints": p2p | np.where(root >= 0, root == place, place <= 0),
+            "first": np.ones(len(rows), np.bool_),
+        }
+        kinds = tuple(each.kind for each in known)
+        if (coalesced & (rows["tensors"] > 1)).any():
+            columns = _each_tensor(columns, rows, coalesced, tables)
+        return Descriptions(self.teller, kinds, columns, dropped)
+
+
+def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) -> Descriptions:
+    """Describe all records of a ring that was read (``rankcall.load(...).rings``).
+
+    ``CROSSNODE`` needs ``span``. ``gpu_serial`` and ``vm_id`` are not recorded: ``unknown``.
+    """
+    chosen = Mode(str(getattr(mode, "value", mode)).upper())
+    if chosen is Mode.CROSSNODE and span is None:
+        raise ValueError("CROSSNODE needs span: who is on which host")
+    header = ring.header
+    rows = ring.records
+    over = rows["status"] >= STATUSES.index("completed")
+    over |= rows["completed_ns"] != 0
+    ordered, issued = Order().take(rows[over], rows[~over], ring.tables, 0, last=True)
+    epoch_ns = header.anchor_epoch_ns - header.anchor_mono_ns
+    describer = Describer(Teller(header.rank), epoch_ns, chosen, span)
+    return describer.describe(ordered, issued, ring.tables, ring.dropped)
+
+
+def _known(rows: Rows, tables: Tables) -> tuple[list[_Known], Column]:
+    """Return what the distinct (variant, call site, group) mean, and each row's place there."""
+    code = np.zeros(len(rows), np.int64)
+    for name in ("variant", "call_site", "group"):
+        values, inverse = np.unique(rows[name], return_inverse=True)
+        code = code * len(values) + inverse
+    _, first, which = np.unique(code, return_index=True, return_inverse=True)
+    return [_meaning(rows[at], tables) for at in first.tolist()], which
+
+
+def _meaning(row: Rows, tables: Tables) -> _Known:
+    variant = tables.strings.get(int(row["variant"]), "")
+    group = tables.groups.get(int(row["group"]), _NO_GROUP)
+    site = tables.sites.get(int(row["call_site"]))
+    api = site.api if site is not None else ""
+    is_object = api in OBJECT_CALLS
+    name = api if is_object else public_name(variant) or "unknown"
+    kind = Kind(name, str(site) if site is not None else "unknown", group.label, group.ranks)
+    return _Known(kind, group, is_object, api == BATCH, "coalesced" in variant)
+
+
+def _by(known: list[_Known], which: Column, value: object) -> Column:
+    """Return a value that depends on the meaning only, for each row."""
+    assert callable(value)
+    return np.array([value(each) for each in known], np.int64)[which]
+
+
+def _place(ranks: tuple[int, ...], rank: int) -> int:
+    return ranks.index(rank) if rank in ranks else -1
+
+
+def _durations(rows: Rows, issued: Flags) -> npt.NDArray[np.float64]:
+    """Return how long each op took, in ms: the device's time where there is one, NaN if unknown."""
+    started = np.where(rows["started_ns"] == 0, rows["enqueued_ns"], rows["started_ns"])
+    took = np.round((rows["completed_ns"] - started) / 1e6, 6)
+    took = np.where(np.isnan(rows["device_ms"]), took, rows["device_ms"])
+    unknown = issued | (rows["completed_ns"] == 0) | (rows["status"] == _FAILED)
+    return np.where(unknown, np.nan, took)
+
+
+def _moved(
+    rows: Rows, known: list[_Known], which: Column, lengths: Flags
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return S (bytes) and f, as nccl-tests has them, of each row."""
+    moved, factor = np.zeros(len(rows)), np.zeros(len(rows))
+    members = _by(known, which, lambda each: len(each.group.ranks))
+    for n in np.unique(members).tolist():
+        mine = members == n
+        part = {name: np.ascontiguousarray(rows[name][mine]) for name in _SIZED}
+        moved[mine] = sizes(part, n)
+        for op in np.unique(part["op"]).tolist():
+            factor[mine & (rows["op"] == op)] = bus_factor(OPS[op], n)
+    moved[lengths] = 0
+    return moved, factor
+
+
+def _global(local: Column, known: list[_Known], which: Column) -> Column:
+    """Translate ranks within their groups to global ones; -1 where none applies."""
+    result = np.full(len(local), -1, np.int64)
+    if (local < 0).all():
+        return result
+    for number, each in enumerate(known):
+        ranks = np.array(each.group.ranks, np.int64)
+        rows = (which == number) & (local >= 0) & (local < len(ranks))
+        result[rows] = ranks[local[rows]]
+    return result
+
+
+def _each_tensor(
+    columns: dict[str, Column], rows: Rows, coalesced: Column, tables: Tables
+) -> dict[str, Column]:
+    """Make one description of each tensor of a coalesced op, its bytes by its elements."""
+    times = np.ones(len(rows), np.int64)
+    shares: dict[int, list[int]] = {}
+    for at in np.flatnonzero(coalesced & (rows["tensors"] > 1)).tolist():
+        numels = tables.numels.get(int(rows["shape_hash"][at]), ())
+        total = sum(numels)
+        if len(numels) == int(rows["tensors"][at]) and total:
+            size = int(columns["message_size"][at])
+            shares[at] = [size * numel // total for numel in numels]
+            times[at] = len(numels)
+    place = np.repeat(np.arange(len(rows)), times)
+    spread = {name: column[place] for name, column in columns.items()}
+    begins = np.cumsum(times) - times
+    for at, parts in shares.items():
+        here = slice(int(begins[at]), int(begins[at]) + len(parts))
+        spread["message_size"][here] = parts
+        spread["first"][here][1:] = False
+    return spread

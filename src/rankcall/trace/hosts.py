@@ -1,0 +1,53 @@
+"""Which ranks are on other hosts: by torchrun's variables, else by names told over the store.
+
+Never by the number of devices: jobs on the CPU, uneven hosts and divided GPUs would be misjudged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+Lookup = Callable[[Iterable[int]], dict[int, str]]
+
+
+def ranks_of_this_node() -> range | None:
+    """Return the ranks of this torchrun agent, which are consecutive; None without torchrun."""
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    numbers = [os.environ.get(name, "") for name in names]
+    if not all(number.isdigit() for number in numbers):
+        return None
+    rank, local_rank, local_size, _ = map(int, numbers)
+    return range(rank - local_rank, rank - local_rank + local_size)
+
+
+class Hosts:
+    """Answers whether a group crosses hosts; each group and rank is looked up once.
+
+    ``lookup`` returns the hosts of ranks, as far as they have been told yet. A rank whose host
+    nobody told counts as elsewhere: better one description too many than one that is missing.
+    """
+
+    def __init__(self, here: range | None, host: str, lookup: Lookup) -> None:
+        self._here = here
+        self._host = host
+        self._lookup = lookup
+        self._hosts: dict[int, str] = {}
+        self._crossing: dict[tuple[int, ...], bool] = {}
+
+    def crosses(self, ranks: tuple[int, ...]) -> bool:
+        """Tell whether a group this rank is in has members on more than one host."""
+        known = self._crossing.get(ranks)
+        if known is None:
+            known = any(self.is_elsewhere(rank) for rank in ranks) or not ranks
+            if self._here is not None or all(rank in self._hosts for rank in ranks):
+                self._crossing[ranks] = known
+        return known
+
+    def is_elsewhere(self, rank: int) -> bool:
+        """Tell whether a rank is on another host."""
+        if self._here is not None:
+            return rank not in self._here
+        if rank not in self._hosts:
+            self._hosts.update(self._lookup([rank]))
+        return self._hosts.get(rank) != self._host

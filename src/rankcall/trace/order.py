@@ -1,0 +1,148 @@
+"""Bring ended ops into issue order per group, and the ops of an object function's call together.
+
+An op that ended waits here while an earlier one of its group is in flight, but no longer than until
+that one has been in flight for ``OVERDUE_NS``: then it is described as issued, and blocks no more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.capture.public import OBJECT_CALLS, PICKLES
+from rankcall.capture.tail import Flags, Indexes, Rows
+from rankcall.record import RECORD, STATUSES
+from rankcall.ring.reader import Tables
+
+OVERDUE_NS = 5_000_000_000
+_STALE_NS = 1_000_000_000  # a call with fewer ops than we know of is whole after that
+_MOST_WAITING = 1 << 16
+
+_STARTED, _FAILED = STATUSES.index("started"), STATUSES.index("failed")
+_NONE: Rows = np.empty(0, RECORD)
+
+
+def index_of(rows: Rows) -> Indexes:
+    """Return the number of each record."""
+    index: Indexes = (rows["commit"] >> 2).astype(np.int64) - 1
+    return index
+
+
+class Order:
+    """Holds back what must wait; one for each recording, used from one thread."""
+
+    def __init__(self) -> None:
+        self._waiting = _NONE
+        self._told: set[int] = set()  # in flight, described as issued
+        self._tables: Tables | None = None
+        self._object_sites: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        self._calls: dict[int, int] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How many ended ops are held back."""
+        return len(self._waiting)
+
+    def take(
+        self, ended: Rows, awaited: Rows, tables: Tables, now_ns: int, last: bool = False
+    ) -> tuple[Rows, Flags]:
+        """Return the rows to describe now, in issue order, and which of them are still in flight.
+
+        ``awaited`` is what is in flight. ``last`` lets go of everything that waits.
+        """
+        self._learn(tables)
+        objects = self._are_objects(ended)
+        if not (len(awaited) or len(self._waiting) or objects.any()):
+            self._told.clear()
+            return ended, np.zeros(len(ended), np.bool_)
+        rows = np.concatenate([self._waiting, ended])
+        rows = rows[np.argsort(rows["commit"], kind="stable")]
+        overdue, blocking = self._split(awaited, now_ns)
+        rows, held = self._hold(rows, awaited, blocking, now_ns)
+        if last or np.count_nonzero(held) > _MOST_WAITING:
+            held[:] = False
+        self._waiting = rows[held]
+        ready = self._merged(rows[~held])
+        issued = np.concatenate([np.zeros(len(ready), np.bool_), np.ones(len(overdue), np.bool_)])
+        ready = np.concatenate([ready, overdue])
+        order = np.argsort(ready["commit"], kind="stable")
+        return ready[order], issued[order]
+
+    def _learn(self, tables: Tables) -> None:
+        """Note which call sites call a function that sends pickles."""
+        if tables is self._tables:
+            return
+        self._tables = tables
+        self._calls = {
+            number: OBJECT_CALLS[site.api]
+            for number, site in tables.sites.items()
+            if site.api in OBJECT_CALLS
+        }
+        self._object_sites = np.array(list(self._calls), np.uint32)
+
+    def _are_objects(self, rows: Rows) -> Flags:
+        if not len(self._object_sites):
+            return np.zeros(len(rows), np.bool_)
+        return np.isin(rows["call_site"], self._object_sites)
+
+    def _split(self, awaited: Rows, now_ns: int) -> tuple[Rows, Rows]:
+        """Return the ops in flight that are to be described as issued now, and those that block."""
+        index = index_of(awaited)
+        self._told &= set(index.tolist())
+        told = np.isin(index, list(self._told)) if self._told else np.zeros(len(index), np.bool_)
+        overdue = ~told & (awaited["enqueued_ns"] < now_ns - OVERDUE_NS)
+        self._told.update(index[overdue].tolist())
+        return awaited[overdue], awaited[~told & ~overdue]
+
+    def _hold(self, rows: Rows, awaited: Rows, blocking: Rows, now_ns: int) -> tuple[Rows, Flags]:
+        """Tell which rows have to wait."""
+        held = np.zeros(len(rows), np.bool_)
+        first: dict[int, int] = {}  # of each group: the earliest record that is not over
+        for group, index in zip(blocking["group"].tolist(), index_of(blocking), strict=True):
+            first[group] = min(first.get(group, int(index)), int(index))
+        calls = self._calls_in(rows)
+        for parts in calls:
+            if not self._is_whole(rows[parts], awaited, now_ns):
+                held[parts] = True
+                group, index = int(rows["group"][parts[0]]), int(index_of(rows[parts])[0])
+                first[group] = min(first.get(group, index), index)
+        index = index_of(rows)
+        for group, blocker in first.items():
+            held |= (rows["group"] == group) & (index > blocker)
+        for parts in calls:
+            held[parts] = held[parts].any()
+        return rows, held
+
+    def _calls_in(self, rows: Rows) -> list[list[int]]:
+        """Return where the ops of each call of an object function are."""
+        calls: dict[int, list[int]] = {}
+        for at in np.flatnonzero(self._are_objects(rows)).tolist():
+            calls.setdefault(int(rows["correlation"][at]), []).append(at)
+        return list(calls.values())
+
+    def _is_whole(self, parts: Rows, awaited: Rows, now_ns: int) -> bool:
+        if len(parts) >= self._calls[int(parts["call_site"][0])]:
+            return True
+        if (parts["status"] == _FAILED).any():
+            return True
+        more = (awaited["correlation"] == parts["correlation"][0]).any()
+        return not more and int(parts["completed_ns"].max()) < now_ns - _STALE_NS
+
+    def _merged(self, rows: Rows) -> Rows:
+        """Make one row of each call: that of the pickles, from the first start to the last end."""
+        calls = self._calls_in(rows)
+        if not calls:
+            return rows
+        kept = np.ones(len(rows), np.bool_)
+        for parts in calls:
+            pickles = [at for at in parts if rows["dtype"][at] == PICKLES]
+            chosen = (pickles or parts)[-1]
+            kept[parts], kept[chosen] = False, True
+            over = rows["completed_ns"][parts]
+            for name in ("enqueued_ns", "started_ns"):
+                rows[name][chosen] = rows[name][parts[0]]
+            rows["completed_ns"][chosen] = over.max() if over.all() else 0
+            if (rows["status"][parts] == _FAILED).any():
+                rows["status"][chosen] = _FAILED
+        merged: Rows = rows[kept]
+        return merged

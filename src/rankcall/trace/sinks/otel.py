@@ -1,0 +1,183 @@
+"""OpenTelemetry: metrics, and the ops of some steps as spans, through the official SDK."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rankcall.trace.descriptions import Description, Descriptions
+from rankcall.trace.sinks._otlp import exporter
+from rankcall.trace.sinks.counts import Keys
+from rankcall.trace.sinks.extras import imported
+
+if TYPE_CHECKING:
+    from rankcall.trace.sinks.base import Origin
+
+_SCOPE = "rankcall"
+_DURATIONS_PER_SECOND = 1000
+_SPANS_PER_STEP = 2000
+_LATE = 2  # steps after which a step's ops are taken to have all been described
+_SHUTDOWN_MS = 1000
+
+
+class OpenTelemetry:
+    """Feeds the meter and tracer providers it is given; without any, its own over OTLP (HTTP).
+
+    Counters ``rankcall.collective.calls`` and ``.bytes``, the histogram ``.duration`` (s; beyond
+    1,000 ops a second a sample of them), the gauge ``.in_flight.age`` (s). Attributes: op, group,
+    host, rank. Every ``span_every``-th step (0: none) becomes a span with its ops as children.
+    Providers of its own are configured by OTEL_EXPORTER_OTLP_ENDPOINT, or ``endpoint``, and shut
+    down at the end; they need ``opentelemetry-sdk`` and ``opentelemetry-exporter-otlp-proto-http``.
+    """
+
+    def __init__(
+        self,
+        meter_provider: Any = None,
+        tracer_provider: Any = None,
+        *,
+        endpoint: str | None = None,
+        span_every: int = 100,
+    ) -> None:
+        if span_every < 0:
+            raise ValueError(f"span_every must be 0 or more; got {span_every}")
+        self._metrics = imported("opentelemetry.metrics", "otel")
+        self._traces = imported("opentelemetry.trace", "otel")
+        self._given = meter_provider, tracer_provider
+        self._own: list[Any] = []
+        if meter_provider is None and tracer_provider is None:
+            imported("opentelemetry.exporter.otlp.proto.http", "otel")
+        self._endpoint = endpoint
+        self._every = span_every
+        self._keys = Keys()
+        self._steps: dict[int, list[tuple[Description, int]]] = defaultdict(list)
+        self._newest = -1
+        self._budget, self._budget_at = float(_DURATIONS_PER_SECOND), time.monotonic()
+
+    def open(self, origin: Origin) -> None:
+        """Make the instruments, and the providers where none were given."""
+        self._origin = origin
+        self._common = {"host": origin.host, "rank": origin.rank}
+        meters, tracers = self._given
+        if meters is None and tracers is None:
+            meters, tracers = self._own = self._own_providers(origin)
+        wants_spans = tracers is not None and self._every
+        self._tracer: Any = tracers.get_tracer(_SCOPE) if wants_spans else None
+        self._instruments = None if meters is None else self._made(meters.get_meter(_SCOPE))
+
+    def write(self, descriptions: Descriptions) -> None:
+        """Add to the metrics; keep the ops of steps that become spans until those are over."""
+        if self._instruments is not None:
+            calls, sizes, durations = self._instruments
+            for key, added in self._keys.split(descriptions):
+                labels = {"op": key.op, "group": key.group, **self._common}
+                calls.add(added.calls, labels)
+                sizes.add(int(added.sizes.sum()), labels)
+                for seconds in self._sampled(added.seconds):
+                    durations.record(seconds, labels)
+        if self._tracer is not None:
+            self._keep_for_spans(descriptions)
+            self._end_spans(self._newest - _LATE)
+
+    def close(self) -> None:
+        """Write the spans that are left; shut down what is ours."""
+        if self._tracer is not None:
+            self._end_spans(self._newest)
+        for provider, argument in zip(self._own, ("timeout_millis", None), strict=False):
+            provider.shutdown(**({argument: _SHUTDOWN_MS} if argument else {}))
+
+    # --- metrics ---
+
+    def _made(self, meter: Any) -> tuple[Any, Any, Any]:
+        meter.create_observable_gauge(
+            "rankcall.collective.in_flight.age", [self._ages], "s", "Age of the oldest op in flight"
+        )
+        return (
+            meter.create_counter("rankcall.collective.calls", "{op}", "Ops that have ended"),
+            meter.create_counter("rankcall.collective.bytes", "By", "What their messages carried"),
+            meter.create_histogram("rankcall.collective.duration", "s", "How long ops took here"),
+        )
+
+    def _sampled(self, seconds: Any) -> list[float]:
+        """Return the durations to record: all, unless there are more than the budget allows.
+
+        Each costs the SDK some microseconds with the GIL, which the training thread wants.
+        """
+        now = time.monotonic()
+        more = (now - self._budget_at) * _DURATIONS_PER_SECOND
+        self._budget, self._budget_at = min(self._budget + more, _DURATIONS_PER_SECOND), now
+        count = min(len(seconds), max(1, int(self._budget)))
+        self._budget -= min(count, self._budget)
+        picks = np.linspace(0, len(seconds) - 1, count).astype(np.int64)[: len(seconds)]
+        sample: list[float] = seconds[picks].tolist()
+        return sample
+
+    def _ages(self, options: Any) -> Iterator[Any]:
+        """Yield the age of the oldest op in flight of each key; called by the SDK's reader."""
+        descriptions, now = self._origin.in_flight(), time.time_ns()
+        oldest: dict[Any, int] = {}
+        columns = descriptions.columns
+        for at, issued in zip(columns["kind"].tolist(), columns["issued_ns"].tolist(), strict=True):
+            kind = descriptions.kinds[at]
+            key = self._keys.of(kind.name, kind.group)
+            oldest[key] = min(oldest.get(key, issued), issued)
+        for key, issued in oldest.items():
+            labels = {"op": key.op, "group": key.group, **self._common}
+            yield self._metrics.Observation((now - issued) / 1e9, labels)
+
+    # --- spans ---
+
+    def _keep_for_spans(self, descriptions: Descriptions) -> None:
+        columns = descriptions.columns
+        if len(descriptions):
+            self._newest = max(self._newest, int(columns["step"].max()))
+        wanted = (columns["step"] % self._every == 0) & ~columns["in_flight"]
+        chosen = descriptions.only(wanted)
+        for each, issued in zip(chosen, chosen.columns["issued_ns"].tolist(), strict=True):
+            if len(self._steps[each["step"]]) < _SPANS_PER_STEP:
+                self._steps[each["step"]].append((each, issued))
+
+    def _end_spans(self, last: int) -> None:
+        for step in sorted(step for step in self._steps if step <= last):
+            self._span_of_step(step, self._steps.pop(step))
+
+    def _span_of_step(self, step: int, ops: list[tuple[Description, int]]) -> None:
+        times = [(issued, issued + int((each["duration_ms"] or 0) * 1e6)) for each, issued in ops]
+        parent = self._tracer.start_span(
+            f"step {step}",
+            start_time=min(begin for begin, _ in times),
+            attributes={"rankcall.step": step, **self._common},
+        )
+        within = self._traces.set_span_in_context(parent)
+        for (each, _), (begin, end) in zip(ops, times, strict=True):
+            values = {
+                f"rankcall.{name}": value for name, value in each.items() if value is not None
+            }
+            span = self._tracer.start_span(
+                each["name"], context=within, start_time=begin, attributes=values
+            )
+            span.end(end_time=end)
+        parent.end(end_time=max(end for _, end in times))
+
+    # --- providers of its own ---
+
+    def _own_providers(self, origin: Origin) -> list[Any]:
+        sdk_metrics = imported("opentelemetry.sdk.metrics", "otel")
+        sdk_traces = imported("opentelemetry.sdk.trace", "otel")
+        resource = imported("opentelemetry.sdk.resources", "otel").Resource.create(
+            {"service.name": "rankcall", "host.name": origin.host, "rankcall.rank": origin.rank}
+        )
+        reader = imported("opentelemetry.sdk.metrics.export", "otel").PeriodicExportingMetricReader(
+            exporter("metric_exporter", "OTLPMetricExporter", self._endpoint, "v1/metrics")
+        )
+        spans = sdk_traces.TracerProvider(resource=resource, shutdown_on_exit=False)
+        spans.add_span_processor(
+            imported("opentelemetry.sdk.trace.export", "otel").BatchSpanProcessor(
+                exporter("trace_exporter", "OTLPSpanExporter", self._endpoint, "v1/traces")
+            )
+        )
+        meters = sdk_metrics.MeterProvider([reader], resource, shutdown_on_exit=False)
+        return [meters, spans]

@@ -1,0 +1,98 @@
+"""The complete history: every record, in Parquet files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rankcall.ring.reader import Head, Ring
+from rankcall.run import Run
+from rankcall.trace.sinks.base import Origin
+
+
+class Parquet:
+    """Keeps every record of this rank, whatever the mode, in segments ``NAME.000000.parquet``.
+
+    The columns are those of docs/records.md. ``folder`` is made; the default is ``history/`` in the
+    run directory. A segment is written (zstd) when it has ``rows`` records, or at the first record
+    that comes ``seconds`` after its first; it gets its name when it is whole. What is not in a
+    segment yet when a process is killed is in the ring, which holds the newest.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        rows: int = 50_000,
+        seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if rows < 1:
+            raise ValueError(f"rows must be 1 or more; got {rows}")
+        if not seconds > 0:
+            raise ValueError(f"seconds must be more than 0; got {seconds}")
+        self._asked = None if folder is None else Path(folder)
+        self._rows, self._seconds, self._clock = rows, seconds, clock
+        self._held: list[Ring] = []
+        self._since = 0.0
+        self._number = 0
+        self._stem = ""
+        self.folder = Path()
+
+    def open(self, origin: Origin) -> None:
+        """Make the folder."""
+        self.folder = self._asked or (origin.run_dir or Path()) / "history"
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        host = re.sub(r"[^A-Za-z0-9_.-]+", "_", origin.host)
+        self._stem = f"rank-{origin.rank:05d}.attempt-{origin.attempt}.{host}.{os.getpid()}"
+
+    def write_records(self, ring: Ring) -> None:
+        """Take the next records; write a segment when it is time."""
+        now = self._clock()
+        if not self._held:
+            self._since = now
+        self._held.append(ring)
+        full = sum(len(each.records) for each in self._held) >= self._rows
+        if full or now - self._since >= self._seconds:
+            try:
+                self._write_segment()
+            except BaseException:
+                self._held.pop()  # it will come again
+                raise
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._held:
+            self._write_segment()
+
+    def _write_segment(self) -> None:
+        import polars as pl
+
+        from rankcall._frames import ring_frame
+
+        newest = self._held[-1]
+        run = Run(self.folder, {}, [Head(newest.path, newest.header, newest.tables)])
+        frames = [ring_frame(run, ring) for ring in self._held]
+        table = pl.concat(frames, how="vertical") if len(frames) > 1 else frames[0]
+        target = self._unused()
+        scratch = target.with_name(f".{target.name}.part")
+        try:
+            with scratch.open("wb") as file:
+                table.write_parquet(file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(target)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+        self._held.clear()
+
+    def _unused(self) -> Path:
+        while True:
+            path = self.folder / f"{self._stem}.{self._number:06d}.parquet"
+            self._number += 1
+            if not path.exists():
+                return path

@@ -1,0 +1,151 @@
+"""Prometheus: durations, bytes, counts and what is in flight, for a scraper to fetch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rankcall.trace.descriptions import Descriptions
+from rankcall.trace.sinks.counts import BYTES, SECONDS, Histogram, Key, Keys
+from rankcall.trace.sinks.extras import imported
+
+if TYPE_CHECKING:
+    from rankcall.trace.sinks.base import Origin
+
+_LABELS = ("op", "group", "host", "rank")
+
+
+@dataclass
+class _Sums:
+    calls: int = 0
+    failed: int = 0
+    seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    sizes: Histogram = field(default_factory=lambda: Histogram(BYTES))
+
+
+class Prometheus:
+    """Serves metrics over HTTP, each rank of a host on a port of its own: ``port`` + local rank.
+
+    ``port`` 0 takes a free one (``.port`` tells). ``address`` is what to listen on: this host only,
+    unless you say ``"0.0.0.0"``. Or give a ``registry`` of your own: then nothing is served.
+    Labels: op, group (a bounded number), host, rank. Needs ``prometheus-client``.
+    """
+
+    def __init__(
+        self, port: int = 9464, address: str = "127.0.0.1", *, registry: Any = None
+    ) -> None:
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"port must be from 0 to 65535; got {port}")
+        self._client = imported("prometheus_client", "prometheus")
+        self._asked, self._address, self._registry = port, address, registry
+        self._serves = registry is None
+        self._server: Any = None
+        self._lock = threading.Lock()
+        self._sums: dict[Key, _Sums] = {}
+        self._keys = Keys()
+        self._dropped = 0
+        self._origin: Origin | None = None
+        self.port: int | None = None
+
+    def open(self, origin: Origin) -> None:
+        """Register the metrics, and listen."""
+        self._origin = origin
+        if self._serves:
+            self._registry = self._client.CollectorRegistry()
+            port = self._asked + max(origin.local_rank, 0) if self._asked else 0
+            try:
+                self._server = self._client.start_http_server(port, self._address, self._registry)
+            except OSError as error:
+                text = f"port {port} on {self._address}: {error.strerror}"
+                raise OSError(error.errno, text) from error
+            self.port = self._server[0].server_port
+        self._registry.register(self)
+
+    def write(self, descriptions: Descriptions) -> None:
+        """Add up."""
+        batch = list(self._keys.split(descriptions))
+        with self._lock:
+            self._dropped += descriptions.dropped
+            for key, added in batch:
+                sums = self._sums.setdefault(key, _Sums())
+                sums.calls += added.calls
+                sums.failed += added.failed
+                sums.seconds.add(added.seconds)
+                sums.sizes.add(added.sizes)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._registry.unregister(self)
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._server = None
+
+    # --- for prometheus_client, on the threads that scrape ---
+
+    def describe(self) -> list[Any]:
+        """Return no names ahead of time."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics as they are now."""
+        core = imported("prometheus_client.core", "prometheus")
+        calls = core.CounterMetricFamily(
+            "rankcall_collectives", "Ops that have ended.", labels=_LABELS
+        )
+        failed = core.CounterMetricFamily(
+            "rankcall_collectives_failed", "Ops that have failed.", labels=_LABELS
+        )
+        seconds = core.HistogramMetricFamily(
+            "rankcall_collective_duration_seconds", "How long ops took here.", labels=_LABELS
+        )
+        sizes = core.HistogramMetricFamily(
+            "rankcall_collective_bytes", "What their messages carried.", labels=_LABELS
+        )
+        with self._lock:
+            for key, sums in self._sums.items():
+                labels = self._labels(key)
+                calls.add_metric(labels, sums.calls)
+                failed.add_metric(labels, sums.failed)
+                for family, each in ((seconds, sums.seconds), (sizes, sums.sizes)):
+                    family.add_metric(labels, _buckets(each), each.total)
+            dropped = self._dropped
+        yield from (calls, failed, seconds, sizes, *self._in_flight(core))
+        lost = core.CounterMetricFamily(
+            "rankcall_dropped", "Ops that were overwritten before they were described."
+        )
+        lost.add_metric([], dropped)
+        yield lost
+
+    def _in_flight(self, core: Any) -> list[Any]:
+        """Return how many ops are in flight, and how old the oldest is."""
+        assert self._origin is not None
+        count = core.GaugeMetricFamily("rankcall_in_flight", "Ops in flight.", labels=_LABELS)
+        age = core.GaugeMetricFamily(
+            "rankcall_in_flight_age_seconds", "Age of the oldest op in flight.", labels=_LABELS
+        )
+        now = time.time_ns()
+        found: dict[Key, list[float]] = {}
+        descriptions = self._origin.in_flight()
+        columns = descriptions.columns
+        for at, issued in zip(columns["kind"].tolist(), columns["issued_ns"].tolist(), strict=True):
+            kind = descriptions.kinds[at]
+            found.setdefault(self._keys.of(kind.name, kind.group), []).append((now - issued) / 1e9)
+        for key, ages in found.items():
+            count.add_metric(self._labels(key), len(ages))
+            age.add_metric(self._labels(key), max(ages))
+        return [count, age]
+
+    def _labels(self, key: Key) -> list[str]:
+        assert self._origin is not None
+        return [key.op, key.group, self._origin.host, str(self._origin.rank)]
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    names = [*(repr(bound) for bound in histogram.bounds), "+Inf"]
+    return list(zip(names, histogram.counts.cumsum().tolist(), strict=True))

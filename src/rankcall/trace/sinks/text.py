@@ -1,0 +1,143 @@
+"""One JSON object a line: on stdout, or in a file that is rotated by size."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from rankcall.trace.descriptions import Descriptions
+from rankcall.trace.sinks.base import Origin
+
+_MIB = 1 << 20
+
+
+class Stdout:
+    """Prints the descriptions that are this rank's to print: see the guide for who prints what.
+
+    ``stream`` is what to print to (default: ``sys.stdout`` at that time).
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def open(self, origin: Origin) -> None:
+        """Do nothing."""
+
+    def write(self, descriptions: Descriptions) -> None:
+        """Print whole lines in one call."""
+        mine = descriptions.only(descriptions.columns["prints"])
+        if len(mine):
+            stream = self._stream or sys.stdout
+            stream.write(mine.lines())
+            stream.flush()
+
+    def close(self) -> None:
+        """Do nothing: the stream is not ours."""
+
+
+class JsonLines:
+    """Writes every description of this rank to a file, one JSON object a line.
+
+    ``path`` may hold ``{rank}``, ``{host}`` and ``{attempt}``; without ``{rank}`` each rank's file
+    gets ``.rank-N`` before its suffix. The default is ``trace/`` in the run directory (in the
+    working directory, without one). A file that reaches ``max_mib`` becomes ``NAME.1``, that one
+    ``NAME.2`` ...; ``keep`` of these are kept. A line is written whole or not at all.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, max_mib: float = 64, keep: int = 4
+    ) -> None:
+        if not max_mib > 0:
+            raise ValueError(f"max_mib must be more than 0; got {max_mib}")
+        if keep < 0:
+            raise ValueError(f"keep must be 0 or more; got {keep}")
+        self._asked = None if path is None else Path(path)
+        self._max_bytes = max(1, int(max_mib * _MIB))
+        self._keep = keep
+        self._fd = -1
+        self._written: tuple[Descriptions | None, int] = (None, 0)  # of a batch that broke off
+        self.path: Path | None = None
+
+    def open(self, origin: Origin) -> None:
+        """Open the file for appending; makes its folder."""
+        self.path = place(self._asked, "jsonl", origin)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = self._opened()
+
+    def write(self, descriptions: Descriptions) -> None:
+        """Append; what cannot be written whole is taken back, and tried again later."""
+        data = memoryview(descriptions.lines().encode())
+        batch, done = self._written
+        done = done if batch is descriptions else 0
+        while done < len(data):
+            self._written = descriptions, done
+            if self._fd < 0:
+                self._fd = self._opened()
+            size = os.fstat(self._fd).st_size
+            part = _whole_lines(data[done:], self._max_bytes - size, fresh=size == 0)
+            if len(part):
+                self._append(part)
+                done += len(part)
+            else:
+                self._rotate()
+        self._written = None, 0
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _append(self, data: memoryview) -> None:
+        before = os.fstat(self._fd).st_size
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._fd, data[written:])
+        except OSError:
+            with contextlib.suppress(OSError):  # a pipe or device cannot take it back
+                os.ftruncate(self._fd, before)
+            raise
+
+    def _opened(self) -> int:
+        assert self.path is not None
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def _rotate(self) -> None:
+        assert self.path is not None
+        self.close()
+        for number in range(self._keep, 0, -1):
+            older = Path(f"{self.path}.{number}")
+            newer = Path(f"{self.path}.{number - 1}") if number > 1 else self.path
+            if newer.exists():
+                newer.replace(older)
+        self.path.unlink(missing_ok=True)
+
+
+def _whole_lines(data: memoryview, room: int, fresh: bool) -> memoryview:
+    """Return as many lines as there is room for; at least one where the file is ``fresh``."""
+    if len(data) <= room:
+        return data
+    cut = bytes(data[: max(room, 0)]).rfind(b"\n") + 1
+    if not cut and fresh:
+        cut = bytes(data).find(b"\n") + 1
+    return data[:cut]
+
+
+def place(asked: Path | None, suffix: str, origin: Origin) -> Path:
+    """Return the path of this rank's file: as asked, or in the run directory."""
+    host = re.sub(r"[^A-Za-z0-9_.-]+", "_", origin.host)
+    if asked is None:
+        name = f"rank-{origin.rank:05d}.attempt-{origin.attempt}.{suffix}"
+        return (origin.run_dir or Path()) / "trace" / name
+    text = str(asked)
+    if "{rank}" not in text:
+        asked = asked.with_name(f"{asked.stem}.rank-{origin.rank}{asked.suffix}")
+        text = str(asked)
+    for name, value in (("rank", origin.rank), ("attempt", origin.attempt), ("host", host)):
+        text = text.replace(f"{{{name}}}", str(value))
+    return Path(text)

@@ -1,0 +1,207 @@
+"""Descriptions on four real ranks and three groups: every row of the table, and who prints."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import nvtx_tool
+import pytest
+import tracecases
+from ranks import run_ranks
+from world import SUBGROUPS, World
+
+pytestmark = pytest.mark.multiproc
+
+RANKS = 4
+CAPTURES = ("native", "python")
+FIELDS = [
+    "name", "rank", "source_line", "message_size", "device", "timestamp", "gpu_serial", "vm_id",
+    "group_ranks", "peer_rank", "root_rank", "correlation_id", "seq", "group", "dtype",
+    "duration_ms", "algbw_gbps", "busbw_gbps", "step",
+]  # fmt: skip
+WHERE_THEY_APPLY = {"peer_rank", "root_rank", "correlation_id"}
+
+
+@dataclass
+class Told:
+    """What each rank expected, was told, and printed."""
+
+    expected: list[list[dict[str, Any]]]
+    described: list[list[dict[str, Any]]]
+    printed: list[list[dict[str, Any]]]
+    heard: list[nvtx_tool.Heard]
+    began: float
+    ended: float
+
+
+_told: dict[str, Told] = {}
+_failed: set[str] = set()
+
+
+@pytest.fixture(params=CAPTURES)
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Return a capture's run of all cases; made once."""
+    capture = request.param
+    if capture in _failed:
+        pytest.skip(f"the {capture} run failed, in the first test that wanted it")
+    if capture not in _told:
+        _failed.add(capture)
+        folder = tmp_path_factory.mktemp(capture)
+        env = {
+            "RANKCALL_CAPTURE": capture, "GPU_SERIAL": 'a"b', "VM_ID": "vm-7",
+            "NVTX_INJECTION64_PATH": str(nvtx_tool.built(folder)),
+            "NVTX_COLLECTED": str(folder / "nvtx"),
+        }  # fmt: skip
+        began = time.time()
+        each = run_ranks(_issue_everything, RANKS, env=env, timeout=60)
+        expected, described, printed, pids = map(list, zip(*each, strict=True))
+        by_pid = nvtx_tool.heard(folder / "nvtx")
+        heard = [by_pid[pid] for pid in pids]
+        _told[capture] = Told(expected, described, printed, heard, began, time.time())
+        _failed.remove(capture)
+    return _told[capture]
+
+
+def _issue_everything(rank: int, world_size: int) -> Any:
+    from rankcall import trace
+
+    world = World.of(rank)
+    out, sink, expected = io.StringIO(), trace.MemorySink(), []
+    made = {"1": None, "2": None} | {each.label: each.pg for each in world.groups}
+    import torch.distributed as dist
+
+    made = {label: pg or dist.GroupMember.NON_GROUP_MEMBER for label, pg in made.items()}
+    sinks = [sink, trace.Stdout(out), trace.Nvtx()]
+    with trace.enable("all", sinks=sinks) as handle:
+        for case in tracecases.CASES:
+            for group in world.groups:
+                tell = tracecases.Tell(rank, group)
+                case(tell)
+                expected += [{**each, "case": case.__name__} for each in tell.expected]
+        tracecases.not_a_member(world, made)
+        assert handle.flush(20)
+    printed = [json.loads(line) for line in out.getvalue().splitlines()]
+    return expected, sink.descriptions, printed, os.getpid()
+
+
+def by_group(descriptions: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Sort out what belongs to which group, in order."""
+    groups = defaultdict(list)
+    for each in descriptions:
+        groups[each["group"]].append(each)
+    return groups
+
+
+def test_every_row(told: Told) -> None:
+    """Name, size, line, ranks, dtype and bandwidths of each, in issue order in each group."""
+    for rank in range(RANKS):
+        expected, found = by_group(told.expected[rank]), by_group(told.described[rank])
+        assert set(found) == {"0"} | {
+            str(number) for number, ranks in enumerate(SUBGROUPS.values(), 1) if rank in ranks
+        }
+        for group, wanted in expected.items():
+            names = [each["name"] for each in found[group]]
+            assert names == [each["name"] for each in wanted], f"rank {rank}, group {group}"
+            for want, got in zip(wanted, found[group], strict=True):
+                _compare(want, got, rank)
+
+
+def _compare(want: dict[str, Any], got: dict[str, Any], rank: int) -> None:
+    here = f"rank {rank}, {want['case']} on group {want['group']}: {got}"
+    for name in ("message_size", "group_ranks"):
+        assert got[name] == want[name], f"{name}: {here}"
+    assert want["dtype"] in (None, got["dtype"]), here  # a barrier's means nothing
+    for name in ("peer_rank", "root_rank"):
+        assert got.get(name) == want.get(name), f"{name}: {here}"
+    assert got["source_line"] == f"{tracecases.__file__}:{want['line']}", here
+    assert got["duration_ms"] > 0, here
+    if want["S"] is None:
+        assert got["algbw_gbps"] is None, here
+        assert got["busbw_gbps"] is None, here
+    else:  # GB/s of 1e9 bytes, from this rank's own duration
+        assert got["algbw_gbps"] * got["duration_ms"] * 1e6 == pytest.approx(want["S"]), here
+        assert got["busbw_gbps"] == pytest.approx(got["algbw_gbps"] * want["f"]), here
+
+
+def test_fields(told: Told) -> None:
+    """The fields of the table and no others, of the right types; those that apply only there."""
+    for rank in range(RANKS):
+        for each in told.described[rank]:
+            assert list(each) == [f for f in FIELDS if f not in WHERE_THEY_APPLY or f in each]
+            assert each["rank"] == rank
+            assert each["device"] == "cpu"
+            assert (each["gpu_serial"], each["vm_id"]) == ('a"b', "vm-7")
+            assert type(each["timestamp"]) is int
+            assert int(told.began) <= each["timestamp"] <= told.ended
+            assert type(each["message_size"]) is int
+            assert each["seq"] > 0
+            assert each["step"] == 0
+
+
+def test_correlation(told: Told) -> None:
+    """Shared by the ops of one batch and the tensors of one coalesced op; others have none."""
+    for rank in range(RANKS):
+        expected, found = by_group(told.expected[rank]), by_group(told.described[rank])
+        calls: dict[Any, set[int]] = defaultdict(set)
+        for group, wanted in expected.items():
+            for want, got in zip(wanted, found[group], strict=True):
+                assert ("correlation_id" in got) == ("call" in want), got
+                if "call" in want:
+                    calls[group, want["case"], want["call"]].add(got["correlation_id"])
+        assert all(len(ids) == 1 for ids in calls.values())
+        assert len(set.union(*calls.values())) == len(calls) > 6
+
+
+def test_who_prints(told: Told) -> None:
+    """Point to point by the caller, with a root by the root, else by the group's first rank."""
+    for rank in range(RANKS):
+        expected, found = by_group(told.expected[rank]), by_group(told.described[rank])
+        wanted = {
+            group: [got for want, got in zip(each, found[group], strict=True) if want["prints"]]
+            for group, each in expected.items()
+        }
+        assert by_group(told.printed[rank]) == {k: v for k, v in wanted.items() if v}
+    for group, ranks in {"0": [0, 1, 2, 3], "1": [1, 3], "2": [0, 2, 3]}.items():
+        collectives = [
+            (each["name"], each["seq"])
+            for rank in range(RANKS)
+            for each in told.printed[rank]
+            if each["group"] == group and "peer_rank" not in each and "correlation_id" not in each
+        ]
+        assert len(collectives) == len(set(collectives)), f"printed twice in {ranks}"
+
+
+def test_nvtx_marks(told: Told) -> None:
+    """Every description is a mark too, at issue: what is not known then is null."""
+    times = ("duration_ms", "algbw_gbps", "busbw_gbps")
+    for rank in range(RANKS):
+        heard = told.heard[rank]
+        assert heard.domains == ["rankcall"]
+        marks = by_group([mark for _, mark in heard.marks])
+        for group, described in by_group(told.described[rank]).items():
+            assert len(marks[group]) == len(described)
+            for mark, described_later in zip(marks[group], described, strict=True):
+                later = {**described_later, **dict.fromkeys(times)}
+                if later["name"] == "recv" and "peer_rank" not in mark:  # from any source
+                    later = {**later, "seq": 0}
+                    del later["peer_rank"]
+                assert abs(mark.pop("timestamp") - later.pop("timestamp")) <= 1
+                later.pop("seq"), mark.pop("seq")  # a call's is that of another of its ops
+                assert mark == later
+        assert len({thread for thread, _ in heard.marks}) == 1  # the one that issued them all
+
+
+def test_nvtx_ranges(told: Told) -> None:
+    """One over each op, which ends; its mark comes right before it."""
+    for heard in told.heard:
+        assert heard.between == 0
+        assert sorted(heard.ended) == sorted(heard.begun)
+        names = {mark["name"] for _, mark in heard.marks}
+        assert set(heard.begun.values()) == names
+        assert len(heard.begun) < len(heard.marks)  # a coalesced op has several marks, one range

@@ -1,0 +1,331 @@
+"""Tracing while a job runs: what hangs, who is on other hosts, what fails, and what is put back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import nvtx_tool
+import pytest
+from launch import Launch, launch
+from ranks import run_ranks, try_ranks
+from test_hosts import free_port
+
+pytestmark = pytest.mark.multiproc
+WAIT_S = 20.0
+CAPTURES = ("native", "python")
+
+
+def until(condition: Any) -> None:
+    """Wait for what the trace thread is about to do."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+# --- an op that does not end, sinks that fail, a forked child; all in one set of ranks ---
+
+
+def _overdue(rank: int) -> list[Any]:
+    import torch
+    import torch.distributed as dist
+
+    from rankcall import trace
+    from rankcall.trace import order
+
+    normally = order.OVERDUE_NS
+    if rank == 0:
+        order.OVERDUE_NS = 200_000_000
+    sink, other = trace.MemorySink(), 1 - rank
+    with trace.enable("ALL", sinks=[sink]) as handle:
+        work = dist.irecv(torch.ones(2), other) if rank == 0 else None
+        dist.all_reduce(torch.ones(1))
+        if rank == 0:
+            until(lambda: len(sink.descriptions) == 2)
+            flying = [(each["name"], each["peer_rank"]) for each in handle.in_flight()]
+            assert flying == [("recv", 1)]
+        dist.barrier()
+        if rank == 1:
+            dist.send(torch.ones(2), other)
+        elif work is not None:
+            work.wait()
+        handle.flush()
+    order.OVERDUE_NS = normally
+    return [(each["name"], each["duration_ms"] is None) for each in sink.descriptions]
+
+
+class Raises:
+    """A sink that fails in every way."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def open(self, origin: Any) -> None:
+        pass
+
+    def write(self, descriptions: Any) -> None:
+        self.calls += 1
+        raise SystemExit("not today")
+
+    def close(self) -> None:
+        raise ValueError("nor tomorrow")
+
+
+def _a_sink_that_raises(rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from rankcall import trace
+    from rankcall.trace.sinks import base
+
+    base.RETRY_SECONDS = (0.01, 0.01)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    base.logger.addHandler(handler)
+    sink, bad = trace.MemorySink(), Raises()
+    with trace.enable("ALL", sinks=[bad, sink]) as handle:
+        for _ in range(5):
+            dist.all_reduce(torch.ones(1))
+        until(lambda: handle.sinks == (sink,))
+        for _ in range(5):
+            dist.all_reduce(torch.ones(1))
+        handle.flush()
+        assert len(sink.descriptions) == 10
+    base.logger.removeHandler(handler)
+    return [bad.calls, len(said), "Raises failed 3 times and is dropped" in said[0]]
+
+
+def _forked(rank: int, folder: str) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from rankcall import trace
+    from rankcall.trace.live import live
+
+    sink, file = trace.MemorySink(), trace.JsonLines(f"{folder}/{{rank}}.jsonl")
+    with trace.enable("ALL", sinks=[sink, file]) as handle:
+        dist.all_reduce(torch.ones(1))
+        assert handle.flush()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            handle.remove()
+            os.write(write, f"{len(live())} {len(sink.descriptions)} {sink.closed}".encode())
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            told = pipe.read()
+        os.waitpid(child, 0)
+        dist.all_reduce(torch.ones(1))
+        assert handle.flush()
+    lines = Path(folder, f"{rank}.jsonl").read_text().splitlines()
+    return [told, len(sink.descriptions), [json.loads(line)["seq"] for line in lines]]
+
+
+def _put_back(rank: int) -> Any:
+    """Return what is different after two traces, one of them within the other."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    from rankcall import trace
+    from rankcall.capture import session
+
+    def state() -> Any:
+        overridden = torch._C._dispatch_has_kernel_for_dispatch_key(
+            "c10d::allreduce_", "BackendSelect"
+        )
+        threads = sorted(thread.name for thread in threading.enumerate())
+        return [type(c10d._pg_group_ranks).__name__, overridden, threads, session.current()]
+
+    before = state()
+    outer, inner = trace.MemorySink(), trace.MemorySink()
+    handle = trace.shunt_torch_communication("crossnode", sinks=[outer])
+    with trace.enable("ALL", sinks=[inner]):
+        dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+    assert handle.remove()
+    assert handle.remove()
+    dist.all_reduce(torch.ones(1))
+    assert (len(inner.descriptions), len(outer.descriptions)) == (1, 0)  # one host: none cross it
+    assert outer.closed
+    return [before, state()]
+
+
+def _off(rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from rankcall import trace
+    from rankcall.capture import session
+
+    os.environ["TORCH_DISTRIBUTED_TRACING"] = "none"
+    sink = trace.MemorySink()
+    with trace.enable(sinks=[sink]) as handle:
+        dist.all_reduce(torch.ones(1))
+        assert handle.flush()
+        recording = session.current()
+    with pytest.raises(ValueError, match="no trace sink 'csv': one of jsonl, nvtx, otel"):
+        trace.enable("ALL", sinks=["csv"])
+    for wrong in ([print], [trace.MemorySink], "jsonl", trace.MemorySink()):
+        with pytest.raises(TypeError, match="sink"):
+            trace.enable("ALL", sinks=wrong)
+    return [handle.mode.value, recording is None, sink.descriptions]
+
+
+def _everything(rank: int, world_size: int, folder: str) -> Any:
+    import torch.distributed as dist
+
+    from rankcall import trace
+
+    dist.barrier()
+    before = trace.enable("ALL").remove()  # what is made once, such as dicts of torch's
+    told = [_put_back(rank), _off(rank), _overdue(rank), _a_sink_that_raises(rank)]
+    return [before, *told, _forked(rank, folder)]
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_tracing_on_two_ranks(capture: str, tmp_path: Path) -> None:
+    """All of the above, one after the other."""
+    env = {"RANKCALL_CAPTURE": capture}
+    results = try_ranks(_everything, 2, str(tmp_path), env=env)
+    assert all(each.ok for each in results), [each.error for each in results]
+    for rank, result in enumerate(results):
+        _, (before, after), off, overdue, raised, forked = result.value
+        assert before == after
+        assert off == ["NONE", True, []]
+        if rank == 0:  # the receive as issued, then what came later; in the end its end
+            assert overdue[:2] == [["recv", True], ["all_reduce", False]]
+            assert sorted(overdue[2:]) == [["barrier", False], ["recv", False]]
+        else:
+            assert overdue == [["all_reduce", False], ["barrier", False], ["send", False]]
+        assert raised == [3, 1, True]
+        assert forked == ["0 1 False", 2, forked[2]]
+        assert len(forked[2]) == 2
+    said = [line for line in results[0].stderr.splitlines() if line.startswith("rankcall: trac")]
+    assert said == [
+        "rankcall: tracing ALL to no sink",
+        "rankcall: tracing CROSSNODE to MemorySink",
+        "rankcall: tracing ALL to MemorySink",
+        "rankcall: tracing is off (NONE)",
+        "rankcall: tracing ALL to Raises, MemorySink",
+        "rankcall: tracing ALL to MemorySink, JsonLines",
+    ]
+    assert "rankcall: trac" not in results[1].stderr
+
+
+# --- hosts ---
+
+HOSTS = ("a", "a", "a", "b")  # uneven
+GROUPS = {"0": [0, 1, 2, 3], "1": [0, 1, 2], "2": [2, 3]}
+
+
+def _cross_host(rank: int, world_size: int) -> Any:
+    """Issue on groups within and across hosts; each op's tag or length tells which it was."""
+    import torch
+    import torch.distributed as dist
+
+    from rankcall import trace
+
+    os.environ["RANKCALL_HOST"] = HOSTS[rank]
+    sink = trace.MemorySink()
+    with trace.enable("crossnode", sinks=[sink]) as handle:
+        groups = {name: dist.new_group(ranks) for name, ranks in list(GROUPS.items())[1:]}
+        dist.all_reduce(torch.ones(1))
+        for name, ranks in list(GROUPS.items())[1:]:
+            if rank in ranks:
+                dist.all_reduce(torch.ones(int(name) + 1), group=groups[name])
+        for source, target in ((0, 1), (2, 3), (1, 2)):
+            if rank == source:
+                dist.send(torch.ones(10), target)
+            elif rank == target:  # on a group that spans hosts: from anybody, or from one
+                dist.recv(torch.ones(10), None if target == 2 else source)
+        dist.barrier()
+        handle.flush()
+    return [[each["name"], each["message_size"]] for each in sink.descriptions]
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_hosts_are_exchanged_over_the_store(capture: str) -> None:
+    """Without torchrun's variables; p2p by its peer, a receive from any source by its group."""
+    told = run_ranks(_cross_host, 4, env={"RANKCALL_CAPTURE": capture})
+    all_reduce, barrier = ["all_reduce", 4], ["barrier", 1]
+    across, send, recv = ["all_reduce", 12], ["send", 40], ["recv", 40]
+    assert [sorted(each) for each in told] == [
+        [all_reduce, barrier],
+        [all_reduce, barrier],
+        sorted([all_reduce, across, send, recv, barrier]),
+        sorted([all_reduce, across, recv, barrier]),
+    ]
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+groups = {tuple(ranks): dist.new_group(ranks) for ranks in ([0], [1])}
+dist.all_reduce(torch.ones(3), group=groups[(rank,)])
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.ones(1, 4)).sum().backward()  # here
+dist.destroy_process_group()
+"""
+
+
+def test_two_agents_cross_nodes_without_code(tmp_path: Path) -> None:
+    """Two torchrun agents: CROSSNODE in files and as NVTX marks, DDP's own ops as well."""
+    (tmp_path / "job.py").write_text(SCRIPT)
+    line = SCRIPT.splitlines().index("model(torch.ones(1, 4)).sum().backward()  # here") + 1
+    port = str(free_port())
+    env = {
+        "NVTX_INJECTION64_PATH": str(nvtx_tool.built(tmp_path)),
+        "NVTX_COLLECTED": str(tmp_path / "nvtx"),
+    }
+    agents = [
+        Launch(
+            "run", "--run-dir", tmp_path / "run", "--trace", "CrossNode", "--history",
+            "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--master-addr",
+            "127.0.0.1", "--master-port", port, "job.py", cwd=tmp_path, env=env,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    ended = [agent.finish(90) for agent in agents]
+    assert [each.status for each in ended] == [0, 0], "\n".join(each.err for each in ended)
+    assert sum("tracing CROSSNODE to JsonLines, Nvtx" in each.err for each in ended) == 1
+    heard = nvtx_tool.heard(tmp_path / "nvtx")
+    for rank in range(2):
+        file = tmp_path / f"run/trace/rank-{rank:05d}.attempt-0.jsonl"
+        lines = [json.loads(text) for text in file.read_text().splitlines()]
+        assert all(each["group_ranks"] == [0, 1] for each in lines)
+        reduced = [each for each in lines if each["name"] == "all_reduce"]
+        assert reduced[-1]["source_line"] == f"{tmp_path}/job.py:{line}"
+        assert reduced[-1]["message_size"] == 4 * (4 * 2 + 2)
+        (marks,) = [
+            [mark for _, mark in each.marks]
+            for each in heard.values()
+            if each.marks and each.marks[0][1]["rank"] == rank
+        ]
+        assert [mark["name"] for mark in marks] == [each["name"] for each in lines]
+        history = list((tmp_path / "run/history").glob(f"rank-{rank:05d}.*.parquet"))
+        assert len(history) == 1
+    import polars as pl
+
+    kept = pl.read_parquet(tmp_path / "run/history/*.parquet")
+    assert kept.filter(pl.col("group_ranks").cast(pl.String).is_in(["0", "1"])).height == 2
+
+
+def test_a_wrong_mode_is_refused_by_the_launcher(tmp_path: Path) -> None:
+    """Before anything is started, with the right ones."""
+    ended = launch("run", "--trace", "SOME", "job.py", cwd=tmp_path)
+    assert ended.status == 2
+    for mode in ("ALL", "CROSSNODE", "NONE"):
+        assert f"'{mode.lower()}'" in ended.err.lower()

@@ -1,0 +1,252 @@
+"""Exported tables, read back by programs that nobody here wrote."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from ring_fuzz import SHAPE, body
+from worlds import MS, PAIR, Call, group_of, together, write_world
+
+import golden
+from rankcall.cli import main
+from rankcall.errors import ExportFailed
+from rankcall.export import FORMATS, export
+from rankcall.record import FLAG_ANY_SOURCE
+from rankcall.ring import PythonRing, create
+from rankcall.ring.reader import Group
+from rankcall.ring.writer import Identity
+from rankcall.run import load
+from rankcall.testing.synthetic import EPOCH_NS, Op, synthetic_run
+
+TABLES = ("parquet", "jsonl", "csv")
+NASTY = Group('a,"b"\n</script>\x1b[31m', 0, "gloo", "tp\t'x'", (0, 1))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Return a run with one of everything: unfinished, failed, rooted, p2p, odd names."""
+    calls = [
+        *together(1, [0, 3 * MS], 4 * MS, PAIR),
+        *together(1, [5 * MS, 5 * MS], 6 * MS, NASTY, op="broadcast", root=1, line=7),
+        Call(0, 1, 7 * MS, 9 * MS, "send", 256, peer=1, tag=3, line=9),
+        Call(1, 1, 7 * MS, 9 * MS, "recv", 256, peer=0, tag=3, line=9),
+        Call(1, 0, 9 * MS, None, "recv", 64, flags=FLAG_ANY_SOURCE, line=11),
+        Call(0, 2, 9 * MS, 10 * MS, status="failed"),
+        Call(1, 2, 9 * MS, None, step=1),
+    ]
+    return write_world(tmp_path / "run", calls, hosts={0: "node-a", 1: "node-b"})
+
+
+def written(run: Path, to: str) -> Path:
+    """Export a run and return the file."""
+    target = run.parent / f"out.{to}"
+    export(load(run), to, target)
+    return target
+
+
+@pytest.mark.parametrize("to", ["jsonl", "csv"])
+def test_golden(small: Path, to: str) -> None:
+    """The text forms are as they were last looked at."""
+    golden.check(f"export.{to}", written(small, to).read_text())
+
+
+def test_parquet_is_the_records(small: Path) -> None:
+    """Polars reads back every column of Run.records, and the moment beside them."""
+    found = pl.read_parquet(written(small, "parquet"))
+    expected = load(small).records
+    text = pl.selectors.by_dtype(pl.Categorical, pl.Enum)
+    assert (
+        found.drop("enqueued_at")
+        .with_columns(text.cast(pl.String))
+        .equals(expected.with_columns(text.cast(pl.String)))
+    )
+    assert found.schema["enqueued_at"] == pl.Datetime("ns", "UTC")
+
+
+@pytest.mark.parametrize("to", TABLES)
+def test_duckdb_counts_the_same(tmp_path: Path, to: str) -> None:
+    """DuckDB groups each form into the same figures as Polars does the records."""
+    duckdb = pytest.importorskip("duckdb", reason="needs duckdb")
+    synthetic_run(tmp_path / "run", 4, 90, hosts=2, program=(Op(), Op("exchange", 64)))
+    path = written(tmp_path / "run", to)
+    reader = {"parquet": "read_parquet", "jsonl": "read_json", "csv": "read_csv"}[to]
+    found = duckdb.sql(
+        f"select op, count(*), sum(message_bytes), count(peer) from {reader}('{path}') "
+        "group by op order by op"
+    ).fetchall()
+    records = load(tmp_path / "run").records
+    expected = [
+        (op, len(part), int(part["message_bytes"].sum()), part["peer"].count())
+        for (op,), part in records.group_by(pl.col("op").cast(pl.String))
+    ]
+    assert found == sorted(expected)
+
+
+def test_absent_is_absent(small: Path) -> None:
+    """What was not measured is null, and an empty field of CSV, never 0."""
+    lines = [json.loads(line) for line in written(small, "jsonl").read_text().splitlines()]
+    with written(small, "csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    open_ends = [row for row in lines if row["status"] == "started"]
+    assert [row["completed_ns"] for row in open_ends] == [None, None]
+    assert [row["peer"] for row in open_ends] == [None, None]
+    assert {row["device_ms"] for row in rows} == {""}
+    assert [row["completed_ns"] for row in rows if row["status"] == "started"] == ["", ""]
+    assert {row["group"] for row in rows} == {"0", NASTY.name}
+
+
+def test_moments_are_on_one_clock(tmp_path: Path) -> None:
+    """Hosts a second apart: enqueued_at is right to less than a tenth of a millisecond."""
+    truth = synthetic_run(
+        tmp_path / "run", 4, 400, hosts=2, clock_offsets_ns=[0, 1_000_000_000], program=(Op(),)
+    )
+    found = pl.read_parquet(written(tmp_path / "run", "parquet"))
+    for rank in range(4):
+        mine = found.filter(pl.col("rank") == rank)["enqueued_at"].dt.timestamp("ns").to_numpy()
+        error = mine - EPOCH_NS - truth.arrivals[:, rank]
+        assert np.abs(error).max() < 100_000
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_run_that_is_being_written(tmp_path: Path, to: str) -> None:
+    """Exports of a live ring that laps meanwhile are whole files; the ring is not disturbed."""
+    (tmp_path / "run" / "rings").mkdir(parents=True)
+    path = tmp_path / "run" / "rings" / "live.ring"
+    ring = PythonRing(create(path, Identity(rank=0, world_size=1, host="h"), SHAPE), SHAPE)
+    known, go_on, issued = ring.group(PAIR), threading.Event(), 0
+
+    def write() -> None:
+        nonlocal issued
+        while not go_on.is_set():
+            issued += 1
+            index = ring.issue(body(seq=issued, enqueued_ns=issued, op=1, group=known))
+            ring.finish(index, 2, issued + 1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        files = [written(tmp_path / "run", to).read_bytes() for _ in range(5)]
+    finally:
+        go_on.set()
+        writer.join()
+    assert all(files)
+    if to == "parquet":
+        seqs = pl.read_parquet(files[-1])["seq"]
+        assert 0 < len(seqs) <= 64
+        assert seqs.is_sorted()
+    known_after = load(tmp_path / "run").records
+    assert known_after["seq"].max() == issued
+
+
+def test_a_group_made_since_load(small: Path) -> None:
+    """A live job may make a group between the two readings; it is exported under its own name."""
+    run = load(small)
+    for head in run.heads:
+        head.tables.groups.clear()
+    assert run.run_groups == {}
+    export(run, "jsonl", small.parent / "x.jsonl")
+    lines = (small.parent / "x.jsonl").read_text().splitlines()
+    groups = {json.loads(line)["group"] for line in lines}
+    assert groups == {"0", NASTY.name}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_full_disk(small: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One clear line, status 2."""
+    assert main(["export", str(small), "--to", to, "-o", "/dev/full"]) == 2
+    err = capsys.readouterr().err
+    assert err == "rankcall: error: /dev/full: cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_half_a_file_is_never_left(small: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure on the way leaves the file that was there, and nothing beside it."""
+    target = written(small, to)
+    before = target.read_bytes()
+
+    def fail(run: object, ring: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rankcall.run.Run.iter_rings", lambda self, progress=None: fail(0, 0))
+    with pytest.raises(ExportFailed, match="No space left on device"):
+        export(load(small), to, target)
+    assert target.read_bytes() == before
+    assert {path.name for path in small.parent.iterdir()} == {"run", target.name}
+
+
+def test_wrong_usage(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown format lists those there are; so does a missing one, and a missing folder."""
+    assert main(["export", str(small), "--to", "xls"]) == 2
+    assert "one of perfetto, parquet, jsonl, csv" in capsys.readouterr().err
+    assert main(["export", str(small)]) == 2
+    assert "--to" in capsys.readouterr().err
+    assert main(["export", str(small), "--to", "csv", "-o", "/nowhere/x.csv"]) == 2
+    assert "/nowhere/x.csv: cannot be written: No such file" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="parquet"):
+        export(load(small), "xls", small)
+
+
+def test_the_command(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without -o the file is named after the run, and what was written is said."""
+    monkeypatch.chdir(small.parent)
+    assert main(["export", "--to", "csv", str(small)]) == 0
+    assert capsys.readouterr().out.startswith("run.csv: 9 records, ")
+    assert len(Path("run.csv").read_text().splitlines()) > 9
+
+
+def test_problems_are_told(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be read is left out, named on stderr, and the status is 1."""
+    (small / "rings" / "bad.ring").write_bytes(b"nothing")
+    assert main(["export", "--to", "csv", "-o", str(small / "x.csv"), str(small)]) == 1
+    out, err = capsys.readouterr()
+    assert "9 records" in out
+    assert "bad.ring: not a rankcall ring file" in err
+
+
+def test_stdout_and_no_torch(small: Path) -> None:
+    """``-o -`` writes to a pipe; torch is not needed; a closed pipe is no error."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from rankcall.cli import main\n"
+        f"sys.exit(main(['export', '--to', 'jsonl', '-o', '-', {str(small)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len([json.loads(line) for line in done.stdout.splitlines()]) == 9
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_nothing_recorded(tmp_path: Path) -> None:
+    """A run without records is a table without rows, with all columns."""
+    run = write_world(tmp_path / "run", [], ranks=[0, 1])
+    assert pl.read_parquet(written(run, "parquet")).shape[0] == 0
+    header = written(run, "csv").read_text().splitlines()
+    assert len(header) == 1
+    assert header[0].startswith("rank,attempt,host,enqueued_at,")
+    assert written(run, "jsonl").read_text() == ""
+
+
+def test_hostile_text(tmp_path: Path) -> None:
+    """A name that is no Unicode (JSON can say one) does not stop an export."""
+    lone = Group("\udcff" + "x" * 3, 0, "gloo", "d", (0, 1))
+    run = write_world(tmp_path / "run", together(1, [0, 1], MS, lone))
+    for to in FORMATS:
+        assert written(run, to).stat().st_size > 0
+    assert group_of(2).name not in written(run, "csv").read_text().splitlines()[1].split(",")[5]

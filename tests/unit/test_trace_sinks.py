@@ -1,0 +1,282 @@
+"""Switches, lines, files and the guard round a sink, without a job."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from rankcall.trace import JsonLines, MemorySink, Mode, Origin, Stdout
+from rankcall.trace.descriptions import Descriptions, Kind, Teller
+from rankcall.trace.sinks.base import RETRY_SECONDS, Guarded
+from rankcall.trace.switches import settle
+
+HOSTILE = 'a "quoted" </script>\n\\ \u2028 \x07 é.py:1'
+
+
+def some(count: int = 3, first: int = 0, **columns: Any) -> Descriptions:
+    """Make descriptions with every kind of value in them."""
+    at = np.arange(first, first + count)
+    known: dict[str, Any] = {
+        "kind": at % 2,
+        "message_size": at * 1000,
+        "device": np.where(at % 3 == 0, -1, at % 3).astype(np.int16),
+        "issued_ns": 1_700_000_000_000_000_000 + at * 400_000_000,
+        "peer_rank": np.where(at % 4 == 1, at % 5, -1),
+        "root_rank": np.where(at % 4 == 2, at % 5, -1),
+        "correlation_id": np.where(at % 4 == 3, at + 7, 0),
+        "seq": at + 1,
+        "dtype": (at % 26).astype(np.uint8),
+        "duration_ms": np.where(at % 7 == 6, np.nan, at * 1e-6),
+        "algbw_gbps": np.where(at % 7 == 6, np.nan, 1 / (at + 1e-9)),
+        "busbw_gbps": np.where(at % 7 >= 5, np.nan, 1e-12 * at),
+        "step": at // 10,
+        "in_flight": at % 7 == 6,
+        "failed": np.zeros(count, np.bool_),
+        "prints": at % 2 == 0,
+        "first": np.ones(count, np.bool_),
+    }
+    kinds = (
+        Kind("all_reduce", HOSTILE, "0", (0, 1, 2)),
+        Kind("send", "b.py:2", HOSTILE, tuple(range(100))),
+    )
+    return Descriptions(Teller(3, 'g"p', "vm"), kinds, {**known, **columns})
+
+
+def origin(tmp_path: Path | None = None, rank: int = 3) -> Origin:
+    """Say whose they are."""
+    return Origin(rank, 4, rank, 1, "node/a", tmp_path, lambda: some(0))
+
+
+@pytest.mark.parametrize("text", ["all", "All", " ALL ", Mode.ALL])
+def test_modes_in_any_case(text: str) -> None:
+    """A mode is found however it is written."""
+    assert settle(text, None).mode is Mode.ALL
+
+
+def test_a_wrong_mode_lists_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says where the value came from."""
+    with pytest.raises(ValueError, match=r"mode must be one of ALL, CROSSNODE, NONE .* 'SOME'"):
+        settle("SOME", None)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_TRACING", "cross")
+    with pytest.raises(ValueError, match="TORCH_DISTRIBUTED_TRACING must be one of ALL, CROSS"):
+        settle(None, None)
+    with pytest.raises(TypeError, match="print_"):
+        settle("ALL", "yes")  # type: ignore[arg-type]
+
+
+def test_variables_count_where_arguments_do_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments win over variables; the defaults are CROSSNODE, silent, unknown."""
+    plain = settle(None, None)
+    assert (plain.mode, plain.print_, plain.gpu_serial) == (Mode.CROSSNODE, False, "unknown")
+    for yes in ("true", "1", "T", "Y", "Yes", " TRUE "):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_TRACING_PRINT", yes)
+        assert settle(None, None).print_
+        assert not settle(None, False).print_
+    for no in ("", "0", "no", "false", "on"):
+        monkeypatch.setenv("TORCH_DISTRIBUTED_TRACING_PRINT", no)
+        assert not settle(None, None).print_
+    monkeypatch.setenv("TORCH_DISTRIBUTED_TRACING", "none")
+    monkeypatch.setenv("VM_ID", "vm-1")
+    assert settle(None, None).mode is Mode.NONE
+    assert settle("all", None).mode is Mode.ALL
+    assert settle(None, None).vm_id == "vm-1"
+
+
+def test_lines_are_what_json_makes_of_the_dicts() -> None:
+    """The same values in the same order, however hostile the names."""
+    batch = some(500)
+    lines = batch.lines().splitlines()
+    assert [json.loads(line) for line in lines] == list(batch)
+    assert [list(json.loads(line)) for line in lines] == [list(each) for each in batch]
+    assert some(0).lines() == ""
+
+
+def test_the_frame_says_the_same() -> None:
+    """As a table: text for devices and ranks, null where a field does not apply."""
+    kinds = (Kind("send", "a.py:1", "0", (0, 1, 2, 5)),) * 2
+    batch = Descriptions(Teller(3), kinds, some(50).columns)
+    for row, each in zip(batch.frame().to_dicts(), batch, strict=True):
+        assert row.pop("group_ranks") == "0-2,5"
+        each.pop("group_ranks")
+        assert row.pop("device") == str(each.pop("device"))
+        assert {name: value for name, value in row.items() if name in each} == each
+        assert all(row[name] is None for name in row.keys() - each.keys())
+
+
+def test_stdout_prints_what_is_its_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others' are left to them."""
+    Stdout().write(some(10))
+    printed = [json.loads(line)["seq"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == [1, 3, 5, 7, 9]
+
+
+def test_a_file_rotates_and_stays_bounded(tmp_path: Path) -> None:
+    """Whole lines in each, the newest in the file itself, no more files than asked for."""
+    sink = JsonLines(tmp_path / "x.jsonl", max_mib=0.01, keep=2)
+    sink.open(origin())
+    for first in range(0, 300, 10):
+        sink.write(some(10, first))
+    sink.close()
+    names = ["x.rank-3.jsonl.2", "x.rank-3.jsonl.1", "x.rank-3.jsonl"]
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    seqs = []
+    for name in names:
+        assert (tmp_path / name).stat().st_size <= 0.01 * (1 << 20)
+        seqs += [json.loads(line)["seq"] for line in (tmp_path / name).read_text().splitlines()]
+    assert seqs == list(range(seqs[0], 301))
+    assert len(seqs) < 300
+
+
+def test_lines_longer_than_a_file_are_written_all_the_same(tmp_path: Path) -> None:
+    """One a file."""
+    sink = JsonLines(tmp_path / "x-{rank}.jsonl", max_mib=1e-5, keep=100)
+    sink.open(origin())
+    sink.write(some(5))
+    sink.close()
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 5
+    assert all(len(path.read_text().splitlines()) == 1 for path in files)
+
+
+def test_where_files_go(tmp_path: Path) -> None:
+    """In the run directory, or as asked, with the rank in the name."""
+    for asked, name in (
+        (None, "trace/rank-00003.attempt-1.jsonl"),
+        (tmp_path / "x.jsonl", "x.rank-3.jsonl"),
+        (tmp_path / "{host}" / "{rank}-{attempt}", "node_a/3-1"),
+    ):
+        sink = JsonLines(asked)
+        sink.open(origin(tmp_path))
+        sink.close()
+        assert sink.path == tmp_path / name
+        assert sink.path.exists()
+    with pytest.raises(ValueError, match="max_mib"):
+        JsonLines(max_mib=0)
+    with pytest.raises(ValueError, match="keep"):
+        JsonLines(keep=-1)
+
+
+def test_a_disk_that_fills(tmp_path: Path) -> None:
+    """What cannot be written whole leaves no half line; when there is room again, all is there."""
+    sink = JsonLines(tmp_path / "x-{rank}.jsonl")
+    sink.open(origin())
+    sink.write(some(10))
+    whole = sink.path.read_bytes()  # type: ignore[union-attr]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    batch = some(10, first=10)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 500, hard))
+    try:
+        with pytest.raises(OSError, match="large"):
+            sink.write(batch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sink.path.read_bytes() == whole  # type: ignore[union-attr]
+    sink.write(batch)
+    sink.close()
+    lines = sink.path.read_text().splitlines()  # type: ignore[union-attr]
+    assert [json.loads(line)["seq"] for line in lines] == list(range(1, 21))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_device_is_reported_as_such() -> None:
+    """ENOSPC comes through, for the guard to try again."""
+    sink = JsonLines("/dev/full")
+    sink.path, sink._fd = Path("/dev/full"), os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OSError, match="No space left"):
+        sink.write(some())
+    sink.close()
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Fails(MemorySink):
+    """Raises as often as it is told to."""
+
+    def __init__(self, times: int, error: BaseException, when: str = "write") -> None:
+        super().__init__()
+        self.times, self.error, self.when = times, error, when
+
+    def _maybe(self, when: str) -> None:
+        if when == self.when and self.times:
+            self.times -= 1
+            raise self.error
+
+    def open(self, origin: Origin) -> None:
+        self._maybe("open")
+        super().open(origin)
+
+    def write(self, descriptions: Descriptions) -> None:
+        self._maybe("write")
+        super().write(descriptions)
+
+
+@pytest.mark.parametrize("when", ["open", "write"])
+def test_a_sink_that_recovers_misses_nothing(when: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Tried again after a while, not at once, and in order; nothing is logged."""
+    sink, clock = Fails(3, OSError("gone"), when), Clock()
+    guard = Guarded(sink, clock)
+    for number, wait in enumerate((0.0, *RETRY_SECONDS)):
+        clock.now += wait + 0.001
+        guard.deliver(some(1, number), origin())
+        guard.deliver(None, origin())  # too soon: not a try
+    assert [each["seq"] for each in sink.descriptions] == [1, 2, 3, 4]
+    guard.close(origin())
+    assert sink.closed
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [OSError("collector gone"), ValueError("bug"), SystemExit(1)])
+def test_a_sink_that_does_not_recover_is_dropped_once(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is closed, what was lost is counted, and it is never called again."""
+    sink, clock = Fails(100, error), Clock()
+    guard = Guarded(sink, clock)
+    for number in range(20):
+        guard.deliver(some(2, 2 * number), origin())
+        clock.now += 10
+    assert guard.is_dropped
+    assert sink.closed
+    assert sink.times == 100 - 1 - len(RETRY_SECONDS)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "Fails failed 4 times and is dropped (8 ops not written)" in record.message
+    assert str(error) in record.message
+    guard.close(origin())
+    assert len(caplog.records) == 1
+
+
+def test_a_failing_sink_does_not_keep_everything() -> None:
+    """What it cannot take is bounded: the oldest goes first."""
+    sink, clock = Fails(2, OSError("slow")), Clock()
+    guard = Guarded(sink, clock)
+    big = some(20_000)
+    for _ in range(10):
+        guard.deliver(big, origin())
+    clock.now += 10
+    guard.deliver(None, origin())
+    clock.now += 10
+    guard.deliver(None, origin())
+    assert len(sink.descriptions) == 3 * 20_000
+
+
+def test_frames_of_nothing_have_the_columns() -> None:
+    """An empty batch is a table with no rows."""
+    assert some(0).frame().columns == some(1).frame().columns
+    assert isinstance(some(0).frame(), pl.DataFrame)
