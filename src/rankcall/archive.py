@@ -177,14 +177,14 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> boo
     if not member.isreg() or not _NAME.fullmatch(inside):
         return False
     target = folder / inside
-    target.parent.mkdir(exist_ok=True, parents=True, mode=0o700)
     source = tar.extractfile(member)
     if source is None:
         return False
     try:
+        target.parent.mkdir(exist_ok=True, parents=True, mode=0o700)
         out = open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
-    except FileExistsError:
-        return False
+    except (FileExistsError, NotADirectoryError):
+        return False  # a second one of that name
     with out:
         shutil.copyfileobj(source, out, 1 << 20)
     return inside.startswith("rings/")

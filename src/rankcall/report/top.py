@@ -23,6 +23,7 @@ from rankcall.report.diagnosis import ranks_cell, world
 _ROWS = 12
 _BAR = 12
 _FILL = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█")
+_GOING = ("healthy", "straggler", "slow_link")
 _COLOURS = {"dead": "red", "stopped": "red", "missing": "red", "straggler": "yellow",
             "slow_link": "yellow"}  # fmt: skip
 
@@ -75,12 +76,13 @@ def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
     found = pace(diagnosis.snapshot)
     steps = max((each.steps for each in diagnosis.snapshot.ranks), default=0)
     facts = [f"step {steps:,}" if steps else ""]
-    if found.steps_per_s is not None:
-        facts.append(f"{digits(found.steps_per_s)} steps/s")
-    elif found.calls_per_s is not None:
-        facts.append(f"{digits(found.calls_per_s)} calls/s")
-    if found.share is not None:
-        facts.append(f"{percent(found.share)} communication")
+    if diagnosis.verdict in _GOING:  # how fast a job went says nothing once it hangs
+        if found.steps_per_s is not None:
+            facts.append(f"{digits(found.steps_per_s)} steps/s")
+        elif found.calls_per_s is not None:
+            facts.append(f"{digits(found.calls_per_s)} calls/s")
+        if found.share is not None:
+            facts.append(f"{percent(found.share)} communication")
     right = " · ".join(text for text in facts if text)
     name = clean(PurePath(diagnosis.run).name)
     left = f"{name} · {world(diagnosis)}"
