@@ -141,7 +141,9 @@ def main() -> None:
         return
     for name in CALLS:
         ours, theirs = result[f"zmq_{name}"], result[f"tensorpipe_{name}"]
-        print(f"{name:12} {ours:10.1f} µs  TensorPipe {theirs:10.1f}  {result[f'ratio_{name}']:.2f}x")
+        print(
+            f"{name:12} {ours:10.1f} µs  TensorPipe {theirs:10.1f}  {result[f'ratio_{name}']:.2f}x"
+        )
     for each in OUTSTANDING:
         ours, theirs = (result[f"{backend}_calls_per_s_{each}"] for backend in BACKENDS)
         print(f"{each:3} under way {ours:10.0f} calls/s  TensorPipe {theirs:10.0f}")
