@@ -96,7 +96,7 @@ def test_lines_are_what_json_makes_of_the_dicts() -> None:
     lines = batch.lines().splitlines()
     assert [json.loads(line) for line in lines] == list(batch)
     assert [list(json.loads(line)) for line in lines] == [list(each) for each in batch]
-    assert some(0).lines() == ""
+    assert some(0).lines() == b""
 
 
 def test_the_frame_says_the_same() -> None:
