@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test test-long test-upstream lint bench clean
+.PHONY: setup browser demo test test-long test-upstream lint bench clean
 
 setup: $(INSTALLED)
 
@@ -13,14 +13,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    { echo "rankcall needs Python >= 3.10: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	    -c constraints.txt -e '.[torch,report,examples,dev]'
+	    -c constraints.txt -e '.[torch,report,rpc,examples,dev]'
 	@touch $@
+
+# The HTML report's and the Perfetto trace's tests run in Chromium; without it they are skipped.
+browser:
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 
 # Four ranks train on real images; rank 2 sleeps 20 ms in each step, and the report names it.
 demo: export OMP_NUM_THREADS := 1
 demo: $(INSTALLED)
 	$(BIN)/rankcall run --nproc-per-node 4 examples/train_digits.py --slow-rank 2 --slow-ms 20
 	$(BIN)/rankcall report
+	$(BIN)/rankcall report --html report.html
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m 'not slow'
@@ -42,6 +47,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/hooks.py --json
 	$(BIN)/python benchmarks/training.py --json
 	$(BIN)/python benchmarks/analysis.py --ranks 256 --collectives 4000 --json
+	$(BIN)/python benchmarks/export.py --json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

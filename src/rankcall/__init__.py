@@ -11,50 +11,90 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AuthenticationFailed": "rankcall.errors",
+    "BackendNotFound": "rankcall.errors",
+    "BackendUnavailable": "rankcall.errors",
+    "BarrierTimeout": "rankcall.errors",
     "CaptureUnavailable": "rankcall.errors",
     "CorruptRun": "rankcall.errors",
+    "DuplicateBackend": "rankcall.errors",
     "ExportFailed": "rankcall.errors",
     "ExtraMissing": "rankcall.errors",
+    "InvalidDeviceMap": "rankcall.errors",
+    "PeerError": "rankcall.errors",
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
+    "RpcTimeout": "rankcall.errors",
     "Run": "rankcall.run",
     "RunNotFound": "rankcall.errors",
+    "StoreLost": "rankcall.errors",
     "TorchMissing": "rankcall.errors",
+    "UnevenInputs": "rankcall.errors",
+    "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.capture.session",
+    "expect": "rankcall.capture.declared",
     "load": "rankcall.run",
 }
-_MODULES = ("hooks", "trace")
+_MODULES = ("hooks", "join", "rpc", "store", "trace", "watch")
 
 __all__ = [
+    "AuthenticationFailed",
+    "BackendNotFound",
+    "BackendUnavailable",
+    "BarrierTimeout",
     "CaptureUnavailable",
     "CorruptRun",
+    "DuplicateBackend",
     "ExportFailed",
     "ExtraMissing",
+    "InvalidDeviceMap",
+    "PeerError",
     "RankcallError",
     "Recording",
+    "RpcTimeout",
     "Run",
     "RunNotFound",
+    "StoreLost",
     "TorchMissing",
+    "UnevenInputs",
+    "WorldMismatch",
     "disable",
     "enable",
+    "expect",
     "hooks",
+    "join",
     "load",
+    "rpc",
+    "store",
     "trace",
+    "watch",
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks, trace
+    from rankcall import hooks, join, rpc, store, trace, watch
+    from rankcall.capture.declared import expect
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable, enable
     from rankcall.errors import (
+        AuthenticationFailed,
+        BackendNotFound,
+        BackendUnavailable,
+        BarrierTimeout,
         CaptureUnavailable,
         CorruptRun,
+        DuplicateBackend,
         ExportFailed,
         ExtraMissing,
+        InvalidDeviceMap,
+        PeerError,
         RankcallError,
+        RpcTimeout,
         RunNotFound,
+        StoreLost,
         TorchMissing,
+        UnevenInputs,
+        WorldMismatch,
     )
     from rankcall.run import Run, load
 

@@ -65,7 +65,7 @@ def ask(headers: Iterable[Header], wait_s: float = WAIT_S) -> dict[int, str]:
             if dump.ask():
                 files[header.rank] = dump
     deadline = time.monotonic() + wait_s
-    while not all([dump.settled() for dump in files.values()]) and time.monotonic() < deadline:
+    while time.monotonic() < deadline and not _all_settled(files.values()):
         time.sleep(_POLL_S)
     return {rank: text for rank, dump in files.items() if (text := dump.text())}
 
@@ -85,6 +85,10 @@ def _answers(header: Header) -> bool:
     except (OSError, ValueError):
         pass
     return False
+
+
+def _all_settled(dumps: Iterable[_Dump]) -> bool:
+    return min([dump.settled() for dump in dumps], default=True)
 
 
 class _Dump:

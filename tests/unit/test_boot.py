@@ -25,8 +25,7 @@ TORCH = {
 }
 RANKCALL = {
     "rankcall/__init__.py": "",
-    "rankcall/capture/__init__.py": "",
-    "rankcall/capture/session.py": (
+    "rankcall/watch.py": (
         "import os, sys\n"
         "def arm():\n"
         "    torch = sys.modules['torch']\n"
@@ -200,7 +199,7 @@ def test_a_launcher_inside_a_worker(python: Python) -> None:
 )
 def test_a_failure_is_one_line(python: Python, session: str | None, message: str) -> None:
     """Whatever goes wrong in arming is one line on stderr, and the script runs."""
-    file = python.folder / "stand-ins/rankcall/capture/session.py"
+    file = python.folder / "stand-ins/rankcall/watch.py"
     if session is None:
         file.unlink()
     else:

@@ -14,10 +14,11 @@ ROOT = Path(rankcall.__file__).parent
 
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
-    ("errors", "_clock", "record"),
+    ("errors", "_joins", "_clock", "record"),
     ("_registry", "_native"),
-    ("ring",),
-    ("run _frames", "_rows", "processes", "_stacks"),
+    ("ring", "_newfile"),
+    ("_rows", "processes", "_stacks"),
+    ("run _frames archive",),
     ("analysis", "capture", "store"),
     ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
@@ -29,12 +30,12 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "ring", "run", "_frames", "_rows", "processes", "_stacks", "analysis",
-    "report", "export", "trace",
+    "errors", "record", "ring", "run", "_frames", "archive", "_rows", "_newfile", "processes",
+    "_stacks", "analysis", "report", "export", "trace",
 )  # fmt: skip
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
-OPTIONAL = ("jinja2", "plotly", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
+OPTIONAL = ("jinja2", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
 
 
 def unit_of(path: Path) -> str | None:

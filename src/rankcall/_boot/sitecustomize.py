@@ -66,15 +66,14 @@ class _Finder:
             # Asked again: this may be a child that was forked before its parent imported torch,
             # or a launcher inside a worker, which takes RANKCALL_ARM away from itself.
             if _is_worker():
-                from rankcall import watch
-                from rankcall.capture.session import arm
+                from rankcall.watch import arm
 
-                if arm():
-                    watch.arm()
-                    if os.environ.get("RANKCALL_TRACE") or os.environ.get("RANKCALL_HISTORY"):
-                        from rankcall import trace
+                if arm() and (
+                    os.environ.get("RANKCALL_TRACE") or os.environ.get("RANKCALL_HISTORY")
+                ):
+                    from rankcall import trace
 
-                        trace.arm()
+                    trace.arm()
         except Exception as error:
             _say(error)
 

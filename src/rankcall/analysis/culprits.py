@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from rankcall.analysis.deaths import Deaths
@@ -13,6 +14,8 @@ from rankcall.analysis.waits import Wait
 # A heartbeat comes twice a second. One that is this old, and older than half of what the others
 # have waited, froze when the waiting began.
 FROZEN_S, FROZEN_SHARE = 1.5, 0.5
+# What a process is ended with from outside; others come of what it was doing itself.
+_SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass
@@ -36,33 +39,45 @@ def cases(
     gone: Deaths,
     hang_after: float,
     explained: Callable[[Wait], bool],
+    clashing: Collection[int] = (),
 ) -> list[Case]:
     """Return everybody who holds others up and is held up by nobody.
 
-    ``explained`` tells which waits have their cause already.
+    ``explained`` tells which waits have their cause already; ``clashing`` ranks are in a call
+    whose members do not agree.
     """
     found = []
-    for rank in _suspects(snapshot, graph, gone):
+    halted = halted_ranks(snapshot, gone)
+    for rank in _suspects(snapshot, graph, halted):
         if snapshot.ranks[rank].may_be_silent(hang_after):
             continue
-        case = _case(snapshot, graph, gone, rank)
-        if not _counts(graph, case, gone, hang_after):
+        case = _case(snapshot, graph, gone, rank, halted)
+        if not _counts(snapshot, graph, case, gone, hang_after, halted):
+            continue
+        if case.kind == "dead" and rank in clashing and _fell(snapshot.ranks[rank]):
             continue
         if case.kind in ("dead", "stopped") or not all(map(explained, case.waits)):
             found.append(case)
     return found
 
 
-def _suspects(snapshot: Snapshot, graph: Graph, gone: Deaths) -> list[int]:
-    """Return who is waited for and waits for nobody, and who cannot go on whatever it is in."""
-    absent = set()
-    for wait in graph.waits:
-        free = [rank for rank in wait.absent if not graph.blocked(rank)]
-        # Of ranks that nothing is known of, none is blamed while a known one will do.
-        seen = [rank for rank in free if not snapshot.ranks[rank].blind]
-        absent.update(seen if seen or wait.any_source else free)
+def _fell(state: RankState) -> bool:
+    """Tell whether a death may come of a call: back ends abort where members do not agree."""
+    return state.exit is not None and state.exit not in _SENT_FROM_OUTSIDE
+
+
+def halted_ranks(snapshot: Snapshot, gone: Deaths) -> set[int]:
+    """Return who cannot go on whatever it is in: dead, stopped, or without a sign of life."""
     halted = {each.rank for each in snapshot.ranks if each.state == STOPPED or _still(each)}
-    return sorted(absent | halted | gone.own)
+    return halted | gone.own
+
+
+def _suspects(snapshot: Snapshot, graph: Graph, halted: set[int]) -> list[int]:
+    """Return who is waited for and waits for nobody, and who cannot go on whatever it is in."""
+    absent: set[int] = set()
+    for wait in graph.waits:
+        absent.update(rank for rank in wait.absent if not graph.blocked(rank))
+    return sorted(absent | halted)
 
 
 def _still(state: RankState) -> bool:
@@ -71,34 +86,45 @@ def _still(state: RankState) -> bool:
     return frozen and not state.blind and state.state != GONE
 
 
-def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int) -> Case:
+def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int, halted: set[int]) -> Case:
     state = snapshot.ranks[rank]
     waits = list(graph.without.get(rank, ()))
+    if rank in halted:
+        # It is in the way where it has come, too; but not of those that stand still themselves.
+        waits = list({id(wait): wait for wait in [*waits, *graph.joined(rank)]}.values())
+        waits = [wait for wait in waits if not halted.issuperset(wait.waiters)] or waits
     if rank in gone.own:
         sure = "certain" if state.exit is not None or snapshot.live else "likely"
-        return Case(rank, "dead", sure, waits or graph.joined(rank))
+        return Case(rank, "dead", sure, waits)
     if state.state == STOPPED:
-        return Case(rank, "stopped", "certain", waits or graph.joined(rank))
+        return Case(rank, "stopped", "certain", waits)
     if rank in gone.left or state.left_loop:
         return Case(rank, "exhausted", "certain" if state.exit == 0 else "likely", waits)
-    longest = max((wait.age_s for wait in waits or graph.joined(rank)), default=0.0)
-    if _still(state) and state.silent_s > FROZEN_SHARE * longest:
-        return Case(rank, "stopped", "likely", waits or graph.joined(rank))
+    froze = FROZEN_SHARE * max((wait.age_s for wait in waits), default=0.0)
     ticking = state.state != GONE and not state.closed and not state.blind
-    if ticking and state.gil_s > max(FROZEN_S, FROZEN_SHARE * longest):
+    if ticking and max(state.silent_s, state.gil_s) > max(FROZEN_S, froze):
         return Case(rank, "stopped", "likely", waits)
     return Case(rank, "missing", "possible" if state.blind else "certain", waits)
 
 
-def _counts(graph: Graph, case: Case, gone: Deaths, hang_after: float) -> bool:
+def _counts(
+    snapshot: Snapshot,
+    graph: Graph,
+    case: Case,
+    gone: Deaths,
+    hang_after: float,
+    halted: set[int],
+) -> bool:
     """Tell whether somebody has waited long enough for a case to count."""
     if case.kind == "dead":
         return True
-    hung = [wait for wait in graph.reach(case.waits) if wait.hung]
-    if gone.first_s is None or case.kind not in ("missing", "exhausted"):
+    reached = [wait for wait in graph.reach(case.waits) if wait.hung]
+    hung = [wait for wait in reached if not halted.issuperset(wait.waiters)]
+    ended = snapshot.ranks[case.rank].state == GONE
+    if gone.first_s is None or not ended or case.kind == "exhausted":
         return bool(hung)
-    # One process took the others with it: who was on the way then is no cause, unless it had
-    # kept them waiting for long.
+    # One process took this one with it, which may have been on its way: it is no cause unless it
+    # had kept others waiting for long.
     return any(wait.age_s - gone.first_s >= hang_after for wait in hung)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankcall.analysis.waits import Wait
@@ -18,12 +18,15 @@ class Cycle:
     waits: tuple[Wait, ...]
 
 
-def cycles(waits: Sequence[Wait]) -> list[Cycle]:
-    """Return every circle of ranks that wait for each other."""
-    waiting = {rank for wait in waits for rank in wait.waiters}
+def cycles(waits: Sequence[Wait], halted: Collection[int]) -> list[Cycle]:
+    """Return every circle of ranks that wait for each other.
+
+    ``halted`` are dead or stopped: what they were in when that came is not why they do not go on.
+    """
+    waiting = {rank for wait in waits for rank in wait.waiters if rank not in halted}
     mine: dict[int, list[int]] = {}  # rank -> waits it is in
     for number, wait in enumerate(waits):
-        for rank in wait.waiters:
+        for rank in waiting.intersection(wait.waiters):
             mine.setdefault(rank, []).append(number)
     # One would do of those that a receive from any source waits for; only the last one is needed.
     certain = [

@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot
 
-# What a launcher ends workers with; shells and handlers turn them into 128 + n.
-_TERMINATED = (-15, 143)
+# What a process is asked to end with, by a launcher or a person: the signal, or 128 + n.
+_ASKED = (-2, -15, 130, 143)
 _KILLED = (-9, 137)
-_KILLED_LATER_S = 20.0  # torchrun kills 30 s after it asked
-_BEAT_S = 1.5  # without noted ends, times of death are as exact as three heartbeats
+_KILLED_LATER_S = 20.0  # torchrun kills what has not ended 30 s after it was asked
+_AT_ONCE_S = 0.02  # asked all at once, processes end within that
+_BEATS_S = 1.5  # without noted ends, times of death are as exact as three heartbeats
 
 
 @dataclass
 class Deaths:
     """Who is gone, and why. ``first_s``: how long ago the first of their own accord was."""
 
-    own: set[int] = field(default_factory=set)  # died of a signal or error that was their own
-    left: set[int] = field(default_factory=set)  # ended well
+    own: set[int] = field(default_factory=set)  # of a signal or an error that was their own
+    left: set[int] = field(default_factory=set)  # they ended well
     first_s: float | None = None
 
 
@@ -31,18 +32,18 @@ def deaths(snapshot: Snapshot, victims: Collection[int]) -> Deaths:
     gone = [each for each in snapshot.ranks if each.state == GONE]
     found = Deaths(left={each.rank for each in gone if _ended_well(each)})
     rest = [each for each in gone if each.rank not in found.left and each.rank not in victims]
-    if not rest:
-        return found
-    latest = min(each.silent_s for each in snapshot.ranks if not each.blind)
-    own = [each for each in rest if _noted(each)]
-    known = max((_ago(each) for each in own if not _asked(each)), default=None)
-    asked = max((_ago(each) for each in own), default=0.0)
-    first = known if known is not None and known >= asked - 0.05 else asked
+    ends = sorted((_ago(each) for each in gone if each.rank not in found.left), reverse=True)
+    last = min((each.silent_s for each in snapshot.ranks if not each.blind), default=0.0)
     for each in rest:
         if each.exit is None:
-            if each.silent_s > latest + _BEAT_S or _others_live(snapshot):
-                found.own.add(each.rank)
-        elif not _by_launcher(each, first):
+            own = snapshot.live or each.silent_s > last + _BEATS_S
+        elif each.ended_by_launcher:
+            own = False
+        elif each.exit in _ASKED:
+            own = _ago(each) == ends[0] and (len(ends) == 1 or ends[0] - ends[1] > _AT_ONCE_S)
+        else:
+            own = each.exit not in _KILLED or ends[0] - _ago(each) < _KILLED_LATER_S
+        if own:
             found.own.add(each.rank)
     if found.own:
         found.first_s = max(_ago(snapshot.ranks[rank]) for rank in found.own)
@@ -53,27 +54,5 @@ def _ended_well(state: RankState) -> bool:
     return state.exit == 0 or (state.exit is None and state.closed)
 
 
-def _noted(state: RankState) -> bool:
-    return state.exit is not None and not state.ended_by_launcher
-
-
-def _asked(state: RankState) -> bool:
-    return state.exit in _TERMINATED
-
-
 def _ago(state: RankState) -> float:
     return state.gone_s if state.gone_s is not None else state.silent_s
-
-
-def _by_launcher(state: RankState, first: float) -> bool:
-    """Tell whether the launcher ended it after the first death, ``first`` s ago."""
-    if state.ended_by_launcher:
-        return True
-    later = first - _ago(state)
-    if state.exit in _TERMINATED:
-        return later > 0.02
-    return state.exit in _KILLED and later > _KILLED_LATER_S
-
-
-def _others_live(snapshot: Snapshot) -> bool:
-    return snapshot.live

@@ -218,16 +218,19 @@ def _shifted_run(mine: History, theirs: History, shift: int, last: int) -> tuple
     """Return where a run begins in which ``mine`` is ``theirs`` of ``shift`` calls later.
 
     And how many calls of it only the shift explains. It ends at ``last``, or where the others
-    have not come so far yet.
+    have not come so far yet. Being behind explains nothing where what the others do in its place
+    is never done here: then it is that call which is wrong.
     """
-    begun = explained = 0
+    begun = explained = known = 0
     seq = min(last, max(theirs, default=0) - shift)
+    own = set(mine.values())
     while seq in mine and theirs.get(seq + shift) == mine[seq]:
         if seq in theirs and mine[seq] != theirs[seq]:
             explained += 1
+            known += theirs[seq] in own
             begun = seq
         seq -= 1
-    return begun, explained
+    return (begun, explained) if shift > 0 or known else (0, 0)
 
 
 def _messages(snapshot: Snapshot, stuck: npt.NDArray[np.bool_]) -> Iterator[Disagreement]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.culprits import Case, cases, together
+from rankcall.analysis.culprits import Case, cases, halted_ranks, together
 from rankcall.analysis.cycles import Cycle, cycles
 from rankcall.analysis.deaths import deaths
 from rankcall.analysis.disagree import Disagreement, disagreements, slipped
@@ -53,18 +53,21 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     lasted = np.minimum(calls["age_s"], _still_for(snapshot))
     hung = failed | (in_flight & (lasted >= allowed))
     followed = hung | (in_flight & (lasted >= allowed * _FOLLOWED))
-    graph = Graph(waits(snapshot, followed, hung))
+    blind = {each.rank for each in snapshot.ranks if each.blind}
+    graph = Graph(waits(snapshot, followed, hung), blind)
     gone = deaths(snapshot, {int(rank) for rank in calls["rank"][failed]})
     clashes = disagreements(snapshot, in_flight | failed)
     explained = _Explained(snapshot, clashes)
-    circles = [each for each in cycles(graph.waits) if _new(each, explained)]
-    found = cases(snapshot, graph, gone, hang_after, explained)
+    halted = halted_ranks(snapshot, gone)
+    circles = [each for each in cycles(graph.waits, halted) if _new(each, explained)]
+    clashing = {int(rank) for each in clashes if each.open for rank in calls["rank"][each.rows]}
+    found = cases(snapshot, graph, gone, hang_after, explained, clashing)
     slips = _slips(snapshot, found, circles)
     if slips:
         clashes += slips
         explained = _Explained(snapshot, clashes)
         circles = [each for each in circles if _new(each, explained)]
-        found = cases(snapshot, graph, gone, hang_after, explained)
+        found = cases(snapshot, graph, gone, hang_after, explained, clashing)
     findings = [of_disagreement(snapshot, graph, each) for each in clashes]
     findings += [of_cycle(snapshot, graph, each) for each in circles]
     findings += [of_cases(snapshot, graph, alike) for alike in together(found)]
@@ -177,6 +180,8 @@ def patience(snapshot: Snapshot, hang_after: float) -> Floats:
 def median_step_s(snapshot: Snapshot) -> float:
     """Return the median length of a step, s; 0 where fewer than three are on record."""
     calls = snapshot.calls
+    if not len(calls):
+        return 0.0
     order = np.lexsort((calls["index"], calls["rank"]))
     rank, step, age = (calls[name][order] for name in ("rank", "step", "age_s"))
     begins = np.concatenate([[True], (rank[1:] != rank[:-1]) | (step[1:] > step[:-1])])

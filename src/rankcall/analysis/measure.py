@@ -27,9 +27,9 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
 _BLOCK = 1 << 17  # records: 1 MiB a column of times
-_SYNC = np.array([name in SYNCHRONISING for name in OPS])
-_FROM_ROOT = np.array([name in ("broadcast", "scatter") for name in OPS])
-_TO_ROOT = np.array([name in ("reduce", "gather") for name in OPS])
+SYNC = np.array([name in SYNCHRONISING for name in OPS])
+FROM_ROOT = np.array([name in ("broadcast", "scatter") for name in OPS])
+TO_ROOT = np.array([name in ("reduce", "gather") for name in OPS])
 _SEND, _RECV = OPS.index("send"), OPS.index("recv")
 
 
@@ -80,7 +80,7 @@ class Blame:
 
 
 @dataclass
-class _Block:
+class Block:
     """Some collectives of a lane as ``[collective, member]``, aligned."""
 
     columns: Indices
@@ -94,14 +94,14 @@ def measure_lane(lane: Lane, clocks: Sequence[HostClock], blame: Blame) -> Measu
     count = len(lane.seq)
     result = Measured(lane.op, lane.bytes, lane.size, *(np.full(count, np.nan) for _ in range(4)))
     result.waited[:] = 0.0
-    for kind in (_SYNC, _FROM_ROOT, _TO_ROOT, ~(_SYNC | _FROM_ROOT | _TO_ROOT)):
+    for kind in (SYNC, FROM_ROOT, TO_ROOT, ~(SYNC | FROM_ROOT | TO_ROOT)):
         until = np.iinfo(np.int64).min
-        for block in _blocks(lane, np.flatnonzero(kind[lane.op]), clocks):
-            _durations(block, result, slowest=kind is not _SYNC)
-            if kind is _SYNC:
+        for block in blocks(lane, np.flatnonzero(kind[lane.op]), clocks):
+            _durations(block, result, slowest=kind is not SYNC)
+            if kind is SYNC:
                 until = _all_wait(lane, block, result, blame, until)
-            elif kind is _FROM_ROOT or kind is _TO_ROOT:
-                _rooted_wait(lane, block, result, blame, receive=kind is _TO_ROOT)
+            elif kind is FROM_ROOT or kind is TO_ROOT:
+                _rooted_wait(lane, block, result, blame, receive=kind is TO_ROOT)
     recorded = np.flatnonzero(present(lane.arrival).any(axis=0))
     return result if len(recorded) == count else _only(result, recorded)
 
@@ -111,7 +111,8 @@ def _only(measured: Measured, rows: npt.NDArray[Any]) -> Measured:
     return Measured(*(column[rows] for column in vars(measured).values()))
 
 
-def _blocks(lane: Lane, columns: Indices, clocks: Sequence[HostClock]) -> Iterator[_Block]:
+def blocks(lane: Lane, columns: Indices, clocks: Sequence[HostClock]) -> Iterator[Block]:
+    """Yield some of a lane's collectives, a block at a time, with their arrivals sorted."""
     width = max(1, _BLOCK // len(lane.ranks))
     clock = RowClocks([clocks[host] for host in lane.hosts])
     for start in range(0, len(columns), width):
@@ -124,10 +125,10 @@ def _blocks(lane: Lane, columns: Indices, clocks: Sequence[HostClock]) -> Iterat
         spent = (completed - lane.started[:, pick]).T.astype(np.float64, order="C")
         if not ended.all():
             spent[~ended.T] = np.nan
-        yield _Block(part, Arrivals(aligned, np.ascontiguousarray(here.T)), spent, ended.T)
+        yield Block(part, Arrivals(aligned, np.ascontiguousarray(here.T)), spent, ended.T)
 
 
-def _durations(block: _Block, result: Measured, *, slowest: bool) -> None:
+def _durations(block: Block, result: Measured, *, slowest: bool) -> None:
     """Fill in what the durations alone show; ``slowest``: t is the longest, not the shortest."""
     spent, columns = block.duration, block.columns
     whole = bool(block.ended.all())
@@ -140,7 +141,7 @@ def _durations(block: _Block, result: Measured, *, slowest: bool) -> None:
     result.transfer[columns] = (most if slowest else least)(spent, axis=1)
 
 
-def _all_wait(lane: Lane, block: _Block, result: Measured, blame: Blame, until: int) -> int:
+def _all_wait(lane: Lane, block: Block, result: Measured, blame: Blame, until: int) -> int:
     """Handle ops that all members leave together; return when the last came to any so far."""
     columns = block.columns
     beyond = result.spent[columns] - result.transfer[columns] * np.count_nonzero(
@@ -155,7 +156,7 @@ def _all_wait(lane: Lane, block: _Block, result: Measured, blame: Blame, until: 
 
 
 def _rooted_wait(
-    lane: Lane, block: _Block, result: Measured, blame: Blame, *, receive: bool
+    lane: Lane, block: Block, result: Measured, blame: Blame, *, receive: bool
 ) -> None:
     """Handle ops with a root: t is the slowest receiver's; waiting is what arrivals show."""
     root = lane.root[block.columns]

@@ -24,8 +24,8 @@ from rankcall.analysis.snapshot import (
     labels_of,
     no_calls,
 )
-from rankcall.processes import Exit, process_state, read_exits
-from rankcall.record import KINDS, STATUSES
+from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
+from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
 from rankcall.ring.reader import CallSite, Group, Head, Header, Ring
 from rankcall.run import Progress, Run, format_ranks
 
@@ -37,6 +37,7 @@ _WINDOW, _ALL_WINDOWS = (64, 1024), 1 << 20  # calls kept of a rank: bounds, and
 _PER_GROUP = 16  # calls kept of each group, however long ago
 _LARGEST = 1 << 62  # no count or size beyond this is believed
 _BEATS_S = 2.0  # a process that gave a sign of life so recently is not gone, whatever /proc says
+_TERMINATED = (-2, -9, -15)  # what a launcher that is told to stop ends its workers with
 _S = 1e9
 
 ProcessState = Callable[[Header], str]
@@ -60,10 +61,15 @@ def stand(
     chosen = {head.path.name: head for head in _last_attempt(run.heads, problems)}
     if window is None:
         window = min(max(_ALL_WINDOWS // max(1, len(chosen)), _WINDOW[0]), _WINDOW[1])
-    gathered = _Gathered(window)
+    gathered, noted = _Gathered(window), read_states(run.path) if run.path.is_dir() else {}
     for ring in run.iter_rings(progress):
         if ring.path.name in chosen:
-            gathered.add(ring, state_of(ring.header), now_ns())
+            state, moment = state_of(ring.header), now_ns()
+            if state == UNKNOWN:
+                head = ring.header
+                then = noted.get((head.boot_id, head.pid, head.process_start))
+                state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
+            gathered.add(ring, state, moment)
     problems += [text for text in run.problems if text not in problems]
     world = run.world_size
     return gathered.finish(world, read_exits(run.path) if run.path.is_dir() else [], problems)
@@ -94,6 +100,16 @@ def _last_attempt(heads: Iterable[Head], problems: list[str]) -> list[Head]:
     return list(newest.values())
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A group: its index, and its members, to look them up and by group rank."""
+
+    group: Group
+    number: int
+    members: frozenset[int]
+    ranks: npt.NDArray[np.int32]
+
+
 @dataclass
 class _Gathered:
     """What the rings held, in their hosts' own times."""
@@ -106,10 +122,11 @@ class _Gathered:
     now_ns: dict[int, int] = field(default_factory=dict)  # of ranks whose process runs here
     calls: list[Calls] = field(default_factory=list)
     issued: list[Ints] = field(default_factory=list)
+    came: list[Ints] = field(default_factory=list)
     ended: list[Ints] = field(default_factory=list)
     groups: dict[Group, int] = field(default_factory=dict)
     sites: dict[CallSite, int] = field(default_factory=lambda: {CallSite("", 0, "", ""): 0})
-    _of_object: dict[int, tuple[Group, int, frozenset[int]]] = field(default_factory=dict)
+    _of_object: dict[int, _Known] = field(default_factory=dict)
 
     def add(self, ring: Ring, state: str, now_ns: int) -> None:
         """Take what matters of one ring; the ring itself is not kept."""
@@ -142,12 +159,12 @@ class _Gathered:
             group = ring.tables.groups.get(int(key))
             if group is None:
                 continue
-            number, members = self._number(group)
-            if rank not in members:
+            known = self._known(group)
+            if rank not in known.members:
                 continue
             rows = kept["group"] == key
-            calls["group"][rows] = number
-            ranks = np.array(group.ranks, np.int32)
+            calls["group"][rows] = known.number
+            ranks = known.ranks
             for name in ("root", "peer"):
                 local = kept[name][rows]
                 sound = (local >= 0) & (local < len(ranks))
@@ -160,16 +177,21 @@ class _Gathered:
         placed = calls["group"] >= 0
         self.calls.append(calls[placed])
         self.issued.append(np.ascontiguousarray(kept["enqueued_ns"][placed]))
+        on_device = (kept["flags"] & FLAG_DEVICE != 0) & (kept["started_ns"] > 0)
+        came = np.where(on_device, kept["started_ns"], kept["enqueued_ns"])
+        self.came.append(came[placed])
         over = np.where(kept["status"] >= _COMPLETED, kept["completed_ns"], 0)
         self.ended.append(np.ascontiguousarray(over[placed]))
 
-    def _number(self, group: Group) -> tuple[int, frozenset[int]]:
+    def _known(self, group: Group) -> _Known:
         """Return a group's index and members; rings that share the object share the look-up."""
         known = self._of_object.get(id(group))
-        if known is None or known[0] is not group:
+        if known is None or known.group is not group:
             number = self.groups.setdefault(group, len(self.groups))
-            known = self._of_object[id(group)] = group, number, frozenset(group.ranks)
-        return known[1], known[2]
+            ranks = np.array(group.ranks, np.int32)
+            known = _Known(group, number, frozenset(group.ranks), ranks)
+            self._of_object[id(group)] = known
+        return known
 
     def finish(self, world_size: int, exits: list[Exit], problems: list[str]) -> Snapshot:
         """Turn times into ages, and lay the noted ends over the states."""
@@ -183,10 +205,13 @@ class _Gathered:
             for rank in range(count)
         ]
         calls = np.concatenate([no_calls(), *self.calls])
-        issued = np.concatenate([np.zeros(0, np.int64), *self.issued])
-        ended = np.concatenate([np.zeros(0, np.int64), *self.ended])
+        nothing = np.zeros(0, np.int64)
+        issued, came, ended = (
+            np.concatenate([nothing, *each]) for each in (self.issued, self.came, self.ended)
+        )
         moment = np.array([now.get(rank, 0) for rank in range(count)], np.int64)[calls["rank"]]
         calls["age_s"] = np.maximum(moment - issued, 0) / _S
+        calls["came_s"] = np.maximum(moment - came, 0) / _S
         calls["ended_s"] = np.where(ended > 0, np.maximum(moment - ended, 0) / _S, np.nan)
         groups = list(self.groups)
         return Snapshot(ranks, calls, groups, labels_of(groups, ranks), list(self.sites), problems)
@@ -194,11 +219,14 @@ class _Gathered:
     def _ends(self, exits: list[Exit]) -> dict[int, tuple[Exit, int]]:
         """Match noted ends to the processes, with the monotonic ns of each."""
         found = {}
+        told = {ended.host for ended in exits if ended.rank == LAUNCHER}
         for ended in exits:
             head = self.headers.get(ended.rank)
             if head and (head.pid, head.attempt) == (ended.pid, ended.attempt):
                 moment = ended.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
-                found[ended.rank] = ended, moment
+                with_it = ended.host in told and ended.code in _TERMINATED
+                by_launcher = ended.by_launcher or with_it
+                found[ended.rank] = replace(ended, by_launcher=by_launcher), moment
         return found
 
     def _now(self, ends: dict[int, tuple[Exit, int]]) -> dict[int, int]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.cli._engine import Outcome
 from rankcall.errors import RankcallError
-from rankcall.processes import Exit, note_exit
+from rankcall.processes import Exit, note_exit, read_exits
+from rankcall.report import diagnosis as diagnosis_report
 from rankcall.ring.reader import Header
 from rankcall.run import load
 from rankcall.watch import ABORT_STATUS, _verdict
@@ -17,30 +18,26 @@ _TERMINATED = -15  # how torchrun ends the workers that are left
 
 
 def note_ends(run_dir: Path, outcome: Outcome, headers: Sequence[Header]) -> None:
-    """Write into the run how this node's workers ended. Raises ``OSError``.
+    """Add to the run the ends that only torchrun has seen. Raises ``OSError``.
 
-    ``headers`` are those of their rings; torchrun says who failed, and it ended those of the rest
-    that did not leave of their own accord.
+    ``headers`` are those of this node's rings. torchrun counts those among the failed that it
+    ended itself because another had failed.
     """
-    failed = {(each.rank, each.pid): each for each in outcome.failed}
-    # torchrun counts those among the failed that it ended itself because another had failed.
-    asked = any(each.code != _TERMINATED for each in outcome.failed)
-    attempt = max((header.attempt for header in headers), default=0)
+    noted = {(each.rank, each.pid) for each in read_exits(run_dir)}
+    asked = any(code != _TERMINATED for code in outcome.failed.values())
     for header in headers:
-        failure = failed.get((header.rank, header.pid))
-        about = header.rank, header.attempt, header.host, header.pid
-        if failure is not None:
-            by_launcher = asked and failure.code == _TERMINATED
-            note_exit(run_dir, Exit(*about, failure.code, failure.epoch_ns, by_launcher))
-        elif outcome.status and header.attempt == attempt and not header.closed_ns:
-            last = max(header.native_heartbeat_ns, header.python_heartbeat_ns)
+        code = outcome.failed.get((header.rank, header.pid))
+        if code is not None and (header.rank, header.pid) not in noted:
+            last = max(header.native_heartbeat_ns, header.python_heartbeat_ns, header.closed_ns)
             epoch_ns = header.anchor_epoch_ns + last - header.anchor_mono_ns
-            note_exit(run_dir, Exit(*about, _TERMINATED, epoch_ns, by_launcher=True))
+            by_launcher = asked and code == _TERMINATED
+            about = header.rank, header.attempt, header.host, header.pid
+            note_exit(run_dir, Exit(*about, code, epoch_ns, by_launcher))
 
 
 def verdict(run_dir: Path, outcome: Outcome, hang_after: float, began_ns: int) -> str:
     """Return why workers failed, in words; empty where torchrun's own table says no less."""
-    if any(each.code == ABORT_STATUS for each in outcome.failed):
+    if ABORT_STATUS in outcome.failed.values():
         told = _verdict.written(run_dir, began_ns)
         if told:
             return f"{_verdict.text_of(told[-1])}\nthe watcher ended the job: {told[-1]['place']}"
@@ -48,4 +45,4 @@ def verdict(run_dir: Path, outcome: Outcome, hang_after: float, began_ns: int) -
         found = diagnose(load(run_dir), hang_after)
     except (RankcallError, OSError):
         return ""
-    return _verdict.text(found) if found.findings else ""
+    return diagnosis_report.render(found) if found.findings else ""

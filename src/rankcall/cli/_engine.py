@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -80,18 +80,14 @@ def parse(argv: Sequence[str]) -> Job:
     )
 
 
-def arming(
-    run_dir: Path, capture: str, job: Job, hang_after: float, on_hang: str
-) -> dict[str, str]:
-    """Return the variables that make every worker below this process record and watch."""
+def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
+    """Return the variables that make every worker below this process record."""
     path = os.environ.get("PYTHONPATH")
     variables = {
         # An empty entry would put the working directory on every worker's path.
         "PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else str(BOOT),
         "RANKCALL_ARM": "1",
         "RANKCALL_CAPTURE": capture,
-        "RANKCALL_HANG_AFTER": f"{hang_after:g}",
-        "RANKCALL_ON_HANG": on_hang,
         "RANKCALL_RUN_DIR": str(run_dir.resolve()),
     }
     if job.local_addr and not os.environ.get("RANKCALL_HOST"):
@@ -126,25 +122,20 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How torchrun ended. ``failed``: workers that failed of their own accord, of this node."""
+    """How torchrun ended. ``failed``: this node's workers that failed, by (rank, pid)."""
 
     status: int
-    failed: tuple[Failure, ...] = ()
+    failed: Mapping[tuple[int, int], int] = field(default_factory=dict)  # codes; < 0: a signal
     table: str = ""  # torchrun's own, of who failed
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One worker that failed. ``code`` is negative for a signal."""
+def torchrun(
+    argv: Sequence[str], on_signal: Callable[[int], None] = lambda number: None
+) -> Outcome:
+    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr.
 
-    rank: int
-    pid: int
-    code: int
-    epoch_ns: int
-
-
-def torchrun(argv: Sequence[str]) -> Outcome:
-    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr."""
+    ``on_signal`` is told the signal that ended it, where one did.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -153,13 +144,11 @@ def torchrun(argv: Sequence[str]) -> Outcome:
         main(list(argv))
         return Outcome(0)
     except ChildFailedError as failed:
-        failures = (
-            Failure(rank, each.pid, each.exitcode, int(each.timestamp) * 10**9)
-            for rank, each in failed.failures.items()
-        )
-        return Outcome(1, tuple(failures), str(failed))
+        codes = {(rank, each.pid): each.exitcode for rank, each in failed.failures.items()}
+        return Outcome(1, codes, str(failed))
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
+        on_signal(ended.sigval.value)
     except KeyboardInterrupt:
         say("the job was interrupted before its workers ran")
     except Exception as error:

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import typer
 
@@ -22,6 +23,11 @@ def open_run(path: Path | None) -> Run:
         settle(where)
     with bar("reading names") as progress:
         return load(where, progress)
+
+
+def output(path: Path) -> Path | IO[bytes]:
+    """Return what to write to: ``-`` is stdout."""
+    return sys.stdout.buffer if str(path) == "-" else path
 
 
 def tell_problems(problems: Sequence[str]) -> None:

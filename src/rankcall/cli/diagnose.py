@@ -10,7 +10,7 @@ import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
 from rankcall.analysis.find import HANG_AFTER_S
-from rankcall.report import diagnosis_json
+from rankcall.report import diagnosis, diagnosis_json
 from rankcall.run import find_run, load, settle
 
 __all__ = ["command"]
@@ -39,9 +39,23 @@ def command(
     found = read(run, hang_after)
     if json:
         sys.stdout.write(diagnosis_json.render(found))
+    else:
+        _print(found)
     sys.stdout.flush()
     if found.findings:
         raise typer.Exit(1)
+
+
+def _print(found: Diagnosis) -> None:
+    from rich.console import Console
+
+    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    console = Console(highlight=False)
+    if console.is_terminal:
+        diagnosis.show(found, console)
+    else:
+        sys.stdout.write(diagnosis.render(found, console.width))
 
 
 def read(path: Path | None, hang_after: float) -> Diagnosis:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rankcall.cli._reading import bar, open_run, tell_problems
+from rankcall.cli._reading import bar, open_run, output, tell_problems
 from rankcall.errors import RankcallError
 from rankcall.export import FORMATS, export
 from rankcall.report._format import clean, plural, size
@@ -22,7 +21,7 @@ def command(
         Path | None,
         typer.Argument(help="A run directory or a ring file. Without it: the latest run here."),
     ] = None,
-    output: Annotated[
+    file: Annotated[
         Path | None,
         typer.Option(
             "-o",
@@ -39,11 +38,10 @@ def command(
     if to not in FORMATS:
         raise RankcallError(f"--to {clean(to)}: no such format; one of {_NAMES}")
     opened = open_run(run)
-    to_stdout = str(output) == "-"
-    target = output or Path(f"{opened.path.resolve().name}.{FORMATS[to]}")
+    path = file or Path(f"{opened.path.resolve().name}.{FORMATS[to]}")
     with bar(f"writing {to}") as progress:
-        export(opened, to, sys.stdout.buffer if to_stdout else target, progress)
-    if not to_stdout:
+        export(opened, to, output(path), progress)
+    if str(path) != "-":
         count = sum(opened.count(head)[0] for head in opened.heads)
-        typer.echo(f"{target}: {plural(count, 'record')}, {size(target.stat().st_size)}")
+        typer.echo(f"{path}: {plural(count, 'record')}, {size(path.stat().st_size)}")
     tell_problems(opened.problems)

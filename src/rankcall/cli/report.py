@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
+from rankcall._newfile import new_file
 from rankcall.analysis.summary import Summary, summarise
-from rankcall.cli._reading import bar, open_run, tell_problems
+from rankcall.cli._reading import bar, open_run, output, tell_problems
+from rankcall.errors import RankcallError
 from rankcall.report import json as json_report
 from rankcall.report import terminal
+from rankcall.report._format import size
 
 
 def command(
@@ -20,11 +23,22 @@ def command(
         typer.Argument(help="A run directory or a ring file. Without it: the latest run here."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write the report as one page that opens anywhere."
+        ),
+    ] = None,
 ) -> None:
     """Report who came last, how long the others waited, and how fast the collectives were.
 
     Exits with 1 where some of the run could not be read: the report is then of the rest.
     """
+    if html is not None:
+        if json:
+            raise RankcallError("--json and --html: one of them")
+        tell_problems(_write_page(run, html))
+        return
     summary = read(run)
     if json:
         sys.stdout.write(json_report.render(summary))
@@ -39,6 +53,21 @@ def read(path: Path | None) -> Summary:
     run = open_run(path)
     with bar("reading records") as progress:
         return summarise(run, progress)
+
+
+def _write_page(path: Path | None, target: Path) -> list[str]:
+    """Write the HTML report and say where; return the run's problems."""
+    from rankcall.analysis.details import detail
+    from rankcall.report.html import render
+
+    run = open_run(path)
+    with bar("reading records") as progress:
+        details = detail(run, progress)
+    with new_file(output(target)) as out:
+        out.write(render(details).encode("utf-8", "replace"))
+    if str(target) != "-":
+        typer.echo(f"{target}: {size(target.stat().st_size)}; open it in a browser")
+    return details.summary.problems
 
 
 def _print(summary: Summary) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rankcall import __version__
+from rankcall import __version__, watch
 from rankcall.analysis.find import HANG_AFTER_S
 from rankcall.capture.session import check_torch
 from rankcall.cli import _aftermath
@@ -34,6 +34,7 @@ from rankcall.cli._engine import (
     torchrun,
     tracing,
 )
+from rankcall.cli._exits import noting_exits
 from rankcall.errors import CaptureUnavailable, CorruptRun
 from rankcall.ring.layout import HEADER_BYTES
 from rankcall.ring.reader import Header, parse_header
@@ -132,11 +133,16 @@ def command(
         where = _run_dir(run_dir, job)
         before, began_ns = {path.name for path in ring_paths(where)}, time.time_ns()
         outcome = Outcome(1)
-        variables = arming(where, recorder, job, hang_after, on_hang.value)
-        variables |= tracing(trace.value if trace else None, history)
+        variables = {
+            **arming(where, recorder, job),
+            watch.HANG_AFTER: f"{hang_after:g}",
+            watch.ON_HANG: on_hang.value,
+            **tracing(trace.value if trace else None, history),
+        }
         with environment(variables):
             try:
-                outcome = torchrun(job.argv)
+                with noting_exits(where, host_name()) as exits:
+                    outcome = torchrun(job.argv, exits.told_to_stop)
             finally:
                 with _undisturbed():
                     _finish(where, job, before, outcome)

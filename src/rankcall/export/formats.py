@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from rankcall.errors import ExportFailed
+from rankcall._newfile import new_file
 from rankcall.run import Progress, Run
 
 Writer = Callable[[Run, IO[bytes], Progress | None], None]
@@ -35,16 +33,8 @@ def export(run: Run, to: str, target: Path | IO[bytes], progress: Progress | Non
     if to not in FORMATS:
         raise ValueError(f"no format {to!r}: one of {', '.join(FORMATS)}")
     write = _writer(to)
-    try:
-        with _opened(target) as out:
-            write(run, out, progress)
-            out.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        name = target if isinstance(target, Path) else getattr(target, "name", "the output")
-        reason = error.strerror or str(error)
-        raise ExportFailed(f"{name}: cannot be written: {reason}") from error
+    with new_file(target) as out:
+        write(run, out, progress)
 
 
 def _writer(to: str) -> Writer:
@@ -60,24 +50,3 @@ def _writer(to: str) -> Writer:
         "csv": tables.write_csv,
     }
     return writers[to]
-
-
-@contextlib.contextmanager
-def _opened(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
-    """Open a file that gets its name when it is whole, and goes away when it is not."""
-    if not isinstance(target, Path):
-        yield target
-        return
-    if target.exists() and not target.is_file():
-        with target.open("wb") as out:
-            yield out
-        return
-    target = target.resolve()
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with scratch.open("xb") as out:
-            yield out
-        scratch.replace(target)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from io import StringIO
@@ -15,11 +13,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rankcall._joins import RankSummary, total
 from rankcall.analysis.commshare import StepShare
 from rankcall.analysis.summary import Straggler, Summary
 from rankcall.analysis.table import size_name
 from rankcall.report._format import clean, percent, plural, rate, size, time
 from rankcall.report._tables import cut, fitted, listed
+from rankcall.report._text import wrapped
 from rankcall.report.headline import Headline, headline
 from rankcall.run import format_ranks
 
@@ -41,20 +41,14 @@ def render(summary: Summary, width: int = 80) -> str:
 def show(summary: Summary, console: Console) -> None:
     """Print the report; ``console`` decides on width and colour."""
     first = headline(summary)
-    text = _wrapped(first.text, console.width)
+    text = wrapped(first.text, console.width)
     console.print(Text(text, "bold red" if first.alarm else "bold green"))
     if first.detail:
-        console.print(Text(_wrapped(first.detail, console.width)))
+        console.print(Text(wrapped(first.detail, console.width)))
     for title, body in _sections(summary, first, console.width - _INDENT):
         console.print()
         console.print(Text(title, "bold"))
         console.print(Padding(body, (0, 0, 0, _INDENT)))
-
-
-def _wrapped(text: str, width: int) -> str:
-    """Break a text into lines, but not between a number and its unit."""
-    glued = re.sub(r"(?<=\d) (?=%|\w{1,3}\b)", "\N{NO-BREAK SPACE}", text)
-    return textwrap.fill(glued, width).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[str, RenderableType]]:
@@ -64,6 +58,9 @@ def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[st
     yield "By op, group and size (a member's time; bandwidth in GB/s)", _collectives(summary, room)
     if len(summary.stragglers) > 1:
         yield "Who kept the others waiting", _stragglers(summary, first.ranks, room)
+    uneven = [each for each in total(summary.joins) if each.shadowed or each.replayed]
+    if uneven:
+        yield "Uneven inputs (Join): steps without a batch of one's own", _joins(uneven, room)
     yield "Slowest call sites (a rank's time)", _sites(summary, room)
     if summary.comm_share is not None:
         yield "Time in communication", _comm_share(summary, room)
@@ -181,6 +178,22 @@ def _straggler(each: Straggler, wide: bool) -> list[str]:
         percent(each.share),
     ]  # fmt: skip
     return [*cells, *([time(each.suffered_wait_ms)] if wide else []), "█" * round(10 * each.share)]
+
+
+def _joins(uneven: Sequence[RankSummary], room: int) -> RenderableType:
+    heads = ("rank", "batches", "shadowed", "replayed", "time")
+    shown = sorted(uneven, key=lambda each: -each.extra_s)[:_RANKS]
+    rows = [
+        (
+            str(each.rank),
+            f"{each.batches:,}",
+            f"{each.shadowed:,}",
+            f"{each.replayed:,}",
+            time(each.extra_s * 1e3),
+        )
+        for each in shown
+    ]
+    return _more(fitted(heads, rows, room, names=1), len(uneven) - len(shown), "rank")
 
 
 def _sites(summary: Summary, room: int) -> RenderableType:

@@ -54,6 +54,7 @@ _ENTRY = struct.Struct("<IIII")
 assert _ENTRY.size == ENTRY_HEADER.itemsize
 MAX_RANKS = 1 << 20
 MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
+_GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
 ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
 
 
@@ -296,7 +297,7 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
         if kind == ENTRY_STRING:
             tables.strings[number] = payload.decode("utf-8", "replace")
         elif kind == ENTRY_GROUP:
-            tables.groups[number] = _group(json.loads(payload))
+            tables.groups[number] = _groups.get(payload)
         elif kind == ENTRY_SITE:
             tables.sites[number] = _site(json.loads(payload))
         elif kind == ENTRY_SIZES:
@@ -305,6 +306,31 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
         return True
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
         return False
+
+
+class _Groups:
+    """Groups by payload: all members of a group write the same, and share one object here.
+
+    Without that, 16,384 rings that each name all ranks would take minutes and gigabytes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Group] = {}
+        self._members = 0
+
+    def get(self, payload: bytes) -> Group:
+        """Return the group that a payload describes; raises ``ValueError`` and its like."""
+        group = self._known.get(payload)
+        if group is None:
+            group = _group(json.loads(payload))
+            self._members += len(group.ranks) + 1
+            if self._members > _GROUPS_KEPT:
+                self._known, self._members = {}, len(group.ranks) + 1
+            self._known[payload] = group
+        return group
+
+
+_groups = _Groups()
 
 
 def _site(fields: dict[str, Any]) -> CallSite:

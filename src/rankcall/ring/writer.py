@@ -6,6 +6,7 @@ writes with, byte for byte what the native recorder writes.
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -159,6 +160,7 @@ def boot_seconds() -> int:
         return 0
 
 
+@functools.lru_cache(maxsize=1)
 def boot_id() -> str:
     """Return the id of this boot of this host (empty where the kernel does not say)."""
     try:

@@ -33,15 +33,14 @@ class _State:
 _state = _State()
 
 
-def set_group(group: Group) -> None:
-    """Remember the group for ``shutdown``."""
+def set_group(group: Group | None) -> None:
+    """Remember the group for ``shutdown``, or forget it."""
     _state.group = group
 
 
-def take_group() -> Group | None:
-    """Return the group and forget it."""
-    group, _state.group = _state.group, None
-    return group
+def current_group() -> Group | None:
+    """Return the group, while there is one."""
+    return _state.group
 
 
 class StaticGroup:
@@ -77,9 +76,10 @@ def undone_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        set_group(None)
         if _is_current_rpc_agent_set():
             try:
-                api._finalize_shutdown()
+                api._finalize_shutdown()  # type: ignore[no-untyped-call]
             except Exception as another:
                 note = f"taking the agent down failed as well: {another}"
                 getattr(error, "add_note", lambda _: None)(note)

@@ -21,10 +21,7 @@ class Place:
     """One worker's folder, made at once. ``close()`` removes it."""
 
     def __init__(self, session: int) -> None:
-        base = _own_base()
-        _sweep(base)
-        self.path = base / f"{session:016x}"
-        self.path.mkdir(mode=0o700)
+        self.path = _make(f"{session:016x}")
         self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -45,13 +42,29 @@ class Place:
                 folder.rmdir()
 
 
+def _make(name: str) -> Path:
+    """Make a folder below this user's own; clear up what is there from before."""
+    for _ in range(100):
+        base = _own_base()
+        _sweep(base)
+        try:
+            (base / name).mkdir(mode=0o700)
+            return base / name
+        except FileNotFoundError:
+            continue  # the last worker that ended has just removed the base
+    raise FileNotFoundError(f"{base} disappears again and again")
+
+
 def _own_base() -> Path:
     base = live_base() / f"rankcall-{os.getuid()}" / "rpc"
-    for folder in (base.parent, base):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = folder.stat(follow_symlinks=False)
-        if about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{folder} is not this user's alone: remove it or chmod 700 it")
+    base.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError, FileNotFoundError):
+        base.mkdir(mode=0o700)
+    for folder, forbidden in ((base.parent, 0o022), (base, 0o077)):
+        with suppress(FileNotFoundError):
+            about = folder.stat(follow_symlinks=False)
+            if about.st_uid != os.getuid() or about.st_mode & forbidden:
+                raise PermissionError(f"{folder} is not this user's alone: remove it")
     return base
 
 

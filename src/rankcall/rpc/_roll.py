@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistNetworkError, Store
 
 from rankcall.errors import RpcTimeout
 
@@ -42,7 +42,7 @@ class Roll:
     def farewell(self, deadline: float) -> None:
         """Let rank 0 go last: it may host the store that the others still read."""
         keys = [f"gone/{rank}" for rank in range(1, self.world_size)]
-        with suppress(DistStoreError):
+        with suppress(RuntimeError):
             if self.rank:
                 self._store.set(f"gone/{self.rank}", "")
             elif keys:
@@ -54,7 +54,9 @@ class Roll:
             try:
                 self._store.wait(list(keys), timedelta(seconds=max(0.01, min(left, _SLICE_S))))
                 return
-            except DistStoreError:
+            except DistNetworkError:
+                raise  # the store is gone
+            except RuntimeError:  # a DistStoreError from most stores
                 reason = self.hopeless()
                 if left > _SLICE_S and not reason:
                     continue
@@ -102,7 +104,7 @@ def _agreed_size(store: Store, world_size: int, deadline: float) -> int:
         return int(store.compare_set("size", "", str(world_size)))
     try:
         store.wait(["size"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-    except DistStoreError as error:
+    except RuntimeError as error:
         raise RpcTimeout("no worker of the group has said how many there are") from error
     return int(store.get("size"))
 

@@ -15,7 +15,7 @@ from torch.distributed.rpc import RpcBackendOptions, api
 
 from rankcall.errors import RpcTimeout
 from rankcall.rpc import backend_registry
-from rankcall.rpc._group import take_group
+from rankcall.rpc._group import current_group, set_group
 from rankcall.rpc.backend_registry import BackendType
 
 __all__ = ["init_rpc", "shutdown"]
@@ -50,7 +50,7 @@ def init_rpc(
     store, rank = _store(name, options, rank, world_size)
     dist_autograd._init(rank)
     torch_rpc._set_profiler_node_id(rank)
-    torch_rpc._init_rpc_backend(member, store, name, rank, world_size, options)
+    torch_rpc._init_rpc_backend(member, store, name, rank, world_size, options)  # type: ignore[no-untyped-call]
 
 
 def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
@@ -62,7 +62,7 @@ def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
     """
     if not torch_rpc._is_current_rpc_agent_set():
         raise RuntimeError("RPC has not been initialized: call rankcall.rpc.init_rpc() first")
-    group = take_group()
+    group = current_group()
     if graceful and group is None:  # another package's back end
         api.shutdown(graceful=True, timeout=timeout)
         return
@@ -70,12 +70,13 @@ def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
         if graceful and group is not None:
             group.leave(time.monotonic() + timeout)
     finally:
-        api._finalize_shutdown()
+        set_group(None)
+        api._finalize_shutdown()  # type: ignore[no-untyped-call]
         _rendezvous.clear()
 
 
 def _member(backend: Any, options: RpcBackendOptions | None) -> Any:
-    """Return the back end that is meant: a member of ours, or one of torch's that we do not have."""
+    """Return the back end that is meant: ours, or one of torch's that we do not have."""
     if options is not None and not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be RpcBackendOptions; got {options!r}")
     if backend is None:
@@ -114,8 +115,11 @@ def _store(
         ) from error
     _rendezvous.append(meeting)
     store.set_timeout(timeout)
+    rank = met_rank if rank == -1 else rank
+    if not world_size:  # workers come at any time, some for the second time
+        return dist.PrefixStore("rpc_dynamic", store), rank
     # Each initialisation has keys of its own; torch's counter, so that its init_rpc takes turns.
     with torch_rpc._init_counter_lock:
         prefix = f"rpc_prefix_{torch_rpc._init_counter}"
         torch_rpc._init_counter += 1
-    return dist.PrefixStore(prefix, store), met_rank if rank == -1 else rank
+    return dist.PrefixStore(prefix, store), rank

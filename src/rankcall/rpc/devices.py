@@ -131,11 +131,16 @@ def device_list(node: Node, reverse: Mapping[str, DeviceMap]) -> list[torch.devi
     return sorted(node.devices or mentioned - {CPU}, key=_index)
 
 
+def as_device(given: Any) -> torch.device:
+    """Return a device by its CUDA index or its name; also where there is no such device."""
+    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+
+
 def as_device_map(given: Mapping[Any, Any]) -> DeviceMap:
     """Return a map of indices, names or devices as one of devices. Raises ``InvalidDeviceMap``."""
     made: DeviceMap = {}
     for here, there in given.items():
-        source, target = torch.device(here), torch.device(there)
+        source, target = as_device(here), as_device(there)
         if target in made.values():
             raise InvalidDeviceMap(f"two devices are mapped to {target} in {dict(given)}")
         made[source] = target

@@ -1,4 +1,4 @@
-"""Plant a plan's faults in this process: stand between a c10d op and the capture that records it."""
+"""Plant a plan's faults in this process, between a c10d op and the capture that records it."""
 
 from __future__ import annotations
 
@@ -152,10 +152,11 @@ class Injection:
         import torch
         import torch.distributed as dist
 
-        is_max = args[op.positions["reduce_op"]].op() == int(dist.ReduceOp.RedOpType.MAX)
+        is_max = args[op.positions["reduce_op"]].op() == int(dist.ReduceOp(dist.ReduceOp.MAX).op)  # type: ignore[attr-defined]
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN if is_max else dist.ReduceOp.MAX)
-        self._boxing = caught = []
+        caught: list[Any] = []
+        self._boxing = caught
         try:
             dist.ProcessGroup.unbox(args[op.process_group]).allreduce([torch.zeros(1)], options)
         finally:
@@ -180,7 +181,7 @@ class Injection:
 
 @functools.cache
 def _late_work() -> Any:
-    """Return the class of a Work that is over later than the op's own; it takes torch to make it."""
+    """Return the class of a Work that is over later than the op's own: it takes torch to make."""
     import torch.distributed as dist
 
     class LateWork(dist.Work):
@@ -212,7 +213,10 @@ def _befall(fault: Fault) -> None:
     elif fault.kind == "fail":
         raise InjectedFault(fault.text)
     elif fault.kind == "hold_gil":
-        ctypes.PyDLL(None).pause()
+        # Not pause() nor sleep(): any signal that is handled would end those.
+        mutex = ctypes.create_string_buffer(128)
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     elif fault.kind == "delay":
         while math.isinf(fault.seconds):
             time.sleep(_NAP_S)
@@ -230,7 +234,7 @@ def _work_of(op: Op, result: Any) -> Any:
 def _as_if_done(call: _Call) -> Any:
     """Return what the op would have returned, with a Work that is over."""
     import torch
-    from torch._C._distributed_c10d import _create_work_from_future
+    from torch._C import _distributed_c10d as c10d
 
     op, args = call.op, call.args
     if not op.returns_work:
@@ -238,7 +242,7 @@ def _as_if_done(call: _Call) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     out = args[op.writes] if op.writes is not None else []
     future.set_result([out] if isinstance(out, torch.Tensor) else out)
-    work = _create_work_from_future(future).boxed()
+    work = c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
     alone = len(op.overload._schema.returns) == 1
     return work if alone else (out, work)
 

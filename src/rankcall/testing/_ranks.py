@@ -181,7 +181,7 @@ class Ranks:
         return True
 
     def note_exits(self, by_us: bool = False) -> None:
-        """Write into the run how those ended that have since the last time; ``wait`` does it too."""
+        """Write into the run who has ended since the last time, and how; ``wait`` does it too."""
         for rank, process in enumerate(self._processes):
             code, pid = process.exitcode, process.pid
             if code is None or pid is None or rank in self._noted:

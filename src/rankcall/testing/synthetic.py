@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.record import DTYPES, OPS, RECORD, STATUSES, SYNCHRONISING
+from rankcall.processes import Exit, note_exit
+from rankcall.record import DTYPES, KINDS, OPS, RECORD, STATUSES, SYNCHRONISING
 from rankcall.ring.reader import CallSite, Group
 from rankcall.run import create_run
+from rankcall.testing._planted import OPEN, Planted, plant
 from rankcall.testing._ringfile import RingSpec, write_ring
 
 Times = npt.NDArray[np.int64]
@@ -65,6 +67,8 @@ class Synthetic:
     arrivals: Times  # [issued, rank]; -1: not a member
     ends: Times  # [issued, rank]; -1: not a member
     families: dict[str, list[list[int]]] = field(default_factory=dict)
+    planted: tuple[Planted, ...] = ()
+    over_ns: int = 0  # when the job was last seen
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ def synthetic_run(
     capacity: int | None = None,
     attempt: int = 0,
     without_ranks: Sequence[int] = (),
+    planted: Planted | Sequence[Planted] = (),
+    hung_s: float = 120.0,
     seed: int = 0,
 ) -> Synthetic:
     """Write the rings of a run that issued ``collectives`` ops of ``program``, over and over.
@@ -112,7 +118,8 @@ def synthetic_run(
     and epoch; ``clock_drift_ppm``: per host; ``epoch_errors_ns``: per host, of the epoch alone.
     ``groups``: further families of disjoint groups.
     ``per_step``: ops per optimizer step, 0 for a job without one. ``capacity``: records a ring
-    holds, when it shall lap. ``without_ranks`` leave no ring. Returns the truth.
+    holds, when it shall lap. ``without_ranks`` leave no ring. ``planted`` are faults that hang the
+    job, for ``hung_s`` until it is last seen. Returns the truth.
     """
     names = _host_names(hosts)
     host_of = [rank * len(names) // ranks for rank in range(ranks)]
@@ -121,18 +128,42 @@ def synthetic_run(
     issued = [program[i % len(program)] for i in range(collectives)]
     slow = _straggling(ranks, straggler, straggler_ms)
     arrivals, ends = _simulate(issued, families, slow, pace or Pace(), np.random.default_rng(seed))
+    faults = (planted,) if isinstance(planted, Planted) else tuple(planted)
+    over = plant(issued, families, arrivals, ends, faults) + int(hung_s * 1e9) if faults else 0
     offsets = _offsets(names, clock_offsets_ns)
     truth = Synthetic(
-        Path(path), [names[h] for h in host_of], offsets, issued, arrivals, ends, families
-    )
+        Path(path), [names[h] for h in host_of], offsets, issued, arrivals, ends, families, faults,
+        over,
+    )  # fmt: skip
     create_run(truth.path, {"started": "synthetic", "script": "synthetic.py", "seed": seed})
     drifts = [*clock_drift_ppm, *[0.0] * len(names)]
     errors = [*epoch_errors_ns, *[0] * len(names)]
     for rank in sorted(set(range(ranks)) - set(without_ranks)):
         spec = _ring_spec(truth, rank, per_step, drifts[host_of[rank]], attempt)
         spec.anchor_epoch_ns += errors[host_of[rank]]
+        _end(truth, spec, rank)
         write_ring(truth.path / "rings", spec, capacity)
     return truth
+
+
+def _end(truth: Synthetic, spec: RingSpec, rank: int) -> None:
+    """Let a rank of a job that hangs live on, stand still, or be gone, as was planted."""
+    if not truth.planted:
+        return
+    fault = next((each for each in truth.planted if rank in each.ranks), None)
+    spec.closed = False
+    last = truth.over_ns
+    if fault is not None and fault.kind in ("dead", "stopped", "exhausted"):
+        # It came to its end on the way to the first call that it did not issue.
+        last = int(max(truth.arrivals[:, rank].max(), truth.ends[:, rank].max(), 0)) + 1_000_000
+    spec.native_beat_ns = spec.python_beat_ns = spec.anchor_mono_ns + last
+    if fault is not None and fault.kind in ("dead", "exhausted"):
+        code = -9 if fault.kind == "dead" else 0
+        spec.closed = fault.kind == "exhausted"
+        note_exit(
+            truth.path,
+            Exit(rank, spec.attempt, spec.host, spec.pid, code, spec.anchor_epoch_ns + last),
+        )
 
 
 def _host_names(hosts: int | Sequence[str]) -> list[str]:
@@ -141,7 +172,7 @@ def _host_names(hosts: int | Sequence[str]) -> list[str]:
 
 def _straggling(ranks: int, who: int | Sequence[int] | None, ms: float) -> npt.NDArray[np.float64]:
     slow = np.zeros(ranks)
-    slow[[] if who is None else who] = ms * 1e6
+    slow[[] if who is None else [who] if isinstance(who, int) else list(who)] = ms * 1e6
     return slow
 
 
@@ -206,9 +237,26 @@ def _ring_spec(
     repeat = [2 if truth.program[row].op == "exchange" else 1 for row in rows]
     for name, times in (("enqueued_ns", truth.arrivals), ("completed_ns", truth.ends)):
         true = np.repeat(times[rows, rank], repeat)
-        spec.records[name] = true + clock + (true * (drift_ppm * 1e-6)).astype(np.int64)
+        there = true + clock + (true * (drift_ppm * 1e-6)).astype(np.int64)
+        spec.records[name] = np.where(true == OPEN, 0, there)
+    spec.records["status"][spec.records["completed_ns"] == 0] = STATUSES.index("started")
     spec.records["started_ns"] = spec.records["enqueued_ns"]
+    for fault in truth.planted:
+        if rank in fault.ranks and fault.at in rows:
+            _change(spec.records[int(np.repeat(rows, repeat).searchsorted(fault.at))], fault, rank)
     return spec
+
+
+def _change(record: Any, fault: Planted, rank: int) -> None:
+    """Let a rank do something else than the others do."""
+    if fault.kind == "desync":
+        record["op"], record["message_bytes"] = OPS.index("barrier"), 1
+    elif fault.kind == "mismatch":
+        record["message_bytes"] += 4
+    elif fault.kind == "deadlock":
+        at = fault.ranks.index(rank)
+        record["op"], record["kind"], record["seq"] = OPS.index("recv"), KINDS.index("p2p"), 1
+        record["peer"], record["root"] = fault.ranks[(at + 1) % len(fault.ranks)], -1
 
 
 def _group_of(rank: int, groups: list[list[int]]) -> list[int]:
@@ -292,4 +340,4 @@ def _in_out(op: Op, size: int, own: int) -> tuple[int, int]:
     }.get(op.op, (data, data))
 
 
-__all__ = ["PROGRAM", "Op", "Pace", "Synthetic", "synthetic_run"]
+__all__ = ["PROGRAM", "Op", "Pace", "Planted", "Synthetic", "synthetic_run"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rankcall.analysis.finding import Finding
@@ -22,8 +21,7 @@ from rankcall.watch._loop import ABORT_STATUS, Watcher
 
 __all__ = ["ABORT_STATUS", "Handle", "arm", "start"]
 
-HANG_AFTER = "RANKCALL_HANG_AFTER"
-ON_HANG = "RANKCALL_ON_HANG"
+HANG_AFTER, ON_HANG = "RANKCALL_HANG_AFTER", "RANKCALL_ON_HANG"  # set by the launcher
 DEFAULT_S = 60.0
 OnHang = str | Callable[[list[Finding]], object]
 
@@ -72,13 +70,19 @@ def start(
     return Handle(watcher)
 
 
-def arm() -> None:
-    """Watch as the launcher asked by environment. Never raises; says on stderr what went wrong."""
+def arm() -> bool:
+    """Record and watch as the launcher asked by environment; tell whether this process records.
+
+    Never raises; says on stderr what went wrong.
+    """
+    if not session.arm():
+        return False
     try:
         if _hang_after(None) < math.inf:
             start()
     except (RankcallError, OSError, ValueError) as error:
         say(f"not watching for hangs: {error}")
+    return True
 
 
 def _hang_after(given: float | None) -> float:

@@ -37,8 +37,12 @@ class Unreachable(Exception):
     """The store does not answer."""
 
 
+class _NoStore(Exception):
+    """There is no store yet."""
+
+
 class Exchange:
-    """One node's side of the rounds. ``open_store`` makes a connection of its own.
+    """One node's side of the rounds. ``open_store`` makes a connection, or None for no store yet.
 
     Each use runs on a helper thread that is left behind where the store does not answer: no
     timeout applies to a store whose host was stopped.
@@ -117,8 +121,9 @@ class Exchange:
 
         def work() -> None:
             try:
+                self._store = self._store or self._open_store()
                 if self._store is None:
-                    self._store = self._open_store()
+                    raise _NoStore("the default process group has not been made")
                 done.append(use(self._store))
             except BaseException as error:
                 failed.append(error)
@@ -128,10 +133,11 @@ class Exchange:
         thread.join(limit_s)
         if done:
             return done[0]
+        if failed and isinstance(failed[0], _NoStore):
+            raise Unreachable(str(failed[0]))
         self._store = None
         self._lost_until = time.monotonic() + _RETRY_S
-        why = repr(failed[0]) if failed else f"no answer within {limit_s:g} s"
-        raise Unreachable(why)
+        raise Unreachable(repr(failed[0]) if failed else f"no answer within {limit_s:g} s")
 
 
 def _round(store: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a node's leader does when something is overdue: look, agree with other nodes, say it once."""
+"""What a node's leader does when something is overdue: look, agree, say it once."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Judge:
         return bool(late.any()) and not told
 
     def _again(self, snapshot: Snapshot, told: bool) -> float:
-        """Return when to look again: when a call's patience runs out; less and less often, after."""
+        """Return when to look again: when a call's patience runs out, and less and less often."""
         calls = snapshot.calls
         left = (patience(snapshot, self._hang_after) - calls["age_s"])[unfinished(calls)]
         soonest = float(np.min(left[left > 0], initial=math.inf))
@@ -129,6 +129,8 @@ class Judge:
     def _publish(self, verdict: _verdict.Object, dumped: dict[int, str], loud: bool) -> None:
         """Keep the verdict in the run, and print it where that is ours to do."""
         place = None
+        if any(each["hang"] == verdict["hang"] for each in self.told()):
+            return  # by the leader of another node, on a file system that is shared
         try:
             place = _verdict.write(self._run_dir, verdict, dumped)
             loud = loud and place is not None
@@ -148,9 +150,11 @@ def _with_stacks(snapshot: Snapshot, dumped: dict[int, str]) -> Snapshot:
 
 
 def _own_store() -> Any:
-    """Return a connection of our own to the job's store, with keys of our own."""
+    """Return a connection of our own to the job's store, with keys of our own; None without it."""
     import torch.distributed as dist
 
+    if not dist.is_initialized():
+        return None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.distributed_c10d._get_default_store().clone()
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     return dist.PrefixStore(f"rankcall/watch/{attempt}", store)

@@ -100,10 +100,10 @@ class Watcher:
         if not first_ns:
             self._judge.rest()
         asked = self._is_asked(headers, now)
-        if asked or (first_ns and now >= self._judge.next_look):
-            if self._judge.look(headers, first_ns or time.monotonic_ns(), asked):
-                self._verdicts += 1
-                put(self._recording.ring, "verdicts", self._verdicts)
+        due = first_ns != 0 and now >= self._judge.next_look
+        if (asked or due) and self._judge.look(headers, first_ns or time.monotonic_ns(), asked):
+            self._verdicts += 1
+            put(self._recording.ring, "verdicts", self._verdicts)
 
     def _overdue_ns(self) -> int:
         """Return when the oldest call was issued that is in flight for too long; 0 without one."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rankcall.capture.recording import Recording
 from rankcall.errors import CorruptRun
+from rankcall.processes import process_state
 from rankcall.ring.layout import HEADER_BYTES
 from rankcall.ring.reader import Header, parse_header
 from rankcall.ring.writer import boot_id
@@ -49,8 +50,10 @@ class Node:
 
 
 def _runs(header: Header) -> bool:
+    """Tell whether a rank's watcher can be counted on: not closed, stopped or without the GIL."""
     age = time.monotonic_ns() - header.python_heartbeat_ns
-    return header.stack_fd != 0 and not header.closed_ns and age < _FRESH_S * 1e9
+    watches = header.stack_fd != 0 and not header.closed_ns and age < _FRESH_S * 1e9
+    return watches and process_state(header) == "alive"
 
 
 def _read(path: Path) -> Header | None:

@@ -29,7 +29,9 @@ Object = dict[str, Any]
 
 def encode(diagnosis: Diagnosis, about: Mapping[str, Any]) -> bytes:
     """Return a diagnosis with its printed form as one JSON object."""
-    words = text(diagnosis) if diagnosis.findings else ""
+    from rankcall.report import diagnosis as report  # rich comes with it: only where it is needed
+
+    words = report.render(diagnosis) if diagnosis.findings else ""
     found = {**diagnosis_json.as_object(diagnosis), "hang": dict(about), "text": words}
     return json.dumps(found).encode()
 
@@ -44,14 +46,16 @@ def decode(raw: bytes) -> Object:
 
 def findings_of(verdict: Object) -> list[Finding]:
     """Return a verdict's findings."""
-    return [
-        Finding(**{
-            name: tuple(value) if name in _LISTS else value
-            for name, value in each.items()
-            if name in _NAMES and value is not None
-        })
-        for each in verdict["findings"]
-    ]  # fmt: skip
+    return [_finding(each) for each in verdict["findings"]]
+
+
+def _finding(found: Object) -> Finding:
+    fields: Object = {
+        name: tuple(value) if name in _LISTS else value
+        for name, value in found.items()
+        if name in _NAMES and value is not None
+    }
+    return Finding(**fields)
 
 
 def write(run_dir: Path, verdict: Object, stacks: Mapping[int, str]) -> Path | None:
@@ -95,14 +99,6 @@ def text_of(verdict: Object) -> str:
         return (Path(verdict["place"]) / "verdict.txt").read_text()
     except OSError:
         return f"verdict: {verdict.get('verdict')}"
-
-
-def text(diagnosis: Diagnosis) -> str:
-    """Return a diagnosis as it is printed."""
-    lines = [f"rankcall: the job hangs: {diagnosis.verdict}"]
-    for found in diagnosis.findings:
-        lines += [f"  {found.summary}", *(f"    {line}" for line in found.evidence), found.advice]
-    return "\n".join(line for line in lines if line)
 
 
 def news(findings: Iterable[Finding], told: Iterable[Object]) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
 from rankcall.rpc._group import StaticGroup, set_group, undone_on_error
 from rankcall.rpc._roll import Roll, check_names, claim_place
+from rankcall.rpc.backends._tensorpipe_dynamic import DynamicGroup
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
 
 __all__ = ["construct_rpc_backend_options_handler", "init_backend_handler"]
@@ -60,7 +61,9 @@ def init_backend_handler(
             f"got {type(rpc_backend_options).__name__} {rpc_backend_options!r}"
         )
     if not world_size:
-        raise NotImplementedError("dynamic groups: see the change log")
+        group = DynamicGroup(store, name, rank, rpc_backend_options)
+        agent: TensorPipeAgent = group.join(time.monotonic() + rpc_backend_options.rpc_timeout)
+        return agent
     return _static(store, name, rank, world_size, rpc_backend_options)
 
 
@@ -74,10 +77,10 @@ def _static(
     reverse = reverse_maps(name, nodes)
     devices = device_list(nodes[roll.rank], reverse)
     if torch.cuda.is_available() and devices:
-        torch.cuda.init()  # others may send to a device before this process has used one
+        torch.cuda.init()  # others may send to a device before this process has used one  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
     agent = TensorPipeAgent(store, name, roll.rank, roll.world_size, options, reverse, devices)
     with undone_on_error():
-        api._init_rpc_states(agent)
+        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
         # The first call between two agents connects them: not at the cost of a user's call.
         api._all_gather(None, timeout=max(0.1, deadline - time.monotonic()))
         roll.exchange("ready", None, deadline)

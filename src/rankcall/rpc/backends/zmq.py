@@ -18,10 +18,12 @@ from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIM
 
 from rankcall.errors import AuthenticationFailed, BackendUnavailable, RpcTimeout
 from rankcall.rpc._group import StaticGroup, set_group, undone_on_error
+from rankcall.rpc._members import MemberLog, life
 from rankcall.rpc._place import Place
 from rankcall.rpc._roll import Roll, check_names, claim_place
 from rankcall.rpc._secret import derive_keys, find_secret
-from rankcall.rpc.devices import Node, as_device_map, device_list, reverse_maps, validate
+from rankcall.rpc.backends._zmq_dynamic import DynamicGroup
+from rankcall.rpc.devices import Node, as_device, as_device_map, device_list, reverse_maps, validate
 from rankcall.rpc.native import agent_module
 
 __all__ = [
@@ -73,7 +75,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             raise ValueError(f"heartbeat_timeout must be positive; got {heartbeat_timeout}")
         self.num_worker_threads = num_worker_threads
         self.device_maps = {to: as_device_map(each) for to, each in (device_maps or {}).items()}
-        self.devices = [torch.device(device) for device in devices or ()]
+        self.devices = [as_device(device) for device in devices or ()]
         self.host = host
         self.secret_file = secret_file
         self.heartbeat_timeout = heartbeat_timeout
@@ -111,15 +113,16 @@ def init_backend_handler(
             "`rpc_backend_options` must be a `ZmqRpcBackendOptions`; "
             f"got {type(rpc_backend_options).__name__} {rpc_backend_options!r}"
         )
-    if not world_size:
-        raise NotImplementedError("dynamic groups: see the change log")
     library = _library()
     agent_module()  # built before the clock starts
     deadline = time.monotonic() + rpc_backend_options.rpc_timeout
-    roll = claim_place(dist.PrefixStore("roll", store), name, rank, world_size, deadline)
-    worker = Worker(name, roll.rank, library, rpc_backend_options)
+    roll = None
+    if world_size:
+        roll = claim_place(dist.PrefixStore("roll", store), name, rank, world_size, deadline)
+        rank = roll.rank
+    worker = Worker(name, rank, library, rpc_backend_options)
     try:
-        return _join_static(worker, roll, deadline)
+        return _join_static(worker, roll, deadline) if roll else _join(worker, store, deadline)
     except BaseException:
         worker.place.close()
         raise
@@ -167,7 +170,7 @@ class Worker:
             "rank": self.rank,
             "session": self.session,
             "host": self.place.host,
-            "pid": os.getpid(),
+            **life(),
             "local": self.local,
             "network": self.network,
         }
@@ -186,6 +189,14 @@ class Worker:
         self.agent.add_peer(name, card["rank"], card["session"], endpoint, arena, pid)
 
 
+def _join(worker: Worker, store: dist.Store, deadline: float) -> Any:
+    group = DynamicGroup(worker, MemberLog(dist.PrefixStore("dynamic", store)))
+    group.join(deadline)
+    set_group(group)
+    _end_at_exit()
+    return worker.agent
+
+
 def _join_static(worker: Worker, roll: Roll, deadline: float) -> Any:
     cards = roll.exchange("init", worker.card(), deadline)
     nodes = [Node.from_json(card["node"]) for card in cards]
@@ -195,20 +206,37 @@ def _join_static(worker: Worker, roll: Roll, deadline: float) -> Any:
     reverse = reverse_maps(worker.name, nodes)
     devices = device_list(nodes[worker.rank], reverse)
     if torch.cuda.is_available() and devices:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     agent = worker.agent
     agent.set_devices(worker.options.device_maps, reverse, devices)
     for card in cards:
         worker.meet(card)
     roll.hopeless = lambda: "; ".join(sorted(agent.gone().values()))
     agent.on_join(Quiescence(agent, roll).wait)
+    agent.on_control(lambda sender, payload: "")
     with undone_on_error():
-        api._init_rpc_states(agent)
+        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
+        roll.exchange("started", None, deadline)
+        _reach([card for card in cards if card["host"] != worker.place.host], agent, deadline)
         roll.exchange("ready", None, deadline)
     set_group(StaticGroup(agent, roll))
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)
+    _end_at_exit()
     return agent
+
+
+def _reach(cards: Sequence[Mapping[str, Any]], agent: Any, deadline: float) -> None:
+    """Hear from every worker on another host. Raises ``AuthenticationFailed``."""
+    left = max(0.1, deadline - time.monotonic())
+    names = [card["node"]["name"] for card in cards]
+    answers = [agent.control(name, "", left) for name in names]
+    for name, answer in zip(names, answers, strict=True):
+        try:
+            answer.wait()
+        except RuntimeError as error:
+            raise AuthenticationFailed(
+                f"worker {name!r} on another host cannot be reached, or does not let this one in; "
+                f"is RANKCALL_RPC_SECRET_FILE's content the same there? ({error})"
+            ) from error
 
 
 class Quiescence:
@@ -270,9 +298,14 @@ def _way_to_store(init_method: str) -> str:
         return "127.0.0.1"
 
 
+def _end_at_exit() -> None:
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
 def _at_exit() -> None:
     """Take down what a program that ends without ``shutdown`` left running."""
     if _is_current_rpc_agent_set() and isinstance(
         api._get_current_rpc_agent(), agent_module().ZmqAgent
     ):
-        api._finalize_shutdown()
+        api._finalize_shutdown()  # type: ignore[no-untyped-call]

@@ -47,7 +47,7 @@ ZmqAgent::~ZmqAgent() {
     zmq_.ctx_term(context_);
   }
   py::gil_scoped_acquire gil;
-  on_join_ = on_control_ = on_close_ = py::object();
+  on_join_ = on_control_ = on_lost_ = on_close_ = py::object();
 }
 
 void ZmqAgent::bind_local(const std::string& path) {
@@ -88,6 +88,9 @@ void ZmqAgent::open_monitor(void* socket, const std::string& name, int events, v
 }
 
 void ZmqAgent::add_peer(std::shared_ptr<Peer> peer, const std::string& endpoint) {
+  const std::string& name = peer->info.name_;
+  if (auto former = peers_.find(name); former && former->session == peer->session) return;
+  else if (former) lose(former, "worker '" + name + "' is gone: it has started anew");
   void* socket = zmq_.socket(context_, kPush);
   TORCH_CHECK(socket, "no socket for worker '", peer->info.name_, "': ", zmq_.error());
   zmq_.set(socket, kSndHwm, 0);
@@ -108,13 +111,6 @@ void ZmqAgent::add_peer(std::shared_ptr<Peer> peer, const std::string& endpoint)
   peers_.add(std::move(peer));
 }
 
-void ZmqAgent::remove_peer(const std::string& name, const std::string& why) {
-  auto peer = peers_.find(name);
-  if (!peer) return;
-  lose(peer, why);
-  peers_.remove(name);
-}
-
 void ZmqAgent::set_devices(std::unordered_map<std::string, rpc::DeviceMap> maps,
                            std::unordered_map<std::string, rpc::DeviceMap> reverse,
                            std::vector<c10::Device> devices) {
@@ -128,13 +124,13 @@ void ZmqAgent::set_devices(std::unordered_map<std::string, rpc::DeviceMap> maps,
 
 const rpc::WorkerInfo& ZmqAgent::getWorkerInfo(const std::string& name) const {
   auto peer = peers_.find(name);
-  TORCH_CHECK(peer, "Unknown destination worker ", name);
+  TORCH_CHECK(peer, "could not find destination: there is no worker '", name, "' in the group");
   return peer->info;
 }
 
 const rpc::WorkerInfo& ZmqAgent::getWorkerInfo(rpc::worker_id_t id) const {
   auto peer = peers_.find(id);
-  TORCH_CHECK(peer, "Unknown destination worker ", id);
+  TORCH_CHECK(peer, "could not find destination: there is no worker with id ", id, " in the group");
   return peer->info;
 }
 
@@ -163,12 +159,11 @@ void ZmqAgent::join(bool shutdown, float timeout_s) {
 std::unordered_map<std::string, std::string> ZmqAgent::getMetrics() {
   auto text = [](auto number) { return std::to_string(number); };
   auto [started, ended] = counts();
-  return {
+  std::unordered_map<std::string, std::string> metrics{
       {"agent.client_active_calls", text(started - ended)},
       {"agent.server_active_calls", text(serving_.load())},
       {"agent.thread_pool_size", text(crew_.threads())},
       {"agent.num_idle_threads", text(crew_.idle())},
-      {"agent.gil_wait_us", text(gil_wait_us_.load())},
       {"agent.arena_bytes", text(arena_.total())},
       {"agent.malformed", text(counters_.malformed.load())},
       {"agent.stale", text(counters_.stale.load())},
@@ -176,6 +171,11 @@ std::unordered_map<std::string, std::string> ZmqAgent::getMetrics() {
       {"agent.refused", text(counters_.refused.load())},
       {"agent.late_answers", text(counters_.late_answers.load())},
   };
+  if (isGILProfilingEnabled()) {
+    int64_t waits = std::max<int64_t>(gil_waits_, 1);
+    metrics["agent.gil_average_wait_time_us"] = text(double(gil_wait_us_) / double(waits));
+  }
+  return metrics;
 }
 
 void ZmqAgent::startImpl() {
@@ -244,7 +244,7 @@ Future ZmqAgent::send(const rpc::WorkerInfo& to, c10::intrusive_ptr<Message> mes
 
 Future ZmqAgent::control(const std::string& to, const std::string& payload, float timeout_s) {
   auto peer = peers_.find(to);
-  TORCH_CHECK(peer, "Unknown destination worker ", to);
+  TORCH_CHECK(peer, "could not find destination: there is no worker '", to, "' in the group");
   auto message = c10::make_intrusive<Message>(std::vector<char>(payload.begin(), payload.end()),
                                               std::vector<at::Tensor>{}, MessageType::UNKNOWN);
   return call(peer, Kind::kControl, *message, timeout_s, {}, c10::StringType::get());
@@ -593,6 +593,13 @@ void ZmqAgent::lose(const std::shared_ptr<Peer>& peer, const std::string& why) {
   if (!peer->arena.empty()) attachments_.forget(peer->arena);
   for (auto& call : calls_.take_all(peer))
     fail(std::move(call), why, rpc::RPCErrorType::UNKNOWN_ERROR);
+  if (stopping_) return;
+  py::gil_scoped_acquire gil;
+  try {
+    if (on_lost_) on_lost_(peer->info.name_, peer->session, why);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("rankcall.rpc: a lost worker");
+  }
 }
 
 std::unordered_map<std::string, std::string> ZmqAgent::gone() const {
@@ -648,7 +655,10 @@ void ZmqAgent::read_monitor(void* monitor, const std::shared_ptr<Peer>& peer) {
   }
   std::lock_guard<std::mutex> guard(peer->mutex);
   if (event == kDisconnected && !peer->disconnected) peer->disconnected = Clock::now();
-  if (event == kHandshakeSucceeded) peer->disconnected.reset();
+  if (event == kHandshakeSucceeded) {
+    peer->met = true;
+    peer->disconnected.reset();
+  }
 }
 
 // A lost connection is a lost worker where its process is no more, or does not come back.
@@ -663,7 +673,7 @@ void ZmqAgent::judge(const std::shared_ptr<Peer>& peer) {
     if (!peer->disconnected) return;
     auto silent = Clock::now() - *peer->disconnected;
     bool dead = peer->pid && kill(peer->pid, 0) != 0 && errno == ESRCH;
-    auto patience = peer->pid ? 2000 : settings_.heartbeat_timeout_ms;
+    auto patience = peer->pid && peer->met ? 2000 : settings_.heartbeat_timeout_ms;
     if (!dead && silent < std::chrono::milliseconds(patience)) return;
     why = "worker '" + peer->info.name_ + "' is gone: " +
           (dead ? "its process " + std::to_string(peer->pid) + " has ended"
@@ -725,6 +735,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("set_devices", &ZmqAgent::set_devices, Free())
       .def("on_join", &ZmqAgent::on_join)
       .def("on_control", &ZmqAgent::on_control)
+      .def("on_lost", &ZmqAgent::on_lost)
       .def("on_close", &ZmqAgent::on_close)
       .def("control",
            [](ZmqAgent& agent, const std::string& to, const std::string& payload,

@@ -71,12 +71,13 @@ class ZmqAgent : public rpc::RpcAgent {
   void use_keys(Keys keys) { keys_ = std::move(keys); }
   void open_arena(std::string prefix, std::size_t limit) { arena_.open(std::move(prefix), limit); }
   void add_peer(std::shared_ptr<Peer> peer, const std::string& endpoint);
-  void remove_peer(const std::string& name, const std::string& why);
+  void remove_peer(const std::string& name, uint64_t session) { peers_.remove(name, session); }
   void set_devices(std::unordered_map<std::string, rpc::DeviceMap> maps,
                    std::unordered_map<std::string, rpc::DeviceMap> reverse,
                    std::vector<c10::Device> devices);
   void on_join(py::object call) { on_join_ = std::move(call); }
   void on_control(py::object call) { on_control_ = std::move(call); }
+  void on_lost(py::object call) { on_lost_ = std::move(call); }
   void on_close(py::object call) { on_close_ = std::move(call); }
 
   // What the Python side asks.
@@ -87,7 +88,10 @@ class ZmqAgent : public rpc::RpcAgent {
   }
 
  private:
-  void addGilWaitTime(const std::chrono::microseconds wait) override { gil_wait_us_ += wait.count(); }
+  void addGilWaitTime(const std::chrono::microseconds wait) override {
+    gil_wait_us_ += wait.count();
+    gil_waits_++;
+  }
 
   // Sending.
   Future call(const std::shared_ptr<Peer>& peer, Kind kind, rpc::Message& message,
@@ -140,14 +144,14 @@ class ZmqAgent : public rpc::RpcAgent {
   Crew crew_;
   std::thread deadlines_thread_, peers_thread_;
   std::atomic<uint64_t> next_call_{1};
-  std::atomic<int64_t> serving_{0}, gil_wait_us_{0};
+  std::atomic<int64_t> serving_{0}, gil_wait_us_{0}, gil_waits_{0};
   std::atomic<bool> stopping_{false}, started_{false};
 
   mutable std::mutex devices_mutex_;
   std::unordered_map<std::string, rpc::DeviceMap> maps_, reverse_;
   std::deque<std::vector<c10::Device>> devices_{{}};  // torch keeps references to former lists
 
-  py::object on_join_, on_control_, on_close_;
+  py::object on_join_, on_control_, on_lost_, on_close_;
 };
 
 }  // namespace rankcall

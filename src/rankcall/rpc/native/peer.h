@@ -34,7 +34,8 @@ struct Peer {
   void* socket = nullptr;
   void* monitor = nullptr;  // used by the watching thread alone
   std::string gone;         // why nothing more is sent to it, or empty
-  std::optional<Clock::time_point> disconnected;
+  bool met = false;         // there has been a connection
+  std::optional<Clock::time_point> disconnected = Clock::now();
 };
 
 // Who is in the group. A worker that has been in it stays known by reference: torch keeps those.
@@ -47,14 +48,14 @@ class Peers {
     by_id_[peer->info.id_] = peer;
   }
 
-  std::shared_ptr<Peer> remove(const std::string& name) {
+  // Nothing is done where another life of that name has come since.
+  void remove(const std::string& name, uint64_t session) {
     std::lock_guard<std::mutex> guard(mutex_);
     auto found = by_name_.find(name);
-    if (found == by_name_.end()) return nullptr;
+    if (found == by_name_.end() || found->second->session != session) return;
     auto peer = found->second;
     by_name_.erase(found);
     by_id_.erase(peer->info.id_);
-    return peer;
   }
 
   std::shared_ptr<Peer> find(rpc::worker_id_t id) const {

@@ -1,0 +1,154 @@
+"""Time calls through rankcall's ZMQ back end and through torch's TensorPipe, side by side.
+
+Two processes a back end, all on this host; the back ends take turns, round by round, so that a
+noisy machine disturbs both. `send`: a tensor goes, a number comes back; `echo`: it comes back too.
+Prints medians in µs (JSON with --json) and ratios, ours over theirs.
+
+    python benchmarks/rpc.py [--rounds N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+BACKENDS = ("zmq", "tensorpipe")
+SIZES = {"4mib": 4 << 20, "64mib": 64 << 20}
+# What one round of each measurement does: how many calls are timed.
+CALLS = {"small": 200, "4mib_send": 20, "4mib_echo": 20, "64mib_send": 4, "64mib_echo": 4}
+OUTSTANDING = (1, 64)
+CALLS_A_BURST = 512
+
+
+def add(a: int, b: int) -> int:
+    """Be a small call."""
+    return a + b
+
+
+def take(tensor: Any) -> int:
+    """Receive a tensor."""
+    return len(tensor)
+
+
+def echo(tensor: Any) -> Any:
+    """Receive a tensor and send it back."""
+    return tensor
+
+
+def worker(backend: str, rank: int, store: str, pipe: Connection) -> None:
+    """Be one of the two processes of a back end; rank 0 measures what it is told to."""
+    import torch
+
+    from rankcall import rpc
+
+    torch.set_num_threads(1)
+    options = rpc.construct_rpc_backend_options(
+        rpc.BackendType[backend.upper()], init_method=f"file://{store}"
+    )
+    rpc.init_rpc(f"w{rank}", backend.upper(), rank, 2, options)
+    tensors = {name: torch.ones(size // 4) for name, size in SIZES.items()}
+    if rank == 0:
+        for name in iter(pipe.recv, None):
+            pipe.send(measure(name, tensors))
+    rpc.shutdown()
+
+
+def measure(name: str, tensors: dict[str, Any]) -> float:
+    """Return the median time of a call, in µs, or the calls a second."""
+    from rankcall import rpc
+
+    if name.startswith("calls_per_s_"):
+        return burst(int(name.removeprefix("calls_per_s_")))
+    if name == "small":
+        return median(lambda: rpc.rpc_sync("w1", add, args=(3, 4)), CALLS[name])
+    size, how = name.split("_")
+    function = echo if how == "echo" else take
+    return median(lambda: rpc.rpc_sync("w1", function, args=(tensors[size],)), CALLS[name])
+
+
+def median(call: Callable[[], Any], count: int) -> float:
+    """Return the median time of a call in µs."""
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+def burst(outstanding: int) -> float:
+    """Return calls a second with so many under way at any time."""
+    from rankcall import rpc
+
+    began = time.perf_counter()
+    under_way = [rpc.rpc_async("w1", add, args=(3, 4)) for _ in range(outstanding)]
+    for i in range(CALLS_A_BURST):
+        under_way[i % outstanding].wait()
+        under_way[i % outstanding] = rpc.rpc_async("w1", add, args=(3, 4))
+    for each in under_way:
+        each.wait()
+    return (CALLS_A_BURST + outstanding) / (time.perf_counter() - began)
+
+
+def run(rounds: int) -> dict[str, float]:
+    """Measure everything on both back ends, in turns, and return it by its key."""
+    context = multiprocessing.get_context("spawn")
+    names = [*CALLS, *(f"calls_per_s_{each}" for each in OUTSTANDING)]
+    figures: dict[str, list[float]] = {f"{b}_{name}": [] for b in BACKENDS for name in names}
+    with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
+        pipes, processes = {}, []
+        for backend in BACKENDS:
+            pipes[backend], theirs = context.Pipe()
+            for rank in range(2):
+                args = (backend, rank, os.path.join(folder, backend), theirs)
+                processes.append(context.Process(target=worker, args=args, daemon=True))
+                processes[-1].start()
+        for round_number in range(rounds + 1):
+            for name in names:
+                for backend in BACKENDS:
+                    pipes[backend].send(name)
+                    value = pipes[backend].recv()
+                    if round_number:  # the first warms connections and memory up
+                        figures[f"{backend}_{name}"].append(value)
+        for backend in BACKENDS:
+            pipes[backend].send(None)
+        for process in processes:
+            process.join(30)
+    result = {key: round(statistics.median(values), 1) for key, values in figures.items()}
+    for name in CALLS:
+        ratio = result[f"zmq_{name}"] / result[f"tensorpipe_{name}"]
+        result[f"ratio_{name}"] = round(ratio, 3)
+    return result
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    result = run(options.rounds)
+    if options.json:
+        print(json.dumps(result))
+        return
+    for name in CALLS:
+        ours, theirs = result[f"zmq_{name}"], result[f"tensorpipe_{name}"]
+        ratio = result[f"ratio_{name}"]
+        print(f"{name:12} {ours:10.1f} µs  TensorPipe {theirs:10.1f}  {ratio:.2f}x")
+    for each in OUTSTANDING:
+        ours, theirs = (result[f"{backend}_calls_per_s_{each}"] for backend in BACKENDS)
+        print(f"{each:3} under way {ours:10.0f} calls/s  TensorPipe {theirs:10.0f}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+    main()

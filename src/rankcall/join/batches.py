@@ -1,0 +1,236 @@
+"""``join.batches()``: hand out batches in step with the other ranks, and know who has any left.
+
+What all ranks have is learnt window by window: a window is the whole of the input where every
+rank's length is known, and else a few batches of look-ahead, exchanged while the last batch of the
+window before is at work. Within a window nothing is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from rankcall.errors import UnevenInputs
+from rankcall.join.exchange import Exchange
+from rankcall.run import format_ranks
+
+if TYPE_CHECKING:
+    from rankcall.join.context import Join
+
+T = TypeVar("T")
+UNKNOWN = -1
+
+
+class Window(NamedTuple):
+    """How many batches each rank has, of those that the window looks at."""
+
+    counts: list[int]
+    last: bool  # nothing is known beyond it
+
+
+class Batches(Generic[T]):
+    """The batches of one loader, once. Iterate over it inside the ``Join`` it belongs to."""
+
+    def __init__(
+        self, join: Join, loader: Iterable[T], length: int | None, window: int, example: T | None
+    ) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1; got {window}")
+        if length is not None and length < 0:
+            raise ValueError(f"length must not be negative; got {length}")
+        self._join = join
+        self._loader = loader
+        self._length = _length_of(loader) if length is None else length
+        self._size = window
+        self._ahead: deque[T] = deque()
+        self._taken = 0
+        self._replayed: Any = example
+        self._can_replay = example is not None
+        self._known = False
+        self._more = False  # another window follows this one
+        self._next: Exchange
+
+    def __iter__(self) -> Iterator[T]:
+        if self._join.off:
+            yield from self._loader
+            return
+        self._source = iter(self._loader)
+        self._join.begin()
+        policy = self._join.policy
+        if policy == "replay":
+            yield from self._replay()
+        elif policy == "shadow":
+            yield from self._shadow()
+        else:
+            yield from self._until_the_first(policy == "raise")
+        self._join.end()
+
+    # The four policies: what is handed out.
+
+    def _shadow(self) -> Iterator[T]:
+        """Hand out what there is; from the first rank's end on, answer and be answered."""
+        for window in self._windows():
+            for batch in self._take(min(window.counts)):
+                yield self._join.hand_out(batch)
+            if window.last and min(window.counts) != max(window.counts):
+                self._join.begin_tail()
+                for batch in self._rest():
+                    yield self._join.hand_out(batch)
+        self._nothing_left()
+
+    def _replay(self) -> Iterator[T]:
+        """Hand out the last batch again, with no weight, until every rank is done."""
+        mine = self._join.index
+        for window in self._windows():
+            self._check_replayable(window)
+            own, steps = self._take(window.counts[mine]), max(window.counts)
+            for step in range(steps):
+                if window.last and step == steps - 1:
+                    self._join.complete()
+                active = sum(step < count for count in window.counts)
+                if step < window.counts[mine]:
+                    self._replayed = next(own)
+                    yield self._join.hand_out(self._replayed, active)
+                else:
+                    self._look_further(step)
+                    began = time.perf_counter()
+                    yield self._join.hand_out(self._replayed, active, replayed=True)
+                    self._join.own.extra_s += time.perf_counter() - began
+        self._nothing_left()
+
+    def _until_the_first(self, throws: bool) -> Iterator[T]:
+        """Hand out as many as every rank has; then end, or raise on all of them."""
+        mine = self._join.index
+        for window in self._windows():
+            fewest = min(window.counts)
+            for batch in self._take(fewest):
+                yield self._join.hand_out(batch)
+            if throws and window.last and fewest != max(window.counts):
+                dry = [
+                    r for r, n in zip(self._join.ranks, window.counts, strict=True) if n == fewest
+                ]
+                raise self._join.agreed(
+                    f"Rank {self._join.ranks[mine]} exhausted all inputs."
+                    if window.counts[mine] == fewest
+                    else "Detected at least one rank that exhausted inputs. Throwing across all "
+                    f"ranks. (Rank {format_ranks(dry)} had {self._taken} batches.)"
+                )
+
+    # What is known of the others.
+
+    def _windows(self) -> Iterator[Window]:
+        join = self._join
+        facts = (UNKNOWN if self._length is None else self._length, self._can_replay)
+        table = Exchange([*facts, *join.settings()], join.group, join.device).wait()
+        join.compare_settings(row[2:] for row in table)
+        self._replayable = [bool(row[1]) for row in table]
+        lengths = [row[0] for row in table]
+        if UNKNOWN not in lengths:
+            self._known = True
+            self._check_shared(self._length)
+            yield Window(lengths, last=True)
+            return
+        self._length = None
+        exchange = self._look_ahead()
+        while True:
+            counts = [row[0] for row in exchange.wait()]
+            self._check_shared(counts[join.index])
+            full = max if join.policy == "replay" else min
+            self._more = full(counts) == self._size
+            yield Window(counts, not self._more)
+            if not self._more:
+                return
+            exchange = self._next
+
+    def _look_further(self, step: int) -> None:
+        """Before a window's last step, on every rank alike, ask what comes after it."""
+        if self._more and step == self._size - 1:
+            self._next = self._look_ahead()
+
+    def _look_ahead(self) -> Exchange:
+        while len(self._ahead) < self._size:
+            try:
+                self._ahead.append(next(self._source))
+            except StopIteration:
+                break
+        return Exchange([len(self._ahead)], self._join.group, self._join.device)
+
+    def _check_shared(self, count: int | None) -> None:
+        """Check that ranks which share data run dry together."""
+        shared = self._join.same_data
+        if shared is None or count is None:
+            return
+        counts = [row[0] for row in Exchange([count], shared.group, shared.device).wait()]
+        if len(set(counts)) > 1:
+            raise UnevenInputs(
+                f"ranks {format_ranks(shared.ranks)} share their data and must run dry together, "
+                f"but have {', '.join(map(str, counts))} batches"
+            )
+
+    def _check_replayable(self, window: Window) -> None:
+        """Raise on every rank where one has nothing to replay."""
+        if not max(window.counts):
+            return
+        rows = zip(self._join.ranks, window.counts, self._replayable, strict=True)
+        nothing = [rank for rank, count, can in rows if not count and not can]
+        self._replayable = [True] * len(window.counts)
+        if nothing:
+            raise self._join.agreed(
+                f"rank {format_ranks(nothing)} has no batch at all, so nothing to replay: "
+                "pass batches(..., example=a batch of the usual shape)"
+            )
+
+    # What this rank has.
+
+    def _take(self, count: int) -> Iterator[T]:
+        """Take ``count`` batches, which are there by what the window says."""
+        for at in range(count):
+            if self._known:
+                batch = self._next_or_raise(count)
+            else:
+                batch = self._ahead.popleft()
+                self._look_further(at)
+            self._taken += 1
+            yield batch
+
+    def _next_or_raise(self, promised: int) -> T:
+        try:
+            return next(self._source)
+        except StopIteration:
+            raise UnevenInputs(
+                f"rank {self._join.rank}'s loader ended after {self._taken} of the {self._length} "
+                "batches that its length promised: pass batches(..., length=...) the true number, "
+                "or length=None with a loader that has no len()"
+            ) from None
+
+    def _rest(self) -> Iterator[T]:
+        """Take whatever is left; in the tail, fewer than promised do no harm."""
+        while self._ahead:
+            self._taken += 1
+            yield self._ahead.popleft()
+        for batch in self._source:
+            if self._known and self._taken == self._length:
+                raise self._too_many()
+            self._taken += 1
+            yield batch
+
+    def _nothing_left(self) -> None:
+        """Raise where a loader has more than it promised; they would be lost without a word."""
+        if self._known and self._taken == self._length:
+            for _ in self._source:
+                raise self._too_many()
+
+    def _too_many(self) -> UnevenInputs:
+        return UnevenInputs(
+            f"rank {self._join.rank}'s loader goes on after the {self._length} batches that its "
+            "length promised: pass batches(..., length=...) the true number"
+        )
+
+
+def _length_of(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,268 @@
+"""Shadow hooks: what a rank without inputs does in place of one iteration of the others.
+
+``ModelShadow`` answers the collectives of a DistributedDataParallel model, ``StepShadow`` does the
+steps of optimizers and schedulers. Each differs from torch's own hook where that one is wrong:
+stale gradients in ZeRO's shards, stale maps of used parameters, a static graph's first iteration,
+communication hooks that know nothing of the number of active ranks, forward-only steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from rankcall.join.protocol import Config, JoinHook
+
+_OFF = Config()
+
+
+@dataclass
+class Round:
+    """What the hooks of one ``Join`` share about the iteration that they shadow."""
+
+    has_models: bool = False
+    keeps_gradients: bool = False  # an optimizer is stepped with them afterwards
+    synced: bool = True  # gradients were reduced in it (not so under ``no_sync``)
+
+    def begin(self) -> None:
+        """Begin a round: with models, one of them must reduce gradients for a step to follow."""
+        self.synced = not self.has_models
+
+
+class StepShadow(JoinHook):
+    """Step an optimizer or a scheduler with each iteration whose gradients were reduced.
+
+    A rank without inputs has the reduced gradients too (``ModelShadow`` keeps them): its optimizer
+    state stays that of the others, and a sharded optimizer's shard gets the right update.
+    """
+
+    def __init__(self, step: Callable[[], Any], shared: Round) -> None:
+        self._step = step
+        self._shared = shared
+
+    def main_hook(self) -> None:
+        """Step, unless gradients were only accumulated."""
+        if self._shared.synced:
+            self._step()
+
+
+class ModelShadow(JoinHook):
+    """Shadow the forward and backward pass of a DistributedDataParallel model.
+
+    Between ``attach`` and ``detach`` it also watches the model's own passes: it announces them
+    (``announce``, for the first joinable), counts the active ranks where gradients are divided by
+    their number, and keeps forward-only passes out of it.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, divide_by_active: bool, announces: bool, shared: Round
+    ) -> None:
+        if getattr(ddp, "skip_all_reduce_unused_params", False):
+            raise ValueError(
+                "a DistributedDataParallel model with skip_all_reduce_unused_params cannot be "
+                "shadowed: use on_exhausted='replay'"
+            )
+        self.ddp: Any = ddp
+        self._divide_by_active = divide_by_active
+        self._announces = announces
+        self._shared = shared
+        self._world = dist.get_world_size(ddp.process_group)
+        self._counts = divide_by_active  # active ranks, in a collective of its own
+        self._shadowed = 0
+        self._on = False
+        self._muted: tuple[Any, bool] | None = None
+        self._unsynced = False  # gradients were accumulated under no_sync and not yet reduced
+        self._static_began = False
+        self._count: torch.Tensor | None = None  # of active ranks, summed up since the forward pass
+        self._pending: list[Any] = []  # Works of notifications, kept until the next pass
+        self._order: dict[Any, int] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self, announce: Callable[[], Any], ranks: Sequence[int]) -> None:
+        """Begin to watch the model. ``detach`` leaves it as it was.
+
+        ``announce`` counts this rank as active among ``ranks``; those of the model's own group may
+        be fewer, and then all of them may have run dry while others are at work.
+        """
+        ddp = self.ddp
+        self._announce = announce
+        own = dist.get_process_group_ranks(ddp.process_group)
+        self._counts = self._divide_by_active or set(own) != set(ranks)
+        ddp.logger._set_uneven_input_join()
+        before = ddp.register_forward_pre_hook(self._before_forward, prepend=True)
+        after = ddp.register_forward_hook(self._after_forward, prepend=True, always_call=True)
+        self._undo = [before.remove, after.remove]
+        if ddp.find_unused_parameters or ddp.static_graph:
+            parameters, _ = ddp._build_params_for_reducer()
+            self._order = {parameter: at for at, parameter in enumerate(parameters)}
+
+    def switch(self, on: bool) -> None:
+        """Take part in the protocol from the next pass on, or no longer."""
+        self._on = on
+        self.ddp._join_config = Config(enable=on)
+
+    def detach(self) -> None:
+        """Stop watching, and let gradients be divided by the world size again."""
+        for undo in self._undo:
+            undo()
+        self._undo, self._pending = [], []
+        if self._divide_by_active:
+            # The reducer keeps the last Work it was given and would go on dividing by its number.
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            done.set_result([torch.tensor(float(self._world))])
+            work = torch._C._distributed_c10d._create_work_from_future(done)  # type: ignore[attr-defined]
+            self.ddp.reducer._set_forward_pass_work_handle(work, True)
+
+    @property
+    def _hooked(self) -> bool:
+        """Whether a communication hook is registered: such a hook divides as it likes."""
+        return bool(self.ddp._comm_hooks or self.ddp._get_ddp_logging_data().get("comm_hook"))
+
+    # On a rank that is at work.
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        ddp = self.ddp
+        if not self._on:
+            return
+        if not torch.is_grad_enabled():
+            # Nobody shadows a forward-only pass: no notification, no exchange of buffers.
+            self._muted = (ddp._join_config, ddp.require_forward_param_sync)
+            ddp._join_config, ddp.require_forward_param_sync = _OFF, False
+            return
+        self._pending = [self._announce()] if self._announces else []
+        if self._counts:
+            self._count = torch.ones(1, device=ddp.device)
+            work = dist.all_reduce(self._count, group=ddp.process_group, async_op=True)
+            self._pending.append(work)
+            if self._divide_by_active:
+                ddp.reducer._set_forward_pass_work_handle(work, False)
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        ddp = self.ddp
+        if self._muted is not None:
+            ddp._join_config, ddp.require_forward_param_sync = self._muted
+            self._muted = None
+        elif torch.is_grad_enabled():
+            self._unsynced = not ddp.require_backward_grad_sync
+            if self._on and self._divide_by_active and not self._unsynced and self._hooked:
+                self._rescale_after_backward(output)
+
+    def _rescale_after_backward(self, output: Any) -> None:
+        """Divide by the active ranks what a communication hook divided by all."""
+        engine, began = torch.autograd.Variable._execution_engine, False
+
+        def begins(_: torch.Tensor) -> None:
+            nonlocal began
+            if not began:
+                began = True
+                # The second callback runs after the reducer's own, which ends the reduction.
+                engine.queue_callback(lambda: engine.queue_callback(self._rescale))
+
+        for tensor in _find_tensors(output):  # type: ignore[no-untyped-call]
+            if tensor.requires_grad:
+                tensor.register_hook(begins)
+
+    def _rescale(self) -> None:
+        assert self._count is not None
+        factor = self._world / float(self._count.item())
+        for parameter in self.ddp.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    # On a rank that has no inputs left.
+
+    def main_hook(self) -> None:
+        """Answer what one iteration of the others issues."""
+        ddp, active = self.ddp, self._world
+        if self._counts:
+            count = torch.zeros(1, device=ddp.device)
+            dist.all_reduce(count, group=ddp.process_group)
+            active = int(count.item())
+            if not active:
+                return
+        self._shadowed += 1
+        ddp.reducer._rebuild_buckets()
+        ddp._check_and_sync_module_buffers()
+        synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        ddp.require_forward_param_sync = synced
+        if synced:
+            self._shared.synced = True
+            # The iteration in which a static graph is learnt reduces the map of used parameters
+            # first, and notes no order for the buckets.
+            learns = self._learns_static_graph()
+            self._reduce(active if self._divide_by_active else self._world, learns)
+            if not learns:
+                ddp.reducer._push_all_rebuilt_params()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the model of a rank that was at work to the end."""
+        # Among the ranks of this model, which need not have been among the last of all.
+        self.ddp._sync_final_model(self._shadowed == 0)
+        self._shadowed = 0
+
+    def _reduce(self, active: int, learns: bool) -> None:
+        """Take part in reducing the gradients, with zeros or what was accumulated unreduced."""
+        ddp = self.ddp
+        dynamic = ddp.find_unused_parameters and not ddp.static_graph
+        used = ddp.reducer._get_local_used_map() if learns or dynamic else None
+        if used is not None:
+            self._mark_used(used)
+        if used is not None and learns:
+            dist.all_reduce(used, group=ddp.process_group)
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        if self._unsynced:
+            self._fill(buckets, 1 if self._hooked else active)
+        futures = [ddp.reducer._run_comm_hook(bucket) for bucket in buckets]
+        results = [future.wait() for future in futures]
+        if used is not None and not learns:
+            dist.all_reduce(used, group=ddp.process_group)
+        if self._unsynced or self._shared.keeps_gradients:
+            factor = self._world / active if self._hooked else 1.0
+            self._keep(buckets, results, factor, used)
+        if used is not None:
+            used.zero_()
+        self._unsynced = False
+
+    def _learns_static_graph(self) -> bool:
+        """Whether this is the iteration in which the reducers learn the static graph."""
+        ddp = self.ddp
+        if not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued:
+            return False
+        began, self._static_began = self._static_began, True
+        return not began
+
+    def _mark_used(self, used: torch.Tensor) -> None:
+        """Say which parameters this rank has gradients of; the map has the last round's sums."""
+        used.zero_()
+        if self._unsynced:
+            for parameter, at in self._order.items():
+                used[at] = parameter.grad is not None
+
+    @staticmethod
+    def _fill(buckets: Sequence[Any], divisor: int) -> None:
+        for bucket in buckets:
+            for zeros, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+                if parameter.grad is not None:
+                    zeros.copy_(parameter.grad / divisor)
+
+    def _keep(
+        self, buckets: Sequence[Any], results: Sequence[Any], factor: float, used: Any
+    ) -> None:
+        """Leave the reduced gradients where the backward pass would have left them."""
+        for bucket, result in zip(buckets, results, strict=True):
+            reduced = result[0] if isinstance(result, (list, tuple)) else result
+            if reduced.data_ptr() != bucket.buffer().data_ptr():
+                bucket.buffer().copy_(reduced)
+            for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+                if used is not None and not used[self._order[parameter]]:
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = gradient.detach().clone().mul_(factor)
+                else:
+                    parameter.grad.detach().copy_(gradient).mul_(factor)

@@ -1,0 +1,191 @@
+"""A diagnosis for a terminal of 80 columns or more: the cause first, then where the ranks stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import PurePath
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.analysis.finding import Finding
+from rankcall.analysis.pace import pace
+from rankcall.analysis.places import Place, places
+from rankcall.report._format import clean, digits, percent, plural
+from rankcall.report._tables import cut, fitted
+from rankcall.report._text import wrapped
+from rankcall.run import format_ranks
+
+_ROWS = 16
+_INDENT = 2
+_RANKS_WIDE, _LINE_WIDE = 22, 32
+_MOST_PROBLEMS = 4
+
+
+def render(diagnosis: Diagnosis, width: int = 80) -> str:
+    """Return the diagnosis as plain text, no line of it wider than ``width``."""
+    out = StringIO()
+    show(diagnosis, Console(file=out, width=width, color_system=None, highlight=False))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the diagnosis; ``console`` decides on width and colour."""
+    console.print(body(diagnosis, console.width))
+
+
+def body(diagnosis: Diagnosis, width: int) -> RenderableType:
+    """Return the diagnosis as something to print, ``width`` columns wide."""
+    return Group(*_parts(diagnosis, width))
+
+
+def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    if not diagnosis.findings:
+        yield Text(wrapped(_healthy(diagnosis), width), "bold green")
+    for number, found in enumerate(diagnosis.findings):
+        if number:
+            yield Text()
+        yield from _finding(found, width, first=number == 0)
+    stand = rows(diagnosis)
+    yield Text()
+    yield Text(f"Where the {world(diagnosis)} stand", "bold")
+    yield Padding(_table(stand, width - _INDENT), (0, 0, 0, _INDENT))
+    rest = stand[_ROWS:]
+    if rest:
+        left = sum(len(row.ranks) for row in rest)
+        text = f"and {plural(left, 'more rank')} in {plural(len(rest), 'other place')}"
+        yield Padding(Text(f"{text} (--json has all)", "dim"), (0, 0, 0, _INDENT))
+    problems = diagnosis.snapshot.problems
+    if problems:
+        yield Text()
+        yield Text("What is not known", "bold")
+        lines = [*problems[:_MOST_PROBLEMS]]
+        if len(problems) > _MOST_PROBLEMS:
+            lines.append(f"and {len(problems) - _MOST_PROBLEMS:,} more (--json has all)")
+        for line in lines:
+            text = wrapped(clean(line), width - _INDENT)
+            yield Padding(Text(text, "yellow"), (0, 0, 0, _INDENT))
+
+
+def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableType]:
+    style = "bold red" if first else "bold"
+    sure = "" if found.confidence == "certain" else f" ({found.confidence})"
+    yield Text(wrapped(clean(f"{found.kind}{sure}: {found.summary}"), width), style)
+    if found.advice:
+        yield Text(wrapped(clean(found.advice), width))
+    for line in found.evidence:
+        yield Padding(Text(wrapped(clean(line), width - _INDENT), "dim"), (0, 0, 0, _INDENT))
+
+
+def _healthy(diagnosis: Diagnosis) -> str:
+    snapshot = diagnosis.snapshot
+    ranks = [each for each in snapshot.ranks if not each.blind]
+    found = pace(snapshot)
+    speed = ""
+    if found.steps_per_s is not None:
+        speed = f", {digits(found.steps_per_s)} steps/s"
+    elif found.calls_per_s is not None:
+        speed = f", {digits(found.calls_per_s)} calls/s"
+    if found.share is not None:
+        speed += f", {percent(found.share)} of the time in communication"
+    if snapshot.live:
+        return f"healthy: {plural(len(ranks), 'rank goes', 'ranks go')} on{speed}."
+    ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
+    return f"healthy: {ended:,} of {plural(len(snapshot.ranks), 'rank')} ended well{speed}."
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks that stand in the same place."""
+
+    ranks: tuple[int, ...]
+    state: str
+    where: str
+    line: str
+    least_s: float
+    most_s: float
+    named: bool  # a culprit
+    waiting: bool
+
+
+def rows(diagnosis: Diagnosis) -> list[Row]:
+    """Put ranks that stand in the same place together: culprits first, then who waits longest.
+
+    Groups of the same size count as the same place: of 128 tensor-parallel groups that all do the
+    same, one row tells.
+    """
+    culprits = {rank for found in diagnosis.findings for rank in found.ranks}
+    sizes = {
+        label: len(group.ranks)
+        for label, group in zip(diagnosis.snapshot.labels, diagnosis.snapshot.groups, strict=True)
+    }
+    alike: dict[tuple[object, ...], list[Place]] = {}
+    for place in places(diagnosis.snapshot):
+        key = (
+            place.rank in culprits, place.state, place.exit, place.in_call, place.failed, place.op,
+            place.seq, place.call_site, sizes.get(place.group),
+        )  # fmt: skip
+        alike.setdefault(key, []).append(place)
+    found = [_row(each, culprits, sizes) for each in alike.values()]
+    return sorted(found, key=lambda row: (not row.named, not row.waiting, -row.most_s, row.ranks))
+
+
+def _row(alike: Sequence[Place], culprits: set[int], sizes: dict[str, int]) -> Row:
+    first = alike[0]
+    labels = {place.group for place in alike}
+    state = first.state
+    if first.exit is not None:
+        state = f"exit {first.exit}" if first.exit >= 0 else f"signal {-first.exit}"
+    where = "nothing yet" if first.state != "unknown" or first.pid else "no records"
+    if first.op:
+        verb = "failed in" if first.failed else "in" if first.in_call else "left"
+        group = f"group {first.group}" if len(labels) == 1 else f"{len(labels):,} groups"
+        where = f"{verb} {first.op} #{first.seq}, {group}"
+    ages = [place.age_s for place in alike]
+    return Row(
+        tuple(place.rank for place in alike), state, where, first.call_site, min(ages), max(ages),
+        first.rank in culprits, first.in_call,
+    )  # fmt: skip
+
+
+def _table(stand: Sequence[Row], room: int) -> RenderableType:
+    cells = [
+        [
+            ranks_cell(row.ranks),
+            row.state,
+            row.where,
+            cut(clean(PurePath(row.line).name), _LINE_WIDE, keep_end=True),
+            since_cell(row),
+        ]
+        for row in stand[:_ROWS]
+    ]
+    marked = [number for number, row in enumerate(stand[:_ROWS]) if row.named]
+    heads = ["ranks", "state", "call", "line", "since"]
+    return fitted(heads, cells, room, names=4, marked=marked)
+
+
+def ranks_cell(ranks: Sequence[int]) -> str:
+    """Write ranks, or how many there are where they do not fit."""
+    text = format_ranks(ranks)
+    return text if len(text) <= _RANKS_WIDE else plural(len(ranks), "rank")
+
+
+def since_cell(row: Row) -> str:
+    """Write how long ranks have been in (or out of) their call."""
+    if row.where in ("nothing yet", "no records"):
+        return "-"
+    least, most = f"{digits(row.least_s)} s", f"{digits(row.most_s)} s"
+    if least == most or row.most_s < 10 * max(row.least_s, 0.01):
+        return most
+    return f"{least}–{most}"
+
+
+def world(diagnosis: Diagnosis) -> str:
+    """Name the size of a job: ``8 ranks on 2 hosts``."""
+    ranks = diagnosis.snapshot.ranks
+    hosts = {each.host for each in ranks if each.host}
+    return f"{plural(len(ranks), 'rank')} on {plural(len(hosts), 'host')}"

@@ -1,0 +1,144 @@
+"""What the page says before it shows anything: the verdict, and what to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from rankcall.analysis.details import Details
+from rankcall.analysis.lines import LateLine
+from rankcall.report._format import percent, plural, time
+from rankcall.report.headline import headline
+from rankcall.report.html.curves import Curve, below_peers
+from rankcall.run import format_ranks
+
+_WORTH_A_LINE = 0.1  # of what a rank's being last cost
+
+
+@dataclass(frozen=True)
+class Item:
+    """One finding as the page shows it.
+
+    ``tone``: ``alarm`` (act on it), ``note`` (know it) or ``gap`` (a reason to doubt the rest).
+    """
+
+    tone: str
+    title: str
+    text: str = ""
+    where: str = ""  # file:line, as code
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first screen: one sentence, and where it applies who, where and how much."""
+
+    title: str
+    detail: str
+    alarm: bool
+    who: tuple[str, str] | None = None
+    where: tuple[str, str] | None = None
+    cost: tuple[str, str] | None = None
+
+
+def verdict(details: Details) -> Verdict:
+    """Say who is slow and where; or that nobody is."""
+    summary = details.summary
+    first = headline(summary)
+    if not first.alarm:
+        return Verdict(first.text, first.detail, False)
+    named = [each for each in summary.stragglers if each.rank in first.ranks]
+    hosts = list(dict.fromkeys(each.host for each in named if each.host))
+    ranks = plural(len(named), "rank").split(" ")[1] + f" {format_ranks(first.ranks)}"
+    who = (ranks, "on " + ", ".join(hosts)) if hosts else (ranks, "")
+    others = max(1, len(summary.stragglers) - len(named))
+    each_ms = sum(one.caused_wait_ms for one in named) / others
+    share = min(1.0, each_ms / summary.duration_ms) if summary.duration_ms else None
+    cost = time(each_ms), f"{percent(share)} of the run, lost by each other rank"
+    makes = "makes" if len(named) == 1 else "make"
+    on = f" on {hosts[0]}" if len(hosts) == 1 else ""
+    title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"
+    where = _where(details, first.ranks)
+    return Verdict(title, f"{first.text} {first.detail}", True, who, where, cost)
+
+
+def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str] | None:
+    lines = [line for line in details.late_lines if line.rank in ranks and line.site.line]
+    if not lines:
+        return None
+    dearest = max(lines, key=lambda line: line.cost_ms)
+    return f"{PurePath(dearest.site.file).name}:{dearest.site.line}", _before(dearest)
+
+
+def _before(line: LateLine) -> str:
+    op = f"late to {line.op}" + (f" in {line.site.function}()" if line.site.function else "")
+    if line.since is None or not line.since.line:
+        return f"{op}: look at what it does before"
+    if line.since == line.site:
+        return f"{op}: look at what it does between one and the next"
+    since = f"{PurePath(line.since.file).name}:{line.since.line}"
+    return f"{op}: look at what it does after {since}"
+
+
+def items(details: Details, curves: list[Curve]) -> list[Item]:
+    """List what to look at: what costs most first, then what the report cannot know."""
+    return [*_late(details), *_slow(curves), *_gaps(details)]
+
+
+def _late(details: Details) -> Iterator[Item]:
+    shares = {each.rank: each for each in details.summary.stragglers}
+    named = headline(details.summary).ranks
+    for line in details.late_lines:
+        if line.rank not in named or line.share < _WORTH_A_LINE:
+            continue
+        host = shares[line.rank].host
+        yield Item(
+            "alarm",
+            f"rank {line.rank}{f' ({host})' if host else ''} is {_before(line)}",
+            f"Last {plural(line.times, 'time')} there: {time(line.cost_ms)} of waiting by all "
+            f"the others together, {percent(line.share)} of what it cost by being last.",
+            str(line.site) if line.site.line else "",
+        )
+
+
+def _slow(curves: list[Curve]) -> Iterator[Item]:
+    for found in below_peers(curves):
+        yield Item(
+            "note",
+            f"{found.op} in group {found.group} reaches {percent(found.ratio)} of its peers' "
+            "bandwidth",
+            f"{found.busbw:.3g} GB/s at {found.size}, where {plural(found.peers, 'other')} "
+            f"reach {found.expected:.3g} GB/s (median).",
+        )
+
+
+def _gaps(details: Details) -> Iterator[Item]:
+    summary = details.summary
+    unfinished = sum(row.unfinished for row in summary.collectives)
+    if unfinished:
+        yield Item("note", f"{plural(unfinished, 'op')} never finished on any rank")
+    if summary.missing_ranks:
+        yield Item(
+            "gap",
+            f"no records of rank {format_ranks(summary.missing_ranks)}",
+            "Bandwidth, waiting and traffic are of the others only.",
+        )
+    if summary.dropped:
+        yield Item(
+            "gap",
+            f"{plural(summary.dropped, 'record')} had been overwritten before this was read",
+            "The figures are of what was left; a larger RANKCALL_CAPACITY keeps more.",
+        )
+    apart = [clock.host for clock in summary.hosts if not clock.linked]
+    if apart:
+        yield Item(
+            "gap",
+            f"the clock of {', '.join(apart)} could not be compared with the others",
+            "No collective links it to them: lateness across these hosts is not to be trusted.",
+        )
+    live = [row.rank for row in summary.ranks if not row.closed]
+    if live:
+        yield Item("gap", f"rank {format_ranks(live)} was still running, or was killed")
+    for problem in summary.problems:
+        if "no ring for rank" not in problem:
+            yield Item("gap", problem)

@@ -1,0 +1,124 @@
+"""``barrier``: wait for all, and name whoever does not come, on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from torch.distributed import Store
+
+from rankcall.store import _again, _anonymous, _messages, _roster
+from rankcall.store._bounded import BEYOND_S, within
+from rankcall.store._checks import check_rank, check_seconds, check_store, check_world
+from rankcall.store._keys import attempt_of, keys_of
+from rankcall.store._link import Link
+from rankcall.store._meeting import Meeting, meeting
+from rankcall.store._member import Call
+
+__all__ = ["barrier", "explain"]
+
+
+def barrier(
+    store: Store,
+    world_size: int,
+    key_prefix: str,
+    barrier_timeout: float = 300,
+    rank: int | None = None,
+    rank_tracing_decoder: Callable[[int], str] | None = None,
+    trace_timeout: float = 10,
+    *,
+    what: str | None = None,
+    hosts: Mapping[int, str] | None = None,
+    attempt: int | None = None,
+) -> None:
+    """Wait until all ``world_size`` ranks are here; two round trips to the store.
+
+    ``barrier_timeout`` is in seconds, and is kept to within one second, also where the store's host
+    is stopped. With ``rank``, every rank that times out gets the complete list of the missing; a
+    ``key_prefix`` serves any number of barriers, one after the other; and a rank may call again
+    after a timeout: its arrival stands. ``rank_tracing_decoder`` turns a rank into what a person
+    knows it by. ``trace_timeout`` bounds what naming may take beyond the timeout (never more than
+    one second; 0: no names). ``what`` stands in every error. ``hosts`` is the launcher's table;
+    without it hosts are known of ranks that have been here before, and of their neighbours.
+    ``attempt`` (default: torchrun's restart count) keeps what an earlier attempt left apart.
+
+    Raises ``BarrierTimeout``; ``WorldMismatch`` where others wait in a world of another size, or
+    another process is this rank; ``StoreLost``; ``ValueError`` and ``TypeError``. May be called
+    from any thread; the store's own connection and timeout are not touched.
+    """
+    check_store(store, key_prefix)
+    check_world(world_size)
+    timeout = check_seconds(barrier_timeout, "barrier_timeout")
+    naming = min(BEYOND_S, check_seconds(trace_timeout, "trace_timeout", positive=False))
+    which = attempt_of(attempt)
+    keys = keys_of(key_prefix, "b", which, world_size)
+    if rank is None:
+        if rank_tracing_decoder is not None:
+            raise ValueError("rank_tracing_decoder names ranks: give rank as well")
+        _anonymous.barrier(store, keys, timeout, what)
+        return
+    check_rank(rank, world_size)
+    began = time.monotonic()
+    if _again.passed(store, world_size, key_prefix, which, rank, timeout):
+        return
+
+    def step(link: Link, call: Call, until: float) -> bool | None:
+        with meeting(store, link, keys, rank, call, until) as one:
+            one.arrive()
+            if not one.wait():
+                return None
+            _again.remember(store, keys, rank, one.member)
+            return one.leave()
+
+    def last(link: Link, call: Call, until: float) -> bool:
+        with meeting(store, link, keys, rank, call, until) as one:
+            limit = until + naming if naming else None
+            explain("barrier", one, timeout, limit, hosts, rank_tracing_decoder, what)
+            return one.leave()
+
+    within(store, max(timeout - (time.monotonic() - began), 0.0), step, last)
+
+
+def explain(
+    kind: str,
+    meeting: Meeting,
+    timeout: float,
+    until: float | None,
+    hosts: Mapping[int, str] | None = None,
+    decoder: Callable[[int], str] | None = None,
+    what: str | None = None,
+) -> None:
+    """Raise with the names of the missing, after a timeout; return where all came after all.
+
+    Raises ``BarrierTimeout``, or ``WorldMismatch`` where that is the reason.
+    """
+    keys, rank = meeting.keys, meeting.rank
+    known = hosts or {}
+    view = meeting.look() if until is not None else None
+    if view is None or (until is not None and time.monotonic() > until):
+        raise _messages.timed_out(
+            kind, keys, rank=rank, missing=(), arrived=0, timeout=timeout, hosts=known,
+            what=what, named=False,
+        )  # fmt: skip
+    if view.complete:
+        meeting.rescue()
+        return
+    twice = _roster.conflicts(view.claims, keys.world_size)
+    if twice:
+        raise _messages.claimed_twice(keys, twice[0])
+    others = meeting.other_worlds(view.claims)
+    if others:
+        mine = [one for one in view.claims if one.world_size == keys.world_size]
+        raise _messages.worlds_differ(keys, rank, [*mine, *others], what)
+    raise _messages.timed_out(
+        kind,
+        keys,
+        rank=rank,
+        missing=view.missing,
+        arrived=keys.world_size - len(view.missing),
+        timeout=timeout,
+        hosts={**_roster.hosts_of(view.claims, keys.world_size), **known},
+        decoder=decoder,
+        what=what,
+        notes=_messages.turned_away(view.refused, keys.world_size),
+    )

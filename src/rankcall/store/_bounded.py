@@ -1,0 +1,83 @@
+"""Keep a call within its timeout, whatever the store does.
+
+Two things make a TCPStore's calls take longer than they were given. None of its timeouts applies
+while its host is stopped. And torch's warning about a failed or timed-out call resolves addresses,
+which takes five seconds or more where reverse look-ups are not answered. So in the last seconds
+before a deadline nothing is done on the caller's thread: a helper asks, and never blocks for long,
+and the caller waits for the helper, but no longer than it may.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed import Store
+
+from rankcall.store._link import Link, answers_slowly, borrowed, lost, own, where
+from rankcall.store._member import Call
+
+__all__ = ["BEYOND_S", "STALL_S", "WORTH_S", "within"]
+
+BEYOND_S = 0.9  # what a call may take beyond its timeout: to name the missing, or give up
+STALL_S = 12.0  # what a call may be held up by look-ups
+WORTH_S = 3.0  # less time than this to block in is not worth a connection
+
+T = TypeVar("T")
+Step = Callable[[Link, Call, float], T | None]
+
+
+def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
+    """Run ``step(link, call, until)``; where it returns None at ``until``, run ``last``.
+
+    ``step`` may be called twice, the second time to go on where it was. ``last`` has to return or
+    raise. Neither is on this thread near the deadline, where the store is a TCPStore. Raises
+    ``StoreLost`` where there is no answer ``BEYOND_S`` after the timeout.
+    """
+    call, deadline = Call(), time.monotonic() + timeout
+
+    def whole(link: Link) -> T:
+        found = step(link, call, deadline)
+        if found is None:
+            found = last(link, call, deadline)
+            assert found is not None
+        return found
+
+    if not answers_slowly(store):
+        with borrowed(store) as link:
+            return whole(link)
+    direct = timeout - STALL_S
+    if direct >= WORTH_S:
+        with own(store, direct) as link:
+            found = step(link, call, time.monotonic() + direct)
+        if found is not None:
+            return found
+
+    def aside() -> T:
+        with borrowed(store) as link:
+            return whole(link)
+
+    return _aside(aside, call, deadline + BEYOND_S, store, timeout)
+
+
+def _aside(work: Callable[[], T], call: Call, until: float, store: Store, timeout: float) -> T:
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="rankcall-store", daemon=True)
+    thread.start()
+    thread.join(max(0.0, until - time.monotonic()))
+    if failure:
+        raise failure[0]
+    if not outcome:
+        call.abandoned = True
+        raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
+    return outcome[0]

@@ -1,0 +1,117 @@
+"""What this process remembers of its part under a prefix: which generation it is in."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+from torch.distributed import Store
+
+from rankcall.errors import WorldMismatch
+from rankcall.store._keys import Keys
+from rankcall.store._link import Link, local, lost, on_fork
+from rankcall.store._roster import Claim, new_claim
+
+__all__ = ["IDENTITY", "Call", "Member", "drop", "forget", "hold", "identity_of", "known", "take"]
+
+IDENTITY = "rankcall.store"
+
+
+class Call:
+    """One call of a public function, which may go on on another thread than it began on."""
+
+    def __init__(self) -> None:
+        self.abandoned = False  # its caller has given up; it ends when the store answers
+
+
+@dataclass
+class Member:
+    """One rank under one prefix. ``arrived`` outlives a timeout: a retry does not arrive twice."""
+
+    claim: Claim
+    claimed: bool = False
+    generation: int = 0
+    arrived: bool = False
+    large: bool = False  # the last generation's data was too large to be copied
+    holder: Call | None = None
+
+    def leave(self) -> None:
+        """Go on to the next generation."""
+        self.generation += 1
+        self.arrived = False
+
+
+Place = tuple[str, Keys, int]
+_members: dict[Place, Member] = {}
+
+
+def identity_of(store: Store, link: Link) -> str:
+    """Name a store, whichever of this process's objects leads to it.
+
+    The store itself holds the name, so that a new store on an old address is another one.
+    """
+    known = local(store)
+    if known.identity is None:
+        known.identity = link.set_first(IDENTITY, os.urandom(8).hex())
+    return known.identity
+
+
+_holding = threading.Lock()
+_AGAIN_S = 0.01
+
+
+def hold(store: Store, link: Link, keys: Keys, rank: int, call: Call, deadline: float) -> Member:
+    """Return this process's part, for this call alone until ``drop``.
+
+    Waits for a call that was given up. Raises ``WorldMismatch`` where another thread is in there as
+    the same rank just now.
+    """
+    place = identity_of(store, link), keys, rank
+    found = _members.get(place)
+    if found is None:
+        found = _members.setdefault(place, Member(new_claim(rank, keys.world_size)))
+    while not take(found, call):
+        before = found.holder
+        if before is None:
+            continue
+        if not before.abandoned:
+            raise WorldMismatch(
+                f"rank {rank} of {keys.world_size} is in {keys.prefix!r} already, in another "
+                f"thread of this process ({found.claim.who}): give each thread a rank, or a "
+                "key_prefix, of its own",
+                claims=[found.claim.plain],
+            )
+        if time.monotonic() >= deadline:
+            raise lost(link.where, "no answer to an earlier call yet")
+        time.sleep(_AGAIN_S)
+    return found
+
+
+def take(member: Member, call: Call, again: bool = True) -> bool:
+    """Take it for a call, if no other call has it; ``again``: or this one has it already."""
+    with _holding:
+        if member.holder is None:
+            member.holder = call
+            return True
+        return again and member.holder is call
+
+
+def drop(member: Member) -> None:
+    """Let the next call have it."""
+    member.holder = None
+
+
+def forget(store: Store, link: Link, keys: Keys, rank: int) -> None:
+    """Drop this process's part."""
+    _members.pop((identity_of(store, link), keys, rank), None)
+
+
+def known(store: Store, link: Link, keys: Keys, rank: int) -> Claim | None:
+    """Return this process's claim, if it has made one."""
+    found = _members.get((identity_of(store, link), keys, rank))
+    return found.claim if found else None
+
+
+on_fork(_members.clear)

@@ -1,0 +1,133 @@
+"""Run one scenario, and tell what the watcher in it and a diagnosis from outside found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scenarios import Cause, Scenario
+
+from rankcall.analysis.diagnosis import diagnose
+from rankcall.run import load
+from rankcall.testing import RankResult, Ranks, start_ranks
+
+VERDICT_S = 20.0  # what a watcher gets to speak
+_NO_HANGS = ("straggler", "slow_link")
+
+
+@dataclass
+class Found:
+    """What was said of one scenario. ``seconds``: from the threshold to the watcher's verdict."""
+
+    scenario: Scenario
+    by: dict[str, list[Cause]]  # "watcher", "outside", "afterwards" -> causes
+    seconds: float | None
+    results: list[RankResult]
+    took: float
+    told: int = 0  # verdicts printed
+
+    @property
+    def wrong(self) -> list[str]:
+        """Say what is not as it should be."""
+        want = sorted(self.scenario.causes)
+        problems = [
+            f"{who}: {sorted(causes)} instead of {want}"
+            for who, causes in self.by.items()
+            if sorted(causes) != want
+        ]
+        if self.scenario.healthy and not all(each.ok for each in self.results):
+            problems.append(f"failed: {[each.error or each.exitcode for each in self.results]}")
+        if self.told > 1:
+            problems.append(f"{self.told} verdicts were printed")
+        return problems
+
+
+def run(scenario: Scenario, folder: Path) -> Found:
+    """Run a scenario in ``folder`` and judge it every way that there is."""
+    began, hang_after = time.monotonic(), scenario.hang_after
+    by: dict[str, list[Cause]] = {}
+    seconds = None
+    run_dir = folder / "run"
+    with _nodes(scenario, folder) as env:
+        with start_ranks(
+            scenario.program, scenario.world_size, scenario.plan, *scenario.args, timeout=60,
+            faults=scenario.plan, run_dir=run_dir, init=scenario.init, env=env,
+            watch={"hang_after": hang_after},
+        ) as ranks:  # fmt: skip
+            if scenario.healthy or scenario.ends:
+                assert ranks.wait(60), scenario.name
+            else:
+                verdict = _await_verdict(run_dir, ranks)
+                if verdict is not None:
+                    seconds = _after_threshold(verdict, hang_after)
+                    by["watcher"] = [
+                        (each["kind"], tuple(each["ranks"])) for each in verdict["findings"]
+                    ]
+                else:
+                    by["watcher"] = []
+                if scenario.nodes == 1:
+                    by["outside"] = _diagnosed(run_dir, hang_after)
+        if scenario.healthy:
+            by["watcher"] = [
+                (each["kind"], tuple(each["ranks"]))
+                for place in sorted(run_dir.glob("hangs/*/verdict.json"))
+                for each in json.loads(place.read_text())["findings"]
+            ]
+        if (scenario.healthy or scenario.ends) and scenario.nodes == 1:
+            by["afterwards"] = _diagnosed(run_dir, hang_after)
+    told = sum(each.stderr.count("kept with all stacks in") for each in ranks.results)
+    return Found(scenario, by, seconds, ranks.results, time.monotonic() - began, told)
+
+
+def _await_verdict(run_dir: Path, ranks: Ranks) -> dict[str, Any] | None:
+    deadline = time.monotonic() + VERDICT_S
+    while time.monotonic() < deadline:
+        ranks.note_exits()
+        for place in sorted(run_dir.glob("hangs/*/verdict.json")):
+            verdict: dict[str, Any] = json.loads(place.read_text())
+            verdict["written"] = place.stat().st_mtime
+            return verdict
+        time.sleep(0.02)
+    return None
+
+
+def _after_threshold(verdict: dict[str, Any], hang_after: float) -> float:
+    """Return how long after the threshold of the call that waits longest the verdict was there."""
+    since = max(each["since_s"] for each in verdict["findings"])
+    judged = verdict["hang"]["epoch_ns"] / 1e9
+    return float(verdict["written"] - (judged - since) - hang_after)
+
+
+def _diagnosed(run_dir: Path, hang_after: float) -> list[Cause]:
+    found = diagnose(load(run_dir), hang_after).findings
+    return [(each.kind, each.ranks) for each in found if each.kind not in _NO_HANGS]
+
+
+@contextmanager
+def _nodes(scenario: Scenario, folder: Path) -> Iterator[Any]:
+    """Give every node of a scenario a host name and a place for live rings of its own."""
+    if scenario.nodes == 1:
+        yield {"RANKCALL_CAPTURE": "python"}
+        return
+    import os
+
+    base = Path(os.environ.get("RANKCALL_SHM") or "/dev/shm")
+    places = [base / f"{folder.name}-node-{number}" for number in range(scenario.nodes)]
+    each = scenario.world_size // scenario.nodes
+    for place in places:
+        place.mkdir(parents=True)
+    try:
+        yield lambda rank: {
+            "RANKCALL_CAPTURE": "python",
+            "RANKCALL_HOST": f"node-{rank // each}",
+            "RANKCALL_SHM": str(places[rank // each]),
+        }
+    finally:
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)

@@ -1,0 +1,147 @@
+"""Errors inside Join reach every rank within 2 s, and the one that failed keeps its own."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from joinfaults import SCENARIOS, killed, run_scenarios, store_host_fails
+from ranks import run_ranks, try_ranks
+
+pytestmark = pytest.mark.multiproc
+SOON_S = 2.0
+
+
+@cache
+def outcomes() -> list[dict[str, Any]]:
+    """Run all scenarios, once, on the same three ranks; return what each rank says of them."""
+    return run_ranks(run_scenarios, 3, list(SCENARIOS), init=False, timeout=100)
+
+
+def outcome(name: str) -> list[dict[str, Any]]:
+    """Return what the ranks say of one scenario."""
+    return [told[name] for told in outcomes()]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("in_backward", "KeyError"),
+        ("without_batches", "KeyError"),
+        ("in_shadow", "KeyError"),
+        ("in_fsdp", "KeyError"),
+        ("in_subgroup_and_receive", "KeyError"),
+        ("in_user_code", "KeyError"),
+        ("looks_like_torch", "RuntimeError"),
+        ("interrupted", "KeyboardInterrupt"),
+        ("loader_raises", "OSError"),
+    ],
+)
+def test_a_failure_reaches_every_rank(name: str, error: str) -> None:
+    """The rank that fails keeps its error; the others raise PeerError with it, soon."""
+    told = outcome(name)
+    assert told[1]["error"] == error
+    for other in (told[0], told[2]):
+        assert other["error"] == "PeerError", other
+        assert other["rank"] == 1
+        assert error in other["text"]
+        assert "joinfaults.py" in other["text"], "the traceback came along"
+        assert other["ended"] - told[1]["began"] < SOON_S
+    assert told[1]["ended"] - told[1]["began"] < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("too_short", "ended after 3 of the 6"), ("too_long", "goes on after the 3")],
+)
+def test_a_loader_that_lies_about_its_length(name: str, says: str) -> None:
+    """It is named on every rank."""
+    told = outcome(name)
+    assert told[1]["error"] == "UnevenInputs"
+    for each in told:
+        assert says in each["text"]
+        assert each["ended"] - told[1]["began"] < SOON_S
+
+
+def test_too_few_in_the_tail_do_no_harm() -> None:
+    """A rank may end earlier than promised once others have run dry."""
+    told = outcome("short_in_the_tail")
+    assert [each["error"] for each in told] == [None] * 3
+    assert [each["steps"] for each in told] == [2, 4, 6]
+    assert told[0]["shadowed"] == [4, 2, 0]
+
+
+def test_one_rank_breaks() -> None:
+    """Every rank says who left, and when."""
+    told = outcome("one_breaks")
+    assert [each["error"] for each in told] == ["UnevenInputs", "PeerError", "UnevenInputs"]
+    for each in told:
+        assert "rank 1 left the loop after 3 batches" in each["text"]
+        assert each["ended"] - told[1]["began"] < SOON_S
+
+
+def test_all_break_together() -> None:
+    """A limit on steps is no error, and the group goes on working."""
+    told = outcome("all_break")
+    assert [(each["error"], each["steps"], each["sum"]) for each in told] == [(None, 6, 3.0)] * 3
+
+
+def test_break_in_the_tail() -> None:
+    """Who leaves among notifications shadows the rest."""
+    told = outcome("breaks_in_the_tail")
+    assert [each["error"] for each in told] == [None] * 3
+    assert told[0]["shadowed"] == [4, 2, 0]
+
+
+def test_all_fail_together() -> None:
+    """Nobody's error is replaced, and nobody's connections are broken."""
+    for each in outcome("all_fail_and_go_on"):
+        assert (each["error"], each["errors"], each["sum"]) == (None, 3, 3.0)
+
+
+def test_nothing_to_replay() -> None:
+    """The same clear error on every rank, before the first batch."""
+    for each in outcome("nothing_to_replay"):
+        assert each["error"] == "UnevenInputs"
+        assert "rank 1 has no batch at all" in each["text"]
+        assert each["steps"] == 0
+
+
+def test_different_settings() -> None:
+    """The same clear error on every rank, before the first batch."""
+    for each in outcome("different_settings"):
+        assert each["error"] == "ValueError"
+        assert "rank 1: on_exhausted='stop'" in each["text"]
+        assert each["steps"] == 0
+
+
+def test_ranks_that_share_data_run_dry_together() -> None:
+    """Where they would not, they say so, and the others hear of it."""
+    told = outcome("different_shares")
+    assert [each["error"] for each in told] == ["UnevenInputs", "UnevenInputs", "PeerError"]
+    for each in told:
+        assert "ranks 0-1 share their data" in each["text"]
+        assert each["ended"] - told[0]["began"] < SOON_S
+
+
+def test_a_killed_rank_is_named() -> None:
+    """Each survivor names the rank that is gone."""
+    first, dead, last = try_ranks(killed, 3, timeout=30)
+    assert dead.exitcode == -9
+    for each in (first, last):
+        assert each.ok, each
+        assert each.value["error"] == "PeerError"
+        assert each.value["rank"] == 1
+        assert "gone without a word" in each.value["text"]
+
+
+def test_the_store_ends_with_the_rank_that_fails(tmp_path: Path) -> None:
+    """The cause is heard all the same: the rank lingers until it is."""
+    first, *others = try_ranks(store_host_fails, 3, str(tmp_path), init=False, timeout=30)
+    assert first.exitcode == 7
+    for each in others:
+        assert each.ok, each
+        assert each.value["error"] == "PeerError"
+        assert "no such sample" in each.value["text"]

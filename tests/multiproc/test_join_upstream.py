@@ -1,0 +1,24 @@
+"""PyTorch's own uneven-input tests pass with our Join in place of theirs."""
+
+from __future__ import annotations
+
+import pytest
+from joinupstream import LONG, QUICK, run_upstream
+from ranks import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def test_torchs_uneven_input_tests() -> None:
+    """All but the long one, on two ranks; each enters our Join."""
+    for counts in run_ranks(run_upstream, 2, list(QUICK), True, timeout=100):
+        assert set(counts) == set(QUICK)
+        assert all(counts.values()), counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_torchs_long_uneven_input_test(world_size: int) -> None:
+    """Seven models, with and without hooks, no_sync at intervals, thrown errors."""
+    for counts in run_ranks(run_upstream, world_size, list(LONG), True, timeout=900):
+        assert counts["test_ddp_uneven_inputs"] > 100

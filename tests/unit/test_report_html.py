@@ -1,0 +1,376 @@
+"""The HTML report: its words, its behaviour in a browser, and what hostile names can do to it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import chromium
+from worlds import MS, PAIR, Call, group_of, together, write_world
+
+import golden
+from rankcall.analysis.details import Details, detail
+from rankcall.cli import main
+from rankcall.errors import RankcallError
+from rankcall.report.html import render
+from rankcall.report.html.items import Item
+from rankcall.report.html.png import ABSENT, levels, picture
+from rankcall.ring.reader import CallSite, Group
+from rankcall.run import create_run, load
+from rankcall.testing.synthetic import Op, synthetic_run
+
+SHOTS = Path(__file__).parents[2] / "build" / "report"
+PROGRAM = (
+    Op(message_bytes=25 << 20, line=41),
+    Op(message_bytes=1 << 20, line=42, function="sync_stats"),
+    Op("all_gather", 4 << 20, family="tp", line=57, function="forward"),
+    Op("all_gather", 64 << 10, family="tp", line=58, function="forward"),
+    Op("exchange", 1 << 16, family="pp", line=90, function="send_forward"),
+    Op("broadcast", 4096, line=12, function="sync_seed"),
+)
+GROUPS = {
+    "tp": [list(range(at, at + 4)) for at in range(0, 16, 4)],
+    "pp": [list(range(at, 16, 4)) for at in range(4)],
+}
+
+
+def run_of(folder: Path) -> Details:
+    """Return 16 ranks on 4 hosts; rank 5 is slow."""
+    synthetic_run(
+        folder, 16, 600, hosts=4, straggler=5, straggler_ms=6.0, program=PROGRAM, groups=GROUPS,
+        clock_offsets_ns=[0, 10**9, -(10**9), 5 * 10**8], per_step=6,
+    )  # fmt: skip
+    return detail(load(folder))
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the page of a run with a straggler."""
+    return render(run_of(tmp_path_factory.mktemp("html") / "20261121T034130-train_gpt"))
+
+
+class Words(HTMLParser):
+    """What a page says, a line for each block; charts' axes included."""
+
+    BLOCKS = frozenset(
+        ("h1", "h2", "p", "li", "tr", "dl", "dt", "dd", "div", "section", "svg", "title", "header",
+         "footer", "summary", "option", "table")
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self.silent = 0
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.silent += tag in ("script", "style")
+        self.parts.append("\n" if tag in self.BLOCKS else " ")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.silent -= tag in ("script", "style")
+        self.parts.append("\n" if tag in self.BLOCKS else " ")
+
+    def handle_data(self, text: str) -> None:
+        if not self.silent:
+            self.parts.append(text)
+
+
+def words(page: str) -> str:
+    """Return the page's text as a reader without a browser would have it."""
+    parser = Words()
+    parser.feed(page)
+    lines = (" ".join(line.split()) for line in "".join(parser.parts).splitlines())
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def test_golden(html: str) -> None:
+    """The page's words and figures are as they were last looked at."""
+    golden.check("report-html.txt", words(html))
+
+
+def test_the_page_fetches_nothing(html: str) -> None:
+    """There is no address in it, and its policy allows its own script only."""
+    assert "http://" not in html
+    assert "https://" not in html
+    assert "default-src 'none'" in html
+    assert len(re.findall(r"<script", html)) == 2
+
+
+def test_the_first_screen_names_rank_line_and_cost(html: str) -> None:
+    """Who, where and how much stand before anything else."""
+    first = words(html).partition("What to look at")[0]
+    assert "Rank 5 on node-1 makes the others wait" in first
+    assert "train.py:41" in first
+    assert "lost by each other rank" in first
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Return a headless browser."""
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Any, html: str, tmp_path: Path) -> Iterator[Any]:
+    """Return the page opened from a file; any error in its console fails the test."""
+    yield from opened(browser, html, tmp_path)
+
+
+def opened(browser: Any, html: str, folder: Path) -> Iterator[Any]:
+    """Open a page; fail on what it complains of, and on whatever it asks the network for."""
+    (folder / "report.html").write_text(html, encoding="utf-8")
+    context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme="light")
+    complaints: list[str] = []
+    tab = context.new_page()
+    tab.on("console", lambda message: complaints.append(message.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("dialog", lambda dialog: complaints.append(dialog.message))
+    tab.on("request", lambda request: complaints.append(request.url) if _foreign(request) else None)
+    tab.goto((folder / "report.html").as_uri())
+    yield tab
+    context.close()
+    assert complaints == []
+
+
+def _foreign(request: Any) -> bool:
+    return not request.url.startswith(("file:", "data:"))
+
+
+def tip(page: Any) -> str:
+    """Return what the tooltip says; empty where there is none."""
+    return str(page.locator("#tip").inner_text()) if page.locator("#tip").is_visible() else ""
+
+
+def point(page: Any, at: str, x: float, y: float) -> dict[str, float]:
+    """Move the mouse to a place in an element, in shares of its size; return its box."""
+    page.locator(at).scroll_into_view_if_needed()
+    box: dict[str, float] = page.locator(at).bounding_box()
+    page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+    return box
+
+
+def test_hover_over_a_rank(page: Any) -> None:
+    """Pointing at a column names the rank, its host and its three parts."""
+    point(page, "#columns svg", (64 + 5.5 * 888 / 16) / 960, 0.5)
+    assert tip(page).startswith("rank 5 (node-1), per step\ncompute ")
+    assert "waiting 0" in tip(page) or "µs" in tip(page)
+    page.mouse.move(5, 5)
+    assert tip(page) == ""
+
+
+def test_the_map_hovers_zooms_and_filters(page: Any) -> None:
+    """The slow rank's row is late, a drag magnifies, a group's map is another picture."""
+    pane = page.locator("#map .window")
+    box = point(page, "#map .window", 0.5, 5.5 / 16)
+    row = box["y"] + box["height"] * 5.5 / 16
+    assert tip(page).startswith("rank 5 (node-1)\n")
+    assert float(re.findall(r"\n([\d.]+) ms late", tip(page))[0]) > 5
+    point(page, "#map .window", 0.5, 0.01)
+    assert "rank 0 (node-0)\n" in tip(page)
+    before = page.locator("#map .times").inner_text()
+    page.mouse.move(box["x"] + 200, row)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 400, row, steps=4)
+    page.mouse.up()
+    assert page.locator("#map .times").inner_text() != before
+    assert float(pane.locator("img").first.evaluate("image => parseFloat(image.style.width)")) > 300
+    page.locator("#map-reset").click()
+    assert page.locator("#map .times").inner_text().split()[0] == "0"
+    page.locator("#map-group").select_option(label="tp (4 ranks)")
+    assert pane.locator("img:not([hidden])").get_attribute("alt") == (
+        "Lateness by rank and time, tp (4 ranks)"
+    )
+
+
+def test_curves_choose_and_hover(page: Any) -> None:
+    """Choosing a group shows its points and its peers' median beside them."""
+    page.locator("#curve").select_option(label="all_gather, group tp:8")
+    assert page.locator("#peers-are").inner_text() == "peers: all_gather in other groups"
+    dots = page.locator(".curve.on .own circle")
+    assert dots.count() == 2
+    assert page.locator(".curve.on .peers circle").first.is_visible()
+    dots.last.hover()
+    assert re.match(
+        r"all_gather, group tp:8, 4 MiB: [\d.]+ GB/s from 100 times; peers [\d.]+ GB/s$", tip(page)
+    )
+
+
+def test_tables_sort_filter_and_unfold(page: Any) -> None:
+    """A head sorts, words and groups filter, a long table unfolds."""
+    sites = page.locator("#site-table tbody tr")
+    page.locator("#site-filter").fill("forward")
+    assert page.locator("#site-table tbody tr:visible").count() == 4
+    page.locator("#site-filter").fill("")
+    assert page.locator("#site-table tbody tr:visible").count() == sites.count()
+    page.locator("#site-table th", has_text="calls").locator("button").click()
+    calls = [
+        int(text.replace(",", "")) for text in sites.locator("td:nth-child(4)").all_inner_texts()
+    ]
+    assert calls == sorted(calls, reverse=True)
+    page.locator("#op-filter").select_option("tp:4")
+    shown = page.locator("#op-table tbody tr:visible td:nth-child(2)").all_inner_texts()
+    assert set(shown) == {"tp:4"}
+
+
+def test_everything_by_keyboard(page: Any) -> None:
+    """Charts take the focus in turn, and arrow keys read them out."""
+    page.locator("#columns").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert tip(page).startswith("rank 2 (node-0)")
+    page.locator("#map").focus()
+    for key in ("ArrowDown", "ArrowRight", "+", "+"):
+        page.keyboard.press(key)
+    assert "rank 1 (node-0)" in tip(page)
+    assert page.locator("#map-reset").is_enabled()
+    page.keyboard.press("Escape")
+    assert page.locator("#map-reset").is_disabled()
+    page.locator("#curves").focus()
+    page.keyboard.press("ArrowRight")
+    assert "all_reduce, group 0" in tip(page)
+    assert page.locator("#tip").get_attribute("aria-live") == "polite"
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "narrow", "print"])
+def test_pictures_to_look_at(page: Any, look: str) -> None:
+    """Light, dark, narrow and printed: kept in build/report; nothing is wider than the page."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.emulate_media(
+        color_scheme="dark" if look == "dark" else "light",
+        media="print" if look == "print" else "screen",
+    )
+    page.set_viewport_size({"width": 390 if look == "narrow" else 1200, "height": 900})
+    (SHOTS / f"{look}.png").write_bytes(page.screenshot(full_page=True))
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(20, 23, 26)" if look == "dark" else "rgb(255, 255, 255)")
+    assert page.locator("#curve").is_visible() == (look != "print")
+
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&\u202e\x00\x1b[2J{{7*7}}"
+
+
+def hostile_run(folder: Path) -> Details:
+    """Return a run whose every name is made to break a page."""
+    group = Group(NASTY, 0, NASTY, NASTY, (0, 1))
+    calls = [each for seq in range(1, 9) for each in late(seq, group)]
+    run = write_world(folder, calls, hosts={0: NASTY, 1: NASTY[:20] + "b"})
+    create_run(run, {"torch": NASTY, "script": NASTY})
+    loaded = load(run)
+    for head in loaded.heads:
+        assert NASTY in {known.name for known in head.tables.groups.values()}
+    return detail(loaded)
+
+
+def late(seq: int, group: Group) -> list[Call]:
+    """Return a collective that rank 1 is late to."""
+    start = 10 * MS * seq
+    return together(seq, [start, start + 3 * MS], start + 4 * MS, group)
+
+
+def test_hostile_names(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are shown as they are spelt, run nothing, and put nothing unreadable into the page."""
+    monkeypatch.setattr("worlds.CallSite", lambda *args: CallSite(NASTY, 3, NASTY, NASTY))
+    page = render(hostile_run(tmp_path / ("run" + NASTY.replace("/", "_").replace("\0", ""))))
+    assert {char for char in page if not char.isprintable()} == {"\n"}
+    assert "<script>alert" not in page
+    assert "<img src=x" not in page
+    assert "49" not in words(page).partition("NASTY")[0].split()
+    for tab in opened(browser, page, tmp_path):
+        assert "<img src=x onerror=alert(2)>" in tab.locator("body").inner_text()
+        point(tab, "#columns svg", 100 / 960, 0.5)
+        assert "</script>" in tip(tab)
+        for each in tab.locator("th button").all()[:4]:
+            each.dispatch_event("click")
+
+
+def test_absent_is_not_zero(tmp_path: Path) -> None:
+    """What has not ended has a dash for its times; a moment without collectives is grey."""
+    calls = [*late(1, PAIR), Call(0, 2, 40 * MS, None, line=9), Call(1, 3, 41 * MS, None, line=8)]
+    found = detail(load(write_world(tmp_path / "run", calls)))
+    row = next(line for line in words(render(found)).splitlines() if line.startswith("train.py:9"))
+    assert row.endswith("- -")
+    assert "2 ops never finished on any rank" in words(render(found))
+    maps = levels(np.array([[np.nan, 0.0, 2.0]]), 2.0)
+    assert maps.tolist() == [[ABSENT, 0, 254]]
+    assert picture(maps).startswith("data:image/png;base64,iVBORw0KGgo")
+
+
+def test_further_findings_come_first(tmp_path: Path) -> None:
+    """What else was found stands before what the figures show by themselves."""
+    found = detail(load(write_world(tmp_path / "run", late(1, PAIR))))
+    page = words(render(found, [Item("alarm", "rank 3 left its loop", "it never came back")]))
+    after = page.partition("What to look at")[2]
+    assert after.index("rank 3 left its loop") < after.index("rank 1 (node-a) is late")
+
+
+@pytest.mark.parametrize("calls", [[], [Call(0, 1, 0, MS, group=group_of(1))]], ids=["none", "one"])
+def test_little_to_show(browser: Any, tmp_path: Path, calls: list[Call]) -> None:
+    """A run without collectives, or of one rank, is a page that says so."""
+    page = render(detail(load(write_world(tmp_path / "run", calls, ranks=[0]))))
+    for tab in opened(browser, page, tmp_path):
+        title = tab.locator("h1").inner_text()
+        assert title.startswith(("No collectives were recorded", "A world of one rank"))
+
+
+def test_many_hosts_and_ranks(browser: Any, tmp_path: Path) -> None:
+    """What does not fit in figures is a picture; what does not fit in pixels is folded."""
+    synthetic_run(tmp_path / "run", 520, 6, hosts=40, straggler=350, program=(Op(),))
+    page = render(detail(load(tmp_path / "run")))
+    assert len(page) < 1 << 20
+    for tab in opened(browser, page, tmp_path):
+        point(tab, "#traffic img", 3.5 / 40, 2.5 / 40)
+        assert tip(tab).startswith("node-2 → node-3\nabout ")
+        point(tab, "#traffic img", 9.5 / 40, 2.5 / 40)
+        assert tip(tab) == "node-2 → node-9\nnothing"
+        point(tab, "#map .window", 0.5, 175.5 / 260)
+        assert re.match(r"ranks 350–351, the latest\n(19|20)[.]\d ms late", tip(tab))
+        tab.mouse.move(0, 0)  # scrolling would move what is under it
+        tab.locator("#columns").focus()
+        tab.keyboard.press("End")
+        assert tip(tab).startswith("rank 519 (node-39)")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says what it wrote; a full disk, a bad ring and a wrong pair of options are told."""
+    run = write_world(tmp_path / "run", late(1, PAIR))
+    target = tmp_path / "r.html"
+    assert main(["report", str(run), "--html", str(target)]) == 0
+    assert capsys.readouterr().out.startswith(f"{target}: ")
+    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert main(["report", str(run), "--html", "/dev/full"]) == 2
+    assert "/dev/full: cannot be written: No space left" in capsys.readouterr().err
+    assert main(["report", str(run), "--json", "--html", str(target)]) == 2
+    assert "--json and --html: one of them" in capsys.readouterr().err
+    (run / "rings" / "bad.ring").write_bytes(b"nothing")
+    assert main(["report", str(run), "--html", str(target)]) == 1
+    assert "bad.ring" in capsys.readouterr().err
+    assert "bad.ring: not a rankcall ring file" in target.read_text(encoding="utf-8")
+
+
+def test_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is named."""
+    found = detail(load(write_world(tmp_path / "run", late(1, PAIR))))
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(RankcallError, match=r"pip install 'rankcall\[report\]'"):
+        render(found)
+
+
+def test_without_torch(tmp_path: Path) -> None:
+    """The page is made where torch is not."""
+    run = write_world(tmp_path / "run", late(1, PAIR))
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from rankcall.cli import main\n"
+        f"sys.exit(main(['report', {str(run)!r}, '--html', {str(tmp_path / 'r.html')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

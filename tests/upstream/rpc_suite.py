@@ -1,0 +1,135 @@
+"""PyTorch's own RPC tests, as they ship in the wheel, through their fixture class, on a back end.
+
+Run as a script of its own: the modules they come from read their settings from the environment
+when they are imported.
+
+    python tests/upstream/rpc_suite.py --backend ZMQ --out FILE [--only Class[.test] ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    GLOO_SOCKET_IFNAME="lo",
+    TP_SOCKET_IFNAME="lo",
+    TEMP_DIR=os.environ.get("TEMP_DIR") or tempfile.mkdtemp(prefix="rankcall-upstream-"),
+)
+import torch.distributed.rpc as torch_rpc
+from outcomes import Outcomes
+from torch.testing._internal import common_distributed
+from torch.testing._internal.distributed import rpc_utils
+from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+
+from rankcall.rpc import backend_registry
+
+TEST_SECONDS = 100
+
+
+class Fixture(RpcAgentTestFixture):
+    """A back end of rankcall's as the tests want it."""
+
+    name = "ZMQ"
+
+    @property
+    def rpc_backend(self) -> Any:
+        """The member."""
+        return backend_registry.BackendType[self.name]
+
+    @property
+    def rpc_backend_options(self) -> Any:
+        """Options with the test's own store."""
+        return backend_registry.construct_rpc_backend_options(
+            self.rpc_backend, init_method=self.init_method, **self.extra_options()
+        )
+
+    def extra_options(self) -> dict[str, Any]:
+        """What this back end's options take beside the store."""
+        return {}
+
+    def get_shutdown_error_regex(self) -> str:
+        """Any error will do, as for TensorPipe."""
+        return ".*"
+
+    def get_timeout_error_regex(self) -> str:
+        """The text that torch's own agent gives."""
+        return "RPC ran for more than"
+
+
+class TensorPipeFixture(Fixture):
+    """torch's agent, brought up by rankcall."""
+
+    name = "TENSORPIPE"
+
+    def extra_options(self) -> dict[str, Any]:
+        """As torch's own fixture."""
+        return {"_transports": common_distributed.tp_transports()}
+
+
+class TorchFixture(TensorPipeFixture):
+    """torch's agent, brought up by torch: what the others are compared with."""
+
+    name = "torch"
+
+    @property
+    def rpc_backend(self) -> Any:
+        """torch's member."""
+        return torch_rpc.backend_registry.BackendType["TENSORPIPE"]
+
+
+class Forked:
+    """Each test's workers are forked from here, so that none pays for importing torch."""
+
+    def setUp(self) -> None:
+        """Start the workers."""
+        super().setUp()  # type: ignore[misc]
+        context = multiprocessing.get_context("fork")
+        self._start_processes(context.Process)  # type: ignore[attr-defined]
+
+
+def suites(fixture: type[Fixture]) -> dict[str, type[unittest.TestCase]]:
+    """Return the test classes for a fixture, by the name torch gave them."""
+    tests = list(rpc_utils.GENERIC_TESTS)
+    if fixture is not Fixture:
+        tests += rpc_utils.TENSORPIPE_TESTS
+    bases = (fixture, Forked, common_distributed.MultiProcessTestCase)
+    made = {each.__name__: type(each.__name__, (each, *bases), {}) for each in tests}
+    for name, each in made.items():  # some tests pickle their own class
+        each.__module__ = __name__
+        globals()[name] = each
+    return made
+
+
+def main() -> None:
+    """Run the tests, or those named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", required=True, choices=["ZMQ", "TENSORPIPE", "torch"])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", help="Class or Class.test")
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+    common_distributed.TIMEOUT_DEFAULT = TEST_SECONDS
+    fixtures = {each.name: each for each in (Fixture, TensorPipeFixture, TorchFixture)}
+    classes = suites(fixtures[options.backend])
+    if options.backend == "ZMQ":
+        from rankcall.rpc.native import agent_module
+
+        agent_module()  # once, not in each worker
+    chosen = unittest.TestSuite()
+    for each in options.only or list(classes):
+        name, _, test = each.partition(".")
+        names = [test] if test else unittest.defaultTestLoader.getTestCaseNames(classes[name])
+        chosen.addTests(map(classes[name], names))
+    chosen.run(Outcomes(options.out, parts=2))
+
+
+if __name__ == "__main__":
+    main()
