@@ -15,6 +15,7 @@ import pytest
 
 from rankcall.trace import JsonLines, MemorySink, Mode, Origin, Stdout
 from rankcall.trace.descriptions import Descriptions, Kind, Teller
+from rankcall.trace.sinks import names
 from rankcall.trace.sinks.base import RETRY_SECONDS, Guarded
 from rankcall.trace.switches import settle
 
@@ -280,3 +281,22 @@ def test_frames_of_nothing_have_the_columns() -> None:
     """An empty batch is a table with no rows."""
     assert some(0).frame().columns == some(1).frame().columns
     assert isinstance(some(0).frame(), pl.DataFrame)
+
+
+class Offered:
+    """An entry point, without a package."""
+
+    def __init__(self, name: str, load: object) -> None:
+        self.name, self.load = name, lambda: load
+
+
+def test_sinks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, and what installed packages offer; an unknown name lists them all."""
+    found = [Offered("mine", MemorySink), Offered("no-sink", dict)]
+    monkeypatch.setattr(names, "entry_points", lambda group: found if group == names.GROUP else [])
+    assert isinstance(names.made("jsonl"), JsonLines)
+    assert isinstance(names.made("mine"), MemorySink)
+    with pytest.raises(ValueError, match="'csv': one of jsonl, mine, no-sink, nvtx, otel"):
+        names.made("csv")
+    with pytest.raises(TypeError, match="'no-sink' has no open, write and close: dict"):
+        names.made("no-sink")
