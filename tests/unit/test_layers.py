@@ -18,7 +18,8 @@ LEVELS = (
     ("_registry", "_native"),
     ("ring", "_newfile"),
     ("run _frames", "_rows", "processes", "_stacks"),
-    ("analysis", "capture", "store"),
+    ("analysis", "capture"),
+    ("store",),  # its rollcall says what was recorded last
     ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
     ("testing", "cli"),
