@@ -77,7 +77,8 @@ def _static(
     reverse = reverse_maps(name, nodes)
     devices = device_list(nodes[roll.rank], reverse)
     if torch.cuda.is_available() and devices:
-        torch.cuda.init()  # others may send to a device before this process has used one  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
+        # Others may send to a device before this process has used one.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     agent = TensorPipeAgent(store, name, roll.rank, roll.world_size, options, reverse, devices)
     with undone_on_error():
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
