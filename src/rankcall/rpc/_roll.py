@@ -49,7 +49,7 @@ class Roll:
                 self._store.wait(keys, timedelta(seconds=max(0.01, deadline - time.monotonic())))
 
     def _wait(self, label: str, keys: Sequence[str], deadline: float) -> None:
-        """Ask again and again: the store's own wait cannot be ended early, and warns when it ends."""
+        """Ask again and again: the store's own wait cannot be ended early."""
         pause, reason, asked = 0.001, "", time.monotonic()
         while not self._store.check(list(keys)):
             now = time.monotonic()
