@@ -27,7 +27,6 @@ _PLAIN = (
     "seq", "message_bytes", "in_bytes", "out_bytes", "tag", "thread", "step", "tensors",
     "shape_hash", "enqueued_ns",
 )  # fmt: skip
-_ENUMS = {"kind": KINDS, "op": OPS, "dtype": DTYPES, "reduce_op": REDUCE_OPS, "status": STATUSES}
 
 
 def groups_frame(run: Run) -> pl.DataFrame:
@@ -102,12 +101,8 @@ def ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
             records["group"], {key: _ranks_text(known) for key, known in labels.items()}
         ),
     }
-    for name, names in _ENUMS.items():
-        codes = pl.Series(np.ascontiguousarray(records[name]).astype(np.uint32))
-        columns[name] = codes.replace_strict(
-            dict(enumerate(names)), return_dtype=pl.Enum(list(names))
-        )
-    columns["reduce_op"] = pl.Series(columns["reduce_op"]).cast(pl.String).replace({"none": None})
+    for name, values in _names_of_codes().items():
+        columns[name] = values.gather(records[name].astype(np.uint32))
     columns["variant"] = _named(records["variant"], ring.tables.strings)
     for name in _PLAIN:
         columns[name] = np.ascontiguousarray(records[name])
@@ -127,6 +122,20 @@ def ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
     columns["completed_ns"] = _nullable(records["completed_ns"])
     columns["device_ms"] = pl.Series(np.ascontiguousarray(records["device_ms"])).fill_nan(None)
     return pl.DataFrame(columns)
+
+
+def _names_of_codes() -> dict[str, pl.Series]:
+    def enum(names: tuple[str, ...]) -> pl.Series:
+        return pl.Series(names, dtype=pl.Enum(list(names)))
+
+    reduce_ops = pl.Series([None, *REDUCE_OPS[1:]], dtype=pl.String)
+    return {
+        "kind": enum(KINDS),
+        "op": enum(OPS),
+        "dtype": enum(DTYPES),
+        "reduce_op": reduce_ops,
+        "status": enum(STATUSES),
+    }
 
 
 def _group_labels(run: Run, ring: Ring) -> dict[int, RunGroup]:
@@ -153,20 +162,23 @@ def _named(codes: npt.NDArray[Any], names: dict[int, str]) -> pl.Series:
     at = np.searchsorted(keys, codes)
     known = at < len(keys)
     known[known] = keys[at[known]] == codes[known]
-    picks = pl.Series(at.astype(np.uint32)).set(pl.Series(~known), None)
-    return (
-        values.gather(picks) if len(keys) else pl.Series([None] * len(codes), dtype=pl.Categorical)
-    )
+    if not len(keys):
+        return pl.Series([None] * len(codes), dtype=pl.Categorical)
+    named: pl.Series = values.gather(_without(pl.Series(at.astype(np.uint32)), ~known))
+    return named
 
 
 def _nullable(times: npt.NDArray[np.int64]) -> pl.Series:
-    column = pl.Series(np.ascontiguousarray(times))
-    return column.set(column == 0, None)
+    return _without(pl.Series(np.ascontiguousarray(times)), times == 0)
+
+
+def _without(column: pl.Series, absent: npt.NDArray[np.bool_]) -> pl.Series:
+    """Return a column with null where something is absent; most columns lack nothing."""
+    return column.set(pl.Series(absent), None) if absent.any() else column
 
 
 def _async(codes: npt.NDArray[np.uint8]) -> pl.Series:
-    column = pl.Series(np.ascontiguousarray(codes))
-    return (column == 1).set(column == 2, None)
+    return _without(pl.Series(codes == 1), codes == 2)
 
 
 def _shapes(records: npt.NDArray[Any]) -> pl.Series:
@@ -216,9 +228,11 @@ def _global_ranks(records: npt.NDArray[Any], name: str, labels: dict[int, RunGro
     """Translate ranks within their groups to global ones; null where none applies."""
     local = records[name]
     result = np.full(len(records), -1, np.int32)
+    some = local >= 0
+    if not some.any():
+        return pl.Series([None] * len(records), dtype=pl.Int32)
     for key, known in labels.items():
         ranks = np.array(known.group.ranks, np.int32)
-        rows = (records["group"] == key) & (local >= 0) & (local < len(ranks))
+        rows = some & (records["group"] == key) & (local < len(ranks))
         result[rows] = ranks[local[rows]]
-    column = pl.Series(result)
-    return column.set(column < 0, None)
+    return _without(pl.Series(result), result < 0)

@@ -321,6 +321,24 @@ def test_little_to_show(browser: Any, tmp_path: Path, calls: list[Call]) -> None
         assert title.startswith(("No collectives were recorded", "A world of one rank"))
 
 
+def test_many_hosts_and_ranks(browser: Any, tmp_path: Path) -> None:
+    """What does not fit in figures is a picture; what does not fit in pixels is folded."""
+    synthetic_run(tmp_path / "run", 520, 6, hosts=40, straggler=350, program=(Op(),))
+    page = render(detail(load(tmp_path / "run")))
+    assert len(page) < 1 << 20
+    for tab in opened(browser, page, tmp_path):
+        point(tab, "#traffic img", 3.5 / 40, 2.5 / 40)
+        assert tip(tab).startswith("node-2 → node-3\nabout ")
+        point(tab, "#traffic img", 9.5 / 40, 2.5 / 40)
+        assert tip(tab) == "node-2 → node-9\nnothing"
+        point(tab, "#map .window", 0.5, 175.5 / 260)
+        assert re.match(r"ranks 350–351, the latest\n(19|20)[.]\d ms late", tip(tab))
+        tab.mouse.move(0, 0)  # scrolling would move what is under it
+        tab.locator("#columns").focus()
+        tab.keyboard.press("End")
+        assert tip(tab).startswith("rank 519 (node-39)")
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what it wrote; a full disk, a bad ring and a wrong pair of options are told."""
     run = write_world(tmp_path / "run", late(1, PAIR))

@@ -106,10 +106,20 @@ def gather(run: Run, progress: Progress | None = None) -> Gathered:
     return gathered
 
 
-def align(run: Run, progress: Progress | None = None) -> RunClocks:
-    """Return one clock for all hosts of a run; the records of one host need not be read for it."""
-    clocks = anchored(head.header for head in run.heads)
-    return clocks if len(clocks.hosts) < 2 else gather(run, progress).clocks
+def align(run: Run) -> RunClocks:
+    """Return one clock for all hosts of a run; only groups across hosts are looked at for it."""
+    clocks, sessions = anchored(head.header for head in run.heads), sessions_of(run)
+    if len(clocks.hosts) < 2:
+        return clocks
+    parts: dict[tuple[Session, Group], list[Part]] = {}
+    for ring in run.iter_rings():
+        host, session = clocks.of_ring(ring.header), sessions[ring.path.name]
+        for group, part in extract(ring, pull(ring), host).parts.items():
+            known = run.run_groups.get(group)
+            if known is None or known.cross_host:
+                parts.setdefault((session, group), []).append(part)
+    align_hosts(clocks.hosts, (assemble(*key, found) for key, found in parts.items()))
+    return clocks
 
 
 def sessions_of(run: Run) -> dict[str, Session]:

@@ -24,8 +24,8 @@ from rankcall.analysis.snapshot import (
     labels_of,
     no_calls,
 )
-from rankcall.processes import LAUNCHER, Exit, process_state, read_exits
-from rankcall.record import KINDS, STATUSES
+from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
+from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
 from rankcall.ring.reader import CallSite, Group, Head, Header, Ring
 from rankcall.run import Progress, Run, format_ranks
 
@@ -61,10 +61,15 @@ def stand(
     chosen = {head.path.name: head for head in _last_attempt(run.heads, problems)}
     if window is None:
         window = min(max(_ALL_WINDOWS // max(1, len(chosen)), _WINDOW[0]), _WINDOW[1])
-    gathered = _Gathered(window)
+    gathered, noted = _Gathered(window), read_states(run.path) if run.path.is_dir() else {}
     for ring in run.iter_rings(progress):
         if ring.path.name in chosen:
-            gathered.add(ring, state_of(ring.header), now_ns())
+            state, moment = state_of(ring.header), now_ns()
+            if state == UNKNOWN:
+                head = ring.header
+                then = noted.get((head.boot_id, head.pid, head.process_start))
+                state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
+            gathered.add(ring, state, moment)
     problems += [text for text in run.problems if text not in problems]
     world = run.world_size
     return gathered.finish(world, read_exits(run.path) if run.path.is_dir() else [], problems)
@@ -117,6 +122,7 @@ class _Gathered:
     now_ns: dict[int, int] = field(default_factory=dict)  # of ranks whose process runs here
     calls: list[Calls] = field(default_factory=list)
     issued: list[Ints] = field(default_factory=list)
+    came: list[Ints] = field(default_factory=list)
     ended: list[Ints] = field(default_factory=list)
     groups: dict[Group, int] = field(default_factory=dict)
     sites: dict[CallSite, int] = field(default_factory=lambda: {CallSite("", 0, "", ""): 0})
@@ -171,6 +177,9 @@ class _Gathered:
         placed = calls["group"] >= 0
         self.calls.append(calls[placed])
         self.issued.append(np.ascontiguousarray(kept["enqueued_ns"][placed]))
+        on_device = (kept["flags"] & FLAG_DEVICE != 0) & (kept["started_ns"] > 0)
+        came = np.where(on_device, kept["started_ns"], kept["enqueued_ns"])
+        self.came.append(came[placed])
         over = np.where(kept["status"] >= _COMPLETED, kept["completed_ns"], 0)
         self.ended.append(np.ascontiguousarray(over[placed]))
 
@@ -196,10 +205,13 @@ class _Gathered:
             for rank in range(count)
         ]
         calls = np.concatenate([no_calls(), *self.calls])
-        issued = np.concatenate([np.zeros(0, np.int64), *self.issued])
-        ended = np.concatenate([np.zeros(0, np.int64), *self.ended])
+        nothing = np.zeros(0, np.int64)
+        issued, came, ended = (
+            np.concatenate([nothing, *each]) for each in (self.issued, self.came, self.ended)
+        )
         moment = np.array([now.get(rank, 0) for rank in range(count)], np.int64)[calls["rank"]]
         calls["age_s"] = np.maximum(moment - issued, 0) / _S
+        calls["came_s"] = np.maximum(moment - came, 0) / _S
         calls["ended_s"] = np.where(ended > 0, np.maximum(moment - ended, 0) / _S, np.nan)
         groups = list(self.groups)
         return Snapshot(ranks, calls, groups, labels_of(groups, ranks), list(self.sites), problems)

@@ -25,7 +25,7 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%.9fZ"
 def write_parquet(run: Run, out: IO[bytes], progress: Progress | None = None) -> None:
     """Write a Parquet file, zstd; a row group holds the records of some ranks."""
     with _watched(out) as file:
-        _stream(run, progress).sink_parquet(file, compression="zstd")
+        _stream(run, progress).sink_parquet(file, compression="zstd", compression_level=1)
 
 
 def write_csv(run: Run, out: IO[bytes], progress: Progress | None = None) -> None:
@@ -93,7 +93,9 @@ def _stream(run: Run, progress: Progress | None) -> pl.LazyFrame:
 def _frame(run: Run, ring: Ring, clocks: RunClocks) -> pl.DataFrame:
     mono = np.ascontiguousarray(ring.records["enqueued_ns"])
     moments = pl.Series("enqueued_at", clocks.epoch_ns(ring.header, mono))
-    moments = moments.set(moments == 0, None).cast(_MOMENT)
+    if not mono.all():
+        moments = moments.set(moments == 0, None)
+    moments = moments.cast(_MOMENT)
     return ring_frame(run, ring).insert_column(3, moments)
 
 

@@ -85,8 +85,10 @@ class Batches(Generic[T]):
         mine = self._join.index
         for window in self._windows():
             self._check_replayable(window)
-            own = self._take(window.counts[mine])
-            for step in range(max(window.counts)):
+            own, steps = self._take(window.counts[mine]), max(window.counts)
+            for step in range(steps):
+                if window.last and step == steps - 1:
+                    self._join.complete()
                 active = sum(step < count for count in window.counts)
                 if step < window.counts[mine]:
                     self._replayed = next(own)

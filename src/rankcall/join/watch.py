@@ -80,7 +80,7 @@ class Watch:
                 old = dist.PrefixStore(f"{name}/{number - 2}", store)
                 for what in ("host", "heard", "bell"):
                     old.delete_key(f"{what}/{self.rank}")
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, AttributeError) as error:
             _log.warning("errors of other ranks cannot be told inside this Join: %s", error)
             return
         self._thread = threading.Thread(target=self._listen, name="rankcall-join", daemon=True)
@@ -204,10 +204,11 @@ class Watch:
         if self._out.wait(_MOMENT_S):
             return
         far = set(entry["ends"])
-        for rank in self._ranks:
-            soon = time.monotonic() + _WORD_S
-            if rank != entry["rank"] and _comes(self._own, f"heard/{rank}", soon):
-                far |= set(json.loads(self._own.get(f"heard/{rank}")))
+        with contextlib.suppress(RuntimeError):  # the store may end with the rank that failed
+            for rank in self._ranks:
+                soon = time.monotonic() + _WORD_S
+                if rank != entry["rank"] and _comes(self._own, f"heard/{rank}", soon):
+                    far |= set(json.loads(self._own.get(f"heard/{rank}")))
         abort_devices()
         break_connections(far, self._spared)
 

@@ -52,7 +52,7 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         yield from _finding(found, width, first=number == 0)
     stand = rows(diagnosis)
     yield Text()
-    yield Text("Where the ranks stand", "bold")
+    yield Text(f"Where the {world(diagnosis)} stand", "bold")
     yield Padding(_table(stand, width - _INDENT), (0, 0, 0, _INDENT))
     rest = stand[_ROWS:]
     if rest:
@@ -82,11 +82,9 @@ def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableT
 
 
 def _healthy(diagnosis: Diagnosis) -> str:
-    ranks = diagnosis.snapshot.ranks
-    if not diagnosis.snapshot.live:
-        ended = sum(each.exit == 0 or each.closed for each in ranks)
-        return f"healthy: {plural(ended, 'rank')} of {len(ranks):,} ended well, nothing is left."
-    found = pace(diagnosis.snapshot)
+    snapshot = diagnosis.snapshot
+    ranks = [each for each in snapshot.ranks if not each.blind]
+    found = pace(snapshot)
     speed = ""
     if found.steps_per_s is not None:
         speed = f", {digits(found.steps_per_s)} steps/s"
@@ -94,7 +92,10 @@ def _healthy(diagnosis: Diagnosis) -> str:
         speed = f", {digits(found.calls_per_s)} calls/s"
     if found.share is not None:
         speed += f", {percent(found.share)} of the time in communication"
-    return f"healthy: {plural(len(ranks), 'rank')} go on{speed}."
+    if snapshot.live:
+        return f"healthy: {plural(len(ranks), 'rank goes', 'ranks go')} on{speed}."
+    ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
+    return f"healthy: {ended:,} of {plural(len(snapshot.ranks), 'rank')} ended well{speed}."
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _table(stand: Sequence[Row], room: int) -> RenderableType:
             ranks_cell(row.ranks),
             row.state,
             row.where,
-            cut(clean(row.line), _LINE_WIDE, keep_end=True),
+            cut(clean(PurePath(row.line).name), _LINE_WIDE, keep_end=True),
             since_cell(row),
         ]
         for row in stand[:_ROWS]
@@ -183,9 +184,8 @@ def since_cell(row: Row) -> str:
     return f"{least}–{most}"
 
 
-def title(diagnosis: Diagnosis) -> str:
-    """Name the run and its size: ``train, 8 ranks on 2 hosts, live``."""
+def world(diagnosis: Diagnosis) -> str:
+    """Name the size of a job: ``8 ranks on 2 hosts``."""
     ranks = diagnosis.snapshot.ranks
     hosts = {each.host for each in ranks if each.host}
-    where = f"{plural(len(ranks), 'rank')} on {plural(len(hosts), 'host')}"
-    return f"{PurePath(diagnosis.run).name}: {where}"
+    return f"{plural(len(ranks), 'rank')} on {plural(len(hosts), 'host')}"

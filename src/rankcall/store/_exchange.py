@@ -11,7 +11,7 @@ from rankcall.store import _messages
 from rankcall.store._barrier import explain
 from rankcall.store._bounded import BEYOND_S, within
 from rankcall.store._checks import check_rank, check_seconds, check_store
-from rankcall.store._keys import Keys, attempt_of
+from rankcall.store._keys import Keys, attempt_of, keys_of
 from rankcall.store._link import Link, lost
 from rankcall.store._meeting import Meeting, meeting
 from rankcall.store._member import Call
@@ -49,7 +49,7 @@ def synchronize(
     check_rank(host_rank, world_size, "host_rank")
     seconds = check_seconds(timeout, "timeout")
     frame = _framed(data, rank)
-    keys = Keys(key_prefix, "s", attempt_of(attempt), world_size)
+    keys = keys_of(key_prefix, "s", attempt_of(attempt), world_size)
 
     def finish(link: Link, one: Meeting, blob: bytes, until: float) -> list[bytes]:
         found = _unframed(blob, world_size)
@@ -145,7 +145,7 @@ def get_all(
     check_rank(host_rank, world_size, "host_rank")
     known = store.timeout.total_seconds() if timeout is None else timeout  # type: ignore[attr-defined]
     seconds = check_seconds(known, "timeout")
-    keys = Keys(prefix, "g", attempt_of(attempt), world_size)
+    keys = keys_of(prefix, "g", attempt_of(attempt), world_size)
     names = [f"{prefix}{one}" for one in range(world_size)]
 
     def step(link: Link, call: Call, until: float) -> list[bytes] | None:

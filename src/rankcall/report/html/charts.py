@@ -20,7 +20,7 @@ from rankcall.report.html.png import Floats, levels, picture
 WIDTH = 960
 _LEFT, _RIGHT = 64, 8  # of a chart: room for the axis
 _MOST_COLUMNS, _WIDEST = 1024, 96
-_MOST_NAMED_ROWS = 24
+_MOST_NAMED_ROWS, _MOST_LABELS = 24, 32
 _MOST_CELLS = 24  # hosts whose traffic is written in figures
 
 KINDS = ("compute", "waiting", "transfer")
@@ -190,7 +190,10 @@ def _strongest(late: Floats) -> float:
 def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:
     """Name the rows of a map: its ranks where they are few, else their hosts."""
     if rows > _MOST_NAMED_ROWS or fold > 1:
-        return bands(details, list(range(0, rows * fold, fold)))
+        hosts = bands(details, list(range(0, rows * fold, fold)))
+        step = -(-len(hosts) // _MOST_LABELS)
+        some = [hosts[at : at + step] for at in range(0, len(hosts), step)]
+        return [Band(part[0].host, part[0].begin, sum(b.length for b in part)) for part in some]
     return [Band(f"rank {rank}", rank / rows, 1 / rows) for rank in range(rows)]
 
 
@@ -223,18 +226,22 @@ def bandwidth(found: Sequence[Curve]) -> dict[str, Any] | None:
             for bits in range(first, last + 1, every)
         ],
         "y": [
-            Tick(height * (top - power) / (top - bottom), _rate_tick(power))
+            Tick(
+                height * (top - power - math.log10(times)) / (top - bottom),
+                _rate_tick(power, times),
+            )
             for power in range(bottom, top + 1)
+            for times in ((1, 2, 5) if top - bottom < 3 and power < top else (1,))
         ],
         "ops": list(dict.fromkeys(curve.op for curve in found)),
     }
 
 
-def _rate_tick(power: int) -> str:
-    """Write 10 to the ``power`` GB/s without zeros to count."""
+def _rate_tick(power: int, times: int) -> str:
+    """Write ``times`` 10 to the ``power`` GB/s without zeros to count."""
     units = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
     above = max(0, min(power + 9, 3 * len(units) - 1))
-    return f"{10 ** (above % 3)} {units[above // 3]}"
+    return f"{times * 10 ** (above % 3)} {units[above // 3]}"
 
 
 def _curve(number: int, curve: Curve, place: Any) -> dict[str, Any]:
@@ -253,7 +260,8 @@ def _curve(number: int, curve: Curve, place: Any) -> dict[str, Any]:
         "group": clean(curve.group),
         "dots": dots,
         "line": _line([place(point) for point in curve.points]),
-        "peers": _line([place(point) for point in curve.peers]),
+        # Other ops' bandwidths are points of comparison, not one curve.
+        "peers": _line([place(point) for point in curve.peers]) if curve.same_op else "",
         "peer_dots": [place(point) for point in curve.peers],
         "peers_are": clean(curve.peers_are) if curve.peers else "",
     }
@@ -276,6 +284,9 @@ def host_matrix(details: Details) -> dict[str, Any] | None:
         "between": size(between),
         "within": size(float(np.trace(sent))),
         "share": between / float(sent.sum()),
+        "rows": [],
+        "src": "",
+        "highest": highest,
     }
     if len(hosts) <= _MOST_CELLS:
         found["rows"] = [
@@ -293,5 +304,4 @@ def host_matrix(details: Details) -> dict[str, Any] | None:
     else:
         shown = np.where(sent > 0, apart, np.nan)
         found["src"] = picture(levels(shown, highest), blue=True)
-        found["highest"] = highest
     return found

@@ -27,7 +27,8 @@ class Curve:
     """One op in one group, by size. ``peers``: the median of the others', where there are any.
 
     Peers are the same op in other groups of any size: busbw does not depend on the group's size
-    while the same links carry it. Without such groups they are the group's other ops.
+    while the same links carry it. Without such groups they are the group's other ops, and
+    without those all others of the run.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Curve:
     total_ms: float
     peers: list[Point] = field(default_factory=list)
     peers_are: str = ""
+    same_op: bool = True  # the peers are the same op in other groups
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,14 @@ def curves(summary: Summary) -> list[Curve]:
 
 
 def _add_peers(curve: Curve, kept: Sequence[Curve]) -> None:
-    same = [each for each in kept if each.op == curve.op and each is not curve]
-    curve.peers_are = f"{curve.op} in other groups"
+    others = [each for each in kept if each is not curve]
+    same = [each for each in others if each.op == curve.op]
+    curve.peers_are, curve.same_op = f"{curve.op} in other groups", bool(same)
     if not same:
-        same = [each for each in kept if each.group == curve.group and each is not curve]
+        same = [each for each in others if each.group == curve.group]
         curve.peers_are = f"other ops in group {curve.group}"
+    if not same:
+        same, curve.peers_are = others, "all other ops and groups"
     by_size: dict[int, list[Point]] = {}
     for each in same:
         for point in each.points:
@@ -91,7 +96,7 @@ def below_peers(found: Sequence[Curve]) -> list[BelowPeers]:
     """
     slow = []
     for curve in found:
-        if not curve.peers_are.endswith("other groups"):
+        if not curve.same_op:
             continue
         expected = {point.bucket: point for point in curve.peers}
         for point in curve.points:

@@ -23,6 +23,21 @@
   const seconds = (s) => ms(s * 1000);
   const host = (rank) => (data.hosts[rank] ? " (" + data.hosts[rank] + ")" : "");
 
+  // Pictures' opacity is the value, by its square root.
+  function pixelsOf(image, width, height) {
+    const canvas = document.createElement("canvas");
+    canvas.width = width; canvas.height = height;
+    const context = canvas.getContext("2d", { willReadFrequently: true });
+    context.drawImage(image, 0, 0);
+    return context.getImageData(0, 0, width, height).data;
+  }
+  function bytes(count) {
+    const units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
+    let unit = 0;
+    while (count >= 999.5 && unit < units.length - 1) { count /= 1000; unit += 1; }
+    return count.toPrecision(count >= 100 ? 3 : 2) + " " + units[unit];
+  }
+
   // Whatever has words of its own.
   document.addEventListener("pointerover", (event) => {
     const target = event.target.closest && event.target.closest("[data-tip]");
@@ -61,7 +76,8 @@
       if (!step) return;
       event.preventDefault();
       const box = svg.getBoundingClientRect();
-      const next = clamp(cursor.hasAttribute("hidden") ? at : at + step, 0, rows.length - 1);
+      const still = cursor.hasAttribute("hidden") && Math.abs(step) === 1; // the first key shows where it is
+      const next = clamp(still ? at : at + step, 0, rows.length - 1);
       show(next, box.left + (left + (next + 0.5) * wide) * box.width / 960, box.top + 40);
     });
   }
@@ -77,13 +93,7 @@
     reset.parentElement.hidden = false;
 
     function levels(index) {
-      if (!pixels.has(index)) {
-        const canvas = document.createElement("canvas");
-        canvas.width = bins; canvas.height = rows;
-        const context = canvas.getContext("2d", { willReadFrequently: true });
-        context.drawImage(images[index], 0, 0);
-        pixels.set(index, context.getImageData(0, 0, bins, rows).data);
-      }
+      if (!pixels.has(index)) pixels.set(index, pixelsOf(images[index], bins, rows));
       return pixels.get(index);
     }
     function words() {
@@ -172,6 +182,23 @@
       images.forEach((image, index) => { image.hidden = index !== shown; });
       leave();
     });
+  }
+
+  // Traffic between many hosts.
+  if (data.traffic) {
+    const { hosts, highest } = data.traffic, image = $("picture").querySelector("img");
+    let rgba = null;
+    image.addEventListener("pointermove", (event) => {
+      rgba = rgba || pixelsOf(image, hosts.length, hosts.length);
+      const box = image.getBoundingClientRect();
+      const to = Math.floor(clamp((event.clientX - box.left) / box.width, 0, 0.9999) * hosts.length);
+      const from = Math.floor(clamp((event.clientY - box.top) / box.height, 0, 0.9999) * hosts.length);
+      const at = 4 * (from * hosts.length + to), grey = Math.abs(rgba[at] - rgba[at + 2]) < 24;
+      const amount = from === to ? "within the host" : grey || !rgba[at + 3] ? "nothing" :
+        "about " + bytes(highest * (rgba[at + 3] / 255) ** 2);
+      say(hosts[from] + " → " + hosts[to] + "\n" + amount, event.clientX, event.clientY);
+    });
+    image.addEventListener("pointerleave", hush);
   }
 
   // Curves: one is chosen, its op's others stand behind it.

@@ -71,6 +71,7 @@ def _content(details: Details, findings: Sequence[Item]) -> dict[str, Any]:
     summary = details.summary
     found = curves(summary)
     columns, maps = charts.columns(details), charts.late_maps(details)
+    traffic = charts.host_matrix(details)
     return {
         "run": clean(PurePath(summary.path).name),
         "verdict": verdict(details),
@@ -81,14 +82,14 @@ def _content(details: Details, findings: Sequence[Item]) -> dict[str, Any]:
         "columns": columns,
         "maps": maps,
         "bandwidth": charts.bandwidth(found),
-        "traffic": charts.host_matrix(details),
+        "traffic": traffic,
         "sites": _sites(summary),
         "more_sites": max(0, len(summary.call_sites) - _MOST_SITES),
         "collectives": summary.collectives[:_MOST_ROWS],
         "more_rows": max(0, len(summary.collectives) - _MOST_ROWS),
         "groups": [known.label for known in summary.groups],
         "stragglers": summary.stragglers,
-        "data": _data(details, columns, maps),
+        "data": _data(details, columns, maps, traffic),
         "version": _version(),
     }
 
@@ -100,7 +101,10 @@ def _version() -> str:
 
 
 def _data(
-    details: Details, columns: dict[str, Any] | None, maps: dict[str, Any] | None
+    details: Details,
+    columns: dict[str, Any] | None,
+    maps: dict[str, Any] | None,
+    traffic: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Return what the script needs beyond what is drawn."""
     host_of = {row.rank: clean(row.host) for row in details.summary.ranks}
@@ -110,6 +114,8 @@ def _data(
     if maps:
         keys = ("rows", "bins", "fold", "bin_s", "highest_ms")
         data["map"] = {key: maps[key] for key in keys}
+    if traffic and traffic["src"]:
+        data["traffic"] = {key: traffic[key] for key in ("hosts", "highest")}
     return data
 
 
