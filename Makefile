@@ -47,6 +47,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --json
 	$(BIN)/python benchmarks/hooks.py --json
+	$(BIN)/python benchmarks/join.py --json
 	$(BIN)/python benchmarks/training.py --json
 	$(BIN)/python benchmarks/analysis.py --ranks 256 --collectives 4000 --json
 	$(BIN)/python benchmarks/export.py --json
