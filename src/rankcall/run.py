@@ -263,7 +263,7 @@ class Run:
     def read(self, head: Head, newest: int | None = None) -> Ring | None:
         """Read one ring, also where its process has ended and it was moved since ``load``.
 
-        ``newest``: only so many of its records. None where it cannot be read any more;
+        ``newest``: only its last so many records. None where it cannot be read any more;
         ``problems`` then says why.
         """
         try:
