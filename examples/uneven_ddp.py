@@ -63,7 +63,7 @@ def train_together(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
                 nn.functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
     if rank == 0:
-        print(join, flush=True)
+        print(join.summary, flush=True)
     return model.module, optimizer
 
 

@@ -43,8 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("RANKCALL_") and name != kept]:
         del os.environ[name]
     os.environ["RANKCALL_SHM"] = folder
-    # torch resolves every address it connects to or warns about. Where nobody answers reverse
-    # look-ups, each takes five seconds otherwise.
+    # torch looks up the name of every address that it connects to. Where nobody answers, that
+    # takes ten seconds each time, and with this one.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 

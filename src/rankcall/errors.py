@@ -154,15 +154,15 @@ class PeerError(RankcallError, RuntimeError):
         self.traceback = traceback
 
 
-class RpcTimeout(RankcallError, RuntimeError, TimeoutError):
+class RpcTimeout(_Explained, RuntimeError, TimeoutError):
     """Raised when workers did not come together in time.
 
     ``missing``: the ranks that did not arrive, in ascending order; empty where it is not known.
     """
 
-    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.missing = missing
+        self.missing = tuple(missing)
 
 
 class RunNotFound(RankcallError, FileNotFoundError):

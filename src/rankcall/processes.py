@@ -4,7 +4,10 @@ The launcher (or whoever started the ranks) notes each end in the run directory:
 
     exits/<host>.<launcher's pid>.jsonl    one object a line: rank, attempt, host, pid, code, ...
 
-so that a dead run tells an out-of-memory kill from an exception.
+so that a dead run tells an out-of-memory kill from an exception. Where a job is collected while
+it runs, what its processes were doing is kept beside it::
+
+    states/<host>.<boot>.json              the moment, and each process's state at it
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from typing import Any
 from rankcall.ring.reader import Header
 from rankcall.ring.writer import boot_id
 
-EXITS = "exits"
+EXITS, STATES = "exits", "states"
 LAUNCHER = -1  # as a rank: the launcher itself was told to stop, by the signal in ``code``
 _MOST_BYTES = 1 << 24  # of one file; what is beyond is no list of exits
 _MOST_LINE = 4096
@@ -97,3 +101,44 @@ def process_state(header: Header) -> str:
     if int(fields[19]) != header.process_start or fields[0] in (b"Z", b"X"):
         return "gone"
     return "stopped" if fields[0] in (b"T", b"t") else "alive"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a process was doing when its run was collected, and when that was (its host's ns)."""
+
+    state: str
+    mono_ns: int
+
+
+Process = tuple[str, int, int]  # boot id, pid, start: one process of the world
+
+
+def describe_states(headers: Iterable[Header]) -> bytes:
+    """Return, as a file of ``states``, what the processes of this host are doing now."""
+    found = [(header, process_state(header)) for header in headers]
+    processes = [
+        {"pid": header.pid, "start": header.process_start, "state": state}
+        for header, state in found
+        if state != "unknown"
+    ]
+    about = {"boot_id": boot_id(), "mono_ns": time.monotonic_ns(), "processes": processes}
+    return json.dumps(about).encode()
+
+
+def read_states(run_dir: Path) -> dict[Process, Noted]:
+    """Return what was noted of processes when the run was collected; damaged files say nothing."""
+    found: dict[Process, Noted] = {}
+    folder = run_dir / STATES
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        try:
+            with path.open("rb") as file:
+                about = json.loads(file.read(_MOST_BYTES))
+            moment = int(about["mono_ns"])
+            for each in about["processes"]:
+                key = str(about["boot_id"]), int(each["pid"]), int(each["start"])
+                if each["state"] in ("alive", "stopped", "gone"):
+                    found[key] = Noted(each["state"], moment)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+    return found

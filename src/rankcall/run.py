@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import socket
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -30,6 +31,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rankcall._joins import JoinSummary
+from rankcall._joins import read as read_joins
+from rankcall.archive import is_archive, unpack
 from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.record import RECORD
 from rankcall.ring.layout import HEADER_BYTES, offset_of
@@ -41,7 +45,6 @@ if TYPE_CHECKING:
 
 RUNS = "rankcall-runs"
 RUN_SCHEMA = 1
-JOINS = "joins.jsonl"  # what each Join did on its ranks, one line each
 Progress = Callable[[int, int], None]
 
 
@@ -232,34 +235,40 @@ class Run:
     all of them (192 bytes a record). A live job's records are as of the first such call.
     """
 
-    path: Path
+    path: Path  # where its files are; of an archive, the folder it was extracted into
     about: dict[str, Any]
     heads: list[Head]
     problems: list[str] = field(default_factory=list)
+    source: Path | None = None  # what was asked for: the run directory, a ring file, an archive
     _census: dict[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
 
-    def iter_rings(self, progress: Progress | None = None) -> Iterator[Ring]:
+    def iter_rings(
+        self, progress: Progress | None = None, newest: int | None = None
+    ) -> Iterator[Ring]:
         """Read the rings one after the other, by attempt and rank; nothing is kept.
 
-        What cannot be read (any more) is noted in ``problems`` and left out.
+        ``newest``: read only so many records of each, the last ones. What cannot be read (any
+        more) is noted in ``problems`` and left out.
         """
         for done, head in enumerate(self.heads, 1):
-            ring = self.read(head)
+            ring = self.read(head, newest)
             if ring is not None:
-                self._census[head.path] = len(ring.records), ring.dropped
-                self._census[ring.path] = self._census[head.path]
+                if newest is None:
+                    self._census[head.path] = len(ring.records), ring.dropped
+                    self._census[ring.path] = self._census[head.path]
                 yield ring
             if progress is not None:
                 progress(done, len(self.heads))
 
-    def read(self, head: Head) -> Ring | None:
+    def read(self, head: Head, newest: int | None = None) -> Ring | None:
         """Read one ring, also where its process has ended and it was moved since ``load``.
 
-        None where it cannot be read any more; ``problems`` then says why.
+        ``newest``: only its last so many records. None where it cannot be read any more;
+        ``problems`` then says why.
         """
         try:
             moved = self.path / "rings" / head.path.name
-            return read_ring(head.path if head.path.exists() else moved)
+            return read_ring(head.path if head.path.exists() else moved, newest)
         except CorruptRun as error:
             self._note(str(error))
             return None
@@ -324,16 +333,12 @@ class Run:
         return groups_frame(self)
 
     @cached_property
-    def joins(self) -> list[dict[str, Any]]:
-        """What each ``rankcall.join.Join`` did, in order: its policy, call site and ranks."""
-        try:
-            lines = (self.path / JOINS).read_text().splitlines() if self.path.is_dir() else []
-            return [json.loads(line) for line in lines]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, RecursionError) as error:
-            self._note(f"{self.path / JOINS}: cannot be read: {error}")
-            return []
+    def joins(self) -> list[JoinSummary]:
+        """What each ``rankcall.join.Join`` of the run did, in the order they ended."""
+        joins, problems = read_joins(self.path)
+        for problem in problems:
+            self._note(problem)
+        return joins
 
     @cached_property
     def ranks(self) -> pl.DataFrame:
@@ -386,26 +391,40 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def load(path: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Run:
-    """Read a run: its directory, a single ring file, or the latest run without a path.
+    """Read a run: its directory, an archive, a single ring file, or without a path the latest run.
 
     Works on a live job, a dead one or a copied directory; imports no torch. Records are not read
     before they are asked for. ``progress`` is called with (rings read, rings in all). What is
     damaged or missing is listed in ``Run.problems``. Raises ``RunNotFound``, and ``CorruptRun``
     where no ring can be read.
     """
-    where = find_run(path)
+    source = where = find_run(path)
+    if source.is_file() and is_archive(source):
+        where = unpack(source)
+    try:
+        run = _load(where, source, progress)
+    except BaseException:
+        if where != source:
+            shutil.rmtree(where, ignore_errors=True)
+        raise
+    if where != source:
+        weakref.finalize(run, shutil.rmtree, where, ignore_errors=True)
+    return run
+
+
+def _load(where: Path, source: Path, progress: Progress | None) -> Run:
     paths, problems = ring_paths(where), []  # type: tuple[list[Path], list[str]]
     heads = list(_read_heads(paths, problems, progress))
     if not heads:
         if problems:
             raise CorruptRun(problems[0])
-        raise CorruptRun(f"{where}: no ring files: not a run, or nothing was recorded in it")
+        raise CorruptRun(f"{source}: no ring files: not a run, or nothing was recorded in it")
     heads.sort(key=lambda head: (head.header.attempt, head.header.rank, head.header.pid))
-    run = Run(where, _about(where, problems), heads, problems)
+    run = Run(where, _about(where, problems), heads, problems, source)
     if run.missing_ranks:
         problems.append(
-            f"{where}: no ring for rank {format_ranks(run.missing_ranks)} of "
-            f"{run.world_size}: bandwidth and waiting are of the others only"
+            f"{source}: no ring for rank {format_ranks(run.missing_ranks)} of "
+            f"{run.world_size}: what is said is of the others only"
         )
     return run
 

@@ -123,6 +123,16 @@ def in_user_code(rank: int, log: Log) -> None:
             log.steps += 1
 
 
+def looks_like_torch(rank: int, log: Log) -> None:
+    """What torch raises for wrong shapes is a plain RuntimeError, as are broken connections."""
+    net = model()
+    with Join([net]) as join:
+        for step, batch in enumerate(join.batches(batches(6))):
+            if rank == 1 and step == 3:
+                log.fail(RuntimeError("shapes cannot be multiplied"))
+            train(net, log, batch)
+
+
 def interrupted(rank: int, log: Log) -> None:
     """Ctrl-C on one rank is news for the others too."""
     net = model()
@@ -186,7 +196,7 @@ def short_in_the_tail(rank: int, log: Log) -> None:
     with Join([net]) as join:
         for batch in join.batches(loader):
             train(net, log, batch)
-    log.more["shadowed"] = [each.shadowed for each in join.summary]
+    log.more["shadowed"] = [each.shadowed for each in join.summary.ranks]
 
 
 def one_breaks(rank: int, log: Log) -> None:
@@ -222,7 +232,7 @@ def breaks_in_the_tail(rank: int, log: Log) -> None:
             train(net, log, batch)
             if rank == 1 and log.steps == 4:
                 break
-    log.more["shadowed"] = [each.shadowed for each in join.summary]
+    log.more["shadowed"] = [each.shadowed for each in join.summary.ranks]
 
 
 def all_fail_and_go_on(rank: int, log: Log) -> None:
@@ -273,9 +283,9 @@ SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
     for each in (
         in_backward, without_batches, in_shadow, in_fsdp, in_subgroup_and_receive, in_user_code,
-        interrupted, loader_raises, too_short, too_long, short_in_the_tail, one_breaks, all_break,
-        breaks_in_the_tail, all_fail_and_go_on, nothing_to_replay, different_settings,
-        different_shares,
+        looks_like_torch, interrupted, loader_raises, too_short, too_long, short_in_the_tail,
+        one_breaks, all_break, breaks_in_the_tail, all_fail_and_go_on, nothing_to_replay,
+        different_settings, different_shares,
     )
 }  # fmt: skip
 
@@ -321,4 +331,28 @@ def killed(rank: int, world_size: int) -> dict[str, Any]:
                 train(net, log, batch)
     except Exception as error:
         return {"error": type(error).__name__, "text": str(error), "rank": error.rank}  # type: ignore[attr-defined]
+    return {}
+
+
+def store_host_fails(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Rank 0, whose process is also the store's, fails and is gone at once."""
+    torch.set_num_threads(1)
+    shared = dist.FileStore(f"{folder}/port", world_size)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(shared.get("port")))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    net, log = model(), Log()
+    try:
+        with Join([net]) as join:
+            for batch in join.batches(batches(6)):
+                if rank == 0 and log.steps == 2:
+                    raise KeyError("no such sample")
+                train(net, log, batch)
+    except KeyError:
+        os._exit(7)
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
     return {}

@@ -224,7 +224,7 @@ def replay(rank: int, world_size: int) -> dict[str, Any]:
             seen.append([value, join.active, join.weight, float(same)])
     told["seen"] = seen
     told["summary"] = [
-        [each.rank, each.batches, each.shadowed, each.replayed] for each in join.summary
+        [each.rank, each.batches, each.shadowed, each.replayed] for each in join.summary.ranks
     ]
     # A loss that is not finite, with a weight of zero.
     net = _ddp()
@@ -278,4 +278,4 @@ def recorded(rank: int, world_size: int, folder: str) -> list[Any]:
                 net(data).sum().backward()
                 time.sleep(0.001)
         dist.barrier()
-    return str(join).splitlines()
+    return str(join.summary).splitlines()

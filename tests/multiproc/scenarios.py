@@ -176,7 +176,7 @@ DESYNC = [
 MISMATCH = [
     Ends("wrong-shape", programs.plain, P.change(1, "shape", "all_gather", 20), one("mismatch", 1)),
     Ends(
-        "wrong-shape-ddp", programs.ddp, P.change(2, "shape", "all_reduce", 20), one("mismatch", 2)
+        "wrong-dtype-ddp", programs.ddp, P.change(2, "dtype", "all_reduce", 20), one("mismatch", 2)
     ),
     Ends("wrong-dtype", programs.plain, P.change(3, "dtype", "all_reduce", 20), one("mismatch", 3)),
     Scenario(
@@ -199,7 +199,7 @@ DEADLOCK = [
         one("deadlock", 0, 1, 2, 3),
     ),
     Scenario("wrong-tag", programs.lines, P.change(1, "tag", "send", 6), one("deadlock", 1, 2)),
-    Scenario("send-left-out", programs.ring, P.skip(2, "send", 6), one("deadlock", 0, 1, 2, 3)),
+    Scenario("send-left-out", programs.lines, P.skip(1, "send", 6), one("deadlock", 1, 2)),
 ]
 
 HEALTHY = [

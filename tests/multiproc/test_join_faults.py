@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
-from joinfaults import SCENARIOS, killed, run_scenarios
+from joinfaults import SCENARIOS, killed, run_scenarios, store_host_fails
 from ranks import run_ranks, try_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -33,6 +34,7 @@ def outcome(name: str) -> list[dict[str, Any]]:
         ("in_fsdp", "KeyError"),
         ("in_subgroup_and_receive", "KeyError"),
         ("in_user_code", "KeyError"),
+        ("looks_like_torch", "RuntimeError"),
         ("interrupted", "KeyboardInterrupt"),
         ("loader_raises", "OSError"),
     ],
@@ -133,3 +135,13 @@ def test_a_killed_rank_is_named() -> None:
         assert each.value["error"] == "PeerError"
         assert each.value["rank"] == 1
         assert "gone without a word" in each.value["text"]
+
+
+def test_the_store_ends_with_the_rank_that_fails(tmp_path: Path) -> None:
+    """The cause is heard all the same: the rank lingers until it is."""
+    first, *others = try_ranks(store_host_fails, 3, str(tmp_path), init=False, timeout=30)
+    assert first.exitcode == 7
+    for each in others:
+        assert each.ok, each
+        assert each.value["error"] == "PeerError"
+        assert "no such sample" in each.value["text"]

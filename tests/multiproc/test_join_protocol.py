@@ -101,8 +101,8 @@ def test_replay_hands_out_the_last_batch() -> None:
 def test_switched_off() -> None:
     """enable=False leaves everything alone."""
     first, second = run_ranks(joinprotocol.off, 2)
-    assert first == [[[0, True, 1.0]], False, []]
-    assert second == [[[0, True, 1.0], [1, True, 1.0]], False, []]
+    assert first == [[[0, True, 1.0]], False, None]
+    assert second == [[[0, True, 1.0], [1, True, 1.0]], False, None]
 
 
 def test_the_summary_is_in_the_run(tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_the_summary_is_in_the_run(tmp_path: Path) -> None:
     assert told[0] == told[1]
     assert told[0][0].split() == ["rank", "batches", "shadowed", "replayed", "extra", "time"]
     (join,) = rankcall.load(tmp_path / "run").joins
-    assert join["on_exhausted"] == "shadow"
-    assert "joinprotocol.py" in join["call_site"]
-    assert [each["batches"] for each in join["ranks"]] == [1, 2]
-    assert [each["shadowed"] for each in join["ranks"]] == [1, 0]
-    assert join["ranks"][0]["extra_s"] > 0
+    assert join.on_exhausted == "shadow"
+    assert "joinprotocol.py" in join.call_site
+    assert [each.batches for each in join.ranks] == [1, 2]
+    assert [each.shadowed for each in join.ranks] == [1, 0]
+    assert join.ranks[0].extra_s > 0

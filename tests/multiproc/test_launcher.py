@@ -111,16 +111,46 @@ def test_workers_that_cannot_be_armed(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
-    """SIGKILL on one rank: torchrun's table and status, no traceback of ours, both rings kept."""
+    """SIGKILL on one rank: our verdict, torchrun's status, no traceback, both rings kept."""
     job(tmp_path, "if dist.get_rank(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
     ended = run(tmp_path, "--run-dir", "here", "--nproc-per-node=2", "job.py")
     assert ended.status == 1
-    assert "Signal 9 (SIGKILL)" in ended.err
+    assert "dead: Rank 1 (" in ended.err
+    assert "SIGKILL" in ended.err
+    assert "FAILED" not in ended.err  # torchrun's own table
     assert "Traceback" not in ended.err
     recorded = load(tmp_path / "here")
     assert ops(recorded) == [(0, 0, "all_reduce"), (0, 1, "all_reduce")]
     assert recorded.rings[1].header.closed_ns == 0
     assert not live_dir(tmp_path / "here").exists()
+
+
+HANGS = """
+weight = torch.nn.Parameter(torch.ones(1))
+weight.grad = torch.ones(1)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(4):
+    dist.all_reduce(torch.ones(4))
+    optimizer.step()
+if dist.get_rank() == 1:
+    time.sleep(600)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
+    """``--on-hang abort``: one verdict while it hangs, then the job ends; both in the run."""
+    job(tmp_path, HANGS)
+    options = ["--run-dir=here", "--hang-after=1", "--on-hang=abort", "--nproc-per-node=2"]
+    ended = run(tmp_path, *options, "job.py")
+    assert ended.status == 1
+    assert ended.err.count("kept with all stacks in") == 1
+    assert ended.err.count("missing: Rank 1 (") == 2  # while it hung, and by the launcher
+    assert "the watcher ended the job" in ended.err
+    (place,) = (tmp_path / "here/hangs").iterdir()
+    verdict = json.loads((place / "verdict.json").read_text())
+    assert [(each["kind"], each["ranks"]) for each in verdict["findings"]] == [("missing", [1])]
+    assert "job.py" in (place / "stacks/rank-00001.txt").read_text()
 
 
 def test_restarts_keep_each_attempt(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def build(
     return [header + slots + payload + pickle + packed, *frames]
 
 
-BUFFERS = st.lists(st.tuples(st.sampled_from([PACKED, FRAME, ARENA]), st.binary(max_size=40)), max_size=5)
+BUFFERS = st.lists(
+    st.tuples(st.sampled_from([PACKED, FRAME, ARENA]), st.binary(max_size=40)), max_size=5
+)
 MESSAGES = st.builds(
     build, st.binary(max_size=60), st.binary(max_size=30), BUFFERS, st.integers(1, 5),
     st.integers(0, 2**64 - 1),
@@ -89,5 +91,5 @@ def test_sizes_that_would_overflow_are_refused(parse) -> None:
     whole = build(b"abc", b"", [])[0]
     for offset, size in ((40, 8), (48, 8), (64, 4), (68, 4)):
         broken = whole[:offset] + b"\xff" * size + whole[offset + size :]
-        with pytest.raises(ValueError, match="frame|too many"):
+        with pytest.raises(ValueError, match=r"frame|too many"):
             parse([broken])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import KINDS, keys_of, meanwhile, ranks, stores_of
+from stores import KINDS, keys_of, meanwhile, ranks, stores_of, threads
 from torch.distributed import DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.utils import store as model
 
@@ -476,3 +476,80 @@ def test_threads_share_one_client(tmp_path: Path) -> None:
         client.set("meanwhile", "set")
         assert client.get("meanwhile") == b"set"
         ours.barrier(client, 2, "q", 20, 1)
+
+
+# --- no key is left ---
+
+
+def test_clean_up_leaves_nothing(clients: list[Store]) -> None:
+    """When all ranks are done, no key of ours is left, and every key of the user's."""
+    clients[0].set("mine", "kept")
+
+    def use(rank: int) -> None:
+        for _ in range(3):
+            ours.barrier(clients[rank], N, "p", 10, rank)
+            ours.barrier(clients[rank], N, "p", 10)
+            ours.synchronize(clients[rank], b"x", rank, N, "p", 10)
+        ours.clean_up(clients[rank], "p", N, rank)
+
+    for _ in range(2):
+        assert ranks(use, N) == [None] * N
+        assert keys_of(clients[0]) == ["mine"]
+
+
+def test_clean_up_waits_for_all_ranks(clients: list[Store]) -> None:
+    """While one rank has use for a prefix, what it needs stays; saying it twice changes nothing."""
+    timed(lambda: ours.barrier(clients[0], 2, "p", 0.05, 0))
+    ours.barrier(clients[1], 2, "p", 5, 1)
+    for _ in range(2):
+        ours.clean_up(clients[1], "p", 2, 1)
+    ours.barrier(clients[0], 2, "p", 5, 0)
+    ours.clean_up(clients[0], "p", 2, 0)
+    assert keys_of(clients[0]) == []
+
+
+def test_clean_up_without_a_rank_removes_at_once() -> None:
+    """What a dead job left can be removed by anybody; another prefix is not touched."""
+    store = HashStore()
+    for prefix in ("p", "p2"):
+        timed(lambda p=prefix: ours.barrier(store, 2, p, 0.05, 0))
+    ours.clean_up(store, "p", 2)
+    assert {key.partition("/")[0] for key in keys_of(store)} == {"p2", "rankcall.store"}
+
+
+def test_a_new_attempt_removes_what_the_last_one_left() -> None:
+    """Leftovers of an attempt go when the next one meets for the first time."""
+    store = HashStore()
+    timed(lambda: ours.barrier(store, 2, "p", 0.05, 0, attempt=3))
+    assert ranks(lambda rank: ours.barrier(store, 2, "p", 5, rank, attempt=4), 2) == [None] * 2
+    assert all("b4/" in key for key in keys_of(store) if key.startswith("p"))
+
+
+def test_an_addition_without_an_answer_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arrival that the store took but did not acknowledge is not made twice by the retry."""
+    from rankcall.store._link import Link
+
+    store, add = HashStore(), Link.add
+
+    def silent(link: Link, key: str, amount: int) -> int:
+        add(link, key, amount)
+        raise ours.StoreLost("no answer")
+
+    for turn in range(3):
+        for call in (
+            lambda: ours.barrier(store, 2, "p", 0.1, 0),
+            lambda: ours.synchronize(store, b"", 0, 2, "p", 0.1, host_rank=1),
+        ):
+            monkeypatch.setattr(Link, "add", silent)
+            with pytest.raises(rankcall.StoreLost):
+                call()
+            monkeypatch.setattr(Link, "add", add)
+            error, _ = timed(call)
+            assert error.missing_ranks == (1,), turn
+        ours.barrier(store, 2, "p", 5, 1)
+        ours.barrier(store, 2, "p", 5, 0)
+        both = [
+            lambda: ours.synchronize(store, b"", 0, 2, "p", 5, host_rank=1),
+            lambda: ours.synchronize(store, b"", 1, 2, "p", 5, host_rank=1),
+        ]
+        assert threads(both) == [[b"", b""]] * 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from rankcall.analysis.deaths import Deaths
@@ -13,6 +14,8 @@ from rankcall.analysis.waits import Wait
 # A heartbeat comes twice a second. One that is this old, and older than half of what the others
 # have waited, froze when the waiting began.
 FROZEN_S, FROZEN_SHARE = 1.5, 0.5
+# What a process is ended with from outside; others come of what it was doing itself.
+_SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass
@@ -36,10 +39,12 @@ def cases(
     gone: Deaths,
     hang_after: float,
     explained: Callable[[Wait], bool],
+    clashing: Collection[int] = (),
 ) -> list[Case]:
     """Return everybody who holds others up and is held up by nobody.
 
-    ``explained`` tells which waits have their cause already.
+    ``explained`` tells which waits have their cause already; ``clashing`` ranks are in a call
+    whose members do not agree.
     """
     found = []
     halted = halted_ranks(snapshot, gone)
@@ -49,9 +54,16 @@ def cases(
         case = _case(snapshot, graph, gone, rank, halted)
         if not _counts(snapshot, graph, case, gone, hang_after, halted):
             continue
+        if case.kind == "dead" and rank in clashing and _fell(snapshot.ranks[rank]):
+            continue
         if case.kind in ("dead", "stopped") or not all(map(explained, case.waits)):
             found.append(case)
     return found
+
+
+def _fell(state: RankState) -> bool:
+    """Tell whether a death may come of a call: back ends abort where members do not agree."""
+    return state.exit is not None and state.exit not in _SENT_FROM_OUTSIDE
 
 
 def halted_ranks(snapshot: Snapshot, gone: Deaths) -> set[int]:
@@ -62,12 +74,9 @@ def halted_ranks(snapshot: Snapshot, gone: Deaths) -> set[int]:
 
 def _suspects(snapshot: Snapshot, graph: Graph, halted: set[int]) -> list[int]:
     """Return who is waited for and waits for nobody, and who cannot go on whatever it is in."""
-    absent = set()
+    absent: set[int] = set()
     for wait in graph.waits:
-        free = [rank for rank in wait.absent if not graph.blocked(rank)]
-        # Of ranks that nothing is known of, none is blamed while a known one will do.
-        seen = [rank for rank in free if not snapshot.ranks[rank].blind]
-        absent.update(seen if seen or wait.any_source else free)
+        absent.update(rank for rank in wait.absent if not graph.blocked(rank))
     return sorted(absent | halted)
 
 

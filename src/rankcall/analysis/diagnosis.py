@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rankcall.analysis.find import HANG_AFTER_S, find
 from rankcall.analysis.finding import HEALTHY, Finding
+from rankcall.analysis.slow import find_slow
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.standing import ProcessState, stand
 from rankcall.processes import process_state
@@ -39,4 +40,10 @@ def diagnose(
 ) -> Diagnosis:
     """Read a run and say what is wrong with it. See ``find`` and ``stand`` for the rest."""
     snapshot = stand(run, progress, state_of=state_of, now_ns=now_ns)
-    return Diagnosis(str(run.path), snapshot, find(snapshot, hang_after), hang_after)
+    return judge(str(run.source or run.path), snapshot, hang_after)
+
+
+def judge(run: str, snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> Diagnosis:
+    """Say what is wrong with a job: what holds it up, or where nothing does, what slows it."""
+    findings = find(snapshot, hang_after) or find_slow(snapshot)
+    return Diagnosis(run, snapshot, findings, hang_after)

@@ -9,7 +9,7 @@ import numpy as np
 
 from rankcall.analysis.disagree import SIZE_IN
 from rankcall.analysis.snapshot import RankState, Snapshot
-from rankcall.analysis.waits import SEND, Wait
+from rankcall.analysis.waits import FAILED, SEND, Wait
 from rankcall.record import DTYPES, OPS, REDUCE_OPS
 from rankcall.run import format_ranks
 
@@ -28,6 +28,21 @@ def lasts(seconds: float) -> str:
     if seconds < 300:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 3 * 3600 else f"{seconds / 3600:.1f} h"
+
+
+def ms(seconds: float) -> str:
+    """Write a short time: ``0.35 ms``, ``20 ms``, ``1.2 s``."""
+    if seconds >= 1:
+        return lasts(seconds)
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"
+
+
+def ago(snapshot: Snapshot, seconds: float) -> str:
+    """Write when something was: ``12 s ago``, of a dead run ``12 s before its end``."""
+    if snapshot.live:
+        return f"{lasts(seconds)} ago"
+    return f"{lasts(seconds)} before the end" if seconds >= 0.05 else "at the end"
 
 
 def who(snapshot: Snapshot, ranks: Sequence[int]) -> str:
@@ -109,12 +124,14 @@ def last_call(snapshot: Snapshot, rank: int) -> str:
     """Say where a rank was last seen: its newest call, and when it left it."""
     rows = np.flatnonzero(snapshot.calls["rank"] == rank)
     if not len(rows):
-        return "it has issued nothing yet"
+        return "it has issued nothing"
     row = int(rows[np.argmax(snapshot.calls["index"][rows])])
-    ended = float(snapshot.calls["ended_s"][row])
+    ended, age = (float(snapshot.calls[name][row]) for name in ("ended_s", "age_s"))
+    if snapshot.calls["status"][row] == FAILED:
+        return f"{call(snapshot, row)} failed {ago(snapshot, ended)}"
     if np.isnan(ended):
-        return f"it is in {call(snapshot, row)} since {lasts(float(snapshot.calls['age_s'][row]))}"
-    return f"its last call was {call(snapshot, row)}, which it left {lasts(ended)} ago"
+        return f"in {call(snapshot, row)} for {lasts(age)}"
+    return f"last in {call(snapshot, row)}, which it left {ago(snapshot, ended)}"
 
 
 def value(snapshot: Snapshot, row: int, name: str) -> str:

@@ -53,19 +53,21 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     lasted = np.minimum(calls["age_s"], _still_for(snapshot))
     hung = failed | (in_flight & (lasted >= allowed))
     followed = hung | (in_flight & (lasted >= allowed * _FOLLOWED))
-    graph = Graph(waits(snapshot, followed, hung))
+    blind = {each.rank for each in snapshot.ranks if each.blind}
+    graph = Graph(waits(snapshot, followed, hung), blind)
     gone = deaths(snapshot, {int(rank) for rank in calls["rank"][failed]})
     clashes = disagreements(snapshot, in_flight | failed)
     explained = _Explained(snapshot, clashes)
     halted = halted_ranks(snapshot, gone)
     circles = [each for each in cycles(graph.waits, halted) if _new(each, explained)]
-    found = cases(snapshot, graph, gone, hang_after, explained)
+    clashing = {int(rank) for each in clashes if each.open for rank in calls["rank"][each.rows]}
+    found = cases(snapshot, graph, gone, hang_after, explained, clashing)
     slips = _slips(snapshot, found, circles)
     if slips:
         clashes += slips
         explained = _Explained(snapshot, clashes)
         circles = [each for each in circles if _new(each, explained)]
-        found = cases(snapshot, graph, gone, hang_after, explained)
+        found = cases(snapshot, graph, gone, hang_after, explained, clashing)
     findings = [of_disagreement(snapshot, graph, each) for each in clashes]
     findings += [of_cycle(snapshot, graph, each) for each in circles]
     findings += [of_cases(snapshot, graph, alike) for alike in together(found)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rankcall.analysis.waits import Wait
 
@@ -10,12 +10,15 @@ from rankcall.analysis.waits import Wait
 class Graph:
     """Who waits for whom, followed in both directions."""
 
-    def __init__(self, waits: Sequence[Wait]) -> None:
+    def __init__(self, waits: Sequence[Wait], blind: Collection[int] = ()) -> None:
         self.waits = waits
+        if blind:
+            for wait in waits:
+                _presume(wait, blind)
         self.in_wait: dict[int, list[Wait]] = {}
         self.without: dict[int, list[Wait]] = {}
         for wait in waits:
-            for rank in wait.waiters:
+            for rank in [*wait.waiters, *wait.presumed]:
                 self.in_wait.setdefault(rank, []).append(wait)
             for rank in wait.absent:
                 self.without.setdefault(rank, []).append(wait)
@@ -34,14 +37,23 @@ class Graph:
         found = {id(wait): wait for wait in todo}
         seen: set[int] = set()
         while todo:
-            for rank in todo.pop().waiters:
+            wait = todo.pop()
+            for rank in [*wait.waiters, *wait.presumed]:
                 if rank not in seen:
                     seen.add(rank)
                     fresh = [w for w in self.without.get(rank, ()) if id(w) not in found]
-                    found.update((id(wait), wait) for wait in fresh)
+                    found.update((id(each), each) for each in fresh)
                     todo += fresh
         return list(found.values())
 
     def victims(self, waits: Iterable[Wait]) -> set[int]:
         """Return who is in some waits, and who waits for those, and so on."""
         return {rank for wait in self.reach(waits) for rank in wait.waiters}
+
+
+def _presume(wait: Wait, blind: Collection[int]) -> None:
+    """Take ranks of which nothing is known for victims where a known one has not come."""
+    unseen = [rank for rank in wait.absent if rank in blind]
+    if unseen and len(unseen) < len(wait.absent) and not wait.any_source:
+        wait.absent = [rank for rank in wait.absent if rank not in blind]
+        wait.presumed = unseen

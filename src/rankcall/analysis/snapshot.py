@@ -37,6 +37,7 @@ CALL = np.dtype(
         ("in_bytes", "<i8"),
         ("out_bytes", "<i8"),
         ("age_s", "<f8"),  # since it was issued
+        ("came_s", "<f8"),  # since it was issued; on a device, since the device began it
         ("ended_s", "<f8"),  # since it ended; NaN: it has not
         ("kind", "u1"),
         ("op", "u1"),

@@ -24,8 +24,8 @@ from rankcall.analysis.snapshot import (
     labels_of,
     no_calls,
 )
-from rankcall.processes import LAUNCHER, Exit, process_state, read_exits
-from rankcall.record import KINDS, STATUSES
+from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
+from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
 from rankcall.ring.reader import CallSite, Group, Head, Header, Ring
 from rankcall.run import Progress, Run, format_ranks
 
@@ -48,12 +48,14 @@ def stand(
     progress: Progress | None = None,
     *,
     window: int | None = None,
+    newest: int | None = None,
     state_of: ProcessState = process_state,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Snapshot:
     """Read where the ranks of a run's last attempt stand. ``progress``: (rings read, in all).
 
-    ``window`` is how many of its newest calls are kept of each rank. ``state_of`` tells what a
+    ``window`` is how many of its newest calls are kept of each rank; ``newest`` reads only so many
+    records of each ring, for a quick look. ``state_of`` tells what a
     ring's process is doing, and ``now_ns`` is this host's monotonic clock. What cannot be read, or
     does not belong together, is noted in ``Snapshot.problems``.
     """
@@ -61,10 +63,15 @@ def stand(
     chosen = {head.path.name: head for head in _last_attempt(run.heads, problems)}
     if window is None:
         window = min(max(_ALL_WINDOWS // max(1, len(chosen)), _WINDOW[0]), _WINDOW[1])
-    gathered = _Gathered(window)
-    for ring in run.iter_rings(progress):
+    gathered, noted = _Gathered(window), read_states(run.path) if run.path.is_dir() else {}
+    for ring in run.iter_rings(progress, newest):
         if ring.path.name in chosen:
-            gathered.add(ring, state_of(ring.header), now_ns())
+            state, moment = state_of(ring.header), now_ns()
+            if state == UNKNOWN:
+                head = ring.header
+                then = noted.get((head.boot_id, head.pid, head.process_start))
+                state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
+            gathered.add(ring, state, moment)
     problems += [text for text in run.problems if text not in problems]
     world = run.world_size
     return gathered.finish(world, read_exits(run.path) if run.path.is_dir() else [], problems)
@@ -117,6 +124,7 @@ class _Gathered:
     now_ns: dict[int, int] = field(default_factory=dict)  # of ranks whose process runs here
     calls: list[Calls] = field(default_factory=list)
     issued: list[Ints] = field(default_factory=list)
+    came: list[Ints] = field(default_factory=list)
     ended: list[Ints] = field(default_factory=list)
     groups: dict[Group, int] = field(default_factory=dict)
     sites: dict[CallSite, int] = field(default_factory=lambda: {CallSite("", 0, "", ""): 0})
@@ -171,6 +179,9 @@ class _Gathered:
         placed = calls["group"] >= 0
         self.calls.append(calls[placed])
         self.issued.append(np.ascontiguousarray(kept["enqueued_ns"][placed]))
+        on_device = (kept["flags"] & FLAG_DEVICE != 0) & (kept["started_ns"] > 0)
+        came = np.where(on_device, kept["started_ns"], kept["enqueued_ns"])
+        self.came.append(came[placed])
         over = np.where(kept["status"] >= _COMPLETED, kept["completed_ns"], 0)
         self.ended.append(np.ascontiguousarray(over[placed]))
 
@@ -196,10 +207,13 @@ class _Gathered:
             for rank in range(count)
         ]
         calls = np.concatenate([no_calls(), *self.calls])
-        issued = np.concatenate([np.zeros(0, np.int64), *self.issued])
-        ended = np.concatenate([np.zeros(0, np.int64), *self.ended])
+        nothing = np.zeros(0, np.int64)
+        issued, came, ended = (
+            np.concatenate([nothing, *each]) for each in (self.issued, self.came, self.ended)
+        )
         moment = np.array([now.get(rank, 0) for rank in range(count)], np.int64)[calls["rank"]]
         calls["age_s"] = np.maximum(moment - issued, 0) / _S
+        calls["came_s"] = np.maximum(moment - came, 0) / _S
         calls["ended_s"] = np.where(ended > 0, np.maximum(moment - ended, 0) / _S, np.nan)
         groups = list(self.groups)
         return Snapshot(ranks, calls, groups, labels_of(groups, ranks), list(self.sites), problems)
@@ -218,24 +232,20 @@ class _Gathered:
         return found
 
     def _now(self, ends: dict[int, tuple[Exit, int]]) -> dict[int, int]:
-        """Return each rank's moment: when its ring was read, or its host's last sign of life."""
+        """Return each rank's moment: when its host's rings were read, or the last life sign there.
+
+        It is one for all ranks of a host, so that their times compare.
+        """
+        running = {self._host(r) for r, s in self.states.items() if r in self.now_ns and s != GONE}
         last: dict[tuple[str, str], int] = {}
-        running = {
-            self._host(rank)
-            for rank, state in self.states.items()
-            if rank in self.now_ns and state != GONE
-        }
         for rank, moment in self.last_ns.items():
-            moment = max(moment, ends[rank][1] if rank in ends else 0)
-            if self._host(rank) in running:
+            host = self._host(rank)
+            if host in running:
                 moment = self.now_ns.get(rank, moment)
-            last[self._host(rank)] = max(last.get(self._host(rank), 0), moment)
-        return {
-            rank: self.now_ns[rank]
-            if rank in self.now_ns and self._host(rank) in running
-            else last[self._host(rank)]
-            for rank in self.headers
-        }
+            elif rank in ends:
+                moment = max(moment, ends[rank][1])
+            last[host] = max(last.get(host, 0), moment)
+        return {rank: last[self._host(rank)] for rank in self.headers}
 
     def _host(self, rank: int) -> tuple[str, str]:
         return self.headers[rank].host, self.headers[rank].boot_id
@@ -243,11 +253,13 @@ class _Gathered:
     def _state(self, rank: int, now: dict[int, int], ended: tuple[Exit, int] | None) -> RankState:
         head, state = self.headers[rank], self.states[rank]
         moment = now[rank]
-        silent = (moment - self.last_ns[rank]) / _S
+        # A heart beats on while other rings are read.
+        seen = self.now_ns.get(rank, moment) if state not in (GONE, UNKNOWN) else moment
+        silent = (seen - self.last_ns[rank]) / _S
         found = RankState(
             rank, head.host, head.pid, head.attempt, state,
             silent_s=max(0.0, silent),
-            gil_s=max(0.0, (moment - head.python_heartbeat_ns) / _S),
+            gil_s=max(0.0, (seen - head.python_heartbeat_ns) / _S),
             closed=head.closed_ns != 0,
             expects=(head.expect_what or "a long phase") if moment < head.expect_until_ns else "",
             expected_s=(moment - head.expect_until_ns) / _S if head.expect_until_ns else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rankcall._joins import JoinSummary
 from rankcall.analysis.callsites import SiteRow
 from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.commshare import StepShare, by_step, median_share
@@ -48,6 +49,7 @@ class Summary:
     call_sites: list[SiteRow]
     comm_share: float | None
     steps: list[StepShare]
+    joins: list[JoinSummary]
     problems: list[str]
 
     @property
@@ -103,6 +105,7 @@ def conclude(run: Run, gathered: Gathered) -> Summary:
         call_sites=gathered.sites.rows(),
         comm_share=median_share(gathered.shares),
         steps=by_step(gathered.shares),
+        joins=run.joins,
         problems=list(run.problems),
     )
 

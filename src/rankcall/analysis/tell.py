@@ -41,7 +41,7 @@ def of_cases(snapshot: Snapshot, graph: Graph, alike: Sequence[Case]) -> Finding
         kind, ranks, victims, _hosts(snapshot, ranks), since_s=since, confidence=confidence,
         summary=_summary(snapshot, kind, states, longest, len(victims)),
         evidence=(*_evidence(snapshot, graph, ranks, waits), *gaps),
-        advice=_advice(kind, states), **place,
+        advice=_advice(snapshot, kind, states), **place,
     )  # fmt: skip
 
 
@@ -79,24 +79,29 @@ def _summary(
 ) -> str:
     ranks = [state.rank for state in states]
     name = explain.who(snapshot, ranks)
-    begin = f"{name[0].upper()}{name[1:]} {_matter(kind, states)}"
-    if wait is None:
+    begin = f"{name[0].upper()}{name[1:]} {_matter(snapshot, kind, states)}"
+    if wait is None or not victims:
         return f"{begin}."
-    they = "has" if victims == 1 else "have"
-    held = f"{explain.many(victims, 'rank')} {they} waited {explain.lasts(wait.age_s)}"
+    held = explain.many(victims, "rank")
+    if snapshot.live:
+        held += f" {'has' if victims == 1 else 'have'} waited"
+    else:
+        held += " had waited"
     it = "it" if len(ranks) == 1 else "them"
-    return f"{begin}. {held} for {it} in {explain.what(snapshot, wait)}."
+    where = explain.what(snapshot, wait)
+    return f"{begin}. {held} {explain.lasts(wait.age_s)} for {it} in {where}."
 
 
-def _matter(kind: str, states: Sequence[RankState]) -> str:
-    first, one = states[0], len(states) == 1
-    be, have = ("is", "has") if one else ("are", "have")
+def _matter(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
+    first, one, live = states[0], len(states) == 1, snapshot.live
+    be = ("is" if one else "are") if live else ("was" if one else "were")
+    have = ("has" if one else "have") if live else "had"
     if kind == "dead":
         endings = {explain.ending(state) for state in states}
         text = endings.pop() if len(endings) == 1 else "ended badly"
         text = text if one else text.replace("was ", "were ").replace("is ", "are ")
-        ago = first.gone_s if first.gone_s is not None else first.silent_s
-        return f"{text} {explain.lasts(ago)} ago" if ago >= 0.05 else text
+        gone = first.gone_s if first.gone_s is not None else first.silent_s
+        return f"{text} {explain.ago(snapshot, gone)}"
     if kind == "stopped":
         if first.state == STOPPED:
             return f"{be} stopped (SIGSTOP, or a debugger)"
@@ -105,11 +110,12 @@ def _matter(kind: str, states: Sequence[RankState]) -> str:
         return f"{have} held the GIL for {explain.lasts(first.gil_s)}"
     if kind == "exhausted":
         if first.exit == 0:
-            return f"left the loop and exited with code 0 {explain.lasts(first.gone_s or 0.0)} ago"
+            then = explain.ago(snapshot, first.gone_s or 0.0)
+            return f"left the loop and exited with code 0 {then}"
         return "left the training loop: no more inputs"
     if first.blind:
         return f"{have} left no records here"
-    return f"{have} not come: {'it is' if one else 'they are'} in user code"
+    return f"{have} not come: {'it' if one else 'they'} {be} in user code"
 
 
 def _evidence(
@@ -122,17 +128,18 @@ def _evidence(
     ]
     for wait in sorted(waits, key=lambda wait: -wait.age_s)[:_SHOWN]:
         lines.append(
-            f"{explain.who(snapshot, wait.waiters)} in {explain.what(snapshot, wait)} "
-            f"since {explain.lasts(wait.age_s)}"
+            f"{explain.who(snapshot, wait.waiters)}: in {explain.what(snapshot, wait)} "
+            f"for {explain.lasts(wait.age_s)}"
         )
     direct = {rank for wait in waits for rank in wait.waiters}
     others = sorted(graph.victims(waits) - direct - set(ranks))
     if others:
-        lines.append(f"{explain.who(snapshot, others)} wait for those in turn")
+        verb = "waits" if len(others) == 1 else "wait"
+        lines.append(f"{explain.who(snapshot, others)}: {verb} for those in turn")
     return lines
 
 
-def _advice(kind: str, states: Sequence[RankState]) -> str:
+def _advice(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
     first = states[0]
     on = f" on {first.host}" if first.host else ""
     if kind == "dead":
@@ -148,14 +155,14 @@ def _advice(kind: str, states: Sequence[RankState]) -> str:
         if first.state == STOPPED:
             return f"kill -CONT {first.pid}{on} lets it go on."
         if first.silent_s > FROZEN_S:
-            return (
-                f"See whether it is swapped out, or its host stands still: top -p {first.pid}{on}."
-            )
+            return f"See whether it is swapped out, or its host stands still{on}: pid {first.pid}."
         return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
     if kind == "exhausted":
         return "Give every rank as many batches (drop_last, a sampler), or use a Join."
     if first.blind:
         return "Bring the records of all nodes together (rankcall collect), then ask again."
+    if not snapshot.live:
+        return f"Look at what rank {first.rank} does after the call it was last in."
     return f"See what it does: rankcall diagnose --stacks, or py-spy dump --pid {first.pid}{on}."
 
 

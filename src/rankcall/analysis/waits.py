@@ -8,7 +8,7 @@ themselves, which says whom they wait for, or they are where it starts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,7 @@ class Wait:
     channel: Channel | None = None
     soft: bool = False  # nobody need be waiting for it: an isend
     any_source: bool = False  # one of the absent would do
+    presumed: list[int] = field(default_factory=list)  # left no records; may well be in it
 
 
 def unfinished(calls: Calls) -> Bools:

@@ -21,7 +21,9 @@ _COMMANDS = {
     "report": "Report who came last, who waited, and how fast the collectives were.",
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
     "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
-    "build": "Build the native recorder ahead of time.",
+    "top": "Show live where every rank stands.",
+    "collect": "Put a run that is spread over nodes into one file.",
+    "build": "Build the native recorder and RPC agent ahead of time.",
 }
 
 

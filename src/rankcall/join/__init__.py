@@ -6,8 +6,8 @@ and work with its objects both ways.
 
 from __future__ import annotations
 
+from rankcall._joins import JoinSummary, RankSummary
 from rankcall.join.context import Join
 from rankcall.join.protocol import Joinable, JoinHook
-from rankcall.join.summary import RankSummary
 
-__all__ = ["Join", "JoinHook", "Joinable", "RankSummary"]
+__all__ = ["Join", "JoinHook", "JoinSummary", "Joinable", "RankSummary"]

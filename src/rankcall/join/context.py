@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import warnings
@@ -12,6 +13,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from rankcall import _joins
+from rankcall._joins import JoinSummary, RankSummary
 from rankcall.capture import session
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join.batches import Batches
@@ -19,7 +22,6 @@ from rankcall.join.exchange import Exchange
 from rankcall.join.groups import Span
 from rankcall.join.joinables import Joined, sort_out
 from rankcall.join.protocol import DETECTED, announce, notify, tell
-from rankcall.join.summary import RankSummary, describe, keep
 from rankcall.join.watch import Watch
 from rankcall.join.weight import Weight
 
@@ -28,6 +30,10 @@ Policy = Literal["shadow", "replay", "stop", "raise"]
 POLICIES = ("shadow", "replay", "stop", "raise")
 DIVISORS = ("world", "active")
 SKEW_WARNED = 1000
+_TRANSPORT = re.compile(
+    r"gloo[/\\]transport|connection (closed|reset|refused)|broken pipe|\bNCCL\b|aborted",
+    re.IGNORECASE,
+)
 
 
 class Join:
@@ -72,7 +78,7 @@ class Join:
         self.off = not enable
         self.active = True
         self.weight: float = Weight(1.0)
-        self.summary: list[RankSummary] = []
+        self.summary: JoinSummary | None = None
         self._joined: Joined = sort_out(
             joinables, group, same_data, self.policy, self.divide_by == "active", kwargs
         )
@@ -122,7 +128,7 @@ class Join:
             return self
         self._joined.check_free()
         self.own = RankSummary(self.rank)
-        self.summary = []
+        self.summary = None
         self._steps = 0
         self._open = False  # a batches() iteration is under way
         self._tail = False  # notifications are on
@@ -151,7 +157,7 @@ class Join:
             if error is None:
                 try:
                     self._finish()
-                except Exception as failure:
+                except BaseException as failure:
                     self._fail(failure)
                     raise
             else:
@@ -187,9 +193,6 @@ class Join:
         """
         return Batches(self, loader, length, window, example)
 
-    def __str__(self) -> str:
-        return describe(self.summary)
-
     # What batches() calls.
 
     def begin(self) -> None:
@@ -217,6 +220,10 @@ class Join:
     def begin_tail(self) -> None:
         """Switch notifications on: some rank has run dry."""
         self._switch(True)
+
+    def complete(self) -> None:
+        """Note that the next batch is the last on every rank: leaving after it is not early."""
+        self._open = False
 
     def end(self) -> None:
         """End an iteration over batches on this rank; answer the others until all have ended."""
@@ -307,10 +314,11 @@ class Join:
         if not self._posted:
             self._post(is_last_joiner=True)
         table = Exchange(self.own.pack(), self.group, self.device).wait()
-        self.summary = [RankSummary.unpack(row) for row in table]
+        ranks = [RankSummary.unpack(row) for row in table]
+        self.summary = JoinSummary(self.policy, self.divide_by, self._call_site, ranks)
         recording = session.current()
         if recording is not None and recording.run_dir is not None and self.index == 0:
-            keep(recording.run_dir, self.policy, self.divide_by, self._call_site, self.summary)
+            _joins.append(recording.run_dir, self.summary)
 
     def _fail(self, error: BaseException) -> None:
         """Leave the block with an error: tell the others, or say what it comes from."""
@@ -351,8 +359,9 @@ def _divisor(divide_by: str | None, kwargs: dict[str, Any]) -> Literal["world", 
 
 
 def _from_a_collective(error: BaseException) -> bool:
-    """Whether an error may come from a collective whose peer went away."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+    """Whether an error is that of a collective whose peer went away, or that was aborted."""
+    kind = isinstance(error, (RuntimeError, dist.DistError))
+    return kind and _TRANSPORT.search(str(error)) is not None
 
 
 def _caller() -> str:

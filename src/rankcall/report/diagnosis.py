@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import PurePath
@@ -26,16 +26,24 @@ _RANKS_WIDE, _LINE_WIDE = 22, 32
 _MOST_PROBLEMS = 4
 
 
-def render(diagnosis: Diagnosis, width: int = 80) -> str:
-    """Return the diagnosis as plain text, no line of it wider than ``width``."""
+def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | None = None) -> str:
+    """Return the diagnosis as plain text, no line of it wider than ``width``.
+
+    ``stacks`` are texts by rank, shown as they are.
+    """
     out = StringIO()
-    show(diagnosis, Console(file=out, width=width, color_system=None, highlight=False))
+    show(diagnosis, Console(file=out, width=width, color_system=None, highlight=False), stacks)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def show(diagnosis: Diagnosis, console: Console) -> None:
+def show(diagnosis: Diagnosis, console: Console, stacks: Mapping[int, str] | None = None) -> None:
     """Print the diagnosis; ``console`` decides on width and colour."""
     console.print(body(diagnosis, console.width))
+    for rank, text in (stacks or {}).items():
+        console.print()
+        console.print(Text(f"Stacks of rank {rank}", "bold"))
+        for line in text.splitlines():
+            console.print(Text(" " * _INDENT + clean(line)), soft_wrap=True)
 
 
 def body(diagnosis: Diagnosis, width: int) -> RenderableType:
@@ -52,7 +60,7 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         yield from _finding(found, width, first=number == 0)
     stand = rows(diagnosis)
     yield Text()
-    yield Text("Where the ranks stand", "bold")
+    yield Text(f"Where the {world(diagnosis)} stand", "bold")
     yield Padding(_table(stand, width - _INDENT), (0, 0, 0, _INDENT))
     rest = stand[_ROWS:]
     if rest:
@@ -82,11 +90,9 @@ def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableT
 
 
 def _healthy(diagnosis: Diagnosis) -> str:
-    ranks = diagnosis.snapshot.ranks
-    if not diagnosis.snapshot.live:
-        ended = sum(each.exit == 0 or each.closed for each in ranks)
-        return f"healthy: {plural(ended, 'rank')} of {len(ranks):,} ended well, nothing is left."
-    found = pace(diagnosis.snapshot)
+    snapshot = diagnosis.snapshot
+    ranks = [each for each in snapshot.ranks if not each.blind]
+    found = pace(snapshot)
     speed = ""
     if found.steps_per_s is not None:
         speed = f", {digits(found.steps_per_s)} steps/s"
@@ -94,7 +100,10 @@ def _healthy(diagnosis: Diagnosis) -> str:
         speed = f", {digits(found.calls_per_s)} calls/s"
     if found.share is not None:
         speed += f", {percent(found.share)} of the time in communication"
-    return f"healthy: {plural(len(ranks), 'rank')} go on{speed}."
+    if snapshot.live:
+        return f"healthy: {plural(len(ranks), 'rank goes', 'ranks go')} on{speed}."
+    ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
+    return f"healthy: {ended:,} of {plural(len(snapshot.ranks), 'rank')} ended well{speed}."
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,12 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
         )  # fmt: skip
         alike.setdefault(key, []).append(place)
     found = [_row(each, culprits, sizes) for each in alike.values()]
-    return sorted(found, key=lambda row: (not row.named, not row.waiting, -row.most_s, row.ranks))
+    return sorted(
+        found,
+        key=lambda row: (
+            not row.named, row.ranks if row.named else (), not row.waiting, -row.most_s, row.ranks,
+        ),
+    )  # fmt: skip
 
 
 def _row(alike: Sequence[Place], culprits: set[int], sizes: dict[str, int]) -> Row:
@@ -157,7 +171,7 @@ def _table(stand: Sequence[Row], room: int) -> RenderableType:
             ranks_cell(row.ranks),
             row.state,
             row.where,
-            cut(clean(row.line), _LINE_WIDE, keep_end=True),
+            cut(clean(PurePath(row.line).name), _LINE_WIDE, keep_end=True),
             since_cell(row),
         ]
         for row in stand[:_ROWS]
@@ -183,9 +197,8 @@ def since_cell(row: Row) -> str:
     return f"{least}–{most}"
 
 
-def title(diagnosis: Diagnosis) -> str:
-    """Name the run and its size: ``train, 8 ranks on 2 hosts, live``."""
+def world(diagnosis: Diagnosis) -> str:
+    """Name the size of a job: ``8 ranks on 2 hosts``."""
     ranks = diagnosis.snapshot.ranks
     hosts = {each.host for each in ranks if each.host}
-    where = f"{plural(len(ranks), 'rank')} on {plural(len(hosts), 'host')}"
-    return f"{PurePath(diagnosis.run).name}: {where}"
+    return f"{plural(len(ranks), 'rank')} on {plural(len(hosts), 'host')}"

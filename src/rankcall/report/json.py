@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 from rankcall.analysis.summary import Summary
@@ -32,6 +33,7 @@ def as_object(summary: Summary) -> Object:
         "stragglers": [dict(vars(each)) for each in summary.stragglers],
         "call_sites": _call_sites(summary),
         "comm_share": _comm_share(summary),
+        "joins": [asdict(join) for join in summary.joins],
         "dropped": summary.dropped,
         "problems": summary.problems,
     }

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rankcall._joins import RankSummary, total
 from rankcall.analysis.commshare import StepShare
 from rankcall.analysis.summary import Straggler, Summary
 from rankcall.analysis.table import size_name
@@ -57,6 +58,9 @@ def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[st
     yield "By op, group and size (a member's time; bandwidth in GB/s)", _collectives(summary, room)
     if len(summary.stragglers) > 1:
         yield "Who kept the others waiting", _stragglers(summary, first.ranks, room)
+    uneven = [each for each in total(summary.joins) if each.shadowed or each.replayed]
+    if uneven:
+        yield "Uneven inputs (Join): steps without a batch of one's own", _joins(uneven, room)
     yield "Slowest call sites (a rank's time)", _sites(summary, room)
     if summary.comm_share is not None:
         yield "Time in communication", _comm_share(summary, room)
@@ -174,6 +178,22 @@ def _straggler(each: Straggler, wide: bool) -> list[str]:
         percent(each.share),
     ]  # fmt: skip
     return [*cells, *([time(each.suffered_wait_ms)] if wide else []), "█" * round(10 * each.share)]
+
+
+def _joins(uneven: Sequence[RankSummary], room: int) -> RenderableType:
+    heads = ("rank", "batches", "shadowed", "replayed", "time")
+    shown = sorted(uneven, key=lambda each: -each.extra_s)[:_RANKS]
+    rows = [
+        (
+            str(each.rank),
+            f"{each.batches:,}",
+            f"{each.shadowed:,}",
+            f"{each.replayed:,}",
+            time(each.extra_s * 1e3),
+        )
+        for each in shown
+    ]
+    return _more(fitted(heads, rows, room, names=1), len(uneven) - len(shown), "rank")
 
 
 def _sites(summary: Summary, room: int) -> RenderableType:

@@ -18,6 +18,10 @@ from rankcall.errors import RpcTimeout
 from rankcall.rpc._roll import Roll
 
 
+_DEFAULT_INIT_S = 60.0
+_SHORTEST_INIT_S = 5.0
+
+
 class Group(Protocol):
     """A group this process has joined."""
 
@@ -61,6 +65,14 @@ class StaticGroup:
         self._roll.farewell(deadline)
 
 
+def init_deadline(rpc_timeout: float) -> float:
+    """Return when coming up ends: a call's time-out, but long enough to come up at all.
+
+    0 stands for calls without a time-out; coming up has one all the same.
+    """
+    return time.monotonic() + max(rpc_timeout or _DEFAULT_INIT_S, _SHORTEST_INIT_S)
+
+
 def wait_idle(agent: Any, deadline: float) -> None:
     """Wait until this worker has no call of its own under way. Raises ``RpcTimeout``."""
     while int(agent.get_debug_info().get("agent.client_active_calls", 0)):
@@ -79,7 +91,7 @@ def undone_on_error() -> Iterator[None]:
         set_group(None)
         if _is_current_rpc_agent_set():
             try:
-                api._finalize_shutdown()
+                api._finalize_shutdown()  # type: ignore[no-untyped-call]
             except Exception as another:
                 note = f"taking the agent down failed as well: {another}"
                 getattr(error, "add_note", lambda _: None)(note)

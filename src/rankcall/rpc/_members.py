@@ -27,7 +27,7 @@ class MemberLog:
     """The members of one group, by their cards; a card names its worker and its ``session``."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store = store
+        self._store: Any = store  # torch's types know no append()
 
     def enter(self, card: Card) -> list[Card]:
         """Add a worker; return the cards of those who came before it and have not left."""
@@ -64,8 +64,8 @@ def life() -> dict[str, int]:
 
 
 def is_dead(card: Card, host: str) -> bool:
-    """Whether the worker of a card is known to be no more: it was on this host, and is not there."""
-    return card["host"] == host and process_start(card["pid"]) != card["born"]
+    """Whether a worker is known to be no more: it was on this host, and is not there now."""
+    return bool(card["host"] == host and process_start(card["pid"]) != card["born"])
 
 
 def check_unique(card: Card, others: list[Card]) -> None:

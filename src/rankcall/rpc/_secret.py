@@ -13,19 +13,20 @@ _SHORTEST = 16
 
 
 class Keys(NamedTuple):
-    """CURVE keys in Z85. Every worker of a job has the same two pairs, and nobody else."""
+    """CURVE keys, 32 bytes each. Every worker of a job has the same two pairs, and nobody else."""
 
-    server_public: str
-    server_secret: str
-    client_public: str
-    client_secret: str
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
 
 
 def find_secret(secret_file: str | os.PathLike[str] | None) -> bytes | None:
-    """Return the job's secret: the file's, ``RANKCALL_RPC_SECRET_FILE``'s, ``RANKCALL_RPC_SECRET``'s.
+    """Return the job's secret, from the file or from the environment.
 
-    None where none of them is given. Raises ``AuthenticationFailed`` for a file that others can
-    read, or that is not there, and for a secret that is too short.
+    ``RANKCALL_RPC_SECRET_FILE`` names a file, ``RANKCALL_RPC_SECRET`` is the secret itself; None
+    where neither is given. Raises ``AuthenticationFailed`` for a file that others can read, or that
+    is not there, and for a secret that is too short.
     """
     file = secret_file or os.environ.get("RANKCALL_RPC_SECRET_FILE")
     if file:
@@ -39,11 +40,10 @@ def derive_keys(secret: bytes) -> Keys:
     import zmq
     from zmq.utils import z85
 
-    pairs: list[str] = []
+    pairs: list[bytes] = []
     for role in (b"server", b"client"):
-        raw = hashlib.blake2b(secret, digest_size=32, person=b"rankcall " + role).digest()
-        private = z85.encode(raw)
-        pairs += [zmq.curve_public(private).decode(), private.decode()]
+        private = hashlib.blake2b(secret, digest_size=32, person=b"rankcall " + role).digest()
+        pairs += [z85.decode(zmq.curve_public(z85.encode(private))), private]
     return Keys(*pairs)
 
 

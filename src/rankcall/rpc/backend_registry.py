@@ -3,7 +3,7 @@
 torch makes a new enum at each registration, and refuses members of the one before. Here
 ``BackendType`` is one class for good: a member stays valid whatever is registered after it, and
 ``torch.distributed.rpc.init_rpc`` accepts it too. Other packages announce back ends by the entry
-point ``rankcall.rpc_backends``: a ``BackendValue``, or a module with functions of its fields' names.
+point ``rankcall.rpc_backends``: a ``BackendValue``, or a module with its fields' names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BackendValue(NamedTuple):
 
 
 def _checked(name: str, found: Any) -> BackendValue:
-    handlers = [getattr(found, field, None) for field in BackendValue._fields]
+    handlers: list[Any] = [getattr(found, field, None) for field in BackendValue._fields]
     for field, handler in zip(BackendValue._fields, handlers, strict=True):
         if not callable(handler):
             raise TypeError(f"RPC backend {name}: {field} must be callable; got {handler!r}")
@@ -107,7 +107,7 @@ class BackendType(metaclass=_Members):
     # looked up here, and so does not go stale.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return _torch_registry.BackendType  # type: ignore[no-any-return]
+        return _torch_registry.BackendType
 
     @property
     def value(self) -> BackendValue:

@@ -87,10 +87,18 @@ def _raise(link: Link, keys: Keys, arrived: int, timeout: float, what: str | Non
         raise _messages.worlds_differ(
             keys, None, [one for one in claims if one.world_size in wanted], what
         )
+    here = [one.who for one in claims if one.world_size == keys.world_size]
     raise _messages.timed_out(
-        "barrier", keys, rank=None, missing=(), arrived=arrived, timeout=timeout, hosts={},
+        "barrier",
+        keys,
+        rank=None,
+        missing=(),
+        arrived=arrived,
+        timeout=timeout,
+        hosts={},
         what=what,
-    )  # fmt: skip
+        notes=_messages.seen(here),
+    )
 
 
 def _is_open(link: Link, keys: Keys) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 from torch.distributed import Store
 
-from rankcall.store import _anonymous, _messages, _roster
+from rankcall.store import _again, _anonymous, _messages, _roster
 from rankcall.store._bounded import BEYOND_S, within
 from rankcall.store._checks import check_rank, check_seconds, check_store, check_world
-from rankcall.store._keys import Keys, attempt_of
+from rankcall.store._keys import attempt_of, keys_of
 from rankcall.store._link import Link
 from rankcall.store._meeting import Meeting, meeting
 from rankcall.store._member import Call
@@ -30,6 +30,8 @@ def barrier(
     what: str | None = None,
     hosts: Mapping[int, str] | None = None,
     attempt: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
 ) -> None:
     """Wait until all ``world_size`` ranks are here; two round trips to the store.
 
@@ -42,6 +44,10 @@ def barrier(
     without it hosts are known of ranks that have been here before, and of their neighbours.
     ``attempt`` (default: torchrun's restart count) keeps what an earlier attempt left apart.
 
+    With ``local_rank`` and ``local_world_size`` on every rank (torchrun's ``LOCAL_RANK`` and
+    ``LOCAL_WORLD_SIZE``), each host's ranks meet on their host and the first of them speaks for
+    them: what the store has to do grows with the hosts, not with the ranks.
+
     Raises ``BarrierTimeout``; ``WorldMismatch`` where others wait in a world of another size, or
     another process is this rank; ``StoreLost``; ``ValueError`` and ``TypeError``. May be called
     from any thread; the store's own connection and timeout are not touched.
@@ -50,18 +56,35 @@ def barrier(
     check_world(world_size)
     timeout = check_seconds(barrier_timeout, "barrier_timeout")
     naming = min(BEYOND_S, check_seconds(trace_timeout, "trace_timeout", positive=False))
-    keys = Keys(key_prefix, "b", attempt_of(attempt), world_size)
+    which = attempt_of(attempt)
+    keys = keys_of(key_prefix, "b", which, world_size)
     if rank is None:
         if rank_tracing_decoder is not None:
             raise ValueError("rank_tracing_decoder names ranks: give rank as well")
         _anonymous.barrier(store, keys, timeout, what)
         return
     check_rank(rank, world_size)
+    if local_rank is not None or local_world_size is not None:
+        from rankcall.store._hosts import led_barrier
+
+        if local_rank is None or local_world_size is None:
+            raise ValueError("local_rank and local_world_size go together")
+        led_barrier(
+            store, world_size, key_prefix, timeout, rank, local_rank, local_world_size,
+            decoder=rank_tracing_decoder, what=what, hosts=hosts, attempt=which,
+        )  # fmt: skip
+        return
+    began = time.monotonic()
+    if _again.passed(store, world_size, key_prefix, which, rank, timeout):
+        return
 
     def step(link: Link, call: Call, until: float) -> bool | None:
         with meeting(store, link, keys, rank, call, until) as one:
             one.arrive()
-            return one.leave() if one.wait() else None
+            if not one.wait():
+                return None
+            _again.remember(store, keys, rank, one.member)
+            return one.leave()
 
     def last(link: Link, call: Call, until: float) -> bool:
         with meeting(store, link, keys, rank, call, until) as one:
@@ -69,7 +92,7 @@ def barrier(
             explain("barrier", one, timeout, limit, hosts, rank_tracing_decoder, what)
             return one.leave()
 
-    within(store, timeout, step, last)
+    within(store, max(timeout - (time.monotonic() - began), 0.0), step, last)
 
 
 def explain(

@@ -19,11 +19,11 @@ from torch.distributed import Store
 from rankcall.store._link import Link, answers_slowly, borrowed, lost, own, where
 from rankcall.store._member import Call
 
-__all__ = ["BEYOND_S", "within"]
+__all__ = ["BEYOND_S", "STALL_S", "WORTH_S", "within"]
 
 BEYOND_S = 0.9  # what a call may take beyond its timeout: to name the missing, or give up
-_STALL_S = 12.0  # what a call may be held up by look-ups
-_WORTH_S = 3.0  # less time than this to block in is not worth a connection
+STALL_S = 12.0  # what a call may be held up by look-ups
+WORTH_S = 3.0  # less time than this to block in is not worth a connection
 
 T = TypeVar("T")
 Step = Callable[[Link, Call, float], T | None]
@@ -48,8 +48,8 @@ def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
     if not answers_slowly(store):
         with borrowed(store) as link:
             return whole(link)
-    direct = timeout - _STALL_S
-    if direct >= _WORTH_S:
+    direct = timeout - STALL_S
+    if direct >= WORTH_S:
         with own(store, direct) as link:
             found = step(link, call, time.monotonic() + direct)
         if found is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from rankcall.store import _words
 
-__all__ = ["Keys", "attempt_of"]
+__all__ = ["Keys", "attempt_of", "keys_of"]
 
 
 def attempt_of(attempt: int | None) -> int:
@@ -30,10 +30,14 @@ class Keys:
     attempt: int
     world_size: int
 
-    @property
+    @cached_property
     def base(self) -> str:
         """What all of them begin with, whatever the world's size."""
         return f"{self.prefix}/rankcall.{self.kind}{self.attempt}/"
+
+    @cached_property
+    def _sized(self) -> str:
+        return f"{self.base}{self.world_size}/"
 
     @cached_property
     def roster(self) -> str:
@@ -44,33 +48,43 @@ class Keys:
     def words(self) -> list[str]:
         """The counters that hold the arrivals."""
         count = _words.word_count(self.world_size)
-        return [f"{self.base}{self.world_size}/w{word}" for word in range(count)]
+        return [f"{self._sized}w{word}" for word in range(count)]
 
     def done(self, generation: int) -> str:
         """What is waited on."""
-        return f"{self.base}{self.world_size}/done{generation}"
+        return f"{self._sized}done{generation}"
 
     def count(self, generation: int) -> str:
         """How many words are full."""
-        return f"{self.base}{self.world_size}/n{generation}"
+        return f"{self._sized}n{generation}"
 
     def data(self, generation: int) -> str:
         """The log of what the ranks hand in."""
-        return f"{self.base}{self.world_size}/data{generation}"
+        return f"{self._sized}data{generation}"
 
     def left(self, generation: int) -> str:
         """The log of who has read everything."""
-        return f"{self.base}{self.world_size}/left{generation}"
+        return f"{self._sized}left{generation}"
 
     @property
     def tickets(self) -> str:
         """The counter of those who came without a rank."""
-        return f"{self.base}{self.world_size}/tickets"
+        return f"{self._sized}tickets"
 
     def passed(self, generation: int) -> str:
         """What those without a rank wait for."""
-        return f"{self.base}{self.world_size}/passed{generation}"
+        return f"{self._sized}passed{generation}"
+
+    def of_kind(self, kind: str) -> Keys:
+        """Return the same keys for another kind of meeting."""
+        return keys_of(self.prefix, kind, self.attempt, self.world_size)
 
     def of_world(self, world_size: int) -> Keys:
         """Return the same keys for a world of another size."""
-        return Keys(self.prefix, self.kind, self.attempt, world_size)
+        return keys_of(self.prefix, self.kind, self.attempt, world_size)
+
+
+@lru_cache(maxsize=4096)
+def keys_of(prefix: str, kind: str, attempt: int, world_size: int) -> Keys:
+    """Return the keys of a prefix, made once while it is in use."""
+    return Keys(prefix, kind, attempt, world_size)

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,7 +24,9 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store
 
 from rankcall.store._errors import StoreLost
 
-__all__ = ["Link", "answers_slowly", "borrowed", "lost", "on_fork", "own", "where"]
+__all__ = [
+    "Link", "Local", "answers_slowly", "borrowed", "local", "lost", "on_fork", "own", "where",
+]  # fmt: skip
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.001, 0.25, 0.1
 _LONGEST_S = 1e6  # a wait goes down to poll(), whose milliseconds are an int
@@ -33,7 +36,10 @@ T = TypeVar("T")
 
 
 class Link:
-    """One way to a store, for one thread at a time. ``operations`` counts what was sent."""
+    """One way to a store, for one thread at a time.
+
+    ``operations`` counts what was sent, ``round_trips`` those that had to be answered.
+    """
 
     def __init__(self, client: Store, sock: socket.socket | None = None) -> None:
         self._client: Any = client  # torch's types leave out append, clone and timeout
@@ -44,6 +50,7 @@ class Link:
         self.where = where(client)
         self.broken = False
         self.operations = 0
+        self.round_trips = 0
 
     def bound(self, seconds: float) -> None:
         """Let no answer take longer than this from now on, on a connection of our own."""
@@ -74,6 +81,7 @@ class Link:
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key. Returns before the store has it; nothing is said where the host is dead."""
+        self.round_trips -= 1
         self._ask(self._client.set, key, value)
 
     def set_first(self, key: str, value: str) -> str:
@@ -84,9 +92,14 @@ class Link:
         """Remove a key; whether it was there."""
         return bool(self._ask(self._client.delete_key, key))
 
+    def list_keys(self) -> list[str]:
+        """Return all keys of the store, of its prefix if it has one."""
+        return list(self._ask(self._client.list_keys))
+
     def append(self, key: str, value: bytes) -> None:
         """Append to a log. No answer is waited for where the store can append."""
         if self._extended:
+            self.round_trips -= 1
             self._ask(self._client.append, key, value)
         else:
             self.set(f"{key}/{self.add(f'{key}/n', 1)}", value)
@@ -111,8 +124,12 @@ class Link:
 
     def absent(self, keys: Sequence[str]) -> list[int]:
         """Return the positions of the keys that are not there."""
-        there = set(self._present(list(range(len(keys))), keys))
+        there = set(self.present(keys))
         return [at for at in range(len(keys)) if at not in there]
+
+    def present(self, keys: Sequence[str]) -> list[int]:
+        """Return the positions of the keys that are there: few round trips at any number."""
+        return self._present(list(range(len(keys))), keys)
 
     def _present(self, positions: list[int], keys: Sequence[str]) -> list[int]:
         """Halve until all of a part are there: a read of a key never written would block."""
@@ -129,7 +146,7 @@ class Link:
         A TCPStore answers a ``multi_get`` in one go. Elsewhere the log is read before and after:
         whoever touches one of the counters has written to the log first.
         """
-        present = self._present(list(range(len(counters))), counters)
+        present = self.present(counters)
         names = [counters[at] for at in present]
         for _ in range(_SNAPSHOTS):
             if self._extended and self.check([log]):
@@ -182,6 +199,7 @@ class Link:
 
     def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
         self.operations += 1
+        self.round_trips += 1
         try:
             return call(*arguments)
         except DistStoreError:
@@ -269,10 +287,29 @@ def _connect(store: Store, seconds: float) -> Link:
     return outcome
 
 
-# Idle links by the store they were made from, which they do not keep alive.
-_idle: weakref.WeakKeyDictionary[Store, list[Link]] = weakref.WeakKeyDictionary()
+@dataclass
+class Local:
+    """What this process keeps for a store object, and not longer than that lives."""
+
+    idle: list[Link] = field(default_factory=list)
+    identity: str | None = None
+    seats: dict[Any, Any] = field(default_factory=dict)  # see ``_again``
+
+
+_locals: weakref.WeakKeyDictionary[Store, Local] = weakref.WeakKeyDictionary()
 _forgotten: list[Callable[[], None]] = []
 _watching: list[bool] = []
+
+
+def local(store: Store) -> Local:
+    """Return what this process keeps for a store object."""
+    found = _locals.get(store)
+    if found is None:
+        if not _watching:
+            _watching.append(True)
+            os.register_at_fork(after_in_child=_after_fork)
+        found = _locals.setdefault(store, Local())
+    return found
 
 
 def on_fork(forget: Callable[[], None]) -> None:
@@ -285,20 +322,13 @@ def _after_fork() -> None:
         forget()
 
 
-on_fork(_idle.clear)  # a child must not talk on its parent's connection
-
-
-def _watch_forks() -> None:
-    if not _watching:
-        _watching.append(True)
-        os.register_at_fork(after_in_child=_after_fork)
+on_fork(_locals.clear)  # a child must not talk on its parent's connection
 
 
 @contextmanager
 def own(store: Store, seconds: float) -> Iterator[Link]:
     """Lend a connection that no other thread uses meanwhile; connect in ``seconds`` if need be."""
-    _watch_forks()
-    idle = _idle.setdefault(store, [])
+    idle = local(store).idle
     try:
         link = idle.pop()
     except IndexError:
@@ -316,5 +346,5 @@ def own(store: Store, seconds: float) -> Iterator[Link]:
 @contextmanager
 def borrowed(store: Store) -> Iterator[Link]:
     """Use the caller's connection, for nothing that blocks."""
-    _watch_forks()
+    local(store)
     yield Link(store)

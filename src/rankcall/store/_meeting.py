@@ -17,9 +17,10 @@ from torch.distributed import Store
 
 from rankcall.errors import WorldMismatch
 from rankcall.store import _messages, _roster, _words
-from rankcall.store._keys import Keys
+from rankcall.store._keys import Keys, keys_of
 from rankcall.store._link import Link
 from rankcall.store._member import Call, Member, drop, hold
+from rankcall.store._removal import remove
 from rankcall.store._roster import Claim
 
 __all__ = ["Meeting", "View", "meeting"]
@@ -61,22 +62,25 @@ class Meeting:
         self.rank = rank
         self.over = False
         self._link = link
-        self._member = member
+        self.member = member
         self._deadline = deadline
         self._data = data
         self._passed: bytes | None = None  # what all handed in, once this rank has let all pass
 
     def arrive(self, data: bytes | None = None) -> None:
         """Say once that this rank is here; let all pass if it is the last."""
-        member, link = self._member, self._link
+        member, link = self.member, self._link
         if member.arrived:
             return  # a retry: the arrival stands
         if data is not None:
             if not member.claimed:
                 self._put(arriving=False)  # nothing is handed in by a process that is turned away
             link.append(self.keys.data(member.generation), data)
-        value = self._put(arriving=True)
-        size, generation = self.keys.world_size, member.generation
+        self.arrived(self._put(arriving=True))
+
+    def arrived(self, value: int) -> None:
+        """Let all pass if this rank, whose arrival made its word this value, is the last."""
+        size, generation = self.keys.world_size, self.member.generation
         word, _ = _words.place(self.rank)
         if _words.disturbed(value, word, size, generation):
             self._settle(word)
@@ -85,43 +89,52 @@ class Meeting:
 
     def _put(self, arriving: bool) -> int:
         """Add this rank's claim, if it is the first time, and its arrival to its word."""
-        member, link = self._member, self._link
+        member, link = self.member, self._link
         word, _ = _words.place(self.rank)
         while True:
             delta = _words.arrival(self.rank, member.generation) if arriving else 0
             if not member.claimed:
-                link.append(self.keys.roster, member.claim.line())
+                link.append(self.keys.roster, member.claim.line())  # twice counts once
                 delta += _words.claim(self.rank)
+            before, member.unsure = member.unsure, True
             value = link.add(self.keys.words[word], delta)
-            if self._fits(value - delta):
+            member.unsure = False
+            fits = self._fits(value - delta)
+            if not fits:
+                value = self._take_back(word, delta)
+            if fits or before:  # the place is taken by this process, which had no answer
                 member.claimed = True
                 member.arrived = arriving
                 return value
-            self._take_back(word, delta)
+            self._pause()
 
     def _fits(self, before: int) -> bool:
         """Whether the rank's place was free."""
-        if not self._member.claimed and _words.is_claimed(before, self.rank):
+        if not self.member.claimed and _words.is_claimed(before, self.rank):
             return False
-        return not _words.was_in(before, self.rank, self._member.generation)
+        return not _words.was_in(before, self.rank, self.member.generation)
 
-    def _take_back(self, word: int, delta: int) -> None:
+    def _take_back(self, word: int, delta: int) -> int:
         """Undo an addition that did not fit; raise where another process is this rank."""
-        member, link = self._member, self._link
-        link.add(self.keys.words[word], -delta)
-        if not member.claimed:
-            claims, _ = _roster.parse(link.read_log(self.keys.roster))
-            mine = member.claim
-            same = [
-                one for one in claims
-                if (one.rank, one.world_size) == (mine.rank, mine.world_size)
-            ]  # fmt: skip
-            others = [one for one in same if one.nonce != mine.nonce]
-            link.append(self.keys.roster, mine.line("!" if others else "-"))
+        member, link = self.member, self._link
+        value = link.add(self.keys.words[word], -delta)
+        if member.claimed:
+            return value
+        claims, _ = _roster.parse(link.read_log(self.keys.roster))
+        mine = member.claim
+        others = [
+            one
+            for one in claims
+            if (one.rank, one.world_size) == (mine.rank, mine.world_size) and one != mine
+        ]
+        if others:
+            link.append(self.keys.roster, mine.line("!"))
             member.claim = _roster.new_claim(mine.rank, mine.world_size)
-            if others:
-                raise _messages.claimed_twice(self.keys, [*others, mine])
-        # Nobody else is this rank: the word was out of order for another one's sake.
+            raise _messages.claimed_twice(self.keys, [*others, mine])
+        return value
+
+    def _pause(self) -> None:
+        """Give way: nobody else is this rank, the word is out of order for another one's sake."""
         if time.monotonic() > self._deadline:
             raise WorldMismatch(
                 f"{self.keys.prefix!r}: the place of rank {self.rank} of {self.keys.world_size} "
@@ -132,7 +145,7 @@ class Meeting:
     def _settle(self, word: int) -> None:
         """Wait until a process that claimed a rank once more has taken it back; look again."""
         until = min(self._deadline, time.monotonic() + _SETTLE_S)
-        size, generation = self.keys.world_size, self._member.generation
+        size, generation = self.keys.world_size, self.member.generation
         key = self.keys.words[word]
         while _words.disturbed(self._link.add(key, 0), word, size, generation):
             if time.monotonic() > until:
@@ -142,7 +155,7 @@ class Meeting:
             self.rescue()
 
     def _word_full(self) -> None:
-        words, generation = len(self.keys.words), self._member.generation
+        words, generation = len(self.keys.words), self.member.generation
         if words > 1 and self._link.add(self.keys.count(generation), 1) < words:
             return
         # In the first generation a rank's number may have been claimed twice in ways that make
@@ -161,7 +174,7 @@ class Meeting:
 
         The last to arrive has no need to wait: what it saves pays for the clean-up.
         """
-        link, keys, generation = self._link, self.keys, self._member.generation
+        link, keys, generation = self._link, self.keys, self.member.generation
         data, value, copied = b"", b"1", False
         if self._data:
             data = link.read_log(keys.data(generation))
@@ -178,55 +191,68 @@ class Meeting:
     def rescue(self) -> None:
         """Let all pass where whoever should have is gone, or was misled; any number may do it."""
         value = _LARGE if self._data else b"1"
-        self._link.set_first(self.keys.done(self._member.generation), value.decode())
+        self._link.set_first(self.keys.done(self.member.generation), value.decode())
         self._clean(large=self._data)
 
     def _clean(self, large: bool) -> None:
         """All have arrived here, so all have left the generation before: remove its keys."""
-        link, keys, generation = self._link, self.keys, self._member.generation
+        link, keys, generation = self._link, self.keys, self.member.generation
         if len(keys.words) > 1:
             link.delete(keys.count(generation))
+        if generation == 0 and keys.attempt > 0:
+            self._clean_attempt(keys.attempt - 1)
         if generation > 0:
             link.delete(keys.done(generation - 1))
-            if self._member.large:
+            if self.member.large:
                 link.delete_log(keys.data(generation - 1))
-        self._member.large = large
+        self.member.large = large
+
+    def _clean_attempt(self, attempt: int) -> None:
+        """Remove what an attempt left whose processes the launcher has ended."""
+        before = keys_of(self.keys.prefix, self.keys.kind, attempt, self.keys.world_size)
+        if self._link.check([before.roster]):
+            remove(self._link, self.keys.prefix, attempts_below=self.keys.attempt)
 
     def wait(self) -> bool:
         """Wait for the last; False where the deadline came first."""
         if self._passed is not None:
             return True
-        return self._link.wait([self.keys.done(self._member.generation)], self._deadline)
+        return self._link.wait([self.keys.done(self.member.generation)], self._deadline)
 
     def wait_data(self, deadline: float) -> bytes | None:
         """Wait for the last and return what all handed in; None where the deadline came first."""
         if self._passed is not None:
             return self._passed
-        generation = self._member.generation
+        generation = self.member.generation
         done, data = self.keys.done(generation), self.keys.data(generation)
         value = self._link.wait_get(done, deadline)
         if value is None:
             return None
-        self._member.large = value[:1] == _LARGE
-        if self._member.large:
+        self.member.large = value[:1] == _LARGE
+        if self.member.large:
             # Empty: the last one came to copying it after all, between these two reads.
             return self._link.read_log(data) or self._link.get(done)[1:]
         return value[1:]
 
     @property
+    def passed(self) -> bool:
+        """Whether this rank was the last, and has let all pass."""
+        return self._passed is not None
+
+    @property
     def generation(self) -> int:
         """Which use of the prefix this is, from 0."""
-        return self._member.generation
+        return self.member.generation
 
     def leave(self) -> bool:
         """Be done with this generation."""
-        self._member.leave()
+        self.member.leave()
         self.over = True
         return True
 
     def look(self) -> View:
         """See who is here."""
-        size, generation = self.keys.world_size, self._member.generation
+        size, generation = self.keys.world_size, self.member.generation
         log, words = self._link.snapshot(self.keys.roster, self.keys.words)
         claims, refused = _roster.parse(log)
         missing = _words.missing(words, size, generation)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from dataclasses import dataclass
 
 from torch.distributed import Store
 
 from rankcall.errors import WorldMismatch
 from rankcall.store._keys import Keys
-from rankcall.store._link import Link, lost, on_fork
+from rankcall.store._link import Link, local, lost, on_fork
 from rankcall.store._roster import Claim, new_claim
 
-__all__ = ["IDENTITY", "Call", "Member", "drop", "forget", "hold", "identity_of"]
+__all__ = ["IDENTITY", "Call", "Member", "drop", "forget", "hold", "identity_of", "known", "take"]
 
 IDENTITY = "rankcall.store"
 
@@ -35,6 +34,7 @@ class Member:
     claimed: bool = False
     generation: int = 0
     arrived: bool = False
+    unsure: bool = False  # an addition was not answered: it may be done yet, or not
     large: bool = False  # the last generation's data was too large to be copied
     holder: Call | None = None
 
@@ -46,7 +46,6 @@ class Member:
 
 Place = tuple[str, Keys, int]
 _members: dict[Place, Member] = {}
-_identities: weakref.WeakKeyDictionary[Store, str] = weakref.WeakKeyDictionary()
 
 
 def identity_of(store: Store, link: Link) -> str:
@@ -54,14 +53,14 @@ def identity_of(store: Store, link: Link) -> str:
 
     The store itself holds the name, so that a new store on an old address is another one.
     """
-    identity = _identities.get(store)
-    if identity is None:
-        identity = link.set_first(IDENTITY, os.urandom(8).hex())
-        _identities[store] = identity
-    return identity
+    known = local(store)
+    if known.identity is None:
+        known.identity = link.set_first(IDENTITY, os.urandom(8).hex())
+    return known.identity
 
 
-_holding = threading.Condition()
+_holding = threading.Lock()
+_AGAIN_S = 0.01
 
 
 def hold(store: Store, link: Link, keys: Keys, rank: int, call: Call, deadline: float) -> Member:
@@ -71,35 +70,49 @@ def hold(store: Store, link: Link, keys: Keys, rank: int, call: Call, deadline: 
     the same rank just now.
     """
     place = identity_of(store, link), keys, rank
-    with _holding:
+    found = _members.get(place)
+    if found is None:
         found = _members.setdefault(place, Member(new_claim(rank, keys.world_size)))
-        while found.holder is not None and found.holder is not call:
-            left = deadline - time.monotonic()
-            if found.holder.abandoned and left <= 0:
-                raise lost(link.where, "no answer to an earlier call yet")
-            if not found.holder.abandoned:
-                raise WorldMismatch(
-                    f"rank {rank} of {keys.world_size} is in {keys.prefix!r} already, in another "
-                    f"thread of this process ({found.claim.who}): give each thread a rank, or a "
-                    "key_prefix, of its own",
-                    claims=[found.claim.plain],
-                )
-            _holding.wait(left)
-        found.holder = call
+    while not take(found, call):
+        before = found.holder
+        if before is None:
+            continue
+        if not before.abandoned:
+            raise WorldMismatch(
+                f"rank {rank} of {keys.world_size} is in {keys.prefix!r} already, in another "
+                f"thread of this process ({found.claim.who}): give each thread a rank, or a "
+                "key_prefix, of its own",
+                claims=[found.claim.plain],
+            )
+        if time.monotonic() >= deadline:
+            raise lost(link.where, "no answer to an earlier call yet")
+        time.sleep(_AGAIN_S)
     return found
+
+
+def take(member: Member, call: Call, again: bool = True) -> bool:
+    """Take it for a call, if no other call has it; ``again``: or this one has it already."""
+    with _holding:
+        if member.holder is None:
+            member.holder = call
+            return True
+        return again and member.holder is call
 
 
 def drop(member: Member) -> None:
     """Let the next call have it."""
-    with _holding:
-        member.holder = None
-        _holding.notify_all()
+    member.holder = None
 
 
-def forget(store: Store, link: Link, keys: Keys, rank: int) -> Member | None:
-    """Drop and return this process's part; None where it has none."""
-    return _members.pop((identity_of(store, link), keys, rank), None)
+def forget(store: Store, link: Link, keys: Keys, rank: int) -> None:
+    """Drop this process's part."""
+    _members.pop((identity_of(store, link), keys, rank), None)
+
+
+def known(store: Store, link: Link, keys: Keys, rank: int) -> Claim | None:
+    """Return this process's claim, if it has made one."""
+    found = _members.get((identity_of(store, link), keys, rank))
+    return found.claim if found else None
 
 
 on_fork(_members.clear)
-on_fork(_identities.clear)

@@ -136,3 +136,9 @@ def turned_away(refused: Sequence[Claim], world_size: int) -> str:
         if one.world_size == world_size
     ]
     return "".join(f"; {each}" for each in said[:3]) + ("; ..." if len(said) > 3 else "")
+
+
+def seen(who: Sequence[str]) -> str:
+    """List processes that have come to a barrier without ranks, now or before."""
+    more = f" and {len(who) - 16:,} more" if len(who) > 16 else ""
+    return f" (seen so far: {', '.join(who[:16])}{more})" if who else ""

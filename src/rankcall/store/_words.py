@@ -7,10 +7,11 @@ the same words serve all generations and never have to be reset. Pure arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 __all__ = [
-    "BITS", "arrival", "claim", "disturbed", "full", "missing", "place", "was_in", "word_count",
+    "BITS", "arrival", "claim", "disturbed", "full", "is_claimed", "is_open", "mask", "missing",
+    "place", "was_in", "word_count",
 ]  # fmt: skip
 
 BITS = 31  # arrivals and claims of a word together stay below 2**62: no sum of them wraps
@@ -28,7 +29,8 @@ def place(rank: int) -> tuple[int, int]:
     return divmod(rank, BITS)
 
 
-def _mask(word: int, world_size: int) -> int:
+def mask(word: int, world_size: int) -> int:
+    """Return the bits of a word that stand for ranks."""
     return (1 << min(BITS, world_size - word * BITS)) - 1
 
 
@@ -59,13 +61,13 @@ def disturbed(value: int, word: int, world_size: int, generation: int) -> bool:
     After the first generation every rank is claimed, exactly once. A process that claims a rank
     once more adds to the high bits before it finds out, and takes it away again.
     """
-    return generation > 0 and (value & _ALL) >> BITS != _mask(word, world_size)
+    return generation > 0 and (value & _ALL) >> BITS != mask(word, world_size)
 
 
 def full(value: int, word: int, world_size: int, generation: int) -> bool:
     """Whether all ranks of the word have arrived in this generation."""
-    target = 0 if generation & 1 else _mask(word, world_size)
-    claimed = (value & _ALL) >> BITS == _mask(word, world_size)
+    target = 0 if generation & 1 else mask(word, world_size)
+    claimed = (value & _ALL) >> BITS == mask(word, world_size)
     return claimed and value & _LOW == target
 
 
@@ -83,8 +85,3 @@ def is_open(words: Mapping[int, int], world_size: int) -> bool:
     """Whether some have arrived that others have not followed yet, in whichever generation."""
     here = [words.get(rank // BITS, 0) >> (rank % BITS) & 1 for rank in range(world_size)]
     return len(set(here)) > 1
-
-
-def ranks(word: int, value: int) -> Iterable[int]:
-    """Return the ranks whose arrival bit is set."""
-    return (word * BITS + bit for bit in range(BITS) if value >> bit & 1)

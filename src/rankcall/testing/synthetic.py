@@ -172,7 +172,7 @@ def _host_names(hosts: int | Sequence[str]) -> list[str]:
 
 def _straggling(ranks: int, who: int | Sequence[int] | None, ms: float) -> npt.NDArray[np.float64]:
     slow = np.zeros(ranks)
-    slow[[] if who is None else who] = ms * 1e6
+    slow[[] if who is None else [who] if isinstance(who, int) else list(who)] = ms * 1e6
     return slow
 
 

@@ -24,7 +24,7 @@ from rankcall.rpc._members import Card, Lease, MemberLog, check_unique, is_dead,
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
 from rankcall.run import host_name
 
-_NAMES = "names/AllWorkerInfos"  # where torch's agents keep "name-id," of every member
+_NAMES = "names/_ALL_WORKER_INFOS"  # where torch's agents keep "name-id," of every member
 _TELL_S = 10.0  # how long a member may take to take note; it is taken for dead after that
 
 
@@ -54,7 +54,7 @@ class DynamicGroup:
     def _name(self) -> str:
         return str(self._card["node"]["name"])
 
-    def join(self, deadline: float) -> TensorPipeAgent:
+    def join(self, deadline: float) -> Any:
         """Become a member and return the agent."""
         with self._lease.held(deadline):
             others = self._living()
@@ -85,12 +85,12 @@ class DynamicGroup:
         reverse = reverse_maps(self._name, nodes)
         devices = device_list(nodes[0], reverse)
         if torch.cuda.is_available() and devices:
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         self._agent = TensorPipeAgent(
             self._store, self._name, self._card["rank"], None, self._options, reverse, devices
         )
         with undone_on_error():
-            api._init_rpc_states(self._agent)
+            api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
             set_group(self)
             text = json.dumps(self._card)
             for silent in self._tell(others, _member_joined, text):

@@ -71,9 +71,9 @@ class DynamicGroup:
         for each in (card, *others):
             self._meet(each)
         if torch.cuda.is_available() and self._agent_devices():
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         with undone_on_error():
-            api._init_rpc_states(self._agent)
+            api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
             self._tell(card, others, deadline)
 
     def _tell(self, card: Card, others: list[Card], deadline: float) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.rpc import RpcBackendOptions, _is_current_rpc_agent_set, 
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
 from rankcall.errors import AuthenticationFailed, BackendUnavailable, RpcTimeout
-from rankcall.rpc._group import StaticGroup, set_group, undone_on_error
+from rankcall.rpc._group import StaticGroup, init_deadline, set_group, undone_on_error
 from rankcall.rpc._members import MemberLog, life
 from rankcall.rpc._place import Place
 from rankcall.rpc._roll import Roll, check_names, claim_place
@@ -115,7 +115,7 @@ def init_backend_handler(
         )
     library = _library()
     agent_module()  # built before the clock starts
-    deadline = time.monotonic() + rpc_backend_options.rpc_timeout
+    deadline = init_deadline(rpc_backend_options.rpc_timeout)
     roll = None
     if world_size:
         roll = claim_place(dist.PrefixStore("roll", store), name, rank, world_size, deadline)
@@ -206,7 +206,7 @@ def _join_static(worker: Worker, roll: Roll, deadline: float) -> Any:
     reverse = reverse_maps(worker.name, nodes)
     devices = device_list(nodes[worker.rank], reverse)
     if torch.cuda.is_available() and devices:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     agent = worker.agent
     agent.set_devices(worker.options.device_maps, reverse, devices)
     for card in cards:
@@ -215,7 +215,7 @@ def _join_static(worker: Worker, roll: Roll, deadline: float) -> Any:
     agent.on_join(Quiescence(agent, roll).wait)
     agent.on_control(lambda sender, payload: "")
     with undone_on_error():
-        api._init_rpc_states(agent)
+        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
         roll.exchange("started", None, deadline)
         _reach([card for card in cards if card["host"] != worker.place.host], agent, deadline)
         roll.exchange("ready", None, deadline)
@@ -227,8 +227,9 @@ def _join_static(worker: Worker, roll: Roll, deadline: float) -> Any:
 def _reach(cards: Sequence[Mapping[str, Any]], agent: Any, deadline: float) -> None:
     """Hear from every worker on another host. Raises ``AuthenticationFailed``."""
     left = max(0.1, deadline - time.monotonic())
-    answers = {card["node"]["name"]: agent.control(card["node"]["name"], "", left) for card in cards}
-    for name, answer in answers.items():
+    names = [card["node"]["name"] for card in cards]
+    answers = [agent.control(name, "", left) for name in names]
+    for name, answer in zip(names, answers, strict=True):
         try:
             answer.wait()
         except RuntimeError as error:
@@ -307,4 +308,4 @@ def _at_exit() -> None:
     if _is_current_rpc_agent_set() and isinstance(
         api._get_current_rpc_agent(), agent_module().ZmqAgent
     ):
-        api._finalize_shutdown()
+        api._finalize_shutdown()  # type: ignore[no-untyped-call]

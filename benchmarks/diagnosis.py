@@ -1,0 +1,161 @@
+"""How often the diagnosis is right, and how fast: a score over planted faults.
+
+Two parts. Real jobs: every scenario of tests/multiproc/scenarios.py is run on real ranks with the
+watcher in them, and judged by the watcher, by a diagnosis from outside while it hangs, and after
+its end. Synthetic worlds: rings of 64 to 16,384 ranks with one planted fault of each kind.
+
+A finding is right where kind and culprits are exactly what was planted. ``precision``: of what was
+found, the part that is right. ``recall``: of what was planted, the part that was found.
+``false_alarms``: findings in healthy jobs. ``median_seconds_to_verdict``: from the threshold until
+the watcher's verdict is in the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SUITE = Path(__file__).resolve().parents[1] / "tests/multiproc"
+WORLDS = (64, 512, 4096, 16384)
+KINDS = ("missing", "dead", "stopped", "exhausted", "desync", "mismatch", "deadlock")
+CALLS = 64
+Cause = tuple[str, tuple[int, ...]]
+
+
+def main() -> int:
+    """Print one JSON object with the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
+    parser.add_argument("--only", default="", help="only scenarios with this in their name")
+    parser.add_argument("--worlds", type=int, nargs="*", default=list(WORLDS))
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(_measured(options.measure)))
+        return 0
+    score = Score()
+    real = _real(score, options.only)
+    worlds = _worlds(score, options.worlds)
+    print(json.dumps({**score.figures(), **real, **worlds}, indent=1))
+    return 0
+
+
+class Score:
+    """Counts findings against what was planted."""
+
+    def __init__(self) -> None:
+        self.found = self.right = self.planted = self.judgements = self.false_alarms = 0
+        self.wrong: list[str] = []
+
+    def add(self, name: str, found: Iterable[Cause], planted: Sequence[Cause]) -> None:
+        """Count one judgement."""
+        findings = list(found)
+        right = sum((Counter(findings) & Counter(planted)).values())
+        self.judgements += 1
+        self.found, self.right = self.found + len(findings), self.right + right
+        self.planted += len(planted)
+        self.false_alarms += 0 if planted else len(findings)
+        if Counter(findings) != Counter(planted):
+            self.wrong.append(f"{name}: {sorted(findings)} instead of {sorted(planted)}")
+
+    def figures(self) -> dict[str, Any]:
+        """Return the score."""
+        return {
+            "precision": round(self.right / self.found, 4) if self.found else 1.0,
+            "recall": round(self.right / self.planted, 4) if self.planted else 1.0,
+            "false_alarms": self.false_alarms,
+            "judgements": self.judgements,
+            "wrong": self.wrong,
+        }
+
+
+def _real(score: Score, only: str) -> dict[str, Any]:
+    sys.path.insert(0, str(SUITE))
+    from scenario_run import run  # type: ignore[import-not-found]
+    from scenarios import ALL  # type: ignore[import-not-found]
+
+    chosen = [each for each in ALL if only in each.name]
+    seconds, took = [], []
+    with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
+        before, live = os.environ.get("RANKCALL_SHM"), Path(tempfile.mkdtemp(dir="/dev/shm"))
+        os.environ["RANKCALL_SHM"] = str(live)
+        try:
+            for scenario in chosen:
+                found = run(scenario, Path(folder) / scenario.name)
+                took.append(found.took)
+                seconds += [] if found.seconds is None else [found.seconds]
+                for who, causes in found.by.items():
+                    score.add(f"{scenario.name} ({who})", causes, scenario.causes)
+        finally:
+            shutil.rmtree(live, ignore_errors=True)
+            os.environ.pop("RANKCALL_SHM")
+            if before is not None:
+                os.environ["RANKCALL_SHM"] = before
+    return {
+        "scenarios": len(chosen),
+        "median_seconds_to_verdict": round(median(seconds), 3) if seconds else None,
+        "worst_seconds_to_verdict": round(max(seconds), 3) if seconds else None,
+        "median_seconds_of_a_scenario": round(median(took), 2) if took else None,
+    }
+
+
+def _worlds(score: Score, sizes: Sequence[int]) -> dict[str, Any]:
+    """Judge one synthetic run a size and kind; time the missing ones in a process of their own."""
+    figures: dict[str, Any] = {"synthetic_calls_per_rank": CALLS, "seconds_4096": None}
+    for ranks in sizes:
+        spent = []
+        for kind in KINDS:
+            folder = Path(tempfile.mkdtemp(prefix="rankcall-bench-"))
+            try:
+                planted = _write(folder / "run", ranks, kind)
+                output = subprocess.check_output(
+                    [sys.executable, __file__, "--measure", str(folder / "run")]
+                )
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            told = json.loads(output)
+            spent.append(told["seconds"])
+            causes = [(kind, tuple(who)) for kind, who in told["findings"]]
+            score.add(f"{ranks} ranks, {kind}", causes, [planted])
+        figures[f"seconds_{ranks}"] = round(median(spent), 3)
+    return figures
+
+
+def _write(run: Path, ranks: int, kind: str) -> Cause:
+    from rankcall.testing import synthetic_run
+    from rankcall.testing.synthetic import Planted
+
+    who = (ranks // 3, ranks // 3 + 1, ranks // 3 + 2) if kind == "deadlock" else (ranks // 3,)
+    rows = [list(range(first, first + 8)) for first in range(0, ranks, 8)]
+    hosts = ranks // 8
+    synthetic_run(
+        run, ranks, CALLS, hosts=hosts, groups={"node": rows},
+        clock_offsets_ns=[host * 7_000_003 % 1_000_000_000 for host in range(hosts)],
+        planted=Planted(kind, who, CALLS * 3 // 4),
+    )  # fmt: skip
+    return kind, who
+
+
+def _measured(run: Path) -> dict[str, Any]:
+    start = time.perf_counter()
+    from rankcall.analysis.diagnosis import diagnose
+    from rankcall.run import load
+
+    found = diagnose(load(run))
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "findings": [(each.kind, each.ranks) for each in found.findings]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""``rankcall collect``: one file of a run that is spread over nodes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankcall.archive import FOLDERS, HANGS, check_name, is_archive, pack, unpack
+from rankcall.cli._engine import say
+from rankcall.errors import CorruptRun, RankcallError
+from rankcall.processes import STATES, describe_states
+from rankcall.ring.reader import Header, read_head
+from rankcall.ring.writer import boot_id
+from rankcall.run import find_run, format_ranks, host_name, ring_paths, settle
+
+__all__ = ["command"]
+
+
+def command(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN...",
+            help="A run directory, or several of one run: of other nodes, or their archives.",
+        ),
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="The archive: .tar.zst, .tar.gz or .tar.")] = None,
+) -> None:
+    """Put a run into one file, which report and diagnose read as they do a run directory.
+
+    Where the nodes of a job share no file system, run it on each, then once more over the
+    archives. Jobs that still run are collected as they stand.
+    """
+    places = [find_run(path) for path in runs] if runs else [find_run(None)]
+    target = to or Path(f"{places[0].name.partition('.tar')[0]}.tar.zst")
+    try:
+        check_name(target)
+    except ValueError as error:
+        raise RankcallError(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
+        extracted: list[Path] = []
+        try:
+            folders = [_folder(place, extracted) for place in places]
+            _collect(folders, places[0], target, Path(scratch))
+        finally:
+            for folder in extracted:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder(place: Path, extracted: list[Path]) -> Path:
+    if place.is_dir():
+        settle(place)
+        return place
+    if not is_archive(place):
+        raise CorruptRun(f"{place}: neither a run directory nor an archive of one")
+    extracted.append(unpack(place))
+    return extracted[-1]
+
+
+def _collect(folders: list[Path], first: Path, target: Path, scratch: Path) -> None:
+    files: list[tuple[str, Path]] = []
+    for folder in folders:
+        files += _files(folder)
+    headers = _headers([path for inside, path in files if inside.startswith("rings/")])
+    if not headers:
+        raise CorruptRun(f"{first}: no ring files: not a run, or nothing was recorded in it")
+    about = [each for each in headers if each.boot_id == boot_id()]
+    if about:
+        name = f"{STATES}/{_plain(host_name())}.{_plain(boot_id())}.json"
+        (scratch / "states.json").write_bytes(describe_states(about))
+        files.insert(0, (name, scratch / "states.json"))
+    left = pack(files, target, first.name.partition(".tar")[0] or "run")
+    for name in left:
+        say(f"left out, it vanished meanwhile: {name}")
+    _tell(headers, target)
+
+
+def _plain(text: str) -> str:
+    return "".join(char if char.isalnum() else "_" for char in text)
+
+
+def _files(folder: Path) -> list[tuple[str, Path]]:
+    """Return what belongs to a run, with names inside the archive; rings may be elsewhere."""
+    found = [(f"rings/{ring.name}", ring) for ring in ring_paths(folder)]
+    if (folder / "run.json").is_file():
+        found.append(("run.json", folder / "run.json"))
+    for name in (*FOLDERS[1:], HANGS):
+        for file in sorted((folder / name).rglob("*")):
+            if file.is_file() and not file.is_symlink():
+                found.append((str(file.relative_to(folder)), file))
+    return found
+
+
+def _headers(rings: list[Path]) -> list[Header]:
+    found = []
+    for ring in rings:
+        try:
+            found.append(read_head(ring).header)
+        except CorruptRun as error:
+            say(str(error))
+    return found
+
+
+def _tell(headers: list[Header], target: Path) -> None:
+    world = max(header.world_size for header in headers)
+    ranks = sorted({header.rank for header in headers})
+    missing = sorted(set(range(world)) - set(ranks))
+    size = target.stat().st_size
+    say(
+        f"{len(ranks):,} of {max(world, len(ranks)):,} ranks in {target} ({size / 1e6:,.1f} MB); "
+        f"read it with: rankcall diagnose {target}"
+    )
+    if missing:
+        say(
+            f"no records of rank {format_ranks(missing)} here: collect on their nodes, too, then "
+            f"put the archives together: rankcall collect {target} OTHERS... --to ALL.tar.zst"
+        )

@@ -1,0 +1,71 @@
+"""``install``: make torch's own elastic code use these functions."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+from rankcall.store._barrier import barrier
+from rankcall.store._exchange import get_all, synchronize
+from rankcall.store._timeout import store_timeout
+
+__all__ = ["Installed", "install"]
+
+_lock = threading.Lock()
+_installed: list[Installed] = []
+
+
+class Installed:
+    """What ``install`` returns. ``remove()`` ends it, once; so does leaving it as a context."""
+
+    def __init__(self, before: list[tuple[Any, str, Any]]) -> None:
+        self._before = before
+
+    def remove(self) -> None:
+        """Put torch's functions back."""
+        with _lock:
+            if self in _installed:
+                _installed.remove(self)
+                for module, name, function in self._before:
+                    setattr(module, name, function)
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def install() -> Installed:
+    """Put ``barrier``, ``synchronize``, ``get_all`` and ``store_timeout`` in place of torch's.
+
+    In this process, for whoever calls them through ``torch.distributed.elastic.utils``: the exit
+    barrier of torchelastic's agents, ``create_c10d_store``, the checkpoint barriers. All processes
+    that meet have to install it: the two do not see each other's arrivals. Undone by the handle.
+
+    Raises ``RuntimeError`` where it is installed already.
+    """
+    import torch.distributed.elastic.utils.distributed as distributed
+    import torch.distributed.elastic.utils.store as elastic
+
+    ours = {
+        (elastic, "barrier"): barrier,
+        (elastic, "get_all"): get_all,
+        (elastic, "store_timeout"): store_timeout,
+        (elastic, "synchronize"): synchronize,
+        (distributed, "barrier"): barrier,
+    }
+    with _lock:
+        if _installed:
+            raise RuntimeError("rankcall.store is installed already: remove() it first")
+        handle = Installed([(module, name, getattr(module, name)) for module, name in ours])
+        for (module, name), function in ours.items():
+            setattr(module, name, function)
+        _installed.append(handle)
+    return handle

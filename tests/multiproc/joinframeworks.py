@@ -1,0 +1,128 @@
+"""Train unevenly under Lightning and Accelerate, with the real packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+WORLD = 2
+
+
+def samples(rank: int) -> torch.Tensor:
+    """Return a rank's samples, 4 a batch: 3 batches on rank 0, 5 on rank 1."""
+    made = torch.Generator().manual_seed(rank)
+    return torch.randn(4 * (3 + 2 * rank), 6, generator=made, dtype=torch.float64)
+
+
+def network() -> nn.Linear:
+    """Return the same model everywhere."""
+    torch.manual_seed(0)
+    return nn.Linear(6, 2).double()
+
+
+def alone(shares: list[list[torch.Tensor]]) -> list[float]:
+    """Train in one process, on each rank's batches; return the weights."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(max(map(len, shares))):
+        optimizer.zero_grad()
+        for share in shares:
+            if step < len(share):
+                (model(share[step]).square().mean() / len(shares)).backward()
+        optimizer.step()
+    weights: list[float] = model.weight.flatten().tolist()
+    return weights
+
+
+def with_lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Fit for two epochs."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import lightning.pytorch as pl
+
+    from rankcall.join.lightning import JoinCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = network()
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            return self.model(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    torch.set_num_threads(1)
+    uneven = JoinCallback()
+    module = Module()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=2, callbacks=[uneven],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=Path(folder) / str(rank),
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(samples(rank)), batch_size=4)
+    trainer.fit(module, uneven.loader(loader))
+    shares = [list(samples(each).split(4)) * 1 for each in range(WORLD)]
+    # Two epochs: ranks run dry in each of them.
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        for step in range(5):
+            optimizer.zero_grad()
+            for share in shares:
+                if step < len(share):
+                    (model(share[step]).square().mean() / WORLD).backward()
+            optimizer.step()
+    assert uneven.join is not None
+    assert uneven.join.summary is not None
+    rows = uneven.join.summary.ranks
+    return {
+        "apart": float((module.model.weight - model.weight).abs().max().detach()),
+        "replayed": [each.replayed for each in rows],
+        "batches": [each.batches for each in rows],
+        "restored": "pre_backward" not in vars(trainer.strategy.precision_plugin),
+    }
+
+
+def with_accelerate(rank: int, world_size: int) -> dict[str, Any]:
+    """Train with prepared objects; 22 samples make 6 batches of 4, the last of 2: uneven."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from accelerate import Accelerator
+
+    from rankcall.join.accelerate import join_uneven_inputs
+
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    data = torch.cat([samples(0), samples(1)])[:20]
+    model = network()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(data), batch_size=4)
+    )
+    with join_uneven_inputs(accelerator, [model, optimizer]) as join:
+        for (batch,) in join.batches(loader):
+            optimizer.zero_grad()
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+    weights = model.module.weight.flatten().tolist()
+    batches = list(data.split(4))
+    wanted = alone([batches[0::2], batches[1::2]])
+    assert join.summary is not None
+    told = {
+        "apart": max(abs(a - b) for a, b in zip(weights, wanted, strict=True)),
+        "batches": [each.batches for each in join.summary.ranks],
+        "shadowed": [each.shadowed for each in join.summary.ranks],
+        "even": loader.batch_sampler.even_batches,
+        "sync": accelerator.gradient_state.sync_with_dataloader,
+    }
+    dist.barrier()
+    return told

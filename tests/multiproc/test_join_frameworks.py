@@ -1,0 +1,41 @@
+"""Uneven inputs under Lightning and Accelerate equal one process; skipped where they are absent."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from joinframeworks import with_accelerate, with_lightning
+from ranks import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip where an optional package is not installed."""
+    absent = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(absent, reason=f"needs pip install 'rankcall[{package}]'")
+
+
+@needs("lightning")
+def test_lightning(tmp_path: Path) -> None:
+    """Two epochs; the callback weighs the loss and leaves nothing behind."""
+    for told in run_ranks(
+        with_lightning, 2, str(tmp_path), init=False, timeout=100, env={"LOCAL_WORLD_SIZE": "2"}
+    ):
+        assert told["apart"] < 1e-12
+        assert told["batches"] == [6, 10]
+        assert told["replayed"] == [4, 0]
+        assert told["restored"]
+
+
+@needs("accelerate")
+def test_accelerate() -> None:
+    """Each sample once, instead of repeating some to be even; settings are as before."""
+    for told in run_ranks(with_accelerate, 2, timeout=100, env={"ACCELERATE_USE_CPU": "true"}):
+        assert told["apart"] < 1e-12
+        assert told["batches"] == [3, 2]
+        assert told["shadowed"] == [0, 1]
+        assert told["even"] is True
+        assert told["sync"] is True

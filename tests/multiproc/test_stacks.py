@@ -1,0 +1,102 @@
+"""Python stacks of another process: whatever holds it up, and never at its cost."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from world import wait_until
+
+from rankcall import _stacks
+from rankcall.ring.layout import HEADER_BYTES
+from rankcall.ring.reader import Header, parse_header
+from rankcall.testing import FaultPlan, Ranks, start_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def _one_by_one(rank: int, world_size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+
+
+def _registered(rank: int, world_size: int, folder: str, register: bool) -> None:
+    from rankcall.ring import Geometry, Identity, create
+
+    ring = create(Path(folder) / "it.ring", Identity(rank=3), Geometry(64))
+    if register:
+        _stacks.register(ring)
+    (Path(folder) / "ready").touch()
+    _wait_here()
+
+
+def _wait_here() -> None:
+    time.sleep(3600)
+
+
+def _header(path: Path) -> Header:
+    return parse_header(path.read_bytes()[:HEADER_BYTES], str(path))
+
+
+def _started(tmp_path: Path, register: bool) -> Ranks:
+    ranks = start_ranks(_registered, 1, str(tmp_path), register, init=False)
+    wait_until((tmp_path / "ready").exists)
+    return ranks
+
+
+def test_asked_again_and_again(tmp_path: Path) -> None:
+    """Each answer is whole, of its own time; the process goes on."""
+    with _started(tmp_path, register=True) as ranks:
+        header = _header(tmp_path / "it.ring")
+        for _ in range(5):
+            answer = _stacks.ask([header])
+            assert answer.keys() == {3}
+            assert answer[3].count("in _wait_here") == 1
+        assert Path(f"/proc/{ranks.pids[0]}").exists()
+
+
+def test_not_registered(tmp_path: Path) -> None:
+    """A process that takes no signal gets none, whatever its ring says: it would die of it."""
+    with _started(tmp_path, register=False) as ranks:
+        header = replace(_header(tmp_path / "it.ring"), stack_fd=1)
+        assert _stacks.ask([header]) == {}
+        assert Path(f"/proc/{ranks.pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_rings_that_lie(tmp_path: Path) -> None:
+    """Another file, process or boot: nobody is signalled."""
+    with _started(tmp_path, register=True):
+        good = _header(tmp_path / "it.ring")
+        for bad in (
+            replace(good, stack_fd=2),
+            replace(good, stack_fd=9999),
+            replace(good, process_start=good.process_start + 1),
+            replace(good, boot_id="another"),
+            replace(good, pid=os.getpid()),
+        ):
+            assert _stacks.ask([bad]) == {}
+
+
+def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -> None:
+    """The stack of the former ends in what holds it; all others are there too."""
+    plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
+    run = tmp_path / "run"
+    with start_ranks(_one_by_one, 4, faults=plan, run_dir=run, watch={"hang_after": 60}) as ranks:
+        from rankcall.run import ring_paths
+
+        def state(rank: int) -> str:
+            return Path(f"/proc/{ranks.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
+
+        wait_until(lambda: state(2) == "T")
+        headers = [_header(path) for path in ring_paths(run)]
+        assert len(headers) == 4
+        wait_until(lambda: "in _befall" in _stacks.ask(headers).get(1, ""))
+        answer = _stacks.ask(headers)
+    assert sorted(answer) == [0, 1, 3]
+    assert "test_stacks.py" in answer[0]

@@ -1,0 +1,105 @@
+"""``rankcall.expect``: what a program declares stands in its ring for as long as it holds."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+import rankcall
+from rankcall.capture import declared, session
+from rankcall.ring import Geometry, Identity, create
+from rankcall.ring.layout import HEADER_BYTES
+from rankcall.ring.reader import Header, parse_header
+
+
+@pytest.fixture
+def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[mmap.mmap]:
+    """Stand in for a recording's ring."""
+    made = create(None, Identity(), Geometry(64))
+    monkeypatch.setattr(session, "current", lambda: SimpleNamespace(ring=made))
+    yield made
+    assert not declared._phases
+
+
+def header(ring: mmap.mmap) -> Header:
+    """Read a ring's header as another process would."""
+    return parse_header(ring[:HEADER_BYTES], "ring")
+
+
+def test_a_phase_and_its_end(ring: mmap.mmap) -> None:
+    """While it lasts: until when, and what; afterwards: when it ended."""
+    assert (header(ring).expect_until_ns, header(ring).expect_what) == (0, "")
+    began = time.monotonic_ns()
+    with rankcall.expect(30, "checkpoint 1200"):
+        inside = header(ring)
+    assert inside.expect_what == "checkpoint 1200"
+    assert 30e9 <= inside.expect_until_ns - began < 31e9
+    after = header(ring)
+    assert began < after.expect_until_ns <= time.monotonic_ns()
+
+
+def test_nested_and_overlapping_phases(ring: mmap.mmap) -> None:
+    """The one that ends last counts, on whatever thread it was declared."""
+    with rankcall.expect(100, "outer"):
+        with rankcall.expect(10, "inner"):
+            assert header(ring).expect_what == "outer"
+        assert header(ring).expect_what == "outer"
+
+        def other() -> None:
+            with rankcall.expect(1000, "other"):
+                assert header(ring).expect_what == "other"
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert header(ring).expect_what == "outer"
+
+
+def test_an_exception_ends_it(ring: mmap.mmap) -> None:
+    """It gets out as it is."""
+    with pytest.raises(KeyError, match="mine"), rankcall.expect(100, "doomed"):
+        raise KeyError("mine")
+    assert header(ring).expect_until_ns <= time.monotonic_ns()
+
+
+def test_as_a_decorator(ring: mmap.mmap) -> None:
+    """Each call is a phase."""
+
+    @rankcall.expect(50, "saving")
+    def save() -> str:
+        return header(ring).expect_what
+
+    assert [save(), save()] == ["saving", "saving"]
+
+
+def test_long_words_are_cut(ring: mmap.mmap) -> None:
+    """Not within a character, and nothing beyond its place is written."""
+    with rankcall.expect(10, "ü" * 500):
+        found = header(ring)
+    assert found.expect_what == "ü" * 127
+    assert found.overdue_ns == 0
+
+
+def test_without_a_recording() -> None:
+    """It does nothing."""
+    assert session.current() is None
+    with rankcall.expect(10, "nothing"):
+        pass
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_no_time(seconds: float) -> None:
+    """A phase takes some seconds."""
+    with pytest.raises(ValueError, match="seconds above 0"), rankcall.expect(seconds, "x"):
+        pass
+
+
+def test_no_words() -> None:
+    """A phase says what it is."""
+    with pytest.raises(ValueError, match="words for what"), rankcall.expect(1, " "):
+        pass

@@ -1,0 +1,169 @@
+"""Nodes that agree through a store: one judge, one verdict, and none where the store is gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.watch._exchange import Agreed, Exchange, Unreachable
+
+WORLD = 4
+
+
+def node(*ranks: int) -> Snapshot:
+    """Return what a node with these ranks knows of a world of four."""
+    states = [
+        RankState(rank, "node", 1, state=ALIVE) if rank in ranks else RankState(rank, blind=True)
+        for rank in range(WORLD)
+    ]
+    return Snapshot(states, no_calls())
+
+
+def names(snapshot: Snapshot) -> bytes:
+    """Judge by naming the ranks that are known."""
+    return repr([state.rank for state in snapshot.ranks if not state.blind]).encode()
+
+
+def together(exchanges: list[Exchange], parts: list[Snapshot]) -> list[Agreed]:
+    """Let all nodes agree at the same time."""
+    found: dict[int, Agreed] = {}
+
+    def agree(which: int) -> None:
+        found[which] = exchanges[which].agree(parts[which], WORLD, names)
+
+    threads = [threading.Thread(target=agree, args=(which,)) for which in range(len(parts))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    return [found[which] for which in range(len(parts))]
+
+
+def store() -> Any:
+    """Return a store of this process."""
+    from torch.distributed import HashStore
+
+    made = HashStore()
+    made.set_timeout(timedelta(seconds=2))
+    return made
+
+
+def test_two_nodes_agree() -> None:
+    """One judges, over what both know; both get the verdict; rounds go on being counted."""
+    shared = store()
+    nodes = [Exchange(lambda: shared) for _ in range(2)]
+    assert not nodes[0].asked()
+    for number in (1, 2, 3):
+        agreed = together(nodes, [node(0, 1), node(2, 3)])
+        assert [each.verdict for each in agreed] == [b"[0, 1, 2, 3]"] * 2
+        assert sorted(each.by_me for each in agreed) == [False, True]
+        assert shared.get("latest") == str(number).encode()
+
+
+def test_keys_do_not_pile_up() -> None:
+    """However many rounds one node judges, what is left are the keys of the last ones."""
+    shared = store()
+    alone = Exchange(lambda: shared)
+    for _ in range(5):
+        alone.agree(node(0, 1, 2, 3), WORLD, names)
+    assert shared.num_keys() <= 1 + 2 * 4
+
+
+def test_a_node_that_says_nothing() -> None:
+    """After a moment the others judge without it."""
+    shared = store()
+    began = time.monotonic()
+    agreed = Exchange(lambda: shared, settle_s=0.2).agree(node(0, 1), WORLD, names)
+    assert agreed == (b"[0, 1]", True)
+    assert 0.2 <= time.monotonic() - began < 2
+
+
+def test_a_node_is_asked() -> None:
+    """A round that another has opened is seen, and is over with its verdict."""
+    shared = store()
+    opened = threading.Thread(
+        target=Exchange(lambda: shared, settle_s=5).agree, args=(node(0, 1), WORLD, names)
+    )
+    opened.start()
+    other = Exchange(lambda: shared)
+    deadline = time.monotonic() + 10
+    while not other.asked():
+        assert time.monotonic() < deadline
+    other.agree(node(2, 3), WORLD, names)
+    opened.join(10)
+    assert not other.asked()
+
+
+def test_a_judge_that_dies() -> None:
+    """The next in line judges where the first to post says nothing."""
+    shared = store()
+    shared.add("1/open", 1)
+    shared.add("1/posts", 1)  # it took its number, and was gone
+    agreed = Exchange(lambda: shared, settle_s=0.1).agree(node(2, 3), WORLD, names)
+    assert agreed == (b"[2, 3]", True)
+
+
+def test_a_post_that_is_no_summary() -> None:
+    """It is left out."""
+    shared = store()
+    shared.add("1/posts", 1)
+    shared.set("1/post/1", b"\x80\x04nonsense")
+    agreed = Exchange(lambda: shared, settle_s=0.1).agree(node(2, 3), WORLD, names)
+    assert agreed.verdict == b"[2, 3]"
+
+
+class Silent:
+    """A store whose host stands still."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.calls = 0
+
+    def check(self, keys: list[str]) -> bool:
+        """Never return, until the test is over."""
+        self.calls += 1
+        self.over.wait(30)
+        raise RuntimeError("over")
+
+
+def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up after a while, and not tried again at once."""
+    from rankcall.watch import _exchange
+
+    monkeypatch.setattr(_exchange, "_PROBE_S", 0.2)
+    silent = Silent()
+    exchange = Exchange(lambda: silent, settle_s=0.1)
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match="no answer within"):
+        exchange.agree(node(0), WORLD, names)
+    with pytest.raises(Unreachable, match="a moment ago"):
+        exchange.asked()
+    assert time.monotonic() - began < 2
+    assert silent.calls == 1
+    silent.over.set()
+
+
+def test_a_store_that_is_gone() -> None:
+    """Its error is the reason."""
+
+    def gone() -> Any:
+        raise ConnectionError("broken pipe")
+
+    with pytest.raises(Unreachable, match="broken pipe"):
+        Exchange(gone).agree(node(0), WORLD, names)
+
+
+def test_no_store_yet() -> None:
+    """Before init_process_group there is nobody to ask; afterwards there is."""
+    shared = store()
+    there: list[Any] = [None]
+    exchange = Exchange(lambda: there[0])
+    with pytest.raises(Unreachable, match="has not been made"):
+        exchange.asked()
+    there[0] = shared
+    assert not exchange.asked()

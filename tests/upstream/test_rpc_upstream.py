@@ -1,0 +1,29 @@
+"""All of PyTorch's own RPC tests on both back ends; TENSORPIPE beside torch's own bring-up."""
+
+from __future__ import annotations
+
+import pytest
+from rpcupstream import RACY, count, failed, run_twice
+
+pytestmark = pytest.mark.multiproc
+
+
+def test_zmq_passes_torchs_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    """At least 97 in a hundred; what fails is of one known kind."""
+    outcomes = run_twice("ZMQ")
+    with capsys.disabled():
+        print(f"\nZMQ: {count(outcomes)}: {failed(outcomes)}")
+    ran = [name for name, outcome in outcomes.items() if not outcome.startswith("skipped")]
+    assert len(ran) > 300
+    assert len(failed(outcomes)) <= 0.03 * len(ran)
+    assert not [name for name in failed(outcomes) if RACY not in name]
+
+
+def test_tensorpipe_passes_what_torchs_own_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing fails on our bring-up that does not fail on torch's."""
+    ours, theirs = run_twice("TENSORPIPE"), run_twice("torch")
+    with capsys.disabled():
+        print(f"\nTENSORPIPE: {count(ours)}\ntorch: {count(theirs)}: {failed(theirs)}")
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 400
+    assert not [name for name in set(failed(ours)) - set(failed(theirs)) if RACY not in name]
