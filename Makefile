@@ -27,13 +27,15 @@ demo: $(INSTALLED)
 	$(BIN)/rankcall report
 	$(BIN)/rankcall report --html report.html
 
+# What is compiled is compiled first: no test's time-out is for a compiler.
 test: $(INSTALLED)
+	$(BIN)/rankcall build || true
 	$(BIN)/python -m pytest -q -m 'not slow'
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -q --hypothesis-profile=long --timeout=1800 -o faulthandler_timeout=1700
 
-# PyTorch's own Gloo tests, with recording on and off.
+# PyTorch's own Gloo tests, with recording on and off, and its RPC tests on both back ends.
 test-upstream: $(INSTALLED)
 	$(BIN)/python -m pytest -q --timeout=3000 -o faulthandler_timeout=2900 tests/upstream
 
@@ -45,10 +47,12 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --json
 	$(BIN)/python benchmarks/hooks.py --json
+	$(BIN)/python benchmarks/join.py --json
 	$(BIN)/python benchmarks/training.py --json
 	$(BIN)/python benchmarks/analysis.py --ranks 256 --collectives 4000 --json
 	$(BIN)/python benchmarks/export.py --json
 	$(BIN)/python benchmarks/trace.py --json
+	$(BIN)/python benchmarks/rpc.py --json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

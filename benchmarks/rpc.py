@@ -26,6 +26,7 @@ SIZES = {"4mib": 4 << 20, "64mib": 64 << 20}
 CALLS = {"small": 200, "4mib_send": 20, "4mib_echo": 20, "64mib_send": 4, "64mib_echo": 4}
 OUTSTANDING = (1, 64)
 CALLS_A_BURST = 512
+JOINERS, JOIN_ROUNDS = 16, 3
 
 
 def add(a: int, b: int) -> int:
@@ -129,13 +130,78 @@ def run(rounds: int) -> dict[str, float]:
     return result
 
 
+def joiner(rank: int, count: int, ours: bool, port: int, pipe: Connection) -> None:
+    """Be one of `count` workers that come up one by one, when told, and go when all are there."""
+    import torch.distributed.rpc as torch_rpc
+
+    from rankcall import rpc
+
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent's
+    os.environ.pop("WORLD_SIZE", None)
+    method = f"tcp://127.0.0.1:{port}"
+    if ours:
+        options = rpc.construct_rpc_backend_options(rpc.BackendType.ZMQ, init_method=method)
+    else:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=method)
+    pipe.send("ready")
+    pipe.recv()
+    if ours:
+        rpc.init_rpc(f"w{rank}", "ZMQ", rank, None, options)
+    else:
+        torch_rpc.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+    pipe.send("joined")
+    pipe.recv()
+    os._exit(0)
+
+
+def time_to_join(count: int, ours: bool) -> float:
+    """Return how many seconds `count` processes take to become one dynamic group."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(count):
+        pipe, theirs = context.Pipe()
+        args = (rank, count, ours, store.port, theirs)
+        processes.append(context.Process(target=joiner, args=args, daemon=True))
+        processes[-1].start()
+        pipes.append(pipe)
+    for pipe in pipes:
+        pipe.recv()
+    began = time.perf_counter()
+    for pipe in pipes:
+        pipe.send("go")
+    for pipe in pipes:
+        pipe.recv()
+    took = time.perf_counter() - began
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send("end")
+        process.join(10)
+    return took
+
+
+def dynamic_join_ratio(count: int, rounds: int) -> dict[str, float]:
+    """Return both times to bring a dynamic group up, medians in s, and theirs over ours."""
+    ours, theirs = [], []
+    for _ in range(rounds):
+        ours.append(time_to_join(count, ours=True))
+        theirs.append(time_to_join(count, ours=False))
+    zmq, tensorpipe = statistics.median(ours), statistics.median(theirs)
+    return {
+        f"zmq_dynamic_join_s_{count}": round(zmq, 3),
+        f"tensorpipe_dynamic_join_s_{count}": round(tensorpipe, 3),
+        f"dynamic_join_ratio_{count}": round(tensorpipe / zmq, 2),
+    }
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = run(options.rounds)
+    result = {**run(options.rounds), **dynamic_join_ratio(JOINERS, JOIN_ROUNDS)}
     if options.json:
         print(json.dumps(result))
         return
@@ -143,6 +209,8 @@ def main() -> None:
         ours, theirs = result[f"zmq_{name}"], result[f"tensorpipe_{name}"]
         ratio = result[f"ratio_{name}"]
         print(f"{name:12} {ours:10.1f} µs  TensorPipe {theirs:10.1f}  {ratio:.2f}x")
+    ratio = result[f"dynamic_join_ratio_{JOINERS}"]
+    print(f"{JOINERS} workers join {ratio:.1f} times as fast as torch's dynamic group")
     for each in OUTSTANDING:
         ours, theirs = (result[f"{backend}_calls_per_s_{each}"] for backend in BACKENDS)
         print(f"{each:3} under way {ours:10.0f} calls/s  TensorPipe {theirs:10.0f}")
@@ -151,4 +219,5 @@ def main() -> None:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # TensorPipe warns of every end
     main()

@@ -23,7 +23,7 @@ _COMMANDS = {
     "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
     "top": "Show live where every rank stands.",
     "collect": "Put a run that is spread over nodes into one file.",
-    "build": "Build the native recorder ahead of time.",
+    "build": "Build the native recorder and RPC agent ahead of time.",
 }
 
 

@@ -1,26 +1,32 @@
-"""``rankcall build``: build the native recorder ahead of time, for images and shared caches."""
+"""``rankcall build``: build the native parts ahead of time, for images and shared caches."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import typer
 
 from rankcall.capture.session import check_torch
 from rankcall.cli._engine import say
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import BackendUnavailable, CaptureUnavailable
 
 
 def command() -> None:
-    """Build the native recorder for this Python and torch, and say where it is.
+    """Build the native recorder and RPC agent for this Python and torch, and say where they are.
 
-    Jobs that find it there start at once. Exits with 1 and the reason where it cannot be built;
-    jobs then record with the slower Python capture.
+    Jobs that find them there start at once. Exits with 1 and the reason where one cannot be built;
+    jobs then record with the slower Python capture, and have no ZMQ back end. The agent is left out
+    where pyzmq is not installed.
     """
     check_torch()
     from rankcall.capture.native.build import prebuild
 
     try:
-        path = prebuild()
-    except CaptureUnavailable as error:
+        typer.echo(f"native recorder: {prebuild()}")
+        if importlib.util.find_spec("zmq") is not None:
+            from rankcall.rpc.native import AGENT
+
+            typer.echo(f"native RPC agent: {AGENT.prebuild()}")
+    except (CaptureUnavailable, BackendUnavailable) as error:
         say(str(error))
         raise typer.Exit(1) from error
-    typer.echo(f"native recorder: {path}")

@@ -18,6 +18,10 @@ from rankcall.errors import RpcTimeout
 from rankcall.rpc._roll import Roll
 
 
+_DEFAULT_INIT_S = 60.0
+_SHORTEST_INIT_S = 5.0
+
+
 class Group(Protocol):
     """A group this process has joined."""
 
@@ -59,6 +63,14 @@ class StaticGroup:
         wait_idle(self._agent, deadline)
         self._agent.join(shutdown=True, timeout=_left(deadline))
         self._roll.farewell(deadline)
+
+
+def init_deadline(rpc_timeout: float) -> float:
+    """Return when coming up ends: a call's time-out, but long enough to come up at all.
+
+    0 stands for calls without a time-out; coming up has one all the same.
+    """
+    return time.monotonic() + max(rpc_timeout or _DEFAULT_INIT_S, _SHORTEST_INIT_S)
 
 
 def wait_idle(agent: Any, deadline: float) -> None:

@@ -9,11 +9,11 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, Store
+from torch.distributed import Store
 
 from rankcall.errors import RpcTimeout
 
-_SLICE_S = 0.5  # how long one wait keeps us from noticing that a peer has died
+_ASK_S = 0.2  # how often to ask whether a peer has died
 
 
 class Roll:
@@ -49,20 +49,18 @@ class Roll:
                 self._store.wait(keys, timedelta(seconds=max(0.01, deadline - time.monotonic())))
 
     def _wait(self, label: str, keys: Sequence[str], deadline: float) -> None:
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                self._store.wait(list(keys), timedelta(seconds=max(0.01, min(left, _SLICE_S))))
-                return
-            except DistNetworkError:
-                raise  # the store is gone
-            except RuntimeError:  # a DistStoreError from most stores
-                reason = self.hopeless()
-                if left > _SLICE_S and not reason:
-                    continue
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if missing:
-                raise RpcTimeout(self._lateness(label, missing, reason), tuple(missing))
+        """Ask again and again: the store's own wait cannot be ended early."""
+        pause, reason, asked = 0.001, "", time.monotonic()
+        while not self._store.check(list(keys)):
+            now = time.monotonic()
+            if now - asked > _ASK_S:
+                asked, reason = now, self.hopeless()
+            if now > deadline or reason:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if missing:
+                    raise RpcTimeout(self._lateness(label, missing, reason), missing)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02 + self.world_size / 5000)
 
     def _lateness(self, label: str, missing: Sequence[int], reason: str) -> str:
         names = ", ".join(self.describe(rank) for rank in missing)

@@ -15,7 +15,7 @@ from torch.distributed.rpc import RpcBackendOptions, api
 
 from rankcall.errors import RpcTimeout
 from rankcall.rpc import backend_registry
-from rankcall.rpc._group import current_group, set_group
+from rankcall.rpc._group import current_group, init_deadline, set_group
 from rankcall.rpc.backend_registry import BackendType
 
 __all__ = ["init_rpc", "shutdown"]
@@ -35,7 +35,7 @@ def init_rpc(
 
     As ``torch.distributed.rpc.init_rpc``, with these differences: ``backend`` may be a member of
     rankcall's ``BackendType`` or of torch's, or a name; a ``rank`` of -1 is the rendezvous's; it
-    ends within the options' ``rpc_timeout`` seconds, and after a failure may be called again.
+    ends within the options' ``rpc_timeout`` seconds (5 at least), and after a failure may be called again.
     Without a ``world_size`` the group is dynamic: workers join and leave at any time.
 
     Raises ``BackendNotFound``, ``TypeError``, ``InvalidDeviceMap``, ``RpcTimeout`` that names the
@@ -104,7 +104,7 @@ def _store(
     name: str, options: RpcBackendOptions, rank: int, world_size: int | None
 ) -> tuple[dist.Store, int]:
     """Return the group's store, with ``rpc_timeout`` as its time-out, and this worker's rank."""
-    timeout = timedelta(seconds=options.rpc_timeout)
+    timeout = timedelta(seconds=init_deadline(options.rpc_timeout) - time.monotonic())
     meeting = _rendezvous_helper(options.init_method, rank, world_size or None, timeout=timeout)
     try:
         store, met_rank, _ = next(meeting)

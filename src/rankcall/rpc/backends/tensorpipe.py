@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.rpc import TensorPipeAgent, TensorPipeRpcBackendOptions, api
 from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
-from rankcall.rpc._group import StaticGroup, set_group, undone_on_error
+from rankcall.rpc._group import StaticGroup, init_deadline, set_group, undone_on_error
 from rankcall.rpc._roll import Roll, check_names, claim_place
 from rankcall.rpc.backends._tensorpipe_dynamic import DynamicGroup
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
@@ -50,7 +50,7 @@ def init_backend_handler(
     """Bring this worker's agent up and return it, in use.
 
     With a world size: every worker of a static group calls it, and returns when all can call each
-    other. Ends within ``rpc_timeout`` seconds. Raises ``TypeError``, ``InvalidDeviceMap``,
+    other. Ends within ``rpc_timeout`` seconds, or 5 where that is less. Raises ``TypeError``, ``InvalidDeviceMap``,
     ``RpcTimeout``, and ``RuntimeError`` for ranks, sizes or names that disagree.
     """
     if not isinstance(store, dist.Store):
@@ -62,7 +62,7 @@ def init_backend_handler(
         )
     if not world_size:
         group = DynamicGroup(store, name, rank, rpc_backend_options)
-        agent: TensorPipeAgent = group.join(time.monotonic() + rpc_backend_options.rpc_timeout)
+        agent: TensorPipeAgent = group.join(init_deadline(rpc_backend_options.rpc_timeout))
         return agent
     return _static(store, name, rank, world_size, rpc_backend_options)
 
@@ -70,14 +70,15 @@ def init_backend_handler(
 def _static(
     store: dist.Store, name: str, rank: int, world_size: int, options: TensorPipeRpcBackendOptions
 ) -> TensorPipeAgent:
-    deadline = time.monotonic() + options.rpc_timeout
+    deadline = init_deadline(options.rpc_timeout)
     roll = claim_place(dist.PrefixStore("roll", store), name, rank, world_size, deadline)
     nodes = exchange_nodes(roll, my_node(name, options), deadline)
     validate(nodes, static=True)
     reverse = reverse_maps(name, nodes)
     devices = device_list(nodes[roll.rank], reverse)
     if torch.cuda.is_available() and devices:
-        torch.cuda.init()  # others may send to a device before this process has used one  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
+        # Others may send to a device before this process has used one.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     agent = TensorPipeAgent(store, name, roll.rank, roll.world_size, options, reverse, devices)
     with undone_on_error():
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]

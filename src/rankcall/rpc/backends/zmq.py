@@ -17,7 +17,7 @@ from torch.distributed.rpc import RpcBackendOptions, _is_current_rpc_agent_set, 
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
 from rankcall.errors import AuthenticationFailed, BackendUnavailable, RpcTimeout
-from rankcall.rpc._group import StaticGroup, set_group, undone_on_error
+from rankcall.rpc._group import StaticGroup, init_deadline, set_group, undone_on_error
 from rankcall.rpc._members import MemberLog, life
 from rankcall.rpc._place import Place
 from rankcall.rpc._roll import Roll, check_names, claim_place
@@ -115,7 +115,7 @@ def init_backend_handler(
         )
     library = _library()
     agent_module()  # built before the clock starts
-    deadline = time.monotonic() + rpc_backend_options.rpc_timeout
+    deadline = init_deadline(rpc_backend_options.rpc_timeout)
     roll = None
     if world_size:
         roll = claim_place(dist.PrefixStore("roll", store), name, rank, world_size, deadline)
