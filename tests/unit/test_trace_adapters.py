@@ -160,8 +160,8 @@ def test_otel_metrics_and_spans_in_memory() -> None:
     sink.open(Origin(3, 4, 3, 1, "node-a", None, lambda: flying))
     for first in range(0, COUNT, 100):
         sink.write(some(100, first))
-    sink.close()
     data = reader.get_metrics_data()
+    sink.close()
     assert data is not None
     (scope,) = data.resource_metrics[0].scope_metrics
     points = {

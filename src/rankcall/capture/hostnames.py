@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,11 +20,15 @@ logger = logging.getLogger("rankcall")
 class HostNames:
     """Publishes this rank's host name as soon as there is a default group; asks without waiting.
 
-    ``lookup`` may be called from any thread. The store is let go of with ``close``.
+    ``lookup`` may be called from any thread. The store is let go of as soon as all hosts are known,
+    or the group is gone: a store that is kept would keep its port.
     """
 
     def __init__(self) -> None:
         self._store: Any = None
+        self._world: tuple[int, ...] = ()
+        self._known: dict[int, str] = {}
+        self._group: weakref.ref[Any] | None = None
         watch.add(self._on_group)
 
     def close(self) -> None:
@@ -33,25 +38,35 @@ class HostNames:
 
     def lookup(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the hosts of those ranks that have told theirs."""
-        store, found = self._store, {}
+        if self._group is not None and self._group() is None:
+            self._store = None  # the group was destroyed
+        store, found = self._store, dict(self._known)
         if store is None:
-            return {}
+            return found
         # A wait for a key would hold the store's lock against the training thread: look first.
         with contextlib.suppress(Exception):
-            for rank in ranks:
-                if store.check([_key(rank)]):
-                    found[rank] = store.get(_key(rank)).decode("utf-8", "replace")
+            if store.check([_key(rank) for rank in self._world]):
+                found = self._known = {rank: _told(store, rank) for rank in self._world}
+                self._store = None
+            else:
+                found |= {rank: _told(store, rank) for rank in ranks if store.check([_key(rank)])}
         return found
 
     def _on_group(self, process_group: Any, group: Group) -> None:
         if process_group is not c10d._world.default_pg and group.description != "default_pg":
             return
-        self._store = c10d._world.pg_map[process_group][1]
+        self._store, self._world = c10d._world.pg_map[process_group][1], group.ranks
+        self._known = {}
+        self._group = weakref.ref(process_group)
         rank = group.ranks[process_group.rank()]
         try:
             self._store.set(_key(rank), host_name())
         except Exception as error:
             logger.warning("rankcall could not tell the others this host's name: %s", error)
+
+
+def _told(store: Any, rank: int) -> str:
+    return str(store.get(_key(rank)).decode("utf-8", "replace"))
 
 
 def _key(rank: int) -> str:

@@ -58,11 +58,16 @@ class PythonMarks:
     """Makes the marks for the Python capture: the twin of native/marks.h."""
 
     def __init__(self, marks: Marks) -> None:
-        self._span, self._about = marks.span, marks.about()
+        self._only_across, self._about = marks.span is not None, marks.about()
+        self._spans: dict[Group, tuple[bool, bytes]] = {}
         self._mark = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(marks.functions.mark)
         self._begin = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_char_p)(marks.functions.begin)
         self._end = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(marks.functions.end)
         self._ranges: dict[int, int] = {}
+
+    def learn(self, marks: Marks, group: Group) -> None:
+        """Ask which members of a group are on other hosts; not to be done at each op."""
+        self._spans[group] = span_of(marks, group)
 
     def issued(
         self, index: int, fields: dict[str, Any], name: str, site: CallSite | None, group: Group,
@@ -75,7 +80,7 @@ class PythonMarks:
             return
         if fields["op"] in ROOT_ONLY and fields["root"] != me:
             return
-        if self._span is not None and not self._crosses(fields, group):
+        if self._only_across and not self._crosses(fields, group):
             return
         name = api if is_object else name
         sizes: list[int] = fields["sizes"]
@@ -91,11 +96,9 @@ class PythonMarks:
             self._end(number)
 
     def _crosses(self, fields: dict[str, Any], group: Group) -> bool:
-        assert self._span is not None
+        crosses, elsewhere = self._spans.get(group, (True, b""))
         peer = fields["peer"]
-        if 0 <= peer < len(group.ranks):
-            return self._span.is_elsewhere(group.ranks[peer])
-        return self._span.crosses(group.ranks)
+        return bool(elsewhere[peer]) if 0 <= peer < len(elsewhere) else crosses
 
     def _text(
         self, name: str, size: int, together: bool, fields: dict[str, Any], site: CallSite | None,

@@ -123,6 +123,7 @@ class PythonCapture:
         self._wake_fd = -1
         self._wake_for = 0
         self._marks: PythonMarks | None = None  # kept when it is off: open ranges still end
+        self._marks_wanted: Marks | None = None
         self._marking = False
         self.recording = False
         # Planted faults: called in place of an op, with what issues and records it.
@@ -167,15 +168,22 @@ class PythonCapture:
         """Announce a group; ``me`` is this rank's place in it. Its counters start anew."""
         self._announced[group.name] = group, self._ring.group(group)
         self._groups.pop(group.name, None)
+        if self._marks is not None and self._marks_wanted is not None:
+            self._marks.learn(self._marks_wanted, group)
 
     def mark(self, marks: Marks | None) -> None:
         """Have a tool told of each op as it is issued, from now on; None ends that."""
-        self._marking = marks is not None
+        self._marks_wanted = marks
         if marks is not None:
             self._marks = PythonMarks(marks)
+            self.learn_spans(marks)
+        self._marking = marks is not None
 
     def learn_spans(self, marks: Marks) -> None:
-        """Do nothing: the kernel asks each time."""
+        """Ask again which members of which groups are on other hosts."""
+        for group, _ in list(self._announced.values()):
+            if self._marks is not None:
+                self._marks.learn(marks, group)
 
     def step(self) -> None:
         """Count an optimizer step."""

@@ -66,7 +66,7 @@ def run_dir_of(given: str | os.PathLike[str] | None) -> Path:
 def disable() -> None:
     """Stop recording and leave the ring in the run directory. Without a recording, do nothing.
 
-    While hooks are registered the recording goes on for them.
+    While hooks are registered or a trace is on, the recording goes on for them.
     """
     drop("user")
 

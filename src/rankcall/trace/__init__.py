@@ -12,8 +12,9 @@ from typing import Any
 
 from rankcall.capture import session
 from rankcall.capture.notices import say
+from rankcall.errors import CaptureUnavailable
 from rankcall.trace.describe import describe
-from rankcall.trace.descriptions import Description, Descriptions
+from rankcall.trace.descriptions import NOTHING, Description, Descriptions
 from rankcall.trace.hosts import Hosts, ranks_of_this_node
 from rankcall.trace.live import Trace, live
 from rankcall.trace.sinks.base import MemorySink, Origin, RecordSink, Sink
@@ -72,7 +73,11 @@ def enable(
         return _Off(switches, (), None, _nothing)
     span, close = _hosts() if switches.mode is Mode.CROSSNODE else (None, _nothing)
     trace = Trace(switches, chosen, span, close)
-    trace.start()
+    try:
+        trace.start()
+    except BaseException:
+        close()
+        raise
     names = ", ".join(type(sink).__name__ for sink in chosen) or "no sink"
     _announce(f"tracing {switches.mode.value} to {names}")
     return trace
@@ -92,8 +97,7 @@ def arm() -> None:
         if os.environ.get("RANKCALL_TRACE"):
             named = os.environ.get("RANKCALL_TRACE_SINKS", "jsonl")
             names = [name.strip() for name in named.split(",") if name.strip()]
-            listens = os.environ.get("NVTX_INJECTION64_PATH") and "nvtx" not in names
-            enable(sinks=[*names, "nvtx"] if listens else names)
+            enable(sinks=[*names, *([] if "nvtx" in names else _listened_to())])
     except Exception as error:
         say(f"not tracing: {error}")
 
@@ -104,6 +108,10 @@ class _Off(Trace):
     def flush(self, timeout: float = 2.0) -> bool:
         """Do nothing."""
         return True
+
+    def in_flight(self) -> Descriptions:
+        """Return nothing."""
+        return NOTHING
 
     def remove(self, timeout: float = 2.0) -> bool:
         """Do nothing."""
@@ -127,9 +135,22 @@ def _chosen(
     prints = any(isinstance(sink, Stdout) for trace in live() for sink in trace.sinks)
     if switches.print_ and not prints and not any(isinstance(sink, Stdout) for sink in chosen):
         chosen.insert(0, Stdout())
-    if sinks is None and os.environ.get("NVTX_INJECTION64_PATH"):  # a tool that listens
-        chosen.append(Nvtx())
+    if sinks is None:
+        chosen += _listened_to()
     return chosen
+
+
+def _listened_to() -> list[Sink]:
+    """Return a sink for the tool that listens to NVTX, if there is one; say where it cannot be."""
+    if not os.environ.get("NVTX_INJECTION64_PATH"):
+        return []
+    sink = Nvtx()
+    try:
+        sink.functions()
+    except CaptureUnavailable as error:
+        say(f"no NVTX marks: {error}")
+        return []
+    return [sink]
 
 
 def _hosts() -> tuple[Hosts, Callable[[], Any]]:

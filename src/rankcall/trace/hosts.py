@@ -6,7 +6,10 @@ Never by the number of devices: jobs on the CPU, uneven hosts and divided GPUs w
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
+
+_ASK_AGAIN_SECONDS = 0.2
 
 Lookup = Callable[[Iterable[int]], dict[int, str]]
 
@@ -28,7 +31,15 @@ class Hosts:
     nobody told counts as elsewhere: better one description too many than one that is missing.
     """
 
-    def __init__(self, here: range | None, host: str, lookup: Lookup) -> None:
+    def __init__(
+        self,
+        here: range | None,
+        host: str,
+        lookup: Lookup,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._not_before = 0.0
         self._here = here
         self._host = host
         self._lookup = lookup
@@ -48,6 +59,8 @@ class Hosts:
         """Tell whether a rank is on another host."""
         if self._here is not None:
             return rank not in self._here
-        if rank not in self._hosts:
+        if rank not in self._hosts and self._clock() >= self._not_before:
             self._hosts.update(self._lookup([rank]))
+            if rank not in self._hosts:
+                self._not_before = self._clock() + _ASK_AGAIN_SECONDS
         return self._hosts.get(rank) != self._host

@@ -129,7 +129,8 @@ class Trace:
         self._removed = True
         _forget(self)
         if self._marks is not None:
-            self._followed[-1].recording.capture.mark(None)
+            others = [trace._marks for trace in _live if trace._marks is not None]
+            self._followed[-1].recording.capture.mark(others[-1] if others else None)
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout)
@@ -196,16 +197,15 @@ class Trace:
     def _turn(self, last: bool) -> None:
         self._follow_another()
         origin = self._origin()
-        if origin.rank < 0 and not last:
-            return  # nothing can have been issued
         for followed in self._followed:
             records, descriptions = self._look(followed, last)
+            if origin.rank < 0 and records is None and descriptions is None:
+                continue  # whose they will be is not known yet
             for guard in self._guards:
                 wanted = descriptions if guard.takes_descriptions else None
                 guard.deliver(records if guard.takes_records else wanted, origin)
-        self._followed = self._followed[-1:] if len(self._followed) == 1 else [
-            each for each in self._followed[:-1] if each.is_busy or each.order.waiting
-        ] + self._followed[-1:]  # fmt: skip
+        earlier = [each for each in self._followed[:-1] if each.is_busy or each.order.waiting]
+        self._followed = [*earlier, self._followed[-1]]
 
     def _look(self, followed: _Followed, last: bool) -> tuple[Ring | None, Descriptions | None]:
         """Return the records that ended since the last look, and describe those whose turn it is.
@@ -214,13 +214,13 @@ class Trace:
         """
         issued = followed.recording.capture.counts()[0]
         ended, missed = _ended(followed.tail, issued)
+        self._note_load(len(ended), missed, followed.recording.geometry.capacity)
         awaited = followed.tail.awaited() if followed.tail.has_open else _NO_ROWS
         if not (len(ended) or len(awaited) or followed.order.waiting or missed):
             return None, None
         tables = followed.tables.now()
         records = np.concatenate([ended, awaited]) if last and len(awaited) else ended
         ring = self._ring(followed.recording, records, tables, missed)
-        self._note_load(len(ended), missed, followed.recording.geometry.capacity)
         if not any(guard.takes_descriptions for guard in self._guards):
             return ring, None
         rows, in_flight = followed.order.take(ended, awaited, tables, time.monotonic_ns(), last)
@@ -335,6 +335,7 @@ def _in_forked_child() -> None:
     """Traces belong to the parent: its thread is not here, and its sinks' files are not ours."""
     for trace in _live:
         trace._removed = True
+        trace._turned = threading.Condition()  # its thread may have held the old one
     _inherited.extend(_live)
     _live.clear()
 

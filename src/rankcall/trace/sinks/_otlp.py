@@ -54,7 +54,7 @@ class _Quiet:
         self._thread = threading.get_ident()
         self._loggers = [
             each
-            for name, each in logging.Logger.manager.loggerDict.items()
+            for name, each in list(logging.Logger.manager.loggerDict.items())
             if name.startswith("opentelemetry.exporter.otlp") and isinstance(each, logging.Logger)
         ]
         for each in self._loggers:

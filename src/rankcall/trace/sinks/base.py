@@ -130,7 +130,7 @@ class Guarded:
 
     def close(self, origin: Origin) -> None:
         """Try once more to hand over what is left, then close the sink."""
-        if self.is_dropped:
+        if self.is_dropped or not (self._is_open or self._queue):
             return
         self._try(origin)
         if self._queue and not self.is_dropped:

@@ -48,6 +48,7 @@ class OpenTelemetry:
         self._traces = imported("opentelemetry.trace", "otel")
         self._given = meter_provider, tracer_provider
         self._own: list[Any] = []
+        self._is_closed = False
         if meter_provider is None and tracer_provider is None:
             imported("opentelemetry.exporter.otlp.proto.http", "otel")
         self._endpoint = endpoint
@@ -84,6 +85,7 @@ class OpenTelemetry:
 
     def close(self) -> None:
         """Write the spans that are left; shut down what is ours."""
+        self._is_closed = True
         if self._tracer is not None:
             self._end_spans(self._newest)
         for provider, argument in zip(self._own, ("timeout_millis", None), strict=False):
@@ -117,6 +119,8 @@ class OpenTelemetry:
 
     def _ages(self, options: Any) -> Iterator[Any]:
         """Yield the age of the oldest op in flight of each key; called by the SDK's reader."""
+        if self._is_closed:  # but the provider, which is not ours, goes on asking
+            return
         descriptions, now = self._origin.in_flight(), time.time_ns()
         oldest: dict[Any, int] = {}
         columns = descriptions.columns
