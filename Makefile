@@ -48,6 +48,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/training.py --json
 	$(BIN)/python benchmarks/analysis.py --ranks 256 --collectives 4000 --json
 	$(BIN)/python benchmarks/export.py --json
+	$(BIN)/python benchmarks/store.py --json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,6 +27,7 @@ from typing import Any
 
 # torch looks up the name of every address it connects to, a thousand times here: ask nobody.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns each time that nobody was asked
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.utils import store as model

@@ -38,8 +38,8 @@ class _Seat:
 
 def remember(store: Store, keys: Keys, rank: int, member: Member) -> None:
     """Keep what the next barrier of this rank under this prefix needs."""
-    if not answers_slowly(store):
-        return  # a clone is of no use there
+    if not answers_slowly(store) or member.generation == 0:
+        return  # there is no clone there; or the prefix may be one that is used once
     word, _ = _words.place(rank)
     mask = _words.mask(word, keys.world_size)
     local(store).seats[keys.prefix, keys.world_size, rank] = _Seat(
@@ -61,7 +61,7 @@ def passed(
     if seat is None or not usual or seat.keys.attempt != attempt:
         return False
     member = seat.member
-    if not take(member, seat.call, again=False):
+    if member.forgotten or not take(member, seat.call, again=False):
         return False
     try:
         link = here.idle.pop()
@@ -87,7 +87,7 @@ def _pass(link: Link, seat: _Seat, rank: int, timeout: float) -> bool:
     value = link.add(seat.word, seat.add[odd])
     member.unsure, member.arrived = False, True
     if value >> _words.BITS != seat.claimed or value & _LOW == seat.full[odd]:
-        meeting = Meeting(link, seat.keys, rank, member, deadline)
+        meeting = Meeting(link, seat.keys, rank, member, seat.call, deadline)
         meeting.arrived(value)
         if meeting.passed:
             meeting.leave()

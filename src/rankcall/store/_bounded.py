@@ -21,7 +21,7 @@ from rankcall.store._member import Call
 
 __all__ = ["BEYOND_S", "STALL_S", "WORTH_S", "within"]
 
-BEYOND_S = 0.9  # what a call may take beyond its timeout: to name the missing, or give up
+BEYOND_S = 0.7  # what a call may take beyond its timeout: to name the missing, or give up
 STALL_S = 12.0  # what a call may be held up by look-ups
 WORTH_S = 3.0  # less time than this to block in is not worth a connection
 
@@ -74,10 +74,16 @@ def _aside(work: Callable[[], T], call: Call, until: float, store: Store, timeou
 
     thread = threading.Thread(target=run, name="rankcall-store", daemon=True)
     thread.start()
-    thread.join(max(0.0, until - time.monotonic()))
+    try:
+        thread.join(max(0.0, until - time.monotonic()))
+    except BaseException:  # an interrupt
+        call.abandon()
+        raise
     if failure:
         raise failure[0]
-    if not outcome:
-        call.abandoned = True
+    if not outcome and call.abandon():
         raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
+    thread.join()  # it has its result, or will have the next moment
+    if failure:
+        raise failure[0]
     return outcome[0]
