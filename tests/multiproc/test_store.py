@@ -199,6 +199,30 @@ def test_a_stopped_host(libuv: bool, tmp_path: Path) -> None:
     assert [told[3][:2] for told in results] == [["", ""]] * 3
 
 
+def _host_stops_for_good(rank: int, world_size: int, port: int, pid: int, folder: str) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+    for _ in range(3):
+        store.barrier(client, world_size, "p", 30, rank)
+    all_at(folder, "passed", rank, world_size)
+    if rank == 0:  # the others wait already
+        time.sleep(1)
+        os.kill(pid, signal.SIGSTOP)
+    return attempt(lambda: store.barrier(client, world_size, "p", 18, rank))
+
+
+@pytest.mark.slow
+def test_a_host_that_stops_under_a_long_wait(tmp_path: Path) -> None:
+    """A timeout that is long enough to block in is kept, too, whenever the host stops."""
+    with hosted() as (port, pid):
+        for name, _, took in run_ranks(
+            _host_stops_for_good, 3, port, pid, str(tmp_path), init=False
+        ):
+            assert name == "StoreLost"
+            assert took < 19
+
+
 def _host_dies(rank: int, world_size: int, port: int, pid: int, timeout: float) -> Any:
     from rankcall import store
 

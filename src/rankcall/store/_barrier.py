@@ -52,6 +52,10 @@ def barrier(
     another process is this rank; ``StoreLost``; ``ValueError`` and ``TypeError``. May be called
     from any thread; the store's own connection and timeout are not touched.
     """
+    began = time.monotonic()
+    again = rank is not None and local_rank is None and local_world_size is None
+    if again and _again.passed(store, world_size, key_prefix, attempt, rank, barrier_timeout):
+        return
     check_store(store, key_prefix)
     check_world(world_size)
     timeout = check_seconds(barrier_timeout, "barrier_timeout")
@@ -73,9 +77,6 @@ def barrier(
             store, world_size, key_prefix, timeout, rank, local_rank, local_world_size,
             decoder=rank_tracing_decoder, what=what, hosts=hosts, attempt=which,
         )  # fmt: skip
-        return
-    began = time.monotonic()
-    if _again.passed(store, world_size, key_prefix, which, rank, timeout):
         return
 
     def step(link: Link, call: Call, until: float) -> bool | None:

@@ -19,14 +19,28 @@ from torch.distributed import Store
 from rankcall.store._link import Link, answers_slowly, borrowed, lost, own, where
 from rankcall.store._member import Call
 
-__all__ = ["BEYOND_S", "STALL_S", "WORTH_S", "within"]
+__all__ = ["BEYOND_S", "blocking", "within"]
 
 BEYOND_S = 0.7  # what a call may take beyond its timeout: to name the missing, or give up
-STALL_S = 12.0  # what a call may be held up by look-ups
-WORTH_S = 3.0  # less time than this to block in is not worth a connection
+_STALL_S = 12.0  # what a call may be held up by look-ups
+_WORTH_S = 3.0  # less time than this to block in is not worth a connection
+_SILENT_S = 30.0  # a host that has not answered a plain request for so long is lost
 
 T = TypeVar("T")
 Step = Callable[[Link, Call, float], T | None]
+
+
+def blocking(timeout: float) -> tuple[float, float] | None:
+    """Return how long an answer may take and how long to block in a wait; None: do not block.
+
+    A wait that is over asks once more, to cancel it: one after the other, then a look-up, fit into
+    the timeout.
+    """
+    direct = timeout - _STALL_S
+    if not direct >= _WORTH_S:
+        return None
+    answer = min(_SILENT_S, direct / 2)
+    return answer, direct - answer
 
 
 def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
@@ -48,10 +62,11 @@ def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
     if not answers_slowly(store):
         with borrowed(store) as link:
             return whole(link)
-    direct = timeout - STALL_S
-    if direct >= WORTH_S:
-        with own(store, direct) as link:
-            found = step(link, call, time.monotonic() + direct)
+    times = blocking(timeout)
+    if times is not None:
+        answer, wait = times
+        with own(store, answer) as link:
+            found = step(link, call, time.monotonic() + wait)
         if found is not None:
             return found
 
