@@ -43,18 +43,26 @@ def blocking(timeout: float) -> tuple[float, float] | None:
     return answer, direct - answer
 
 
-def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
+def within(
+    store: Store,
+    timeout: float,
+    step: Step[T],
+    last: Step[T],
+    unnamed: Callable[[], Exception] | None = None,
+) -> T:
     """Run ``step(link, call, until)``; where it returns None at ``until``, run ``last``.
 
     ``step`` may be called twice, the second time to go on where it was. ``last`` has to return or
     raise. Neither is on this thread near the deadline, where the store is a TCPStore. Raises
-    ``StoreLost`` where there is no answer ``BEYOND_S`` after the timeout.
+    ``StoreLost`` where there is no answer ``BEYOND_S`` after the timeout, or what ``unnamed``
+    returns where the store was there at the deadline and is only too slow for ``last``.
     """
     call, deadline = Call(), time.monotonic() + timeout
 
     def whole(link: Link) -> T:
         found = step(link, call, deadline)
         if found is None:
+            call.late = True
             found = last(link, call, deadline)
             assert found is not None
         return found
@@ -74,10 +82,17 @@ def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
         with borrowed(store) as link:
             return whole(link)
 
-    return _aside(aside, call, deadline + BEYOND_S, store, timeout)
+    return _aside(aside, call, deadline + BEYOND_S, store, timeout, unnamed)
 
 
-def _aside(work: Callable[[], T], call: Call, until: float, store: Store, timeout: float) -> T:
+def _aside(
+    work: Callable[[], T],
+    call: Call,
+    until: float,
+    store: Store,
+    timeout: float,
+    unnamed: Callable[[], Exception] | None,
+) -> T:
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -97,6 +112,8 @@ def _aside(work: Callable[[], T], call: Call, until: float, store: Store, timeou
     if failure:
         raise failure[0]
     if not outcome and call.abandon():
+        if call.late and unnamed is not None:
+            raise unnamed()
         raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
     thread.join()  # it has its result, or will have the next moment
     if failure:

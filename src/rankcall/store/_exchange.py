@@ -8,7 +8,7 @@ import time
 from torch.distributed import Store
 
 from rankcall.store import _messages
-from rankcall.store._barrier import explain
+from rankcall.store._barrier import explain, unnamed
 from rankcall.store._bounded import BEYOND_S, within
 from rankcall.store._checks import check_rank, check_seconds, check_store
 from rankcall.store._keys import Keys, attempt_of, keys_of
@@ -71,7 +71,9 @@ def synchronize(
                 raise lost(link.where, "no answer")
             return finish(link, one, blob, until)
 
-    return within(store, seconds, step, last)
+    return within(
+        store, seconds, step, last, lambda: unnamed("synchronize", keys, rank, seconds, what)
+    )
 
 
 def framed(data: bytes, rank: int) -> bytes:

@@ -28,6 +28,7 @@ class Call:
 
     def __init__(self) -> None:
         self.abandoned = False
+        self.late = False  # the store has answered, and the time is up
         self._finished = False
 
     def finish(self) -> bool:
