@@ -20,7 +20,7 @@ __all__ = ["framed", "get_all", "synchronize", "unframed"]
 
 _FRAME = struct.Struct("<II")  # rank, bytes that follow
 LARGEST = 7 << 20  # a TCPStore closes the connection of whoever sends 8 MiB
-_LEAVE_POLL_S = 0.002
+_LEAVE_POLL_S = (0.0002, 0.01)
 
 
 def synchronize(
@@ -114,11 +114,13 @@ def _leave(
         link.append(key, b"%d\n" % rank)
         return []
     others = set(range(keys.world_size)) - {rank}
+    pause, longest = _LEAVE_POLL_S
     while True:
         gone = set(map(int, link.read_log(key).split()))
         if others <= gone or time.monotonic() > until:
             break
-        time.sleep(_LEAVE_POLL_S)
+        time.sleep(pause)
+        pause = min(pause * 1.5, longest)
     link.delete_log(key)
     return sorted(others - gone)
 
