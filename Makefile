@@ -54,6 +54,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/export.py --json
 	$(BIN)/python benchmarks/trace.py --json
 	$(BIN)/python benchmarks/rpc.py --json
+	$(BIN)/python benchmarks/store.py --json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
