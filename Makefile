@@ -13,7 +13,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    { echo "rankcall needs Python >= 3.10: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	    -c constraints.txt -e '.[torch,report,rpc,examples,dev]'
+	    -c constraints.txt -e '.[torch,report,rpc,examples,dev,nvtx,prometheus,otel]'
 	@touch $@
 
 # The HTML report's and the Perfetto trace's tests run in Chromium; without it they are skipped.
@@ -47,9 +47,11 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --json
 	$(BIN)/python benchmarks/hooks.py --json
+	$(BIN)/python benchmarks/join.py --json
 	$(BIN)/python benchmarks/training.py --json
 	$(BIN)/python benchmarks/analysis.py --ranks 256 --collectives 4000 --json
 	$(BIN)/python benchmarks/export.py --json
+	$(BIN)/python benchmarks/trace.py --json
 	$(BIN)/python benchmarks/rpc.py --json
 
 clean:

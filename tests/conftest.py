@@ -44,8 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ[name]
     os.environ["RANKCALL_SHM"] = folder
     # torch looks up the name of every address that it connects to. Where nobody answers, that
-    # takes five seconds each time; all tests are on loopback, so nobody is asked.
-    os.environ.setdefault("RES_OPTIONS", "attempts:0")
+    # takes ten seconds each time, and with this one.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def _native_threads() -> set[str]:

@@ -17,14 +17,15 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from rankcall.processes import process_state
 from rankcall.ring.reader import Header
-from rankcall.ring.writer import boot_id, process_start, put
+from rankcall.ring.writer import put
 
 # Never taken from a ring file: a ring says only where to read. In the middle of the real-time
 # signals: glibc has the first, schedulers announce by SIGUSR1 and SIGUSR2.
 STACK_SIGNAL = signal.SIGRTMIN + 16
 WITHOUT_STACKS = -1  # in a ring's stack_fd: the process watches, and cannot dump its stacks
-WAIT_S = 0.5
+WAIT_S = 1.5  # a machine with more processes than cores lets some wait
 _POLL_S = 0.01
 _MOST_BYTES = 1 << 18
 _MOST_KEPT = 1 << 22
@@ -72,10 +73,8 @@ def ask(headers: Iterable[Header], wait_s: float = WAIT_S) -> dict[int, str]:
 
 def _answers(header: Header) -> bool:
     """Tell whether the ring's process is there, is ours, and takes the signal."""
-    if not header.boot_id or header.boot_id != boot_id():
-        return False
-    if process_start(header.pid) != header.process_start:
-        return False
+    if process_state(header) != "alive":
+        return False  # one that is stopped would answer when it goes on
     try:
         if Path(f"/proc/{header.pid}").stat().st_uid != os.getuid():
             return False

@@ -6,7 +6,7 @@ A tar file, compressed as its name says (``.tar.zst``, ``.tar.gz``, ``.tgz``, ``
     <run>/rings/*.ring                 every rank's, moved or live
     <run>/exits/*.jsonl                how workers ended
     <run>/states/<host>.<boot>.json    what living processes were doing when it was collected
-    <run>/stacks/*, <run>/watch/*      what the watcher left
+    <run>/hangs/*/...                  the watcher's verdicts, with stacks
 
 Nothing of it is executed, and nothing is extracted under a name of the archive's own choosing.
 """
@@ -28,9 +28,13 @@ from rankcall.errors import CorruptRun
 from rankcall.processes import EXITS, STATES
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tgz", ".tar")
-FOLDERS = ("rings", EXITS, STATES, "stacks", "watch")
+FOLDERS = ("rings", EXITS, STATES)
+HANGS = "hangs"  # the only folder with folders in it
 _META = "run.json"
-_NAME = re.compile(rf"(?:{re.escape(_META)}|(?:{'|'.join(FOLDERS)})/[A-Za-z0-9][A-Za-z0-9._-]*)")
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(
+    rf"{re.escape(_META)}|(?:{'|'.join(FOLDERS)})/{_PART}|{HANGS}/{_PART}(?:/{_PART}){{0,2}}"
+)
 _ZSTD_MAGIC, _GZIP_MAGIC = b"\x28\xb5\x2f\xfd", b"\x1f\x8b"
 _MOST_MEMBERS = 1 << 21
 _MOST_BYTES = 1 << 33  # of one member: twice the largest ring
@@ -173,14 +177,14 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> boo
     if not member.isreg() or not _NAME.fullmatch(inside):
         return False
     target = folder / inside
-    target.parent.mkdir(exist_ok=True, mode=0o700)
     source = tar.extractfile(member)
     if source is None:
         return False
     try:
+        target.parent.mkdir(exist_ok=True, parents=True, mode=0o700)
         out = open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
-    except FileExistsError:
-        return False
+    except (FileExistsError, NotADirectoryError):
+        return False  # a second one of that name
     with out:
         shutil.copyfileobj(source, out, 1 << 20)
     return inside.startswith("rings/")

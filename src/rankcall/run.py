@@ -242,28 +242,33 @@ class Run:
     source: Path | None = None  # what was asked for: the run directory, a ring file, an archive
     _census: dict[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
 
-    def iter_rings(self, progress: Progress | None = None) -> Iterator[Ring]:
+    def iter_rings(
+        self, progress: Progress | None = None, newest: int | None = None
+    ) -> Iterator[Ring]:
         """Read the rings one after the other, by attempt and rank; nothing is kept.
 
-        What cannot be read (any more) is noted in ``problems`` and left out.
+        ``newest``: read only so many records of each, the last ones. What cannot be read (any
+        more) is noted in ``problems`` and left out.
         """
         for done, head in enumerate(self.heads, 1):
-            ring = self.read(head)
+            ring = self.read(head, newest)
             if ring is not None:
-                self._census[head.path] = len(ring.records), ring.dropped
-                self._census[ring.path] = self._census[head.path]
+                if newest is None:
+                    self._census[head.path] = len(ring.records), ring.dropped
+                    self._census[ring.path] = self._census[head.path]
                 yield ring
             if progress is not None:
                 progress(done, len(self.heads))
 
-    def read(self, head: Head) -> Ring | None:
+    def read(self, head: Head, newest: int | None = None) -> Ring | None:
         """Read one ring, also where its process has ended and it was moved since ``load``.
 
-        None where it cannot be read any more; ``problems`` then says why.
+        ``newest``: only its last so many records. None where it cannot be read any more;
+        ``problems`` then says why.
         """
         try:
             moved = self.path / "rings" / head.path.name
-            return read_ring(head.path if head.path.exists() else moved)
+            return read_ring(head.path if head.path.exists() else moved, newest)
         except CorruptRun as error:
             self._note(str(error))
             return None

@@ -8,6 +8,7 @@ import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import nvtx_tool
@@ -15,6 +16,9 @@ import pytest
 import tracecases
 from ranks import run_ranks
 from world import SUBGROUPS, World
+
+from rankcall import load
+from rankcall.trace import describe
 
 pytestmark = pytest.mark.multiproc
 
@@ -36,6 +40,7 @@ class Told:
     described: list[list[dict[str, Any]]]
     printed: list[list[dict[str, Any]]]
     heard: list[nvtx_tool.Heard]
+    run_dir: Path
     began: float
     ended: float
 
@@ -59,16 +64,19 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             "NVTX_COLLECTED": str(folder / "nvtx"),
         }  # fmt: skip
         began = time.time()
-        each = run_ranks(_issue_everything, RANKS, env=env, timeout=60)
+        each = run_ranks(_issue_everything, RANKS, str(folder / "run"), env=env, timeout=60)
         expected, described, printed, pids = map(list, zip(*each, strict=True))
         by_pid = nvtx_tool.heard(folder / "nvtx")
         heard = [by_pid[pid] for pid in pids]
-        _told[capture] = Told(expected, described, printed, heard, began, time.time())
+        _told[capture] = Told(
+            expected, described, printed, heard, folder / "run", began, time.time()
+        )
         _failed.remove(capture)
     return _told[capture]
 
 
-def _issue_everything(rank: int, world_size: int) -> Any:
+def _issue_everything(rank: int, world_size: int, run_dir: str) -> Any:
+    import rankcall
     from rankcall import trace
 
     world = World.of(rank)
@@ -78,7 +86,7 @@ def _issue_everything(rank: int, world_size: int) -> Any:
 
     made = {label: pg or dist.GroupMember.NON_GROUP_MEMBER for label, pg in made.items()}
     sinks = [sink, trace.Stdout(out), trace.Nvtx()]
-    with trace.enable("all", sinks=sinks) as handle:
+    with rankcall.enable(run_dir), trace.enable("all", sinks=sinks) as handle:
         for case in tracecases.CASES:
             for group in world.groups:
                 tell = tracecases.Tell(rank, group)
@@ -205,3 +213,16 @@ def test_nvtx_ranges(told: Told) -> None:
         names = {mark["name"] for _, mark in heard.marks}
         assert set(heard.begun.values()) == names
         assert len(heard.begun) < len(heard.marks)  # a coalesced op has several marks, one range
+
+
+def test_a_run_is_described_as_it_was_live(told: Told) -> None:
+    """The records that were left behind make the same descriptions, but for what is not in them."""
+    for ring in load(told.run_dir).rings:
+        unknown = {"gpu_serial": "unknown", "vm_id": "unknown"}
+        live = [{**each, **unknown} for each in told.described[ring.header.rank]]
+        later = list(describe(ring))
+        assert len(later) == len(live)
+        for group, each in by_group(later).items():
+            for was, now in zip(by_group(live)[group], each, strict=True):
+                assert abs(was.pop("timestamp") - now.pop("timestamp")) <= 1  # clocks read anew
+                assert was == now

@@ -329,3 +329,24 @@ def test_a_wrong_mode_is_refused_by_the_launcher(tmp_path: Path) -> None:
     assert ended.status == 2
     for mode in ("ALL", "CROSSNODE", "NONE"):
         assert f"'{mode.lower()}'" in ended.err.lower()
+
+
+@pytest.mark.slow
+def test_the_example_feeds_every_sink(tmp_path: Path) -> None:
+    """Files of every kind, both ranks' lines whole, and the sink of its own has printed."""
+    import polars as pl
+
+    example = Path(__file__).parents[2] / "examples/trace_sinks.py"
+    ended = launch(
+        "run", "--nproc-per-node", "2", example, "--folder", "out", "--port", "0", cwd=tmp_path
+    )
+    assert ended.status == 0, ended.err
+    assert "all_reduce at " in ended.out
+    described = 0
+    for rank in range(2):
+        lines = (tmp_path / f"out/rank-{rank}.jsonl").read_text().splitlines()
+        names = [json.loads(line)["name"] for line in lines]
+        assert names.count("all_gather_object") == 3
+        assert (tmp_path / f"out/scalars-{rank}.tsv").read_text().count("rankcall/all/calls") > 20
+        described += len(names)
+    assert pl.read_parquet(tmp_path / "out/history/*.parquet").height > described

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import subprocess
@@ -13,14 +14,18 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from ring_fuzz import SHAPE, body
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ring_fuzz import SHAPE, Damage, apply, body, damages, sound_bytes
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
+from rankcall.analysis.details import detail
 from rankcall.cli import main
 from rankcall.errors import ExportFailed
 from rankcall.export import FORMATS, export
 from rankcall.record import FLAG_ANY_SOURCE
+from rankcall.report.html import render
 from rankcall.ring import PythonRing, create
 from rankcall.ring.reader import Group
 from rankcall.ring.writer import Identity
@@ -250,3 +255,17 @@ def test_hostile_text(tmp_path: Path) -> None:
     for to in FORMATS:
         assert written(run, to).stat().st_size > 0
     assert group_of(2).name not in written(run, "csv").read_text().splitlines()[1].split(",")[5]
+
+
+@settings(suppress_health_check=list(HealthCheck), max_examples=20)
+@given(changes=st.lists(damages, min_size=1, max_size=6))
+def test_damaged_rings(tmp_path: Path, changes: list[Damage]) -> None:
+    """Whatever is done to a ring beside a sound one, every form and the page come out."""
+    (tmp_path / "a.ring").write_bytes(sound_bytes())
+    (tmp_path / "b.ring").write_bytes(apply(changes))
+    run = load(tmp_path)
+    for to in FORMATS:
+        target = io.BytesIO()
+        export(run, to, target)
+        assert target.getvalue()
+    assert render(detail(run)).endswith("</html>")

@@ -17,8 +17,8 @@ LEVELS = (
     ("errors", "_joins", "_clock", "record"),
     ("_registry", "_native"),
     ("ring", "_newfile"),
-    ("_rows", "processes", "_stacks"),
-    ("run _frames archive",),
+    ("_rows", "processes"),
+    ("run _frames archive", "_stacks"),
     ("analysis", "capture"),
     ("store",),  # a roll call says what each rank is doing
     ("hooks", "join", "rpc", "report", "export"),

@@ -32,7 +32,10 @@ def wanted() -> set[str]:
         str(path.relative_to(ROOT / "src"))
         for path in SOURCES.rglob("*")
         if path.suffix in suffixes
-    } | {"rankcall/py.typed"}
+    } | {
+        "rankcall/py.typed",
+        *(f"rankcall/report/html/page.{end}" for end in ("css", "html.j2", "js")),
+    }
 
 
 def test_the_wheel_is_whole(built: Path) -> None:

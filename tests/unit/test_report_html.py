@@ -17,10 +17,10 @@ from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
 from rankcall.analysis.details import Details, detail
+from rankcall.analysis.finding import Finding
 from rankcall.cli import main
-from rankcall.errors import RankcallError
+from rankcall.errors import ExtraMissing
 from rankcall.report.html import render
-from rankcall.report.html.items import Item
 from rankcall.report.html.png import ABSENT, levels, picture
 from rankcall.ring.reader import CallSite, Group
 from rankcall.run import create_run, load
@@ -304,12 +304,23 @@ def test_absent_is_not_zero(tmp_path: Path) -> None:
     assert picture(maps).startswith("data:image/png;base64,iVBORw0KGgo")
 
 
-def test_further_findings_come_first(tmp_path: Path) -> None:
-    """What else was found stands before what the figures show by themselves."""
+def test_findings_come_first(tmp_path: Path) -> None:
+    """What stops a run is the first screen; its evidence stands before what the figures show."""
     found = detail(load(write_world(tmp_path / "run", late(1, PAIR))))
-    page = words(render(found, [Item("alarm", "rank 3 left its loop", "it never came back")]))
-    after = page.partition("What to look at")[2]
-    assert after.index("rank 3 left its loop") < after.index("rank 1 (node-a) is late")
+    missing = Finding(
+        "missing", (3,), (0, 1, 2), ("node-c",), "0", 17, "all_reduce", "/job/train.py:41", 65.0,
+        "likely", "rank 3 (node-c) never issued it", ("it was last in step 4",), "get its stack",
+    )  # fmt: skip
+    first, _, after = words(render(found, [missing])).partition("What to look at")
+    assert "Rank 3 did not come" in first
+    assert "train.py:41\nall_reduce #17 of group 0\n" in first
+    assert "65.0 s\n3 ranks held up\n" in first
+    line = "rank 3 (node-c) never issued it (likely) /job/train.py:41\nit was last in step 4."
+    assert after.index(line) < after.index("rank 1 (node-a) is late")
+    slow = Finding("straggler", (1,), summary="rank 1 is slow since step 3")
+    first, _, after = words(render(found, [slow])).partition("What to look at")
+    assert "Rank 1 on node-a makes the others wait" in first
+    assert after.startswith("\nrank 1 is slow since step 3\n")
 
 
 @pytest.mark.parametrize("calls", [[], [Call(0, 1, 0, MS, group=group_of(1))]], ids=["none", "one"])
@@ -360,7 +371,7 @@ def test_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """The extra is named."""
     found = detail(load(write_world(tmp_path / "run", late(1, PAIR))))
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(RankcallError, match=r"pip install 'rankcall\[report\]'"):
+    with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[report\]'"):
         render(found)
 
 

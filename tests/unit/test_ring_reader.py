@@ -274,3 +274,25 @@ def test_a_ring_is_never_overwritten(tmp_path: Path) -> None:
     write_sound(tmp_path / "x.ring")
     with pytest.raises(FileExistsError):
         write_sound(tmp_path / "x.ring")
+
+
+@pytest.mark.parametrize("written", [10, 64, 100, 128, 129, 200, 255, 256, 300])
+@pytest.mark.parametrize("capacity", [128, 512])
+def test_the_newest_only(tmp_path: Path, written: int, capacity: int) -> None:
+    """A quick look reads the last records, and old unfinished ones, as a whole read does."""
+    path = tmp_path / "x.ring"
+    geometry = Geometry(capacity, 8, 4096)
+    mapped = create(path, Identity(rank=0, world_size=1), geometry)
+    ring = PythonRing(mapped, geometry)
+    for number in range(written):
+        index = ring.issue(body(seq=number + 1))
+        if number != 3:
+            ring.finish(index, COMPLETED, 1)
+    whole, quick = read_ring(path), read_ring(path, newest=32)
+    last = whole.records[-32:]
+    assert np.array_equal(quick.records[-len(last) :], last)
+    assert len(quick.records) <= 32 + 64 + 1
+    if written >= capacity + 4:
+        assert quick.records["commit"][0] >> 2 == 4  # the parked one
+    assert quick.dropped == whole.dropped
+    mapped.close()

@@ -144,7 +144,7 @@ def test_a_ring_that_moves_between_load_and_read(run_dir: Path) -> None:
     run = load(run_dir)
     settle(run_dir)
     assert run.records.height == 65
-    assert run.problems == [f"{run_dir}: no ring for rank 0,2-3 of 4: bandwidth and waiting are "
+    assert run.problems == [f"{run_dir}: no ring for rank 0,2-3 of 4: what is said is "
                             "of the others only"]  # fmt: skip
 
 

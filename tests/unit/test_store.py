@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import KINDS, keys_of, meanwhile, ranks, stores_of
+from stores import KINDS, keys_of, meanwhile, ranks, stores_of, threads
 from torch.distributed import DistStoreError, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.utils import store as model
 
@@ -523,3 +523,33 @@ def test_a_new_attempt_removes_what_the_last_one_left() -> None:
     timed(lambda: ours.barrier(store, 2, "p", 0.05, 0, attempt=3))
     assert ranks(lambda rank: ours.barrier(store, 2, "p", 5, rank, attempt=4), 2) == [None] * 2
     assert all("b4/" in key for key in keys_of(store) if key.startswith("p"))
+
+
+def test_an_addition_without_an_answer_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arrival that the store took but did not acknowledge is not made twice by the retry."""
+    from rankcall.store._link import Link
+
+    store, add = HashStore(), Link.add
+
+    def silent(link: Link, key: str, amount: int) -> int:
+        add(link, key, amount)
+        raise ours.StoreLost("no answer")
+
+    for turn in range(3):
+        for call in (
+            lambda: ours.barrier(store, 2, "p", 0.1, 0),
+            lambda: ours.synchronize(store, b"", 0, 2, "p", 0.1, host_rank=1),
+        ):
+            monkeypatch.setattr(Link, "add", silent)
+            with pytest.raises(rankcall.StoreLost):
+                call()
+            monkeypatch.setattr(Link, "add", add)
+            error, _ = timed(call)
+            assert error.missing_ranks == (1,), turn
+        ours.barrier(store, 2, "p", 5, 1)
+        ours.barrier(store, 2, "p", 5, 0)
+        both = [
+            lambda: ours.synchronize(store, b"", 0, 2, "p", 5, host_rank=1),
+            lambda: ours.synchronize(store, b"", 1, 2, "p", 5, host_rank=1),
+        ]
+        assert threads(both) == [[b"", b""]] * 2

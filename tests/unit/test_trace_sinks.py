@@ -15,6 +15,7 @@ import pytest
 
 from rankcall.trace import JsonLines, MemorySink, Mode, Origin, Stdout
 from rankcall.trace.descriptions import Descriptions, Kind, Teller
+from rankcall.trace.sinks import names
 from rankcall.trace.sinks.base import RETRY_SECONDS, Guarded
 from rankcall.trace.switches import settle
 
@@ -96,7 +97,7 @@ def test_lines_are_what_json_makes_of_the_dicts() -> None:
     lines = batch.lines().splitlines()
     assert [json.loads(line) for line in lines] == list(batch)
     assert [list(json.loads(line)) for line in lines] == [list(each) for each in batch]
-    assert some(0).lines() == ""
+    assert some(0).lines() == b""
 
 
 def test_the_frame_says_the_same() -> None:
@@ -280,3 +281,22 @@ def test_frames_of_nothing_have_the_columns() -> None:
     """An empty batch is a table with no rows."""
     assert some(0).frame().columns == some(1).frame().columns
     assert isinstance(some(0).frame(), pl.DataFrame)
+
+
+class Offered:
+    """An entry point, without a package."""
+
+    def __init__(self, name: str, load: object) -> None:
+        self.name, self.load = name, lambda: load
+
+
+def test_sinks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, and what installed packages offer; an unknown name lists them all."""
+    found = [Offered("mine", MemorySink), Offered("no-sink", dict)]
+    monkeypatch.setattr(names, "entry_points", lambda group: found if group == names.GROUP else [])
+    assert isinstance(names.made("jsonl"), JsonLines)
+    assert isinstance(names.made("mine"), MemorySink)
+    with pytest.raises(ValueError, match="'csv': one of jsonl, mine, no-sink, nvtx, otel"):
+        names.made("csv")
+    with pytest.raises(TypeError, match="'no-sink' has no open, write and close: dict"):
+        names.made("no-sink")

@@ -135,7 +135,7 @@ def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given up after a while, and not tried again at once."""
     from rankcall.watch import _exchange
 
-    monkeypatch.setattr(_exchange, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(_exchange, "_PROBE_S", 0.2)
     silent = Silent()
     exchange = Exchange(lambda: silent, settle_s=0.1)
     began = time.monotonic()

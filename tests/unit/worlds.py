@@ -57,10 +57,12 @@ def write_world(
     ranks: Iterable[int] | None = None,
     closed: Callable[[int], bool] = lambda rank: True,
     beats: dict[int, tuple[int, int]] | None = None,
+    capacities: dict[int, int] | None = None,
 ) -> Path:
     """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
 
-    ``beats``: ns after START of the native and the Python heartbeat.
+    ``beats``: ns after START of the native and the Python heartbeat. ``capacities``: records that
+    a rank's ring holds, where it shall lap.
     """
     (folder / "rings").mkdir(parents=True)
     by_ring: dict[tuple[int, int, int], list[Call]] = {(r, 0, 0): [] for r in ranks or ()}
@@ -78,7 +80,7 @@ def write_world(
         if beats and rank in beats:
             spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
         folder_of_life = folder / "rings"
-        path = write_ring(folder_of_life, spec)
+        path = write_ring(folder_of_life, spec, (capacities or {}).get(rank))
         path.rename(path.with_suffix(f".{life}.ring"))
     return folder
 

@@ -26,6 +26,7 @@ Floats = npt.NDArray[np.float64]
 _SYNC = np.array([name in SYNCHRONISING for name in OPS])
 _SAMPLE = 2048  # collectives looked at per group: the median's error falls with the root of it
 _STRETCHES, _PER_STRETCH = 24, 16
+_LATEST, _LATEST_EPOCH = 1 << 60, 1 << 62  # ns: 36 years of uptime, the year 2116
 _LARGEST_DRIFT = 5e-4  # 500 ppm; what fits worse is no quartz
 
 
@@ -94,11 +95,15 @@ class RunClocks:
         return self.of[header.host, header.boot_id]
 
     def epoch_ns(self, header: Header, mono: Ints) -> Ints:
-        """Translate a ring's monotonic ns to epoch ns of the one clock; 0 stays 0."""
-        times = self.hosts[self.of_ring(header)].align(mono)
-        # A damaged anchor must not wrap around.
+        """Translate a ring's monotonic ns to epoch ns of the one clock; 0 stays 0.
+
+        What a damaged ring says is kept within what a date can be.
+        """
+        known = np.clip(mono, 0, _LATEST)
+        times = self.hosts[self.of_ring(header)].align(known)
         times += max(0, min(self.origin_epoch_ns, 1 << 61))
-        times[mono == 0] = 0
+        np.clip(times, 0, _LATEST_EPOCH, out=times)
+        times[known == 0] = 0
         return times
 
 

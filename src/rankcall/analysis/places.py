@@ -40,6 +40,8 @@ def places(snapshot: Snapshot) -> list[Place]:
     order = np.lexsort((calls["index"], ~stuck, calls["rank"]))
     # Of a rank's calls: the oldest that it is stuck in, else its newest.
     ranks, first = np.unique(calls["rank"][order], return_index=True)
+    if not len(order):
+        return [_place(snapshot, rank, None, stuck) for rank in range(len(snapshot.ranks))]
     last = np.concatenate([first[1:], [len(order)]]) - 1
     for rank, head, tail in zip(ranks.tolist(), order[first], order[last], strict=True):
         at[rank] = int(head) if stuck[head] else int(tail)

@@ -48,12 +48,14 @@ def stand(
     progress: Progress | None = None,
     *,
     window: int | None = None,
+    newest: int | None = None,
     state_of: ProcessState = process_state,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Snapshot:
     """Read where the ranks of a run's last attempt stand. ``progress``: (rings read, in all).
 
-    ``window`` is how many of its newest calls are kept of each rank. ``state_of`` tells what a
+    ``window`` is how many of its newest calls are kept of each rank; ``newest`` reads only so many
+    records of each ring, for a quick look. ``state_of`` tells what a
     ring's process is doing, and ``now_ns`` is this host's monotonic clock. What cannot be read, or
     does not belong together, is noted in ``Snapshot.problems``.
     """
@@ -62,7 +64,7 @@ def stand(
     if window is None:
         window = min(max(_ALL_WINDOWS // max(1, len(chosen)), _WINDOW[0]), _WINDOW[1])
     gathered, noted = _Gathered(window), read_states(run.path) if run.path.is_dir() else {}
-    for ring in run.iter_rings(progress):
+    for ring in run.iter_rings(progress, newest):
         if ring.path.name in chosen:
             state, moment = state_of(ring.header), now_ns()
             if state == UNKNOWN:
@@ -230,24 +232,20 @@ class _Gathered:
         return found
 
     def _now(self, ends: dict[int, tuple[Exit, int]]) -> dict[int, int]:
-        """Return each rank's moment: when its ring was read, or its host's last sign of life."""
+        """Return each rank's moment: when its host's rings were read, or the last life sign there.
+
+        It is one for all ranks of a host, so that their times compare.
+        """
+        running = {self._host(r) for r, s in self.states.items() if r in self.now_ns and s != GONE}
         last: dict[tuple[str, str], int] = {}
-        running = {
-            self._host(rank)
-            for rank, state in self.states.items()
-            if rank in self.now_ns and state != GONE
-        }
         for rank, moment in self.last_ns.items():
-            moment = max(moment, ends[rank][1] if rank in ends else 0)
-            if self._host(rank) in running:
+            host = self._host(rank)
+            if host in running:
                 moment = self.now_ns.get(rank, moment)
-            last[self._host(rank)] = max(last.get(self._host(rank), 0), moment)
-        return {
-            rank: self.now_ns[rank]
-            if rank in self.now_ns and self._host(rank) in running
-            else last[self._host(rank)]
-            for rank in self.headers
-        }
+            elif rank in ends:
+                moment = max(moment, ends[rank][1])
+            last[host] = max(last.get(host, 0), moment)
+        return {rank: last[self._host(rank)] for rank in self.headers}
 
     def _host(self, rank: int) -> tuple[str, str]:
         return self.headers[rank].host, self.headers[rank].boot_id
@@ -255,11 +253,13 @@ class _Gathered:
     def _state(self, rank: int, now: dict[int, int], ended: tuple[Exit, int] | None) -> RankState:
         head, state = self.headers[rank], self.states[rank]
         moment = now[rank]
-        silent = (moment - self.last_ns[rank]) / _S
+        # A heart beats on while other rings are read.
+        seen = self.now_ns.get(rank, moment) if state not in (GONE, UNKNOWN) else moment
+        silent = (seen - self.last_ns[rank]) / _S
         found = RankState(
             rank, head.host, head.pid, head.attempt, state,
             silent_s=max(0.0, silent),
-            gil_s=max(0.0, (moment - head.python_heartbeat_ns) / _S),
+            gil_s=max(0.0, (seen - head.python_heartbeat_ns) / _S),
             closed=head.closed_ns != 0,
             expects=(head.expect_what or "a long phase") if moment < head.expect_until_ns else "",
             expected_s=(moment - head.expect_until_ns) / _S if head.expect_until_ns else None,

@@ -83,7 +83,7 @@ class ExitWatch:
         try:
             status = os.waitid(os.P_PID, worker.pid, _PEEK)
         except ChildProcessError:
-            return  # torchrun was faster
+            return  # torchrun was faster, and tells in the end
         if status is None:
             return
         code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rankcall.archive import FOLDERS, check_name, is_archive, pack, unpack
+from rankcall.archive import FOLDERS, HANGS, check_name, is_archive, pack, unpack
 from rankcall.cli._engine import say
 from rankcall.errors import CorruptRun, RankcallError
 from rankcall.processes import STATES, describe_states
@@ -88,12 +88,10 @@ def _files(folder: Path) -> list[tuple[str, Path]]:
     found = [(f"rings/{ring.name}", ring) for ring in ring_paths(folder)]
     if (folder / "run.json").is_file():
         found.append(("run.json", folder / "run.json"))
-    for name in FOLDERS:
-        inside = folder / name
-        if name != "rings" and inside.is_dir():
-            found += [
-                (f"{name}/{file.name}", file) for file in sorted(inside.iterdir()) if file.is_file()
-            ]
+    for name in (*FOLDERS[1:], HANGS):
+        for file in sorted((folder / name).rglob("*")):
+            if file.is_file() and not file.is_symlink():
+                found.append((str(file.relative_to(folder)), file))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,18 +11,28 @@ import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
 from rankcall.analysis.find import HANG_AFTER_S
+from rankcall.cli._stacks import of_interest, take
 from rankcall.report import diagnosis, diagnosis_json
 from rankcall.run import find_run, load, settle
 
 __all__ = ["command"]
 
+_WATCH_S = 2.0
+
 
 def command(
     run: Annotated[
         Path | None,
-        typer.Argument(help="A run directory or a ring file. Without it: the latest run here."),
+        typer.Argument(help="A run directory, an archive or a ring file; else the latest run."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again every 2 s, until the job ends or Ctrl-C.")
+    ] = False,
+    stacks: Annotated[
+        bool,
+        typer.Option("--stacks", help="Show the stacks of who is named, and of one who waits."),
+    ] = False,
     hang_after: Annotated[
         float,
         typer.Option(
@@ -34,28 +45,16 @@ def command(
     """Say which rank holds the others up, in which collective, called from which line.
 
     Reads a job that runs, one that is dead, or a copy. Exits with 0 where all is healthy, with 1
-    where something was found.
+    where something was found, with 2 where there is nothing to read.
     """
     found = read(run, hang_after)
-    if json:
-        sys.stdout.write(diagnosis_json.render(found))
+    if watch:
+        found = _watch(run, hang_after, found, json)
     else:
-        _print(found)
+        _say(found, json, take(find_run(run), of_interest(found)) if stacks else {}, stacks)
     sys.stdout.flush()
     if found.findings:
         raise typer.Exit(1)
-
-
-def _print(found: Diagnosis) -> None:
-    from rich.console import Console
-
-    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    console = Console(highlight=False)
-    if console.is_terminal:
-        diagnosis.show(found, console)
-    else:
-        sys.stdout.write(diagnosis.render(found, console.width))
 
 
 def read(path: Path | None, hang_after: float) -> Diagnosis:
@@ -64,3 +63,63 @@ def read(path: Path | None, hang_after: float) -> Diagnosis:
     if where.is_dir():
         settle(where)
     return diagnose(load(where), hang_after)
+
+
+def _say(found: Diagnosis, json: bool, dumped: dict[int, str], asked: bool) -> None:
+    if json:
+        sys.stdout.write(diagnosis_json.render(found, dumped))
+        return
+    from rich.console import Console
+
+    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    console = Console(highlight=False)
+    if console.is_terminal:
+        diagnosis.show(found, console, dumped)
+    else:
+        sys.stdout.write(diagnosis.render(found, console.width, dumped))
+    if asked and not dumped:
+        typer.echo(
+            "rankcall: no stacks: the ranks run elsewhere, or have ended; or they are not watched "
+            "(rankcall run, rankcall.watch.start) and py-spy is not installed here "
+            "(pip install 'rankcall[stacks]')",
+            err=True,
+        )
+
+
+def _watch(path: Path | None, hang_after: float, found: Diagnosis, json: bool) -> Diagnosis:
+    """Look again and again; print anew what has changed, on a terminal in place."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    if json or not console.is_terminal:
+        return _watch_changes(path, hang_after, found, json)
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        try:
+            while found.snapshot.live:
+                live.update(diagnosis.body(found, console.width), refresh=True)
+                time.sleep(_WATCH_S)
+                found = read(path, hang_after)
+        except KeyboardInterrupt:
+            pass
+    _say(found, json, {}, asked=False)
+    return found
+
+
+def _watch_changes(path: Path | None, hang_after: float, found: Diagnosis, json: bool) -> Diagnosis:
+    said: object = None
+    try:
+        while True:
+            verdict = [(each.kind, each.ranks, each.group, each.seq) for each in found.findings]
+            if verdict != said:
+                _say(found, json, {}, asked=False)
+                sys.stdout.flush()
+                said = verdict
+            if not found.snapshot.live:
+                break
+            time.sleep(_WATCH_S)
+            found = read(path, hang_after)
+    except KeyboardInterrupt:
+        pass
+    return found

@@ -58,13 +58,16 @@ def read(path: Path | None) -> Summary:
 def _write_page(path: Path | None, target: Path) -> list[str]:
     """Write the HTML report and say where; return the run's problems."""
     from rankcall.analysis.details import detail
+    from rankcall.analysis.diagnosis import diagnose
     from rankcall.report.html import render
 
     run = open_run(path)
     with bar("reading records") as progress:
         details = detail(run, progress)
+    with bar("diagnosing") as progress:
+        findings = diagnose(run, progress=progress).findings
     with new_file(output(target)) as out:
-        out.write(render(details).encode("utf-8", "replace"))
+        out.write(render(details, findings).encode("utf-8", "replace"))
     if str(target) != "-":
         typer.echo(f"{target}: {size(target.stat().st_size)}; open it in a browser")
     return details.summary.problems

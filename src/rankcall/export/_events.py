@@ -27,7 +27,6 @@ _BEGIN, _END = 1, 2
 _HEAD = number(_SEQUENCE, 1) + number(_FLAGS, 2)
 
 _NEVER = np.iinfo(np.int64).max
-_LATEST = 1 << 62
 _P2P, _SEND, _FAILED = KINDS.index("p2p"), OPS.index("send"), STATUSES.index("failed")
 _UNKNOWN_GROUP = Group("unknown", 0, "", "", ())
 _PLAIN = ("seq", "step", "message_bytes")
@@ -43,9 +42,9 @@ class Events:
         records = ring.records
         started, ended = records["started_ns"], records["completed_ns"]
         began = np.where(started == 0, records["enqueued_ns"], started)
-        self._begin = _moments(ring, clocks, began)
+        self._begin = clocks.epoch_ns(ring.header, began)
         self._end = np.where(
-            ended == 0, _NEVER, np.maximum(_moments(ring, clocks, ended), self._begin)
+            ended == 0, _NEVER, np.maximum(clocks.epoch_ns(ring.header, ended), self._begin)
         )
         self._track, self._flow = np.zeros(len(records), np.int64), np.zeros(len(records), "<u8")
         for key in np.unique(records["group"]):
@@ -121,11 +120,6 @@ class Events:
                 _STRING,
                 _codes(records["error"], lambda key: strings[tables.strings[key]]),
             )
-
-
-def _moments(ring: Ring, clocks: RunClocks, mono: Ints) -> Ints:
-    times = clocks.epoch_ns(ring.header, np.clip(mono, 0, _LATEST >> 2))
-    return np.clip(times, 0, _LATEST)
 
 
 def _optional(records: Records, ring: Ring) -> dict[str, npt.NDArray[np.bool_]]:

@@ -32,10 +32,10 @@ def join_uneven_inputs(
     options.setdefault("enable", accelerator.num_processes > 1)
     with contextlib.ExitStack() as stack:
         for loader in accelerator._dataloaders:
-            sampler = getattr(loader, "batch_sampler", None)
+            sampler: Any = getattr(loader, "batch_sampler", None)
             if hasattr(sampler, "even_batches"):
                 stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
-                sampler.even_batches = False  # type: ignore[union-attr]
+                sampler.even_batches = False
         settings = accelerator.gradient_state.plugin_kwargs
         before = settings.get("sync_with_dataloader", True)
         stack.callback(settings.__setitem__, "sync_with_dataloader", before)

@@ -31,7 +31,7 @@ class Window(NamedTuple):
 
 
 class Batches(Generic[T]):
-    """The batches of one loader, once. Iterate over it inside the ``Join`` it belongs to."""
+    """The batches of one loader. Iterate over it inside the ``Join`` it belongs to."""
 
     def __init__(
         self, join: Join, loader: Iterable[T], length: int | None, window: int, example: T | None
@@ -42,21 +42,16 @@ class Batches(Generic[T]):
             raise ValueError(f"length must not be negative; got {length}")
         self._join = join
         self._loader = loader
-        self._length = _length_of(loader) if length is None else length
+        self._said = length
         self._size = window
-        self._ahead: deque[T] = deque()
-        self._taken = 0
-        self._replayed: Any = example
-        self._can_replay = example is not None
-        self._known = False
-        self._more = False  # another window follows this one
+        self._example = example
         self._next: Exchange
 
     def __iter__(self) -> Iterator[T]:
         if self._join.off:
             yield from self._loader
             return
-        self._source = iter(self._loader)
+        self._begin()
         self._join.begin()
         policy = self._join.policy
         if policy == "replay":
@@ -66,6 +61,15 @@ class Batches(Generic[T]):
         else:
             yield from self._until_the_first(policy == "raise")
         self._join.end()
+
+    def _begin(self) -> None:
+        self._length = _length_of(self._loader) if self._said is None else self._said
+        self._source = iter(self._loader)
+        self._ahead: deque[T] = deque()
+        self._taken = 0
+        self._replayed: Any = self._example
+        self._known = False  # how many batches every rank has
+        self._more = False  # another window follows this one
 
     # The four policies: what is handed out.
 
@@ -122,7 +126,7 @@ class Batches(Generic[T]):
 
     def _windows(self) -> Iterator[Window]:
         join = self._join
-        facts = (UNKNOWN if self._length is None else self._length, self._can_replay)
+        facts = (UNKNOWN if self._length is None else self._length, self._example is not None)
         table = Exchange([*facts, *join.settings()], join.group, join.device).wait()
         join.compare_settings(row[2:] for row in table)
         self._replayable = [bool(row[1]) for row in table]

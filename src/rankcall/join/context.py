@@ -157,7 +157,7 @@ class Join:
             if error is None:
                 try:
                     self._finish()
-                except Exception as failure:
+                except BaseException as failure:
                     self._fail(failure)
                     raise
             else:

@@ -48,8 +48,9 @@ class Loader(Generic[T]):
         return self._longest
 
     def __iter__(self) -> Iterator[T]:
+        # Lightning asks for the iterator before it says that training starts.
         join = self._callback.join
-        return iter(self._loader if join is None else join.batches(self._loader))
+        yield from self._loader if join is None else join.batches(self._loader)
 
 
 class JoinCallback(Callback):  # type: ignore[misc, unused-ignore]

@@ -82,7 +82,8 @@ class ModelShadow(JoinHook):
         self._count: torch.Tensor | None = None  # of active ranks, summed up since the forward pass
         self._pending: list[Any] = []  # Works of notifications, kept until the next pass
         self._order: dict[Any, int] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._before: Any = None  # handles of the hooks on the model
+        self._after: Any = None
 
     def attach(self, announce: Callable[[], Any], ranks: Sequence[int]) -> None:
         """Begin to watch the model. ``detach`` leaves it as it was.
@@ -95,9 +96,7 @@ class ModelShadow(JoinHook):
         own = dist.get_process_group_ranks(ddp.process_group)
         self._counts = self._divide_by_active or set(own) != set(ranks)
         ddp.logger._set_uneven_input_join()
-        before = ddp.register_forward_pre_hook(self._before_forward, prepend=True)
-        after = ddp.register_forward_hook(self._after_forward, prepend=True, always_call=True)
-        self._undo = [before.remove, after.remove]
+        self._before = ddp.register_forward_pre_hook(self._before_forward, prepend=True)
         if ddp.find_unused_parameters or ddp.static_graph:
             parameters, _ = ddp._build_params_for_reducer()
             self._order = {parameter: at for at, parameter in enumerate(parameters)}
@@ -106,12 +105,19 @@ class ModelShadow(JoinHook):
         """Take part in the protocol from the next pass on, or no longer."""
         self._on = on
         self.ddp._join_config = Config(enable=on)
+        if on and self._after is None:  # only then: in the module's call it costs microseconds
+            self._after = self.ddp.register_forward_hook(
+                self._after_forward, prepend=True, always_call=True
+            )
+        elif not on and self._after is not None:
+            self._after.remove()
+            self._after = None
 
     def detach(self) -> None:
         """Stop watching, and let gradients be divided by the world size again."""
-        for undo in self._undo:
-            undo()
-        self._undo, self._pending = [], []
+        self.switch(False)
+        self._before.remove()
+        self._pending = []
         if self._divide_by_active:
             # The reducer keeps the last Work it was given and would go on dividing by its number.
             done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
@@ -128,9 +134,12 @@ class ModelShadow(JoinHook):
 
     def _before_forward(self, module: Any, args: Any) -> None:
         ddp = self.ddp
+        trains = torch.is_grad_enabled()
+        if trains:
+            self._unsynced = not ddp.require_backward_grad_sync
         if not self._on:
             return
-        if not torch.is_grad_enabled():
+        if not trains:
             # Nobody shadows a forward-only pass: no notification, no exchange of buffers.
             self._muted = (ddp._join_config, ddp.require_forward_param_sync)
             ddp._join_config, ddp.require_forward_param_sync = _OFF, False
@@ -149,8 +158,8 @@ class ModelShadow(JoinHook):
             ddp._join_config, ddp.require_forward_param_sync = self._muted
             self._muted = None
         elif torch.is_grad_enabled():
-            self._unsynced = not ddp.require_backward_grad_sync
-            if self._on and self._divide_by_active and not self._unsynced and self._hooked:
+            divides = self._divide_by_active and not self._unsynced
+            if divides and self._hooked:
                 self._rescale_after_backward(output)
 
     def _rescale_after_backward(self, output: Any) -> None:

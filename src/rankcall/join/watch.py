@@ -39,6 +39,7 @@ _ANSWER_S = 1.0  # what the other ranks get to answer; the processes that do not
 _WORD_S = 0.5  # what the cause gets to arrive after the connections broke
 Entry = dict[str, Any]
 
+_spent: list[Any] = []  # the store of the block before, with its prefix
 _joins: dict[tuple[int, ...], int] = {}  # how many there were, by their ranks: the same on each
 
 
@@ -76,10 +77,6 @@ class Watch:
             self._store: Any = dist.PrefixStore(f"{name}/{number}", store)
             self._own: Any = dist.PrefixStore(f"{name}/{number}", own)  # the thread's
             self._store.set(f"host/{self.rank}", host_name())
-            if number > 2:  # every rank has left that one: it has entered the one after
-                old = dist.PrefixStore(f"{name}/{number - 2}", store)
-                for what in ("host", "heard", "bell"):
-                    old.delete_key(f"{what}/{self.rank}")
         except (RuntimeError, AttributeError) as error:
             _log.warning("errors of other ranks cannot be told inside this Join: %s", error)
             return
@@ -97,6 +94,12 @@ class Watch:
             self._store.set(f"heard/{self.rank}", "[]")
             self._store.set(f"bell/{self.rank}", "1")
         thread.join(2 * _ANSWER_S)
+        with contextlib.suppress(Exception):
+            # Every rank has left the block before this one, so nobody reads its keys any more.
+            for store in _spent:
+                for what in ("host", "heard", "bell"):
+                    store.delete_key(f"{what}/{self.rank}")
+        _spent[:] = [self._store]
 
     # What this rank has to say.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import PurePath
@@ -26,16 +26,24 @@ _RANKS_WIDE, _LINE_WIDE = 22, 32
 _MOST_PROBLEMS = 4
 
 
-def render(diagnosis: Diagnosis, width: int = 80) -> str:
-    """Return the diagnosis as plain text, no line of it wider than ``width``."""
+def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | None = None) -> str:
+    """Return the diagnosis as plain text, no line of it wider than ``width``.
+
+    ``stacks`` are texts by rank, shown as they are.
+    """
     out = StringIO()
-    show(diagnosis, Console(file=out, width=width, color_system=None, highlight=False))
+    show(diagnosis, Console(file=out, width=width, color_system=None, highlight=False), stacks)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def show(diagnosis: Diagnosis, console: Console) -> None:
+def show(diagnosis: Diagnosis, console: Console, stacks: Mapping[int, str] | None = None) -> None:
     """Print the diagnosis; ``console`` decides on width and colour."""
     console.print(body(diagnosis, console.width))
+    for rank, text in (stacks or {}).items():
+        console.print()
+        console.print(Text(f"Stacks of rank {rank}", "bold"))
+        for line in text.splitlines():
+            console.print(Text(" " * _INDENT + clean(line)), soft_wrap=True)
 
 
 def body(diagnosis: Diagnosis, width: int) -> RenderableType:
@@ -131,7 +139,12 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
         )  # fmt: skip
         alike.setdefault(key, []).append(place)
     found = [_row(each, culprits, sizes) for each in alike.values()]
-    return sorted(found, key=lambda row: (not row.named, not row.waiting, -row.most_s, row.ranks))
+    return sorted(
+        found,
+        key=lambda row: (
+            not row.named, row.ranks if row.named else (), not row.waiting, -row.most_s, row.ranks,
+        ),
+    )  # fmt: skip
 
 
 def _row(alike: Sequence[Place], culprits: set[int], sizes: dict[str, int]) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from rankcall.analysis.diagnosis import Diagnosis
@@ -13,12 +14,12 @@ SCHEMA = 1
 Object = dict[str, Any]
 
 
-def render(diagnosis: Diagnosis) -> str:
-    """Return the diagnosis as one JSON object."""
-    return json.dumps(as_object(diagnosis), indent=1, allow_nan=False) + "\n"
+def render(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = None) -> str:
+    """Return the diagnosis as one JSON object; ``stacks`` are texts by rank."""
+    return json.dumps(as_object(diagnosis, stacks), indent=1, allow_nan=False) + "\n"
 
 
-def as_object(diagnosis: Diagnosis) -> Object:
+def as_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = None) -> Object:
     """Return the diagnosis as plain dicts and lists; times in s, no NaN."""
     return {
         "schema": SCHEMA,
@@ -27,6 +28,7 @@ def as_object(diagnosis: Diagnosis) -> Object:
         "hang_after_s": diagnosis.hang_after,
         "findings": [_finding(each) for each in diagnosis.findings],
         "ranks": [_rank(each) for each in places(diagnosis.snapshot)],
+        "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
         "problems": diagnosis.snapshot.problems,
     }
 

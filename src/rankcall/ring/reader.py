@@ -55,6 +55,7 @@ assert _ENTRY.size == ENTRY_HEADER.itemsize
 MAX_RANKS = 1 << 20
 MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
 _GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
+_AHEAD = 64  # records that writers may be ahead of ``head``
 ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
 
 
@@ -158,8 +159,8 @@ class Ring:
     problem: str | None = None
 
 
-def read_ring(path: str | os.PathLike[str]) -> Ring:
-    """Read one ring file, live or left behind.
+def read_ring(path: str | os.PathLike[str], newest: int | None = None) -> Ring:
+    """Read one ring file, live or left behind; of its records only the ``newest``, where given.
 
     Raises ``CorruptRun`` where the file is no ring, is of another schema, or has no sound header.
     A file that was cut off yields what is left, with ``problem`` set.
@@ -167,7 +168,7 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
     path = Path(path)
     try:
         with path.open("rb", buffering=0) as file:
-            return _read(path, file.fileno())
+            return _read(path, file.fileno(), newest)
     except OSError as error:
         raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -197,30 +198,51 @@ def _read_head(path: Path, fd: int, size: int) -> Head:
     return Head(path, header, tables, problem)
 
 
-def _read(path: Path, fd: int) -> Ring:
+def _read(path: Path, fd: int, newest: int | None) -> Ring:
     size = os.fstat(fd).st_size
     head = _read_head(path, fd, size)
     header, shape = head.header, head.header.geometry
     live = header.closed_ns == 0
-    slots = _read_records(
-        fd, shape.records_offset, _bytes_worth_reading(header, min(size, header.file_bytes)), live
-    )
+    bytes_there = _bytes_worth_reading(header, min(size, header.file_bytes))
+    spans = _spans(header, bytes_there // RECORD.itemsize, newest)
+    pieces = [
+        _read_records(
+            fd, shape.records_offset + first * RECORD.itemsize, count * RECORD.itemsize, live
+        )
+        for first, count in spans
+    ]
+    slots = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     parked_bytes = min(
         shape.inflight_capacity * RECORD.itemsize, max(0, size - shape.inflight_offset)
     )
     parked = _read_records(fd, shape.inflight_offset, parked_bytes, live)
-    records, torn = _sound(slots, parked, shape.capacity)
+    places = np.concatenate([np.arange(first, first + count) for first, count in spans])
+    records, torn = _sound(slots, places[: len(slots)], parked, shape.capacity)
     last = int(records["commit"][-1] >> 2) if len(records) else 0
-    dropped = max(last - len(records), torn)
+    kept = len(records)
+    if newest is not None:  # what was not read is not lost: a lap's worth, and what was parked
+        older = int(np.count_nonzero(records["commit"] >> 2 <= max(0, last - shape.capacity)))
+        kept = min(last, shape.capacity) + older
+    dropped = max(last - kept, torn)
     return Ring(path, header, records, head.tables, dropped, head.problem)
+
+
+def _spans(header: Header, count: int, newest: int | None) -> list[tuple[int, int]]:
+    """Return which slots to read, as (first, how many): all, or those of the newest records."""
+    if newest is None or count <= newest + _AHEAD:
+        return [(0, count)]
+    capacity = header.geometry.capacity
+    first, length = (header.head - newest) % capacity, min(newest + _AHEAD, capacity)
+    before_end = max(0, min(length, count - first))
+    return [(first, before_end), (0, min(length - before_end, first))]
 
 
 def _bytes_worth_reading(header: Header, size: int) -> int:
     """Return how much of the record region can hold records: all of it once the ring has lapped.
 
-    ``head`` may lag behind the writers by as many records as there are threads; 64 is plenty.
+    ``head`` may lag behind the writers by as many records as there are threads.
     """
-    records = min(header.head + 64, header.geometry.capacity)
+    records = min(header.head + _AHEAD, header.geometry.capacity)
     return max(0, min(records * RECORD.itemsize, size - header.geometry.records_offset))
 
 
@@ -434,13 +456,18 @@ def _stable_record(fd: int, offset: int) -> Records:
     return np.zeros(1, RECORD)[0]  # type: ignore[no-any-return]
 
 
-def _sound(slots: Records, parked: Records, capacity: int) -> tuple[Records, int]:
-    """Return the records that can be trusted, in issue order, and how many were half written."""
+def _sound(
+    slots: Records, places: npt.NDArray[np.intp], parked: Records, capacity: int
+) -> tuple[Records, int]:
+    """Return the records that can be trusted, in issue order, and how many were half written.
+
+    ``places`` are the slots' numbers.
+    """
     words = np.ascontiguousarray(slots["commit"])
     written = int(np.count_nonzero(words))
     if _undisturbed(words[:written]) and not np.any(parked["commit"]):
         return _only(slots[:written], _codes_known(slots[:written])), 0
-    at_home = ((words >> 2) - 1) & (capacity - 1) == np.arange(len(slots), dtype=np.uint64)
+    at_home = ((words >> 2) - 1) & (capacity - 1) == places.astype(np.uint64)
     used = words != 0
     torn = int(np.count_nonzero(used & at_home & (words & 3 == COMMIT_WRITING)))
     kept = _only(slots, used & at_home & (words & 3 != COMMIT_WRITING))

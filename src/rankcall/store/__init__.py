@@ -11,6 +11,7 @@ from rankcall.store._barrier import barrier
 from rankcall.store._cleanup import clean_up
 from rankcall.store._errors import BarrierTimeout, StoreLost
 from rankcall.store._exchange import get_all, synchronize
+from rankcall.store._failover import Failover, failover
 from rankcall.store._install import Installed, install
 from rankcall.store._rollcall import Answer, Rollcall, rollcall
 from rankcall.store._timeout import store_timeout
@@ -18,12 +19,14 @@ from rankcall.store._timeout import store_timeout
 __all__ = [
     "Answer",
     "BarrierTimeout",
+    "Failover",
     "Installed",
     "Rollcall",
     "StoreLost",
     "WorldMismatch",
     "barrier",
     "clean_up",
+    "failover",
     "get_all",
     "install",
     "rollcall",

@@ -69,7 +69,8 @@ def passed(
         drop(member)
         return False
     try:
-        return not member.arrived and _pass(link, seat, rank, timeout - STALL_S)
+        fit = not member.arrived and not member.unsure
+        return fit and _pass(link, seat, rank, timeout - STALL_S)
     finally:
         drop(member)
         if link.broken:
@@ -82,8 +83,9 @@ def _pass(link: Link, seat: _Seat, rank: int, timeout: float) -> bool:
     member, deadline = seat.member, time.monotonic() + timeout
     odd = member.generation & 1
     link.bound(timeout)
+    member.unsure = True
     value = link.add(seat.word, seat.add[odd])
-    member.arrived = True
+    member.unsure, member.arrived = False, True
     if value >> _words.BITS != seat.claimed or value & _LOW == seat.full[odd]:
         meeting = Meeting(link, seat.keys, rank, member, deadline)
         meeting.arrived(value)

@@ -89,9 +89,16 @@ def _raise(link: Link, keys: Keys, arrived: int, timeout: float, what: str | Non
         )
     here = [one.who for one in claims if one.world_size == keys.world_size]
     raise _messages.timed_out(
-        "barrier", keys, notes=_messages.seen(here), rank=None, missing=(), arrived=arrived, timeout=timeout, hosts={},
+        "barrier",
+        keys,
+        rank=None,
+        missing=(),
+        arrived=arrived,
+        timeout=timeout,
+        hosts={},
         what=what,
-    )  # fmt: skip
+        notes=_messages.seen(here),
+    )
 
 
 def _is_open(link: Link, keys: Keys) -> bool:

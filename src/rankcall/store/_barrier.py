@@ -30,6 +30,8 @@ def barrier(
     what: str | None = None,
     hosts: Mapping[int, str] | None = None,
     attempt: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
 ) -> None:
     """Wait until all ``world_size`` ranks are here; two round trips to the store.
 
@@ -41,6 +43,10 @@ def barrier(
     one second; 0: no names). ``what`` stands in every error. ``hosts`` is the launcher's table;
     without it hosts are known of ranks that have been here before, and of their neighbours.
     ``attempt`` (default: torchrun's restart count) keeps what an earlier attempt left apart.
+
+    With ``local_rank`` and ``local_world_size`` on every rank (torchrun's ``LOCAL_RANK`` and
+    ``LOCAL_WORLD_SIZE``), each host's ranks meet on their host and the first of them speaks for
+    them: what the store has to do grows with the hosts, not with the ranks.
 
     Raises ``BarrierTimeout``; ``WorldMismatch`` where others wait in a world of another size, or
     another process is this rank; ``StoreLost``; ``ValueError`` and ``TypeError``. May be called
@@ -58,6 +64,16 @@ def barrier(
         _anonymous.barrier(store, keys, timeout, what)
         return
     check_rank(rank, world_size)
+    if local_rank is not None or local_world_size is not None:
+        from rankcall.store._hosts import led_barrier
+
+        if local_rank is None or local_world_size is None:
+            raise ValueError("local_rank and local_world_size go together")
+        led_barrier(
+            store, world_size, key_prefix, timeout, rank, local_rank, local_world_size,
+            decoder=rank_tracing_decoder, what=what, hosts=hosts, attempt=which,
+        )  # fmt: skip
+        return
     began = time.monotonic()
     if _again.passed(store, world_size, key_prefix, which, rank, timeout):
         return

@@ -16,7 +16,7 @@ from rankcall.store._link import Link, lost
 from rankcall.store._meeting import Meeting, meeting
 from rankcall.store._member import Call
 
-__all__ = ["get_all", "synchronize"]
+__all__ = ["framed", "get_all", "synchronize", "unframed"]
 
 _FRAME = struct.Struct("<II")  # rank, bytes that follow
 LARGEST = 7 << 20  # a TCPStore closes the connection of whoever sends 8 MiB
@@ -48,11 +48,11 @@ def synchronize(
     check_rank(rank, world_size)
     check_rank(host_rank, world_size, "host_rank")
     seconds = check_seconds(timeout, "timeout")
-    frame = _framed(data, rank)
+    frame = framed(data, rank)
     keys = keys_of(key_prefix, "s", attempt_of(attempt), world_size)
 
     def finish(link: Link, one: Meeting, blob: bytes, until: float) -> list[bytes]:
-        found = _unframed(blob, world_size)
+        found = unframed(blob, world_size)
         _leave(link, keys, rank, one.generation, host_rank, until)
         one.leave()
         return found
@@ -74,7 +74,7 @@ def synchronize(
     return within(store, seconds, step, last)
 
 
-def _framed(data: bytes, rank: int) -> bytes:
+def framed(data: bytes, rank: int) -> bytes:
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise TypeError(f"data must be bytes; got {type(data).__name__} on rank {rank}")
     data = bytes(data)
@@ -86,7 +86,7 @@ def _framed(data: bytes, rank: int) -> bytes:
     return _FRAME.pack(rank, len(data)) + data
 
 
-def _unframed(blob: bytes, world_size: int) -> list[bytes]:
+def unframed(blob: bytes, world_size: int) -> list[bytes]:
     """Take the frames apart; of one rank's the first counts, on every rank."""
     found: dict[int, bytes] = {}
     at = 0

@@ -94,14 +94,19 @@ class Meeting:
         while True:
             delta = _words.arrival(self.rank, member.generation) if arriving else 0
             if not member.claimed:
-                link.append(self.keys.roster, member.claim.line())
+                link.append(self.keys.roster, member.claim.line())  # twice counts once
                 delta += _words.claim(self.rank)
+            before, member.unsure = member.unsure, True
             value = link.add(self.keys.words[word], delta)
-            if self._fits(value - delta):
+            member.unsure = False
+            fits = self._fits(value - delta)
+            if not fits:
+                value = self._take_back(word, delta)
+            if fits or before:  # the place is taken by this process, which had no answer
                 member.claimed = True
                 member.arrived = arriving
                 return value
-            self._take_back(word, delta)
+            self._pause()
 
     def _fits(self, before: int) -> bool:
         """Whether the rank's place was free."""
@@ -109,23 +114,27 @@ class Meeting:
             return False
         return not _words.was_in(before, self.rank, self.member.generation)
 
-    def _take_back(self, word: int, delta: int) -> None:
+    def _take_back(self, word: int, delta: int) -> int:
         """Undo an addition that did not fit; raise where another process is this rank."""
         member, link = self.member, self._link
-        link.add(self.keys.words[word], -delta)
-        if not member.claimed:
-            claims, _ = _roster.parse(link.read_log(self.keys.roster))
-            mine = member.claim
-            same = [
-                one for one in claims
-                if (one.rank, one.world_size) == (mine.rank, mine.world_size)
-            ]  # fmt: skip
-            others = [one for one in same if one.nonce != mine.nonce]
-            link.append(self.keys.roster, mine.line("!" if others else "-"))
+        value = link.add(self.keys.words[word], -delta)
+        if member.claimed:
+            return value
+        claims, _ = _roster.parse(link.read_log(self.keys.roster))
+        mine = member.claim
+        others = [
+            one
+            for one in claims
+            if (one.rank, one.world_size) == (mine.rank, mine.world_size) and one != mine
+        ]
+        if others:
+            link.append(self.keys.roster, mine.line("!"))
             member.claim = _roster.new_claim(mine.rank, mine.world_size)
-            if others:
-                raise _messages.claimed_twice(self.keys, [*others, mine])
-        # Nobody else is this rank: the word is out of order for another one's sake.
+            raise _messages.claimed_twice(self.keys, [*others, mine])
+        return value
+
+    def _pause(self) -> None:
+        """Give way: nobody else is this rank, the word is out of order for another one's sake."""
         if time.monotonic() > self._deadline:
             raise WorldMismatch(
                 f"{self.keys.prefix!r}: the place of rank {self.rank} of {self.keys.world_size} "

@@ -34,6 +34,7 @@ class Member:
     claimed: bool = False
     generation: int = 0
     arrived: bool = False
+    unsure: bool = False  # an addition was not answered: it may be done yet, or not
     large: bool = False  # the last generation's data was too large to be copied
     holder: Call | None = None
 

@@ -15,9 +15,10 @@ _OURS = re.compile(r"/rankcall\.[a-z](\d+)/")
 def remove(link: Link, prefix: str, attempts_below: int | None = None) -> bool:
     """Delete our keys under a prefix; those of earlier attempts only, where it says so."""
     listed = link.list_keys()
-    theirs = [key for key in listed if not key.startswith(f"{prefix}/rankcall.")]
+    ours = re.compile(re.escape(prefix) + r"(?:/hosts)?" + _OURS.pattern)
+    theirs = [key for key in listed if not ours.match(key)]
     for key in listed:
-        found = _OURS.match(key, len(prefix)) if key.startswith(prefix) else None
+        found = ours.match(key)
         if found and (attempts_below is None or int(found.group(1)) < attempts_below):
             link.delete(key)
     if attempts_below is None and not any(_OURS.search(key) for key in theirs):

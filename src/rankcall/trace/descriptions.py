@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -129,12 +130,12 @@ class Descriptions:
             }
         )
 
-    def lines(self) -> str:
+    def lines(self) -> bytes:
         """Return one JSON object a line, as ``json.dumps`` of each dict would be."""
         import polars as pl
 
         if not len(self):
-            return ""
+            return b""
         columns = self.columns
         table = pl.DataFrame(
             {
@@ -144,11 +145,13 @@ class Descriptions:
                 "_dtype": pl.Series([f', "dtype": "{name}"' for name in DTYPES]).gather(
                     columns["dtype"].astype(np.uint32)
                 ),
+                "timestamp": columns["issued_ns"] // 1_000_000_000,
                 **{name: column for name, column in columns.items() if name in _WRITTEN},
             }
         )
-        text = table.select(_line()).to_series().str.join("\n").item()
-        return f"{text}\n"
+        text = io.BytesIO()  # no text has a line break in it: they are escaped
+        table.select(_line(columns)).write_csv(text, include_header=False, quote_style="never")
+        return text.getvalue()
 
     def _head(self, kind: Kind) -> str:
         head = {"name": kind.name, "rank": self.teller.rank, "source_line": kind.source_line}
@@ -172,39 +175,41 @@ class Descriptions:
 
 
 _WRITTEN = (
-    "message_size", "device", "issued_ns", "peer_rank", "root_rank", "correlation_id", "seq",
-    "duration_ms", "algbw_gbps", "busbw_gbps", "step",
+    "message_size", "device", "peer_rank", "root_rank", "correlation_id", "seq", "duration_ms",
+    "algbw_gbps", "busbw_gbps", "step",
 )  # fmt: skip
 
 
-def _line() -> pl.Expr:
+def _line(columns: dict[str, Column]) -> pl.Expr:
+    """Return what makes a line; what no line needs is left out, since each part costs."""
     import polars as pl
 
     def number(name: str) -> pl.Expr:
         return pl.col(name).cast(pl.String)
 
-    def where(name: str, applies: pl.Expr) -> pl.Expr:
-        text = pl.concat_str(pl.lit(f', "{name}": '), number(name))
-        return pl.when(applies).then(text).otherwise(pl.lit(""))
+    def where(name: str, nothing: int) -> list[pl.Expr]:
+        there = columns[name] != nothing
+        text = [pl.lit(f', "{name}": '), number(name)]
+        if there.all():
+            return text
+        applies = pl.when(pl.col(name) != nothing).then(pl.concat_str(text))
+        return [applies.otherwise(pl.lit(""))] if there.any() else []
 
-    def real(name: str) -> pl.Expr:
-        known = pl.col(name).is_not_nan()
-        return pl.when(known).then(number(name)).otherwise(pl.lit("null"))
+    def real(name: str) -> list[pl.Expr]:
+        text = number(name)
+        if np.isnan(columns[name]).any():
+            text = pl.when(pl.col(name).is_not_nan()).then(text).otherwise(pl.lit("null"))
+        return [pl.lit(f', "{name}": '), text]
 
-    device = pl.when(pl.col("device") < 0).then(pl.lit('"cpu"')).otherwise(number("device"))
+    device = [pl.lit(', "device": "cpu"')]
+    if (columns["device"] >= 0).any():
+        on_cpu = pl.when(pl.col("device") < 0).then(pl.lit('"cpu"'))
+        device = [pl.lit(', "device": '), on_cpu.otherwise(number("device"))]
     return pl.concat_str(
-        "_head", number("message_size"),
-        pl.lit(', "device": '), device,
-        pl.lit(', "timestamp": '), (pl.col("issued_ns") // 1_000_000_000).cast(pl.String),
-        "_ranks",
-        where("peer_rank", pl.col("peer_rank") != NO_RANK),
-        where("root_rank", pl.col("root_rank") != NO_RANK),
-        where("correlation_id", pl.col("correlation_id") != 0),
-        pl.lit(', "seq": '), number("seq"),
-        "_group", "_dtype",
-        pl.lit(', "duration_ms": '), real("duration_ms"),
-        pl.lit(', "algbw_gbps": '), real("algbw_gbps"),
-        pl.lit(', "busbw_gbps": '), real("busbw_gbps"),
+        "_head", number("message_size"), *device, pl.lit(', "timestamp": '), number("timestamp"),
+        "_ranks", *where("peer_rank", NO_RANK), *where("root_rank", NO_RANK),
+        *where("correlation_id", 0), pl.lit(', "seq": '), number("seq"), "_group", "_dtype",
+        *real("duration_ms"), *real("algbw_gbps"), *real("busbw_gbps"),
         pl.lit(', "step": '), number("step"), pl.lit("}"),
     )  # fmt: skip
 

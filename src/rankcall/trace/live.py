@@ -36,6 +36,8 @@ from rankcall.trace.switches import Switches
 logger = logging.getLogger("rankcall.trace")
 
 _TURN_SECONDS = 0.05
+_BUSY_SECONDS = 0.01  # while an eighth of the ring is written between two looks
+_REPEAT_SECONDS = 60.0
 _GRACE_SECONDS = 0.06  # an op that was waited for may be about to record its end
 _NAP_SECONDS = 0.001
 _NO_ROWS: Rows = np.empty(0, RECORD)
@@ -86,6 +88,8 @@ class Trace:
         self._stopping = False
         self._removed = False
         self._marks: Marks | None = None
+        self._rest = _TURN_SECONDS
+        self._missed, self._complain_at = 0, 0.0
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._followed: list[_Followed] = []
         self._thread = threading.Thread(target=self._run, name="rankcall-trace", daemon=True)
@@ -164,7 +168,7 @@ class Trace:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._wake.wait(_TURN_SECONDS)
+            self._wake.wait(self._rest)
             self._wake.clear()
             self._turn_safely(last=False)
         self._drain()
@@ -197,7 +201,8 @@ class Trace:
         for followed in self._followed:
             records, descriptions = self._look(followed, last)
             for guard in self._guards:
-                guard.deliver(records if guard.takes_records else descriptions, origin)
+                wanted = descriptions if guard.takes_descriptions else None
+                guard.deliver(records if guard.takes_records else wanted, origin)
         self._followed = self._followed[-1:] if len(self._followed) == 1 else [
             each for each in self._followed[:-1] if each.is_busy or each.order.waiting
         ] + self._followed[-1:]  # fmt: skip
@@ -214,17 +219,28 @@ class Trace:
             return None, None
         tables = followed.tables.now()
         records = np.concatenate([ended, awaited]) if last and len(awaited) else ended
-        rows, in_flight = followed.order.take(ended, awaited, tables, time.monotonic_ns(), last)
-        if missed:
-            logger.warning(
-                "tracing fell behind: %d ops were overwritten before they were described; "
-                "a larger ring (RANKCALL_CAPACITY) holds more", missed
-            )  # fmt: skip
         ring = self._ring(followed.recording, records, tables, missed)
+        self._note_load(len(ended), missed, followed.recording.geometry.capacity)
+        if not any(guard.takes_descriptions for guard in self._guards):
+            return ring, None
+        rows, in_flight = followed.order.take(ended, awaited, tables, time.monotonic_ns(), last)
         if not len(rows):
             return ring, None
         describer = self._describer(followed.recording)
         return ring, describer.describe(rows, in_flight, tables, missed)
+
+    def _note_load(self, ended: int, missed: int, capacity: int) -> None:
+        """Look again sooner while much comes; say so where that was not soon enough."""
+        much = ended + missed > capacity // 8
+        self._rest = _BUSY_SECONDS if much else _TURN_SECONDS
+        self._missed += missed
+        now = time.monotonic()
+        if self._missed and now >= self._complain_at:
+            logger.warning(
+                "tracing fell behind: %d ops were overwritten before they were described; "
+                "a larger ring (RANKCALL_CAPACITY) holds more", self._missed
+            )  # fmt: skip
+            self._missed, self._complain_at = 0, now + _REPEAT_SECONDS
 
     def _ring(
         self, recording: session.Recording, records: Rows, tables: Tables, missed: int

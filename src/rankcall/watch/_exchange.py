@@ -21,7 +21,8 @@ from rankcall.analysis.snapshot import Snapshot, merge, no_calls
 T = TypeVar("T")
 SETTLE_S = 1.5  # what the other nodes get to post
 _JUDGE_S = 2.0  # what one node gets to judge, before the next does
-_LIMIT_S = 10.0  # for a whole exchange: a store whose host stands still never answers
+_PROBE_S = 2.0  # for an answer: a store whose host stands still never gives one
+_LIMIT_S = 10.0  # for a whole exchange, beside what the others get to post
 _RETRY_S = 60.0
 _POLL_S = 0.05
 
@@ -57,13 +58,14 @@ class Exchange:
 
     def asked(self) -> bool:
         """Tell whether another node has opened a round."""
-        return self._guarded(lambda store: bool(store.check([f"{_round(store)}/open"])), _LIMIT_S)
+        return self._guarded(lambda store: bool(store.check([f"{_round(store)}/open"])), _PROBE_S)
 
     def agree(self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot], bytes]) -> Agreed:
         """Post where our ranks stand, and return the verdict of all nodes together.
 
         Raises ``Unreachable`` where the store is gone or silent.
         """
+        self._guarded(_round, _PROBE_S)
         return self._guarded(
             lambda store: self._agree(store, mine, world_size, judge),
             self._settle_s + _LIMIT_S,

@@ -97,10 +97,17 @@ class Judge:
         return [each for each in found if each.kind not in _NO_HANGS]
 
     def _is_late(self, snapshot: Snapshot, told: list[_verdict.Object]) -> bool:
-        """Tell whether to open a round: a call's patience has run out, and nobody said so yet."""
+        """Tell whether to open a round: a call's patience has run out, and nobody said so yet.
+
+        Or one of our own ranks is the cause of it, and nobody has named that.
+        """
         calls = snapshot.calls
         late = unfinished(calls) & (calls["age_s"] >= patience(snapshot, self._hang_after))
-        return bool(late.any()) and not told
+        if not late.any() or not told:
+            return bool(late.any())
+        found = self._hangs(snapshot)
+        ours = [f for f in found if not any(snapshot.ranks[rank].blind for rank in f.ranks)]
+        return _verdict.news(ours, told)
 
     def _again(self, snapshot: Snapshot, told: bool) -> float:
         """Return when to look again: when a call's patience runs out, and less and less often."""

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from rankcall.analysis.details import Details
+from rankcall.analysis.finding import Finding
 from rankcall.analysis.lines import LateLine
 from rankcall.report._format import percent, plural, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, below_peers
 from rankcall.run import format_ranks
 
+# What is said of a finding's ranks where the run does not go on.
+_STOPPED = {
+    "dead": "died",
+    "stopped": "does not run",
+    "exhausted": "left the loop",
+    "mismatch": "differ in one call",
+    "desync": "call different things",
+    "deadlock": "wait for each other",
+    "missing": "did not come",
+}
 _WORTH_A_LINE = 0.1  # of what a rank's being last cost
 
 
@@ -41,8 +52,10 @@ class Verdict:
     cost: tuple[str, str] | None = None
 
 
-def verdict(details: Details) -> Verdict:
-    """Say who is slow and where; or that nobody is."""
+def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
+    """Say what stopped the run; else who is slow and where; or that nobody is."""
+    if findings and findings[0].kind in _STOPPED:
+        return _stopped(findings[0])
     summary = details.summary
     first = headline(summary)
     if not first.alarm:
@@ -60,6 +73,26 @@ def verdict(details: Details) -> Verdict:
     title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"
     where = _where(details, first.ranks)
     return Verdict(title, f"{first.text} {first.detail}", True, who, where, cost)
+
+
+def _stopped(found: Finding) -> Verdict:
+    """Say what the likeliest root cause of a hang is."""
+    who = None
+    title = _STOPPED[found.kind]
+    if found.ranks:
+        ranks = plural(len(found.ranks), "rank").split(" ")[1] + f" {format_ranks(found.ranks)}"
+        who = ranks, "on " + ", ".join(found.hosts) if found.hosts else ""
+        title = f"{ranks[0].upper()}{ranks[1:]} {title}"
+    else:
+        title = f"The ranks: {title}"
+    where = None
+    if found.call_site:
+        file, _, line = found.call_site.rpartition(":")
+        call = f"{found.op} #{found.seq} of group {found.group}" if found.op else ""
+        where = f"{PurePath(file).name}:{line}", call
+    waiting = plural(len(found.victims), "rank") + " held up" if found.victims else ""
+    cost = (time(found.since_s * 1e3), waiting) if found.since_s > 0 else None
+    return Verdict(title, f"{found.summary} {found.advice}".strip(), True, who, where, cost)
 
 
 def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str] | None:
@@ -80,9 +113,15 @@ def _before(line: LateLine) -> str:
     return f"{op}: look at what it does after {since}"
 
 
-def items(details: Details, curves: list[Curve]) -> list[Item]:
-    """List what to look at: what costs most first, then what the report cannot know."""
-    return [*_late(details), *_slow(curves), *_gaps(details)]
+def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = ()) -> list[Item]:
+    """List what to look at: findings, what costs most, then what the report cannot know."""
+    return [*map(_found, findings), *_late(details), *_slow(curves), *_gaps(details)]
+
+
+def _found(finding: Finding) -> Item:
+    sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
+    words = [*(f"{each.rstrip('.')}." for each in finding.evidence), finding.advice]
+    return Item("alarm", finding.summary + sure, " ".join(filter(None, words)), finding.call_site)
 
 
 def _late(details: Details) -> Iterator[Item]:

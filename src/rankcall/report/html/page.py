@@ -12,24 +12,25 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall.analysis.details import Details
+from rankcall.analysis.finding import Finding
 from rankcall.analysis.summary import Summary
 from rankcall.analysis.table import size_name
-from rankcall.errors import RankcallError
+from rankcall.errors import ExtraMissing
 from rankcall.report._format import clean, percent, plural, rate, size, time
 from rankcall.report.html import charts
 from rankcall.report.html.curves import curves
-from rankcall.report.html.items import Item, items, verdict
+from rankcall.report.html.items import items, verdict
 from rankcall.run import format_ranks
 
 _MOST_SITES, _MOST_ROWS = 200, 400
 
 
-def render(details: Details, findings: Sequence[Item] = ()) -> str:
+def render(details: Details, findings: Sequence[Finding] = ()) -> str:
     """Return the page as HTML text.
 
-    ``findings``: what else to say under "What to look at", before what the figures show by
-    themselves. Every name is escaped, and what no person can read is replaced; the page's policy
-    lets no other script run, nothing be fetched. Raises ``RankcallError`` where jinja2 is absent.
+    ``findings``: the diagnosis, root cause first; one that stops the run comes first of all. Every
+    name is escaped, and what no person can read is replaced; the page's policy
+    lets no other script run, nothing be fetched. Raises ``ExtraMissing`` where jinja2 is absent.
     """
     template = _template()
     script, style = _asset("page.js"), _asset("page.css")
@@ -44,7 +45,7 @@ def _template() -> Any:
     try:
         import jinja2
     except ImportError as error:
-        raise RankcallError(
+        raise ExtraMissing(
             "the HTML report needs jinja2: pip install 'rankcall[report]'"
         ) from error
     environment = jinja2.Environment(
@@ -67,15 +68,15 @@ def _asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _content(details: Details, findings: Sequence[Item]) -> dict[str, Any]:
+def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
     summary = details.summary
     found = curves(summary)
     columns, maps = charts.columns(details), charts.late_maps(details)
     traffic = charts.host_matrix(details)
     return {
         "run": clean(PurePath(summary.path).name),
-        "verdict": verdict(details),
-        "items": [*findings, *items(details, found)],
+        "verdict": verdict(details, findings),
+        "items": items(details, found, findings),
         "facts": _facts(summary),
         "stats": _stats(summary),
         "overall": charts.overall(details.splits),

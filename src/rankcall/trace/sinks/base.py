@@ -67,7 +67,10 @@ class RecordSink(Protocol):
 
 @runtime_checkable
 class AtIssue(Protocol):
-    """A sink that is told on the issuing thread, by C functions. Asked once, within ``enable``."""
+    """A sink that is told on the issuing thread, by C functions, and gets no descriptions.
+
+    Asked once, within ``enable``.
+    """
 
     def functions(self) -> Functions | None:
         """Return what to call at issue; None for nothing."""
@@ -106,6 +109,7 @@ class Guarded:
         self._clock = clock
         self._is_open = False
         self.takes_records = isinstance(sink, RecordSink)
+        self.takes_descriptions = not isinstance(sink, (RecordSink, AtIssue))
         self._take: Callable[[Any], None] = (
             sink.write_records if isinstance(sink, RecordSink) else sink.write
         )

@@ -135,10 +135,13 @@ class OpenTelemetry:
         if len(descriptions):
             self._newest = max(self._newest, int(columns["step"].max()))
         wanted = (columns["step"] % self._every == 0) & ~columns["in_flight"]
-        chosen = descriptions.only(wanted)
-        for each, issued in zip(chosen, chosen.columns["issued_ns"].tolist(), strict=True):
-            if len(self._steps[each["step"]]) < _SPANS_PER_STEP:
-                self._steps[each["step"]].append((each, issued))
+        for step in np.unique(columns["step"][wanted]).tolist():
+            kept = self._steps[step]
+            mine = np.flatnonzero(wanted & (columns["step"] == step))
+            chosen = np.zeros(len(wanted), np.bool_)
+            chosen[mine[: _SPANS_PER_STEP - len(kept)]] = True
+            more = descriptions.only(chosen)
+            kept += zip(more, more.columns["issued_ns"].tolist(), strict=True)
 
     def _end_spans(self, last: int) -> None:
         for step in sorted(step for step in self._steps if step <= last):

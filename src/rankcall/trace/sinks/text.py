@@ -32,7 +32,7 @@ class Stdout:
         mine = descriptions.only(descriptions.columns["prints"])
         if len(mine):
             stream = self._stream or sys.stdout
-            stream.write(mine.lines())
+            stream.write(mine.lines().decode())
             stream.flush()
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class JsonLines:
 
     def write(self, descriptions: Descriptions) -> None:
         """Append; what cannot be written whole is taken back, and tried again later."""
-        data = memoryview(descriptions.lines().encode())
+        data = memoryview(descriptions.lines())
         batch, done = self._written
         done = done if batch is descriptions else 0
         while done < len(data):

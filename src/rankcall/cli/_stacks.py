@@ -1,0 +1,83 @@
+"""Stacks of ranks on this host: by py-spy where it is installed, else by their own watcher."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rankcall import _stacks
+from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.processes import process_state
+from rankcall.run import load
+
+_MOST = 8  # ranks; a screen holds no more stacks
+_TIMEOUT_S = 15.0
+_LONGEST = 1 << 16
+_OURS = re.compile(r"rankcall/(watch/_loop|capture/recording|capture/delivery)\.py")
+
+
+def of_interest(found: Diagnosis) -> list[int]:
+    """Return who is named, and one that waits for each; where nobody is, the first ranks."""
+    ranks: dict[int, None] = {}
+    for each in found.findings:
+        ranks.update(dict.fromkeys(each.ranks))
+        ranks.update(dict.fromkeys(each.victims[:1]))
+    if not found.findings:
+        ranks.update((each.rank, None) for each in found.snapshot.ranks)
+    return list(ranks)[:_MOST]
+
+
+def take(where: Path, ranks: Sequence[int]) -> dict[int, str]:
+    """Return the stacks of those of some ranks that run on this host now and can be looked into."""
+    if not where.is_dir():
+        return {}
+    wanted = set(ranks)
+    headers = [head.header for head in load(where).heads if head.header.rank in wanted]
+    here = [header for header in headers if process_state(header) in ("alive", "stopped")]
+    found: dict[int, str] = {}
+    spy = _py_spy()
+    if spy is not None and here:
+        with ThreadPoolExecutor(4) as pool:
+            texts = pool.map(lambda header: _spied(spy, header.pid), here)
+            for header, text in zip(here, texts, strict=True):
+                if text:
+                    found[header.rank] = text
+    found.update(_stacks.ask([each for each in here if each.rank not in found]))
+    return {rank: tidy(found[rank]) for rank in ranks if rank in found}
+
+
+def tidy(text: str) -> str:
+    """Put the main thread first, and leave out rankcall's own threads, which only watch."""
+    threads = [each for each in text.split("\n\n") if not _OURS.search(each)]
+    threads.sort(key=lambda each: "<module>" not in each)
+    return "\n\n".join(threads) or text
+
+
+def _py_spy() -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def _spied(spy: str, pid: int) -> str:
+    """Dump one process, with native frames where that works; empty where it is not allowed."""
+    for options in (["--native"], []):
+        try:
+            done = subprocess.run(
+                [spy, "dump", *options, "--pid", str(pid)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode == 0:
+            return done.stdout.strip()[:_LONGEST]
+    return ""

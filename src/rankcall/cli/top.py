@@ -1,0 +1,95 @@
+"""``rankcall top``: where every rank stands, live."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankcall.analysis.diagnosis import Diagnosis, judge
+from rankcall.analysis.find import HANG_AFTER_S
+from rankcall.analysis.standing import stand
+from rankcall.report import top
+from rankcall.run import find_run, load
+
+__all__ = ["command"]
+
+_NEWEST = 1024  # records of each ring that are looked at
+_WINDOW = 1 << 16  # calls kept, of all ranks together
+
+
+def command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="A run directory. Without it: the latest run here."),
+    ] = None,
+    hang_after: Annotated[
+        float,
+        typer.Option(
+            envvar="RANKCALL_HANG_AFTER",
+            min=0.0,
+            help="Seconds that a call may be in flight before it counts as hung.",
+        ),
+    ] = HANG_AFTER_S,
+    interval: Annotated[
+        float, typer.Option(min=0.05, help="Seconds from one look to the next.")
+    ] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
+) -> None:
+    """Show where every rank stands, until the job ends or Ctrl-C.
+
+    Ranks at the same line are one row, so that thousands fit. Exits as diagnose does: 0 where all
+    is healthy, 1 where something was found at last.
+    """
+    where = find_run(run)
+    found = look(where, hang_after)
+    if once:
+        _print(found)
+    else:
+        found = _follow(where, hang_after, interval, found)
+    sys.stdout.flush()
+    if found.findings:
+        raise typer.Exit(1)
+
+
+def look(where: Path, hang_after: float) -> Diagnosis:
+    """Read the newest records of every rank and judge them."""
+    run = load(where)
+    window = max(32, min(256, _WINDOW // max(1, len(run.heads))))
+    snapshot = stand(run, window=window, newest=_NEWEST)
+    return judge(str(run.source or run.path), snapshot, hang_after)
+
+
+def _print(found: Diagnosis) -> None:
+    from rich.console import Console
+
+    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(top.view(found, console.width))
+    else:
+        sys.stdout.write(top.render(found, console.width))
+
+
+def _follow(where: Path, hang_after: float, interval: float, found: Diagnosis) -> Diagnosis:
+    """Draw anew until the job has ended or somebody has seen enough; leave the last look there."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    note = "Ctrl-C leaves; the job goes on"
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        try:
+            while found.snapshot.live:
+                live.update(top.view(found, console.width, note), refresh=True)
+                began = time.monotonic()
+                found = look(where, hang_after)
+                time.sleep(max(0.0, interval - (time.monotonic() - began)))
+        except KeyboardInterrupt:
+            pass
+    _print(found)
+    return found

@@ -1,0 +1,197 @@
+"""The live view: one calm screen that says first whether anything is wrong, then who is where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import PurePath
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.analysis.pace import pace
+from rankcall.analysis.places import Place, places
+from rankcall.report._format import clean, digits, percent, plural
+from rankcall.report._tables import cut
+from rankcall.report._text import wrapped
+from rankcall.report.diagnosis import ranks_cell, world
+
+_ROWS = 12
+_BAR = 12
+_FILL = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█")
+_GOING = ("healthy", "straggler", "slow_link")
+_COLOURS = {"dead": "red", "stopped": "red", "missing": "red", "straggler": "yellow",
+            "slow_link": "yellow"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Ranks that are at the same line, in the same op; their sequence numbers may differ."""
+
+    places: tuple[Place, ...]
+    named: bool
+
+    @property
+    def longest(self) -> float:
+        """For how long the first of them has been there, s."""
+        return max(place.age_s for place in self.places)
+
+
+def render(diagnosis: Diagnosis, width: int = 80) -> str:
+    """Return the view as plain text."""
+    out = StringIO()
+    console = Console(file=out, width=width, color_system=None, highlight=False)
+    console.print(view(diagnosis, width))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def view(diagnosis: Diagnosis, width: int, note: str = "") -> RenderableType:
+    """Return the view as something to print; ``note`` stands at its foot."""
+    lines = _lines(diagnosis)
+    parts: list[RenderableType] = [
+        _head(diagnosis, width),
+        Text(),
+        _verdict(diagnosis, width),
+        Text(),
+        Padding(_table(diagnosis, lines[:_ROWS], width - 2), (0, 0, 0, 2)),
+    ]
+    if len(lines) > _ROWS:
+        left = sum(len(line.places) for line in lines[_ROWS:])
+        more = f"and {plural(left, 'more rank')} at {plural(len(lines) - _ROWS, 'other line')}"
+        parts.append(Padding(Text(more, "dim"), (0, 0, 0, 2)))
+    problems = diagnosis.snapshot.problems
+    if problems:
+        text = clean(problems[0]) + (f" (and {len(problems) - 1:,} more)" if problems[1:] else "")
+        parts += [Text(), Text(wrapped(text, width), "yellow")]
+    if note:
+        parts += [Text(), Text(cut(note, width), "dim")]
+    return Group(*parts)
+
+
+def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
+    found = pace(diagnosis.snapshot)
+    steps = max((each.steps for each in diagnosis.snapshot.ranks), default=0)
+    facts = [f"step {steps:,}" if steps else ""]
+    if diagnosis.verdict in _GOING:  # how fast a job went says nothing once it hangs
+        if found.steps_per_s is not None:
+            facts.append(f"{digits(found.steps_per_s)} steps/s")
+        elif found.calls_per_s is not None:
+            facts.append(f"{digits(found.calls_per_s)} calls/s")
+        if found.share is not None:
+            facts.append(f"{percent(found.share)} communication")
+    right = " · ".join(text for text in facts if text)
+    name = clean(PurePath(diagnosis.run).name)
+    left = f"{name} · {world(diagnosis)}"
+    line = Table.grid(expand=True)
+    line.add_column(justify="left", no_wrap=True)
+    line.add_column(justify="right", no_wrap=True)
+    line.width = width
+    line.add_row(
+        Text(cut(left, max(10, width - len(right) - 2)), "bold"),
+        Text(right, "dim"),
+    )
+    return line
+
+
+def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
+    if not diagnosis.findings:
+        words = "all ranks go on" if diagnosis.snapshot.live else "the job has ended"
+        return Text.assemble(("● ", "green"), ("healthy", "bold green"), (f"  {words}", "dim"))
+    first = diagnosis.findings[0]
+    colour = _COLOURS.get(first.kind, "red")
+    text = Text.assemble(("● ", colour), (first.kind, f"bold {colour}"))
+    if first.confidence != "certain":
+        text.append(f"  {first.confidence}", "dim")
+    body = Text(wrapped(clean(first.summary), width - 2))
+    parts: list[RenderableType] = [text, Padding(body, (0, 0, 0, 2))]
+    if first.advice:
+        advice = Text(wrapped(clean(first.advice), width - 2), "dim")
+        parts.append(Padding(advice, (0, 0, 0, 2)))
+    rest = diagnosis.findings[1:]
+    if rest:
+        names = ", ".join(f"{each.kind} of {_short(each.ranks)}" for each in rest[:3])
+        parts.append(Padding(Text(f"and {names}", "dim"), (0, 0, 0, 2)))
+    return Group(*parts)
+
+
+def _short(ranks: Sequence[int]) -> str:
+    return f"rank {ranks_cell(ranks)}" if ranks else "nobody in particular"
+
+
+def _lines(diagnosis: Diagnosis) -> list[_Line]:
+    """Put ranks at the same line together: culprits first, then the many, then the few."""
+    culprits = {rank for found in diagnosis.findings for rank in found.ranks}
+    alike: dict[tuple[object, ...], list[Place]] = {}
+    for place in places(diagnosis.snapshot):
+        # Between two calls and in the next one is the same to the eye, while all go on.
+        moving = not diagnosis.findings
+        key = (
+            place.rank in culprits, place.state, place.exit, place.failed,
+            moving or place.in_call, place.op, place.call_site,
+        )  # fmt: skip
+        alike.setdefault(key, []).append(place)
+    found = [_Line(tuple(each), each[0].rank in culprits) for each in alike.values()]
+    return sorted(found, key=lambda line: (not line.named, -len(line.places), line.places[0].rank))
+
+
+def _table(diagnosis: Diagnosis, lines: Sequence[_Line], width: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name, justify in (
+        ("ranks", "left"), ("", "left"), ("state", "left"), ("call", "left"), ("line", "left"),
+        ("for", "right"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    total = max(1, len(diagnosis.snapshot.ranks))
+    rows = [_cells(line, total, moving=not diagnosis.findings) for line in lines]
+    fixed = sum(max((len(row[i]) for row in rows), default=0) for i in (0, 1, 2, 5)) + 10
+    room = max(16, width - fixed)
+    call = min(max((len(row[3]) for row in rows), default=0), room * 2 // 3)
+    for line, row in zip(lines, rows, strict=True):
+        style = "bold red" if line.named else "" if line.places[0].in_call else "dim"
+        row[3] = cut(row[3], call)
+        row[4] = cut(row[4], max(8, room - call), keep_end=True)
+        texts = [Text(clean(cell)) for cell in row]
+        texts[1] = Text(row[1], "red" if line.named else "cyan")
+        table.add_row(*texts, style=style)
+    return table
+
+
+def _cells(line: _Line, total: int, *, moving: bool) -> list[str]:
+    first = line.places[0]
+    seqs = sorted({place.seq for place in line.places})
+    number = f"#{seqs[0]:,}" if len(seqs) == 1 else f"#{seqs[0]:,}–{seqs[-1]:,}"
+    if not first.op:
+        call = "nothing yet" if first.pid else "no records"
+    else:
+        verb = (
+            "failed in " if first.failed else "" if moving else "in " if first.in_call else "left "
+        )
+        call = f"{verb}{first.op} {number}"
+    state = first.state
+    if first.exit is not None:
+        state = f"exit {first.exit}" if first.exit >= 0 else f"signal {-first.exit}"
+    ages = "" if not first.op or (moving and line.longest < 1) else _age(line.longest)
+    return [
+        ranks_cell([place.rank for place in line.places]),
+        bar(len(line.places) / total),
+        state,
+        call,
+        PurePath(first.call_site).name,
+        ages,
+    ]
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def bar(share: float) -> str:
+    """Draw a share as a bar of at most twelve columns; what is not nothing is seen."""
+    eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
+    return _FILL[8] * (eighths // 8) + _FILL[eighths % 8]

@@ -1,0 +1,190 @@
+"""``failover``: a store that outlives its host.
+
+A list of hosts, each with a store of torch's own; all ranks use the first until it is gone, then
+the next. A store that is new knows nothing, so each rank counts what it has been through, prefix
+by prefix. A rank that finds the old store gone in the middle of a barrier makes up for it in the
+new one, where those who were through with it already say so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import Store, TCPStore
+
+from rankcall.store import _exchange
+from rankcall.store._barrier import barrier
+from rankcall.store._bounded import within
+from rankcall.store._checks import check_rank, check_seconds
+from rankcall.store._errors import BarrierTimeout, StoreLost
+from rankcall.store._link import Link
+from rankcall.store._member import IDENTITY, Call
+
+__all__ = ["Failover", "failover"]
+
+_SLICE_S = 0.5  # how long a rank that makes up for a barrier waits before it asks who is through
+T = TypeVar("T")
+
+
+def failover(
+    hosts: Sequence[str], serve: int | None = None, *, connect_timeout: float = 10.0
+) -> Failover:
+    """Use the stores at ``hosts`` (``"address:port"``), one after the other.
+
+    All ranks give the same list. The process that hosts one of them gives its index as ``serve``,
+    and its store is ready from then on. ``connect_timeout``, in seconds, is what connecting to one
+    host may take before the next is tried. Raises ``ValueError`` for a list that is none, and
+    ``StoreLost`` where no host answers.
+    """
+    places = [_place(one) for one in hosts]
+    if not places:
+        raise ValueError("failover needs at least one host")
+    if serve is not None:
+        check_rank(serve, len(places), "serve")
+    return Failover(places, serve, check_seconds(connect_timeout, "connect_timeout"))
+
+
+def _place(text: str) -> tuple[str, int]:
+    address, _, port = text.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"a host is 'address:port'; got {text!r}")
+    return address.strip("[]"), int(port)
+
+
+class Failover:
+    """``store`` is the one in use. One thread at a time. ``moves`` counts the hosts left behind."""
+
+    def __init__(
+        self, places: Sequence[tuple[str, int]], serve: int | None, connect_timeout: float
+    ) -> None:
+        self._places = places
+        self._timeout = connect_timeout
+        self._rounds: dict[tuple[str, str], int] = {}  # what this rank is through with
+        self._results: dict[str, list[bytes]] = {}  # of the last exchange under each prefix
+        self._served: Store | None = None
+        self.moves = 0
+        if serve is not None:
+            address, port = places[serve]
+            self._served = TCPStore(address, port, is_master=True, wait_for_workers=False)
+        self.store: Store = self._connect("no host has answered yet")
+
+    def _connect(self, reason: str) -> Store:
+        """Connect to the host in use, or to the next that answers."""
+        while self.moves < len(self._places):
+            address, port = self._places[self.moves]
+            found = _connected(address, port, self._timeout)
+            if found is not None:
+                return found
+            self.moves += 1
+        names = ", ".join(f"{address}:{port}" for address, port in self._places)
+        raise StoreLost(f"no store is left of {names}: {reason}", host=names)
+
+    def _move(self, error: StoreLost) -> None:
+        """Go on to the next host, and say there what this rank is through with."""
+        self.moves += 1
+        self.store = self._connect(str(error))
+
+        def step(link: Link, call: Call, until: float) -> bool:
+            for (kind, prefix), count in self._rounds.items():
+                result = self._results.get(prefix, []) if kind == "s" else []
+                link.set(_through(kind, prefix, count - 1), _joined(result))
+            return link.check([IDENTITY]) or True  # an answer: all of it has come there
+
+        within(self.store, self._timeout, step, step)
+
+    def _again(
+        self, kind: str, prefix: str, timeout: float, call: Callable[[Store, str, float], T],
+        through: Callable[[bytes], T],
+    ) -> T:  # fmt: skip
+        """Make a call; after a move make up for it on the new host, in the time that is left."""
+        turn, deadline = self._rounds.get((kind, prefix), 0), time.monotonic() + timeout
+        lost: StoreLost | None = None
+        while True:
+            left = max(0.001, deadline - time.monotonic())
+            # On a new host the rounds count from where they are, not from the first.
+            name = prefix if not self.moves else f"{prefix}/{turn}"
+            try:
+                found = call(self.store, name, min(left, _SLICE_S) if lost else left)
+                break
+            except StoreLost as error:
+                lost = error
+                self._move(error)
+            except BarrierTimeout:
+                told = self._told(_through(kind, prefix, turn)) if self.moves else None
+                if told is not None:
+                    found = through(told)
+                    break
+                if time.monotonic() >= deadline:
+                    raise
+        self._rounds[kind, prefix] = turn + 1
+        return found
+
+    def _told(self, key: str) -> bytes | None:
+        """Return what one who was through with a round before the move has said of it."""
+
+        def step(link: Link, call: Call, until: float) -> tuple[bytes | None]:
+            return (link.get(key) if link.check([key]) else None,)
+
+        return within(self.store, self._timeout, step, step)[0]
+
+    def barrier(
+        self, world_size: int, key_prefix: str, barrier_timeout: float = 300,
+        rank: int | None = None, **named: Any,
+    ) -> None:  # fmt: skip
+        """Do as ``rankcall.store.barrier``, on whichever host is there."""
+        self._again(
+            "b", key_prefix, check_seconds(barrier_timeout, "barrier_timeout"),
+            lambda store, name, left: barrier(store, world_size, name, left, rank, **named),
+            lambda told: None,
+        )  # fmt: skip
+
+    def synchronize(
+        self, data: bytes, rank: int, world_size: int, key_prefix: str, timeout: float = 300,
+        **named: Any,
+    ) -> list[bytes]:  # fmt: skip
+        """Do as ``rankcall.store.synchronize``, on whichever host is there."""
+        found = self._again(
+            "s", key_prefix, check_seconds(timeout, "timeout"),
+            lambda store, name, left: _exchange.synchronize(
+                store, data, rank, world_size, name, left, **named
+            ),
+            lambda told: _exchange.unframed(told, world_size),
+        )  # fmt: skip
+        self._results[key_prefix] = found
+        return found
+
+
+def _through(kind: str, prefix: str, turn: int) -> str:
+    return f"{prefix}/rankcall.{kind}0/through{turn}"
+
+
+def _joined(result: Sequence[bytes]) -> bytes:
+    return b"".join(_exchange.framed(data, rank) for rank, data in enumerate(result))
+
+
+def _connected(address: str, port: int, seconds: float) -> Store | None:
+    """Connect; None where that takes too long, or fails. A stopped host does not hold it up."""
+    made: list[Store] = []
+
+    def connect() -> None:
+        try:
+            made.append(
+                TCPStore(
+                    address, port, is_master=False, wait_for_workers=False,
+                    timeout=timedelta(seconds=seconds),
+                )
+            )  # fmt: skip
+        except RuntimeError:
+            pass
+
+    thread = threading.Thread(target=connect, name="rankcall-store-connect", daemon=True)
+    thread.start()
+    thread.join(seconds + 1)
+    if not made:
+        return None
+    made[0].set_timeout(timedelta(seconds=300))  # as torch's own default
+    return made[0]

@@ -1,0 +1,320 @@
+"""Barriers of large worlds: a host's ranks meet on the host, and their leader speaks for them.
+
+The leader (local rank 0) hosts a store of torch's on loopback, where its host's ranks meet. Then it
+meets the other leaders in the caller's store, which sees hosts and not ranks, and lets its own
+ranks go. Where one of them does not come, the leader writes down who has; where the leader is the
+one that does not come, its ranks do so themselves. So the missing are named rank by rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+from rankcall.errors import WorldMismatch
+from rankcall.store import _messages, _roster, _words
+from rankcall.store._barrier import barrier
+from rankcall.store._bounded import BEYOND_S, within
+from rankcall.store._checks import check_rank
+from rankcall.store._errors import BarrierTimeout, StoreLost
+from rankcall.store._keys import Keys, attempt_of, keys_of
+from rankcall.store._link import Link, local
+from rankcall.store._member import Call
+
+__all__ = ["led_barrier"]
+
+_PATIENCE_S = 0.25  # a host whose ranks have not all come after this says who has
+_LOOK_S = 1.0
+_HOST_PORT_KIND = "h"
+
+
+@dataclass
+class _House:
+    """The ranks of this host, and the store they meet in."""
+
+    host: int
+    hosts: int
+    size: int  # ranks on a host
+    local_rank: int
+    store: Store
+    announced: str | None  # the key that says where it is, until all have read it
+    rounds: dict[str, int] = field(default_factory=dict)  # barriers passed, by prefix
+    wrote: list[str] = field(default_factory=list)  # logs of who has come, in the caller's store
+
+    def ranks(self, host: int) -> range:
+        """Return the ranks of a host, as torchrun numbers them."""
+        return range(host * self.size, (host + 1) * self.size)
+
+
+def led_barrier(
+    store: Store,
+    world_size: int,
+    key_prefix: str,
+    timeout: float,
+    rank: int,
+    local_rank: int,
+    local_world_size: int,
+    *,
+    decoder: Any = None,
+    what: str | None = None,
+    hosts: Mapping[int, str] | None = None,
+    attempt: int | None = None,
+) -> None:
+    """Wait for all, as ``barrier``; ``timeout`` seconds at most."""
+    check_rank(local_rank, local_world_size, "local_rank")
+    if world_size % local_world_size or rank % local_world_size != local_rank:
+        raise ValueError(
+            f"rank {rank} of {world_size} with local_rank {local_rank} of {local_world_size}: "
+            "leaders need as many ranks on every host, numbered host by host as torchrun does; "
+            "leave local_rank out"
+        )
+    began = time.monotonic()
+    keys = keys_of(key_prefix, "p", attempt_of(attempt), world_size)
+    house = _enter(store, keys, rank, local_rank, local_world_size, timeout)
+    meeting = _Round(store, house, keys, rank, began, timeout, hosts or {}, decoder, what)
+    if local_rank == 0:
+        meeting.lead()
+    else:
+        meeting.follow()
+    house.rounds[key_prefix] = meeting.turn + 1
+
+
+def _enter(
+    store: Store, keys: Keys, rank: int, local_rank: int, size: int, timeout: float
+) -> _House:
+    """Return this host's store; the leader makes it and says where in the caller's store."""
+    seats = local(store).seats
+    place = ("house", keys.attempt, keys.world_size, size, rank)
+    found: _House | None = seats.get(place)
+    if found is not None:
+        return found
+    host = rank // size
+    name = f"rankcall.hosts/rankcall.{_HOST_PORT_KIND}{keys.attempt}/{keys.world_size}/{host}"
+    if local_rank == 0:
+        home = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        _tell(store, name, str(home.port).encode(), timeout)
+    else:
+        told = _hear(store, name, timeout)
+        if told is None:
+            raise _messages.timed_out(
+                "barrier", keys, rank=rank, missing=[host * size], arrived=0, timeout=timeout,
+                hosts={}, notes="; the leader of this host has never come",
+            )  # fmt: skip
+        home = TCPStore("127.0.0.1", int(told), is_master=False, wait_for_workers=False)
+    announced = name if local_rank == 0 else None
+    found = _House(host, keys.world_size // size, size, local_rank, home, announced)
+    seats[place] = found
+    return found
+
+
+def _tell(store: Store, key: str, value: bytes, timeout: float) -> None:
+    def step(link: Link, call: Call, until: float) -> bool:
+        link.set(key, value)
+        return link.check([key])
+
+    within(store, timeout, step, step)
+
+
+def _delete(store: Store, keys: Sequence[str], timeout: float) -> None:
+    def step(link: Link, call: Call, until: float) -> bool:
+        for key in keys:
+            link.delete_log(key)
+        return True
+
+    within(store, timeout, step, step)
+
+
+def _hear(store: Store, key: str, timeout: float) -> bytes | None:
+    def step(link: Link, call: Call, until: float) -> tuple[bytes] | None:
+        value = link.wait_get(key, until)
+        return None if value is None else (value,)
+
+    return within(store, timeout, step, lambda link, call, until: (b"",))[0] or None
+
+
+class _Round:
+    """One rank's way through one barrier. Deadlines are monotonic seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        house: _House,
+        keys: Keys,
+        rank: int,
+        began: float,
+        timeout: float,
+        hosts: Mapping[int, str],
+        decoder: Any,
+        what: str | None,
+    ) -> None:
+        self.turn = house.rounds.get(keys.prefix, 0)
+        self._store = store
+        self._house = house
+        self._keys = keys
+        self._rank = rank
+        self._began = began
+        self._timeout = timeout
+        self._deadline = began + timeout
+        self._hosts = hosts
+        self._decoder = decoder
+        self._what = what
+        self._home = f"{keys.prefix}/local"
+        self._world = f"{keys.prefix}/hosts"
+        self._out = self._out_of(self.turn)
+        self._here = f"{keys.base}{keys.world_size}/here{self.turn}"
+
+    def _out_of(self, turn: int) -> str:
+        return f"{self._keys.prefix}/rankcall.o{self._keys.attempt}/{turn}"
+
+    def _left(self) -> float:
+        return max(0.001, self._deadline - time.monotonic())
+
+    def _meet(self, store: Store, size: int, prefix: str, rank: int, seconds: float) -> None:
+        barrier(store, size, prefix, seconds, rank, attempt=self._keys.attempt)
+
+    # --- the leader ---
+
+    def lead(self) -> None:
+        """Gather this host's ranks, meet the other leaders, let the ranks go."""
+        house = self._house
+        try:
+            self._gather()
+            self._meet(self._store, house.hosts, self._world, house.host, self._left())
+        except BarrierTimeout:
+            error = self._named()
+            if error is None:
+                self._release({})
+                return
+            self._release({"missing": error.missing_ranks, "hosts": error.hosts})
+            raise error from None
+        except (StoreLost, WorldMismatch) as error:
+            self._release({"error": str(error), "lost": isinstance(error, StoreLost)})
+            raise
+        self._release({})
+        self._forget()
+
+    def _gather(self) -> None:
+        """Wait for this host's ranks; where that takes long, tell the others who has come."""
+        house, told, patience = self._house, -1, _PATIENCE_S
+        while True:
+            seconds = min(patience, self._left())
+            try:
+                self._meet(house.store, house.size, self._home, 0, seconds)
+                return
+            except BarrierTimeout as error:
+                if error.arrived != told:
+                    told = error.arrived
+                    gone = set(error.missing_ranks)
+                    self._say_here([one for one in range(house.size) if one not in gone])
+                if time.monotonic() >= self._deadline:
+                    raise
+                patience = _LOOK_S
+
+    def _say_here(self, local_ranks: Sequence[int]) -> None:
+        first = self._house.ranks(self._house.host)[0]
+        line = " ".join(str(first + one) for one in local_ranks) + "\n"
+
+        def step(link: Link, call: Call, until: float) -> bool:
+            link.append(self._here, line.encode())
+            return True
+
+        within(self._store, self._left(), step, step)
+        if self._here not in self._house.wrote:
+            self._house.wrote.append(self._here)
+
+    def _release(self, outcome: dict[str, Any]) -> None:
+        outcome["at"] = time.monotonic()
+        self._house.store.set(self._out, json.dumps(outcome))  # this process hosts that store
+
+    def _forget(self) -> None:
+        """Remove what the last round left: all are past it."""
+        if self.turn:
+            self._house.store.delete_key(self._out_of(self.turn - 1))
+        old = [key for key in self._house.wrote if key != self._here]
+        if self._house.announced:
+            old.append(self._house.announced)
+        if old:
+            self._house.announced, self._house.wrote = None, []
+            _delete(self._store, old, self._left())
+
+    # --- the others ---
+
+    def follow(self) -> None:
+        """Meet this host's ranks, and wait until the leader lets them go."""
+        house = self._house
+        try:
+            self._meet(house.store, house.size, self._home, house.local_rank, self._left())
+        except BarrierTimeout as error:
+            if 0 in error.missing_ranks:
+                self._say_here([one for one in range(house.size) if one not in error.missing_ranks])
+        except StoreLost:
+            self._say_here([house.local_rank])
+        outcome = self._hear_out()
+        if outcome is None:
+            named = self._named()
+            if named is not None:
+                raise named
+        elif "error" in outcome:
+            kind = StoreLost if outcome["lost"] else WorldMismatch
+            raise kind(outcome["error"])
+        elif "missing" in outcome:
+            hosts = {int(rank): host for rank, host in outcome["hosts"].items()}
+            raise self._error(outcome["missing"], hosts)
+
+    def _hear_out(self) -> dict[str, Any] | None:
+        """Return what the leader said in this call's time."""
+        limit = self._deadline + BEYOND_S / 2
+        while (now := time.monotonic()) < limit:
+            try:
+                value = _hear(self._house.store, self._out, max(0.01, limit - now))
+            except StoreLost:
+                return None
+            if value is None:
+                return None
+            outcome: dict[str, Any] = json.loads(value)
+            if outcome["at"] >= self._began or set(outcome) == {"at"}:
+                return outcome
+            time.sleep(0.005)  # of a call that timed out before: the leader has not retried yet
+        return None
+
+    # --- naming ---
+
+    def _named(self) -> BarrierTimeout | None:
+        """Return the error that names the missing rank by rank; None where all have come."""
+        house, keys = self._house, self._keys
+        world = keys_of(self._world, "b", keys.attempt, house.hosts)
+
+        def step(link: Link, call: Call, until: float) -> tuple[list[int], dict[int, str]]:
+            done = link.check([world.done(self.turn)])
+            log, words = link.snapshot(world.roster, world.words)
+            claims, _ = _roster.parse(log)
+            absent = [] if done else _words.missing(words, house.hosts, self.turn)
+            here = set(map(int, link.read_log(self._here).split())) if absent else set()
+            here |= {self._rank}
+            known = {one.rank: one.host for one in claims}
+            missing = [one for host in absent for one in house.ranks(host) if one not in here]
+            return missing, {
+                one: known[one // house.size] for one in missing if one // house.size in known
+            }
+
+        missing, known = within(self._store, BEYOND_S / 2, step, step)
+        return self._error(missing, known) if missing else None
+
+    def _error(self, missing: Sequence[int], known: Mapping[int, str]) -> BarrierTimeout:
+        mine = {self._rank: _roster.new_claim(self._rank, self._keys.world_size).host}
+        return _messages.timed_out(
+            "barrier",
+            self._keys,
+            rank=self._rank,
+            missing=list(missing),
+            arrived=self._keys.world_size - len(missing),
+            timeout=self._timeout,
+            hosts={**mine, **known, **self._hosts},
+            decoder=self._decoder,
+            what=self._what,
+        )

@@ -1,0 +1,63 @@
+"""A store hosted by a process of its own, for tests that stop or kill it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rankcall.testing._ranks import _server
+
+
+def _serve(pipe: Any, libuv: bool) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
+    pipe.send(store.port)
+    pipe.poll(None)
+
+
+@contextmanager
+def hosted(libuv: bool = True) -> Iterator[tuple[int, int]]:
+    """Host a store in a process of its own; yield its port and the process's id."""
+    context = _server()
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, libuv), daemon=True)
+    process.start()
+    try:
+        assert mine.poll(60), "no store"
+        yield mine.recv(), process.pid
+    finally:
+        process.kill()  # also a stopped one
+        process.join(20)
+        process.close()
+        mine.close()
+        theirs.close()
+
+
+def connect(port: int) -> Any:
+    """Return a client of a hosted store, whatever the launcher's own is."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def attempt(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """Return the name of what a call raised, its words, and how long it took."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def all_at(folder: str, point: str, rank: int, world_size: int) -> None:
+    """Wait until all ranks are at a point of the test, without a store."""
+    (Path(folder) / f"{point}.{rank}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(Path(folder).glob(f"{point}.*"))) < world_size:
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)

@@ -1,0 +1,135 @@
+"""Runs that are damaged, mixed up, restarted or vanish: a less sure verdict, or an error."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_diagnose_culprits import BEFORE, WAITING, WORLD, look, said, stuck
+from worlds import MS, Call, group_of, write_world
+
+from rankcall.analysis.diagnosis import diagnose
+from rankcall.cli import main
+from rankcall.errors import CorruptRun
+from rankcall.processes import Exit, note_exit, read_exits
+from rankcall.ring.layout import offset_of
+from rankcall.run import load
+
+
+def test_the_culprits_file_is_missing(tmp_path: Path) -> None:
+    """Nothing is known of the rank that all wait for: named, as possible."""
+    found = look(tmp_path, [call for call in WAITING if call.rank != 2], states={}).findings
+    assert [(each.kind, each.ranks, each.confidence) for each in found] == [
+        ("missing", (2,), "possible")
+    ]
+    assert "no records" in found[0].summary
+
+
+def test_another_ranks_file_is_missing(tmp_path: Path) -> None:
+    """The culprit is named with less confidence; the unseen rank is not."""
+    found = look(tmp_path, [call for call in WAITING if call.rank != 1], states={}).findings
+    assert [(each.kind, each.ranks, each.confidence) for each in found] == [
+        ("missing", (2,), "likely")
+    ]
+    assert any("rank 1" in line for line in found[0].evidence)
+
+
+def test_a_rank_restarted_by_elastic(tmp_path: Path) -> None:
+    """Only the last attempt counts, however the earlier ones ended."""
+    earlier = [Call(rank, 1, 0, None, group=WORLD) for rank in (0, 1, 3)]
+    calls = [*earlier, *[Call(**{**vars(call), "attempt": 1}) for call in BEFORE]]
+    assert said(look(tmp_path, calls, states={})) == []
+
+
+def test_two_files_of_one_rank(tmp_path: Path) -> None:
+    """Of two processes that were one rank the later counts, and the mix-up is told."""
+    calls = [
+        *BEFORE,
+        *[Call(2, seq, seq * MS, seq * MS + 1, life=1, group=WORLD) for seq in (1, 2)],
+    ]
+    run = write_world(tmp_path / "run", calls)
+    other = next(path for path in (run / "rings").glob("rank-00002*.1.ring"))
+    data = bytearray(other.read_bytes())
+    data[offset_of("pid") : offset_of("pid") + 4] = (77).to_bytes(4, "little")
+    other.write_bytes(data)
+    snapshot = diagnose(load(run)).snapshot
+    assert snapshot.ranks[2].pid == 77
+    assert any("several processes left a ring as rank 2" in text for text in snapshot.problems)
+
+
+def test_records_dropped_at_the_decisive_moment(tmp_path: Path) -> None:
+    """A culprit whose calls in the group were overwritten is named with less confidence."""
+    calls = [*BEFORE, *stuck(WORLD, 4, (0, 1, 3), 5 * MS)]
+    calls = [call for call in calls if call.rank != 2]
+    many = [Call(2, seq, seq, seq + 1, group=group_of(3, "1")) for seq in range(1, 300)]
+    found = look(tmp_path, [*calls, *many], states={}, capacities={2: 128}).findings
+    assert [(each.kind, each.ranks, each.confidence) for each in found] == [
+        ("missing", (2,), "likely")
+    ]
+    assert any("overwritten" in line for line in found[0].evidence)
+
+
+def test_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of another ring schema is one clear line."""
+    run = write_world(tmp_path / "run", WAITING)
+    for ring in (run / "rings").iterdir():
+        data = bytearray(ring.read_bytes())
+        data[offset_of("schema")] = 9
+        ring.write_bytes(data)
+    assert main(["diagnose", str(run)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "ring schema 9" in err
+
+
+def test_a_run_that_vanishes(tmp_path: Path) -> None:
+    """Rings that go between the first look and the second are missing, and that is all."""
+    run = load(write_world(tmp_path / "run", WAITING))
+    shutil.rmtree(tmp_path / "run")
+    found = diagnose(run)
+    assert all(each.blind for each in found.snapshot.ranks)
+    assert found.findings == []
+    assert found.snapshot.problems
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=40)), max_size=6))
+def test_damage_never_escapes(tmp_path_factory: pytest.TempPathFactory, damage: list) -> None:
+    """Whatever bytes a ring holds, there is a diagnosis or a CorruptRun."""
+    folder = tmp_path_factory.mktemp("damaged")
+    run = write_world(folder / "run", WAITING, closed=lambda rank: False)
+    for ring in sorted((run / "rings").iterdir())[:3]:
+        data = bytearray(ring.read_bytes())
+        for at, new in damage:
+            at %= len(data)
+            data[at : at + len(new)] = new[: len(data) - at]
+        ring.write_bytes(data)
+    try:
+        diagnose(load(run))
+    except CorruptRun:
+        pass
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"[]", b"null", b'{"rank": "x"}', b"\xff\xfe", b"[" * 5000, b"7" * 5000]
+)
+def test_damaged_lists_of_exits(tmp_path: Path, line: bytes) -> None:
+    """Lines that are no ends are left out; the others count."""
+    ended = Exit(2, 0, "node/a", 1002, -9, 10**18, by_launcher=True)
+    note_exit(tmp_path, ended)
+    (file,) = (tmp_path / "exits").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_bytes(line + b"\n" + file.read_bytes() + line)
+    assert read_exits(tmp_path) == [ended]
+
+
+def test_one_ring_file_alone(tmp_path: Path) -> None:
+    """A single rank's file says what it waits for; who is not there stays unknown."""
+    run = write_world(tmp_path / "run", WAITING, closed=lambda rank: False)
+    found = diagnose(load(next((run / "rings").glob("rank-00000*")))).findings
+    assert [(each.kind, each.confidence) for each in found] == [("missing", "possible")]

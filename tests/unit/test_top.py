@@ -1,0 +1,70 @@
+"""``rankcall top``: one calm screen, however many ranks there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_diagnose_culprits import WAITING, look
+from test_diagnose_terminal import large
+from worlds import write_world
+
+import golden
+from rankcall.cli import main
+from rankcall.cli._stacks import tidy
+from rankcall.cli.top import look as look_once
+from rankcall.report.top import bar, render
+from rankcall.testing.synthetic import Planted
+
+
+def test_a_large_world(tmp_path: Path) -> None:
+    """1,024 ranks are a few rows; the verdict stands above them."""
+    found = large(tmp_path, Planted("stopped", (341,), 57))
+    for width in (80, 110):
+        text = render(found, width)
+        golden.check(f"top-1024-{width}.txt", text)
+        assert max(map(len, text.splitlines())) <= width
+        assert len(text.splitlines()) <= 20
+
+
+def test_a_live_job(tmp_path: Path) -> None:
+    """A hang in a job that runs, and what can be done about it."""
+    golden.check("top-missing.txt", render(look(tmp_path, WAITING, states={})))
+
+
+def test_healthy(tmp_path: Path) -> None:
+    """Where all go on there is one green line and one row."""
+    golden.check("top-healthy.txt", render(large(tmp_path, ranks=64)))
+
+
+def test_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--once prints one look and exits as diagnose does; an ended job is not followed."""
+    large(tmp_path / "hung", Planted("dead", (3,), 21), ranks=8)
+    large(tmp_path / "fine", ranks=8)
+    assert main(["top", "--once", str(tmp_path / "hung" / "run")]) == 1
+    assert "Rank 3 (node-0, pid 1003) was killed by SIGKILL" in capsys.readouterr().out
+    assert main(["top", str(tmp_path / "fine" / "run")]) == 0
+    assert "healthy  the job has ended" in capsys.readouterr().out
+    assert main(["top", "--once", str(tmp_path / "none")]) == 2
+
+
+def test_ranks_that_have_issued_nothing(tmp_path: Path) -> None:
+    """A job that has only begun is healthy, in every view."""
+    run = write_world(tmp_path / "run", [], ranks=range(4))
+    found = look_once(run, 60.0)
+    assert found.verdict == "healthy"
+    assert "nothing yet" in render(found)
+    assert main(["diagnose", str(run)]) == 0
+
+
+def test_bars() -> None:
+    """What is not nothing is seen; all is all."""
+    assert [bar(0), bar(0.0001), bar(1), len(bar(0.5))] == ["", "▏", "█" * 12, 6]
+
+
+def test_stacks_begin_with_the_users() -> None:
+    """The main thread comes first; the recorder's own threads are left out."""
+    ours = 'Thread 0x1:\n  File "/x/rankcall/watch/_loop.py", line 83 in _run'
+    pool = 'Thread 0x2:\n  File "/x/pool.py", line 1 in run'
+    main_thread = 'Current thread 0x3:\n  File "/tmp/loop.py", line 8 in <module>'
+    assert tidy("\n\n".join([ours, pool, main_thread])) == f"{main_thread}\n\n{pool}"
