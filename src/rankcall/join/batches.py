@@ -205,8 +205,7 @@ class Batches(Generic[T]):
         except StopIteration:
             raise UnevenInputs(
                 f"rank {self._join.rank}'s loader ended after {self._taken} of the {self._length} "
-                "batches that its length promised: pass batches(..., length=...) the true number, "
-                "or length=None with a loader that has no len()"
+                "batches that its length promised: pass batches(..., length=...) the true number"
             ) from None
 
     def _rest(self) -> Iterator[T]:
@@ -214,17 +213,25 @@ class Batches(Generic[T]):
         while self._ahead:
             self._taken += 1
             yield self._ahead.popleft()
+        if self._capped():
+            return
         for batch in self._source:
             if self._known and self._taken == self._length:
                 raise self._too_many()
             self._taken += 1
             yield batch
+            if self._capped():
+                return
 
     def _nothing_left(self) -> None:
         """Raise where a loader has more than it promised; they would be lost without a word."""
-        if self._known and self._taken == self._length:
+        if self._known and self._taken == self._length and self._said is None:
             for _ in self._source:
                 raise self._too_many()
+
+    def _capped(self) -> bool:
+        """Whether this rank has handed out as many as the user asked for."""
+        return self._said is not None and self._known and self._taken == self._length
 
     def _too_many(self) -> UnevenInputs:
         return UnevenInputs(
