@@ -30,6 +30,9 @@ SHADOWED: list[dict[str, Any]] = [
     {"views": True, "accumulate": 2},
     {"known": False},
     {"known": False, "model": "unused", "divide_by": "active"},
+    {"epochs": 2, "divide_by": "active"},
+    {"epochs": 2, "model": "batchnorm", "known": False},
+    {"epochs": 2, "zero": True, "hook": True, "divide_by": "active"},
 ]
 REPLAYED: list[dict[str, Any]] = [
     {},
@@ -38,6 +41,7 @@ REPLAYED: list[dict[str, Any]] = [
     {"clip": True},
     {"known": False, "divide_by": "active"},
     {"forward_only": True},
+    {"epochs": 2, "divide_by": "active"},
 ]
 
 

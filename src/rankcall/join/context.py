@@ -279,6 +279,8 @@ class Join:
             self._joined.shared.begin()
             for hook in self._joined.hooks:
                 hook.main_hook()
+            for model in self._joined.models:
+                model.drop_gradients()
             rounds += 1
             self.own.shadowed += 1
             if rounds == SKEW_WARNED + 1:
