@@ -88,9 +88,7 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
     """The stack of the former ends in what holds it; all others are there too."""
     plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
     run = tmp_path / "run"
-    with start_ranks(
-        _one_by_one, 4, faults=plan, run_dir=run, watch={"hang_after": 60}
-    ) as ranks:
+    with start_ranks(_one_by_one, 4, faults=plan, run_dir=run, watch={"hang_after": 60}) as ranks:
         from rankcall.run import ring_paths
 
         def state(rank: int) -> str:
