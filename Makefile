@@ -49,10 +49,12 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/hooks.py --json
 	$(BIN)/python benchmarks/join.py --json
 	$(BIN)/python benchmarks/training.py --json
+	$(BIN)/python benchmarks/diagnosis.py --json
 	$(BIN)/python benchmarks/analysis.py --ranks 256 --collectives 4000 --json
 	$(BIN)/python benchmarks/export.py --json
 	$(BIN)/python benchmarks/trace.py --json
 	$(BIN)/python benchmarks/rpc.py --json
+	$(BIN)/python benchmarks/store.py --json
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,7 @@ Two processes a back end, all on this host; the back ends take turns, round by r
 noisy machine disturbs both. `send`: a tensor goes, a number comes back; `echo`: it comes back too.
 Prints medians in µs (JSON with --json) and ratios, ours over theirs.
 
-    python benchmarks/rpc.py [--rounds N] [--json]
+    python benchmarks/rpc.py [--rounds N] [--join-rounds N] [--json]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = {"4mib": 4 << 20, "64mib": 64 << 20}
 CALLS = {"small": 200, "4mib_send": 20, "4mib_echo": 20, "64mib_send": 4, "64mib_echo": 4}
 OUTSTANDING = (1, 64)
 CALLS_A_BURST = 512
-JOINERS, JOIN_ROUNDS = 16, 3
+JOINERS = 16
 
 
 def add(a: int, b: int) -> int:
@@ -199,9 +199,12 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--join-rounds", type=int, default=1, help="0 leaves the joins out")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = {**run(options.rounds), **dynamic_join_ratio(JOINERS, JOIN_ROUNDS)}
+    result = run(options.rounds)
+    if options.join_rounds:  # torch's own takes a minute and more where processors are few
+        result.update(dynamic_join_ratio(JOINERS, options.join_rounds))
     if options.json:
         print(json.dumps(result))
         return
@@ -209,8 +212,9 @@ def main() -> None:
         ours, theirs = result[f"zmq_{name}"], result[f"tensorpipe_{name}"]
         ratio = result[f"ratio_{name}"]
         print(f"{name:12} {ours:10.1f} µs  TensorPipe {theirs:10.1f}  {ratio:.2f}x")
-    ratio = result[f"dynamic_join_ratio_{JOINERS}"]
-    print(f"{JOINERS} workers join {ratio:.1f} times as fast as torch's dynamic group")
+    if options.join_rounds:
+        ratio = result[f"dynamic_join_ratio_{JOINERS}"]
+        print(f"{JOINERS} workers join {ratio:.1f} times as fast as torch's dynamic group")
     for each in OUTSTANDING:
         ours, theirs = (result[f"{backend}_calls_per_s_{each}"] for backend in BACKENDS)
         print(f"{each:3} under way {ours:10.0f} calls/s  TensorPipe {theirs:10.0f}")

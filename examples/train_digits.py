@@ -65,15 +65,22 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     batches: DataLoader[tuple[Tensor, ...]],
     slow_s: float,
-) -> None:
-    """Train on every batch once; a straggler sleeps ``slow_s`` before each forward pass."""
-    for images, labels in batches:
+    most: int,
+) -> bool:
+    """Train on every batch once, or on ``most``; tell whether that was all the data.
+
+    A straggler sleeps ``slow_s`` before each forward pass.
+    """
+    for number, (images, labels) in enumerate(batches):
+        if number == most:
+            return False
         if slow_s:
             time.sleep(slow_s)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+    return True
 
 
 def main() -> int:
@@ -82,6 +89,8 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--slow-rank", type=int, default=-1, help="make this rank a straggler")
     parser.add_argument("--slow-ms", type=float, default=20.0, help="by this much in each step")
+    parser.add_argument("--dry-rank", type=int, default=-1, help="let this rank's data run out")
+    parser.add_argument("--dry-after", type=int, default=5, help="after so many batches")
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # the ranks share this machine's cores
@@ -89,6 +98,7 @@ def main() -> int:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     slow_s = args.slow_ms / 1e3 if rank == args.slow_rank else 0.0
+    most = args.dry_after if rank == args.dry_rank else -1
     train, test = digits()
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(train, seed=0)
     batches: DataLoader[tuple[Tensor, ...]] = DataLoader(train, batch_size=BATCH, sampler=sampler)
@@ -97,7 +107,8 @@ def main() -> int:
     reached = 0.0
     for epoch in range(1, args.epochs + 1):
         sampler.set_epoch(epoch)
-        train_epoch(model, optimizer, batches, slow_s)
+        if not train_epoch(model, optimizer, batches, slow_s, most):
+            return 0  # nothing left to train on: the others are on their own
         if epoch % 3 == 0 or epoch == args.epochs:
             reached = accuracy(model, test)
             if rank == 0:

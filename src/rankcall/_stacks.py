@@ -2,8 +2,8 @@
 
 A rank that watches has a memory file that its stacks are dumped into when it gets
 ``STACK_SIGNAL``; who may read the process may read the file, through /proc, and nothing is left
-behind. The handler runs in C on whatever thread takes the signal, so a rank that holds the GIL or
-waits in a collective answers too; one that is stopped does not.
+behind. The handler runs in C on the main thread, so a rank that holds the GIL or waits in a
+collective answers too; one that is stopped does not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def register(ring: mmap.mmap) -> None:
         try:
             _fd = os.memfd_create("rankcall-stacks")
             fcntl.fcntl(_fd, fcntl.F_SETFL, os.O_APPEND)
-            faulthandler.register(STACK_SIGNAL, _fd, all_threads=True, chain=False)
+            # Of the thread that takes the signal only, which is the main one: to walk another's
+            # frames while it runs can crash.
+            faulthandler.register(STACK_SIGNAL, _fd, all_threads=False, chain=False)
         except (OSError, RuntimeError, AttributeError):
             _fd = WITHOUT_STACKS
     put(ring, "stack_fd", _fd)
@@ -107,7 +109,11 @@ class _Dump:
             if self._size() > _MOST_KEPT:
                 os.truncate(self._path, 0)
             self._from = self._last = self._size()
-            os.kill(self._pid, STACK_SIGNAL)
+            if self._pid == os.getpid():
+                # Here the GIL is held: no other thread's frames change meanwhile.
+                faulthandler.dump_traceback(_fd, all_threads=True)
+            else:
+                os.kill(self._pid, STACK_SIGNAL)
             return True
         except OSError:
             return False

@@ -39,6 +39,7 @@ class Case:
     views: bool = False  # gradient_as_bucket_view
     known: bool = True  # lengths
     parallel: str = "ddp"  # ddp, fsdp, hsdp, tp
+    epochs: int = 1  # in one block
 
 
 class Net(nn.Module):
@@ -96,25 +97,28 @@ def alone(case: Case) -> tuple[Net, torch.optim.Optimizer]:
     optimizer = kind(model.parameters(), **options)
     world, fewest = len(case.pattern), min(case.pattern)
     buffers = [_buffers(model) for _ in range(world)]
-    optimizer.zero_grad()
-    for step in range(max(case.pattern)):
-        active = [rank for rank in range(world) if step < case.pattern[rank]]
-        # DDP sends rank 0's buffers; once a rank has run dry, those of the last active rank. It
-        # does so after passes that reduced gradients only.
-        source = 0 if step < fewest else active[-1]
-        if step == 0 or syncs(case, step - 1):
-            for rank in active:
-                buffers[rank] = buffers[source]
-        divisor = world if case.divide_by == "world" else len(active)
-        for rank in active:
-            _load(model, buffers[rank])
-            loss = loss_of(model(batch(rank, step), head(case, rank, step)))
-            # A weight is that of its step; a reducer divides when it reduces.
-            (loss / divisor if case.policy == "replay" else loss).backward()
-            buffers[rank] = _buffers(model)
-        if syncs(case, step):
-            _finish_step(case, model, optimizer, 1 if case.policy == "replay" else divisor)
     longest = [rank for rank in range(world) if case.pattern[rank] == max(case.pattern)]
+    optimizer.zero_grad()
+    for _ in range(case.epochs):
+        for step in range(max(case.pattern)):
+            active = [rank for rank in range(world) if step < case.pattern[rank]]
+            # DDP sends rank 0's buffers; once a rank has run dry, those of the last active rank. It
+            # does so after passes that reduced gradients only.
+            source = 0 if step < fewest else active[-1]
+            if step == 0 or syncs(case, step - 1):
+                for rank in active:
+                    buffers[rank] = buffers[source]
+            divisor = world if case.divide_by == "world" else len(active)
+            for rank in active:
+                _load(model, buffers[rank])
+                loss = loss_of(model(batch(rank, step), head(case, rank, step)))
+                # A weight is that of its step; a reducer divides when it reduces.
+                (loss / divisor if case.policy == "replay" else loss).backward()
+                buffers[rank] = _buffers(model)
+            if syncs(case, step):
+                _finish_step(case, model, optimizer, 1 if case.policy == "replay" else divisor)
+        if len(longest) < world:  # there was a tail; at its end all take over one model
+            buffers = [buffers[longest[-1]]] * world
     _load(model, buffers[longest[-1]])
     return model, optimizer
 
@@ -213,21 +217,26 @@ def _train(case: Case, model: Any, optimizer: torch.optim.Optimizer) -> None:
     mine = [batch(here, step) for step in range(case.pattern[here])]
     joinables = [model] if case.policy == "replay" else [model, optimizer]
     with Join(joinables, on_exhausted=case.policy, divide_by=case.divide_by) as join:
-        loader = mine if case.known else iter(mine)
-        batches = join.batches(loader, window=3, example=batch(0, 0))
-        for step, data in enumerate(batches):
-            assert join.active == (step < len(mine))
-            if case.forward_only:
-                with torch.no_grad():
-                    model(data)
-            with _maybe_unsynced(model, syncs(case, step)):
-                out = model(data, head(case, here, step)) if case.model == "unused" else model(data)
-                (loss_of(out) * join.weight).backward()
-            if syncs(case, step):
-                if case.clip and case.policy == "replay":
-                    _clip(model)
-                optimizer.step()
-                optimizer.zero_grad()
+        for _ in range(case.epochs):
+            loader = mine if case.known else iter(mine)
+            batches = join.batches(loader, window=3, example=batch(0, 0))
+            for step, data in enumerate(batches):
+                assert join.active == (step < len(mine))
+                if case.forward_only:
+                    with torch.no_grad():
+                        model(data)
+                with _maybe_unsynced(model, syncs(case, step)):
+                    out = (
+                        model(data, head(case, here, step))
+                        if case.model == "unused"
+                        else model(data)
+                    )
+                    (loss_of(out) * join.weight).backward()
+                if syncs(case, step):
+                    if case.clip and case.policy == "replay":
+                        _clip(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from typing import Any
@@ -256,6 +257,16 @@ def replay(rank: int, world_size: int) -> dict[str, Any]:
             loss(net(data), join.weight_tensor).backward()
     told["compiles"] = compiles
     return told
+
+
+def capped(rank: int, world_size: int) -> list[int]:
+    """Take a number of batches from loaders that never end."""
+    net, seen = _ddp(), []
+    with ours.Join([net]) as join:
+        for data in join.batches(itertools.repeat(torch.ones(2, 4)), length=2 + 2 * rank):
+            net(data).sum().backward()
+            seen.append(len(seen))
+    return seen
 
 
 def off(rank: int, world_size: int) -> list[Any]:

@@ -30,6 +30,9 @@ SHADOWED: list[dict[str, Any]] = [
     {"views": True, "accumulate": 2},
     {"known": False},
     {"known": False, "model": "unused", "divide_by": "active"},
+    {"epochs": 2, "divide_by": "active"},
+    {"epochs": 2, "model": "batchnorm", "known": False},
+    {"epochs": 2, "zero": True, "hook": True, "divide_by": "active"},
 ]
 REPLAYED: list[dict[str, Any]] = [
     {},
@@ -38,6 +41,7 @@ REPLAYED: list[dict[str, Any]] = [
     {"clip": True},
     {"known": False, "divide_by": "active"},
     {"forward_only": True},
+    {"epochs": 2, "divide_by": "active"},
 ]
 
 
@@ -72,7 +76,7 @@ counts = st.tuples(*[st.integers(0, 7)] * 3)
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(counts, min_size=3, max_size=3), st.lists(st.sampled_from(SHADOWED), min_size=4))
 def test_any_pattern_shadowed(patterns: list[tuple[int, ...]], ways: list[Any]) -> None:
     """Any numbers of batches, in any order of ways to train."""
@@ -83,7 +87,7 @@ quads = st.tuples(*[st.integers(0, 7)] * 4)
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.lists(quads, min_size=3, max_size=3),
     st.lists(st.sampled_from(REPLAYED), min_size=2, max_size=4),

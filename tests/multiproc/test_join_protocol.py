@@ -15,10 +15,8 @@ pytestmark = pytest.mark.multiproc
 
 def test_joinables_of_both_work_under_both() -> None:
     """Ours under torch's Join, torch's under ours: the same counts as torch's tutorial has."""
-    for told in run_ranks(joinprotocol.both_ways, 2):
-        posts = [[each[0], each[1]] for each in told]
-        assert all(each[1] == 5.0 for each in posts)
     first, second = run_ranks(joinprotocol.both_ways, 2)
+    assert [each[1] for each in first + second] == [5.0] * 8
     assert [each[0] for each in first] == [4.0] * 4
     assert [each[0] for each in second] == [5.0] * 4
     assert [each[2] for each in first + second] == [[False]] * 4 + [[True]] * 4
@@ -96,6 +94,11 @@ def test_replay_hands_out_the_last_batch() -> None:
     assert len(first["warned"]) == 1
     assert "not finite" in first["warned"][0]
     assert second["warned"] == []
+
+
+def test_a_length_limits_a_loader() -> None:
+    """Also one that never ends."""
+    assert run_ranks(joinprotocol.capped, 2) == [[0, 1], [0, 1, 2, 3]]
 
 
 def test_switched_off() -> None:

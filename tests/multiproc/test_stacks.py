@@ -54,6 +54,7 @@ def test_asked_again_and_again(tmp_path: Path) -> None:
     """Each answer is whole, of its own time; the process goes on."""
     with _started(tmp_path, register=True) as ranks:
         header = _header(tmp_path / "it.ring")
+        wait_until(lambda: "in _wait_here" in _stacks.ask([header]).get(3, ""))
         for _ in range(5):
             answer = _stacks.ask([header])
             assert answer.keys() == {3}

@@ -179,7 +179,7 @@ def two_nodes(tmp_path: Path) -> Iterator[Any]:
         shutil.rmtree(place)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "stopped"])
 def test_the_host_of_the_store(tmp_path: Path, two_nodes: Any, how: str) -> None:
     """Rank 0 hosts the store and is gone: the other node says what it knows, and that it is so."""
     plan = FaultPlan().hang(rank=3, seq=5, group="right")

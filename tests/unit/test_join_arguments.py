@@ -98,12 +98,16 @@ def test_blocks_out_of_place(model: DistributedDataParallel) -> None:
             pass
         with Join([Ready()]):
             assert model._join_config.enable
+        with Join([model], enable=False), Join([Ready()], enable=False):
+            assert model._join_config.enable
         assert model._join_config.enable
     for _ in range(2):
         with join as again:
             batches = again.batches([1, 2])
             assert list(batches) == list(batches) == [1, 2]
     assert not model._join_config.enable
+    with Join([model], enable=False), Join([model]):
+        assert model._join_config.enable
     assert again.summary is not None
     assert again.summary.ranks[0].batches == 4
 

@@ -16,6 +16,8 @@ from torch.distributed.elastic.utils import store as model
 
 import rankcall
 from rankcall import store as ours
+from rankcall.store import _words
+from rankcall.store._keys import keys_of as keys_for
 
 LATE_S = {"file": 2.0}
 N = 4
@@ -285,9 +287,10 @@ def test_the_message_says_who_what_and_where(monkeypatch: pytest.MonkeyPatch) ->
     hosts = {17: "node-c", 18: "node-c", 512: "node-k"}
     shared = HashStore()
     here = [rank for rank in range(1024) if rank not in hosts]
-    for rank in here[:-1]:
-        with pytest.raises(rankcall.BarrierTimeout):
-            ours.barrier(shared, 1024, "epoch-3", 1e-6, rank, trace_timeout=0)
+    words = keys_for("epoch-3", "b", 0, 1024).words
+    for rank in here[:-1]:  # as their calls would, which would take a second
+        word, _ = _words.place(rank)
+        shared.add(words[word], _words.claim(rank) + _words.arrival(rank, 0))
     error, _ = timed(lambda: ours.barrier(shared, 1024, "epoch-3", 0.1, here[-1], hosts=hosts))
     assert str(error).startswith(
         "barrier 'epoch-3' timed out after 0.1 s on rank 1023 (node-b): 1,021 of 1,024 ranks "
@@ -487,9 +490,9 @@ def test_clean_up_leaves_nothing(clients: list[Store]) -> None:
 
     def use(rank: int) -> None:
         for _ in range(3):
-            ours.barrier(clients[rank], N, "p", 10, rank)
-            ours.barrier(clients[rank], N, "p", 10)
-            ours.synchronize(clients[rank], b"x", rank, N, "p", 10)
+            ours.barrier(clients[rank], N, "p", 20, rank)
+            ours.barrier(clients[rank], N, "p", 20)
+            ours.synchronize(clients[rank], b"x", rank, N, "p", 20)
         ours.clean_up(clients[rank], "p", N, rank)
 
     for _ in range(2):
@@ -553,3 +556,51 @@ def test_an_addition_without_an_answer_counts_once(monkeypatch: pytest.MonkeyPat
             lambda: ours.synchronize(store, b"", 1, 2, "p", 5, host_rank=1),
         ]
         assert threads(both) == [[b"", b""]] * 2
+
+
+# --- in torch's place ---
+
+
+def test_install_is_undone() -> None:
+    """While it is installed torch's names are ours; afterwards they are what they were."""
+    import torch.distributed.elastic.utils.distributed as distributed
+
+    names = ("barrier", "get_all", "store_timeout", "synchronize")
+    before = [getattr(model, name) for name in names] + [distributed.barrier]
+    with ours.install() as handle:
+        assert model.barrier is distributed.barrier is ours.barrier
+        assert [getattr(model, name) for name in names] == [getattr(ours, name) for name in names]
+        with pytest.raises(RuntimeError, match="installed already"):
+            ours.install()
+    handle.remove()
+    assert [getattr(model, name) for name in names] + [distributed.barrier] == before
+
+
+def test_torchs_own_code_meets_by_ours() -> None:
+    """create_c10d_store's check that all are there, and a second use of one prefix, go through."""
+    from torch.distributed.elastic.utils.distributed import create_c10d_store
+
+    with ours.install():
+        store = create_c10d_store(True, "127.0.0.1", world_size=1, timeout=10)
+        assert any("/rankcall.b0/" in key for key in keys_of(store))
+        with pytest.raises(DistStoreError, match="Timed out waiting on barrier on rank 0"):
+            model.barrier(store, 2, "p", 0.1, 0, str, 1)
+
+
+# --- who is here ---
+
+
+def test_rollcall_waits_for_nobody(clients: list[Store]) -> None:
+    """Who has answered is listed with what it does; who has not is missing."""
+    first = ours.rollcall(clients[0], 0, 3, timeout=0.05, doing="in all_reduce #3 on group 0")
+    assert [one.rank for one in first.answers] == [0]
+    assert first.missing_ranks == [1, 2]
+    second = ours.rollcall(clients[2], 2, 3, timeout=0.05)
+    assert [(one.rank, one.doing) for one in second.answers] == [
+        (0, "in all_reduce #3 on group 0"), (2, None),
+    ]  # fmt: skip
+    assert "in all_reduce #3 on group 0" in str(second)
+    assert "no answer from 1 ranks: 1 (host unknown)" in str(second)
+    began = time.monotonic()
+    assert not ours.rollcall(clients[1], 1, 3, timeout=20).missing_ranks
+    assert time.monotonic() - began < 10

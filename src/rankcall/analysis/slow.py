@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from rankcall.analysis import explain
 from rankcall.analysis.finding import Finding, less_sure
 from rankcall.analysis.lanes import lanes_of
 from rankcall.analysis.links import SlowLink, slow_links
-from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.snapshot import Calls, Snapshot
 from rankcall.analysis.straggler import Straggler, straggler
 from rankcall.record import OPS
 
 _MOST_LINKS = 4
+_RECENT = 384  # calls of a rank
 
 
 def find_slow(snapshot: Snapshot) -> list[Finding]:
     """Return the straggler and the slow links of a job in which nothing hangs."""
+    snapshot = replace(snapshot, calls=_recent(snapshot.calls))
     lanes, clocks = lanes_of(snapshot)
     found = []
     late = straggler(snapshot, lanes, clocks)
@@ -22,6 +28,16 @@ def find_slow(snapshot: Snapshot) -> list[Finding]:
         found.append(_of_straggler(snapshot, late))
     links = slow_links(snapshot, lanes, clocks)
     return [*found, *(_of_link(snapshot, link) for link in links[:_MOST_LINKS])]
+
+
+def _recent(calls: Calls) -> Calls:
+    """Return each rank's newest calls: what was an hour ago slows nobody now."""
+    if not len(calls):
+        return calls
+    newest = np.zeros(int(calls["rank"].max()) + 1, np.int64)
+    np.maximum.at(newest, calls["rank"], calls["index"])
+    recent: Calls = calls[calls["index"] > newest[calls["rank"]] - _RECENT]
+    return recent
 
 
 def _of_straggler(snapshot: Snapshot, late: Straggler) -> Finding:

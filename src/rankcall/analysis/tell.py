@@ -127,10 +127,12 @@ def _evidence(
         if not snapshot.ranks[rank].blind
     ]
     for wait in sorted(waits, key=lambda wait: -wait.age_s)[:_SHOWN]:
-        lines.append(
-            f"{explain.who(snapshot, wait.waiters)}: in {explain.what(snapshot, wait)} "
-            f"for {explain.lasts(wait.age_s)}"
-        )
+        waiting = [rank for rank in wait.waiters if rank not in ranks]
+        if waiting:
+            lines.append(
+                f"{explain.who(snapshot, waiting)}: in {explain.what(snapshot, wait)} "
+                f"for {explain.lasts(wait.age_s)}"
+            )
     direct = {rank for wait in waits for rank in wait.waiters}
     others = sorted(graph.victims(waits) - direct - set(ranks))
     if others:

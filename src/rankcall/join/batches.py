@@ -1,12 +1,13 @@
 """``join.batches()``: hand out batches in step with the other ranks, and know who has any left.
 
 What all ranks have is learnt window by window: a window is the whole of the input where every
-rank's length is known, and else a few batches of look-ahead, exchanged while the last batch of the
-window before is at work. Within a window nothing is sent.
+rank's length is known, and else a few batches of look-ahead, which ranks fetch while they work on
+those before. Their numbers are exchanged once a window; within a window nothing is sent.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -45,7 +46,6 @@ class Batches(Generic[T]):
         self._said = length
         self._size = window
         self._example = example
-        self._next: Exchange
 
     def __iter__(self) -> Iterator[T]:
         if self._join.off:
@@ -69,7 +69,6 @@ class Batches(Generic[T]):
         self._taken = 0
         self._replayed: Any = self._example
         self._known = False  # how many batches every rank has
-        self._more = False  # another window follows this one
 
     # The four policies: what is handed out.
 
@@ -98,7 +97,6 @@ class Batches(Generic[T]):
                     self._replayed = next(own)
                     yield self._join.hand_out(self._replayed, active)
                 else:
-                    self._look_further(step)
                     began = time.perf_counter()
                     yield self._join.hand_out(self._replayed, active, replayed=True)
                     self._join.own.extra_s += time.perf_counter() - began
@@ -137,29 +135,21 @@ class Batches(Generic[T]):
             yield Window(lengths, last=True)
             return
         self._length = None
-        exchange = self._look_ahead()
-        while True:
-            counts = [row[0] for row in exchange.wait()]
+        full = max if join.policy == "replay" else min
+        last = False
+        while not last:
+            counts = [row[0] for row in self._look_ahead().wait()]
             self._check_shared(counts[join.index])
-            full = max if join.policy == "replay" else min
-            self._more = full(counts) == self._size
-            yield Window(counts, not self._more)
-            if not self._more:
-                return
-            exchange = self._next
-
-    def _look_further(self, step: int) -> None:
-        """Before a window's last step, on every rank alike, ask what comes after it."""
-        if self._more and step == self._size - 1:
-            self._next = self._look_ahead()
+            last = full(counts) < self._size
+            yield Window(counts, last)
 
     def _look_ahead(self) -> Exchange:
-        while len(self._ahead) < self._size:
-            try:
-                self._ahead.append(next(self._source))
-            except StopIteration:
-                break
+        self._fetch(self._size - len(self._ahead))
         return Exchange([len(self._ahead)], self._join.group, self._join.device)
+
+    def _fetch(self, count: int) -> None:
+        """Fetch up to ``count`` batches ahead of their turn."""
+        self._ahead.extend(itertools.islice(self._source, count))
 
     def _check_shared(self, count: int | None) -> None:
         """Check that ranks which share data run dry together."""
@@ -190,12 +180,12 @@ class Batches(Generic[T]):
 
     def _take(self, count: int) -> Iterator[T]:
         """Take ``count`` batches, which are there by what the window says."""
-        for at in range(count):
+        for _ in range(count):
             if self._known:
                 batch = self._next_or_raise(count)
             else:
                 batch = self._ahead.popleft()
-                self._look_further(at)
+                self._fetch(1)
             self._taken += 1
             yield batch
 
@@ -205,8 +195,7 @@ class Batches(Generic[T]):
         except StopIteration:
             raise UnevenInputs(
                 f"rank {self._join.rank}'s loader ended after {self._taken} of the {self._length} "
-                "batches that its length promised: pass batches(..., length=...) the true number, "
-                "or length=None with a loader that has no len()"
+                "batches that its length promised: pass batches(..., length=...) the true number"
             ) from None
 
     def _rest(self) -> Iterator[T]:
@@ -214,17 +203,25 @@ class Batches(Generic[T]):
         while self._ahead:
             self._taken += 1
             yield self._ahead.popleft()
+        if self._capped():
+            return
         for batch in self._source:
             if self._known and self._taken == self._length:
                 raise self._too_many()
             self._taken += 1
             yield batch
+            if self._capped():
+                return
 
     def _nothing_left(self) -> None:
         """Raise where a loader has more than it promised; they would be lost without a word."""
-        if self._known and self._taken == self._length:
+        if self._known and self._taken == self._length and self._said is None:
             for _ in self._source:
                 raise self._too_many()
+
+    def _capped(self) -> bool:
+        """Whether this rank has handed out as many as the user asked for."""
+        return self._said is not None and self._known and self._taken == self._length
 
     def _too_many(self) -> UnevenInputs:
         return UnevenInputs(

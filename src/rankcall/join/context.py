@@ -186,7 +186,7 @@ class Join:
     ) -> Batches[T]:
         """Return an iterable over ``loader`` that keeps the ranks in step; use it in the block.
 
-        ``length``: how many batches it has, where ``len(loader)`` does not say or is wrong. Where
+        ``length``: how many to take, where ``len(loader)`` does not say or is wrong. Where
         any rank does not know, ranks look ``window`` batches ahead and exchange what they see once
         a window. ``example``: what ``replay`` hands out on a rank that has no batch at all. It may
         be called several times in a block, on every rank alike.
@@ -279,6 +279,8 @@ class Join:
             self._joined.shared.begin()
             for hook in self._joined.hooks:
                 hook.main_hook()
+            for model in self._joined.models:
+                model.drop_gradients()
             rounds += 1
             self.own.shadowed += 1
             if rounds == SKEW_WARNED + 1:

@@ -79,6 +79,7 @@ class ModelShadow(JoinHook):
         self._muted: tuple[Any, bool] | None = None
         self._unsynced = False  # gradients were accumulated under no_sync and not yet reduced
         self._static_began = False
+        self._kept = False  # reduced gradients were left in the parameters
         self._count: torch.Tensor | None = None  # of active ranks, summed up since the forward pass
         self._pending: list[Any] = []  # Works of notifications, kept until the next pass
         self._order: dict[Any, int] = {}
@@ -111,19 +112,21 @@ class ModelShadow(JoinHook):
             )
         elif not on and self._after is not None:
             self._after.remove()
-            self._after = None
+            self._after, self._pending = None, []
+            if self._divide_by_active:
+                self._divide_by_world()
 
     def detach(self) -> None:
-        """Stop watching, and let gradients be divided by the world size again."""
+        """Stop watching."""
         self.switch(False)
         self._before.remove()
-        self._pending = []
-        if self._divide_by_active:
-            # The reducer keeps the last Work it was given and would go on dividing by its number.
-            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            done.set_result([torch.tensor(float(self._world))])
-            work = torch._C._distributed_c10d._create_work_from_future(done)  # type: ignore[attr-defined]
-            self.ddp.reducer._set_forward_pass_work_handle(work, True)
+
+    def _divide_by_world(self) -> None:
+        """Replace the last Work that the reducer has: it would go on dividing by its number."""
+        done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        done.set_result([torch.tensor(float(self._world))])
+        work = torch._C._distributed_c10d._create_work_from_future(done)  # type: ignore[attr-defined]
+        self.ddp.reducer._set_forward_pass_work_handle(work, True)
 
     @property
     def _hooked(self) -> bool:
@@ -209,6 +212,13 @@ class ModelShadow(JoinHook):
             if not learns:
                 ddp.reducer._push_all_rebuilt_params()
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of a round that is over, as the others do before their next."""
+        if self._kept:
+            self._kept = False
+            for parameter in self.ddp.parameters():
+                parameter.grad = None
+
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of a rank that was at work to the end."""
         # Among the ranks of this model, which need not have been among the last of all.
@@ -234,6 +244,7 @@ class ModelShadow(JoinHook):
         if self._unsynced or self._shared.keeps_gradients:
             factor = self._world / active if self._hooked else 1.0
             self._keep(buckets, results, factor, used)
+            self._kept = True
         if used is not None:
             used.zero_()
         self._unsynced = False

@@ -17,7 +17,6 @@ from torch.distributed.rpc import (
 from rankcall.errors import RpcTimeout
 from rankcall.rpc._roll import Roll
 
-
 _DEFAULT_INIT_S = 60.0
 _SHORTEST_INIT_S = 5.0
 

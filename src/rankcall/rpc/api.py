@@ -35,8 +35,8 @@ def init_rpc(
 
     As ``torch.distributed.rpc.init_rpc``, with these differences: ``backend`` may be a member of
     rankcall's ``BackendType`` or of torch's, or a name; a ``rank`` of -1 is the rendezvous's; it
-    ends within the options' ``rpc_timeout`` seconds (5 at least), and after a failure may be called again.
-    Without a ``world_size`` the group is dynamic: workers join and leave at any time.
+    ends within the options' ``rpc_timeout`` seconds (5 at least), and after a failure may be called
+    again. Without a ``world_size`` the group is dynamic: workers join and leave at any time.
 
     Raises ``BackendNotFound``, ``TypeError``, ``InvalidDeviceMap``, ``RpcTimeout`` that names the
     missing workers, and ``RuntimeError`` where RPC is on already or ranks, sizes or names disagree.

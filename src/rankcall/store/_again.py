@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from torch.distributed import Store
 
 from rankcall.store import _words
-from rankcall.store._bounded import STALL_S, WORTH_S
-from rankcall.store._keys import Keys
+from rankcall.store._bounded import blocking
+from rankcall.store._keys import Keys, attempt_of
 from rankcall.store._link import Link, answers_slowly, local
 from rankcall.store._meeting import Meeting
 from rankcall.store._member import Call, Member, drop, take
@@ -38,8 +38,8 @@ class _Seat:
 
 def remember(store: Store, keys: Keys, rank: int, member: Member) -> None:
     """Keep what the next barrier of this rank under this prefix needs."""
-    if not answers_slowly(store):
-        return  # a clone is of no use there
+    if not answers_slowly(store) or member.generation == 0:
+        return  # there is no clone there; or the prefix may be one that is used once
     word, _ = _words.place(rank)
     mask = _words.mask(word, keys.world_size)
     local(store).seats[keys.prefix, keys.world_size, rank] = _Seat(
@@ -49,19 +49,29 @@ def remember(store: Store, keys: Keys, rank: int, member: Member) -> None:
 
 
 def passed(
-    store: Store, world_size: int, prefix: str, attempt: int, rank: int, timeout: float
+    store: Store,
+    world_size: int,
+    prefix: str,
+    attempt: int | None,
+    rank: int | None,
+    timeout: float,
 ) -> bool:
     """Pass the barrier; False where it takes more than this to pass it.
 
-    Then the arrival may stand already, and whoever goes on finds that out.
+    Then the arrival may stand already, and whoever goes on finds that out. Nothing has been checked
+    yet: what a seat was taken with before is in order.
     """
+    if not isinstance(store, Store) or type(prefix) is not str:
+        return False
     here = local(store)
     seat: _Seat | None = here.seats.get((prefix, world_size, rank))
-    usual = seat is not None and timeout >= STALL_S + WORTH_S and here.idle
-    if seat is None or not usual or seat.keys.attempt != attempt:
+    if seat is None or rank is None or not here.idle or type(timeout) not in (int, float):
+        return False
+    times = blocking(timeout)
+    if times is None or seat.keys.attempt != attempt_of(attempt):
         return False
     member = seat.member
-    if not take(member, seat.call, again=False):
+    if member.forgotten or not take(member, seat.call, again=False):
         return False
     try:
         link = here.idle.pop()
@@ -70,7 +80,7 @@ def passed(
         return False
     try:
         fit = not member.arrived and not member.unsure
-        return fit and _pass(link, seat, rank, timeout - STALL_S)
+        return fit and _pass(link, seat, rank, *times)
     finally:
         drop(member)
         if link.broken:
@@ -79,15 +89,15 @@ def passed(
             here.idle.append(link)
 
 
-def _pass(link: Link, seat: _Seat, rank: int, timeout: float) -> bool:
-    member, deadline = seat.member, time.monotonic() + timeout
+def _pass(link: Link, seat: _Seat, rank: int, answer: float, wait: float) -> bool:
+    member, deadline = seat.member, time.monotonic() + wait
     odd = member.generation & 1
-    link.bound(timeout)
+    link.bound(answer)
     member.unsure = True
     value = link.add(seat.word, seat.add[odd])
     member.unsure, member.arrived = False, True
     if value >> _words.BITS != seat.claimed or value & _LOW == seat.full[odd]:
-        meeting = Meeting(link, seat.keys, rank, member, deadline)
+        meeting = Meeting(link, seat.keys, rank, member, seat.call, deadline)
         meeting.arrived(value)
         if meeting.passed:
             meeting.leave()

@@ -40,7 +40,11 @@ def barrier(store: Store, keys: Keys, timeout: float, what: str | None) -> None:
     def step(link: Link, call: Call, until: float) -> bool | None:
         if not drawn:
             drawn.append(_draw(store, link, keys))
-        return _wait(link, keys, drawn[0], until) or None
+        if not _wait(link, keys, drawn[0], until):
+            return None
+        if not call.finish():
+            _part(store, link, keys).unused.append(drawn[0])  # the next call passes with it
+        return True
 
     def last(link: Link, call: Call, until: float) -> bool:
         generation = (drawn[0] - 1) // keys.world_size
@@ -48,6 +52,8 @@ def barrier(store: Store, keys: Keys, timeout: float, what: str | None) -> None:
         if now < (generation + 1) * keys.world_size:
             _part(store, link, keys).unused.append(drawn[0])
             _raise(link, keys, now - generation * keys.world_size, timeout, what)
+        if not call.finish():
+            _part(store, link, keys).unused.append(drawn[0])
         return True
 
     within(store, timeout, step, last)

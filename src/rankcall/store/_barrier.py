@@ -10,12 +10,13 @@ from torch.distributed import Store
 from rankcall.store import _again, _anonymous, _messages, _roster
 from rankcall.store._bounded import BEYOND_S, within
 from rankcall.store._checks import check_rank, check_seconds, check_store, check_world
-from rankcall.store._keys import attempt_of, keys_of
+from rankcall.store._errors import BarrierTimeout
+from rankcall.store._keys import Keys, attempt_of, keys_of
 from rankcall.store._link import Link
 from rankcall.store._meeting import Meeting, meeting
 from rankcall.store._member import Call
 
-__all__ = ["barrier", "explain"]
+__all__ = ["barrier", "explain", "unnamed"]
 
 
 def barrier(
@@ -52,6 +53,10 @@ def barrier(
     another process is this rank; ``StoreLost``; ``ValueError`` and ``TypeError``. May be called
     from any thread; the store's own connection and timeout are not touched.
     """
+    began = time.monotonic()
+    again = rank is not None and local_rank is None and local_world_size is None
+    if again and _again.passed(store, world_size, key_prefix, attempt, rank, barrier_timeout):
+        return
     check_store(store, key_prefix)
     check_world(world_size)
     timeout = check_seconds(barrier_timeout, "barrier_timeout")
@@ -74,9 +79,6 @@ def barrier(
             decoder=rank_tracing_decoder, what=what, hosts=hosts, attempt=which,
         )  # fmt: skip
         return
-    began = time.monotonic()
-    if _again.passed(store, world_size, key_prefix, which, rank, timeout):
-        return
 
     def step(link: Link, call: Call, until: float) -> bool | None:
         with meeting(store, link, keys, rank, call, until) as one:
@@ -92,7 +94,8 @@ def barrier(
             explain("barrier", one, timeout, limit, hosts, rank_tracing_decoder, what)
             return one.leave()
 
-    within(store, max(timeout - (time.monotonic() - began), 0.0), step, last)
+    left = max(timeout - (time.monotonic() - began), 0.0)
+    within(store, left, step, last, lambda: unnamed("barrier", keys, rank, timeout, what))
 
 
 def explain(
@@ -112,10 +115,7 @@ def explain(
     known = hosts or {}
     view = meeting.look() if until is not None else None
     if view is None or (until is not None and time.monotonic() > until):
-        raise _messages.timed_out(
-            kind, keys, rank=rank, missing=(), arrived=0, timeout=timeout, hosts=known,
-            what=what, named=False,
-        )  # fmt: skip
+        raise unnamed(kind, keys, rank, timeout, what)
     if view.complete:
         meeting.rescue()
         return
@@ -138,3 +138,11 @@ def explain(
         what=what,
         notes=_messages.turned_away(view.refused, keys.world_size),
     )
+
+
+def unnamed(kind: str, keys: Keys, rank: int, timeout: float, what: str | None) -> BarrierTimeout:
+    """Return the error for when there was no time to find out who is missing."""
+    return _messages.timed_out(
+        kind, keys, rank=rank, missing=(), arrived=0, timeout=timeout, hosts={}, what=what,
+        named=False,
+    )  # fmt: skip

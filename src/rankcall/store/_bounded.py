@@ -19,28 +19,50 @@ from torch.distributed import Store
 from rankcall.store._link import Link, answers_slowly, borrowed, lost, own, where
 from rankcall.store._member import Call
 
-__all__ = ["BEYOND_S", "STALL_S", "WORTH_S", "within"]
+__all__ = ["BEYOND_S", "blocking", "within"]
 
-BEYOND_S = 0.9  # what a call may take beyond its timeout: to name the missing, or give up
-STALL_S = 12.0  # what a call may be held up by look-ups
-WORTH_S = 3.0  # less time than this to block in is not worth a connection
+BEYOND_S = 0.7  # what a call may take beyond its timeout: to name the missing, or give up
+_STALL_S = 12.0  # what a call may be held up by look-ups
+_WORTH_S = 3.0  # less time than this to block in is not worth a connection
+_SILENT_S = 30.0  # a host that has not answered a plain request for so long is lost
 
 T = TypeVar("T")
 Step = Callable[[Link, Call, float], T | None]
 
 
-def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
+def blocking(timeout: float) -> tuple[float, float] | None:
+    """Return how long an answer may take and how long to block in a wait; None: do not block.
+
+    A wait that is over asks once more, to cancel it: one after the other, then a look-up, fit into
+    the timeout.
+    """
+    direct = timeout - _STALL_S
+    if not direct >= _WORTH_S:
+        return None
+    answer = min(_SILENT_S, direct / 2)
+    return answer, direct - answer
+
+
+def within(
+    store: Store,
+    timeout: float,
+    step: Step[T],
+    last: Step[T],
+    unnamed: Callable[[], Exception] | None = None,
+) -> T:
     """Run ``step(link, call, until)``; where it returns None at ``until``, run ``last``.
 
     ``step`` may be called twice, the second time to go on where it was. ``last`` has to return or
     raise. Neither is on this thread near the deadline, where the store is a TCPStore. Raises
-    ``StoreLost`` where there is no answer ``BEYOND_S`` after the timeout.
+    ``StoreLost`` where there is no answer ``BEYOND_S`` after the timeout, or what ``unnamed``
+    returns where the store was there at the deadline and is only too slow for ``last``.
     """
     call, deadline = Call(), time.monotonic() + timeout
 
     def whole(link: Link) -> T:
         found = step(link, call, deadline)
         if found is None:
+            call.late = True
             found = last(link, call, deadline)
             assert found is not None
         return found
@@ -48,10 +70,11 @@ def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
     if not answers_slowly(store):
         with borrowed(store) as link:
             return whole(link)
-    direct = timeout - STALL_S
-    if direct >= WORTH_S:
-        with own(store, direct) as link:
-            found = step(link, call, time.monotonic() + direct)
+    times = blocking(timeout)
+    if times is not None:
+        answer, wait = times
+        with own(store, answer) as link:
+            found = step(link, call, time.monotonic() + wait)
         if found is not None:
             return found
 
@@ -59,10 +82,17 @@ def within(store: Store, timeout: float, step: Step[T], last: Step[T]) -> T:
         with borrowed(store) as link:
             return whole(link)
 
-    return _aside(aside, call, deadline + BEYOND_S, store, timeout)
+    return _aside(aside, call, deadline + BEYOND_S, store, timeout, unnamed)
 
 
-def _aside(work: Callable[[], T], call: Call, until: float, store: Store, timeout: float) -> T:
+def _aside(
+    work: Callable[[], T],
+    call: Call,
+    until: float,
+    store: Store,
+    timeout: float,
+    unnamed: Callable[[], Exception] | None,
+) -> T:
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -74,10 +104,18 @@ def _aside(work: Callable[[], T], call: Call, until: float, store: Store, timeou
 
     thread = threading.Thread(target=run, name="rankcall-store", daemon=True)
     thread.start()
-    thread.join(max(0.0, until - time.monotonic()))
+    try:
+        thread.join(max(0.0, until - time.monotonic()))
+    except BaseException:  # an interrupt
+        call.abandon()
+        raise
     if failure:
         raise failure[0]
-    if not outcome:
-        call.abandoned = True
+    if not outcome and call.abandon():
+        if call.late and unnamed is not None:
+            raise unnamed()
         raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
+    thread.join()  # it has its result, or will have the next moment
+    if failure:
+        raise failure[0]
     return outcome[0]

@@ -8,7 +8,7 @@ import time
 from torch.distributed import Store
 
 from rankcall.store import _messages
-from rankcall.store._barrier import explain
+from rankcall.store._barrier import explain, unnamed
 from rankcall.store._bounded import BEYOND_S, within
 from rankcall.store._checks import check_rank, check_seconds, check_store
 from rankcall.store._keys import Keys, attempt_of, keys_of
@@ -20,7 +20,7 @@ __all__ = ["framed", "get_all", "synchronize", "unframed"]
 
 _FRAME = struct.Struct("<II")  # rank, bytes that follow
 LARGEST = 7 << 20  # a TCPStore closes the connection of whoever sends 8 MiB
-_LEAVE_POLL_S = 0.002
+_LEAVE_POLL_S = (0.0002, 0.01)
 
 
 def synchronize(
@@ -71,7 +71,9 @@ def synchronize(
                 raise lost(link.where, "no answer")
             return finish(link, one, blob, until)
 
-    return within(store, seconds, step, last)
+    return within(
+        store, seconds, step, last, lambda: unnamed("synchronize", keys, rank, seconds, what)
+    )
 
 
 def framed(data: bytes, rank: int) -> bytes:
@@ -112,11 +114,13 @@ def _leave(
         link.append(key, b"%d\n" % rank)
         return []
     others = set(range(keys.world_size)) - {rank}
+    pause, longest = _LEAVE_POLL_S
     while True:
         gone = set(map(int, link.read_log(key).split()))
         if others <= gone or time.monotonic() > until:
             break
-        time.sleep(_LEAVE_POLL_S)
+        time.sleep(pause)
+        pause = min(pause * 1.5, longest)
     link.delete_log(key)
     return sorted(others - gone)
 

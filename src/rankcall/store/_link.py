@@ -264,12 +264,29 @@ def _socket_of(client: Store) -> socket.socket | None:
     return None
 
 
+def _closed(store: Store) -> bool:
+    """Whether the other end has closed the caller's connection."""
+    sock = _socket_of(store)
+    if sock is None:
+        return False
+    with sock:
+        try:
+            return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
 def _connect(store: Store, seconds: float) -> Link:
     """Clone a store's connection. Connecting to a stopped host blocks: not on this thread."""
     made: list[Link | BaseException] = []
 
     def clone() -> None:
         try:
+            if _closed(store):  # connecting would be tried for as long as the store's timeout
+                made.append(lost(where(store), "it closed the connection"))
+                return
             client = store.clone()  # type: ignore[attr-defined]
             client.set_timeout(_READ)
             made.append(Link(client, _socket_of(client)))

@@ -55,6 +55,7 @@ class Meeting:
         keys: Keys,
         rank: int,
         member: Member,
+        call: Call,
         deadline: float,
         data: bool = False,
     ) -> None:
@@ -63,6 +64,7 @@ class Meeting:
         self.over = False
         self._link = link
         self.member = member
+        self._call = call
         self._deadline = deadline
         self._data = data
         self._passed: bytes | None = None  # what all handed in, once this rank has let all pass
@@ -245,9 +247,10 @@ class Meeting:
         return self.member.generation
 
     def leave(self) -> bool:
-        """Be done with this generation."""
-        self.member.leave()
+        """Be done with this generation, unless the call was given up: then the next one is."""
         self.over = True
+        if self._call.finish():
+            self.member.leave()
         return True
 
     def look(self) -> View:
@@ -277,7 +280,7 @@ def meeting(
 ) -> Iterator[Meeting]:
     """Hold this process's part under the prefix until the call has left or failed."""
     member = hold(store, link, keys, rank, call, until)
-    one = Meeting(link, keys, rank, member, until, data)
+    one = Meeting(link, keys, rank, member, call, until, data)
     try:
         yield one
     except BaseException:

@@ -20,10 +20,31 @@ IDENTITY = "rankcall.store"
 
 
 class Call:
-    """One call of a public function, which may go on on another thread than it began on."""
+    """One call of a public function, which may go on on another thread than it began on.
+
+    It ends in one of two ways, never both: it is finished, or its caller gives it up. A call that
+    was given up ends when the store answers, and must not use up what the next call will wait for.
+    """
 
     def __init__(self) -> None:
-        self.abandoned = False  # its caller has given up; it ends when the store answers
+        self.abandoned = False
+        self.late = False  # the store has answered, and the time is up
+        self._finished = False
+
+    def finish(self) -> bool:
+        """Say that the call has its result; False where its caller is gone."""
+        with _deciding:
+            self._finished = not self.abandoned
+            return self._finished
+
+    def abandon(self) -> bool:
+        """Give the call up; False where it has just finished."""
+        with _deciding:
+            self.abandoned = not self._finished
+            return self.abandoned
+
+
+_deciding = threading.Lock()
 
 
 @dataclass
@@ -37,6 +58,7 @@ class Member:
     unsure: bool = False  # an addition was not answered: it may be done yet, or not
     large: bool = False  # the last generation's data was too large to be copied
     holder: Call | None = None
+    forgotten: bool = False  # by a clean-up
 
     def leave(self) -> None:
         """Go on to the next generation."""
@@ -106,7 +128,9 @@ def drop(member: Member) -> None:
 
 def forget(store: Store, link: Link, keys: Keys, rank: int) -> None:
     """Drop this process's part."""
-    _members.pop((identity_of(store, link), keys, rank), None)
+    found = _members.pop((identity_of(store, link), keys, rank), None)
+    if found is not None:
+        found.forgotten = True
 
 
 def known(store: Store, link: Link, keys: Keys, rank: int) -> Claim | None:

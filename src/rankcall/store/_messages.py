@@ -73,7 +73,7 @@ def timed_out(
         text += f"{arrived:,} of {size:,} {noun} {did}"
         text += f"; missing {places(missing, shown)}" if missing else ""
     else:
-        text += "who is missing could not be read within trace_timeout"
+        text += "who is missing could not be read in time (trace_timeout, or a slow store)"
     text += f"{notes}{failure}."
     if rank is None:
         text += " Call it with rank= to have the missing named."

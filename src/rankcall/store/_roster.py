@@ -10,15 +10,15 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from rankcall.run import host_name
 
 __all__ = ["Claim", "conflicts", "hosts_of", "new_claim", "parse"]
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """One process's word that it is a rank of a world. ``nonce`` is unique."""
 
     rank: int
@@ -52,10 +52,12 @@ def new_claim(rank: int, world_size: int) -> Claim:
 _LINE = re.compile(rb"([+!-])(-?\d+)/(\d+) ([0-9a-f]+) (\d+) ([^\s]+)")
 
 
+@lru_cache(maxsize=8)
 def parse(log: bytes) -> tuple[list[Claim], list[Claim]]:
     """Return the claims that stand and those that were turned away, oldest first.
 
-    Lines that are not ours are passed over.
+    Lines that are not ours are passed over. Not to be changed by the caller: all who read the same
+    log share the answer.
     """
     standing: dict[str, Claim] = {}
     refused: list[Claim] = []

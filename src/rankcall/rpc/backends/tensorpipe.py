@@ -50,8 +50,9 @@ def init_backend_handler(
     """Bring this worker's agent up and return it, in use.
 
     With a world size: every worker of a static group calls it, and returns when all can call each
-    other. Ends within ``rpc_timeout`` seconds, or 5 where that is less. Raises ``TypeError``, ``InvalidDeviceMap``,
-    ``RpcTimeout``, and ``RuntimeError`` for ranks, sizes or names that disagree.
+    other. Ends within ``rpc_timeout`` seconds, or 5 where that is less. Raises ``TypeError``,
+    ``InvalidDeviceMap``, ``RpcTimeout``, and ``RuntimeError`` for ranks, sizes or names that
+    disagree.
     """
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store; got {type(store).__name__} {store!r}")

@@ -33,7 +33,7 @@ void release_data(void*, void* kept) {
 ZmqAgent::ZmqAgent(const std::string& name, int64_t id, float timeout_s, Settings settings)
     : rpc::RpcAgent(rpc::WorkerInfo(name, id), std::make_unique<rpc::RequestCallbackImpl>(),
                     std::chrono::milliseconds(milliseconds(timeout_s))),
-      zmq_(settings.library),
+      zmq_(load_zmq(settings.library)),
       settings_(std::move(settings)) {
   context_ = zmq_.ctx_new();
   TORCH_CHECK(context_, "ZeroMQ gives no context: ", zmq_.error());
@@ -288,6 +288,9 @@ std::vector<Slot> ZmqAgent::place(Peer& peer, const TensorPack& pack,
         slot.where = uint32_t(Where::kArena);
         slot.block = taken.id;
       } else {
+        TORCH_CHECK(int64_t(slot.bytes) <= settings_.max_bytes, "a tensor of ", slot.bytes,
+                    " bytes to worker '", peer.info.name_, "' is over the limit of ",
+                    settings_.max_bytes, " (max_message_bytes)");
         slot.where = uint32_t(Where::kFrame);
         frames.push_back(each);
       }

@@ -114,7 +114,6 @@ class ZmqAgent : public rpc::RpcAgent {
   void handle_control(const std::shared_ptr<Peer>& peer, Incoming& incoming);
   c10::intrusive_ptr<rpc::Message> message_of(Peer& peer, Incoming& incoming);
   Buffer buffer_of(Peer& peer, Incoming& incoming, std::size_t slot, std::size_t frame);
-  void drop(Incoming& incoming);
 
   // Ends of calls.
   void fail(Call call, const std::string& why, rpc::RPCErrorType type);
@@ -128,7 +127,7 @@ class ZmqAgent : public rpc::RpcAgent {
   void open_monitor(void* socket, const std::string& name, int events, void*& monitor);
   void close_sockets();
 
-  const Zmq zmq_;
+  const Zmq& zmq_;
   const Settings settings_;
   Keys keys_;
   void* context_ = nullptr;

@@ -129,6 +129,12 @@ struct Zmq {
   }
 };
 
+// The functions, found once and kept for good: a tensor may lie in a frame longer than its agent.
+inline const Zmq& load_zmq(const std::string& library) {
+  static const Zmq* functions = new Zmq(library);
+  return *functions;
+}
+
 // One received frame, closed with its last owner.
 class Frame {
  public:

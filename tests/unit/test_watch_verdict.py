@@ -1,0 +1,75 @@
+"""Verdicts in the run directory: each under a number of its own, read back as they were."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.analysis.finding import Finding
+from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.watch import _verdict
+
+FOUND = [
+    Finding("missing", (2,), (0, 1, 3), ("node-a",), "0", 17, "all_reduce", "train.py:10", 61.0),
+    Finding("desync", (), (0, 1), evidence=("one", "two")),
+]
+
+
+def verdict(findings: list[Finding], epoch_ns: int = 1) -> _verdict.Object:
+    """Return a verdict as a node gets it from another."""
+    ranks = [RankState(rank, "node-a", 10 + rank, state=ALIVE) for rank in range(4)]
+    made = Diagnosis("run", Snapshot(ranks, no_calls()), findings, 60.0)
+    return _verdict.decode(_verdict.encode(made, {"epoch_ns": epoch_ns}))
+
+
+def test_findings_come_back() -> None:
+    """Through JSON, as they were."""
+    found = _verdict.findings_of(verdict(FOUND))
+    assert found == FOUND
+    assert "rank 2" in verdict(FOUND)["text"].lower() or "missing" in verdict(FOUND)["text"]
+
+
+def test_numbers_and_stacks(tmp_path: Path) -> None:
+    """One folder each; text, JSON and stacks in it; what is half written or damaged is left out."""
+    first = _verdict.write(tmp_path, verdict(FOUND, 5), {2: "Thread 1"})
+    second = _verdict.write(tmp_path, verdict(FOUND, 9), {})
+    assert (first, second) == (tmp_path / "hangs/0001", tmp_path / "hangs/0002")
+    assert (tmp_path / "hangs/0001/stacks/rank-00002.txt").read_text() == "Thread 1\n"
+    assert not (tmp_path / "hangs/0002/stacks").exists()
+    assert "missing" in (tmp_path / "hangs/0001/verdict.txt").read_text()
+    assert json.loads((tmp_path / "hangs/0001/verdict.json").read_text())["verdict"] == "missing"
+    (tmp_path / "hangs/0003").mkdir()
+    (tmp_path / "hangs/0004").mkdir()
+    (tmp_path / "hangs/0004/verdict.json").write_text("[1, 2")
+    assert [each["hang"]["epoch_ns"] for each in _verdict.written(tmp_path)] == [5, 9]
+    assert [each["hang"]["epoch_ns"] for each in _verdict.written(tmp_path, 6)] == [9]
+    assert _verdict.text_of(_verdict.written(tmp_path)[0]) == verdict(FOUND)["text"]
+
+
+def test_no_verdicts(tmp_path: Path) -> None:
+    """A run without a hang has none."""
+    assert _verdict.written(tmp_path) == []
+
+
+def test_what_is_new() -> None:
+    """A finding is news unless a verdict before has named its ranks."""
+    now = time.time_ns()
+    told = [verdict([Finding("missing", (2,))], now)]
+    assert not _verdict.news([], [])
+    assert _verdict.news([Finding("missing", (2,))], [])
+    assert _verdict.news([Finding("desync", ())], [])
+    assert not _verdict.news([Finding("missing", (2,))], told)
+    assert not _verdict.news([Finding("dead", (2,))], told)
+    assert not _verdict.news([Finding("desync", ())], told)
+    assert _verdict.news([Finding("missing", (2,)), Finding("stopped", (3,))], told)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"findings": 3}', b"\x80\x04."])
+def test_what_is_no_verdict(raw: bytes) -> None:
+    """It is refused."""
+    with pytest.raises(ValueError, match=r"."):
+        _verdict.decode(raw)
