@@ -69,7 +69,7 @@ def _all_call_all(rank: int, world_size: int, backend: str, first_leaves_first: 
     return told
 
 
-@pytest.mark.parametrize("first_leaves_first", [True, False])
+@pytest.mark.parametrize("first_leaves_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_join_together_and_leave_in_turn(backend: str, first_leaves_first: bool) -> None:
     """Everybody can call everybody, whoever leaves is gone for the rest, any may leave first."""
     told = run_ranks(_all_call_all, 4, backend, first_leaves_first, init=False, timeout=60)

@@ -8,17 +8,13 @@ from rpcupstream import run_suite
 pytestmark = pytest.mark.multiproc
 
 # One of each kind: calls, nested and asynchronous, scripts, RRefs and their end, tensors, errors,
-# time-outs, shutdown, dist_autograd, dist_optimizer, a module elsewhere.
+# shutdown, dist_optimizer (with dist_autograd), a module elsewhere.
 TESTS = (
-    "RpcTest.test_nested_rref_stress",
     "RpcTest.test_async_function_nested",
     "RpcTest.test_py_tensors_multi_async_call",
     "RpcTest.test_py_raise_in_user_func",
-    "RpcTest.test_rpc_timeouts",
-    "RpcTest.test_my_parameter_server",
     "RpcTest.test_local_shutdown_with_rpc",
     "RpcTest.test_rref_leak",
-    "DistAutogradTest.test_backward_multiple_round_trips",
     "DistOptimizerTest.test_dist_optim",
     "JitRpcTest.test_rref_is_owner",
     "RemoteModuleTest.test_forward_async",
