@@ -258,7 +258,7 @@ def main() -> None:
     }
     figures: Figures = {"clients": clients}
     size = options.missing_of
-    missing = [0, *range(3, size, size // 39)][:40]
+    missing = [0, *range(3, size, max(1, size // 39))][:40]
     figures.update(name_missing(size, missing, options.per_process))
     figures["round_trips"] = max([each["round_trips"] for each in clients.values()], default=None)
     if options.json:
