@@ -214,6 +214,11 @@ class _Round:
                 if time.monotonic() >= self._deadline:
                     raise
                 patience = _LOOK_S
+            except StoreLost:
+                # This process hosts that store: it is there, and something held up the answer.
+                if time.monotonic() >= self._deadline:
+                    raise
+                patience = _LOOK_S
 
     def _say_here(self, local_ranks: Sequence[int]) -> None:
         first = self._house.ranks(self._house.host)[0]

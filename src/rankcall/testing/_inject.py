@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -205,7 +205,9 @@ def _late_work() -> Any:
 def _befall(fault: Fault) -> None:
     """Do to this process what the fault says."""
     if fault.kind == "signal":
-        os.kill(os.getpid(), fault.number)
+        # To this thread, which takes it here: sent to the process, another thread might take it and
+        # this one would go on for a moment.
+        signal.pthread_kill(threading.get_ident(), fault.number)
         if fault.number != signal.SIGSTOP:
             time.sleep(10)  # until it arrives
     elif fault.kind == "exit":
