@@ -55,11 +55,12 @@ def test_two_causes(tmp_path: Path) -> None:
     golden.check("diagnose-two-causes.txt", render(large(tmp_path, *faults, ranks=64)))
 
 
-def test_gaps(tmp_path: Path) -> None:
+def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not known is said, and the confidence is lower."""
-    text = render(large(tmp_path, Planted("missing", (9,), 41), ranks=64, without_ranks=(10, 11)))
+    monkeypatch.chdir(tmp_path)  # lines break where the run's path, which is in one, lets them
+    text = render(large(Path(), Planted("missing", (9,), 41), ranks=64, without_ranks=(10, 11)))
     assert text.startswith("missing (likely): ")
-    golden.check("diagnose-gaps.txt", text.replace(str(tmp_path), "/runs"))
+    golden.check("diagnose-gaps.txt", text)
 
 
 def test_healthy(tmp_path: Path) -> None:
