@@ -185,7 +185,7 @@ def main() -> None:
     """Measure, and print one JSON object or a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--cycles", type=int, default=400)
+    parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.model:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch.distributed import Store
 
-from rankcall.store import _again, _anonymous, _messages, _roster
+from rankcall.store import _again, _anonymous, _messages
 from rankcall.store._bounded import BEYOND_S, within
 from rankcall.store._checks import check_rank, check_seconds, check_store, check_world
 from rankcall.store._errors import BarrierTimeout
@@ -119,12 +119,12 @@ def explain(
     if view.complete:
         meeting.rescue()
         return
-    twice = _roster.conflicts(view.claims, keys.world_size)
-    if twice:
-        raise _messages.claimed_twice(keys, twice[0])
-    others = meeting.other_worlds(view.claims)
+    roster = view.roster
+    if roster.twice:
+        raise _messages.claimed_twice(keys, roster.twice[0])
+    others = meeting.other_worlds(roster.claims)
     if others:
-        mine = [one for one in view.claims if one.world_size == keys.world_size]
+        mine = [one for one in roster.claims if one.world_size == keys.world_size]
         raise _messages.worlds_differ(keys, rank, [*mine, *others], what)
     raise _messages.timed_out(
         kind,
@@ -133,10 +133,10 @@ def explain(
         missing=view.missing,
         arrived=keys.world_size - len(view.missing),
         timeout=timeout,
-        hosts={**_roster.hosts_of(view.claims, keys.world_size), **known},
+        hosts={**roster.hosts, **known},
         decoder=decoder,
         what=what,
-        notes=_messages.turned_away(view.refused, keys.world_size),
+        notes=_messages.turned_away(roster.refused, keys.world_size),
     )
 
 

@@ -21,7 +21,7 @@ from rankcall.store._keys import Keys, keys_of
 from rankcall.store._link import Link
 from rankcall.store._member import Call, Member, drop, hold
 from rankcall.store._removal import remove
-from rankcall.store._roster import Claim
+from rankcall.store._roster import Claim, Roster
 
 __all__ = ["Meeting", "View", "meeting"]
 
@@ -36,14 +36,12 @@ class View:
     """Who is here at one moment."""
 
     missing: Sequence[int]
-    claims: Sequence[Claim]
-    refused: Sequence[Claim]
-    exact: bool
+    roster: Roster
 
     @property
     def complete(self) -> bool:
         """Whether all have arrived, beyond doubt."""
-        return self.exact and not self.missing
+        return not self.roster.twice and not self.missing
 
 
 class Meeting:
@@ -164,9 +162,8 @@ class Meeting:
         # the words look full. From the second on, full words cannot lie: see _words.disturbed.
         if generation == 0:
             view = self.look()
-            twice = _roster.conflicts(view.claims, self.keys.world_size)
-            if twice:
-                raise _messages.claimed_twice(self.keys, twice[0])
+            if view.roster.twice:
+                raise _messages.claimed_twice(self.keys, view.roster.twice[0])
             if not view.complete:
                 return
         self.release()
@@ -257,10 +254,7 @@ class Meeting:
         """See who is here."""
         size, generation = self.keys.world_size, self.member.generation
         log, words = self._link.snapshot(self.keys.roster, self.keys.words)
-        claims, refused = _roster.parse(log)
-        missing = _words.missing(words, size, generation)
-        exact = not _roster.conflicts(claims, size)
-        return View(missing, claims, refused, exact)
+        return View(_words.missing(words, size, generation), _roster.read(log, size))
 
     def other_worlds(self, claims: Sequence[Claim]) -> list[Claim]:
         """Return the claims of those who wait just now in a world of another size."""

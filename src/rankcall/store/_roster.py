@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from rankcall.run import host_name
 
-__all__ = ["Claim", "conflicts", "hosts_of", "new_claim", "parse"]
+__all__ = ["Claim", "Roster", "new_claim", "parse", "read"]
 
 
 class Claim(NamedTuple):
@@ -72,25 +73,51 @@ def parse(log: bytes) -> tuple[list[Claim], list[Claim]]:
     return list(standing.values()), [one for one in refused if (one.pid, one.host) not in here]
 
 
-def conflicts(claims: Sequence[Claim], world_size: int) -> list[list[Claim]]:
-    """Return the groups of claims on one and the same rank of a world of this size."""
+@dataclass(frozen=True)
+class Roster:
+    """What a log says of a world of one size.
+
+    ``twice``: the groups of claims on one and the same rank. ``hosts``: the host of each rank that
+    has a process, or had one in an earlier round. Shared by all who read the same log.
+    """
+
+    claims: Sequence[Claim]
+    refused: Sequence[Claim]
+    twice: Sequence[list[Claim]]
+    hosts: Mapping[int, str]
+
+
+def read(log: bytes, world_size: int) -> Roster:
+    """Return what a log says; once for all threads that read the same."""
+    return _read(log, world_size, _ranks_on_a_host(world_size))
+
+
+@lru_cache(maxsize=8)
+def _read(log: bytes, world_size: int, on_a_host: int) -> Roster:
+    claims, refused = parse(log)
     by_rank: dict[int, list[Claim]] = defaultdict(list)
     for one in claims:
         if one.world_size == world_size:
             by_rank[one.rank].append(one)
-    return [group for _, group in sorted(by_rank.items()) if len(group) > 1]
+    twice = [group for _, group in sorted(by_rank.items()) if len(group) > 1]
+    hosts = {rank: group[-1].host for rank, group in by_rank.items()}
+    return Roster(claims, refused, twice, _with_neighbours(hosts, world_size, on_a_host))
 
 
-def hosts_of(claims: Sequence[Claim], world_size: int) -> dict[int, str]:
-    """Return the host of each rank that has a process, or had one in an earlier round."""
-    known = {one.rank: one.host for one in claims if one.world_size == world_size}
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
-    if local < 1 or os.environ.get("WORLD_SIZE") != str(world_size):
-        return known
-    # torchrun numbers the ranks host by host: a rank's host is that of its neighbours.
-    by_host = {rank // local: host for rank, host in known.items()}
+def _ranks_on_a_host(world_size: int) -> int:
+    """Return how many ranks torchrun started on each host; 0 where it is not known."""
+    if os.environ.get("WORLD_SIZE") != str(world_size):
+        return 0
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+
+
+def _with_neighbours(known: Mapping[int, str], world_size: int, on_a_host: int) -> dict[int, str]:
+    """Add the ranks beside those known: torchrun numbers ranks host by host."""
+    if on_a_host < 1:
+        return dict(known)
+    by_host = {rank // on_a_host: host for rank, host in known.items()}
     return {
-        rank: known.get(rank) or by_host[rank // local]
+        rank: known.get(rank) or by_host[rank // on_a_host]
         for rank in range(world_size)
-        if rank in known or rank // local in by_host
+        if rank in known or rank // on_a_host in by_host
     }

@@ -72,13 +72,20 @@ def full(value: int, word: int, world_size: int, generation: int) -> bool:
 
 
 def missing(words: Mapping[int, int], world_size: int, generation: int) -> list[int]:
-    """Return the ranks that have not arrived; a word that is absent holds nobody."""
-    return [
-        rank
-        for rank in range(world_size)
-        if not was_in(words.get(rank // BITS, 0), rank, generation)
-        or not is_claimed(words.get(rank // BITS, 0), rank)
-    ]
+    """Return the ranks that have not arrived; a word that is absent holds nobody.
+
+    A word at a time: every rank that times out asks, all at the same moment.
+    """
+    found = []
+    for word in range(word_count(world_size)):
+        value, ranks = words.get(word, 0), mask(word, world_size)
+        arrived = value ^ (_LOW if generation & 1 else 0)
+        absent = ranks & ~(arrived & value >> BITS)
+        while absent:
+            lowest = absent & -absent
+            found.append(word * BITS + lowest.bit_length() - 1)
+            absent ^= lowest
+    return found
 
 
 def is_open(words: Mapping[int, int], world_size: int) -> bool:
