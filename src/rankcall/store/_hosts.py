@@ -251,14 +251,7 @@ class _Round:
 
     def follow(self) -> None:
         """Meet this host's ranks, and wait until the leader lets them go."""
-        house = self._house
-        try:
-            self._meet(house.store, house.size, self._home, house.local_rank, self._left())
-        except BarrierTimeout as error:
-            if 0 in error.missing_ranks:
-                self._say_here([one for one in range(house.size) if one not in error.missing_ranks])
-        except StoreLost:
-            self._say_here([house.local_rank])
+        self._assemble()
         outcome = self._hear_out()
         if outcome is None:
             named = self._named()
@@ -270,6 +263,31 @@ class _Round:
         elif "missing" in outcome:
             hosts = {int(rank): host for rank, host in outcome["hosts"].items()}
             raise self._error(outcome["missing"], hosts)
+
+    def _assemble(self) -> None:
+        """Meet this host's ranks; while the leader is not here, tell the others who is.
+
+        Early, because another host's ranks may be at their deadline before this one.
+        """
+        house, told, patience = self._house, frozenset[int](), _PATIENCE_S
+        while True:
+            began, seconds = time.monotonic(), min(patience, self._left())
+            try:
+                self._meet(house.store, house.size, self._home, house.local_rank, seconds)
+                return
+            except BarrierTimeout as error:
+                here, gone = frozenset(range(house.size)) - {*error.missing_ranks}, False
+                alone = 0 in error.missing_ranks
+            except StoreLost:
+                # Told at once, its host has ended; else something held up the answer.
+                here, gone = frozenset([house.local_rank]), time.monotonic() - began < seconds
+                alone = gone
+            if alone and here - told:
+                told |= here
+                self._say_here(sorted(here))
+            if gone or time.monotonic() >= self._deadline:
+                return
+            patience = _LOOK_S
 
     def _hear_out(self) -> dict[str, Any] | None:
         """Return what the leader said in this call's time."""
