@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rankcall._handle import Removable
 from rankcall.capture import session
 from rankcall.capture.delivery import Dispatcher, FailureLog
 from rankcall.capture.events import StatusMaker
@@ -59,7 +59,7 @@ COLLECTIVE_HOOK_TYPE = Callable[[CollectiveStatus], None]
 PG_HOOK_TYPE = Callable[["dist.ProcessGroup", str], None]
 
 
-class Handle:
+class Handle(Removable):
     """A registration. ``remove()`` ends it, once; leaving it as a context manager does too."""
 
     def __init__(self, remove: Callable[[], None]) -> None:
@@ -70,17 +70,6 @@ class Handle:
         remove, self._remove = self._remove, None
         if remove is not None:
             remove()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
 
 def register_collective_start_hook(hook: COLLECTIVE_HOOK_TYPE) -> Handle:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Any
 
+from rankcall._handle import Removable
 from rankcall.store._barrier import barrier
 from rankcall.store._exchange import get_all, synchronize
 from rankcall.store._timeout import store_timeout
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 _installed: list[Installed] = []
 
 
-class Installed:
+class Installed(Removable):
     """What ``install`` returns. ``remove()`` ends it, once; so does leaving it as a context."""
 
     def __init__(self, before: list[tuple[Any, str, Any]]) -> None:
@@ -29,17 +29,6 @@ class Installed:
                 _installed.remove(self)
                 for module, name, function in self._before:
                     setattr(module, name, function)
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
 
 def install() -> Installed:

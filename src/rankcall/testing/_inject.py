@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rankcall._handle import Removable
 from rankcall.errors import CaptureUnavailable
 from rankcall.testing.faults import Fault, FaultPlan, InjectedFault
 
@@ -56,7 +56,7 @@ class _Planted:
         return here
 
 
-class Injection:
+class Injection(Removable):
     """A plan at work in this process. ``remove()`` ends it; leaving it as a context manager too."""
 
     def __init__(self, plan: FaultPlan, rank: int | None) -> None:
@@ -90,17 +90,6 @@ class Injection:
         if self._capture.interposer == self._met:
             self._capture.interposer = None
             session.drop("faults")
-
-    def __enter__(self) -> Injection:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
     # --- on the thread that issues the op ---
 

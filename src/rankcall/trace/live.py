@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from rankcall._handle import Removable
 from rankcall.capture import session
 from rankcall.capture.events import LiveTables
 from rankcall.capture.marks import Marks, Span
@@ -63,7 +63,7 @@ class _Followed:
         return self.tail.has_open or self.tail.unsettled
 
 
-class Trace:
+class Trace(Removable):
     """Tracing that is switched on. ``remove()`` ends it; leaving it as a context manager does too.
 
     ``mode`` is what is described, ``sinks`` are those that take it and were not dropped.
@@ -137,17 +137,6 @@ class Trace:
         self._close()
         session.drop(self._owner)
         return not self._thread.is_alive()
-
-    def __enter__(self) -> Trace:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
     def in_flight(self) -> Descriptions:
         """Describe what is in flight now. May be called from any thread."""
