@@ -56,7 +56,7 @@ def train(digits: ModuleType, data: Any, epochs: int) -> float:
     began = time.perf_counter()
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        digits.train_epoch(model, optimizer, batches, 0.0)
+        digits.train_epoch(model, optimizer, batches)
     digits.accuracy(model, data[1])
     took = torch.tensor([time.perf_counter() - began])
     dist.all_reduce(took, op=dist.ReduceOp.MAX)

@@ -64,8 +64,8 @@ def train_epoch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: DataLoader[tuple[Tensor, ...]],
-    slow_s: float,
-    most: int,
+    slow_s: float = 0.0,
+    most: int = -1,
 ) -> bool:
     """Train on every batch once, or on ``most``; tell whether that was all the data.
 
