@@ -13,7 +13,7 @@ from worlds import MS, Call, group_of, together, write_world
 
 from rankcall import cli
 from rankcall.cli import main
-from rankcall.run import create_run
+from rankcall.rundir import create_run
 
 SRC = Path(cli.__file__).parents[2]
 

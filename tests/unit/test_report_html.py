@@ -22,8 +22,9 @@ from rankcall.cli import main
 from rankcall.errors import ExtraMissing
 from rankcall.report.html import render
 from rankcall.report.html.png import ABSENT, levels, picture
-from rankcall.ring.reader import CallSite, Group
-from rankcall.run import create_run, load
+from rankcall.ring.tables import CallSite, Group
+from rankcall.run import load
+from rankcall.rundir import create_run
 from rankcall.testing.synthetic import Op, synthetic_run
 
 SHOTS = Path(__file__).parents[2] / "build" / "report"

@@ -14,7 +14,7 @@ from rankcall.report import terminal
 from rankcall.report._format import clean, percent, rate, size, time
 from rankcall.report._tables import cut, listed
 from rankcall.report.headline import headline
-from rankcall.ring.reader import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 from rankcall.run import load
 from rankcall.testing.synthetic import Op, synthetic_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
-from rankcall.ring.reader import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 from rankcall.testing._ringfile import RingSpec, write_ring
 
 MS = 1_000_000

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.extract import MISSING, UNKNOWN_SITE, Columns
 from rankcall.record import OPS
-from rankcall.ring.reader import CallSite, Tables
+from rankcall.ring.tables import CallSite, Tables
 
 
 @dataclass(frozen=True)

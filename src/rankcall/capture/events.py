@@ -13,7 +13,7 @@ from rankcall._rows import decode_row
 from rankcall.capture.tail import Batch, Rows
 from rankcall.record import OPS, STATUSES
 from rankcall.ring.layout import offset_of
-from rankcall.ring.reader import Tables, parse_tables
+from rankcall.ring.tables import Tables, parse_tables
 
 if TYPE_CHECKING:
     from rankcall.capture.session import Recording

@@ -46,7 +46,7 @@ from rankcall.record import (
     REDUCE_OPS,
     STATUSES,
 )
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.ring.writer import PythonRing, put
 
 _ENQUEUED, _STARTED, _COMPLETED, _FAILED = range(len(STATUSES))

@@ -17,7 +17,7 @@ from rankcall.capture.marks import Marks
 from rankcall.capture.notices import say
 from rankcall.errors import CaptureUnavailable
 from rankcall.ring.layout import CAPTURES, Geometry
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.ring.writer import (
     Identity,
     PythonRing,
@@ -26,7 +26,15 @@ from rankcall.ring.writer import (
     put,
     set_identity,
 )
-from rankcall.run import create_run, host_name, live_base, live_dir, ring_name, settle_ring
+from rankcall.rundir import (
+    about_job,
+    create_run,
+    host_name,
+    live_base,
+    live_dir,
+    ring_name,
+    settle_ring,
+)
 
 ARM = "RANKCALL_ARM"  # set by the launcher, which settles rings itself
 _HEARTBEAT_SECONDS = 0.5
@@ -171,8 +179,10 @@ class Recording:
 
     def _prepare(self, run_dir: Path) -> Path:
         """Make the run directory and its live folder; say so where one cannot be written."""
+        import torch
+
         try:
-            create_run(run_dir, _about())
+            create_run(run_dir, about_job(sys.argv, torch.__version__))
         except OSError as error:
             say(f"the run directory {run_dir} cannot be written ({error.strerror}): "
                 f"records stay in {live_dir(run_dir)}")  # fmt: skip
@@ -301,21 +311,6 @@ def _identity(rank: int | None = None, world_size: int | None = None) -> Identit
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
         host=host_name(),
     )
-
-
-def _about() -> dict[str, Any]:
-    import torch
-
-    from rankcall import __version__
-
-    return {
-        "created_epoch_ns": time.time_ns(),
-        "command": sys.argv,
-        "cwd": str(Path.cwd()),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "rankcall": __version__,
-    }
 
 
 def _count_steps(capture: Capture) -> Any:

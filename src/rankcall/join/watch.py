@@ -30,7 +30,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join.sockets import abort_devices, break_connections, endpoints
-from rankcall.run import format_ranks, host_name
+from rankcall.run import format_ranks
+from rankcall.rundir import host_name
 
 _log = logging.getLogger("rankcall.join")
 _DAY = timedelta(days=1)

@@ -42,7 +42,7 @@ from rankcall.ring.layout import (
     Geometry,
     offset_of,
 )
-from rankcall.ring.reader import CallSite, Group, compress_ranks
+from rankcall.ring.tables import CallSite, Group, compress_ranks
 
 _OPEN_OR_CLOSING = (COMMIT_OPEN, COMMIT_CLOSING)
 RECORD_BYTES = RECORD.itemsize

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from rankcall.run import host_name
+from rankcall.rundir import host_name
 
 __all__ = ["Claim", "Roster", "new_claim", "parse", "read"]
 

@@ -25,9 +25,9 @@ from rankcall.ring.layout import (
     SCHEMA,
     Geometry,
 )
-from rankcall.ring.reader import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 from rankcall.ring.writer import encode_group, encode_site
-from rankcall.run import ring_name
+from rankcall.rundir import ring_name
 
 
 @dataclass

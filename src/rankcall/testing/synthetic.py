@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from rankcall.processes import Exit, note_exit
 from rankcall.record import DTYPES, KINDS, OPS, RECORD, STATUSES, SYNCHRONISING
-from rankcall.ring.reader import CallSite, Group
-from rankcall.run import create_run
+from rankcall.ring.tables import CallSite, Group
+from rankcall.rundir import create_run
 from rankcall.testing._planted import OPEN, Planted, plant
 from rankcall.testing._ringfile import RingSpec, write_ring
 

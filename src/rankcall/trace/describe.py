@@ -13,7 +13,8 @@ from rankcall.capture.marks import Span
 from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, ROOT_ONLY, public_name
 from rankcall.capture.tail import Flags, Rows
 from rankcall.record import FLAG_ANY_SOURCE, KINDS, OPS, STATUSES
-from rankcall.ring.reader import Group, Ring, Tables
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import Group, Tables
 from rankcall.trace.descriptions import Column, Descriptions, Kind, Teller
 from rankcall.trace.order import Order
 from rankcall.trace.switches import Mode

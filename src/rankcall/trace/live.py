@@ -25,8 +25,10 @@ from rankcall.capture.events import LiveTables
 from rankcall.capture.marks import Marks, Span
 from rankcall.capture.tail import Flags, RingTail, Rows
 from rankcall.record import RECORD
+from rankcall.ring.header import parse_header
 from rankcall.ring.layout import HEADER_BYTES
-from rankcall.ring.reader import Ring, Tables, parse_header
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import Tables
 from rankcall.trace.describe import Describer
 from rankcall.trace.descriptions import Descriptions, Teller
 from rankcall.trace.order import Order

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from rankcall.capture.public import OBJECT_CALLS, PICKLES
 from rankcall.capture.tail import Flags, Indexes, Rows
 from rankcall.record import RECORD, STATUSES
-from rankcall.ring.reader import Tables
+from rankcall.ring.tables import Tables
 
 OVERDUE_NS = 5_000_000_000
 _STALE_NS = 1_000_000_000  # a call with fewer ops than we know of is whole after that

@@ -12,7 +12,7 @@ from rankcall.capture.native.build import load_recorder
 from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, public_name
 from rankcall.record import DTYPES, OPS, op_of_variant
 from rankcall.ring.layout import Geometry
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.ring.writer import encode_group
 
 _module: ModuleType | None = None
