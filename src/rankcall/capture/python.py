@@ -104,6 +104,7 @@ class PythonCapture:
     """Records through Python kernels; see ``NativeCapture`` for the interface."""
 
     name = "python"
+    make_statuses = None  # they are made column by column
 
     def __init__(self, ring: PythonRing, call_sites: bool = True) -> None:
         self._ring = ring

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -83,6 +84,12 @@ class NativeCapture:
     def sleep(self, fd: int, wanted: int) -> None:
         """Have the eventfd written at the next end (1), or the next start or end (2)."""
         self._native.sleep(fd, wanted)
+
+    @property
+    def make_statuses(self) -> Callable[..., list[Any]]:
+        """Make what hooks get of a batch of events: see statuses.h."""
+        made: Callable[..., list[Any]] = self._native.statuses
+        return made
 
     def add_group(self, group: Group, me: int) -> None:
         """Announce a group; ``me`` is this rank's place in it."""
