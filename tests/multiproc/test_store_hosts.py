@@ -24,9 +24,9 @@ def _led(client: Any, rank: int, world_size: int, size: int, timeout: float) -> 
 
 
 def _sent(client: Any) -> int:
-    from rankcall.store import _link
+    from rankcall.store import _connection
 
-    return sum(link.operations for link in _link.local(client).idle)
+    return sum(link.operations for link in _connection.local(client).idle)
 
 
 def _counted(rank: int, world_size: int, port: int, size: int) -> int:
