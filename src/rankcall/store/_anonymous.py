@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed import Store
 
+from rankcall.errors import WorldMismatch
 from rankcall.store import _messages, _roster, _words
 from rankcall.store._bounded import within
 from rankcall.store._connection import on_fork
@@ -49,8 +50,13 @@ def barrier(store: Store, keys: Keys, timeout: float, what: str | None) -> None:
     def step(link: Link, call: Call, until: float) -> bool | None:
         if not drawn:
             drawn.append(_draw(store, link, keys))
-        if not _wait(link, keys, _part(store, link, keys), drawn[0], until, what):
-            return None
+        part = _part(store, link, keys)
+        try:
+            if not _wait(link, keys, part, drawn[0], until, what):
+                return None
+        except WorldMismatch:
+            part.unused.append(drawn[0])
+            raise
         if not call.finish():
             _part(store, link, keys).unused.append(drawn[0])  # the next call passes with it
         return True
@@ -102,7 +108,7 @@ def _first(link: Link, keys: Keys, part: _Part, until: float, what: str | None) 
     """Wait in the first generation, where another world's process may call it off."""
     if not part.agreed:
         part.agreed = True
-        agree(link, keys, part.claim, what)
+        agree(link, keys, part.claim, part.told, what)
     value = link.wait_get(keys.passed(0), until)
     while value == CALLED_OFF:
         heed(link, keys, part.claim, _signed(link, keys), part.told, what)

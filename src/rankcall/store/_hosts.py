@@ -177,7 +177,7 @@ class _Round:
         return max(0.001, self._deadline - time.monotonic())
 
     def _meet(self, store: Store, size: int, prefix: str, rank: int, seconds: float) -> None:
-        barrier(store, size, prefix, seconds, rank, attempt=self._keys.attempt)
+        barrier(store, size, prefix, seconds, rank, attempt=self._keys.attempt, what=self._what)
 
     # --- the leader ---
 

@@ -171,7 +171,7 @@ class Meeting:
         link, member, keys = self._link, self.member, self.keys
         if not member.agreed:
             member.agreed = True
-            agree(link, keys, member.claim, self._what)
+            agree(link, keys, member.claim, member.told, self._what)
         value = link.wait_get(keys.done(0), deadline)
         while value == CALLED_OFF:
             view = self.look()

@@ -23,7 +23,7 @@ __all__ = ["CALLED_OFF", "agree", "heed", "strays"]
 CALLED_OFF = b"!"  # in place of what is waited for, in the first generation
 
 
-def agree(link: Link, keys: Keys, mine: Claim, what: str | None) -> None:
+def agree(link: Link, keys: Keys, mine: Claim, told: set[str], what: str | None) -> None:
     """Say which world this process means.
 
     Raises ``WorldMismatch`` where others wait in another one.
@@ -36,6 +36,7 @@ def agree(link: Link, keys: Keys, mine: Claim, what: str | None) -> None:
             link.append(keys.strays, mine.line("?"))
             for key in (world.done(0), world.passed(0)):
                 link.set_first(key, CALLED_OFF.decode())
+    told.update(one.nonce for one in claims)
     if claims:
         raise _messages.worlds_differ(keys, mine.rank, [mine, *claims], what)
 
