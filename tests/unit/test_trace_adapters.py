@@ -389,6 +389,23 @@ def test_a_segment_is_whole_or_not_there(tmp_path: Path) -> None:
         Parquet(seconds=0)
 
 
+def test_a_segment_over_two_recordings(tmp_path: Path) -> None:
+    """Each record has the names of its own recording: ids count anew in each."""
+    runs = [
+        load(write_world(tmp_path / name, [Call(0, 1, 0, MS, line=line)]))
+        for name, line in (("a", 7), ("b", 8))
+    ]
+    sink = Parquet(tmp_path / "history")
+    sink.open(origin(tmp_path, 0))
+    for run in (runs[0], runs[0], runs[1]):
+        sink.write_records(run.rings[0])
+    sink.close()
+    (file,) = (tmp_path / "history").iterdir()
+    assert pl.read_parquet(file)["call_site"].cast(pl.String).to_list() == [
+        f"train.py:{line}" for line in (7, 7, 8)
+    ]
+
+
 # --- step totals ---
 
 

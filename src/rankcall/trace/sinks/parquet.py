@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 from pathlib import Path
 
+from rankcall._whole import joined
 from rankcall.ring.reader import Head, Ring
 from rankcall.run import Run
 from rankcall.trace.sinks.base import Origin
+from rankcall.trace.sinks.extras import load_polars
 
 
 class Parquet:
@@ -34,6 +37,7 @@ class Parquet:
             raise ValueError(f"rows must be 1 or more; got {rows}")
         if not seconds > 0:
             raise ValueError(f"seconds must be more than 0; got {seconds}")
+        load_polars()
         self._asked = None if folder is None else Path(folder)
         self._rows, self._seconds, self._clock = rows, seconds, clock
         self._held: list[Ring] = []
@@ -73,15 +77,15 @@ class Parquet:
 
         from rankcall._frames import ring_frame
 
-        newest = self._held[-1]
-        run = Run(self.folder, {}, [Head(newest.path, newest.header, newest.tables)])
-        frames = [ring_frame(run, ring) for ring in self._held]
+        rings = [_as_one(list(parts)) for _, parts in groupby(self._held, _recording_of)]
+        run = Run(self.folder, {}, [Head(each.path, each.header, each.tables) for each in rings])
+        frames = [ring_frame(run, ring) for ring in rings]
         table = pl.concat(frames, how="vertical") if len(frames) > 1 else frames[0]
         target = self._unused()
         scratch = target.with_name(f".{target.name}.part")
         try:
             with scratch.open("wb") as file:
-                table.write_parquet(file, compression="zstd")
+                table.write_parquet(file, compression="zstd", compression_level=1)
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(target)
@@ -96,3 +100,15 @@ class Parquet:
             self._number += 1
             if not path.exists():
                 return path
+
+
+def _recording_of(ring: Ring) -> Hashable:
+    """Return what tells apart the recordings that a process makes, one after the other."""
+    return ring.path, ring.header.anchor_mono_ns
+
+
+def _as_one(parts: Sequence[Ring]) -> Ring:
+    """Put parts of one recording together: its side tables only grow, so the newest has all."""
+    newest, records = parts[-1], joined([part.records for part in parts])
+    dropped = sum(part.dropped for part in parts)
+    return Ring(newest.path, newest.header, records, newest.tables, dropped)
