@@ -27,6 +27,7 @@ _ROWS, _SITES, _RANKS, _GROUPS = 20, 8, 8, 4
 _FEW = 4  # ranks that are listed however little they matter
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDE = 100  # columns from which on there is room for more
+_SOURCE = 40  # columns for what a line says
 _INDENT = 2
 _LABEL = 9
 
@@ -197,20 +198,25 @@ def _joins(uneven: Sequence[RankSummary], room: int) -> RenderableType:
 
 
 def _sites(summary: Summary, room: int) -> RenderableType:
-    heads = ("call site", "function", "op", "calls", "total", "median", "worst")
+    """Show where time goes by line; what the line says, too, where there is room for it."""
+    shown = summary.call_sites[:_SITES]
+    source = room >= _WIDE and any(row.code for row in shown)
+    heads = ("call site", "function", *(["source"] * source), "op", "calls", "total", "median",
+             "worst")  # fmt: skip
     rows = [
         (
             str(row.site) if row.site.line else "(not known)",
             row.site.function,
+            *([cut(clean(row.code), _SOURCE)] * source),
             row.op,
             f"{row.count:,}",
             time(row.total_ms),
             time(row.median_ms),
             time(row.worst_ms),
         )
-        for row in summary.call_sites[:_SITES]
+        for row in shown
     ]
-    table = fitted(heads, rows, room, names=3, paths=True)
+    table = fitted(heads, rows, room, names=3 + source, paths=True)
     return _more(table, len(summary.call_sites) - _SITES, "call site")
 
 

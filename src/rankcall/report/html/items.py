@@ -48,7 +48,7 @@ class Verdict:
     detail: str
     alarm: bool
     who: tuple[str, str] | None = None
-    where: tuple[str, str] | None = None
+    where: tuple[str, str, str] | None = None  # short, in words, and as it was recorded
     cost: tuple[str, str] | None = None
 
 
@@ -89,18 +89,19 @@ def _stopped(found: Finding) -> Verdict:
     if found.call_site:
         file, _, line = found.call_site.rpartition(":")
         call = f"{found.op} #{found.seq} of group {found.group}" if found.op else ""
-        where = f"{PurePath(file).name}:{line}", call
+        where = f"{PurePath(file).name}:{line}", call, found.call_site
     waiting = plural(len(found.victims), "rank") + " held up" if found.victims else ""
     cost = (time(found.since_s * 1e3), waiting) if found.since_s > 0 else None
     return Verdict(title, f"{found.summary} {found.advice}".strip(), True, who, where, cost)
 
 
-def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str] | None:
+def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str, str] | None:
     lines = [line for line in details.late_lines if line.rank in ranks and line.site.line]
     if not lines:
         return None
     dearest = max(lines, key=lambda line: line.cost_ms)
-    return f"{PurePath(dearest.site.file).name}:{dearest.site.line}", _before(dearest)
+    short = f"{PurePath(dearest.site.file).name}:{dearest.site.line}"
+    return short, _before(dearest), str(dearest.site)
 
 
 def _before(line: LateLine) -> str:
