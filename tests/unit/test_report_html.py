@@ -197,6 +197,7 @@ def test_curves_choose_and_hover(page: Any) -> None:
     """Choosing a group shows its points and its peers' median beside them."""
     page.locator("#curve").select_option(label="all_gather, group tp:8")
     assert page.locator("#peers-are").inner_text() == "peers: all_gather in other groups"
+    assert page.locator("#bandwidth .printed").text_content() == "all_gather, group tp:8"
     dots = page.locator(".curve.on .own circle")
     assert dots.count() == 2
     assert page.locator(".curve.on .peers circle").first.is_visible()
@@ -255,7 +256,9 @@ def test_pictures_to_look_at(page: Any, look: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(20, 23, 26)" if look == "dark" else "rgb(255, 255, 255)")
-    assert page.locator("#curve").is_visible() == (look != "print")
+    on_paper = page.locator("#bandwidth .printed")
+    assert page.locator("#curve").is_visible() == (look != "print") == on_paper.is_hidden()
+    assert on_paper.text_content() == "all_reduce, group 0"
 
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&\u202e\x00\x1b[2J{{7*7}}"

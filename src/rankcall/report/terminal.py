@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rankcall._joins import RankSummary, total
 from rankcall.analysis.commshare import StepShare
+from rankcall.analysis.finding import Finding
 from rankcall.analysis.summary import Straggler, Summary
 from rankcall.analysis.table import size_name
 from rankcall.report._format import clean, percent, plural, rate, size, time
@@ -29,19 +30,28 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDE = 100  # columns from which on there is room for more
 _SOURCE = 40  # columns for what a line says
 _INDENT = 2
+_MORE = "Where each rank stands: rankcall diagnose."
 _LABEL = 9
 
 
-def render(summary: Summary, width: int = 80) -> str:
+def render(summary: Summary, width: int = 80, stopped: Finding | None = None) -> str:
     """Return the report as plain text, no line of it wider than ``width``."""
     out = StringIO()
-    show(summary, Console(file=out, width=width, color_system=None, highlight=False))
+    show(summary, Console(file=out, width=width, color_system=None, highlight=False), stopped)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def show(summary: Summary, console: Console) -> None:
-    """Print the report; ``console`` decides on width and colour."""
+def show(summary: Summary, console: Console, stopped: Finding | None = None) -> None:
+    """Print the report; ``console`` decides on width and colour.
+
+    ``stopped`` is what keeps the run from going on: it is said before all else.
+    """
     first = headline(summary)
+    if stopped is not None:
+        console.print(Text(wrapped(clean(stopped.summary), console.width), "bold red"))
+        console.print(Text(wrapped(clean(f"{stopped.advice} {_MORE}".strip()), console.width)))
+        console.print()
+        console.print(Text("Until then", "bold"))
     text = wrapped(first.text, console.width)
     console.print(Text(text, "bold red" if first.alarm else "bold green"))
     if first.detail:

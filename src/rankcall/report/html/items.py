@@ -24,6 +24,7 @@ _STOPPED = {
     "deadlock": "wait for each other",
     "missing": "did not come",
 }
+_MOST_OPS = 3
 _WORTH_A_LINE = 0.1  # of what a rank's being last cost
 
 
@@ -54,7 +55,7 @@ class Verdict:
 
 def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
     """Say what stopped the run; else who is slow and where; or that nobody is."""
-    if findings and findings[0].kind in _STOPPED:
+    if findings and findings[0].stops:
         return _stopped(findings[0])
     summary = details.summary
     first = headline(summary)
@@ -156,7 +157,13 @@ def _gaps(details: Details) -> Iterator[Item]:
     summary = details.summary
     unfinished = sum(row.unfinished for row in summary.collectives)
     if unfinished:
-        yield Item("note", f"{plural(unfinished, 'op')} never finished on any rank")
+        which = [f"{row.op} in group {row.group}" for row in summary.collectives if row.unfinished]
+        more = f" and {len(which) - _MOST_OPS:,} more kinds" if len(which) > _MOST_OPS else ""
+        yield Item(
+            "note",
+            f"{plural(unfinished, 'op')} never finished on any rank",
+            f"{'; '.join(which[:_MOST_OPS])}{more}.",
+        )
     if summary.missing_ranks:
         yield Item(
             "gap",
@@ -178,7 +185,7 @@ def _gaps(details: Details) -> Iterator[Item]:
         )
     live = [row.rank for row in summary.ranks if not row.closed]
     if live:
-        yield Item("gap", f"rank {format_ranks(live)} was still running, or was killed")
+        yield Item("gap", f"rank {format_ranks(live)}: still running, or killed")
     for problem in summary.problems:
         if "no ring for rank" not in problem:
             yield Item("gap", problem)
