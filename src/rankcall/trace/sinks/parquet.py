@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import time
@@ -81,25 +82,33 @@ class Parquet:
         run = Run(self.folder, {}, [Head(each.path, each.header, each.tables) for each in rings])
         frames = [ring_frame(run, ring) for ring in rings]
         table = pl.concat(frames, how="vertical") if len(frames) > 1 else frames[0]
-        target = self._unused()
+        data = io.BytesIO()  # what the disk says comes from Python then, not in words of Polars'
+        table.write_parquet(data, compression="zstd", compression_level=1)
+        self._put(self._unused(), data)
+        self._held.clear()
+
+    def _put(self, target: Path, data: io.BytesIO) -> None:
+        """Make a file that is whole or not there, also after a crash of the machine."""
         scratch = target.with_name(f".{target.name}.part")
         try:
-            with scratch.open("wb") as file:
-                table.write_parquet(file, compression="zstd", compression_level=1)
-                file.flush()
+            with scratch.open("wb", buffering=0) as file:
+                rest = data.getbuffer()
+                while len(rest):
+                    rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
             scratch.replace(target)
-        except BaseException:
+        except BaseException as error:
             scratch.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(target)
             raise
-        self._held.clear()
 
     def _unused(self) -> Path:
         while True:
             path = self.folder / f"{self._stem}.{self._number:06d}.parquet"
-            self._number += 1
             if not path.exists():
                 return path
+            self._number += 1
 
 
 def _recording_of(ring: Ring) -> Hashable:

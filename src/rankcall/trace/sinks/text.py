@@ -101,7 +101,8 @@ class JsonLines:
         try:
             while written < len(data):
                 written += os.write(self._fd, data[written:])
-        except OSError:
+        except OSError as error:
+            error.filename = str(self.path)
             with contextlib.suppress(OSError):  # a pipe or device cannot take it back
                 os.ftruncate(self._fd, before)
             raise
