@@ -14,7 +14,7 @@ import pytest
 from joinfaults import SCENARIOS, killed, run_scenarios, store_host_fails
 from ranks import run_ranks, try_ranks
 
-from rankcall.run import host_name
+from rankcall.rundir import host_name
 
 pytestmark = pytest.mark.multiproc
 SOON_S, SLOWED = 2.0, 10

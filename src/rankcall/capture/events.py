@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from rankcall._rows import decode_row
-from rankcall.capture.tail import Batch, Flags, Indexes, Rows
+from rankcall._whole import Rows
+from rankcall.capture.tail import Batch, Flags, Indexes
 from rankcall.record import OPS, STATUSES
 from rankcall.ring.layout import offset_of
 from rankcall.ring.tables import Tables, parse_tables

@@ -172,6 +172,10 @@ class PythonCapture:
         if self._marks is not None and self._marks_wanted is not None:
             self._marks.learn(self._marks_wanted, group)
 
+    def add_line(self, site: int, text: str) -> None:
+        """Add what the source says at a call site."""
+        self._ring.line(site, text)
+
     def mark(self, marks: Marks | None) -> None:
         """Have a tool told of each op as it is issued, from now on; None ends that."""
         self._marks_wanted = marks

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rankcall.capture import declared
 from rankcall.capture.marks import Marks
 from rankcall.capture.notices import say
+from rankcall.capture.source import SourceLines
 from rankcall.errors import CaptureUnavailable
 from rankcall.ring.layout import CAPTURES, Geometry
 from rankcall.ring.tables import Group
@@ -56,6 +57,7 @@ class Capture(Protocol):
     def counts(self) -> tuple[int, int]: ...
     def sleep(self, fd: int, wanted: int) -> None: ...
     def add_group(self, group: Group, me: int) -> None: ...
+    def add_line(self, site: int, text: str) -> None: ...
     def mark(self, marks: Marks | None) -> None: ...
     def learn_spans(self, marks: Marks) -> None: ...
     def step(self) -> None: ...
@@ -87,6 +89,7 @@ class Recording:
         put(self.ring, "capture", CAPTURES.index(self.capture.name))
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
+        self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._step_handle: Any = None
         self.claims: set[str] = set()
 
@@ -233,6 +236,7 @@ class Recording:
         watch.add(self._on_group)
         self._step_handle = _count_steps(self.capture)
         self._heart.start()
+        self._lines.start()
 
     def stop(self) -> bool:
         """Stop recording; tell whether the ring is closed, or still awaits ends of ops in flight.
@@ -246,6 +250,7 @@ class Recording:
         self.capture.stop()
         self._stopped.set()
         self._heart.join(timeout=2)
+        self._lines.stop()
         deadline = time.monotonic() + _DRAIN_SECONDS
         while not self.capture.drained() and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from rankcall.ring.writer import boot_id, process_start
-from rankcall.run import host_name
+from rankcall.rundir import host_name
 
 Presence = dict[str, Any]
 

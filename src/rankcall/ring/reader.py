@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankcall._whole import joined, picked
 from rankcall.errors import CorruptRun
 from rankcall.record import (
     COMMIT_CLOSING,
@@ -114,7 +115,7 @@ def _read(path: Path, fd: int, newest: int | None) -> Ring:
         )
         for first, count in spans
     ]
-    slots = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    slots = joined(pieces)
     parked_bytes = min(
         shape.inflight_capacity * RECORD.itemsize, max(0, size - shape.inflight_offset)
     )
@@ -196,11 +197,11 @@ def _sound(
     if np.any(parked["commit"]):
         parked = parked[(parked["commit"] != 0) & (parked["commit"] & 3 != COMMIT_WRITING)]
         # A record killed while it moved stands in both places; the copy in the table is the newer.
-        kept = kept[~np.isin(kept["commit"] >> 2, parked["commit"] >> 2)]
-        kept = np.concatenate([parked, kept])
+        others = ~np.isin(kept["commit"] >> 2, parked["commit"] >> 2)
+        kept = joined([parked, picked(kept, others)])
     order = kept["commit"] >> 2
     if np.any(order[1:] <= order[:-1]):
-        kept = kept[np.unique(order, return_index=True)[1]]
+        kept = picked(kept, np.unique(order, return_index=True)[1])
     kept = _only(kept, _codes_known(kept))
     _blank_unfinished(kept)
     return kept, torn
@@ -214,7 +215,7 @@ def _undisturbed(words: npt.NDArray[np.uint64]) -> bool:
 
 def _only(records: Records, wanted: npt.NDArray[np.bool_]) -> Records:
     """Return the wanted records, without a copy where that is all of them."""
-    return records if wanted.all() else records[wanted]
+    return records if wanted.all() else picked(records, wanted)
 
 
 def _codes_known(records: Records) -> npt.NDArray[np.bool_]:

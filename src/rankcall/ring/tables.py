@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankcall.ring.layout import (
     ENTRY_GROUP,
     ENTRY_HEADER,
+    ENTRY_LINE,
     ENTRY_SITE,
     ENTRY_SIZES,
     ENTRY_STRING,
@@ -23,6 +25,7 @@ from rankcall.ring.layout import (
 _ENTRY = struct.Struct("<IIII")
 assert _ENTRY.size == ENTRY_HEADER.itemsize
 MAX_RANKS = 1 << 20
+_MOST_OF_A_LINE = 400  # characters
 MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
 _GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
 ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
@@ -69,30 +72,48 @@ class Tables:
     strings: dict[int, str] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     sites: dict[int, CallSite] = field(default_factory=dict)
+    lines: dict[int, str] = field(default_factory=dict)  # of call sites: what the source says
     # By shape hash: how many elements each tensor of a coalesced op has.
     numels: dict[int, tuple[int, ...]] = field(default_factory=dict)
     damaged: bool = False
 
 
-def parse_tables(raw: bytes) -> Tables:
-    """Decode the side tables up to the first entry that is not sound."""
-    tables, offset, number, members = Tables(), 0, 0, 0
+class Entry(NamedTuple):
+    """One entry of the side tables. ``end`` is where the next one begins."""
+
+    number: int
+    kind: int
+    payload: bytes
+    end: int
+
+
+def entries(raw: bytes, number: int = 0) -> Iterator[Entry]:
+    """Yield the entries after the ``number``-th up to the first that is not sound."""
+    offset = 0
     while offset + ENTRY_HEADER.itemsize <= len(raw):
         commit, kind, length, crc32 = _ENTRY.unpack_from(raw, offset)
         start = offset + ENTRY_HEADER.itemsize
         payload = raw[start : start + length]
         number += 1
-        whole = commit == number and len(payload) == length and zlib.crc32(payload) == crc32
-        if not whole or not _keep_entry(tables, number, kind, payload):
-            tables.damaged = True
+        if commit != number or len(payload) != length or zlib.crc32(payload) != crc32:
+            return
+        offset = start + (length + 7) // 8 * 8
+        yield Entry(number, kind, payload, offset)
+
+
+def parse_tables(raw: bytes) -> Tables:
+    """Decode the side tables up to the first entry that is not sound."""
+    tables, members, end = Tables(), 0, 0
+    for number, kind, payload, begins_next in entries(raw):
+        if not _keep_entry(tables, number, kind, payload):
             break
         if kind == ENTRY_GROUP:
             members += len(tables.groups[number].ranks)
             if members > MAX_MEMBERS:
                 del tables.groups[number]
-                tables.damaged = True
                 break
-        offset = start + (len(payload) + 7) // 8 * 8
+        end = begins_next
+    tables.damaged = end + ENTRY_HEADER.itemsize <= len(raw)
     return tables
 
 
@@ -103,7 +124,10 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
         elif kind == ENTRY_GROUP:
             tables.groups[number] = _groups.get(payload)
         elif kind == ENTRY_SITE:
-            tables.sites[number] = _site(json.loads(payload))
+            tables.sites[number] = decode_site(payload)
+        elif kind == ENTRY_LINE:
+            fields = json.loads(payload)
+            tables.lines[int(fields["site"])] = _text(fields["text"])[:_MOST_OF_A_LINE]
         elif kind == ENTRY_SIZES:
             fields = json.loads(payload)
             tables.numels[int(fields["hash"])] = tuple(_count(each) for each in fields["numels"])
@@ -137,7 +161,9 @@ class _Groups:
 _groups = _Groups()
 
 
-def _site(fields: dict[str, Any]) -> CallSite:
+def decode_site(payload: bytes) -> CallSite:
+    """Return the call site that a payload describes; raises ``ValueError`` and its like."""
+    fields = json.loads(payload)
     return CallSite(
         _text(fields["file"]),
         _small(fields["line"]),
