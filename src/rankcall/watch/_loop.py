@@ -45,7 +45,7 @@ class Watcher:
         self._judge = Judge(recording.run_dir, hang_after)
         self._stopping = threading.Event()
         self._tick_s = min(_TICK_S, hang_after / 8)
-        self._issued, self._issued_at = -1, 0.0
+        self._issued: dict[int, tuple[int, float]] = {}  # of each rank: how many calls, since when
         self._next_asked = 0.0
         self._verdicts = 0  # that this rank's own look led to
         self._seen = -1  # verdicts of the node's ranks that were acted on
@@ -117,16 +117,16 @@ class Watcher:
     def _is_asked(self, headers: dict[int, Header], now: float) -> bool:
         """Tell whether another node has asked for a verdict; only seldom is that looked for.
 
-        Once in ``hang_after`` while this rank issues calls, and every second when it has issued
-        none for half of that: so a healthy job's store hears next to nothing.
+        Once in ``hang_after`` while the node's ranks issue calls, and every second when one has
+        issued none for half of that: so a healthy job's store hears next to nothing.
         """
-        issued = self._recording.capture.counts()[0]
-        if issued != self._issued:
-            self._issued, self._issued_at = issued, now
+        for rank, header in headers.items():
+            if self._issued.get(rank, (-1, 0.0))[0] != header.head:
+                self._issued[rank] = header.head, now
         world = max(header.world_size for header in headers.values())
         if len(headers) >= world:
             return False
-        quiet = now - self._issued_at > self._hang_after / 2
+        quiet = any(now - self._issued[rank][1] > self._hang_after / 2 for rank in headers)
         if now < self._next_asked and not (quiet and self._next_asked - now > 1.0):
             return False
         self._next_asked = now + (min(1.0, self._hang_after / 4) if quiet else self._hang_after)
