@@ -149,6 +149,17 @@ def test_nobody_is_hung_before_the_threshold(tmp_path: Path) -> None:
     assert (found.findings, found.verdict) == ([], "healthy")
 
 
+@pytest.mark.parametrize(("later_s", "named"), [(30, 2), (32, 1)])
+def test_a_second_hang_that_began_later(tmp_path: Path, later_s: int, named: int) -> None:
+    """Beside a hung call, another that nobody of that hang holds up counts at half its patience."""
+    left = Group("l", 0, "gloo", "left", (0, 1))
+    right = Group("r", 0, "gloo", "right", (2, 3))
+    calls = [call for each in (left, right) for call in together(1, [0, 0], MS, each)]
+    calls += [*stuck(left, 2, (0,), 2 * MS), *stuck(right, 2, (3,), later_s * S)]
+    found = said(look(tmp_path, calls, states={}, seconds=61))
+    assert found == [("missing", (1,)), ("missing", (2,))][:named]
+
+
 def test_victims_of_victims(tmp_path: Path) -> None:
     """A rank that waits for somebody else is never named, three groups deep."""
     pairs = [Group(name, 0, "gloo", "", ranks) for name, ranks in (("1", (0, 1)), ("2", (1, 2)))]

@@ -31,6 +31,9 @@ _STEPS = 10.0  # and so many steps at the median may anything take later
 # A call in flight for this part of the threshold is followed to whom it waits for. It began when
 # the trouble did, or somewhat later; a shorter one may be on its way.
 _FOLLOWED = 0.1
+# Where one call hangs, another that nobody of that hang holds up counts at this part of its
+# patience: two troubles seldom begin in the same moment, and the first verdict is the one read.
+_BESIDE = 0.5
 _LOOKED_AT = 64  # ranks whose calls are compared with those of the ranks that wait for them
 
 Floats = npt.NDArray[np.float64]
@@ -41,8 +44,8 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     """Say what is wrong with a job, the likeliest root cause first; nothing where it is healthy.
 
     ``hang_after``, s: how long a call must be in flight before it counts as hung. It is five times
-    that in the first step, and at least ten times the median step later. Where all processes are
-    gone, whatever never ended counts.
+    that in the first step, and at least ten times the median step later; half as long beside a
+    call that hangs. Where all processes are gone, whatever never ended counts.
     """
     calls = snapshot.calls
     in_flight, failed = unfinished(calls), failed_for_good(calls)
@@ -51,7 +54,10 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     if snapshot.live:
         allowed = patience(snapshot, hang_after)
     lasted = np.minimum(calls["age_s"], _still_for(snapshot))
-    hung = failed | (in_flight & (lasted >= allowed))
+    hung = in_flight & (lasted >= allowed)
+    if hung.any():
+        hung = in_flight & (lasted >= allowed * _BESIDE)
+    hung |= failed
     followed = hung | (in_flight & (lasted >= allowed * _FOLLOWED))
     blind = {each.rank for each in snapshot.ranks if each.blind}
     graph = Graph(waits(snapshot, followed, hung), blind)
