@@ -48,7 +48,8 @@ class Watcher:
         self._issued: dict[int, tuple[int, float]] = {}  # of each rank: how many calls, since when
         self._next_asked = 0.0
         self._verdicts = 0  # that this rank's own look led to
-        self._seen = -1  # verdicts of the node's ranks that were acted on
+        # Verdicts of the node's ranks that were acted on, or came before this one watched.
+        self._seen = self._told(self._node.headers())
         self.thread = threading.Thread(target=self._run, name="rankcall-watch", daemon=True)
 
     def start(self) -> None:
@@ -134,17 +135,22 @@ class Watcher:
 
     # --- telling ---
 
+    @staticmethod
+    def _told(headers: dict[int, Header]) -> int:
+        return sum(header.verdicts for header in headers.values())
+
     def _notice(self, headers: dict[int, Header]) -> None:
         """Do what the user wants done where the node has come to a verdict since the last turn."""
-        seen, self._seen = self._seen, sum(header.verdicts for header in headers.values())
-        if not 0 <= seen < self._seen:
+        told = self._told(headers)
+        if told <= self._seen:
             return
+        self._seen = told
         if self._on_hang == "abort":
             _abort(self._recording.rank())
-        told = self._judge.told()
-        if told and callable(self._on_hang):
+        verdicts = self._judge.told()
+        if verdicts and callable(self._on_hang):
             try:
-                self._on_hang(_verdict.findings_of(told[-1]))
+                self._on_hang(_verdict.findings_of(verdicts[-1]))
             except Exception:
                 logger.exception("on_hang failed; the watcher goes on")
 

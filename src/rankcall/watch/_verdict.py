@@ -71,7 +71,7 @@ def write(run_dir: Path, verdict: Object, stacks: Mapping[int, str], since: int)
     """
     folder = run_dir / HANGS
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    scratch = folder / f".{os.getpid()}.{threading.get_native_id()}"
+    scratch = run_dir / f".hang.{os.getpid()}.{threading.get_native_id()}"
     try:
         _fill(scratch, verdict, stacks)
         while True:
