@@ -31,7 +31,9 @@ def _causes(verdict: dict[str, Any]) -> list[tuple[str, list[int]]]:
 def test_report(tmp_path: Path) -> None:
     """One verdict on one rank's stderr, kept with everybody's stacks; the job hangs on."""
     run = tmp_path / "run"
-    with start_ranks(plain, 3, HANG, faults=HANG, run_dir=run, watch={"hang_after": HANG_AFTER_S}) as ranks:
+    with start_ranks(
+        plain, 3, HANG, faults=HANG, run_dir=run, watch={"hang_after": HANG_AFTER_S}
+    ) as ranks:
         wait_until(lambda: _verdicts(run))
         time.sleep(2.0)  # in which it looks again; it must have nothing new to say
         assert all(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
