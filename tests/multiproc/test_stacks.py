@@ -134,6 +134,7 @@ def test_py_spy(tmp_path: Path) -> None:
     for text in found.values():
         assert text.startswith("Thread ")
         assert '"MainThread"' in text.splitlines()[0]
+        assert "rankcall-heart" not in text
 
 
 def _state(ranks: Ranks, rank: int) -> str:

@@ -19,6 +19,7 @@ from rankcall.run import load
 _MOST = 8  # ranks; a screen holds no more stacks
 _TIMEOUT_S = 30.0
 _LONGEST = 1 << 16
+_THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|^Thread .*\"MainThread\"$", re.MULTILINE)
 _OURS = re.compile(r"rankcall/(watch/_loop|capture/recording|capture/delivery)\.py")
 
@@ -55,7 +56,7 @@ def take(where: Path, ranks: Sequence[int]) -> dict[int, str]:
 
 def tidy(text: str) -> str:
     """Put the main thread first, and leave out rankcall's own threads, which only watch."""
-    threads = [each for each in text.split("\n\n") if not _OURS.search(each)]
+    threads = [each.rstrip() for each in _THREADS.split(text) if not _OURS.search(each)]
     threads.sort(key=lambda each: _MAIN.search(each) is None)
     return "\n\n".join(threads) or text
 
