@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,11 +57,13 @@ def write_world(
     offsets: dict[str, int] | None = None,
     ranks: Iterable[int] | None = None,
     closed: Callable[[int], bool] = lambda rank: True,
+    left: Collection[int] = (),
     beats: dict[int, tuple[int, int]] | None = None,
     capacities: dict[int, int] | None = None,
 ) -> Path:
     """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
 
+    ``left`` have come to the end of their program.
     ``beats``: ns after START of the native and the Python heartbeat. ``capacities``: records that
     a rank's ring holds, where it shall lap.
     """
@@ -77,7 +79,7 @@ def write_world(
         spec.anchor_mono_ns = START + shift
         spec.anchor_epoch_ns = 10**18 + life * 10**12 + shift
         spec.records = np.array([_record(call, spec, shift)[0] for call in mine], RECORD)
-        spec.closed = closed(rank)
+        spec.closed, spec.left = closed(rank), rank in left
         if beats and rank in beats:
             spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
         folder_of_life = folder / "rings"

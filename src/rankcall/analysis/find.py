@@ -64,7 +64,7 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     gone = deaths(snapshot, {int(rank) for rank in calls["rank"][failed]})
     clashes = disagreements(snapshot, in_flight | failed)
     explained = _Explained(snapshot, clashes)
-    halted = halted_ranks(snapshot, gone)
+    halted = halted_ranks(snapshot, graph, gone)
     circles = [each for each in cycles(graph.waits, halted) if _new(each, explained)]
     clashing = {int(rank) for each in clashes if each.open for rank in calls["rank"][each.rows]}
     found = cases(snapshot, graph, gone, hang_after, explained, clashing)
@@ -78,6 +78,20 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     findings += [of_cycle(snapshot, graph, each) for each in circles]
     findings += [of_cases(snapshot, graph, alike) for alike in together(found)]
     return in_order(findings or _stuck(snapshot, graph))
+
+
+def settles_in(snapshot: Snapshot, findings: Sequence[Finding], hang_after: float) -> float:
+    """Return in how many s it will be clear whether a rank that is missing is on its way.
+
+    It has just come to another call: either that ends soon, or it waits for somebody itself. 0:
+    all that are named are in none.
+    """
+    calls = snapshot.calls
+    named = [rank for each in findings if each.kind == "missing" for rank in each.ranks]
+    lasted = np.minimum(calls["age_s"], _still_for(snapshot))
+    left = np.minimum(patience(snapshot, hang_after), hang_after) * _FOLLOWED - lasted
+    mine = unfinished(calls) & np.isin(calls["rank"], named)
+    return float(np.max(left[mine], initial=0.0))
 
 
 def _slips(

@@ -88,6 +88,7 @@ class Recording:
             raise
         put(self.ring, "capture", CAPTURES.index(self.capture.name))
         self._stopped = threading.Event()
+        self._left = False
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
         self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._step_handle: Any = None
@@ -248,6 +249,7 @@ class Recording:
         watch.remove(self._on_group)
         self._step_handle.remove()
         self.capture.stop()
+        self._note_leaving()
         self._stopped.set()
         self._heart.join(timeout=2)
         self._lines.stop()
@@ -298,7 +300,15 @@ class Recording:
     def _beat(self) -> None:
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
+            self._note_leaving()
             self._stopped.wait(_HEARTBEAT_SECONDS)
+
+    def _note_leaving(self) -> None:
+        """Say in the ring that the program has come to its end: closing down can take for ever."""
+        failed = getattr(sys, "last_value", None) is not None
+        if not self._left and not threading.main_thread().is_alive() and not failed:
+            self._left = True
+            put(self.ring, "left_ns", time.monotonic_ns())
 
 
 def _identity(rank: int | None = None, world_size: int | None = None) -> Identity:

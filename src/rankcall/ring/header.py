@@ -51,6 +51,7 @@ class Header:
     overdue_ns: int = 0
     verdicts: int = 0
     stack_fd: int = 0
+    left_ns: int = 0
 
 
 def parse_header(raw: bytes, name: str) -> Header:
@@ -85,7 +86,7 @@ def parse_header(raw: bytes, name: str) -> Header:
             "rank", "world_size", "local_rank", "node", "attempt", "pid", "process_start",
             "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
             "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
-            "expect_until_ns", "overdue_ns", "verdicts", "stack_fd",
+            "expect_until_ns", "overdue_ns", "verdicts", "stack_fd", "left_ns",
         )
     }  # fmt: skip
     capture = int(row["capture"])

@@ -69,6 +69,7 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "overdue_ns": ("<i8", 1856),  # CLOCK_MONOTONIC; when the oldest overdue op was issued
     "verdicts": ("<u8", 1920),  # that this process has written to the run so far
     "stack_fd": ("<i4", 1984),  # its descriptor that stacks are dumped to on STACK_SIGNAL
+    "left_ns": ("<i8", 2048),  # CLOCK_MONOTONIC; its program came to its end, without an error
 }
 HEADER = np.dtype(
     {
