@@ -173,6 +173,7 @@ class Worker:
             **life(),
             "local": self.local,
             "network": self.network,
+            "max_message_bytes": options.max_message_bytes,
         }
 
     def meet(self, card: Mapping[str, Any]) -> None:
@@ -186,7 +187,9 @@ class Worker:
             )
         arena = card["local"].removeprefix("ipc://").removesuffix("in") if here else ""
         endpoint, pid = (card["local"], card["pid"]) if here else (card["network"], 0)
-        self.agent.add_peer(name, card["rank"], card["session"], endpoint, arena, pid)
+        self.agent.add_peer(
+            name, card["rank"], card["session"], endpoint, arena, pid, card["max_message_bytes"]
+        )
 
 
 def _join(worker: Worker, store: dist.Store, deadline: float) -> Any:
