@@ -234,7 +234,7 @@ def _alone(rank: int, world_size: int, backend: str) -> Any:
     began = time.monotonic()
     with pytest.raises(RpcTimeout) as caught:
         _init(rank, world_size, backend, rpc_timeout=1)
-    return str(caught.value), caught.value.missing, time.monotonic() - began
+    return str(caught.value), caught.value.missing_ranks, time.monotonic() - began
 
 
 def test_who_did_not_come_is_named(backend: str) -> None:
