@@ -28,6 +28,7 @@ from rankcall.run import host_name
 _NAMES = "names/_ALL_WORKER_INFOS"  # where torch's agents keep "name-id," of every member
 _STRIKE_S = 5.0
 _TELL_S = 10.0  # how long a member may take to take note; it is taken for dead after that
+_TELLING = 0.4  # of shutdown's time: kept to tell the others, when it is nobody's turn
 
 
 class DynamicGroup:
@@ -75,14 +76,15 @@ class DynamicGroup:
     def leave(self, deadline: float) -> None:
         """Finish what is under way, tell the others and go."""
         wait_idle(self._agent, deadline)
+        turn_until = deadline - _TELLING * max(0.0, deadline - time.monotonic())
         try:
-            with self._lease.held(deadline):
-                self._depart()
+            with self._lease.held(turn_until):
+                self._depart(deadline)
                 self._log.leave(self._card["session"], deadline)
                 left = max(0.1, deadline - time.monotonic())
                 bounded(lambda: self._agent.join(shutdown=True, timeout=left), deadline, "shutdown")
         except (dist.DistNetworkError, dist.DistStoreError):
-            self._depart()  # the store's host has left first: there is nothing to take turns over
+            self._depart(deadline)  # the store is gone: there is nothing to take turns over
 
     def _start(self, nodes: list[Node], others: list[Card], deadline: float) -> None:
         reverse = reverse_maps(self._name, nodes)
@@ -103,18 +105,21 @@ class DynamicGroup:
             for silent in self._tell(others, _member_joined, text):
                 self._remove(silent)
 
-    def _depart(self) -> None:
+    def _depart(self, deadline: float) -> None:
         others = [card for card in self._cards.values() if card is not self._card]
-        self._tell(others, _member_left, self._card["session"])
+        left = max(0.5, deadline - time.monotonic())
+        self._tell(others, _member_left, self._card["session"], min(left, _TELL_S))
 
-    def _tell(self, others: Iterable[Card], what: Callable[..., None], told: Any) -> list[Card]:
+    def _tell(
+        self, others: Iterable[Card], what: Callable[..., None], told: Any, within: float = _TELL_S
+    ) -> list[Card]:
         """Call a function on all of them at once; return those who did not answer."""
         calls = {}
         silent = []
         for card in others:
             try:
                 name = card["node"]["name"]
-                calls[name] = card, api.rpc_async(name, what, args=(told,), timeout=_TELL_S)
+                calls[name] = card, api.rpc_async(name, what, args=(told,), timeout=within)
             except RuntimeError:
                 silent.append(card)
         for card, answer in calls.values():

@@ -88,11 +88,21 @@ def _static(
     )
     with undone_on_error():
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
-        # The first call between two agents connects them: not at the cost of a user's call.
-        api._all_gather(None, timeout=max(0.1, deadline - time.monotonic()))
-        roll.exchange("ready", None, deadline)
+        problem = _warm_up(deadline)
+        roll.exchange("ready", None, deadline)  # names who has died meanwhile
+        if problem is not None:
+            raise problem
     set_group(StaticGroup(agent, roll, store))
     return agent
+
+
+def _warm_up(deadline: float) -> RuntimeError | None:
+    """Let the agents connect, which the first call does: not at the cost of a user's."""
+    try:
+        api._all_gather(None, timeout=max(0.1, 0.8 * (deadline - time.monotonic())))
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def my_node(name: str, options: Any) -> Node:

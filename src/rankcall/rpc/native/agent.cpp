@@ -15,12 +15,17 @@ ZmqAgent::ZmqAgent(const std::string& name, int64_t id, float timeout_s, Setting
 
 ZmqAgent::~ZmqAgent() {
   if (started_ && !stopping_) shutdownImpl();
-  if (zmq_.ctx_shutdown(context_) == 0) {
-    close_sockets();
-    zmq_.ctx_term(context_);
-  }
+  end_context();
   py::gil_scoped_acquire gil;
   on_join_ = on_control_ = on_lost_ = on_close_ = py::object();
+}
+
+// ZeroMQ's own threads end with it.
+void ZmqAgent::end_context() {
+  void* ending = std::exchange(context_, nullptr);
+  if (!ending || zmq_.ctx_shutdown(ending) != 0) return;
+  close_sockets();
+  zmq_.ctx_term(ending);
 }
 
 void ZmqAgent::bind_local(const std::string& path) {
@@ -126,7 +131,8 @@ const std::vector<c10::Device>& ZmqAgent::getDevices() const {
 
 void ZmqAgent::join(bool shutdown, float timeout_s) {
   py::gil_scoped_acquire gil;
-  if (on_join_) on_join_(shutdown, timeout_s);
+  py::object call = on_join_;
+  if (call) call(shutdown, timeout_s);
 }
 
 std::unordered_map<std::string, std::string> ZmqAgent::getMetrics() {
@@ -178,10 +184,14 @@ void ZmqAgent::shutdownImpl() {
     // A request does not come to an end. Its thread will look for this agent when it does.
     static std::vector<std::shared_ptr<rpc::RpcAgent>> kept;
     kept.push_back(rpc::RpcAgent::getCurrentRpcAgent());
+    close_sockets();
+  } else {
+    end_context();
   }
-  close_sockets();
   py::gil_scoped_acquire gil;
   if (on_close_) on_close_();
+  // They know this agent: it would never be freed.
+  on_join_ = on_control_ = on_lost_ = on_close_ = py::object();
 }
 
 void ZmqAgent::close_sockets() {

@@ -130,6 +130,7 @@ class ZmqAgent : public rpc::RpcAgent {
   void answer_zap();
   void open_monitor(void* socket, const std::string& name, int events, void*& monitor);
   void close_sockets();
+  void end_context();
 
   const Zmq& zmq_;
   const Settings settings_;

@@ -157,9 +157,10 @@ void ZmqAgent::handle_control(const std::shared_ptr<Peer>& peer, Incoming& incom
   {
     py::gil_scoped_acquire gil;
     try {
-      if (!on_control_) return;
+      py::object call = on_control_;
+      if (!call) return;
       reply = py::cast<std::string>(
-          on_control_(header.from, py::bytes(incoming.parsed.payload, header.payload_bytes)));
+          call(header.from, py::bytes(incoming.parsed.payload, header.payload_bytes)));
     } catch (py::error_already_set& error) {
       reply = error.what();
       failed = true;

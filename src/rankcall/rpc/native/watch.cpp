@@ -44,7 +44,8 @@ void ZmqAgent::lose(const std::shared_ptr<Peer>& peer, const std::string& why) {
   if (stopping_) return;
   py::gil_scoped_acquire gil;
   try {
-    if (on_lost_) on_lost_(peer->info.name_, peer->session, why);
+    py::object call = on_lost_;
+    if (call) call(peer->info.name_, peer->session, why);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("rankcall.rpc: a lost worker");
   }
