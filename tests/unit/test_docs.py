@@ -37,6 +37,7 @@ def commands(language: str, text: str) -> list[list[str]]:
 
 
 @pytest.mark.multiproc
+@pytest.mark.timeout(600)  # a page may start a dozen jobs, each with a limit of its own
 @pytest.mark.parametrize("page", runnable(), ids=lambda page: page.name)
 def test_examples_run(page: Path, tmp_path: Path) -> None:
     """Every marked block of a page runs and exits with 0."""

@@ -1,0 +1,85 @@
+"""What the tests of hooks share: both captures, a group of one, a hook that keeps what it gets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import polars  # noqa: F401  # sets an environment variable, which must not look like ours
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankcall.hooks import CollectiveStatus
+
+WAIT_S = 20.0  # far more than anything here takes
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def capture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run every test with both captures."""
+    monkeypatch.setenv("RANKCALL_CAPTURE", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A Gloo group of one."""
+    init()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def init() -> None:
+    """Make the default group, of one rank."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+def all_reduce(times: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    """Issue that many collectives."""
+    for _ in range(times):
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+class Seen:
+    """A hook that keeps what it gets, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.statuses: list[CollectiveStatus] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, status: CollectiveStatus) -> None:
+        with self._changed:
+            self.statuses.append(status)
+            self._changed.notify_all()
+
+    def wait(
+        self, enough: int | Callable[[list[CollectiveStatus]], bool]
+    ) -> list[CollectiveStatus]:
+        """Return everything, once there is enough of it."""
+
+        def there() -> bool:
+            if callable(enough):
+                return enough(self.statuses)
+            return len(self.statuses) >= enough
+
+        with self._changed:
+            came = self._changed.wait_for(there, WAIT_S)
+            assert came, f"only {len(self.statuses)}, the last: {self.statuses[-3:]}"
+            return list(self.statuses)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [status.sequence_number for status in self.statuses]
+
+
+def hook_threads() -> list[threading.Thread]:
+    """Return the dispatcher's threads: one or none."""
+    return [each for each in threading.enumerate() if each.name == "rankcall-hooks"]
+
+
+def until_gone(thread: threading.Thread) -> None:
+    """Wait until a thread has ended."""
+    thread.join(WAIT_S)
+    assert not thread.is_alive()

@@ -1,0 +1,338 @@
+"""Hooks in one process: failing ones, what they may do, drops, order, cost at rest, the end."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import polars  # noqa: F401  # sets an environment variable, which must not look like ours
+import pytest
+import torch.distributed as dist
+from hooking import WAIT_S, Seen, all_reduce, capture, group, hook_threads, until_gone
+
+import rankcall
+from rankcall import hooks
+from rankcall.capture import delivery
+from rankcall.capture.events import StatusMaker
+from rankcall.capture.tail import Batch, RingTail
+from rankcall.hooks import CollectiveStatus
+
+__all__ = ["capture", "group"]  # fixtures
+
+
+# --- failing hooks ---
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, MemoryError])
+def test_a_hook_that_raises_stays_registered(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even BaseException ends the thread; other hooks are called; one traceback is logged."""
+    calls, seen = Seen(), Seen()
+
+    def bad(status: CollectiveStatus) -> None:
+        calls(status)
+        raise error("no")
+
+    with caplog.at_level(logging.ERROR, "rankcall"):
+        with (
+            hooks.register_collective_end_hook(bad),
+            hooks.register_collective_end_hook(seen),
+        ):
+            all_reduce(5)
+            seen.wait(5)
+    assert len(calls.statuses) == 5
+    (logged,) = caplog.records
+    assert "bad failed; it stays registered" in logged.getMessage()
+    assert logged.exc_info is not None
+    assert logged.exc_info[0] is error
+
+
+@pytest.mark.usefixtures("group")
+def test_a_process_group_hook_that_raises_is_not_fatal(caplog: pytest.LogCaptureFixture) -> None:
+    """The group is made all the same, and the hook is called for the next one."""
+    calls = []
+
+    def bad(process_group: dist.ProcessGroup, name: str) -> None:
+        calls.append(name)
+        raise SystemExit(1)
+
+    with hooks.register_process_group_hook(bad, existing=False):
+        assert dist.new_group([0]) is not None
+        assert dist.new_group([0]) is not None
+    assert len(calls) == 2
+    assert len(caplog.records) == 1
+
+
+def test_failures_are_logged_once_with_traceback_then_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Later ones at most once a minute, with their count."""
+    now = 1000.0
+
+    def bad() -> None:
+        raise ValueError("no")
+
+    failures = delivery.FailureLog("end hook", bad, clock=lambda: now)
+    for moment in (0, 1, 59, 61, 62, 120, 122):
+        now = 1000.0 + moment
+        failures.call()
+    said = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
+    name = "end hook test_failures_are_logged_once_with_traceback_then_once_a_minute.<locals>.bad"
+    assert said == [
+        (f"{name} failed; it stays registered", True),
+        (f"{name} failed 3 more times; last: ValueError('no')", False),
+        (f"{name} failed 3 more times; last: ValueError('no')", False),
+    ]
+
+
+@pytest.mark.usefixtures("group")
+def test_the_tenth_failure_of_its_own_stops_the_dispatcher(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nine are logged, the tenth is the one warning; a new registration starts it again."""
+    seen, pauses = Seen(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(delivery, "_OWN_FAILURE_SECONDS", 0)
+        patch.setattr(delivery.Delivery, "_turn", lambda self: pauses.append(1) or 1 / 0)
+        first = hooks.register_collective_end_hook(seen)
+        for thread in hook_threads():
+            until_gone(thread)
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["ERROR"] * 9 + ["WARNING"]
+    assert "failed 10 times: it stops" in caplog.records[-1].getMessage()
+    assert len(pauses) == 10
+    with hooks.register_collective_end_hook(Seen()):
+        all_reduce()
+        seen.wait(1)
+    first.remove()
+
+
+def test_own_failures_are_a_second_apart() -> None:
+    """A dispatcher that fails all the time does not spin."""
+    assert delivery._OWN_FAILURE_SECONDS == 1.0
+
+
+# --- what hooks may do ---
+
+
+@pytest.mark.usefixtures("group")
+def test_a_hook_may_take_a_lock_that_the_training_thread_holds() -> None:
+    """The training thread issues collectives under a lock the hook waits for: it never waits."""
+    lock, entered, seen = threading.Lock(), threading.Event(), Seen()
+
+    def locked(status: CollectiveStatus) -> None:
+        entered.set()
+        with lock:
+            seen(status)
+
+    with hooks.register_collective_start_hook(locked):
+        with lock:
+            all_reduce()
+            assert entered.wait(WAIT_S)
+            all_reduce(100)
+            assert seen.statuses == []
+        assert len(seen.wait(101)) == 101
+
+
+@pytest.mark.usefixtures("group")
+def test_a_hook_may_issue_collectives_on_another_group() -> None:
+    """They are recorded and delivered like others, on the same thread."""
+    other = dist.new_group([0])
+    seen = Seen()
+
+    def reduce_on_other(status: CollectiveStatus) -> None:
+        if status.pg_name == "0":
+            all_reduce(group=other)
+        seen(status)
+
+    with hooks.register_collective_end_hook(reduce_on_other):
+        all_reduce(10)
+        statuses = seen.wait(20)
+    for name in {status.pg_name for status in statuses}:
+        numbers = [each.sequence_number for each in statuses if each.pg_name == name]
+        assert numbers == list(range(1, 11))
+
+
+# --- drops and order ---
+
+
+@pytest.mark.usefixtures("group")
+def test_the_drop_count_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that is slow on a small ring: what was missed is counted on the next event."""
+    monkeypatch.setenv("RANKCALL_CAPACITY", "64")
+    gate, entered, seen = threading.Event(), threading.Event(), Seen()
+
+    def slow(status: CollectiveStatus) -> None:
+        seen(status)
+        entered.set()
+        assert gate.wait(WAIT_S)
+
+    with hooks.register_collective_start_hook(slow), hooks.register_collective_end_hook(slow):
+        all_reduce()
+        assert entered.wait(WAIT_S)
+        all_reduce(1000)
+        gate.set()
+        statuses = seen.wait(lambda seen: seen[-1].sequence_number == 1001 and not seen[-2].error)
+        statuses = seen.wait(len(statuses) + (statuses[-1].status == "started"))
+    assert len(statuses) + sum(status.drop_count for status in statuses) == 2 * 1001
+    late = [status for status in statuses if status.drop_count]
+    assert len(late) == 1
+    assert late[0].sequence_number == 1001 - 64 + 1
+
+
+@pytest.mark.usefixtures("group")
+def test_drops_are_told_to_end_hooks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only ends are wanted, the count waits for the next end; both events count."""
+    monkeypatch.setenv("RANKCALL_CAPACITY", "64")
+    gate, entered, seen = threading.Event(), threading.Event(), Seen()
+
+    def slow(status: CollectiveStatus) -> None:
+        seen(status)
+        entered.set()
+        assert gate.wait(WAIT_S)
+
+    with hooks.register_collective_end_hook(slow):
+        all_reduce()
+        assert entered.wait(WAIT_S)
+        all_reduce(100)
+        gate.set()
+        statuses = seen.wait(lambda seen: seen[-1].sequence_number == 101)
+    assert [status.drop_count for status in statuses if status.drop_count] == [2 * (100 - 64)]
+
+
+@pytest.mark.usefixtures("group")
+def test_drops_wait_for_the_next_event_that_is_wanted(tmp_path: Path) -> None:
+    """A count that comes with starts only is kept for the end that comes after them."""
+    with rankcall.enable(tmp_path / "run") as recording:
+        all_reduce()
+        rows = RingTail(recording.ring, recording.geometry).poll(1).rows  # type: ignore[union-attr]
+        seen, maker = Seen(), StatusMaker(recording)
+        thread = delivery.Delivery(recording, CollectiveStatus, wake_fd=-1)  # not started
+        thread.end_hooks = (delivery.FailureLog("end hook", seen),)
+        yes, no = np.array([True]), np.array([False])
+        thread._call_hooks(Batch(rows, yes, no, dropped=5), maker)
+        assert seen.statuses == []
+        thread._call_hooks(Batch(rows, no, yes, dropped=2), maker)
+        thread._call_hooks(Batch(rows, no, yes, dropped=0), maker)
+    assert [status.drop_count for status in seen.statuses] == [7, 0]
+
+
+@pytest.mark.usefixtures("group")
+def test_several_threads_issue() -> None:
+    """Each group's numbers come in order, each event once, from whichever thread."""
+    groups = [dist.new_group([0]) for _ in range(4)]
+    seen = Seen()
+    with hooks.register_collective_start_hook(seen), hooks.register_collective_end_hook(seen):
+        threads = [threading.Thread(target=all_reduce, args=(200, each)) for each in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        statuses = seen.wait(2 * 4 * 200)
+    names = {status.pg_name for status in statuses}
+    assert len(names) == 4
+    for name in names:
+        for kind in ("started", "completed"):
+            numbers = [
+                each.sequence_number
+                for each in statuses
+                if each.pg_name == name and each.status == kind
+            ]
+            assert numbers == list(range(1, 201))
+
+
+# --- at rest, and at the end ---
+
+
+def switches(thread: threading.Thread) -> int:
+    """Return how often a thread has gone to sleep."""
+    text = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(text.split("voluntary_ctxt_switches:")[1].split()[0])
+
+
+@pytest.mark.usefixtures("group")
+def test_an_idle_process_is_left_alone() -> None:
+    """Without events the thread wakes at most a few times a second, also with an op in flight."""
+    seen = Seen()
+    with hooks.register_collective_end_hook(seen):
+        all_reduce()
+        seen.wait(1)
+        (thread,) = hook_threads()
+        threading.Event().wait(0.1)  # the nap after the event is over
+        before, began = switches(thread), time.monotonic()
+        threading.Event().wait(1.5)  # the window that is measured; longer on a busy machine
+        slept = switches(thread) - before
+        assert 1 <= slept <= 5 * (time.monotonic() - began)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_burst_is_delivered_in_batches() -> None:
+    """After each delivery the thread naps for a millisecond, whatever comes meanwhile."""
+    seen = Seen()
+    with hooks.register_collective_end_hook(seen):
+        all_reduce()
+        seen.wait(1)
+        began = time.monotonic()
+        for number in range(100):
+            all_reduce()
+            seen.wait(2 + number)
+        assert time.monotonic() - began > 0.099
+
+
+def run_script(text: str, timeout: float = 60) -> tuple[str, float]:
+    """Run a script; return what it printed, and how long its exit took after the line "exit"."""
+    prelude = """
+        import os, sys, time, torch, torch.distributed as dist
+        from rankcall import hooks
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    """
+    script = textwrap.dedent(prelude) + textwrap.dedent(text)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout, check=False
+    )
+    ended = time.time()
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    exits = [float(line.split()[1]) for line in done.stdout.splitlines() if "exit" in line]
+    return done.stdout, ended - exits[0]
+
+
+def test_what_was_issued_just_before_exit_is_delivered() -> None:
+    """The interpreter's exit drains."""
+    out, _ = run_script("""
+        count = 0
+        def ended(status):
+            global count
+            count += 1
+            if count == 500:
+                os.write(1, b"all %d\\n" % status.sequence_number)
+        hooks.register_collective_end_hook(ended)
+        for _ in range(500):
+            dist.all_reduce(torch.ones(1))
+        os.write(1, b"exit %r\\n" % time.time())
+    """)
+    assert "all 500" in out
+
+
+def test_a_hook_that_never_returns_holds_up_the_exit_for_two_seconds_at_most() -> None:
+    """Draining has a limit, and an end in order."""
+    _, took = run_script("""
+        import threading
+        inside = threading.Event()
+        def stuck(status):
+            inside.set()
+            threading.Event().wait()
+        hooks.register_collective_end_hook(stuck)
+        dist.all_reduce(torch.ones(1))
+        assert inside.wait(20)
+        os.write(1, b"exit %r\\n" % time.time())
+    """)
+    assert 1.9 < took < 20  # what the interpreter itself takes on a busy machine comes on top
