@@ -56,9 +56,11 @@ def barrier(
     from any thread; the store's own connection and timeout are not touched.
     """
     began = time.monotonic()
-    again = rank is not None and local_rank is None and local_world_size is None
+    alone = rank is not None and local_rank is None and local_world_size is None
     try:
-        if again and _again.passed(store, world_size, key_prefix, attempt, rank, barrier_timeout):
+        if alone and _again.again(
+            store, "b", world_size, key_prefix, attempt, rank, barrier_timeout, _again.came
+        ):
             return
     except StoreLost as error:
         raise told(error, _messages.titled("barrier", key_prefix, what)) from error.__cause__

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import time
 
 from torch.distributed import Store
 
-from rankcall.store import _messages
+from rankcall.store import _again, _messages
 from rankcall.store._barrier import explain, unnamed
-from rankcall.store._bounded import BEYOND_S, within
+from rankcall.store._bounded import BEYOND_S, told, within
 from rankcall.store._checks import check_rank, check_seconds, check_store
+from rankcall.store._errors import StoreLost
 from rankcall.store._keys import Keys, attempt_of, keys_of
 from rankcall.store._link import Link, lost
 from rankcall.store._meeting import Meeting, meeting
@@ -44,6 +46,13 @@ def synchronize(
     Otherwise as ``barrier``: raises ``BarrierTimeout`` with the complete list of the missing on
     every rank, ``WorldMismatch``, ``StoreLost``, ``ValueError`` and ``TypeError``.
     """
+    alone = functools.partial(_exchange, data=data, host_rank=host_rank)
+    try:
+        done = _again.again(store, "s", world_size, key_prefix, attempt, rank, timeout, alone)
+    except StoreLost as error:
+        raise told(error, _messages.titled("synchronize", key_prefix, what)) from error.__cause__
+    if done is not None:
+        return done
     check_store(store, key_prefix)
     check_rank(rank, world_size)
     check_rank(host_rank, world_size, "host_rank")
@@ -61,7 +70,10 @@ def synchronize(
         with meeting(store, link, keys, rank, call, until, data=True, what=what) as one:
             one.arrive(frame)
             blob = one.wait_data(until)
-            return None if blob is None else finish(link, one, blob, until)
+            if blob is None:
+                return None
+            _again.remember(store, keys, rank, one.member)
+            return finish(link, one, blob, until)
 
     def last(link: Link, call: Call, until: float) -> list[bytes]:
         with meeting(store, link, keys, rank, call, until, data=True, what=what) as one:
@@ -75,6 +87,25 @@ def synchronize(
         store, seconds, step, last, lambda: unnamed("synchronize", keys, rank, seconds, what),
         _messages.titled("synchronize", key_prefix, what),
     )  # fmt: skip
+
+
+def _exchange(link: Link, seat: _again.Seat, data: bytes, host_rank: int) -> list[bytes] | None:
+    """Go through an exchange as one who has been at one before."""
+    keys, rank, generation = seat.keys, seat.rank, seat.member.generation
+    until = time.monotonic() + seat.wait.total_seconds()
+    frame = framed(data, rank)
+    check_rank(host_rank, keys.world_size, "host_rank")
+    link.append(keys.data(generation), frame)
+    one = _again.arrived(link, seat, data=True)
+    if one is None:
+        one = Meeting(link, keys, rank, seat.member, seat.call, until, data=True)
+    blob = one.wait_data(until)
+    if blob is None:
+        return None
+    found = unframed(blob, keys.world_size)
+    _leave(link, keys, rank, generation, host_rank, until)
+    seat.member.leave()
+    return found
 
 
 def framed(data: bytes, rank: int) -> bytes:

@@ -182,6 +182,14 @@ class Link:
             time.sleep(min(pause, deadline - now))
         return True
 
+    def block(self, key: str, span: timedelta) -> bool:
+        """Wait for a key, on a connection of our own; False where it did not come in time."""
+        try:
+            self._ask(self._client.wait, [key], span)
+        except DistStoreError:
+            return False
+        return True
+
     def wait_get(self, key: str, deadline: float) -> bytes | None:
         """Wait for a key and return its value; None where the deadline came first."""
         if self._socket is None:

@@ -61,6 +61,7 @@ class Member:
     told: set[str] = field(default_factory=set)  # of whom that came from a world of another size
     large: bool = False  # the last generation's data was too large to be copied
     holder: Call | None = None
+    free: list[bool] = field(default_factory=lambda: [True])  # empty while a call has it
     forgotten: bool = False  # by a clean-up
 
     def leave(self) -> None:
@@ -84,7 +85,6 @@ def identity_of(store: Store, link: Link) -> str:
     return known.identity
 
 
-_holding = threading.Lock()
 _AGAIN_S = 0.01
 
 
@@ -117,16 +117,19 @@ def hold(store: Store, link: Link, keys: Keys, rank: int, call: Call, deadline: 
 
 def take(member: Member, call: Call, again: bool = True) -> bool:
     """Take it for a call, if no other call has it; ``again``: or this one has it already."""
-    with _holding:
-        if member.holder is None:
-            member.holder = call
-            return True
+    try:
+        member.free.pop()  # one thread succeeds
+    except IndexError:
         return again and member.holder is call
+    member.holder = call
+    return True
 
 
 def drop(member: Member) -> None:
-    """Let the next call have it."""
-    member.holder = None
+    """Let the next call have it; once for each ``take``."""
+    if member.holder is not None:
+        member.holder = None
+        member.free.append(True)
 
 
 def forget(store: Store, link: Link, keys: Keys, rank: int) -> None:
