@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from sanitized import SANITIZERS, run_sanitized
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "src" / "rankcall" / "capture" / "native"
 
