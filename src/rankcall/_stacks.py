@@ -18,14 +18,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rankcall.processes import process_state
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.ring.writer import put
 
 # Never taken from a ring file: a ring says only where to read. In the middle of the real-time
 # signals: glibc has the first, schedulers announce by SIGUSR1 and SIGUSR2.
 STACK_SIGNAL = signal.SIGRTMIN + 16
 WITHOUT_STACKS = -1  # in a ring's stack_fd: the process watches, and cannot dump its stacks
-WAIT_S = 1.5  # a machine with more processes than cores lets some wait
+WAIT_S = 3.0  # a machine with more processes than cores lets some wait
 _POLL_S = 0.01
 _MOST_BYTES = 1 << 18
 _MOST_KEPT = 1 << 22

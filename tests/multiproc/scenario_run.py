@@ -17,7 +17,7 @@ from rankcall.analysis.diagnosis import diagnose
 from rankcall.run import load
 from rankcall.testing import RankResult, Ranks, start_ranks
 
-VERDICT_S = 20.0  # what a watcher gets to speak
+VERDICT_S = 60.0  # what a watcher gets to name all causes
 _NO_HANGS = ("straggler", "slow_link")
 
 
@@ -31,6 +31,7 @@ class Found:
     results: list[RankResult]
     took: float
     told: int = 0  # verdicts printed
+    kept: int = 0  # and in the run
 
     @property
     def wrong(self) -> list[str]:
@@ -43,8 +44,10 @@ class Found:
         ]
         if self.scenario.healthy and not all(each.ok for each in self.results):
             problems.append(f"failed: {[each.error or each.exitcode for each in self.results]}")
-        if self.told > 1:
-            problems.append(f"{self.told} verdicts were printed")
+        if self.kept > len(want):
+            problems.append(f"{self.kept} verdicts on {len(want)} causes")
+        if self.told > self.kept:
+            problems.append(f"{self.told} verdicts were printed, {self.kept} were kept")
         return problems
 
 
@@ -56,52 +59,57 @@ def run(scenario: Scenario, folder: Path) -> Found:
     run_dir = folder / "run"
     with _nodes(scenario, folder) as env:
         with start_ranks(
-            scenario.program, scenario.world_size, scenario.plan, *scenario.args, timeout=60,
+            scenario.program, scenario.world_size, scenario.plan, *scenario.args, timeout=120,
             faults=scenario.plan, run_dir=run_dir, init=scenario.init, env=env,
             watch={"hang_after": hang_after},
         ) as ranks:  # fmt: skip
             if scenario.healthy or scenario.ends:
-                assert ranks.wait(60), scenario.name
+                assert ranks.wait(90), scenario.name
             else:
-                verdict = _await_verdict(run_dir, ranks)
-                if verdict is not None:
-                    seconds = _after_threshold(verdict, hang_after)
-                    by["watcher"] = [
-                        (each["kind"], tuple(each["ranks"])) for each in verdict["findings"]
-                    ]
-                else:
-                    by["watcher"] = []
+                seconds = _await_verdict(scenario, run_dir, ranks)
+                by["watcher"] = _watchers(run_dir)
                 if scenario.nodes == 1:
                     by["outside"] = _diagnosed(run_dir, hang_after)
         if scenario.healthy:
-            by["watcher"] = [
-                (each["kind"], tuple(each["ranks"]))
-                for place in sorted(run_dir.glob("hangs/*/verdict.json"))
-                for each in json.loads(place.read_text())["findings"]
-            ]
+            by["watcher"] = _watchers(run_dir)
         if (scenario.healthy or scenario.ends) and scenario.nodes == 1:
             by["afterwards"] = _diagnosed(run_dir, hang_after)
     told = sum(each.stderr.count("kept with all stacks in") for each in ranks.results)
-    return Found(scenario, by, seconds, ranks.results, time.monotonic() - began, told)
+    kept = len(_verdicts(run_dir))
+    return Found(scenario, by, seconds, ranks.results, time.monotonic() - began, told, kept)
 
 
-def _await_verdict(run_dir: Path, ranks: Ranks) -> dict[str, Any] | None:
+def _verdicts(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.glob("hangs/*/verdict.json"))
+
+
+def _watchers(run_dir: Path) -> list[Cause]:
+    """Return all that the watcher has named, each once.
+
+    Of two causes the second may be told later than the first: when it has lasted long enough, too.
+    """
+    found = [
+        each for place in _verdicts(run_dir) for each in json.loads(place.read_text())["findings"]
+    ]
+    return sorted({(each["kind"], tuple(each["ranks"])) for each in found})
+
+
+def _await_verdict(scenario: Scenario, run_dir: Path, ranks: Ranks) -> float | None:
+    """Wait until as many causes are named as there are; return how long the first took, s."""
     deadline = time.monotonic() + VERDICT_S
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and len(_watchers(run_dir)) < len(scenario.causes):
         ranks.note_exits()
-        for place in sorted(run_dir.glob("hangs/*/verdict.json")):
-            verdict: dict[str, Any] = json.loads(place.read_text())
-            verdict["written"] = place.stat().st_mtime
-            return verdict
         time.sleep(0.02)
-    return None
+    places = _verdicts(run_dir)
+    return _after_threshold(places[0], scenario.hang_after) if places else None
 
 
-def _after_threshold(verdict: dict[str, Any], hang_after: float) -> float:
+def _after_threshold(place: Path, hang_after: float) -> float:
     """Return how long after the threshold of the call that waits longest the verdict was there."""
+    verdict: dict[str, Any] = json.loads(place.read_text())
     since = max(each["since_s"] for each in verdict["findings"])
     judged = verdict["hang"]["epoch_ns"] / 1e9
-    return float(verdict["written"] - (judged - since) - hang_after)
+    return float(place.stat().st_mtime - (judged - since) - hang_after)
 
 
 def _diagnosed(run_dir: Path, hang_after: float) -> list[Cause]:

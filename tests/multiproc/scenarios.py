@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import scenario_programs as programs
+from scenario_programs import HANG_AFTER_S
 
 from rankcall.testing import FaultPlan
 
 Cause = tuple[str, tuple[int, ...]]  # kind, culprits
-HANG_AFTER_S = 0.8
 P = FaultPlan()
 # Those in `make test`: one or more of each verdict, within its time.
 FAST = (

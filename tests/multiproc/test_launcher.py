@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from launch import Ended, Launch, launch
 
-from rankcall.run import Run, live_dir, load
+from rankcall.run import Run, load
+from rankcall.rundir import live_dir
 
 pytestmark = pytest.mark.multiproc
 
@@ -151,6 +152,16 @@ def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
     verdict = json.loads((place / "verdict.json").read_text())
     assert [(each["kind"], each["ranks"]) for each in verdict["findings"]] == [("missing", [1])]
     assert "job.py" in (place / "stacks/rank-00001.txt").read_text()
+
+
+def test_a_rank_that_does_not_get_out_of_its_exit(tmp_path: Path) -> None:
+    """It left its loop while the others go on; that its process is still there is no excuse."""
+    leaves = "import atexit\n    atexit.register(time.sleep, 600)\n    return"
+    job(tmp_path, HANGS.replace("time.sleep(600)", leaves))
+    options = ["--run-dir=here", "--hang-after=2", "--on-hang=abort", "--nproc-per-node=2"]
+    ended = run(tmp_path, *options, "job.py")
+    assert "exhausted (likely): Rank 1 (" in ended.err, ended.err
+    assert "left the loop: it is closing down" in ended.err
 
 
 def test_restarts_keep_each_attempt(tmp_path: Path) -> None:

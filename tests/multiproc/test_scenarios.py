@@ -8,7 +8,7 @@ import pytest
 from scenario_run import run
 from scenarios import ALL, FAST, Scenario
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
 
 
 def _marked(scenario: Scenario) -> object:

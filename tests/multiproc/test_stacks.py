@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 from world import wait_until
 
 from rankcall import _stacks
+from rankcall.ring.header import Header, parse_header
 from rankcall.ring.layout import HEADER_BYTES
-from rankcall.ring.reader import Header, parse_header
 from rankcall.testing import FaultPlan, Ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -89,7 +90,7 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
     plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
     run = tmp_path / "run"
     with start_ranks(_one_by_one, 4, faults=plan, run_dir=run, watch={"hang_after": 60}) as ranks:
-        from rankcall.run import ring_paths
+        from rankcall.rundir import ring_paths
 
         def state(rank: int) -> str:
             return Path(f"/proc/{ranks.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
@@ -101,3 +102,49 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
         answer = _stacks.ask(headers)
     assert sorted(answer) == [0, 1, 3]
     assert "test_stacks.py" in answer[0]
+
+
+def test_py_spy(tmp_path: Path) -> None:
+    """From outside, whatever holds a rank up: native frames of who runs, Python's of who stands."""
+    from rankcall.cli._stacks import _py_spy, take
+    from rankcall.rundir import ring_paths
+
+    if _py_spy() is None:
+        pytest.skip("py-spy is not installed (rankcall[stacks])")
+    plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
+    run = tmp_path / "run"
+    # Not watched: nobody dumps stacks from inside.
+    with start_ranks(_one_by_one, 3, faults=plan, run_dir=run) as ranks:
+        wait_until(lambda: _state(ranks, 2) == "T")
+        wait_until(lambda: len(ring_paths(run)) == 3)
+        if not _may_look_into(ranks.pids[0]):
+            pytest.skip("py-spy may not look into other processes here")
+        found: dict[int, str] = {}
+
+        def looked() -> bool:
+            found.update(take(run, [0, 1, 2]))
+            return "_befall" in found.get(1, "") and "all_reduce" in found.get(0, "")
+
+        wait_until(looked)
+        assert _state(ranks, 2) == "T"
+    assert sorted(found) == [0, 1, 2]
+    assert "pthread_mutex_lock" in found[1]  # native, with the GIL held
+    assert "c10d" in found[0]
+    assert "_befall" in found[2]
+    for text in found.values():
+        assert text.startswith("Thread ")
+        assert '"MainThread"' in text.splitlines()[0]
+        assert "rankcall-heart" not in text
+
+
+def _state(ranks: Ranks, rank: int) -> str:
+    return Path(f"/proc/{ranks.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _may_look_into(pid: int) -> bool:
+    """Tell whether this user and kernel allow it: py-spy says so in these words."""
+    from rankcall.cli._stacks import _py_spy
+
+    command = [str(_py_spy()), "dump", "--nonblocking", "--pid", str(pid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return not any(word in done.stderr for word in ("Permission", "not permitted"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenario_programs import own_store, plain
+from scenario_programs import HANG_AFTER_S, own_store, plain
 from world import wait_until
 
 from rankcall.testing import FaultPlan, spawn_ranks, start_ranks
@@ -31,9 +31,11 @@ def _causes(verdict: dict[str, Any]) -> list[tuple[str, list[int]]]:
 def test_report(tmp_path: Path) -> None:
     """One verdict on one rank's stderr, kept with everybody's stacks; the job hangs on."""
     run = tmp_path / "run"
-    with start_ranks(plain, 3, HANG, faults=HANG, run_dir=run, watch={"hang_after": 0.8}) as ranks:
+    with start_ranks(
+        plain, 3, HANG, faults=HANG, run_dir=run, watch={"hang_after": HANG_AFTER_S}
+    ) as ranks:
         wait_until(lambda: _verdicts(run))
-        time.sleep(2.0)  # in which it looks again, and has nothing new to say
+        time.sleep(2.0)  # in which it looks again; it must have nothing new to say
         assert all(Path(f"/proc/{pid}").exists() for pid in ranks.pids)
     (verdict,) = _verdicts(run)
     assert _causes(verdict) == [("missing", [1])]
@@ -50,7 +52,7 @@ def test_report(tmp_path: Path) -> None:
 
 def test_abort(tmp_path: Path) -> None:
     """Every rank ends: with the status that says so, or because another one did."""
-    watch = {"hang_after": 0.8, "on_hang": "abort"}
+    watch = {"hang_after": HANG_AFTER_S, "on_hang": "abort"}
     results = spawn_ranks(
         plain, 3, HANG, faults=HANG, run_dir=tmp_path / "run", watch=watch, check=False
     )
@@ -75,7 +77,7 @@ def _called_back(rank: int, world_size: int, folder: str) -> None:
         (Path(folder) / f"told.{rank}").write_text(repr(found))
         raise ValueError("from on_hang")
 
-    watch.start(hang_after=0.8, on_hang=told)
+    watch.start(hang_after=HANG_AFTER_S, on_hang=told)
     plain(rank, world_size, FaultPlan())
 
 
@@ -179,6 +181,25 @@ def two_nodes(tmp_path: Path) -> Iterator[Any]:
         shutil.rmtree(place)
 
 
+def test_two_nodes_speak_with_one_voice(tmp_path: Path, two_nodes: Any) -> None:
+    """One verdict in the run, with the stacks of both nodes, printed by one rank."""
+    plan, run = FaultPlan().hang(rank=3, seq=20), tmp_path / "run"
+
+    def printed(folder: Path) -> int:
+        texts = [each.read_text() for each in folder.glob("stderr.*")]
+        return sum(text.count("kept with all stacks in") for text in texts)
+
+    with start_ranks(
+        plain, 4, plan, faults=plan, run_dir=run, watch={"hang_after": HANG_AFTER_S},
+        env=two_nodes,
+    ) as ranks:  # fmt: skip
+        wait_until(lambda: printed(ranks.folder))
+        wait_until(lambda: len(list(run.glob("hangs/0001/stacks/*"))) == 4)
+    (verdict,) = _verdicts(run)
+    assert _causes(verdict) == [("missing", [3])]
+    assert sum(each.stderr.count("kept with all stacks in") for each in ranks.results) == 1
+
+
 @pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "stopped"])
 def test_the_host_of_the_store(tmp_path: Path, two_nodes: Any, how: str) -> None:
     """Rank 0 hosts the store and is gone: the other node says what it knows, and that it is so."""
@@ -187,9 +208,9 @@ def test_the_host_of_the_store(tmp_path: Path, two_nodes: Any, how: str) -> None
     run = tmp_path / "run"
     with start_ranks(
         own_store, 4, doomed, str(tmp_path / "port"), "halves", faults=doomed, run_dir=run,
-        watch={"hang_after": 1.0}, env=two_nodes, init=False,
+        watch={"hang_after": HANG_AFTER_S}, env=two_nodes, init=False,
     ):  # fmt: skip
-        wait_until(lambda: any("missing" in repr(_causes(each)) for each in _verdicts(run)), 40)
+        wait_until(lambda: any("missing" in repr(_causes(each)) for each in _verdicts(run)))
     verdict, *_ = [each for each in _verdicts(run) if "missing" in repr(_causes(each))]
     # Rank 0 may be named beside it, as one that nothing is known of.
     assert _causes(verdict)[0] == ("missing", [3])

@@ -25,7 +25,7 @@ def here() -> int:
     return sys._getframe(1).f_lineno + 1
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     """Wait for what another thread or process is about to do; raises where it does not."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from rankcall.analysis.exchange import decode, encode
 from rankcall.analysis.find import find
 from rankcall.analysis.snapshot import RankState, Snapshot, merge
 from rankcall.processes import Exit, note_exit
-from rankcall.ring.reader import Group, Header
+from rankcall.ring.header import Header
+from rankcall.ring.tables import Group
 from rankcall.run import load
 
 S = 1000 * MS
@@ -34,17 +36,19 @@ def look(
     beats: dict[int, float] | None = None,
     exits: dict[int, tuple[int, float]] | None = None,
     hang_after: float = 60,
+    closed: Collection[int] = (),
     **options: object,
 ) -> Diagnosis:
     """Diagnose a world of calls as it is ``seconds`` after its start.
 
     ``states`` are the processes' (alive without one, where any is given), ``beats`` when their
-    last heartbeat was, s; ``exits`` their codes and when they ended.
+    last heartbeat was, s; ``exits`` their codes and when they ended; ``closed`` have stopped to
+    record.
     """
     ranks = {call.rank for call in calls} | set(options.get("ranks", ()))  # type: ignore[call-overload]
     last = {rank: round((beats or {}).get(rank, seconds) * S) for rank in ranks}
     run = write_world(
-        folder / "run", calls, closed=lambda rank: False,
+        folder / "run", calls, closed=lambda rank: rank in closed,
         beats={rank: (at, at) for rank, at in last.items()}, **options,  # type: ignore[arg-type]
     )  # fmt: skip
     for rank, (code, at) in (exits or {}).items():
@@ -101,6 +105,23 @@ def test_stopped(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("closed", [(), (2,)])
+def test_closing_down(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """Whose program came to its end while others wait for it ran out of inputs."""
+    found = look(tmp_path, WAITING, states={}, left=[2], closed=closed)
+    assert said(found) == [("exhausted", (2,))]
+    assert found.findings[0].confidence == "likely"
+    assert "left the loop: it is closing down" in found.findings[0].summary
+
+
+def test_recording_switched_off(tmp_path: Path) -> None:
+    """Of a rank that runs on without recording it is only possible that it has not come."""
+    found = look(tmp_path, WAITING, states={}, closed=[2])
+    assert said(found) == [("missing", (2,))]
+    assert found.findings[0].confidence == "possible"
+    assert "has stopped recording" in found.findings[0].summary
+
+
 def test_stopped_within_a_call(tmp_path: Path) -> None:
     """A rank that was stopped inside the collective that hangs is named, too."""
     calls = [*BEFORE, *stuck(WORLD, 4, (0, 1, 2, 3), 5 * MS)]
@@ -109,10 +130,35 @@ def test_stopped_within_a_call(tmp_path: Path) -> None:
     assert found.findings[0].victims == (0, 1, 3)
 
 
+MISSING_2 = ("missing", (2,))
+
+
+@pytest.mark.parametrize(
+    ("silent", "causes"),
+    [(5.0, [MISSING_2]), (29.0, [MISSING_2]), (69.0, [MISSING_2, ("stopped", (1,))])],
+)
+def test_a_heartbeat_that_is_late(
+    tmp_path: Path, silent: float, causes: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    """A victim whose heart beats late is no cause: its machine is busy. One that froze then is."""
+    assert said(look(tmp_path, WAITING, states={}, beats={1: 70 - silent})) == causes
+
+
 def test_nobody_is_hung_before_the_threshold(tmp_path: Path) -> None:
     """What has been in flight for less than hang_after is healthy."""
     found = look(tmp_path, WAITING, states={}, seconds=59)
     assert (found.findings, found.verdict) == ([], "healthy")
+
+
+@pytest.mark.parametrize(("later_s", "named"), [(30, 2), (32, 1)])
+def test_a_second_hang_that_began_later(tmp_path: Path, later_s: int, named: int) -> None:
+    """Beside a hung call, another that nobody of that hang holds up counts at half its patience."""
+    left = Group("l", 0, "gloo", "left", (0, 1))
+    right = Group("r", 0, "gloo", "right", (2, 3))
+    calls = [call for each in (left, right) for call in together(1, [0, 0], MS, each)]
+    calls += [*stuck(left, 2, (0,), 2 * MS), *stuck(right, 2, (3,), later_s * S)]
+    found = said(look(tmp_path, calls, states={}, seconds=61))
+    assert found == [("missing", (1,)), ("missing", (2,))][:named]
 
 
 def test_victims_of_victims(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -35,8 +36,8 @@ def test_findings_come_back() -> None:
 
 def test_numbers_and_stacks(tmp_path: Path) -> None:
     """One folder each; text, JSON and stacks in it; what is half written or damaged is left out."""
-    first = _verdict.write(tmp_path, verdict(FOUND, 5), {2: "Thread 1"})
-    second = _verdict.write(tmp_path, verdict(FOUND, 9), {})
+    first = _verdict.write(tmp_path, verdict(FOUND, 5), {2: "Thread 1"}, 0)
+    second = _verdict.write(tmp_path, verdict(FOUND, 9), {}, 6)
     assert (first, second) == (tmp_path / "hangs/0001", tmp_path / "hangs/0002")
     assert (tmp_path / "hangs/0001/stacks/rank-00002.txt").read_text() == "Thread 1\n"
     assert not (tmp_path / "hangs/0002/stacks").exists()
@@ -48,6 +49,39 @@ def test_numbers_and_stacks(tmp_path: Path) -> None:
     assert [each["hang"]["epoch_ns"] for each in _verdict.written(tmp_path)] == [5, 9]
     assert [each["hang"]["epoch_ns"] for each in _verdict.written(tmp_path, 6)] == [9]
     assert _verdict.text_of(_verdict.written(tmp_path)[0]) == verdict(FOUND)["text"]
+
+
+def test_of_two_that_say_the_same_one_is_kept(tmp_path: Path) -> None:
+    """Two leaders that judge at the same time: one verdict, whole as soon as it is seen."""
+    others = [Finding("stopped", (3,))]
+    kept: list[Path | None] = []
+
+    def keep(found: list[Finding], epoch_ns: int) -> None:
+        kept.append(_verdict.write(tmp_path, verdict(found, epoch_ns), {}, 0))
+
+    threads = [
+        threading.Thread(target=keep, args=(found, 5 + number))
+        for number, found in enumerate([FOUND, FOUND, FOUND, others, others, others])
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sorted(each.name for each in kept if each) == ["0001", "0002"]
+    assert kept.count(None) == 4
+    told = [_verdict.findings_of(each)[0].kind for each in _verdict.written(tmp_path)]
+    assert sorted(told) == ["missing", "stopped"]
+    assert sorted(each.name for each in (tmp_path / "hangs").iterdir()) == ["0001", "0002"]
+
+
+def test_the_stacks_of_other_nodes_are_added(tmp_path: Path) -> None:
+    """What another node has kept of the same verdict is not kept again."""
+    places = {
+        _verdict.write(tmp_path, verdict(FOUND, 5), {rank: f"of {rank}"}, 0) for rank in (2, 3)
+    }
+    assert places == {tmp_path / "hangs/0001"}
+    stacks = {each.name: each.read_text() for each in (tmp_path / "hangs/0001/stacks").iterdir()}
+    assert stacks == {"rank-00002.txt": "of 2\n", "rank-00003.txt": "of 3\n"}
 
 
 def test_no_verdicts(tmp_path: Path) -> None:

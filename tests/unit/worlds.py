@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
-from rankcall.ring.reader import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 from rankcall.testing._ringfile import RingSpec, write_ring
 
 MS = 1_000_000
@@ -37,6 +37,7 @@ class Call:
     tag: int = 0
     step: int = 0
     line: int = 1
+    code: str = ""  # what the source says there
     started: int | None = None
     status: str = "completed"
     flags: int = 0
@@ -56,11 +57,13 @@ def write_world(
     offsets: dict[str, int] | None = None,
     ranks: Iterable[int] | None = None,
     closed: Callable[[int], bool] = lambda rank: True,
+    left: Collection[int] = (),
     beats: dict[int, tuple[int, int]] | None = None,
     capacities: dict[int, int] | None = None,
 ) -> Path:
     """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
 
+    ``left`` have come to the end of their program.
     ``beats``: ns after START of the native and the Python heartbeat. ``capacities``: records that
     a rank's ring holds, where it shall lap.
     """
@@ -76,7 +79,7 @@ def write_world(
         spec.anchor_mono_ns = START + shift
         spec.anchor_epoch_ns = 10**18 + life * 10**12 + shift
         spec.records = np.array([_record(call, spec, shift)[0] for call in mine], RECORD)
-        spec.closed = closed(rank)
+        spec.closed, spec.left = closed(rank), rank in left
         if beats and rank in beats:
             spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
         folder_of_life = folder / "rings"
@@ -99,7 +102,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "op": OPS.index(call.op),
         "kind": int(p2p),
         "group": spec.group(call.group),
-        "call_site": spec.site(CallSite("train.py", call.line, "step", call.api or call.op)),
+        "call_site": _site(call, spec),
         "variant": spec.string(f"c10d::{call.op}"),
         "root": call.root,
         "peer": call.peer,
@@ -114,6 +117,13 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
     for name, value in values.items():
         row[name] = value
     return row
+
+
+def _site(call: Call, spec: RingSpec) -> int:
+    site = CallSite("train.py", call.line, "step", call.api or call.op)
+    if call.code:
+        spec.line(site, call.code)
+    return spec.site(site)
 
 
 def together(seq: int, arrivals: list[int], end: int, group: Group, **fields: object) -> list[Call]:

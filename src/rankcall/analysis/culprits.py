@@ -12,8 +12,8 @@ from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
 from rankcall.analysis.waits import Wait
 
 # A heartbeat comes twice a second. One that is this old, and older than half of what the others
-# have waited, froze when the waiting began.
-FROZEN_S, FROZEN_SHARE = 1.5, 0.5
+# have waited, froze when the waiting began. One that is only old is of a busy machine.
+FROZEN_S, FROZEN_SHARE = 2.5, 0.5
 # What a process is ended with from outside; others come of what it was doing itself.
 _SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
@@ -47,7 +47,7 @@ def cases(
     whose members do not agree.
     """
     found = []
-    halted = halted_ranks(snapshot, gone)
+    halted = halted_ranks(snapshot, graph, gone)
     for rank in _suspects(snapshot, graph, halted):
         if snapshot.ranks[rank].may_be_silent(hang_after):
             continue
@@ -66,10 +66,18 @@ def _fell(state: RankState) -> bool:
     return state.exit is not None and state.exit not in _SENT_FROM_OUTSIDE
 
 
-def halted_ranks(snapshot: Snapshot, gone: Deaths) -> set[int]:
+def halted_ranks(snapshot: Snapshot, graph: Graph, gone: Deaths) -> set[int]:
     """Return who cannot go on whatever it is in: dead, stopped, or without a sign of life."""
-    halted = {each.rank for each in snapshot.ranks if each.state == STOPPED or _still(each)}
+    frozen_s = _frozen_s(graph.waits)
+    halted = {
+        each.rank for each in snapshot.ranks if each.state == STOPPED or _still(each, frozen_s)
+    }
     return halted | gone.own
+
+
+def _frozen_s(waits: Iterable[Wait]) -> float:
+    """Return from which age on a heartbeat has frozen, s, where some waits are all there is."""
+    return max(FROZEN_S, FROZEN_SHARE * max((wait.age_s for wait in waits), default=0.0))
 
 
 def _suspects(snapshot: Snapshot, graph: Graph, halted: set[int]) -> list[int]:
@@ -80,9 +88,9 @@ def _suspects(snapshot: Snapshot, graph: Graph, halted: set[int]) -> list[int]:
     return sorted(absent | halted)
 
 
-def _still(state: RankState) -> bool:
+def _still(state: RankState, frozen_s: float) -> bool:
     """Tell whether a living process gives no sign of life at all."""
-    frozen = state.silent_s > FROZEN_S and not state.closed
+    frozen = state.silent_s > frozen_s and not state.closed
     return frozen and not state.blind and state.state != GONE
 
 
@@ -98,13 +106,13 @@ def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int, halted: set
         return Case(rank, "dead", sure, waits)
     if state.state == STOPPED:
         return Case(rank, "stopped", "certain", waits)
-    if rank in gone.left or state.left_loop:
+    if rank in gone.left or state.leaving:
         return Case(rank, "exhausted", "certain" if state.exit == 0 else "likely", waits)
-    froze = FROZEN_SHARE * max((wait.age_s for wait in waits), default=0.0)
     ticking = state.state != GONE and not state.closed and not state.blind
-    if ticking and max(state.silent_s, state.gil_s) > max(FROZEN_S, froze):
+    if ticking and max(state.silent_s, state.gil_s) > _frozen_s(waits):
         return Case(rank, "stopped", "likely", waits)
-    return Case(rank, "missing", "possible" if state.blind else "certain", waits)
+    unseen = state.blind or (state.closed and state.state != GONE)
+    return Case(rank, "missing", "possible" if unseen else "certain", waits)
 
 
 def _counts(

@@ -31,6 +31,9 @@ _STEPS = 10.0  # and so many steps at the median may anything take later
 # A call in flight for this part of the threshold is followed to whom it waits for. It began when
 # the trouble did, or somewhat later; a shorter one may be on its way.
 _FOLLOWED = 0.1
+# Where one call hangs, another that nobody of that hang holds up counts at this part of its
+# patience: two troubles seldom begin in the same moment, and the first verdict is the one read.
+_BESIDE = 0.5
 _LOOKED_AT = 64  # ranks whose calls are compared with those of the ranks that wait for them
 
 Floats = npt.NDArray[np.float64]
@@ -41,8 +44,8 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     """Say what is wrong with a job, the likeliest root cause first; nothing where it is healthy.
 
     ``hang_after``, s: how long a call must be in flight before it counts as hung. It is five times
-    that in the first step, and at least ten times the median step later. Where all processes are
-    gone, whatever never ended counts.
+    that in the first step, and at least ten times the median step later; half as long beside a
+    call that hangs. Where all processes are gone, whatever never ended counts.
     """
     calls = snapshot.calls
     in_flight, failed = unfinished(calls), failed_for_good(calls)
@@ -51,14 +54,17 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     if snapshot.live:
         allowed = patience(snapshot, hang_after)
     lasted = np.minimum(calls["age_s"], _still_for(snapshot))
-    hung = failed | (in_flight & (lasted >= allowed))
+    hung = in_flight & (lasted >= allowed)
+    if hung.any():
+        hung = in_flight & (lasted >= allowed * _BESIDE)
+    hung |= failed
     followed = hung | (in_flight & (lasted >= allowed * _FOLLOWED))
     blind = {each.rank for each in snapshot.ranks if each.blind}
     graph = Graph(waits(snapshot, followed, hung), blind)
     gone = deaths(snapshot, {int(rank) for rank in calls["rank"][failed]})
     clashes = disagreements(snapshot, in_flight | failed)
     explained = _Explained(snapshot, clashes)
-    halted = halted_ranks(snapshot, gone)
+    halted = halted_ranks(snapshot, graph, gone)
     circles = [each for each in cycles(graph.waits, halted) if _new(each, explained)]
     clashing = {int(rank) for each in clashes if each.open for rank in calls["rank"][each.rows]}
     found = cases(snapshot, graph, gone, hang_after, explained, clashing)
@@ -72,6 +78,20 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     findings += [of_cycle(snapshot, graph, each) for each in circles]
     findings += [of_cases(snapshot, graph, alike) for alike in together(found)]
     return in_order(findings or _stuck(snapshot, graph))
+
+
+def settles_in(snapshot: Snapshot, findings: Sequence[Finding], hang_after: float) -> float:
+    """Return in how many s it will be clear whether a rank that is missing is on its way.
+
+    It has just come to another call: either that ends soon, or it waits for somebody itself. 0:
+    all that are named are in none.
+    """
+    calls = snapshot.calls
+    named = [rank for each in findings if each.kind == "missing" for rank in each.ranks]
+    lasted = np.minimum(calls["age_s"], _still_for(snapshot))
+    left = np.minimum(patience(snapshot, hang_after), hang_after) * _FOLLOWED - lasted
+    mine = unfinished(calls) & np.isin(calls["rank"], named)
+    return float(np.max(left[mine], initial=0.0))
 
 
 def _slips(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.ring.reader import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 from rankcall.run import label_groups
 
 # What a rank's process is doing. Unknown: it is on another host, or left no ring.
@@ -64,7 +64,7 @@ class RankState:
     silent_s: float = 0.0  # since its last sign of life
     gil_s: float = 0.0  # since a Python thread last ran
     closed: bool = False  # it stopped recording of its own accord, as at a normal exit
-    left_loop: bool = False  # it is known to have left its training loop
+    leaving: bool = False  # its program came to its end; the process may still be closing down
     expects: str = ""  # what it declared to take long, while that lasts
     expected_s: float | None = None  # since that ended; negative: it ends in so many s
     steps: int = 0

@@ -26,7 +26,9 @@ from rankcall.analysis.snapshot import (
 )
 from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
 from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
-from rankcall.ring.reader import CallSite, Group, Head, Header, Ring
+from rankcall.ring.header import Header
+from rankcall.ring.reader import Head, Ring
+from rankcall.ring.tables import CallSite, Group
 from rankcall.run import Progress, Run, format_ranks
 
 Ints = npt.NDArray[np.int64]
@@ -261,6 +263,7 @@ class _Gathered:
             silent_s=max(0.0, silent),
             gil_s=max(0.0, (seen - head.python_heartbeat_ns) / _S),
             closed=head.closed_ns != 0,
+            leaving=head.left_ns != 0,
             expects=(head.expect_what or "a long phase") if moment < head.expect_until_ns else "",
             expected_s=(moment - head.expect_until_ns) / _S if head.expect_until_ns else None,
             steps=min(head.step, _LARGEST),

@@ -11,7 +11,7 @@ from rankcall.analysis.cycles import Cycle
 from rankcall.analysis.disagree import Disagreement, Side
 from rankcall.analysis.finding import CONFIDENCES, Finding, less_sure
 from rankcall.analysis.graph import Graph
-from rankcall.analysis.snapshot import STOPPED, RankState, Snapshot
+from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
 from rankcall.analysis.waits import Wait
 from rankcall.record import OPS
 
@@ -94,6 +94,7 @@ def _summary(
 
 def _matter(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
     first, one, live = states[0], len(states) == 1, snapshot.live
+    they = "it" if one else "they"
     be = ("is" if one else "are") if live else ("was" if one else "were")
     have = ("has" if one else "have") if live else "had"
     if kind == "dead":
@@ -112,10 +113,14 @@ def _matter(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
         if first.exit == 0:
             then = explain.ago(snapshot, first.gone_s or 0.0)
             return f"left the loop and exited with code 0 {then}"
-        return "left the training loop: no more inputs"
+        if first.state == GONE:
+            return f"left the loop and ended {explain.ago(snapshot, first.gone_s or 0.0)}"
+        return f"left the loop: {they} {be} closing down"
     if first.blind:
         return f"{have} left no records here"
-    return f"{have} not come: {'it' if one else 'they'} {be} in user code"
+    if first.closed:
+        return f"{have} stopped recording (rankcall.disable): whether {they} came is not known"
+    return f"{have} not come: {they} {be} in user code"
 
 
 def _evidence(

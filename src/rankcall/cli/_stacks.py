@@ -13,11 +13,14 @@ from pathlib import Path
 from rankcall import _stacks
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.processes import process_state
+from rankcall.ring.header import Header
 from rankcall.run import load
 
 _MOST = 8  # ranks; a screen holds no more stacks
-_TIMEOUT_S = 15.0
+_TIMEOUT_S = 30.0
 _LONGEST = 1 << 16
+_THREADS = re.compile(r"\n(?=Thread |Current thread )")
+_MAIN = re.compile(r"<module>|^Thread .*\"MainThread\"$", re.MULTILINE)
 _OURS = re.compile(r"rankcall/(watch/_loop|capture/recording|capture/delivery)\.py")
 
 
@@ -43,7 +46,7 @@ def take(where: Path, ranks: Sequence[int]) -> dict[int, str]:
     spy = _py_spy()
     if spy is not None and here:
         with ThreadPoolExecutor(4) as pool:
-            texts = pool.map(lambda header: _spied(spy, header.pid), here)
+            texts = pool.map(lambda header: _spied(spy, header), here)
             for header, text in zip(here, texts, strict=True):
                 if text:
                     found[header.rank] = text
@@ -53,8 +56,8 @@ def take(where: Path, ranks: Sequence[int]) -> dict[int, str]:
 
 def tidy(text: str) -> str:
     """Put the main thread first, and leave out rankcall's own threads, which only watch."""
-    threads = [each for each in text.split("\n\n") if not _OURS.search(each)]
-    threads.sort(key=lambda each: "<module>" not in each)
+    threads = [each.rstrip() for each in _THREADS.split(text) if not _OURS.search(each)]
+    threads.sort(key=lambda each: _MAIN.search(each) is None)
     return "\n\n".join(threads) or text
 
 
@@ -63,12 +66,17 @@ def _py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _spied(spy: str, pid: int) -> str:
-    """Dump one process, with native frames where that works; empty where it is not allowed."""
-    for options in (["--native"], []):
+def _spied(spy: str, header: Header) -> str:
+    """Dump one process, with native frames where that works; empty where it is not allowed.
+
+    py-spy holds a process while it looks, and cannot hold one that is stopped: that is read as it
+    stands, without native frames.
+    """
+    stopped = process_state(header) == "stopped"
+    for options in [["--nonblocking"]] if stopped else [["--native"], []]:
         try:
             done = subprocess.run(
-                [spy, "dump", *options, "--pid", str(pid)],
+                [spy, "dump", *options, "--pid", str(header.pid)],
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -79,5 +87,6 @@ def _spied(spy: str, pid: int) -> str:
         except (OSError, subprocess.TimeoutExpired):
             continue
         if done.returncode == 0:
-            return done.stdout.strip()[:_LONGEST]
+            _, begins, threads = done.stdout.partition("\nThread ")  # after the command line
+            return (begins + threads).strip()[:_LONGEST]
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -11,9 +12,11 @@ import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
 from rankcall.analysis.find import HANG_AFTER_S
+from rankcall.cli._keys import LEAVE, keys
 from rankcall.cli._stacks import of_interest, take
 from rankcall.report import diagnosis, diagnosis_json
-from rankcall.run import find_run, load, settle
+from rankcall.run import load
+from rankcall.rundir import find_run, settle
 
 __all__ = ["command"]
 
@@ -27,7 +30,7 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Look again every 2 s, until the job ends or Ctrl-C.")
+        bool, typer.Option("--watch", help="Look again every 2 s, until the job ends, q or Ctrl-C.")
     ] = False,
     stacks: Annotated[
         bool,
@@ -89,20 +92,21 @@ def _say(found: Diagnosis, json: bool, dumped: dict[int, str], asked: bool) -> N
 
 def _watch(path: Path | None, hang_after: float, found: Diagnosis, json: bool) -> Diagnosis:
     """Look again and again; print anew what has changed, on a terminal in place."""
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
+    from rich.text import Text
 
     console = Console(highlight=False)
     if json or not console.is_terminal:
         return _watch_changes(path, hang_after, found, json)
-    with Live(console=console, auto_refresh=False, screen=True) as live:
-        try:
-            while found.snapshot.live:
-                live.update(diagnosis.body(found, console.width), refresh=True)
-                time.sleep(_WATCH_S)
-                found = read(path, hang_after)
-        except KeyboardInterrupt:
-            pass
+    live = Live(console=console, auto_refresh=False, screen=True)
+    with keys() as left_within, live, contextlib.suppress(KeyboardInterrupt):
+        while found.snapshot.live:
+            foot = Text(f"\n{LEAVE}", "dim")
+            live.update(Group(diagnosis.body(found, console.width), foot), refresh=True)
+            if left_within(_WATCH_S):
+                break
+            found = read(path, hang_after)
     _say(found, json, {}, asked=False)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -12,8 +13,10 @@ import typer
 from rankcall.analysis.diagnosis import Diagnosis, judge
 from rankcall.analysis.find import HANG_AFTER_S
 from rankcall.analysis.standing import stand
+from rankcall.cli._keys import LEAVE, keys
 from rankcall.report import top
-from rankcall.run import find_run, load
+from rankcall.run import load
+from rankcall.rundir import find_run
 
 __all__ = ["command"]
 
@@ -39,7 +42,7 @@ def command(
     ] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one look and exit.")] = False,
 ) -> None:
-    """Show where every rank stands, until the job ends or Ctrl-C.
+    """Show where every rank stands, until the job ends or you leave (q, Ctrl-C).
 
     Ranks at the same line are one row, so that thousands fit. Exits as diagnose does: 0 where all
     is healthy, 1 where something was found at last.
@@ -81,15 +84,13 @@ def _follow(where: Path, hang_after: float, interval: float, found: Diagnosis) -
     from rich.live import Live
 
     console = Console(highlight=False)
-    note = "Ctrl-C leaves; the job goes on"
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-        try:
-            while found.snapshot.live:
-                live.update(top.view(found, console.width, note), refresh=True)
-                began = time.monotonic()
-                found = look(where, hang_after)
-                time.sleep(max(0.0, interval - (time.monotonic() - began)))
-        except KeyboardInterrupt:
-            pass
+    live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
+    with keys() as left_within, live, contextlib.suppress(KeyboardInterrupt):
+        while found.snapshot.live:
+            live.update(top.view(found, console.width, LEAVE), refresh=True)
+            began = time.monotonic()
+            found = look(where, hang_after)
+            if left_within(max(0.0, interval - (time.monotonic() - began))):
+                break
     _print(found)
     return found

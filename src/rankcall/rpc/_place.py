@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rankcall.ring.writer import boot_id
-from rankcall.run import host_name, live_base
+from rankcall.rundir import host_name, live_base
 
 
 class Place:

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from rankcall.processes import Exit, note_exit
-from rankcall.run import host_name, settle
+from rankcall.rundir import host_name, settle
 from rankcall.testing._child import Job, be_rank, read_told
 from rankcall.testing.faults import FaultPlan
 

@@ -17,6 +17,7 @@ from rankcall.record import COMMIT_DONE, RECORD
 from rankcall.ring.layout import (
     CAPTURES,
     ENTRY_GROUP,
+    ENTRY_LINE,
     ENTRY_SITE,
     ENTRY_STRING,
     HEADER,
@@ -25,9 +26,9 @@ from rankcall.ring.layout import (
     SCHEMA,
     Geometry,
 )
-from rankcall.ring.reader import CallSite, Group
-from rankcall.ring.writer import encode_group, encode_site
-from rankcall.run import ring_name
+from rankcall.ring.tables import CallSite, Group
+from rankcall.ring.writer import encode_group, encode_line, encode_site
+from rankcall.rundir import ring_name
 
 
 @dataclass
@@ -42,6 +43,7 @@ class RingSpec:
     anchor_mono_ns: int = 0
     anchor_epoch_ns: int = 0
     closed: bool = True  # False: it was recording to the last
+    left: bool = False  # its program came to its end
     native_beat_ns: int = 0  # 0: when its last op ended
     python_beat_ns: int = 0
     records: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RECORD))
@@ -63,6 +65,10 @@ class RingSpec:
     def site(self, site: CallSite) -> int:
         """Return the id of a call site, entered once."""
         return self._entry(ENTRY_SITE, encode_site(site))
+
+    def line(self, site: CallSite, text: str) -> int:
+        """Return the id of what the source says at a call site, entered once."""
+        return self._entry(ENTRY_LINE, encode_line(self.site(site), text))
 
     def _entry(self, kind: int, payload: bytes) -> int:
         return self.entries.setdefault((kind, payload), len(self.entries) + 1)
@@ -128,6 +134,7 @@ def _header(spec: RingSpec, shape: Geometry, kept: int) -> npt.NDArray[Any]:
         "native_heartbeat_ns": spec.native_beat_ns or last,
         "python_heartbeat_ns": spec.python_beat_ns or last,
         "closed_ns": last + 1 if spec.closed else 0,
+        "left_ns": last + 1 if spec.left else 0,
     }
     for name, value in values.items():
         row[name] = value

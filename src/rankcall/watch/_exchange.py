@@ -19,7 +19,9 @@ from rankcall.analysis.exchange import decode, encode
 from rankcall.analysis.snapshot import Snapshot, merge, no_calls
 
 T = TypeVar("T")
-SETTLE_S = 1.5  # what the other nodes get to post
+# What the other nodes get to post: they look every second whether they are asked, and wait for
+# stacks. It is waited for in full only where a node is gone.
+SETTLE_S = 6.0
 _JUDGE_S = 2.0  # what one node gets to judge, before the next does
 _PROBE_S = 2.0  # for an answer: a store whose host stands still never gives one
 _LIMIT_S = 10.0  # for a whole exchange, beside what the others get to post

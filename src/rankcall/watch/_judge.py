@@ -15,12 +15,12 @@ import numpy as np
 
 from rankcall import _stacks
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.find import find, patience
+from rankcall.analysis.find import find, patience, settles_in
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.standing import stand
 from rankcall.analysis.waits import unfinished
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.run import load
 from rankcall.watch import _verdict
 from rankcall.watch._exchange import Exchange, Unreachable
@@ -43,6 +43,7 @@ class Judge:
         self._exchange = Exchange(_own_store)
         self._began_ns = time.time_ns()
         self._pause = _PAUSE_S[0]
+        self._unclear = 0  # the hang that was looked at again because it was not clear yet
         self.next_look = 0.0
 
     def rest(self) -> None:
@@ -64,10 +65,14 @@ class Judge:
         """
         mine = self._stand(headers)
         whole = not any(state.blind for state in mine.ranks)
-        told = self.told(time.time_ns() - (time.monotonic_ns() - first_ns))
+        since = max(time.time_ns() - (time.monotonic_ns() - first_ns), self._began_ns)
+        told = _verdict.written(self._run_dir, since)
         self.next_look = self._again(mine, bool(told))
-        worth = _verdict.news(self._hangs(mine), told) if whole else self._is_late(mine, told)
-        if not worth and not asked:
+        if whole:
+            found = self._hangs(mine)
+            if not _verdict.news(found, told) or self._becomes_clear(mine, found, first_ns):
+                return False
+        elif not asked and not self._is_late(mine, told):
             return False
         dumped = _stacks.ask(headers.values())
         mine = _with_stacks(mine, dumped)
@@ -75,12 +80,12 @@ class Judge:
         verdict = _verdict.decode(raw)
         if not _verdict.news(_verdict.findings_of(verdict), told):
             return False
-        self._publish(verdict, dumped, loud)
+        self._publish(verdict, dumped, since, loud)
         return True
 
-    def told(self, since_epoch_ns: int = 0) -> list[_verdict.Object]:
-        """Return the verdicts on this job that were written since a time."""
-        return _verdict.written(self._run_dir, max(since_epoch_ns, self._began_ns))
+    def told(self) -> list[_verdict.Object]:
+        """Return the verdicts on this job so far."""
+        return _verdict.written(self._run_dir, self._began_ns)
 
     # --- looking ---
 
@@ -95,6 +100,17 @@ class Judge:
     def _hangs(self, snapshot: Snapshot) -> list[Finding]:
         found = find(snapshot, self._hang_after)
         return [each for each in found if each.kind not in _NO_HANGS]
+
+    def _becomes_clear(self, snapshot: Snapshot, found: list[Finding], first_ns: int) -> bool:
+        """Tell whether to look again in a moment, once in a hang: on a busy machine all come late.
+
+        Who is missing has just come to some call, and may well be the next victim.
+        """
+        left = settles_in(snapshot, found, self._hang_after)
+        if not left or self._unclear == first_ns:
+            return False
+        self._unclear, self.next_look = first_ns, time.monotonic() + left
+        return True
 
     def _is_late(self, snapshot: Snapshot, told: list[_verdict.Object]) -> bool:
         """Tell whether to open a round: a call's patience has run out, and nobody said so yet.
@@ -133,18 +149,22 @@ class Judge:
         diagnosis = Diagnosis(str(self._run_dir), snapshot, self._hangs(snapshot), self._hang_after)
         return _verdict.encode(diagnosis, {"epoch_ns": time.time_ns(), "by_pid": os.getpid()})
 
-    def _publish(self, verdict: _verdict.Object, dumped: dict[int, str], loud: bool) -> None:
-        """Keep the verdict in the run, and print it where that is ours to do."""
-        place = None
-        if any(each["hang"] == verdict["hang"] for each in self.told()):
-            return  # by the leader of another node, on a file system that is shared
+    def _publish(
+        self, verdict: _verdict.Object, dumped: dict[int, str], since: int, loud: bool
+    ) -> None:
+        """Keep the verdict in the run, and print it where that is ours to do.
+
+        A rank that took itself for the leader, too, while this one was slow may have kept the
+        same before.
+        """
+        where = ""
         try:
-            place = _verdict.write(self._run_dir, verdict, dumped)
+            place = _verdict.write(self._run_dir, verdict, dumped, since)
             loud = loud and place is not None
+            where = f"kept with all stacks in {place}\n"
         except OSError as error:
             logger.warning("the verdict cannot be kept in the run: %s", error)
         if loud:
-            where = f"kept with all stacks in {place}\n" if place is not None else ""
             print(f"\n{verdict['text'].rstrip()}\n{where}", file=sys.stderr, flush=True)
 
 

@@ -16,7 +16,7 @@ from rankcall.capture import session
 from rankcall.capture.recording import Recording
 from rankcall.capture.tail import RingTail
 from rankcall.record import FLAG_ABANDONED
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.ring.writer import put
 from rankcall.watch import _verdict
 from rankcall.watch._judge import Judge
@@ -45,10 +45,11 @@ class Watcher:
         self._judge = Judge(recording.run_dir, hang_after)
         self._stopping = threading.Event()
         self._tick_s = min(_TICK_S, hang_after / 8)
-        self._issued, self._issued_at = -1, 0.0
+        self._issued: dict[int, tuple[int, float]] = {}  # of each rank: how many calls, since when
         self._next_asked = 0.0
         self._verdicts = 0  # that this rank's own look led to
-        self._seen = -1  # verdicts of the node's ranks that were acted on
+        # Verdicts of the node's ranks that were acted on, or came before this one watched.
+        self._seen = self._told(self._node.headers())
         self.thread = threading.Thread(target=self._run, name="rankcall-watch", daemon=True)
 
     def start(self) -> None:
@@ -117,16 +118,16 @@ class Watcher:
     def _is_asked(self, headers: dict[int, Header], now: float) -> bool:
         """Tell whether another node has asked for a verdict; only seldom is that looked for.
 
-        Once in ``hang_after`` while this rank issues calls, and every second when it has issued
-        none for half of that: so a healthy job's store hears next to nothing.
+        Once in ``hang_after`` while the node's ranks issue calls, and every second when one has
+        issued none for half of that: so a healthy job's store hears next to nothing.
         """
-        issued = self._recording.capture.counts()[0]
-        if issued != self._issued:
-            self._issued, self._issued_at = issued, now
+        for rank, header in headers.items():
+            if self._issued.get(rank, (-1, 0.0))[0] != header.head:
+                self._issued[rank] = header.head, now
         world = max(header.world_size for header in headers.values())
         if len(headers) >= world:
             return False
-        quiet = now - self._issued_at > self._hang_after / 2
+        quiet = any(now - self._issued[rank][1] > self._hang_after / 2 for rank in headers)
         if now < self._next_asked and not (quiet and self._next_asked - now > 1.0):
             return False
         self._next_asked = now + (min(1.0, self._hang_after / 4) if quiet else self._hang_after)
@@ -134,17 +135,22 @@ class Watcher:
 
     # --- telling ---
 
+    @staticmethod
+    def _told(headers: dict[int, Header]) -> int:
+        return sum(header.verdicts for header in headers.values())
+
     def _notice(self, headers: dict[int, Header]) -> None:
         """Do what the user wants done where the node has come to a verdict since the last turn."""
-        seen, self._seen = self._seen, sum(header.verdicts for header in headers.values())
-        if not 0 <= seen < self._seen:
+        told = self._told(headers)
+        if told <= self._seen:
             return
+        self._seen = told
         if self._on_hang == "abort":
             _abort(self._recording.rank())
-        told = self._judge.told()
-        if told and callable(self._on_hang):
+        verdicts = self._judge.told()
+        if verdicts and callable(self._on_hang):
             try:
-                self._on_hang(_verdict.findings_of(told[-1]))
+                self._on_hang(_verdict.findings_of(verdicts[-1]))
             except Exception:
                 logger.exception("on_hang failed; the watcher goes on")
 

@@ -10,8 +10,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -58,28 +61,53 @@ def _finding(found: Object) -> Finding:
     return Finding(**fields)
 
 
-def write(run_dir: Path, verdict: Object, stacks: Mapping[int, str]) -> Path | None:
-    """Keep a verdict under the next number; None where another process has just written one.
+def write(run_dir: Path, verdict: Object, stacks: Mapping[int, str], since: int) -> Path | None:
+    """Keep a verdict under the next number and return where; None where it is no news by now.
 
-    Raises ``OSError`` where the run directory cannot be written.
+    ``since``: epoch ns from which on verdicts are of the same hang. Where another node has kept
+    this very one, on a file system that is shared, the stacks of our ranks are added to it. It
+    appears all at once, and one of two processes that write at the same time looks again. Raises
+    ``OSError`` where the run directory cannot be written.
     """
     folder = run_dir / HANGS
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    number = 1 + max((int(each.name) for each in _numbered(folder)), default=0)
-    place = folder / f"{number:04d}"
+    scratch = run_dir / f".hang.{os.getpid()}.{threading.get_native_id()}"
     try:
-        place.mkdir(mode=0o700)
-    except FileExistsError:
-        return None
+        _fill(scratch, verdict, stacks)
+        while True:
+            number = 1 + max((int(each.name) for each in _numbered(folder)), default=0)
+            told = written(run_dir, since)
+            same = [Path(each["place"]) for each in told if each["hang"] == verdict["hang"]]
+            if same:
+                _add_stacks(same[0], stacks)
+                return same[0]
+            if not news(findings_of(verdict), told):
+                return None
+            place = folder / f"{number:04d}"
+            try:
+                scratch.rename(place)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            else:
+                return place
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fill(place: Path, verdict: Object, stacks: Mapping[int, str]) -> None:
+    place.mkdir(mode=0o700)
+    _add_stacks(place, stacks)
+    (place / "verdict.txt").write_text(str(verdict.get("text", "")))
+    kept = {key: value for key, value in verdict.items() if key != "text"}
+    (place / "verdict.json").write_text(json.dumps(kept, indent=1))
+
+
+def _add_stacks(place: Path, stacks: Mapping[int, str]) -> None:
     if stacks:
-        (place / "stacks").mkdir(mode=0o700)
+        (place / "stacks").mkdir(mode=0o700, exist_ok=True)
     for rank, text in stacks.items():
         (place / "stacks" / f"rank-{rank:05d}.txt").write_text(text + "\n")
-    (place / "verdict.txt").write_text(str(verdict.get("text", "")))
-    scratch = place / f".verdict.{os.getpid()}"
-    scratch.write_text(json.dumps({k: v for k, v in verdict.items() if k != "text"}, indent=1))
-    scratch.replace(place / "verdict.json")
-    return place
 
 
 def written(run_dir: Path, since_epoch_ns: int = 0) -> list[Object]:

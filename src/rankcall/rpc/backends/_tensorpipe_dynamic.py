@@ -23,7 +23,7 @@ from rankcall.rpc._bounded import bounded
 from rankcall.rpc._group import current_group, set_group, undone_on_error, wait_idle
 from rankcall.rpc._members import Card, Lease, MemberLog, check_unique, is_dead, life
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
-from rankcall.run import host_name
+from rankcall.rundir import host_name
 
 _NAMES = "names/_ALL_WORKER_INFOS"  # where torch's agents keep "name-id," of every member
 _STRIKE_S = 5.0

@@ -1,0 +1,109 @@
+"""``rankcall top`` and ``diagnose --watch`` in a terminal, as a person uses them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from terminal import ALTERNATE, HIDDEN, NORMAL, SHOWN, Terminal, frames
+
+from rankcall.ring.layout import offset_of
+from rankcall.ring.writer import boot_id, process_start
+from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
+
+HUNG_S = 120
+COMMANDS = {"top": ["top"], "diagnose": ["diagnose", "--watch"]}
+
+
+@pytest.fixture
+def someone() -> Iterator[subprocess.Popen[bytes]]:
+    """Return a process that is there, until the test is over."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def live_run(folder: Path, ranks: int, pid: int) -> Path:
+    """Write a run of ranks that hang for two minutes, and run: all in one process."""
+    offset = time.monotonic_ns() - BOOT_NS - HUNG_S * 10**9
+    synthetic_run(
+        folder / "run", ranks, 60, planted=Planted("missing", (ranks // 3,), 41), hung_s=HUNG_S,
+        clock_offsets_ns=[offset],
+    )  # fmt: skip
+    theirs = {
+        "pid": pid.to_bytes(4, "little"),
+        "process_start": (process_start(pid) or 0).to_bytes(8, "little"),
+        "boot_id": boot_id().encode().ljust(40, b"\0"),
+    }
+    for path in (folder / "run/rings").iterdir():
+        with path.open("r+b") as file:
+            for name, value in theirs.items():
+                file.seek(offset_of(name))
+                file.write(value)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("leave", [b"q", b"\x03"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_leaving(
+    tmp_path: Path, someone: subprocess.Popen[bytes], command: str, leave: bytes
+) -> None:
+    """q and Ctrl-C leave it; the last look stays, the terminal is as it was."""
+    run = live_run(tmp_path, 8, someone.pid)
+    with Terminal(*COMMANDS[command], run) as terminal:
+        terminal.read_until(lambda text: "missing" in text)
+        terminal.type(b"xyz" + leave)
+        assert terminal.status() == 1
+        assert terminal.settings == terminal.before
+    drawn, _, left = terminal.text.rpartition(NORMAL)
+    assert "q or Ctrl-C leaves" in drawn
+    assert drawn.count(ALTERNATE) == 1
+    assert "Rank 2 (" in left
+    assert "q or Ctrl-C leaves" not in left
+    assert terminal.text.rindex(SHOWN) > terminal.text.rindex(HIDDEN)
+    assert "xyz" not in terminal.text
+    assert "Traceback" not in terminal.text
+
+
+def test_a_thousand_ranks_on_a_screen(tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
+    """1,024 ranks fit into 80 x 24; it is drawn again and again, and anew when it is resized."""
+    run = live_run(tmp_path, 1024, someone.pid)
+    with Terminal("top", run) as terminal:
+        terminal.read_until(lambda text: len(frames(text)) >= 3)
+        first = frames(terminal.text)[0]
+        terminal.resize(40, 120)
+        seen = len(frames(terminal.text))
+        terminal.read_until(lambda text: len(frames(text)) >= seen + 3)
+        last = frames(terminal.text)[-2]
+        someone.kill()  # the job ends: so does the view
+        someone.wait()
+        terminal.status()
+    assert "run · 1,024 ranks" in first
+    assert "missing" in first
+    assert "q or Ctrl-C leaves" in first
+    for frame, rows, columns in ((first, 24, 80), (last, 40, 120)):
+        assert len(frame.splitlines()) <= rows
+        widest = max(len(line.rstrip()) for line in frame.splitlines())
+        assert widest <= columns
+    assert max(len(line.rstrip()) for line in last.splitlines()) > 80
+
+
+def test_without_a_terminal(tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
+    """Into a pipe, changes are printed as they come; nothing is drawn over."""
+    run = live_run(tmp_path, 8, someone.pid)
+    command = [str(Path(sys.executable).with_name("rankcall")), "diagnose", "--watch", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    assert process.stdout is not None
+    head = process.stdout.readline()
+    someone.kill()
+    someone.wait()
+    rest = process.stdout.read()
+    process.stdout.close()
+    assert process.wait(60) == 1
+    assert "missing: Rank 2 (" in head
+    assert "\x1b" not in head + rest

@@ -1,0 +1,69 @@
+"""When a node's leader speaks: once it is clear who is at fault, and once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_diagnose_culprits import WAITING, S, look, stuck
+
+from rankcall.analysis.find import settles_in
+from rankcall.analysis.snapshot import Snapshot
+from rankcall.ring.tables import Group
+from rankcall.watch._judge import Judge
+
+PAIR = Group("1", 0, "gloo", "pair", (2, 3))
+# Rank 2, for whom all wait, comes to another call after 67 s: one that rank 3 does not come to.
+TURNS = [*WAITING, *stuck(PAIR, 1, (2,), 67 * S, line=9)]
+
+
+def test_who_has_just_come_to_a_call_may_be_on_its_way(tmp_path: Path) -> None:
+    """For a tenth of the threshold; then it is followed to whom it waits for."""
+    early = look(tmp_path / "early", TURNS, states={})
+    assert [(each.kind, each.ranks) for each in early.findings] == [("missing", (2,))]
+    assert settles_in(early.snapshot, early.findings, 60) == pytest.approx(3.0)
+    later = look(tmp_path / "later", TURNS, states={}, seconds=74)
+    assert [(each.kind, each.ranks) for each in later.findings] == [("deadlock", (2, 3))]
+    assert settles_in(later.snapshot, later.findings, 60) == 0
+
+
+def test_nothing_is_unclear_of_who_is_in_no_call(tmp_path: Path) -> None:
+    """A rank in user code, and one that is stopped, are told at once."""
+    for name, states in (("missing", {}), ("stopped", {2: "stopped"})):
+        found = look(tmp_path / name, WAITING, states=states)
+        assert settles_in(found.snapshot, found.findings, 60) == 0
+
+
+def test_a_leader_looks_again_before_it_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It tells what is true in the end, and only that, once."""
+    shown: list[Snapshot] = [
+        look(tmp_path / str(seconds), TURNS, states={}, seconds=seconds).snapshot
+        for seconds in (70, 74, 75)
+    ]
+    judge = Judge(tmp_path / "run", 60.0)
+    monkeypatch.setattr(judge, "_stand", lambda headers: shown.pop(0))
+    nobody: Any = {}
+    first_ns = time.monotonic_ns()
+    began = time.monotonic()
+    assert not judge.look(nobody, first_ns, False)
+    assert judge.next_look >= began + 3.0
+    assert judge.look(nobody, first_ns, False)
+    assert not judge.look(nobody, first_ns, False)
+    (place,) = (tmp_path / "run/hangs").iterdir()
+    told = json.loads((place / "verdict.json").read_text())["findings"]
+    assert [(each["kind"], each["ranks"]) for each in told] == [("deadlock", [2, 3])]
+    assert capsys.readouterr().err.count("kept with all stacks in") == 1
+
+
+def test_a_leader_looks_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes to one call after the other, and never to ours, is told all the same."""
+    early = look(tmp_path / "early", TURNS, states={}).snapshot
+    judge = Judge(tmp_path / "run", 60.0)
+    monkeypatch.setattr(judge, "_stand", lambda headers: early)
+    nobody: Any = {}
+    assert [judge.look(nobody, 7, False) for _ in range(2)] == [False, True]
