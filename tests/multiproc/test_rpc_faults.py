@@ -39,10 +39,10 @@ def die(*_: Any, **__: Any) -> None:
 
 def survivors(results: list[Result], killed: int) -> list[Any]:
     """Return what the others told, in rank order; one was killed."""
-    assert results[killed].exitcode == -signal.SIGKILL
     others = [each for each in results if each.rank != killed]
     for each in others:
         assert each.ok, each.error or each.stderr
+    assert results[killed].exitcode == -signal.SIGKILL
     return [each.value for each in others]
 
 
@@ -246,7 +246,7 @@ def _stopped(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 is stopped; a call to it fails, and shutdown ends."""
     from rankcall import RpcTimeout, rpc
 
-    own = {"heartbeat_timeout": 3.0} if backend == "ZMQ" else {}
+    own = {"heartbeat_timeout": 6.0} if backend == "ZMQ" else {}
     come_up(rank, world_size, backend, **own)
     if rank == 1:
         time.sleep(60)  # the main thread only

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NATIVE = HERE.parents[1] / "src" / "rankcall" / "capture" / "native"
 VERSIONS = ["3.10", "3.11", "3.12", "3.13"]

@@ -158,7 +158,9 @@ void ZmqAgent::respond(const std::shared_ptr<Peer>& peer, uint64_t call, int64_t
   std::string problem;
   try {
     auto message = result.hasError()
-                       ? rpc::createExceptionResponse(result.tryRetrieveErrorMessage(), message_id)
+                       ? rpc::createExceptionResponse("On worker '" + getWorkerInfo().name_ + "': " +
+                                                          result.tryRetrieveErrorMessage(),
+                                                      message_id)
                        : result.value().toCustomClass<Message>();
     message->setId(message_id);
     transmit(*peer, Kind::kResponse, call, *message, map);

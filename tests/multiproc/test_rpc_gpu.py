@@ -1,0 +1,92 @@
+"""Device maps on a real GPU: CUDA tensors go where the maps say, and come back the same way.
+
+They skip where there is no GPU. One is enough: both workers use it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from rpcgroup import BACKENDS, come_up
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multiproc]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Run on both back ends; skip without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    return str(request.param)
+
+
+def _where(tensor: Any) -> tuple[str, Any]:
+    return str(tensor.device), tensor * 2
+
+
+def _mapped(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
+    """Rank 0 sends what a kernel has only begun to write; what no map covers is refused."""
+    import torch
+
+    from rankcall import rpc
+
+    other = f"w{1 - rank}"
+    last = torch.cuda.device_count() - 1
+    maps = {other: {0: last}} if rank == 0 else {}
+    come_up(rank, None if dynamic else world_size, backend, device_maps=maps)
+    told: list[Any] = []
+    if rank == 0:
+        if dynamic:
+            from rpcgroup import names
+            from world import wait_until
+
+            wait_until(lambda: names() == {"w0", "w1"})
+        for size in (7, 1 << 20):
+            mill = torch.randn(2048, 2048, device="cuda:0")
+            for _ in range(20):
+                mill = mill @ mill / 50
+            sent = torch.arange(size, device="cuda:0") + mill[0, 0].long() * 0
+            place, back = rpc.rpc_sync(other, _where, args=(sent,))
+            assert place == f"cuda:{last}"
+            assert str(back.device) == "cuda:0"
+            assert torch.equal(back.cpu(), 2 * torch.arange(size))
+        cpu = rpc.rpc_sync(other, _where, args=(torch.ones(2),))
+        told = [cpu[0], cpu[1].tolist()]
+    from rpcgroup import aside
+
+    store = aside()
+    store.add("done", 1) if rank == 0 else store.wait(["done"])
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"device map|device_map"):
+            rpc.rpc_sync(other, _where, args=(torch.ones(2, device="cuda:0"),))
+    rpc.shutdown(timeout=30)
+    return told
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_tensors_land_where_the_maps_say(backend: str, dynamic: bool) -> None:
+    """And answers land where the argument came from; CPU tensors stay on the CPU."""
+    told = run_ranks(_mapped, 2, backend, dynamic, init=False, timeout=110)
+    assert told[0] == ["cpu", [2.0, 2.0]]
+
+
+def _one_knows_better(rank: int, world_size: int, backend: str) -> str:
+    """Rank 0's map names a device that rank 1 does not have."""
+    import torch
+
+    from rankcall import InvalidDeviceMap
+
+    maps = {"w1": {0: torch.cuda.device_count()}} if rank == 0 else {}
+    with pytest.raises(InvalidDeviceMap) as caught:
+        come_up(rank, world_size, backend, device_maps=maps)
+    return str(caught.value)
+
+
+def test_a_device_that_is_not_there(backend: str) -> None:
+    """Both are told, with the real device counts."""
+    for message in run_ranks(_one_knows_better, 2, backend, init=False):
+        assert "Node w0 has target devices with invalid indices in its device map" in message

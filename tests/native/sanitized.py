@@ -1,0 +1,39 @@
+"""Build a program with a sanitizer and run it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+SANITIZERS = ("thread", "address,undefined")
+
+
+def run_sanitized(
+    source: Path, includes: Sequence[Path], sanitizer: str, folder: Path, standard: str
+) -> str:
+    """Return what the program printed; skips where the compiler or the kernel cannot do it."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    program = folder / source.stem
+    command = [compiler, f"-std={standard}", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}"]
+    command += ["-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror"]
+    command += ["-Wno-missing-field-initializers"]
+    # GCC's sanitizer does not model fences; they matter to readers, which these programs have not.
+    command += ["-Wno-tsan"] if sanitizer == "thread" and "clang" not in compiler else []
+    command += [*(f"-I{each}" for each in includes), str(source), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if "cannot find" in built.stderr or "unrecognized" in built.stderr:
+        pytest.skip(f"this compiler has no -fsanitize={sanitizer}")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run(
+        [str(program), str(folder)], capture_output=True, text=True, timeout=110, check=False
+    )
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("ThreadSanitizer does not run on this kernel")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
