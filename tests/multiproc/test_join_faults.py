@@ -16,14 +16,14 @@ from ranks import run_ranks, try_ranks
 
 from rankcall.run import host_name
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]  # for a busy machine
 SOON_S, SLOWED = 2.0, 10
 
 
 @cache
 def outcomes() -> list[dict[str, Any]]:
     """Run all scenarios, once, on the same three ranks; return what each rank says of them."""
-    return run_ranks(run_scenarios, 3, list(SCENARIOS), init=False, timeout=100)
+    return run_ranks(run_scenarios, 3, list(SCENARIOS), init=False, timeout=300)
 
 
 def outcome(name: str) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ def test_ranks_that_share_data_run_dry_together() -> None:
 @pytest.mark.parametrize("where", ["ddp", "fsdp", "shadowing"])
 def test_a_killed_rank_is_named(where: str) -> None:
     """Each survivor names the rank that is gone, and only that."""
-    first, dead, last = try_ranks(killed, 3, where, timeout=60)
+    first, dead, last = try_ranks(killed, 3, where, timeout=300)
     assert dead.exitcode == -9
     for each in (first, last):
         assert each.ok, each
@@ -170,7 +170,7 @@ def test_a_killed_rank_is_named(where: str) -> None:
 
 def test_the_store_ends_with_the_rank_that_fails(tmp_path: Path) -> None:
     """The cause is heard all the same: the rank lingers until it is."""
-    first, *others = try_ranks(store_host_fails, 3, str(tmp_path), init=False, timeout=60)
+    first, *others = try_ranks(store_host_fails, 3, str(tmp_path), init=False, timeout=300)
     assert first.exitcode == 7
     for each in others:
         assert each.ok, each
