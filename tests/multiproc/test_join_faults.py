@@ -47,6 +47,7 @@ def soon(told: list[dict[str, Any]], began: float) -> None:
         ("in_shadow", "KeyError"),
         ("in_fsdp", "KeyError"),
         ("in_subgroup_and_receive", "KeyError"),
+        ("in_receive_from_one_that_left", "KeyError"),
         ("in_user_code", "KeyError"),
         ("looks_like_torch", "RuntimeError"),
         ("interrupted", "KeyboardInterrupt"),
