@@ -134,14 +134,15 @@ def in_subgroup_and_receive(rank: int, log: Log) -> None:
 
 
 def in_receive_from_one_that_left(rank: int, log: Log) -> None:
-    """Rank 2 waits for rank 0, which is out of the block by then, with its connections open."""
+    """Rank 2 waits in a group of two for rank 0, which is out of the block by then, but there."""
+    pair = dist.new_group([0, 2])
     store = dist.distributed_c10d._get_default_store()
     try:
         with Join(group=dist.group.WORLD, on_exhausted="replay") as join:
             for step, _ in enumerate(join.batches(batches(100_000))):
                 if rank == 2 and step == 3:
                     store.set("in/2", "")
-                    dist.recv(torch.ones(1), src=0)
+                    dist.recv(torch.ones(1), src=0, group=pair)
                 elif rank == 1 and step == 3:
                     store.wait(["in/2"])
                     log.fail(KeyError("no such sample"))

@@ -203,3 +203,14 @@ def test_whose_process_is_gone() -> None:
     assert not is_gone({**own, "pid": 1 << 30, "where": "another boot"})
     assert not is_gone({**own, "pid": 1 << 30, "where": ""})
     assert not is_gone({**own, "pid": 1 << 30, "start": None})
+
+
+def test_a_rank_that_is_out_still_says_where_its_connections_end(played: Played) -> None:
+    """Another rank may be waiting on one of them."""
+    played.fail()
+    played.ring()
+    wait_for(lambda: played.store.check(["heard/0"]))
+    ends = json.loads(played.store.get("heard/0"))
+    assert ends
+    played.watch.close()
+    assert json.loads(played.store.get("heard/0")) == ends
