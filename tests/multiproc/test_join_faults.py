@@ -1,7 +1,7 @@
 """Errors inside Join reach every rank within 2 s, and the one that failed keeps its own.
 
 The 2 s are those of a machine that is free. Each scenario is preceded by a model's construction and
-five plain steps (15 ms, free); ten times what that took is allowed on top.
+five plain steps, milliseconds on such a machine; forty times what that took is allowed on top.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ranks import run_ranks, try_ranks
 from rankcall.run import host_name
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]  # for a busy machine
-SOON_S, SLOWED = 2.0, 10
+SOON_S, SLOWED = 2.0, 40
 
 
 @cache
