@@ -133,6 +133,26 @@ def in_subgroup_and_receive(rank: int, log: Log) -> None:
             log.fail(KeyError("no such sample"))
 
 
+def in_receive_from_one_that_left(rank: int, log: Log) -> None:
+    """Rank 2 waits in a group of two for rank 0, which is out of the block by then, but there."""
+    pair = dist.new_group([0, 2])
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        with Join(group=dist.group.WORLD, on_exhausted="replay") as join:
+            for step, _ in enumerate(join.batches(batches(100_000))):
+                if rank == 2 and step == 3:
+                    store.set("in/2", "")
+                    dist.recv(torch.ones(1), src=0, group=pair)
+                elif rank == 1 and step == 3:
+                    store.wait(["in/2"])
+                    log.fail(KeyError("no such sample"))
+                time.sleep(0.01)
+    finally:
+        store.set(f"out/{rank}", "")
+        if rank == 0:
+            store.wait(["out/2"], timedelta(seconds=60))
+
+
 def in_user_code(rank: int, log: Log) -> None:
     """The others are in code of their own, and learn of it at their next batch."""
     with Join(group=dist.group.WORLD, on_exhausted="replay") as join:
@@ -354,7 +374,8 @@ def different_shares(rank: int, log: Log) -> None:
 SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
     for each in (
-        in_backward, without_batches, in_shadow, in_fsdp, in_subgroup_and_receive, in_user_code,
+        in_backward, without_batches, in_shadow, in_fsdp, in_subgroup_and_receive,
+        in_receive_from_one_that_left, in_user_code,
         looks_like_torch, interrupted, loader_raises, long_loader_raises, too_short,
         too_short_replayed, too_long, too_long_replayed, short_in_the_tail, one_breaks,
         one_breaks_in_fsdp, all_break, breaks_in_the_tail, all_fail_and_go_on, nothing_to_replay,

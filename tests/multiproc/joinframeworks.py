@@ -62,14 +62,10 @@ def with_lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     uneven = JoinCallback()
     module = Module()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=2, callbacks=[uneven],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=Path(folder) / str(rank),
-    )  # fmt: skip
+    trainer = _trainer(rank, folder, uneven)
     loader = DataLoader(TensorDataset(samples(rank)), batch_size=4)
     trainer.fit(module, uneven.loader(loader))
-    shares = [list(samples(each).split(4)) * 1 for each in range(WORLD)]
+    shares = [list(samples(each).split(4)) for each in range(WORLD)]
     # Two epochs: ranks run dry in each of them.
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -87,6 +83,60 @@ def with_lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "apart": float((module.model.weight - model.weight).abs().max().detach()),
         "replayed": [each.replayed for each in rows],
         "batches": [each.batches for each in rows],
+        "restored": "pre_backward" not in vars(trainer.strategy.precision_plugin),
+    }
+
+
+def _trainer(rank: int, folder: str, uneven: Any) -> Any:
+    import lightning.pytorch as pl
+
+    return pl.Trainer(
+        accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=2, callbacks=[uneven],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=Path(folder) / str(rank),
+    )  # fmt: skip
+
+
+def with_failing_lightning(rank: int, world_size: int, folder: str, where: str) -> dict[str, Any]:
+    """Fail on rank 1 in a training step or in its loader."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import lightning.pytorch as pl
+
+    from rankcall.join.lightning import JoinCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = network()
+
+        def training_step(self, batch: Any, step: int) -> torch.Tensor:
+            if (rank, step, where) == (1, 2, "step"):
+                raise KeyError("no such sample")
+            return self.model(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    class Broken(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            if (rank, index, where) == (1, 9, "loader"):
+                raise KeyError("no such sample")
+            return super().__getitem__(index)
+
+    torch.set_num_threads(1)
+    uneven = JoinCallback()
+    trainer = _trainer(rank, folder, uneven)
+    caught: Any = None
+    try:
+        trainer.fit(Module(), uneven.loader(DataLoader(Broken(samples(rank)), batch_size=4)))
+    except BaseException as error:
+        caught = error
+    return {
+        "error": type(caught).__name__,
+        "text": str(caught),
+        "rank": getattr(caught, "rank", None),
         "restored": "pre_backward" not in vars(trainer.strategy.precision_plugin),
     }
 

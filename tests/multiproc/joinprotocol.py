@@ -7,6 +7,7 @@ import time
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -179,6 +180,15 @@ def groups(rank: int, world_size: int) -> dict[str, Any]:
         ours.Join([first, second], group=pair, sync=False)
     except ValueError as error:
         told["error"] = str(error)
+    chain = dist.new_group([1, 2])
+    if rank == 1:  # in two groups, of which neither has all ranks of the other
+        with pytest.raises(ValueError, match=r"covers the others' \(ranks 0-1; 1-2\)"):
+            ours.Join([first, counter(ours, ours)(chain)], sync=False)
+    from torch.distributed.optim import ZeroRedundancyOptimizer as Zero
+
+    with pytest.raises(ValueError, match="notifies on its own group only"):
+        ours.Join([Zero(_ddp(group=pair).parameters(), torch.optim.SGD, process_group=pair, lr=1)],
+                  group=dist.group.WORLD)  # fmt: skip
     return told
 
 

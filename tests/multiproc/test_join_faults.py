@@ -1,7 +1,7 @@
 """Errors inside Join reach every rank within 2 s, and the one that failed keeps its own.
 
 The 2 s are those of a machine that is free. Each scenario is preceded by a model's construction and
-five plain steps (15 ms, free); ten times what that took is allowed on top.
+five plain steps, milliseconds on such a machine; forty times what that took is allowed on top.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ranks import run_ranks, try_ranks
 
 from rankcall.rundir import host_name
 
-pytestmark = pytest.mark.multiproc
-SOON_S, SLOWED = 2.0, 10
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]  # for a busy machine
+SOON_S, SLOWED = 2.0, 40
 
 
 @cache
 def outcomes() -> list[dict[str, Any]]:
     """Run all scenarios, once, on the same three ranks; return what each rank says of them."""
-    return run_ranks(run_scenarios, 3, list(SCENARIOS), init=False, timeout=100)
+    return run_ranks(run_scenarios, 3, list(SCENARIOS), init=False, timeout=300)
 
 
 def outcome(name: str) -> list[dict[str, Any]]:
@@ -47,6 +47,7 @@ def soon(told: list[dict[str, Any]], began: float) -> None:
         ("in_shadow", "KeyError"),
         ("in_fsdp", "KeyError"),
         ("in_subgroup_and_receive", "KeyError"),
+        ("in_receive_from_one_that_left", "KeyError"),
         ("in_user_code", "KeyError"),
         ("looks_like_torch", "RuntimeError"),
         ("interrupted", "KeyboardInterrupt"),
@@ -159,7 +160,7 @@ def test_ranks_that_share_data_run_dry_together() -> None:
 @pytest.mark.parametrize("where", ["ddp", "fsdp", "shadowing"])
 def test_a_killed_rank_is_named(where: str) -> None:
     """Each survivor names the rank that is gone, and only that."""
-    first, dead, last = try_ranks(killed, 3, where, timeout=60)
+    first, dead, last = try_ranks(killed, 3, where, timeout=300)
     assert dead.exitcode == -9
     for each in (first, last):
         assert each.ok, each
@@ -170,7 +171,7 @@ def test_a_killed_rank_is_named(where: str) -> None:
 
 def test_the_store_ends_with_the_rank_that_fails(tmp_path: Path) -> None:
     """The cause is heard all the same: the rank lingers until it is."""
-    first, *others = try_ranks(store_host_fails, 3, str(tmp_path), init=False, timeout=60)
+    first, *others = try_ranks(store_host_fails, 3, str(tmp_path), init=False, timeout=300)
     assert first.exitcode == 7
     for each in others:
         assert each.ok, each

@@ -10,12 +10,12 @@ from ranks import run_ranks
 
 import rankcall
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]  # for a busy machine
 
 
 def test_joinables_of_both_work_under_both() -> None:
     """Ours under torch's Join, torch's under ours: the same counts as torch's tutorial has."""
-    first, second = run_ranks(joinprotocol.both_ways, 2)
+    first, second = run_ranks(joinprotocol.both_ways, 2, timeout=300)
     assert [each[1] for each in first + second] == [5.0] * 8
     assert [each[0] for each in first] == [4.0] * 4
     assert [each[0] for each in second] == [5.0] * 4
@@ -24,12 +24,12 @@ def test_joinables_of_both_work_under_both() -> None:
 
 def test_all_of_the_last_round_are_last_joiners() -> None:
     """is_last_joiner is true on every rank that joined in the last round; once each."""
-    assert run_ranks(joinprotocol.last_joiners, 3) == [[False], [True], [True]]
+    assert run_ranks(joinprotocol.last_joiners, 3, timeout=300) == [[False], [True], [True]]
 
 
 def test_torchs_defects_are_absent() -> None:
     """Configuration, forward-only passes, nesting, warning filters, as."""
-    for rank, told in enumerate(run_ranks(joinprotocol.defects, 2)):
+    for rank, told in enumerate(run_ranks(joinprotocol.defects, 2, timeout=300)):
         assert told["made"] is False
         assert told["inside"] is True
         assert told["after"] is False
@@ -45,7 +45,7 @@ def test_torchs_defects_are_absent() -> None:
 
 def test_several_groups() -> None:
     """A model on a part of the ranks and one on all of them train together."""
-    told = run_ranks(joinprotocol.groups, 4)
+    told = run_ranks(joinprotocol.groups, 4, timeout=300)
     # The gradient of the last bias is the batch, 2, of each rank at work; in the last step that is
     # rank 3 alone, in the first pair's last step rank 1.
     assert told[3]["world"] == [1.0, 0.5]
@@ -62,7 +62,7 @@ def test_several_groups() -> None:
 
 def test_stop_and_raise() -> None:
     """Every rank ends at the same step, after the shortest input."""
-    told = run_ranks(joinprotocol.policies, 2)
+    told = run_ranks(joinprotocol.policies, 2, timeout=300)
     for rank, each in enumerate(told):
         for way in ("known", "unknown"):
             for start in (3, 9):
@@ -80,7 +80,7 @@ def test_stop_and_raise() -> None:
 
 def test_replay_hands_out_the_last_batch() -> None:
     """With no weight, until all are done; the others' weights follow divide_by."""
-    first, second = run_ranks(joinprotocol.replay, 2, timeout=100)
+    first, second = run_ranks(joinprotocol.replay, 2, timeout=300)
     assert first["seen"] == [
         [0, True, 1.0, 1.0], [1, True, 1.0, 1.0], [1, False, 0.0, 0.0],
     ]  # fmt: skip
@@ -98,19 +98,19 @@ def test_replay_hands_out_the_last_batch() -> None:
 
 def test_a_length_limits_a_loader() -> None:
     """Also one that never ends."""
-    assert run_ranks(joinprotocol.capped, 2) == [[0, 1], [0, 1, 2, 3]]
+    assert run_ranks(joinprotocol.capped, 2, timeout=300) == [[0, 1], [0, 1, 2, 3]]
 
 
 def test_switched_off() -> None:
     """enable=False leaves everything alone."""
-    first, second = run_ranks(joinprotocol.off, 2)
+    first, second = run_ranks(joinprotocol.off, 2, timeout=300)
     assert first == [[[0, True, 1.0]], False, None]
     assert second == [[[0, True, 1.0], [1, True, 1.0]], False, None]
 
 
 def test_the_summary_is_in_the_run(tmp_path: Path) -> None:
     """Per rank: its batches, what it shadowed, and the time it took."""
-    told = run_ranks(joinprotocol.recorded, 2, str(tmp_path / "run"))
+    told = run_ranks(joinprotocol.recorded, 2, str(tmp_path / "run"), timeout=300)
     assert told[0] == told[1]
     assert told[0][0].split() == ["rank", "batches", "shadowed", "replayed", "extra", "time"]
     (join,) = rankcall.load(tmp_path / "run").joins

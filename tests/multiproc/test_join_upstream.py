@@ -6,19 +6,21 @@ import pytest
 from joinupstream import LONG, QUICK, run_upstream
 from ranks import run_ranks
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
 
 
-def test_torchs_uneven_input_tests() -> None:
-    """All but the long one, on two ranks; each enters our Join."""
-    for counts in run_ranks(run_upstream, 2, list(QUICK), True, timeout=100):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_torchs_uneven_input_tests(world_size: int) -> None:
+    """All but the long one; each enters our Join."""
+    for counts in run_ranks(run_upstream, world_size, list(QUICK), True, timeout=300):
         assert set(counts) == set(QUICK)
         assert all(counts.values()), counts
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_torchs_long_uneven_input_test(world_size: int) -> None:
     """Seven models, with and without hooks, no_sync at intervals, thrown errors."""
-    for counts in run_ranks(run_upstream, world_size, list(LONG), True, timeout=900):
+    for counts in run_ranks(run_upstream, world_size, list(LONG), True, timeout=1400):
         assert counts["test_ddp_uneven_inputs"] > 100

@@ -86,6 +86,26 @@ def test_what_is_refused(model: DistributedDataParallel) -> None:
         Join([model]).batches([], length=-1)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own import
+def test_what_cannot_be_shadowed(model: DistributedDataParallel) -> None:
+    """It is said what to do instead; the other policies take it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    sharded = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    overlapping = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+    )
+    skipping = DistributedDataParallel(
+        nn.Linear(2, 2), find_unused_parameters=True, skip_all_reduce_unused_params=True
+    )
+    for joinables in ([sharded], [model, overlapping], [skipping]):
+        with pytest.raises(ValueError, match="cannot be shadowed: use on_exhausted='replay'"):
+            Join(joinables)
+        Join(joinables, on_exhausted="replay")
+
+
 def test_blocks_out_of_place(model: DistributedDataParallel) -> None:
     """Outside its block, entered twice, nested with the same joinable; and used again after."""
     join = Join([model])

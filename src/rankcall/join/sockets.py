@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -38,13 +39,35 @@ def break_connections(theirs: Iterable[str], but_ports: Iterable[int] = ()) -> i
     return broken
 
 
-def abort_devices() -> None:
-    """Abort the collectives of groups that have an abort which works (NCCL's)."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        for device in getattr(group, "_device_types", ()):
-            if device.type != "cpu":
-                with contextlib.suppress(Exception):
-                    group._get_backend(device).abort()
+def abort_devices(groups: Iterable[Any] | None = None) -> int:
+    """Abort the collectives of groups on devices, whose abort works; return how many back ends.
+
+    ``groups``: by default all of this process. The newest first, and NCCL's between a start and an
+    end, as torch does it: the abort of one communicator can wait for that of another.
+    """
+    if groups is None:
+        groups = reversed(list(dist.distributed_c10d._world.pg_map))
+    backends = list({id(each): each for group in groups for each in _on_devices(group)}.values())
+    together = next((each for each in backends if hasattr(each, "_group_start")), None)
+    aborted = 0
+    with contextlib.suppress(Exception):
+        if together is not None:
+            together._group_start()
+        for each in backends:
+            with contextlib.suppress(Exception):
+                each.abort()
+                aborted += 1
+        if together is not None:
+            together._group_end()
+    return aborted
+
+
+def _on_devices(group: Any) -> Iterator[Any]:
+    """Yield the back ends of a group for devices other than the CPU."""
+    for device in getattr(group, "_device_types", ()):
+        if device.type != "cpu":
+            with contextlib.suppress(RuntimeError):  # it has none for this one
+                yield group._get_backend(device)
 
 
 def _connections() -> Iterator[tuple[int, str, str]]:

@@ -99,7 +99,8 @@ class Watch:
             return
         self._closing = True
         with contextlib.suppress(Exception):
-            self._store.set(f"heard/{self.rank}", "[]")
+            # Not over an answer with ends: another rank may still be waiting on one of them.
+            self._store.compare_set(f"heard/{self.rank}", "", "[]")
             self._store.set(f"bell/{self.rank}", "1")
         thread.join(2 * _ANSWER_S)
         with contextlib.suppress(Exception):
@@ -194,8 +195,10 @@ class Watch:
                     self._break_out()
             except dist.DistStoreError:
                 continue  # a day without news
-            except Exception:
-                return  # the store is gone: there will be no more news
+            except Exception:  # the store is gone: there will be no more news
+                if self._failure is not None:
+                    self._break_out()
+                return
 
     def _read_log(self) -> None:
         while not self._closing and self._own.check([f"log/{self._read}"]):
