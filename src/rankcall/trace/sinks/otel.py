@@ -141,6 +141,8 @@ class OpenTelemetry:
         wanted = (columns["step"] % self._every == 0) & ~columns["in_flight"]
         for step in np.unique(columns["step"][wanted]).tolist():
             kept = self._steps[step]
+            if len(kept) >= _SPANS_PER_STEP:
+                continue
             mine = np.flatnonzero(wanted & (columns["step"] == step))
             chosen = np.zeros(len(wanted), np.bool_)
             chosen[mine[: _SPANS_PER_STEP - len(kept)]] = True
