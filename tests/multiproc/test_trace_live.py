@@ -16,7 +16,7 @@ from launch import Launch, launch
 from ranks import run_ranks, try_ranks
 from test_hosts import free_port
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]  # for what hangs, not what is slow
 WAIT_S = 60.0
 NEVER_NS = 1 << 62
 CAPTURES = ("native", "python")
@@ -200,7 +200,7 @@ def _everything(rank: int, world_size: int, folder: str) -> Any:
 def test_tracing_on_two_ranks(capture: str, tmp_path: Path) -> None:
     """All of the above, one after the other."""
     env = {"RANKCALL_CAPTURE": capture}
-    results = try_ranks(_everything, 2, str(tmp_path), env=env)
+    results = try_ranks(_everything, 2, str(tmp_path), env=env, timeout=240)
     assert all(each.ok for each in results), [each.error for each in results]
     for rank, result in enumerate(results):
         _, (before, after), off, overdue, raised, forked = result.value
@@ -262,7 +262,7 @@ def _cross_host(rank: int, world_size: int) -> Any:
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_hosts_are_exchanged_over_the_store(capture: str) -> None:
     """Without torchrun's variables; p2p by its peer, a receive from any source by its group."""
-    told = run_ranks(_cross_host, 4, env={"RANKCALL_CAPTURE": capture})
+    told = run_ranks(_cross_host, 4, env={"RANKCALL_CAPTURE": capture}, timeout=240)
     all_reduce, barrier = ["all_reduce", 4], ["barrier", 1]
     across, send, recv = ["all_reduce", 12], ["send", 40], ["recv", 40]
     assert [sorted(each) for each in told] == [
@@ -305,7 +305,7 @@ def test_two_agents_cross_nodes_without_code(tmp_path: Path) -> None:
         )
         for node in range(2)
     ]  # fmt: skip
-    ended = [agent.finish(90) for agent in agents]
+    ended = [agent.finish(240) for agent in agents]
     assert [each.status for each in ended] == [0, 0], "\n".join(each.err for each in ended)
     assert sum("tracing CROSSNODE to JsonLines, Nvtx" in each.err for each in ended) == 1
     heard = nvtx_tool.heard(tmp_path / "nvtx")
@@ -354,7 +354,7 @@ def test_a_disk_that_fills_in_a_job(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(FULL)
     ended = launch(
         "run", "--run-dir", "run", "--trace", "all", "--history", "--nproc-per-node", "2",
-        "job.py", cwd=tmp_path,
+        "job.py", cwd=tmp_path, timeout=240,
     )  # fmt: skip
     assert ended.status == 0, ended.err
     for rank in range(2):
