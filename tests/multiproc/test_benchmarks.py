@@ -24,3 +24,20 @@ def test_training() -> None:
     figures = json.loads(done.stdout)
     assert {"ratio_median", "ring_mib_per_rank", "rss_added_mib"} <= figures.keys()
     assert figures["ratio_median"] > 0
+
+
+def test_trace() -> None:
+    """The trace benchmark prints a figure for each sink, each export and the page."""
+    command = [sys.executable, str(BENCHMARKS / "trace.py"), "--json", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, "--calls", "1000", "--ranks", "4", "--collectives", "50"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(done.stdout)
+    added = ("monitor_style", "jsonl", "nvtx", "prometheus", "otel", "parquet")
+    assert {f"{name}_added_us" for name in added} < figures.keys()
+    assert figures["monitor_style_added_us"] > 10
+    for name in ("export_parquet_records_per_s", "export_perfetto_records_per_s", "html_seconds"):
+        assert figures[name] > 0
+    assert 0 < figures["html_mib"] < 5

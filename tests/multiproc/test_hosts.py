@@ -102,10 +102,12 @@ def loopback() -> Iterator[list[Host]]:
 
 
 def free_port() -> int:
-    """Return a port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port nobody listens on, and that no program gets which asks for any port."""
+    for port in range(12_000 + os.getpid() * 37 % 15_000, 32_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port below the ephemeral ones is free")
 
 
 def run_on(hosts: list[Host], folder: Path, monkeypatch: pytest.MonkeyPatch) -> rankcall.Run:

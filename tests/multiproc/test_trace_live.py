@@ -16,8 +16,9 @@ from launch import Launch, launch
 from ranks import run_ranks, try_ranks
 from test_hosts import free_port
 
-pytestmark = pytest.mark.multiproc
-WAIT_S = 20.0
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]  # for what hangs, not what is slow
+WAIT_S = 60.0
+NEVER_NS = 1 << 62
 CAPTURES = ("native", "python")
 
 
@@ -39,12 +40,13 @@ def _overdue(rank: int) -> list[Any]:
     from rankcall import trace
     from rankcall.trace import order
 
-    normally = order.OVERDUE_NS
-    if rank == 0:
-        order.OVERDUE_NS = 200_000_000
+    normally, order.OVERDUE_NS = order.OVERDUE_NS, 50_000_000 if rank == 0 else NEVER_NS
     sink, other = trace.MemorySink(), 1 - rank
     with trace.enable("ALL", sinks=[sink]) as handle:
         work = dist.irecv(torch.ones(2), other) if rank == 0 else None
+        if rank == 0:
+            until(lambda: len(sink.descriptions) == 1)
+            order.OVERDUE_NS = NEVER_NS
         dist.all_reduce(torch.ones(1))
         if rank == 0:
             until(lambda: len(sink.descriptions) == 2)
@@ -55,7 +57,7 @@ def _overdue(rank: int) -> list[Any]:
             dist.send(torch.ones(2), other)
         elif work is not None:
             work.wait()
-        handle.flush()
+        assert handle.flush(WAIT_S)
     order.OVERDUE_NS = normally
     return [(each["name"], each["duration_ms"] is None) for each in sink.descriptions]
 
@@ -96,7 +98,7 @@ def _a_sink_that_raises(rank: int) -> Any:
         until(lambda: handle.sinks == (sink,))
         for _ in range(5):
             dist.all_reduce(torch.ones(1))
-        handle.flush()
+        assert handle.flush(WAIT_S)
         assert len(sink.descriptions) == 10
     base.logger.removeHandler(handler)
     return [bad.calls, len(said), "Raises failed 3 times and is dropped" in said[0]]
@@ -112,7 +114,7 @@ def _forked(rank: int, folder: str) -> Any:
     sink, file = trace.MemorySink(), trace.JsonLines(f"{folder}/{{rank}}.jsonl")
     with trace.enable("ALL", sinks=[sink, file]) as handle:
         dist.all_reduce(torch.ones(1))
-        assert handle.flush()
+        assert handle.flush(WAIT_S)
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -124,7 +126,7 @@ def _forked(rank: int, folder: str) -> Any:
             told = pipe.read()
         os.waitpid(child, 0)
         dist.all_reduce(torch.ones(1))
-        assert handle.flush()
+        assert handle.flush(WAIT_S)
     lines = Path(folder, f"{rank}.jsonl").read_text().splitlines()
     return [told, len(sink.descriptions), [json.loads(line)["seq"] for line in lines]]
 
@@ -170,7 +172,7 @@ def _off(rank: int) -> Any:
     sink = trace.MemorySink()
     with trace.enable(sinks=[sink]) as handle:
         dist.all_reduce(torch.ones(1))
-        assert handle.flush()
+        assert handle.flush(WAIT_S)
         recording = session.current()
     with pytest.raises(ValueError, match="no trace sink 'csv': one of jsonl, nvtx, otel"):
         trace.enable("ALL", sinks=["csv"])
@@ -184,7 +186,10 @@ def _everything(rank: int, world_size: int, folder: str) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
+    from rankcall.trace import order
 
+    # On a busy machine an op may be in flight for long: told twice, but not where that is counted.
+    order.OVERDUE_NS = NEVER_NS
     dist.barrier()
     before = trace.enable("ALL").remove()  # what is made once, such as dicts of torch's
     told = [_put_back(rank), _off(rank), _overdue(rank), _a_sink_that_raises(rank)]
@@ -195,7 +200,7 @@ def _everything(rank: int, world_size: int, folder: str) -> Any:
 def test_tracing_on_two_ranks(capture: str, tmp_path: Path) -> None:
     """All of the above, one after the other."""
     env = {"RANKCALL_CAPTURE": capture}
-    results = try_ranks(_everything, 2, str(tmp_path), env=env)
+    results = try_ranks(_everything, 2, str(tmp_path), env=env, timeout=240)
     assert all(each.ok for each in results), [each.error for each in results]
     for rank, result in enumerate(results):
         _, (before, after), off, overdue, raised, forked = result.value
@@ -233,7 +238,9 @@ def _cross_host(rank: int, world_size: int) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
+    from rankcall.trace import order
 
+    order.OVERDUE_NS = NEVER_NS
     os.environ["RANKCALL_HOST"] = HOSTS[rank]
     sink = trace.MemorySink()
     with trace.enable("crossnode", sinks=[sink]) as handle:
@@ -248,14 +255,14 @@ def _cross_host(rank: int, world_size: int) -> Any:
             elif rank == target:  # on a group that spans hosts: from anybody, or from one
                 dist.recv(torch.ones(10), None if target == 2 else source)
         dist.barrier()
-        handle.flush()
+        assert handle.flush(WAIT_S)
     return [[each["name"], each["message_size"]] for each in sink.descriptions]
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_hosts_are_exchanged_over_the_store(capture: str) -> None:
     """Without torchrun's variables; p2p by its peer, a receive from any source by its group."""
-    told = run_ranks(_cross_host, 4, env={"RANKCALL_CAPTURE": capture})
+    told = run_ranks(_cross_host, 4, env={"RANKCALL_CAPTURE": capture}, timeout=240)
     all_reduce, barrier = ["all_reduce", 4], ["barrier", 1]
     across, send, recv = ["all_reduce", 12], ["send", 40], ["recv", 40]
     assert [sorted(each) for each in told] == [
@@ -298,13 +305,14 @@ def test_two_agents_cross_nodes_without_code(tmp_path: Path) -> None:
         )
         for node in range(2)
     ]  # fmt: skip
-    ended = [agent.finish(90) for agent in agents]
+    ended = [agent.finish(240) for agent in agents]
     assert [each.status for each in ended] == [0, 0], "\n".join(each.err for each in ended)
     assert sum("tracing CROSSNODE to JsonLines, Nvtx" in each.err for each in ended) == 1
     heard = nvtx_tool.heard(tmp_path / "nvtx")
     for rank in range(2):
         file = tmp_path / f"run/trace/rank-{rank:05d}.attempt-0.jsonl"
         lines = [json.loads(text) for text in file.read_text().splitlines()]
+        lines = [each for each in lines if each["duration_ms"] is not None]  # told when over
         assert all(each["group_ranks"] == [0, 1] for each in lines)
         reduced = [each for each in lines if each["name"] == "all_reduce"]
         assert reduced[-1]["source_line"] == f"{tmp_path}/job.py:{line}"
@@ -334,7 +342,7 @@ dist.init_process_group("gloo")
 for number in range(300):
     dist.all_reduce(torch.ones(10))
     if number == 150:
-        assert all(each.flush(20) for each in live())
+        assert all(each.flush(60) for each in live())
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
 dist.destroy_process_group()
@@ -346,7 +354,7 @@ def test_a_disk_that_fills_in_a_job(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(FULL)
     ended = launch(
         "run", "--run-dir", "run", "--trace", "all", "--history", "--nproc-per-node", "2",
-        "job.py", cwd=tmp_path,
+        "job.py", cwd=tmp_path, timeout=240,
     )  # fmt: skip
     assert ended.status == 0, ended.err
     for rank in range(2):
@@ -385,7 +393,8 @@ def test_the_example_feeds_every_sink(tmp_path: Path) -> None:
     described = 0
     for rank in range(2):
         lines = (tmp_path / f"out/rank-{rank}.jsonl").read_text().splitlines()
-        names = [json.loads(line)["name"] for line in lines]
+        over = [each for each in map(json.loads, lines) if each["duration_ms"] is not None]
+        names = [each["name"] for each in over]
         assert names.count("all_gather_object") == 3
         assert (tmp_path / f"out/scalars-{rank}.tsv").read_text().count("rankcall/all/calls") > 20
         described += len(names)

@@ -69,6 +69,14 @@ def test_what_is_overdue_is_told_once_and_blocks_no_more() -> None:
     assert taken(order, [{"index": 0}], now=OVERDUE_NS + 4) == [(0, False)]
 
 
+def test_what_ends_during_a_look_is_put_in_its_place() -> None:
+    """A look takes several readings: an earlier op may come with a later one of them."""
+    order = Order()
+    assert taken(order, [{"index": 1}, {"index": 2}, {"index": 0}]) == [
+        (0, False), (1, False), (2, False),
+    ]  # fmt: skip
+
+
 def test_the_ops_of_one_call_are_one() -> None:
     """The row of the pickles, from the first start to the last end; later ops wait for it."""
     order = Order()

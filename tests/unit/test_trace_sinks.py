@@ -98,6 +98,13 @@ def test_lines_are_what_json_makes_of_the_dicts() -> None:
     assert [json.loads(line) for line in lines] == list(batch)
     assert [list(json.loads(line)) for line in lines] == [list(each) for each in batch]
     assert some(0).lines() == b""
+    for first in range(8):  # columns in which nothing differs are written another way
+        one = some(1, first)
+        columns = {name: np.repeat(each, 3) for name, each in one.columns.items()}
+        alike = Descriptions(one.teller, one.kinds, columns)
+        assert [json.loads(line) for line in alike.lines().splitlines()] == list(alike)
+        alike.columns["seq"][1] += 1
+        assert [json.loads(line) for line in alike.lines().splitlines()] == list(alike)
 
 
 def test_the_frame_says_the_same() -> None:

@@ -40,7 +40,7 @@ class SourceLines:
         """Begin."""
         self._thread.start()
 
-    def stop(self, timeout: float = 1.0) -> None:
+    def stop(self, timeout: float = 2.0) -> None:
         """Look once more, and end; what a slow disk has not told by then stays unknown."""
         self._stopping.set()
         self._thread.join(timeout)

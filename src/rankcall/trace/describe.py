@@ -18,7 +18,7 @@ from rankcall.ring.reader import Ring
 from rankcall.ring.tables import Group, Tables
 from rankcall.trace.descriptions import Column, Descriptions, Kind, Teller
 from rankcall.trace.order import Order
-from rankcall.trace.switches import Mode
+from rankcall.trace.switches import Mode, mode_of
 
 __all__ = ["Describer", "describe"]
 
@@ -125,13 +125,14 @@ class Describer:
 def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) -> Descriptions:
     """Describe all records of a ring that was read (``rankcall.load(...).rings``).
 
-    ``CROSSNODE`` needs ``span``. ``gpu_serial`` and ``vm_id`` are not recorded: ``unknown``.
+    ``CROSSNODE`` needs ``span``. ``gpu_serial`` and ``vm_id`` are not recorded: ``unknown``. Raises
+    ``ValueError`` for an unknown mode.
     """
-    chosen = Mode(str(getattr(mode, "value", mode)).upper())
+    chosen = mode_of(mode)
     if chosen is Mode.CROSSNODE and span is None:
         raise ValueError("CROSSNODE needs span: who is on which host")
     header = ring.header
-    rows = ring.records
+    rows = ring.records[:0] if chosen is Mode.NONE else ring.records
     over = rows["status"] >= STATUSES.index("completed")
     over |= rows["completed_ns"] != 0
     ended, awaited = picked(rows, over), picked(rows, ~over)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 Description = dict[str, Any]
+Part = Union[str, "pl.Series"]
 Column = npt.NDArray[Any]
 NO_RANK = -1
 
@@ -136,26 +137,35 @@ class Descriptions:
 
         if not len(self):
             return b""
-        columns = self.columns
-        table = pl.DataFrame(
-            {
-                "_head": self._of_kind(self._head),
-                "_ranks": self._of_kind(self._ranks),
-                "_group": self._of_kind(lambda kind: f', "group": {json.dumps(kind.group)}'),
-                "_dtype": pl.Series([f', "dtype": "{name}"' for name in DTYPES]).gather(
-                    columns["dtype"].astype(np.uint32)
-                ),
-                "timestamp": columns["issued_ns"] // 1_000_000_000,
-                **{name: column for name, column in columns.items() if name in _WRITTEN},
-            }
-        )
+        parts = _joined(self._parts())
+        if len(parts) == 1 and isinstance(parts[0], str):
+            return f"{parts[0]}\n".encode() * len(self)
+        line = pl.concat_str([pl.lit(part) for part in parts])
         text = io.BytesIO()  # no text has a line break in it: they are escaped
-        table.select(_line(columns)).write_csv(text, include_header=False, quote_style="never")
+        pl.select(line).write_csv(text, include_header=False, quote_style="never")
         return text.getvalue()
+
+    def _parts(self) -> Iterator[Part]:
+        """Yield what a line is made of, one after the other."""
+        columns = self.columns
+        yield self._shared(self._head)
+        yield from (', "message_size": ', _numbers(columns["message_size"]))
+        yield from (', "device": ', _devices(columns["device"]))
+        yield from (', "timestamp": ', _numbers(columns["issued_ns"] // 1_000_000_000))
+        yield self._shared(self._ranks)
+        yield _where_it_applies("peer_rank", columns["peer_rank"], NO_RANK)
+        yield _where_it_applies("root_rank", columns["root_rank"], NO_RANK)
+        yield _where_it_applies("correlation_id", columns["correlation_id"], 0)
+        yield from (', "seq": ', _numbers(columns["seq"]))
+        yield self._shared(lambda kind: f', "group": {json.dumps(kind.group)}')
+        yield from (', "dtype": ', _chosen([f'"{name}"' for name in DTYPES], columns["dtype"]))
+        for name in ("duration_ms", "algbw_gbps", "busbw_gbps"):
+            yield from (f', "{name}": ', _reals(columns[name]))
+        yield from (', "step": ', _numbers(columns["step"]), "}")
 
     def _head(self, kind: Kind) -> str:
         head = {"name": kind.name, "rank": self.teller.rank, "source_line": kind.source_line}
-        return f'{json.dumps(head)[:-1]}, "message_size": '
+        return json.dumps(head)[:-1]
 
     def _ranks(self, kind: Kind) -> str:
         teller = self.teller
@@ -165,6 +175,9 @@ class Descriptions:
             "group_ranks": kind.group_ranks,
         }
         return f", {json.dumps(part)[1:-1]}"
+
+    def _shared(self, text: Callable[[Kind], str]) -> Part:
+        return _chosen([text(kind) for kind in self.kinds], self.columns["kind"])
 
     def _of_kind(self, text: Callable[[Kind], str]) -> pl.Series:
         """Return a text that depends on the kind only, made once for each."""
@@ -176,44 +189,61 @@ class Descriptions:
 
 NOTHING = Descriptions(Teller(NO_RANK), (), {"kind": np.empty(0, np.int64)})
 
-_WRITTEN = (
-    "message_size", "device", "peer_rank", "root_rank", "correlation_id", "seq", "duration_ms",
-    "algbw_gbps", "busbw_gbps", "step",
-)  # fmt: skip
+
+# --- parts of lines: where all of a batch are alike, a text; each column of texts costs ---
 
 
-def _line(columns: dict[str, Column]) -> pl.Expr:
-    """Return what makes a line; what no line needs is left out, since each part costs."""
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Make one of neighbouring texts."""
+    found: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
+
+
+def _chosen(texts: list[str], which: Column) -> Part:
     import polars as pl
 
-    def number(name: str) -> pl.Expr:
-        return pl.col(name).cast(pl.String)
+    if (which == which[0]).all():
+        return texts[int(which[0])]
+    return pl.Series(texts, dtype=pl.String).gather(which.astype(np.uint32))
 
-    def where(name: str, nothing: int) -> list[pl.Expr]:
-        there = columns[name] != nothing
-        text = [pl.lit(f', "{name}": '), number(name)]
-        if there.all():
-            return text
-        applies = pl.when(pl.col(name) != nothing).then(pl.concat_str(text))
-        return [applies.otherwise(pl.lit(""))] if there.any() else []
 
-    def real(name: str) -> list[pl.Expr]:
-        text = number(name)
-        if np.isnan(columns[name]).any():
-            text = pl.when(pl.col(name).is_not_nan()).then(text).otherwise(pl.lit("null"))
-        return [pl.lit(f', "{name}": '), text]
+def _numbers(column: Column) -> Part:
+    import polars as pl
 
-    device = [pl.lit(', "device": "cpu"')]
-    if (columns["device"] >= 0).any():
-        on_cpu = pl.when(pl.col("device") < 0).then(pl.lit('"cpu"'))
-        device = [pl.lit(', "device": '), on_cpu.otherwise(number("device"))]
-    return pl.concat_str(
-        "_head", number("message_size"), *device, pl.lit(', "timestamp": '), number("timestamp"),
-        "_ranks", *where("peer_rank", NO_RANK), *where("root_rank", NO_RANK),
-        *where("correlation_id", 0), pl.lit(', "seq": '), number("seq"), "_group", "_dtype",
-        *real("duration_ms"), *real("algbw_gbps"), *real("busbw_gbps"),
-        pl.lit(', "step": '), number("step"), pl.lit("}"),
-    )  # fmt: skip
+    return str(column[0]) if (column == column[0]).all() else pl.Series(column).cast(pl.String)
+
+
+def _reals(column: Column) -> Part:
+    import polars as pl
+
+    unknown = np.isnan(column)
+    if unknown.all():
+        return "null"
+    texts: pl.Series = pl.Series(column).cast(pl.String)
+    return texts.set(pl.Series(unknown), "null") if unknown.any() else texts
+
+
+def _devices(column: Column) -> Part:
+    import polars as pl
+
+    if (column < 0).all():
+        return '"cpu"'
+    texts: pl.Series = pl.Series(column).cast(pl.String)
+    return texts.set(pl.Series(column < 0), '"cpu"')
+
+
+def _where_it_applies(name: str, column: Column, nothing: int) -> Part:
+    import polars as pl
+
+    if (column == nothing).all():
+        return ""
+    texts: pl.Series = f', "{name}": ' + pl.Series(column).cast(pl.String)
+    return texts.set(pl.Series(column == nothing), "")
 
 
 def _number(value: float) -> float | None:

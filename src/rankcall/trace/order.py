@@ -29,6 +29,14 @@ def index_of(rows: Rows) -> Indexes:
     return index
 
 
+def _in_order(rows: Rows) -> Rows:
+    """Return records in issue order; an earlier op may have ended while later ones were read."""
+    words = rows["commit"]
+    if not np.any(words[1:] < words[:-1]):
+        return rows
+    return picked(rows, np.argsort(words, kind="stable"))
+
+
 class Order:
     """Holds back what must wait; one for each recording, used from one thread."""
 
@@ -55,9 +63,8 @@ class Order:
         objects = self._are_objects(ended)
         if not (len(awaited) or len(self._waiting) or objects.any()):
             self._told.clear()
-            return ended, np.zeros(len(ended), np.bool_)
-        rows = joined([self._waiting, ended])
-        rows = picked(rows, np.argsort(rows["commit"], kind="stable"))
+            return _in_order(ended), np.zeros(len(ended), np.bool_)
+        rows = _in_order(joined([self._waiting, ended]))
         overdue, blocking = self._split(awaited, now_ns)
         rows, held = self._hold(rows, awaited, blocking, now_ns)
         if last or np.count_nonzero(held) > _MOST_WAITING:

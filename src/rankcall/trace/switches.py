@@ -38,14 +38,15 @@ def settle(mode: str | Mode | None, print_: bool | None) -> Switches:
         raise TypeError(f"print_ must be True, False or None; got {print_!r}")
     said = os.environ.get(PRINT_VARIABLE, "").strip().lower()
     return Switches(
-        mode=_mode(mode),
+        mode=mode_of(mode),
         print_=said in _YES if print_ is None else print_,
         gpu_serial=os.environ.get("GPU_SERIAL") or "unknown",
         vm_id=os.environ.get("VM_ID") or "unknown",
     )
 
 
-def _mode(given: str | Mode | None) -> Mode:
+def mode_of(given: str | Mode | None) -> Mode:
+    """Return a mode by its name, in any case; None: as the variable says, or ``CROSSNODE``."""
     where, text = "mode", given
     if given is None:
         where, text = MODE_VARIABLE, os.environ.get(MODE_VARIABLE) or Mode.CROSSNODE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class OpenTelemetry:
         *,
         endpoint: str | None = None,
         span_every: int = 100,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if span_every < 0:
             raise ValueError(f"span_every must be 0 or more; got {span_every}")
@@ -56,7 +57,8 @@ class OpenTelemetry:
         self._keys = Keys()
         self._steps: dict[int, list[tuple[Description, int]]] = defaultdict(list)
         self._newest = -1
-        self._budget, self._budget_at = float(_DURATIONS_PER_SECOND), time.monotonic()
+        self._clock = clock
+        self._budget, self._budget_at = float(_DURATIONS_PER_SECOND), clock()
 
     def open(self, origin: Origin) -> None:
         """Make the instruments, and the providers where none were given."""
@@ -108,7 +110,7 @@ class OpenTelemetry:
 
         Each costs the SDK some microseconds with the GIL, which the training thread wants.
         """
-        now = time.monotonic()
+        now = self._clock()
         more = (now - self._budget_at) * _DURATIONS_PER_SECOND
         self._budget, self._budget_at = min(self._budget + more, _DURATIONS_PER_SECOND), now
         count = min(len(seconds), max(1, int(self._budget)))
@@ -141,6 +143,8 @@ class OpenTelemetry:
         wanted = (columns["step"] % self._every == 0) & ~columns["in_flight"]
         for step in np.unique(columns["step"][wanted]).tolist():
             kept = self._steps[step]
+            if len(kept) >= _SPANS_PER_STEP:
+                continue
             mine = np.flatnonzero(wanted & (columns["step"] == step))
             chosen = np.zeros(len(wanted), np.bool_)
             chosen[mine[: _SPANS_PER_STEP - len(kept)]] = True
