@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from rankcall.analysis.culprits import Case, cases, halted_ranks, together
 from rankcall.analysis.cycles import Cycle, cycles
 from rankcall.analysis.deaths import deaths
 from rankcall.analysis.disagree import Disagreement, disagreements, slipped
-from rankcall.analysis.finding import Finding, in_order
+from rankcall.analysis.finding import Finding, in_order, less_sure
 from rankcall.analysis.graph import Graph
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.tell import of_cases, of_cycle, of_disagreement, of_stuck
@@ -77,7 +78,10 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     findings = [of_disagreement(snapshot, graph, each) for each in clashes]
     findings += [of_cycle(snapshot, graph, each) for each in circles]
     findings += [of_cases(snapshot, graph, alike) for alike in together(found)]
-    return in_order(findings or _stuck(snapshot, graph))
+    findings = findings or _stuck(snapshot, graph)
+    if snapshot.mixed:
+        findings = [replace(each, confidence=less_sure(each.confidence, 2)) for each in findings]
+    return in_order(findings)
 
 
 def settles_in(snapshot: Snapshot, findings: Sequence[Finding], hang_after: float) -> float:

@@ -93,6 +93,7 @@ class Snapshot:
     labels: list[str] = field(default_factory=list)  # of the groups, unique
     sites: list[CallSite] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    mixed: bool = False  # the records may be of several jobs
 
     @property
     def live(self) -> bool:

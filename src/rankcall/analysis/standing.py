@@ -7,12 +7,13 @@ of each group and channel, and whatever has not ended or has failed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.chosen import choose, strangers
 from rankcall.analysis.snapshot import (
     ALIVE,
     CALL,
@@ -26,8 +27,8 @@ from rankcall.analysis.snapshot import (
 )
 from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
 from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
-from rankcall.ring.reader import CallSite, Group, Head, Header, Ring
-from rankcall.run import Progress, Run, format_ranks
+from rankcall.ring.reader import CallSite, Group, Header, Ring
+from rankcall.run import Progress, Run
 
 Ints = npt.NDArray[np.int64]
 
@@ -60,7 +61,9 @@ def stand(
     does not belong together, is noted in ``Snapshot.problems``.
     """
     problems = list(run.problems)
-    chosen = {head.path.name: head for head in _last_attempt(run.heads, problems)}
+    heads = choose(run.heads, problems)
+    mixed = strangers(heads, problems)
+    chosen = {head.path.name for head in heads}
     if window is None:
         window = min(max(_ALL_WINDOWS // max(1, len(chosen)), _WINDOW[0]), _WINDOW[1])
     gathered, noted = _Gathered(window), read_states(run.path) if run.path.is_dir() else {}
@@ -73,33 +76,9 @@ def stand(
                 state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
             gathered.add(ring, state, moment)
     problems += [text for text in run.problems if text not in problems]
-    world = run.world_size
-    return gathered.finish(world, read_exits(run.path) if run.path.is_dir() else [], problems)
-
-
-def _last_attempt(heads: Iterable[Head], problems: list[str]) -> list[Head]:
-    """Choose one ring a rank: of the last attempt, the one that began last."""
-    attempt = max((head.header.attempt for head in heads), default=0)
-    newest: dict[int, Head] = {}
-    unranked, copies = 0, set()
-    for head in sorted(heads, key=lambda head: head.header.anchor_epoch_ns):
-        rank = head.header.rank
-        if head.header.attempt != attempt:
-            continue
-        if rank < 0:
-            unranked += 1
-            continue
-        if rank in newest and newest[rank].header.pid != head.header.pid:
-            copies.add(rank)
-        newest[rank] = head
-    if unranked:
-        problems.append(f"{unranked} processes left a ring without a rank: they are left out")
-    if copies:
-        problems.append(
-            f"several processes left a ring as rank {format_ranks(sorted(copies))}: "
-            "the one that started last counts"
-        )
-    return list(newest.values())
+    world = max((head.header.world_size for head in heads), default=0)
+    exits = read_exits(run.path) if run.path.is_dir() else []
+    return replace(gathered.finish(world, exits, problems), mixed=mixed)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import struct
@@ -28,6 +29,9 @@ from rankcall.ring.layout import (
 from rankcall.ring.reader import CallSite, Group
 from rankcall.ring.writer import encode_group, encode_site
 from rankcall.run import ring_name
+
+# All ranks of a large world enter the same group, one ring after the other.
+_encoded = functools.lru_cache(maxsize=64)(encode_group)
 
 
 @dataclass
@@ -59,7 +63,7 @@ class RingSpec:
 
     def group(self, group: Group) -> int:
         """Return the id of a process group, entered once."""
-        return self._entry(ENTRY_GROUP, encode_group(group))
+        return self._entry(ENTRY_GROUP, _encoded(group))
 
     def site(self, site: CallSite) -> int:
         """Return the id of a call site, entered once."""
