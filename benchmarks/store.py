@@ -34,7 +34,7 @@ from torch.distributed.elastic.utils import store as model
 
 from rankcall import BarrierTimeout
 from rankcall import store as ours
-from rankcall.store import _link
+from rankcall.store import _connection
 
 Figures = dict[str, Any]
 TIMEOUT_S = 300.0
@@ -121,7 +121,7 @@ def late(rank: Rank, size: int, missing: list[int]) -> tuple[float, bool]:
 
 def sent(rank: Rank) -> tuple[int, int]:
     """Return the operations and round trips of this rank's own connections so far."""
-    links = _link.local(rank.store).idle
+    links = _connection.local(rank.store).idle
     return sum(each.operations for each in links), sum(each.round_trips for each in links)
 
 

@@ -2,8 +2,9 @@
 
 A one-element all_reduce on the fake process group, back to back from a Python loop: nothing is
 communicated, so what is added shows, and the trace thread has some 200,000 ops a second to
-describe. Added over a process without rankcall: recording is in each figure. Paired rounds; the
-median counts. Beside it the work of the classic monitor: inspect.stack() and a JSON line a call.
+describe. Added over a process without rankcall: recording is in each figure. The sinks take turns,
+each between two measurements without rankcall; the median of the differences counts. Beside them
+the work of the classic monitor: inspect.stack() and a JSON line a call.
 
     python benchmarks/trace.py [--json] [--rounds N] [--calls N] [--ranks N] [--collectives N]
                                [--repeat N]
@@ -16,6 +17,7 @@ import contextlib
 import inspect
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 import time
@@ -24,7 +26,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from overhead import added_us, fake_call, recording
+from overhead import fake_call, per_call_us, recording
 
 Figures = dict[str, float]
 Switch = Callable[[], AbstractContextManager[object]]
@@ -101,21 +103,47 @@ def monitored() -> Iterator[None]:
         out.close()
 
 
-def training_figures(rounds: int, calls: int, folder: Path) -> Figures:
-    """Measure every sink, and the classic monitor's work, in this process."""
+def training_figures(rounds: int, calls: int, folder: Path) -> dict[str, list[float]]:
+    """Measure recording alone, every sink, and the classic monitor's work, in this process.
+
+    Returns what each adds, round by round. The ways take turns, each between two measurements
+    without: what the machine does meanwhile meets all of them.
+    """
     from rankcall import trace
 
     os.environ["NVTX_INJECTION64_PATH"] = str(null_tool(folder))
     call = fake_call()
-    ways: dict[str, tuple[Switch, int, int]] = {
-        "monitor_style": (monitored, max(3, rounds // 2), calls // 100),
-        "jsonl": (with_sink(lambda: trace.JsonLines(folder / "x.jsonl")), rounds, calls),
-        "nvtx": (with_sink(trace.Nvtx), rounds, calls),
-        "prometheus": (with_sink(lambda: trace.Prometheus(0)), rounds, calls),
-        "otel": (with_sink(otel_sink), rounds, calls),
-        "parquet": (with_sink(lambda: trace.Parquet(folder / "history")), rounds, calls),
+    ways: dict[str, tuple[Switch, int]] = {
+        "monitor_style": (monitored, max(1, calls // 100)),
+        "recording": (recording("native"), calls),
+        "jsonl": (with_sink(lambda: trace.JsonLines(folder / "x.jsonl")), calls),
+        "nvtx": (with_sink(trace.Nvtx), calls),
+        "prometheus": (with_sink(lambda: trace.Prometheus(0)), calls),
+        "otel": (with_sink(otel_sink), calls),
+        "parquet": (with_sink(lambda: trace.Parquet(folder / "history")), calls),
     }
-    return {f"{name}_added_us": added_us(call, *way)[0] for name, way in ways.items()}
+    added: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        before = _settled_us(call, calls)
+        for name, (switched, times) in ways.items():
+            with switched():
+                during = _settled_us(call, times)
+            after = _settled_us(call, calls)
+            added[name].append(during - (before + after) / 2)
+            before = after
+    return added
+
+
+def _settled_us(call: Callable[[], object], calls: int) -> float:
+    """Return the microseconds a call takes, after some that do not count."""
+    per_call_us(call, max(1, calls // 5))
+    return per_call_us(call, calls)
+
+
+def spread(values: list[float]) -> float:
+    """Return how far the median of rounds may be off: half the quartiles' distance, by root n."""
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [0.0] * 3
+    return float((high - low) / 2 / len(values) ** 0.5)
 
 
 _EXPORTS = (
@@ -135,21 +163,23 @@ def main() -> None:
     """Measure, and print one JSON object or a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--collectives", type=int, default=10_000)
     parser.add_argument("--repeat", type=int, default=1, help="of the exports; the median counts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as name:
-        figures = training_figures(options.rounds, options.calls, Path(name))
+        added = training_figures(options.rounds, options.calls, Path(name))
+    figures = {f"{name}_added_us": statistics.median(each) for name, each in added.items()}
     figures |= export_figures(options.ranks, options.collectives, options.repeat)
     rounded = {name: round(value, 3) for name, value in figures.items()}
     if options.json:
         print(json.dumps(rounded))
         return
     for name, value in rounded.items():
-        print(f"{name:32} {value:14,.3f}")
+        good_to = f" +- {spread(added[name[:-9]]):.3f}" if name.endswith("_added_us") else ""
+        print(f"{name:32} {value:14,.3f}{good_to}")
 
 
 if __name__ == "__main__":

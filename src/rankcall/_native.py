@@ -58,7 +58,8 @@ class NativeModule:
         made = (make() for make in self.headers.values())
         for part in (*made, *self.defines, *map(str, self.includes), self._built_for()):
             digest.update(part.encode() + b"\0")
-        for source in sorted([*self.sources.glob("*.h"), self.sources / self.main]):
+        included = (self.sources.glob(f"*.{suffix}") for suffix in ("h", "cpp"))
+        for source in sorted(path for each in included for path in each):
             digest.update(source.read_bytes())
         return cache_dir() / f"{self.name}-{digest.hexdigest()[:16]}.so"
 

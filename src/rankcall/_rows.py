@@ -13,7 +13,7 @@ from rankcall.record import (
     REDUCE_OPS,
     STATUSES,
 )
-from rankcall.ring.reader import Tables
+from rankcall.ring.tables import Tables
 
 _PLAIN = (
     "seq", "message_bytes", "in_bytes", "out_bytes", "tag", "thread", "step", "tensors",

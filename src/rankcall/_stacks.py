@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rankcall.processes import process_state
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.ring.writer import put
 
 # Never taken from a ring file: a ring says only where to read. In the middle of the real-time

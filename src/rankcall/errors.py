@@ -5,6 +5,7 @@ RankcallError
 ├── BackendNotFound      (ValueError, KeyError)  no back end has that name; lists those there are
 ├── BackendUnavailable   (RuntimeError)  a back end that this installation or machine cannot run
 ├── BarrierTimeout       (RuntimeError)  not all ranks came in time; also a DistStoreError
+│   └── RpcTimeout       (TimeoutError)  an RPC group did not form or end in time
 ├── CaptureUnavailable   (RuntimeError)  recording was asked for in a way this machine cannot do
 ├── CorruptRun           (ValueError)    a ring or run directory that cannot be read as one
 ├── DuplicateBackend     (RuntimeError)  a back end of that name is registered already
@@ -12,7 +13,6 @@ RankcallError
 ├── ExtraMissing         (ImportError)   a sink needs a package that is not installed
 ├── InvalidDeviceMap     (ValueError)    a worker's devices or device maps break a rule
 ├── PeerError            (RuntimeError)  another rank failed, so that this one cannot go on
-├── RpcTimeout           (RuntimeError, TimeoutError)  a group did not form or end in time
 ├── RunNotFound          (FileNotFoundError)
 ├── StoreLost            (RuntimeError)  the store's host is gone; also a DistNetworkError
 ├── TorchMissing         (ImportError)   torch is absent, or older than rankcall needs
@@ -154,15 +154,15 @@ class PeerError(RankcallError, RuntimeError):
         self.traceback = traceback
 
 
-class RpcTimeout(_Explained, RuntimeError, TimeoutError):
-    """Raised when workers did not come together in time.
+class RpcTimeout(BarrierTimeout, TimeoutError):
+    """Raised when the workers of an RPC group did not come together, or part, in time.
 
-    ``missing``: the ranks that did not arrive, in ascending order; empty where it is not known.
+    A ``BarrierTimeout``, with its attributes; the message names the missing workers.
     """
 
-    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.missing = tuple(missing)
+    # Of its bases' the one that fits; without it pickle would take the first.
+    def __new__(cls, *args: Any, **_: Any) -> RpcTimeout:
+        return TimeoutError.__new__(cls, *args)
 
 
 class RunNotFound(RankcallError, FileNotFoundError):

@@ -15,7 +15,7 @@ from rankcall.capture import session
 from rankcall.capture.delivery import Dispatcher, FailureLog
 from rankcall.capture.events import StatusMaker
 from rankcall.capture.tail import RingTail
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.ring.writer import boot_id
 
 EXITS, STATES = "exits", "states"

@@ -1,13 +1,15 @@
 """What happens inside Join when something goes wrong: scenarios run one after the other.
 
 Every scenario gets a process group of its own, because most of them end with a dead one; the ranks
-stay up. A rank's outcome says what it caught, when, and what it had done by then.
+stay up. A rank's outcome says what it caught, when, and what it had done by then; how long plain
+training takes on the machine as busy as it is; and what of the user's settings is not as before.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -29,17 +31,25 @@ class Log:
         self.steps = 0
         self.began = 0.0
         self.more: dict[str, Any] = {}
+        self.nets: list[DistributedDataParallel] = []
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` and note when."""
         self.began = time.time()
         raise error
 
+    def model(self) -> DistributedDataParallel:
+        """Return a small DDP model."""
+        torch.manual_seed(0)
+        self.nets.append(DistributedDataParallel(nn.Linear(4, 4)))
+        return self.nets[-1]
 
-def model() -> DistributedDataParallel:
-    """Return a small DDP model."""
-    torch.manual_seed(0)
-    return DistributedDataParallel(nn.Linear(4, 4))
+    def not_restored(self) -> list[str]:
+        """Return what Join left behind on the models."""
+        left = [net._join_config for net in self.nets if net._join_config.enable]
+        left += [net for net in self.nets if net._forward_pre_hooks or net._forward_hooks]
+        left += [net for net in self.nets if "_rankcall_joined" in vars(net)]
+        return [str(each) for each in left]
 
 
 def batches(count: int) -> list[torch.Tensor]:
@@ -53,20 +63,30 @@ def train(net: nn.Module, log: Log, batch: torch.Tensor, weight: float = 1.0) ->
     log.steps += 1
 
 
+def meet(rank: int, failing: int = 1) -> None:
+    """Let the rank that is to fail wait until the others are past where they would hear of it."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == failing:
+        store.wait([f"in/{other}" for other in range(dist.get_world_size()) if other != failing])
+    else:
+        store.set(f"in/{rank}", "")
+
+
 def in_backward(rank: int, log: Log) -> None:
     """Rank 1 fails while the others wait in the backward pass."""
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for step, batch in enumerate(join.batches(batches(6))):
-            if rank == 1 and step == 3:
-                time.sleep(0.1)  # by now the others are in it
-                log.fail(KeyError("no such sample"))
+            if step == 3:
+                meet(rank)
+                if rank == 1:
+                    log.fail(KeyError("no such sample"))
             train(net, log, batch)
 
 
 def without_batches(rank: int, log: Log) -> None:
     """The same with a plain loop, as torch's Join is used."""
-    net = model()
+    net = log.model()
     with Join([net]):
         for step, batch in enumerate(batches(6)):
             if rank == 1 and step == 3:
@@ -76,7 +96,7 @@ def without_batches(rank: int, log: Log) -> None:
 
 def in_shadow(rank: int, log: Log) -> None:
     """Rank 0 has run dry and shadows when rank 1 fails."""
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for step, batch in enumerate(join.batches(batches(2 if rank == 0 else 6))):
             if rank == 1 and step == 4:
@@ -101,7 +121,7 @@ def in_fsdp(rank: int, log: Log) -> None:
 def in_subgroup_and_receive(rank: int, log: Log) -> None:
     """Rank 0 waits in a group without the rank that fails, for rank 2, which waits to receive."""
     group = dist.new_group([0, 2])
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for batch in join.batches(batches(2)):
             train(net, log, batch)
@@ -125,7 +145,7 @@ def in_user_code(rank: int, log: Log) -> None:
 
 def looks_like_torch(rank: int, log: Log) -> None:
     """What torch raises for wrong shapes is a plain RuntimeError, as are broken connections."""
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for step, batch in enumerate(join.batches(batches(6))):
             if rank == 1 and step == 3:
@@ -135,7 +155,7 @@ def looks_like_torch(rank: int, log: Log) -> None:
 
 def interrupted(rank: int, log: Log) -> None:
     """Ctrl-C on one rank is news for the others too."""
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for step, batch in enumerate(join.batches(batches(6))):
             if rank == 1 and step == 3:
@@ -143,39 +163,30 @@ def interrupted(rank: int, log: Log) -> None:
             train(net, log, batch)
 
 
-def loader_raises(rank: int, log: Log) -> None:
-    """The loader fails on rank 1."""
-
-    def loader() -> Iterator[torch.Tensor]:
-        yield from batches(3)
-        if rank == 1:
-            log.fail(OSError("disk gone"))
-        yield from batches(3)
-
-    net = model()
-    with Join([net]) as join:
-        for batch in join.batches(loader()):
-            train(net, log, batch)
-
-
 class Lying(list):  # type: ignore[type-arg]
-    """A loader whose length is not what it has."""
+    """A loader whose length is not what it has, or which fails at the end."""
 
     said = 0
+    fails: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return self.said
 
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        if self.fails:
+            self.fails()
 
-def _lying(rank: int, log: Log, real: int, said: int) -> None:
+
+def _lying(rank: int, log: Log, real: int, said: int, policy: str = "shadow") -> None:
     loader = Lying(batches(real if rank == 1 else 6))
     loader.said = said if rank == 1 else 6
-    net = model()
-    with Join([net]) as join:
+    net = log.model()
+    with Join([net], on_exhausted=policy) as join:  # type: ignore[arg-type]
         log.began = time.time()
         for batch in join.batches(loader):
             log.began = time.time()
-            train(net, log, batch)
+            train(net, log, batch, join.weight)
 
 
 def too_short(rank: int, log: Log) -> None:
@@ -183,16 +194,52 @@ def too_short(rank: int, log: Log) -> None:
     _lying(rank, log, 3, 6)
 
 
+def too_short_replayed(rank: int, log: Log) -> None:
+    """The same under replay."""
+    _lying(rank, log, 3, 6, "replay")
+
+
 def too_long(rank: int, log: Log) -> None:
     """Rank 1 promised 3 batches and has 6."""
     _lying(rank, log, 6, 3)
+
+
+def too_long_replayed(rank: int, log: Log) -> None:
+    """The same under replay: known once the last of all has been handed out."""
+    _lying(rank, log, 6, 3, "replay")
+
+
+def loader_raises(rank: int, log: Log) -> None:
+    """The loader fails on rank 1, which does not know its length."""
+
+    def loader() -> Iterator[torch.Tensor]:
+        yield from batches(3)
+        if rank == 1:
+            log.fail(OSError("disk gone"))
+        yield from batches(3)
+
+    net = log.model()
+    with Join([net]) as join:
+        for batch in join.batches(loader()):
+            train(net, log, batch)
+
+
+def long_loader_raises(rank: int, log: Log) -> None:
+    """The loader of rank 1 has a length, and fails; ranks replay."""
+    loader = Lying(batches(3 if rank == 1 else 6))
+    loader.said = 6
+    loader.fails = lambda: log.fail(OSError("disk gone")) if rank == 1 else None
+    net = log.model()
+    with Join([net], on_exhausted="replay") as join:
+        for batch in join.batches(loader):
+            train(net, log, batch, join.weight)
 
 
 def short_in_the_tail(rank: int, log: Log) -> None:
     """Rank 1 promised 6 and has 4, when rank 0 has run dry already: nothing is wrong."""
     loader = Lying(batches({0: 2, 1: 4, 2: 6}[rank]))
     loader.said = {0: 2, 1: 6, 2: 6}[rank]
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for batch in join.batches(loader):
             train(net, log, batch)
@@ -201,7 +248,7 @@ def short_in_the_tail(rank: int, log: Log) -> None:
 
 def one_breaks(rank: int, log: Log) -> None:
     """Rank 1 leaves the loop early, alone."""
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for batch in join.batches(batches(6)):
             train(net, log, batch)
@@ -210,9 +257,24 @@ def one_breaks(rank: int, log: Log) -> None:
                 break
 
 
+def one_breaks_in_fsdp(rank: int, log: Log) -> None:
+    """The same where ranks replay."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with Join([net], on_exhausted="replay") as join:
+        for batch in join.batches(batches(6)):
+            train(net, log, batch, join.weight)
+            if rank == 1 and log.steps == 3:
+                log.began = time.time()
+                break
+
+
 def all_break(rank: int, log: Log) -> None:
     """All leave at the same step, twice: what a limit on steps does."""
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for _ in range(2):
             for batch in join.batches(batches(6 + rank)):
@@ -226,7 +288,7 @@ def all_break(rank: int, log: Log) -> None:
 
 def breaks_in_the_tail(rank: int, log: Log) -> None:
     """Rank 0 has run dry; rank 1 then leaves its loop and shadows, too."""
-    net = model()
+    net = log.model()
     with Join([net]) as join:
         for batch in join.batches(batches(2 if rank == 0 else 6)):
             train(net, log, batch)
@@ -237,7 +299,7 @@ def breaks_in_the_tail(rank: int, log: Log) -> None:
 
 def all_fail_and_go_on(rank: int, log: Log) -> None:
     """All ranks fail at the same step: each keeps its own error, and the groups live on."""
-    net = model()
+    net = log.model()
     errors = 0
     for _ in range(3):
         try:
@@ -258,6 +320,16 @@ def nothing_to_replay(rank: int, log: Log) -> None:
     with Join(group=dist.group.WORLD, on_exhausted="replay") as join:
         for _ in join.batches(batches(0 if rank == 1 else 3)):
             log.steps += 1
+
+
+def nothing_on_one_rank(rank: int, log: Log) -> None:
+    """Rank 1 has no batch: stop ends before the first, raise raises before it."""
+    for policy in ("stop", "raise"):
+        for loader in (batches(0 if rank == 1 else 3), iter(batches(0 if rank == 1 else 3))):
+            with Join(group=dist.group.WORLD, on_exhausted=policy) as join:  # type: ignore[arg-type]
+                for _ in join.batches(loader):
+                    log.steps += 1
+            log.more["stopped"] = log.more.get("stopped", 0) + 1
 
 
 def different_settings(rank: int, log: Log) -> None:
@@ -283,9 +355,10 @@ SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
     for each in (
         in_backward, without_batches, in_shadow, in_fsdp, in_subgroup_and_receive, in_user_code,
-        looks_like_torch, interrupted, loader_raises, too_short, too_long, short_in_the_tail,
-        one_breaks, all_break, breaks_in_the_tail, all_fail_and_go_on, nothing_to_replay,
-        different_settings, different_shares,
+        looks_like_torch, interrupted, loader_raises, long_loader_raises, too_short,
+        too_short_replayed, too_long, too_long_replayed, short_in_the_tail, one_breaks,
+        one_breaks_in_fsdp, all_break, breaks_in_the_tail, all_fail_and_go_on, nothing_to_replay,
+        nothing_on_one_rank, different_settings, different_shares,
     )
 }  # fmt: skip
 
@@ -300,7 +373,8 @@ def run_scenarios(rank: int, world_size: int, names: list[str]) -> dict[str, dic
         dist.init_process_group(
             "gloo", store=own, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
-        log, caught = Log(), None
+        plain_s = plain_training()
+        log, caught, filters = Log(), None, list(warnings.filters)
         try:
             SCENARIOS[name](rank, log)
         except BaseException as error:
@@ -312,6 +386,8 @@ def run_scenarios(rank: int, world_size: int, names: list[str]) -> dict[str, dic
             "steps": log.steps,
             "began": log.began,
             "ended": time.time(),
+            "plain_s": plain_s,
+            "changed": log.not_restored() + ["filters"] * (filters != warnings.filters),
             **log.more,
         }
         del caught
@@ -319,16 +395,39 @@ def run_scenarios(rank: int, world_size: int, names: list[str]) -> dict[str, dic
     return outcomes
 
 
-def killed(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank 1 is killed in its third step."""
+def plain_training() -> float:
+    """Train a few steps without Join; return the seconds, which say how busy the machine is."""
+    began = time.time()
+    net = Log().model()
+    for batch in batches(5):
+        net(batch).sum().backward()
+    return time.time() - began
+
+
+def killed(rank: int, world_size: int, where: str) -> dict[str, Any]:
+    """Rank 1 is killed in its third step, with DDP or FSDP2, or while it shadows the others."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     torch.set_num_threads(1)
-    net, log = model(), Log()
+    log, policy = Log(), "replay" if where == "fsdp" else "shadow"
+    if where == "fsdp":
+        net: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
+    else:
+        net = log.model()
+    if where == "shadowing" and rank == 1:
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), 9)
+
+        net._check_and_sync_module_buffers = die  # what a shadowed iteration calls first
     try:
-        with Join([net]) as join:
-            for batch in join.batches(batches(6)):
+        with Join([net], on_exhausted=policy) as join:  # type: ignore[arg-type]
+            for batch in join.batches(batches(2 if rank == 1 and where == "shadowing" else 6)):
                 if rank == 1 and log.steps == 2:
                     os.kill(os.getpid(), 9)
-                train(net, log, batch)
+                train(net, log, batch, join.weight)
     except Exception as error:
         return {"error": type(error).__name__, "text": str(error), "rank": error.rank}  # type: ignore[attr-defined]
     return {}
@@ -344,7 +443,8 @@ def store_host_fails(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     else:
         store = dist.TCPStore("127.0.0.1", int(shared.get("port")))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    net, log = model(), Log()
+    log = Log()
+    net = log.model()
     try:
         with Join([net]) as join:
             for batch in join.batches(batches(6)):

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SUITE = Path(__file__).parents[1] / "upstream" / "rpc_suite.py"
-# Remote events of the legacy profiler: torch's own agent loses some too (docs/rpc-upstream.md).
-RACY = "test_profiler_"
+JOBS = 3  # most tests wait most of the time
 Outcomes = dict[str, str]
 
 
@@ -23,6 +22,7 @@ def run_suite(backend: str, only: Sequence[str] = (), timeout: float = 2800) -> 
     with tempfile.TemporaryDirectory(prefix="rankcall-rpc-") as folder:
         out, log = Path(folder) / "outcomes.json", Path(folder) / "log"
         command = [sys.executable, str(SUITE), "--backend", backend, "--out", str(out)]
+        command += ["--jobs", str(JOBS)]
         env = {**os.environ, "TEMP_DIR": folder, "RANKCALL_SHM": folder}
         with log.open("w") as file:
             done = subprocess.run(

@@ -16,8 +16,8 @@ from scenarios import SLOW_KINDS, Cause, Scenario
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.record import RECORD
+from rankcall.ring.header import parse_header
 from rankcall.ring.layout import HEADER, HEADER_BYTES
-from rankcall.ring.reader import parse_header
 from rankcall.run import load
 from rankcall.testing import RankResult, Ranks, start_ranks
 

@@ -15,7 +15,7 @@ from ranks import Result, run_ranks, try_ranks
 from world import here, plain, wait_until
 
 from rankcall import load
-from rankcall.run import live_dir, settle
+from rankcall.rundir import live_dir, settle
 
 pytestmark = pytest.mark.multiproc
 CAPTURES = ("native", "python")

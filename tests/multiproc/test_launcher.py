@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from launch import Ended, Launch, launch
 
-from rankcall.run import Run, live_dir, load
+from rankcall.run import Run, load
+from rankcall.rundir import live_dir
 
 pytestmark = pytest.mark.multiproc
 

@@ -12,7 +12,7 @@ from ranks import run_ranks, try_ranks
 from world import here, plain, wait_until
 
 from rankcall import load
-from rankcall.run import settle
+from rankcall.rundir import settle
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,42 +10,16 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks, try_ranks
+from rpcgroup import BACKENDS, blocks, come_up, hurry, metrics
 from world import wait_until
 
 pytestmark = pytest.mark.multiproc
-BACKENDS = ("ZMQ", "TENSORPIPE")
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Run on both back ends."""
     return str(request.param)
-
-
-def _init(rank: int, world_size: int, backend: str, name: str = "", **kwargs: Any) -> None:
-    from rankcall import rpc
-
-    kwargs.setdefault("rpc_timeout", 30)
-    options = rpc.construct_rpc_backend_options(rpc.BackendType[backend], **kwargs)
-    rpc.init_rpc(name or f"w{rank}", backend, rank, world_size, options)
-
-
-def _hurry() -> None:
-    """Let coming up fail sooner than anybody would want it to."""
-    from rankcall.rpc import _group
-
-    _group._SHORTEST_INIT_S = 1.0
-
-
-def _metrics() -> dict[str, int]:
-    from torch.distributed.rpc import api
-
-    told = api._get_current_rpc_agent().get_debug_info()
-    return {key.removeprefix("agent."): int(float(value)) for key, value in told.items()}
-
-
-def _blocks() -> int:
-    return sum(1 for file in Path(os.environ["RANKCALL_SHM"]).rglob("*") if file.name.isdigit())
 
 
 # --- what works
@@ -61,7 +35,7 @@ def _tensors(rank: int, world_size: int, backend: str) -> Any:
 
     from rankcall import rpc
 
-    _init(rank, world_size, backend)
+    come_up(rank, world_size, backend)
     if rank == 0:
         ones = torch.arange(3.0)
         tensors = [
@@ -84,10 +58,10 @@ def _tensors(rank: int, world_size: int, backend: str) -> Any:
                 assert ours.layout == theirs.layout
                 assert ours.requires_grad == theirs.requires_grad
                 assert torch.equal(ours.detach().to_dense(), theirs.detach().to_dense())
-        blocks = _blocks()
+        before = blocks()
         for _ in range(10):
             back = rpc.rpc_sync("w1", _identity, args=(tensors,))
-        assert _blocks() <= 2 * blocks  # they are reused, once the other side has let go of them
+        assert blocks() <= 2 * before  # they are reused, once the other side has let go of them
         kept = [rpc.rpc_sync("w1", torch.full, args=((1 << 17,), i)) for i in range(5)]
         assert [int(each[-1]) for each in kept] == list(range(5))
     rpc.shutdown(timeout=20)
@@ -136,7 +110,7 @@ def _bad_calls(rank: int, world_size: int, backend: str) -> Any:
     """A callee that raises, an answer that does not pickle, a worker that is not there."""
     from rankcall import rpc
 
-    _init(rank, world_size, backend)
+    come_up(rank, world_size, backend)
     messages = []
     if rank == 0:
         for function, args, kind in ((_raise, ("no",), ValueError), (_unpicklable, (), Exception)):
@@ -169,15 +143,15 @@ def _bad_group(rank: int, world_size: int, backend: str, what: str) -> Any:
 
     names = {"names": "same", "ranks": f"w{rank}", "sizes": f"w{rank}"}
     claimed = 0 if what == "ranks" else rank
-    _hurry()
+    hurry()
     size = world_size + rank if what == "sizes" else world_size
     message = ""
     try:
-        _init(claimed, size, backend, names[what], rpc_timeout=3)
+        come_up(claimed, size, backend, names[what], rpc_timeout=3)
     except RuntimeError as error:
         message = str(error)
     if what != "ranks":  # a process keeps its rank for life: dist_autograd's rule
-        _init(rank, world_size, backend)
+        come_up(rank, world_size, backend)
         assert rpc.rpc_sync(f"w{1 - rank}", max, args=(1, 2)) == 2
         rpc.shutdown(timeout=20)
     return message
@@ -230,11 +204,11 @@ def _alone(rank: int, world_size: int, backend: str) -> Any:
         return None
     from rankcall import RpcTimeout
 
-    _hurry()
+    hurry()
     began = time.monotonic()
     with pytest.raises(RpcTimeout) as caught:
-        _init(rank, world_size, backend, rpc_timeout=1)
-    return str(caught.value), caught.value.missing, time.monotonic() - began
+        come_up(rank, world_size, backend, rpc_timeout=1)
+    return str(caught.value), caught.value.missing_ranks, time.monotonic() - began
 
 
 def test_who_did_not_come_is_named(backend: str) -> None:
@@ -249,7 +223,7 @@ def _dies(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 is killed in a call; the others' shutdown ends and names it."""
     from rankcall import RpcTimeout, rpc
 
-    _init(rank, world_size, backend)
+    come_up(rank, world_size, backend)
     if rank == 1:
         time.sleep(60)
     pid = rpc.rpc_sync("w1", os.getpid)
@@ -269,7 +243,9 @@ def _dies(rank: int, world_size: int, backend: str) -> Any:
 
 def test_a_worker_that_dies_in_a_call(backend: str, tmp_path: Path) -> None:
     """Who waits for it is told within seconds; shutdown ends and says who did not come."""
-    results = try_ranks(_dies, 3, backend, init=False, env={"RANKCALL_SHM": str(tmp_path)})
+    results = try_ranks(
+        _dies, 3, backend, init=False, grace=60, env={"RANKCALL_SHM": str(tmp_path)}
+    )
     for rank in (0, 2):
         assert results[rank].ok, results[rank].error
         lost_s, lost, late, late_s = results[rank].value
@@ -285,7 +261,7 @@ def test_a_worker_that_dies_in_a_call(backend: str, tmp_path: Path) -> None:
 def test_what_a_killed_worker_left_is_cleared_up(tmp_path: Path) -> None:
     """Its sockets and blocks are removed by the next worker that starts on the host."""
     env = {"RANKCALL_SHM": str(tmp_path)}
-    results = try_ranks(_dies, 3, "ZMQ", init=False, env=env)
+    results = try_ranks(_dies, 3, "ZMQ", init=False, grace=60, env=env)
     left = list(tmp_path.rglob("lock"))
     assert len(left) == 1, left
     assert results[1].exitcode == -signal.SIGKILL
@@ -310,15 +286,15 @@ def _hosts(rank: int, world_size: int, secrets: list[str], folder: str) -> Any:
         os.environ["RANKCALL_RPC_SECRET_FILE"] = str(secret)
     began = time.monotonic()
     try:
-        _init(rank, world_size, "ZMQ", rpc_timeout=12, heartbeat_timeout=2.0)
+        come_up(rank, world_size, "ZMQ", rpc_timeout=12, heartbeat_timeout=2.0)
     except RuntimeError as error:
         return type(error).__name__, str(error), time.monotonic() - began
     sent = torch.randn(1 << 20)
     received = rpc.rpc_sync(f"w{1 - rank}", _identity, args=(sent,))
-    metrics = _metrics()
+    told = metrics()
     rpc.shutdown(timeout=20)
     assert torch.equal(received, sent)  # it may outlive the agent that received it
-    return "ok", metrics["arena_bytes"], metrics["refused"]
+    return "ok", told["arena_bytes"], told["refused"]
 
 
 def test_hosts_with_one_secret(tmp_path: Path) -> None:
@@ -357,7 +333,7 @@ def _garbage(rank: int, world_size: int) -> Any:
 
     from rankcall import rpc
 
-    _init(rank, world_size, "ZMQ")
+    come_up(rank, world_size, "ZMQ")
     if rank == 1:
         base = Path(os.environ["RANKCALL_SHM"]) / f"rankcall-{os.getuid()}" / "rpc"
         sockets = [str(file) for file in base.glob("*/in")]
@@ -378,8 +354,8 @@ def _garbage(rank: int, world_size: int) -> Any:
                 raw.connect(path)
                 raw.sendall(os.urandom(4096))
     other = f"w{1 - rank}"
-    wait_until(lambda: rpc.rpc_sync(other, _metrics)["malformed"] >= 4)
-    wait_until(lambda: rpc.rpc_sync(other, _metrics)["stale"] >= 1)
+    wait_until(lambda: rpc.rpc_sync(other, metrics)["malformed"] >= 4)
+    wait_until(lambda: rpc.rpc_sync(other, metrics)["stale"] >= 1)
     assert rpc.rpc_sync(other, max, args=(3, 4)) == 4
     rpc.shutdown(timeout=20)
     return "answered"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks, try_ranks
+from rpcgroup import BACKENDS, aside, come_up, names
 from world import wait_until
 
 pytestmark = pytest.mark.multiproc
-BACKENDS = ("ZMQ", "TENSORPIPE")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -21,49 +21,21 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def _store() -> Any:
-    """Return a store beside the group's, for the tests to take turns by."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
-    port = int(os.environ["MASTER_PORT"])
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-
-
-def _init(rank: int, backend: str, name: str = "", timeout: float = 30) -> None:
-    from rankcall import rpc
-
-    options = rpc.construct_rpc_backend_options(
-        rpc.BackendType[backend],
-        rpc_timeout=timeout,
-        init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}",
-    )
-    rpc.init_rpc(name or f"w{rank}", backend, rank, None, options)
-
-
-def _names() -> set[str]:
-    from torch.distributed.rpc import api
-
-    return {info.name for info in api._get_current_rpc_agent().get_worker_infos()}
-
-
 def _all_call_all(rank: int, world_size: int, backend: str, first_leaves_first: bool) -> Any:
     """All join at once, each calls each, and they leave in turn."""
     from rankcall import rpc
 
-    os.environ.pop("WORLD_SIZE", None)
-    _init(rank, backend)
-    store = _store()
+    come_up(rank, None, backend)
+    store = aside()
     store.add("together", 1)  # torch's agent must not be asked while it takes note of a newcomer
     wait_until(lambda: int(store.add("together", 0)) == world_size)
-    assert len(_names()) == world_size
+    assert len(names()) == world_size
     told = [rpc.rpc_sync(f"w{to}", pow, args=(rank, to)) for to in range(world_size)]
     store.add("called", 1)
     wait_until(lambda: int(store.add("called", 0)) == world_size)
     turn = rank if first_leaves_first else world_size - 1 - rank
     wait_until(lambda: int(store.add("left", 0)) == turn)
-    wait_until(lambda: len(_names()) == world_size - turn)
+    wait_until(lambda: len(names()) == world_size - turn)
     rpc.shutdown(timeout=20)
     store.add("left", 1)
     return told
@@ -80,18 +52,17 @@ def _one_is_killed(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 dies without a word; the others go on, and one of its name joins after it."""
     from rankcall import rpc
 
-    os.environ.pop("WORLD_SIZE", None)
-    store = _store()
+    store = aside()
     if rank == 2:
         store.wait(["killed"])
         began = time.monotonic()
-        _init(1, backend, "w1")
+        come_up(1, None, backend, "w1")
         joined_s = time.monotonic() - began
         assert rpc.rpc_sync("w0", pow, args=(3, 2)) == 9
         store.set("joined", "")
         rpc.shutdown(timeout=20)
         return joined_s
-    _init(rank, backend)
+    come_up(rank, None, backend)
     store.add("together", 1)
     wait_until(lambda: int(store.add("together", 0)) == 2)
     if rank == 1:
@@ -113,7 +84,7 @@ def _one_is_killed(rank: int, world_size: int, backend: str) -> Any:
 
 def test_a_killed_member_is_replaced(backend: str) -> None:
     """Its calls fail within seconds, and a worker of its name and rank can join at once."""
-    results = try_ranks(_one_is_killed, 3, backend, init=False, timeout=60)
+    results = try_ranks(_one_is_killed, 3, backend, init=False, grace=60, timeout=60)
     first, killed, second = results
     assert killed.exitcode == -signal.SIGKILL
     assert first.ok, first.error or first.stderr
@@ -129,10 +100,9 @@ def _same_name(rank: int, world_size: int, backend: str) -> Any:
     """The second of a name is refused, can join under another, and join again after leaving."""
     from rankcall import rpc
 
-    os.environ.pop("WORLD_SIZE", None)
-    store = _store()
+    store = aside()
     if rank == 0:
-        _init(0, backend)
+        come_up(0, None, backend)
         store.set("there", "")
         store.wait(["done"])
         rpc.shutdown(timeout=20)
@@ -140,15 +110,15 @@ def _same_name(rank: int, world_size: int, backend: str) -> Any:
     store.wait(["there"])
     name, number = ("w0", 1) if rank == 1 else ("w2", 0)
     with pytest.raises(RuntimeError, match="is not unique") as caught:
-        _init(number, backend, name)
+        come_up(number, None, backend, name)
     if rank == 2:
         store.set("refused", "")
         return str(caught.value)
     store.wait(["refused"])
     for _ in range(2):
-        _init(1, backend)
+        come_up(1, None, backend)
         assert rpc.rpc_sync("w0", pow, args=(3, 2)) == 9
-        assert _names() == {"w0", "w1"}
+        assert names() == {"w0", "w1"}
         rpc.shutdown(timeout=20)
     store.set("done", "")
     return str(caught.value)

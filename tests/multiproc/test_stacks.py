@@ -12,8 +12,8 @@ import pytest
 from world import wait_until
 
 from rankcall import _stacks
+from rankcall.ring.header import Header, parse_header
 from rankcall.ring.layout import HEADER_BYTES
-from rankcall.ring.reader import Header, parse_header
 from rankcall.testing import FaultPlan, Ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -90,7 +90,7 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
     plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
     run = tmp_path / "run"
     with start_ranks(_one_by_one, 4, faults=plan, run_dir=run, watch={"hang_after": 60}) as ranks:
-        from rankcall.run import ring_paths
+        from rankcall.rundir import ring_paths
 
         def state(rank: int) -> str:
             return Path(f"/proc/{ranks.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
@@ -107,7 +107,7 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
 def test_py_spy(tmp_path: Path) -> None:
     """From outside, whatever holds a rank up: native frames of who runs, Python's of who stands."""
     from rankcall.cli._stacks import _py_spy, take
-    from rankcall.run import ring_paths
+    from rankcall.rundir import ring_paths
 
     if _py_spy() is None:
         pytest.skip("py-spy is not installed (rankcall[stacks])")

@@ -1,18 +1,24 @@
-"""Leaders that speak for their hosts, and stores that outlive their host, with real processes."""
+"""Leaders that speak for their hosts, with real processes."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import attempt, connect, hosted
+from hosting import all_at, attempt, await_ranks, connect, hosted
 from ranks import run_ranks, try_ranks
 
 pytestmark = pytest.mark.multiproc
+LONG = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let those who outlive a rank take their time."""
+    monkeypatch.setattr("rankcall.testing._ranks.GRACE_S", LONG)
 
 
 def _led(client: Any, rank: int, world_size: int, size: int, timeout: float) -> None:
@@ -24,9 +30,9 @@ def _led(client: Any, rank: int, world_size: int, size: int, timeout: float) -> 
 
 
 def _sent(client: Any) -> int:
-    from rankcall.store import _link
+    from rankcall.store import _connection
 
-    return sum(link.operations for link in _link.local(client).idle)
+    return sum(link.operations for link in _connection.local(client).idle)
 
 
 def _counted(rank: int, world_size: int, port: int, size: int) -> int:
@@ -51,17 +57,23 @@ def test_operations_grow_with_hosts() -> None:
         assert sum(leaders) <= 10 * (2 * len(leaders) + 2)
 
 
-def _led_missing(rank: int, world_size: int, port: int, gone: list[int], how: str) -> Any:
-    client = connect(port)
-    _led(client, rank, world_size, 2, 30)
-    if rank in gone:
-        if how == "late":
-            time.sleep(2.5)
-            return attempt(lambda: _led(client, rank, world_size, 2, 10))
+def _led_missing(
+    rank: int, world_size: int, port: int, folder: str, gone: list[int], how: str
+) -> Any:
+    client, here = connect(port), world_size - len(gone)
+    _led(client, rank, world_size, 2, LONG)
+    if rank in gone and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if rank in gone:
+        await_ranks(folder, "told", here)
+        return attempt(lambda: _led(client, rank, world_size, 2, LONG))
+    # Twice: who has come by the end of the first is not missing in the second.
+    attempt(lambda: _led(client, rank, world_size, 2, 1.0))
+    all_at(folder, "arrived", rank, here)
     told = attempt(lambda: _led(client, rank, world_size, 2, 1.5))
+    all_at(folder, "told", rank, here)
     if how == "late":
-        assert attempt(lambda: _led(client, rank, world_size, 2, 10))[0] == ""
+        assert attempt(lambda: _led(client, rank, world_size, 2, LONG))[0] == ""
     return told
 
 
@@ -69,10 +81,10 @@ def _led_missing(rank: int, world_size: int, port: int, gone: list[int], how: st
     ("gone", "how"),
     [([3], "late"), ([2], "late"), ([3], "killed"), ([2], "killed"), ([2, 3], "killed")],
 )
-def test_the_missing_are_named_rank_by_rank(gone: list[int], how: str) -> None:
+def test_the_missing_are_named_rank_by_rank(gone: list[int], how: str, tmp_path: Path) -> None:
     """A rank, a leader or a whole host that does not come is named by every other rank."""
     with hosted() as (port, _):
-        results = try_ranks(_led_missing, 6, port, gone, how, init=False)
+        results = try_ranks(_led_missing, 6, port, str(tmp_path), gone, how, init=False)
     for result in results:
         if result.rank in gone:
             if how == "late":
@@ -82,44 +94,3 @@ def test_the_missing_are_named_rank_by_rank(gone: list[int], how: str) -> None:
         assert name == "BarrierTimeout", (result.rank, text, result.stderr[-2000:])
         assert f"missing_ranks=[{', '.join(map(str, gone))}]" in text, (result.rank, text)
         assert took < 2.6
-
-
-def _failing_over(rank: int, world_size: int, hosts: list[str], first: int) -> Any:
-    from rankcall import store
-
-    client = store.failover(hosts, serve=1 if rank == 1 else None, connect_timeout=5)
-    got = []
-    for turn in range(6):
-        if turn == 3 and rank == 0:
-            os.kill(first, signal.SIGKILL)
-        client.barrier(world_size, "steps", 30, rank)
-        got.append(client.synchronize(b"%d" % (rank + turn), rank, world_size, "x", 30))
-    client.barrier(world_size, "end", 30, rank)
-    if rank == 1:
-        time.sleep(0.5)  # it hosts the store that the others read from last
-    assert got == [[b"%d" % (one + turn) for one in range(world_size)] for turn in range(6)]
-    return client.moves
-
-
-def test_survivors_go_on_with_the_next_host() -> None:
-    """The store's host is killed in mid-job; every barrier and exchange comes true."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        standby = free.getsockname()[1]
-    with hosted() as (port, pid):
-        hosts = [f"127.0.0.1:{port}", f"127.0.0.1:{standby}"]
-        assert run_ranks(_failing_over, 4, hosts, pid, init=False) == [1] * 4
-
-
-def test_no_host_is_left() -> None:
-    """When nobody answers, the error lists whom it asked."""
-    from rankcall import StoreLost, store
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(StoreLost, match=f"no store is left of 127.0.0.1:{port}"):
-        store.failover([f"127.0.0.1:{port}"], connect_timeout=0.5)
-    for hosts in ([], ["nowhere"], ["a:0"], ["a:x"]):
-        with pytest.raises(ValueError, match="host"):
-            store.failover(hosts)

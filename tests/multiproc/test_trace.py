@@ -215,6 +215,20 @@ def test_nvtx_ranges(told: Told) -> None:
         assert len(heard.begun) < len(heard.marks)  # a coalesced op has several marks, one range
 
 
+def test_the_ring_keeps_what_the_source_says(told: Told) -> None:
+    """Of every line that issued an op, as it stands in the file."""
+    source = Path(tracecases.__file__).read_text().splitlines()
+    for ring in load(told.run_dir).rings:
+        sites = {
+            number: site
+            for number, site in ring.tables.sites.items()
+            if site.file == tracecases.__file__
+        }
+        assert len(sites) > 20
+        for number, site in sites.items():
+            assert ring.tables.lines[number] == source[site.line - 1].strip()
+
+
 def test_a_run_is_described_as_it_was_live(told: Told) -> None:
     """The records that were left behind make the same descriptions, but for what is not in them."""
     for ring in load(told.run_dir).rings:

@@ -323,6 +323,46 @@ def test_two_agents_cross_nodes_without_code(tmp_path: Path) -> None:
     assert kept.filter(pl.col("group_ranks").cast(pl.String).is_in(["0", "1"])).height == 2
 
 
+FULL = """
+import resource
+import torch
+import torch.distributed as dist
+from rankcall import trace
+from rankcall.trace.live import live
+
+dist.init_process_group("gloo")
+for number in range(300):
+    dist.all_reduce(torch.ones(10))
+    if number == 150:
+        assert all(each.flush(20) for each in live())
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+dist.destroy_process_group()
+"""
+
+
+def test_a_disk_that_fills_in_a_job(tmp_path: Path) -> None:
+    """Files, history: each sink says so once on each rank; the job ends well, its run is read."""
+    (tmp_path / "job.py").write_text(FULL)
+    ended = launch(
+        "run", "--run-dir", "run", "--trace", "all", "--history", "--nproc-per-node", "2",
+        "job.py", cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.status == 0, ended.err
+    for rank in range(2):
+        file = tmp_path / f"run/trace/rank-{rank:05d}.attempt-0.jsonl"
+        assert ended.err.count("JsonLines failed") == 2, ended.err
+        assert f"File too large: '{file}'" in ended.err
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [each["seq"] for each in lines if each["name"] == "all_reduce"][:1] == [1]
+    assert "Traceback" not in ended.err
+    report = launch("report", "run", cwd=tmp_path)
+    assert report.status == 0, report.err
+    exported = launch("export", "run", "--to", "jsonl", "-o", "all.jsonl", cwd=tmp_path)
+    assert exported.status == 0, exported.err
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) >= 2 * 300
+
+
 def test_a_wrong_mode_is_refused_by_the_launcher(tmp_path: Path) -> None:
     """Before anything is started, with the right ones."""
     ended = launch("run", "--trace", "SOME", "job.py", cwd=tmp_path)

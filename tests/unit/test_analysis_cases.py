@@ -13,7 +13,7 @@ from rankcall.analysis.bandwidth import bus_factor
 from rankcall.analysis.skew import Arrivals, wait_for_all
 from rankcall.analysis.table import Row, size_name
 from rankcall.record import FLAG_ANY_SOURCE, FLAG_DEVICE
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.run import load
 
 NEVER = np.full(1, np.iinfo(np.int64).min)

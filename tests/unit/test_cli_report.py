@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds import MS, Call, group_of, together, write_world
+from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall import cli
 from rankcall.cli import main
-from rankcall.run import create_run
+from rankcall.rundir import create_run
 
 SRC = Path(cli.__file__).parents[2]
 
@@ -91,6 +91,28 @@ def test_damage_is_told_after_the_report(run: Path, capsys: pytest.CaptureFixtur
     assert [line.startswith("rankcall: problem: ") for line in err.splitlines()] == [True, True]
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_stopped_the_run_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool
+) -> None:
+    """A rank that never came is named before who was late until then; not in a run that ended."""
+    calls = [*together(1, [0, 3 * MS], 4 * MS, PAIR), *together(2, [5 * MS, 6 * MS], 7 * MS, PAIR)]
+    if not ended:
+        calls.append(Call(0, 3, 8 * MS, None, line=17))
+    run = write_world(tmp_path / "run", calls, closed=lambda rank: ended)
+    assert main(["report", str(run)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    late = out.index("Rank 1 (node-a) came last in 100 % of 2 collectives")
+    if ended:
+        assert late == 0
+        assert "rankcall diagnose" not in out
+    else:
+        first = out[:late]
+        assert first.startswith("Rank 1 (node-a, pid ")
+        assert "all_reduce #3 of group 0 at train.py:17" in first
+        assert first.endswith("Where each rank stands: rankcall diagnose. Until then ")
+
+
 def test_nothing_to_say_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No collectives, and a world of one: clear words and status 0."""
     assert main(["report", str(write_world(tmp_path / "a", [], ranks=[0, 1]))]) == 0
@@ -128,7 +150,7 @@ def test_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(path: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankcall.cli.report.read", interrupt)
+    monkeypatch.setattr("rankcall.cli.report.open_run", interrupt)
     assert main(["report", str(run)]) == 130
 
 

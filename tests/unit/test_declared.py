@@ -13,8 +13,8 @@ import pytest
 import rankcall
 from rankcall.capture import declared, session
 from rankcall.ring import Geometry, Identity, create
+from rankcall.ring.header import Header, parse_header
 from rankcall.ring.layout import HEADER_BYTES
-from rankcall.ring.reader import Header, parse_header
 
 
 @pytest.fixture

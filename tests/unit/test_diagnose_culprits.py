@@ -14,7 +14,8 @@ from rankcall.analysis.exchange import decode, encode
 from rankcall.analysis.find import find
 from rankcall.analysis.snapshot import RankState, Snapshot, merge
 from rankcall.processes import Exit, note_exit
-from rankcall.ring.reader import Group, Header
+from rankcall.ring.header import Header
+from rankcall.ring.tables import Group
 from rankcall.run import load
 
 S = 1000 * MS

@@ -8,7 +8,7 @@ import pytest
 from test_diagnose_culprits import WORLD, S, look, said, stuck
 from worlds import MS, Call, group_of, together
 
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 
 BEFORE = [
     call

@@ -20,7 +20,7 @@ from rankcall.export import export
 from rankcall.export._tracks import lanes
 from rankcall.export._wire import Rows, number, text
 from rankcall.record import FLAG_ANY_SOURCE
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.run import load
 from rankcall.testing.synthetic import EPOCH_NS, Op, synthetic_run
 

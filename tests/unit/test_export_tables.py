@@ -27,7 +27,7 @@ from rankcall.export import FORMATS, export
 from rankcall.record import FLAG_ANY_SOURCE
 from rankcall.report.html import render
 from rankcall.ring import PythonRing, create
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.ring.writer import Identity
 from rankcall.run import load
 from rankcall.testing.synthetic import EPOCH_NS, Op, synthetic_run

@@ -15,9 +15,10 @@ ROOT = Path(rankcall.__file__).parent
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
     ("errors", "_handle", "_joins", "_clock", "record"),
-    ("_registry", "_native"),
+    ("_registry", "_native", "_whole"),
     ("ring", "_newfile"),
     ("_rows", "processes"),
+    ("rundir",),
     ("run _frames archive", "_stacks"),
     ("analysis", "capture"),
     ("store",),  # a roll call says what each rank is doing
@@ -31,8 +32,8 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "ring", "run", "_frames", "archive", "_rows", "_newfile", "processes",
-    "_stacks", "analysis", "report", "export", "trace",
+    "errors", "record", "_whole", "ring", "rundir", "run", "_frames", "archive", "_rows",
+    "_newfile", "processes", "_stacks", "analysis", "report", "export", "trace",
 )  # fmt: skip
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,15 @@ from rankcall.cli import main
 from rankcall.errors import ExtraMissing
 from rankcall.report.html import render
 from rankcall.report.html.png import ABSENT, levels, picture
-from rankcall.ring.reader import CallSite, Group
-from rankcall.run import create_run, load
+from rankcall.ring.tables import CallSite, Group
+from rankcall.run import load
+from rankcall.rundir import create_run
 from rankcall.testing.synthetic import Op, synthetic_run
 
 SHOTS = Path(__file__).parents[2] / "build" / "report"
 PROGRAM = (
-    Op(message_bytes=25 << 20, line=41),
-    Op(message_bytes=1 << 20, line=42, function="sync_stats"),
+    Op(message_bytes=25 << 20, line=41, code="loss.backward()"),
+    Op(message_bytes=1 << 20, line=42, function="sync_stats", code="dist.all_reduce(stats)"),
     Op("all_gather", 4 << 20, family="tp", line=57, function="forward"),
     Op("all_gather", 64 << 10, family="tp", line=58, function="forward"),
     Op("exchange", 1 << 16, family="pp", line=90, function="send_forward"),
@@ -105,9 +107,11 @@ def test_the_page_fetches_nothing(html: str) -> None:
 
 def test_the_first_screen_names_rank_line_and_cost(html: str) -> None:
     """Who, where and how much stand before anything else."""
-    first = words(html).partition("What to look at")[0]
+    first, _, rest = words(html).partition("What to look at")
     assert "Rank 5 on node-1 makes the others wait" in first
-    assert "train.py:41" in first
+    assert re.search(r"train[.]py:41\n+loss[.]backward[(][)]", first)
+    assert rest.partition("Where a rank's time goes")[0].count("loss.backward()") >= 1
+    assert "dist.all_reduce(stats)" in rest.partition("Slowest call sites")[2]
     assert "lost by each other rank" in first
 
 
@@ -194,6 +198,7 @@ def test_curves_choose_and_hover(page: Any) -> None:
     """Choosing a group shows its points and its peers' median beside them."""
     page.locator("#curve").select_option(label="all_gather, group tp:8")
     assert page.locator("#peers-are").inner_text() == "peers: all_gather in other groups"
+    assert page.locator("#bandwidth .printed").text_content() == "all_gather, group tp:8"
     dots = page.locator(".curve.on .own circle")
     assert dots.count() == 2
     assert page.locator(".curve.on .peers circle").first.is_visible()
@@ -252,7 +257,9 @@ def test_pictures_to_look_at(page: Any, look: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(20, 23, 26)" if look == "dark" else "rgb(255, 255, 255)")
-    assert page.locator("#curve").is_visible() == (look != "print")
+    on_paper = page.locator("#bandwidth .printed")
+    assert page.locator("#curve").is_visible() == (look != "print") == on_paper.is_hidden()
+    assert on_paper.text_content() == "all_reduce, group 0"
 
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&\u202e\x00\x1b[2J{{7*7}}"
@@ -261,7 +268,7 @@ NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&\u202
 def hostile_run(folder: Path) -> Details:
     """Return a run whose every name is made to break a page."""
     group = Group(NASTY, 0, NASTY, NASTY, (0, 1))
-    calls = [each for seq in range(1, 9) for each in late(seq, group)]
+    calls = [replace(each, code=NASTY) for seq in range(1, 9) for each in late(seq, group)]
     run = write_world(folder, calls, hosts={0: NASTY, 1: NASTY[:20] + "b"})
     create_run(run, {"torch": NASTY, "script": NASTY})
     loaded = load(run)
@@ -278,7 +285,8 @@ def late(seq: int, group: Group) -> list[Call]:
 
 def test_hostile_names(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are shown as they are spelt, run nothing, and put nothing unreadable into the page."""
-    monkeypatch.setattr("worlds.CallSite", lambda *args: CallSite(NASTY, 3, NASTY, NASTY))
+    site = CallSite(NASTY, 3, NASTY, NASTY)
+    monkeypatch.setattr("worlds.CallSite", lambda *args: site)
     page = render(hostile_run(tmp_path / ("run" + NASTY.replace("/", "_").replace("\0", ""))))
     assert {char for char in page if not char.isprintable()} == {"\n"}
     assert "<script>alert" not in page
@@ -286,6 +294,7 @@ def test_hostile_names(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "49" not in words(page).partition("NASTY")[0].split()
     for tab in opened(browser, page, tmp_path):
         assert "<img src=x onerror=alert(2)>" in tab.locator("body").inner_text()
+        assert "<img src=x" in tab.locator("#sites .source").first.inner_text()
         point(tab, "#columns svg", 100 / 960, 0.5)
         assert "</script>" in tip(tab)
         for each in tab.locator("th button").all()[:4]:

@@ -14,13 +14,17 @@ from rankcall.report import terminal
 from rankcall.report._format import clean, percent, rate, size, time
 from rankcall.report._tables import cut, listed
 from rankcall.report.headline import headline
-from rankcall.ring.reader import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 from rankcall.run import load
 from rankcall.testing.synthetic import Op, synthetic_run
 
 PROGRAM = (
-    Op(message_bytes=25 << 20, line=41),
-    Op("all_gather", 4 << 20, family="tp", line=57, function="forward"),
+    Op(
+        message_bytes=25 << 20,
+        line=41,
+        code="loss = criterion(model(batch), target); loss.backward()",
+    ),
+    Op("all_gather", 4 << 20, family="tp", line=57, function="forward", code="x = gather(x)"),
     Op("exchange", 1 << 16, family="pp", line=90, function="send_forward"),
     Op("reduce_scatter", 1 << 20, family="tp", line=61, function="backward"),
     Op("broadcast", 4096, line=12, function="sync_seed"),

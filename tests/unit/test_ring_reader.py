@@ -16,7 +16,7 @@ from rankcall.errors import CorruptRun
 from rankcall.record import COMMIT_CLOSING, COMMIT_WRITING, FLAG_ANY_SOURCE, OPS, RECORD
 from rankcall.ring import PythonRing, create, read_head, read_ring
 from rankcall.ring.layout import ENTRY_GROUP, HEADER, Geometry, offset_of
-from rankcall.ring.reader import (
+from rankcall.ring.tables import (
     MAX_RANKS,
     CallSite,
     Group,

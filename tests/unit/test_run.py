@@ -14,15 +14,14 @@ from worlds import MS, Call, group_of, together, write_world
 
 from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.ring.layout import offset_of
-from rankcall.ring.reader import Group, read_ring
-from rankcall.run import (
+from rankcall.ring.reader import read_ring
+from rankcall.ring.tables import Group
+from rankcall.run import format_ranks, label_groups, load
+from rankcall.rundir import (
     create_run,
     default_run_dir,
     find_run,
-    format_ranks,
-    label_groups,
     live_dir,
-    load,
     ring_name,
     ring_paths,
     settle,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rankcall.ring import Geometry, Identity, create
 from rankcall.ring.writer import put
-from rankcall.run import live_dir, load, ring_name, settle
+from rankcall.run import load
+from rankcall.rundir import live_dir, ring_name, settle
 
 
 def make_rings(run: Path, count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import logging
 import math
+import resource
 import socket
 import threading
 import urllib.request
@@ -306,6 +307,23 @@ def test_a_collector_that_is_down_is_reported_once(caplog: pytest.LogCaptureFixt
     assert all("cannot be reached; training goes on" in record.message for record in said)
 
 
+def test_a_collector_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """One that takes connections and says nothing: reported likewise, and given up at the end."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(64)
+        sink = OpenTelemetry(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}", span_every=10)
+        sink.open(origin())
+        sink.write(some(COUNT))
+        closing = threading.Thread(target=sink.close)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.name for record in said] == ["rankcall.trace"] * 2
+
+
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the sink is made, not in the middle of the job."""
 
@@ -387,6 +405,47 @@ def test_a_segment_is_whole_or_not_there(tmp_path: Path) -> None:
         Parquet(rows=0)
     with pytest.raises(ValueError, match="seconds"):
         Parquet(seconds=0)
+
+
+def test_history_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Said once, with the file and why; nothing half stays, and what was written can be read."""
+    (ring,) = load(world(tmp_path / "run", ranks=1, count=3000)).rings
+    folder, clock = tmp_path / "history", Clock()
+    guard = Guarded(Parquet(folder, rows=3000), clock)
+    guard.deliver(ring, origin(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        for _ in range(6):
+            guard.deliver(ring, origin(tmp_path))
+            clock.now += 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert guard.is_dropped
+    (record,) = caplog.records
+    assert record.exc_info is None
+    assert "the trace sink Parquet failed 4 times and is dropped" in record.message
+    assert "File too large" in record.message
+    assert ".000001.parquet" in record.message
+    assert [path.name.split(".")[-2:] for path in folder.iterdir()] == [["000000", "parquet"]]
+    assert pl.read_parquet(folder / "*.parquet").height == 3000
+
+
+def test_a_segment_over_two_recordings(tmp_path: Path) -> None:
+    """Each record has the names of its own recording: ids count anew in each."""
+    runs = [
+        load(write_world(tmp_path / name, [Call(0, 1, 0, MS, line=line)]))
+        for name, line in (("a", 7), ("b", 8))
+    ]
+    sink = Parquet(tmp_path / "history")
+    sink.open(origin(tmp_path, 0))
+    for run in (runs[0], runs[0], runs[1]):
+        sink.write_records(run.rings[0])
+    sink.close()
+    (file,) = (tmp_path / "history").iterdir()
+    assert pl.read_parquet(file)["call_site"].cast(pl.String).to_list() == [
+        f"train.py:{line}" for line in (7, 7, 8)
+    ]
 
 
 # --- step totals ---

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rankcall.record import COMMIT_DONE, COMMIT_OPEN, DTYPES, OPS, RECORD, STATUSES
-from rankcall.ring.reader import CallSite, Group, Tables
+from rankcall.ring.tables import CallSite, Group, Tables
 from rankcall.trace.order import OVERDUE_NS, Order, index_of
 
 S = 1_000_000_000

@@ -12,7 +12,7 @@ from test_diagnose_culprits import WAITING, S, look, stuck
 
 from rankcall.analysis.find import settles_in
 from rankcall.analysis.snapshot import Snapshot
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.watch._judge import Judge
 
 PAIR = Group("1", 0, "gloo", "pair", (2, 3))

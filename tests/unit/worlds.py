@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
-from rankcall.ring.reader import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 from rankcall.testing._ringfile import RingSpec, write_ring
 
 MS = 1_000_000
@@ -37,6 +37,7 @@ class Call:
     tag: int = 0
     step: int = 0
     line: int = 1
+    code: str = ""  # what the source says there
     started: int | None = None
     status: str = "completed"
     flags: int = 0
@@ -101,7 +102,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "op": OPS.index(call.op),
         "kind": int(p2p),
         "group": spec.group(call.group),
-        "call_site": spec.site(CallSite("train.py", call.line, "step", call.api or call.op)),
+        "call_site": _site(call, spec),
         "variant": spec.string(f"c10d::{call.op}"),
         "root": call.root,
         "peer": call.peer,
@@ -116,6 +117,13 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
     for name, value in values.items():
         row[name] = value
     return row
+
+
+def _site(call: Call, spec: RingSpec) -> int:
+    site = CallSite("train.py", call.line, "step", call.api or call.op)
+    if call.code:
+        spec.line(site, call.code)
+    return spec.site(site)
 
 
 def together(seq: int, arrivals: list[int], end: int, group: Group, **fields: object) -> list[Call]:

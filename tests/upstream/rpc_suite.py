@@ -3,12 +3,14 @@
 Run as a script of its own: the modules they come from read their settings from the environment
 when they are imported.
 
-    python tests/upstream/rpc_suite.py --backend ZMQ --out FILE [--only Class[.test] ...]
+    python tests/upstream/rpc_suite.py --backend ZMQ --out FILE [--jobs N] [--only Class[.test] ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -108,11 +110,49 @@ def suites(fixture: type[Fixture]) -> dict[str, type[unittest.TestCase]]:
     return made
 
 
+def chosen(only: list[str], classes: dict[str, Any]) -> list[unittest.TestCase]:
+    """Return the tests that are meant by ``Class`` or ``Class.test``; all where none is named."""
+    tests: list[unittest.TestCase] = []
+    for each in only or list(classes):
+        name, _, test = each.partition(".")
+        names = [test] if test else unittest.defaultTestLoader.getTestCaseNames(classes[name])
+        tests += map(classes[name], names)
+    return tests
+
+
+def run(tests: list[unittest.TestCase], jobs: int, out: Path) -> None:
+    """Run the tests, so many at once; each job is forked from here and takes the next test."""
+    context = multiprocessing.get_context("fork")
+    taken = context.Value("i", 0)
+    parts = [out.with_suffix(f".{job}") for job in range(jobs)]
+    gc.freeze()  # a collection in a forked worker would copy every page of the heap
+
+    def take() -> int:
+        with taken.get_lock():
+            taken.value += 1
+            return int(taken.value) - 1
+
+    def job(part: Path) -> None:
+        outcomes = Outcomes(part, parts=2)
+        while (number := take()) < len(tests):
+            tests[number].run(outcomes)
+
+    processes = [context.Process(target=job, args=(part,)) for part in parts]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0, f"a job ended with {process.exitcode}"
+    told = [json.loads(part.read_text()) for part in parts if part.exists()]
+    out.write_text(json.dumps({name: how for each in told for name, how in each.items()}))
+
+
 def main() -> None:
     """Run the tests, or those named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", required=True, choices=["ZMQ", "TENSORPIPE", "torch"])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=1, help="how many tests at once")
     parser.add_argument("--only", nargs="*", help="Class or Class.test")
     options = parser.parse_args()
     logging.disable(logging.INFO)
@@ -123,12 +163,7 @@ def main() -> None:
         from rankcall.rpc.native import agent_module
 
         agent_module()  # once, not in each worker
-    chosen = unittest.TestSuite()
-    for each in options.only or list(classes):
-        name, _, test = each.partition(".")
-        names = [test] if test else unittest.defaultTestLoader.getTestCaseNames(classes[name])
-        chosen.addTests(map(classes[name], names))
-    chosen.run(Outcomes(options.out, parts=2))
+    run(chosen(options.only or [], classes), options.jobs, options.out)
 
 
 if __name__ == "__main__":

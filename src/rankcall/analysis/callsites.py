@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.extract import MISSING, UNKNOWN_SITE, Columns
 from rankcall.record import OPS
-from rankcall.ring.reader import CallSite, Tables
+from rankcall.ring.tables import CallSite, Tables
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class SiteRow:
     """One op issued from one line. Times of the calls that ended."""
 
     site: CallSite
+    code: str  # what the source says there; empty where that is not known
     op: str
     count: int  # calls, on all ranks
     ranks: int
@@ -31,6 +32,7 @@ class SiteTimes:
 
     def __init__(self) -> None:
         self._durations: dict[tuple[CallSite, int], list[npt.NDArray[np.float32]]] = {}
+        self._code: dict[CallSite, str] = {}
         self._calls: dict[tuple[CallSite, int], int] = {}
         self._ranks: dict[tuple[CallSite, int], set[int]] = {}
 
@@ -42,6 +44,9 @@ class SiteTimes:
         for number, rows in _split(key):
             site = tables.sites.get(number // len(OPS), UNKNOWN_SITE)
             which = site, number % len(OPS)
+            code = tables.lines.get(number // len(OPS))
+            if code:
+                self._code.setdefault(site, code)
             durations = spent[rows]
             self._calls[which] = self._calls.get(which, 0) + len(durations)
             self._ranks.setdefault(which, set()).add(rank)
@@ -57,6 +62,7 @@ class SiteTimes:
         ranks = len(self._ranks[which])
         return SiteRow(
             which[0],
+            self._code.get(which[0], ""),
             OPS[which[1]],
             self._calls[which],
             ranks,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rankcall.ring.reader import Head, Header
+from rankcall.ring.header import Header
+from rankcall.ring.reader import Head
 from rankcall.run import format_ranks
 
 _APART_S = 60.0  # hosts' clocks may differ by that; processes of one job live at the same time

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rankcall.analysis.collectives import Lane, present
 from rankcall.analysis.extract import Ints
 from rankcall.record import OPS, SYNCHRONISING
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 
 Floats = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.extract import MISSING, Ints, Part, Session
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 
 # Beyond this many columns for each that is used, sequence numbers are numbered anew: a damaged
 # one must not cost memory.

@@ -12,7 +12,7 @@ import numpy as np
 
 from rankcall.analysis.snapshot import CALL, RankState, Snapshot, labels_of
 from rankcall.record import KINDS, OPS, STATUSES
-from rankcall.ring.reader import CallSite, Group, compress_ranks, expand_ranks
+from rankcall.ring.tables import CallSite, Group, compress_ranks, expand_ranks
 
 SCHEMA = 1
 _MOST_BYTES = 1 << 28  # of a decoded snapshot

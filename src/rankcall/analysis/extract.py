@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from rankcall.analysis.bandwidth import sizes
 from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
-from rankcall.ring.reader import CallSite, Group, Ring
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import CallSite, Group
 
 Ints = npt.NDArray[np.int64]
 Columns = dict[str, npt.NDArray[Any]]

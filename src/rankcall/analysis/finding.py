@@ -9,6 +9,7 @@ KINDS = (
     "dead", "stopped", "exhausted", "mismatch", "desync", "deadlock", "missing", "slow_link",
     "straggler",
 )  # fmt: skip
+_SLOWS = ("slow_link", "straggler")  # the others keep a run from going on
 HEALTHY = "healthy"
 CONFIDENCES = ("certain", "likely", "possible")
 
@@ -34,6 +35,11 @@ class Finding:
     summary: str = ""
     evidence: tuple[str, ...] = field(default=())
     advice: str = ""
+
+    @property
+    def stops(self) -> bool:
+        """Whether it keeps the run from going on, and does not only slow it."""
+        return self.kind not in _SLOWS
 
 
 def less_sure(confidence: str, steps: int = 1) -> str:

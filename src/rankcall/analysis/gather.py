@@ -10,7 +10,8 @@ from rankcall.analysis.collectives import Lane, assemble
 from rankcall.analysis.commshare import RankShare, rank_share
 from rankcall.analysis.extract import Messages, Part, Session, extract, pull, share_agreed
 from rankcall.analysis.p2p import Mail, match
-from rankcall.ring.reader import Group, Ring
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import Group
 from rankcall.run import Progress, Run
 
 

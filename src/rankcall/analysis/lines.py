@@ -13,7 +13,8 @@ from rankcall.analysis.extract import UNKNOWN_SITE
 from rankcall.analysis.gather import sessions_of
 from rankcall.analysis.lateness import LastSeen
 from rankcall.record import KINDS, OPS
-from rankcall.ring.reader import CallSite, Ring
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import CallSite
 from rankcall.run import Run
 
 # By line and op: what each time cost (ns), and the line of the op before.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.extract import Columns, Messages, Session
 from rankcall.record import OPS
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 
 _RECV = OPS.index("recv")
 

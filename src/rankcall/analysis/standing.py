@@ -27,7 +27,9 @@ from rankcall.analysis.snapshot import (
 )
 from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
 from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
-from rankcall.ring.reader import CallSite, Group, Header, Ring
+from rankcall.ring.header import Header
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import CallSite, Group
 from rankcall.run import Progress, Run
 
 Ints = npt.NDArray[np.int64]

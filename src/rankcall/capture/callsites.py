@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 
-from rankcall.ring.reader import CallSite
+from rankcall.ring.tables import CallSite
 
 _USER, _HIDDEN, _WRAPPER, _API, _API_OF_MANY, _BACKWARD = range(6)
 _WRAPPERS = {

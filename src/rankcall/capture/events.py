@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat, starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from rankcall._rows import decode_row
-from rankcall.capture.tail import Batch, Rows
+from rankcall._whole import Rows
+from rankcall.capture.tail import Batch, Flags, Indexes
 from rankcall.record import OPS, STATUSES
 from rankcall.ring.layout import offset_of
-from rankcall.ring.reader import Tables, parse_tables
+from rankcall.ring.tables import Tables, parse_tables
 
 if TYPE_CHECKING:
     from rankcall.capture.session import Recording
@@ -77,8 +78,10 @@ class StatusMaker:
         self._live = LiveTables(recording)
         self._host = recording.host
         self._rank = recording.rank
+        self._native = recording.capture.make_statuses
         self._tables = Tables()
         self._labels = self._backends = np.array([_UNKNOWN], object)  # by group id
+        self._names = [_UNKNOWN], [_UNKNOWN]  # the same two as lists
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def statuses(
@@ -86,15 +89,33 @@ class StatusMaker:
     ) -> Iterator[tuple[T, bool]]:
         """Yield the status of each wanted event, made by ``make``, and whether the op ended.
 
-        Column by column: this is done for every event, and a loop's step costs more than all else.
+        ``make`` is a class of slots, in the order of the fields.
         """
         self._refresh()
-        rows = batch.rows
         # Of one op, the start comes before the end.
         wanted = np.column_stack([batch.begins & starts, batch.ends & ends]).ravel()
         at, is_end = np.divmod(np.flatnonzero(wanted), 2)
-        group, error = self._known(rows["group"][at]), np.where(is_end, rows["error"][at], 0)
-        began, completed = rows["started_ns"][at], np.where(is_end, rows["completed_ns"][at], 0)
+        ended = is_end.astype(bool)
+        made = (self._by_column if self._native is None else self._natively)(
+            batch.rows, at, ended, make
+        )
+        return zip(made, ended.tolist(), strict=True)
+
+    def _natively(
+        self, rows: Rows, at: Indexes, ended: Flags, make: Callable[..., T]
+    ) -> Iterable[T]:
+        assert self._native is not None
+        names = self, rows, *self._names, OPS, STATUSES, self._tables.strings
+        raw: Rows = rows.view(np.uint8)
+        made: list[T] = self._native((make, Record), names, self._epoch_ns, raw, at, ended)
+        return made
+
+    def _by_column(
+        self, rows: Rows, at: Indexes, ended: Flags, make: Callable[..., T]
+    ) -> Iterable[T]:
+        """Make statuses column by column: a loop's step costs more than all else."""
+        group, error = self._known(rows["group"][at]), np.where(ended, rows["error"][at], 0)
+        began, completed = rows["started_ns"][at], np.where(ended, rows["completed_ns"][at], 0)
         began = np.where(began != 0, began, rows["enqueued_ns"][at])
         fields = zip(  # all of one length, or endless
             self._labels[group].tolist(),
@@ -104,11 +125,11 @@ class StatusMaker:
             (np.where(completed != 0, completed, began) + self._epoch_ns).tolist(),
             _durations_ms(began, completed, rows["device_ms"][at]),
             repeat(0),
-            _STATUS_NAMES[np.where(is_end, rows["status"][at], _STARTED)].tolist(),
+            _STATUS_NAMES[np.where(ended, rows["status"][at], _STARTED)].tolist(),
             map(self._tables.strings.get, error.tolist()) if error.any() else repeat(None),
             map(Record, repeat(self), repeat(rows), at.tolist()),
         )
-        return zip(starmap(make, fields), is_end.astype(bool).tolist(), strict=True)
+        return starmap(make, fields)
 
     def unfinished(self, rows: Rows) -> Iterator[Fields]:
         """Yield the fields of the status of each open record."""
@@ -141,6 +162,7 @@ class StatusMaker:
         self._backends = self._labels.copy()
         for number, group in tables.groups.items():
             self._labels[number], self._backends[number] = group.label, group.backend.lower()
+        self._names = self._labels.tolist(), self._backends.tolist()
 
 
 def _durations_ms(began: Any, completed: Any, device_ms: Any) -> list[float | None]:

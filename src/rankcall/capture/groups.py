@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rankcall.ring.reader import ERA, Group
+from rankcall.ring.tables import ERA, Group
 
 logger = logging.getLogger("rankcall")
 Observer = Callable[[Any, Group], None]

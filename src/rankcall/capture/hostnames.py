@@ -11,8 +11,8 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from rankcall.capture.groups import watch
-from rankcall.ring.reader import Group
-from rankcall.run import host_name
+from rankcall.ring.tables import Group
+from rankcall.rundir import host_name
 
 logger = logging.getLogger("rankcall")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, ROOT_ONLY
 from rankcall.record import DTYPES
-from rankcall.ring.reader import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 
 
 class Span(Protocol):

@@ -46,7 +46,7 @@ from rankcall.record import (
     REDUCE_OPS,
     STATUSES,
 )
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.ring.writer import PythonRing, put
 
 _ENQUEUED, _STARTED, _COMPLETED, _FAILED = range(len(STATUSES))
@@ -104,6 +104,7 @@ class PythonCapture:
     """Records through Python kernels; see ``NativeCapture`` for the interface."""
 
     name = "python"
+    make_statuses = None  # they are made column by column
 
     def __init__(self, ring: PythonRing, call_sites: bool = True) -> None:
         self._ring = ring
@@ -170,6 +171,10 @@ class PythonCapture:
         self._groups.pop(group.name, None)
         if self._marks is not None and self._marks_wanted is not None:
             self._marks.learn(self._marks_wanted, group)
+
+    def add_line(self, site: int, text: str) -> None:
+        """Add what the source says at a call site."""
+        self._ring.line(site, text)
 
     def mark(self, marks: Marks | None) -> None:
         """Have a tool told of each op as it is issued, from now on; None ends that."""

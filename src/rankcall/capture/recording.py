@@ -15,9 +15,10 @@ from typing import Any, Protocol
 from rankcall.capture import declared
 from rankcall.capture.marks import Marks
 from rankcall.capture.notices import say
+from rankcall.capture.source import SourceLines
 from rankcall.errors import CaptureUnavailable
 from rankcall.ring.layout import CAPTURES, Geometry
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.ring.writer import (
     Identity,
     PythonRing,
@@ -26,7 +27,15 @@ from rankcall.ring.writer import (
     put,
     set_identity,
 )
-from rankcall.run import create_run, host_name, live_base, live_dir, ring_name, settle_ring
+from rankcall.rundir import (
+    about_job,
+    create_run,
+    host_name,
+    live_base,
+    live_dir,
+    ring_name,
+    settle_ring,
+)
 
 ARM = "RANKCALL_ARM"  # set by the launcher, which settles rings itself
 _HEARTBEAT_SECONDS = 0.5
@@ -39,6 +48,8 @@ class Capture(Protocol):
 
     name: str
 
+    @property
+    def make_statuses(self) -> Callable[..., list[Any]] | None: ...
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def forget(self) -> None: ...
@@ -46,6 +57,7 @@ class Capture(Protocol):
     def counts(self) -> tuple[int, int]: ...
     def sleep(self, fd: int, wanted: int) -> None: ...
     def add_group(self, group: Group, me: int) -> None: ...
+    def add_line(self, site: int, text: str) -> None: ...
     def mark(self, marks: Marks | None) -> None: ...
     def learn_spans(self, marks: Marks) -> None: ...
     def step(self) -> None: ...
@@ -78,6 +90,7 @@ class Recording:
         self._stopped = threading.Event()
         self._left = False
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
+        self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._step_handle: Any = None
         self.claims: set[str] = set()
 
@@ -172,8 +185,10 @@ class Recording:
 
     def _prepare(self, run_dir: Path) -> Path:
         """Make the run directory and its live folder; say so where one cannot be written."""
+        import torch
+
         try:
-            create_run(run_dir, _about())
+            create_run(run_dir, about_job(sys.argv, torch.__version__))
         except OSError as error:
             say(f"the run directory {run_dir} cannot be written ({error.strerror}): "
                 f"records stay in {live_dir(run_dir)}")  # fmt: skip
@@ -222,6 +237,7 @@ class Recording:
         watch.add(self._on_group)
         self._step_handle = _count_steps(self.capture)
         self._heart.start()
+        self._lines.start()
 
     def stop(self) -> bool:
         """Stop recording; tell whether the ring is closed, or still awaits ends of ops in flight.
@@ -236,6 +252,7 @@ class Recording:
         self._note_leaving()
         self._stopped.set()
         self._heart.join(timeout=2)
+        self._lines.stop()
         deadline = time.monotonic() + _DRAIN_SECONDS
         while not self.capture.drained() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -311,21 +328,6 @@ def _identity(rank: int | None = None, world_size: int | None = None) -> Identit
         attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
         host=host_name(),
     )
-
-
-def _about() -> dict[str, Any]:
-    import torch
-
-    from rankcall import __version__
-
-    return {
-        "created_epoch_ns": time.time_ns(),
-        "command": sys.argv,
-        "cwd": str(Path.cwd()),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "rankcall": __version__,
-    }
 
 
 def _count_steps(capture: Capture) -> Any:

@@ -18,7 +18,7 @@ from rankcall.capture.notices import say
 from rankcall.capture.recording import Recording as Recording
 from rankcall.errors import RankcallError, TorchMissing
 from rankcall.ring.writer import boot_seconds, process_start
-from rankcall.run import default_run_dir
+from rankcall.rundir import default_run_dir
 
 CAPTURES = ("auto", "native", "python")
 OLDEST_TORCH = (2, 11)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rankcall._whole import Rows, copied, joined, picked, put
 from rankcall.record import COMMIT_DONE, COMMIT_OPEN, COMMIT_WRITING, RECORD, STATUSES
 from rankcall.ring.layout import Geometry
 
-Rows = npt.NDArray[Any]
 Indexes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 HOLD_NS = 50_000_000
@@ -95,17 +95,14 @@ class RingTail:
     def awaited(self) -> Rows:
         """Return a copy of every record up to the last look whose end was not reported."""
         rows, state = self._look_up(self._open)
-        found: Rows = rows[state == _FOUND]
-        return found
+        return picked(rows, state == _FOUND)
 
     def open(self) -> Rows:
         """Return a copy of every unfinished record, oldest first."""
         words = np.concatenate([self._parked["commit"], self._words])
         words = words[(words != 0) & (words & 3 != COMMIT_DONE)]
         rows, state = self._look_up(np.unique(_index(words)))
-        rows = rows[state == _FOUND]
-        unfinished: Rows = rows[rows["commit"] & 3 != COMMIT_DONE]
-        return unfinished
+        return picked(rows, (state == _FOUND) & (rows["commit"] & 3 != COMMIT_DONE))
 
     # --- what happened ---
 
@@ -118,10 +115,10 @@ class RingTail:
         known, told = self._known()
         held, fresh = self._held, self._fresh(issued)
         self._held = _NO_ROWS
-        rows = np.concatenate([known, held, fresh])
+        rows = joined([known, held, fresh])
         told = np.concatenate([told, np.ones(len(held), np.bool_), np.zeros(len(fresh), np.bool_)])
         order = np.argsort(rows["commit"], kind="stable")
-        return self._events(rows[order], told[order])
+        return self._events(picked(rows, order), told[order])
 
     def _events(self, rows: Rows, told: Flags) -> Batch | None:
         """Make a batch of rows in issue order; what is not over is remembered."""
@@ -134,12 +131,12 @@ class RingTail:
             self._remember(_index(rows["commit"][~ends]), (told | begins)[~ends])
             held = _overtaking(rows, ends, self._hold_ns)
             if held.any():
-                self._held = rows[held]
+                self._held = picked(rows, held)
                 ends &= ~held
             happened = begins | ends
             if not happened.any():
                 return None
-            rows, begins, ends = rows[happened], begins[happened], ends[happened]
+            rows, begins, ends = picked(rows, happened), begins[happened], ends[happened]
         dropped, self._dropped = self._dropped, 0
         return Batch(rows, begins, ends, dropped)
 
@@ -156,7 +153,7 @@ class RingTail:
         self._dropped += 2 * int(np.count_nonzero(lost)) - int(np.count_nonzero(told[lost]))
         later = state == _UNWRITTEN  # on its way to the in-flight table
         self._open, self._told = self._open[later], told[later]
-        return rows[found], told[found]
+        return picked(rows, found), told[found]
 
     def _fresh(self, issued: int) -> Rows:
         """Copy records issued since the last look, up to one that is not written yet."""
@@ -166,7 +163,7 @@ class RingTail:
             return _NO_ROWS
         part = slice(first, first + count)
         words = self._words[part].copy()
-        rows: Rows = self._slots[part].copy()
+        rows = copied(self._slots[part])
         index = np.arange(self._next, self._next + count)
         state = words - ((index + 1) << 2).astype(np.uint64)
         if np.all((words == self._words[part]) & (state - 1 < COMMIT_DONE)):
@@ -183,8 +180,7 @@ class RingTail:
         rows, found = rows[:count], state[:count] == _FOUND
         self._next += count
         self._dropped += 2 * int(np.count_nonzero(~found))
-        fresh: Rows = rows[found]
-        return fresh
+        return picked(rows, found)
 
     def _leap(self, oldest: int) -> None:
         """Go on from ``oldest``; what is before it is lost, except what is still somewhere."""
@@ -210,14 +206,16 @@ class RingTail:
             wanted = index[todo]
             slots = wanted & (self._capacity - 1)
             words = self._words[slots]
-            copy = self._slots[slots]
+            copy = picked(self._slots, slots)
             steady = words == self._words[slots]
             holder = _index(words)
             found = steady & (holder == wanted) & (words & 3 != COMMIT_WRITING)
-            rows[todo[found]], result[todo[found]] = copy[found], _FOUND
+            put(rows, todo[found], picked(copy, found))
+            result[todo[found]] = _FOUND
             lapped = todo[holder > wanted]
             if len(lapped):
-                rows[lapped], result[lapped] = self._look_up_parked(index[lapped])
+                parked, result[lapped] = self._look_up_parked(index[lapped])
+                put(rows, lapped, parked)
             todo = todo[~found & (holder == wanted)]  # in change at this moment
             if not len(todo):
                 break
@@ -227,7 +225,7 @@ class RingTail:
         """Copy lapped records that were moved to the in-flight table; the others are lost."""
         for _ in range(_TRIES):
             words = self._parked["commit"].copy()
-            copy = self._parked.copy()
+            copy = copied(self._parked)
             steady = words == self._parked["commit"]
             if steady.all():
                 break
@@ -236,7 +234,7 @@ class RingTail:
         places = order[np.searchsorted(holders, index, sorter=order) % len(holders)]
         found = holders[places] == index
         elsewhere = _LOST if steady.all() else _UNWRITTEN
-        return copy[places], np.where(found, _FOUND, elsewhere)
+        return picked(copy, places), np.where(found, _FOUND, elsewhere)
 
 
 def _index(words: npt.NDArray[Any]) -> Indexes:

@@ -10,7 +10,7 @@ from rankcall.cli._engine import Outcome
 from rankcall.errors import RankcallError
 from rankcall.processes import Exit, note_exit, read_exits
 from rankcall.report import diagnosis as diagnosis_report
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.run import load
 from rankcall.watch import ABORT_STATUS, _verdict
 

@@ -11,7 +11,8 @@ from typing import IO
 import typer
 
 from rankcall.report._format import clean
-from rankcall.run import Progress, Run, find_run, load, settle
+from rankcall.run import Progress, Run, load
+from rankcall.rundir import find_run, settle
 
 _SHOW_FROM = 32  # rings; fewer are read before a bar could be drawn
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rankcall import _stacks
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.processes import process_state
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.run import load
 
 _MOST = 8  # ranks; a screen holds no more stacks

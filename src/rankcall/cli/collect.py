@@ -13,9 +13,11 @@ from rankcall.archive import FOLDERS, HANGS, check_name, is_archive, pack, unpac
 from rankcall.cli._engine import say
 from rankcall.errors import CorruptRun, RankcallError
 from rankcall.processes import STATES, describe_states
-from rankcall.ring.reader import Header, read_head
+from rankcall.ring.header import Header
+from rankcall.ring.reader import read_head
 from rankcall.ring.writer import boot_id
-from rankcall.run import find_run, format_ranks, host_name, ring_paths, settle
+from rankcall.run import format_ranks
+from rankcall.rundir import find_run, host_name, ring_paths, settle
 
 __all__ = ["command"]
 

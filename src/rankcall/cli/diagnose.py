@@ -15,7 +15,8 @@ from rankcall.analysis.find import HANG_AFTER_S
 from rankcall.cli._keys import LEAVE, keys
 from rankcall.cli._stacks import of_interest, take
 from rankcall.report import diagnosis, diagnosis_json
-from rankcall.run import find_run, load, settle
+from rankcall.run import load
+from rankcall.rundir import find_run, settle
 
 __all__ = ["command"]
 

@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from rankcall._newfile import new_file
+from rankcall.analysis.finding import Finding
 from rankcall.analysis.summary import Summary, summarise
 from rankcall.cli._reading import bar, open_run, output, tell_problems
 from rankcall.errors import RankcallError
 from rankcall.report import json as json_report
 from rankcall.report import terminal
 from rankcall.report._format import size
+from rankcall.run import Run
 
 
 def command(
@@ -39,20 +41,28 @@ def command(
             raise RankcallError("--json and --html: one of them")
         tell_problems(_write_page(run, html))
         return
-    summary = read(run)
+    opened = open_run(run)
+    with bar("reading records") as progress:
+        summary = summarise(opened, progress)
     if json:
         sys.stdout.write(json_report.render(summary))
     else:
-        _print(summary)
+        _print(summary, _what_stopped(opened, summary))
     sys.stdout.flush()
     tell_problems(summary.problems)
 
 
-def read(path: Path | None) -> Summary:
-    """Move what ended processes left on this host into the run, then read and analyse it."""
-    run = open_run(path)
-    with bar("reading records") as progress:
-        return summarise(run, progress)
+def _what_stopped(run: Run, summary: Summary) -> Finding | None:
+    """Return what keeps a run from going on, or ended it; looked for where it did not end well."""
+    if all(row.closed for row in summary.ranks) and not any(
+        row.unfinished for row in summary.collectives
+    ):
+        return None
+    from rankcall.analysis.diagnosis import diagnose
+
+    with bar("diagnosing") as progress:
+        findings = diagnose(run, progress=progress).findings
+    return findings[0] if findings and findings[0].stops else None
 
 
 def _write_page(path: Path | None, target: Path) -> list[str]:
@@ -73,13 +83,13 @@ def _write_page(path: Path | None, target: Path) -> list[str]:
     return details.summary.problems
 
 
-def _print(summary: Summary) -> None:
+def _print(summary: Summary, stopped: Finding | None) -> None:
     from rich.console import Console
 
     if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(highlight=False)
     if console.is_terminal:
-        terminal.show(summary, console)
+        terminal.show(summary, console, stopped)
     else:
-        sys.stdout.write(terminal.render(summary, console.width))
+        sys.stdout.write(terminal.render(summary, console.width, stopped))

@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from rankcall import __version__, watch
+from rankcall import watch
 from rankcall.analysis.find import HANG_AFTER_S
 from rankcall.capture.session import check_torch
 from rankcall.cli import _aftermath
@@ -36,13 +35,14 @@ from rankcall.cli._engine import (
 )
 from rankcall.cli._exits import noting_exits
 from rankcall.errors import CaptureUnavailable, CorruptRun
+from rankcall.ring.header import Header, parse_header
 from rankcall.ring.layout import HEADER_BYTES
-from rankcall.ring.reader import Header, parse_header
-from rankcall.run import (
+from rankcall.run import format_ranks
+from rankcall.rundir import (
     RUNS,
+    about_job,
     create_run,
     default_run_dir,
-    format_ranks,
     host_name,
     live_dir,
     ring_paths,
@@ -176,27 +176,16 @@ def _run_dir(asked: Path | None, job: Job) -> Path:
         raise typer.Exit(USAGE_ERROR)
     if job.max_nodes == 1 and ring_paths(path):
         say(f"{path} holds a run already: its records and the new ones will be read as one run")
+    import torch
+
+    about = about_job(
+        job.argv, torch.__version__, max_nodes=job.max_nodes, nproc_per_node=job.nproc
+    )
     try:
-        create_run(path, _about(job))
+        create_run(path, about)
     except OSError as error:
         say(f"cannot write the run directory {path}: {error.strerror}; the job runs all the same")
     return path
-
-
-def _about(job: Job) -> dict[str, Any]:
-    import torch
-
-    return {
-        "created_epoch_ns": time.time_ns(),
-        "command": list(job.argv),
-        "cwd": str(Path.cwd()),
-        "host": host_name(),
-        "max_nodes": job.max_nodes,
-        "nproc_per_node": job.nproc,
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "rankcall": __version__,
-    }
 
 
 def _default(job: Job) -> Path:

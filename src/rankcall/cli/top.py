@@ -15,7 +15,8 @@ from rankcall.analysis.find import HANG_AFTER_S
 from rankcall.analysis.standing import stand
 from rankcall.cli._keys import LEAVE, keys
 from rankcall.report import top
-from rankcall.run import find_run, load
+from rankcall.run import load
+from rankcall.rundir import find_run
 
 __all__ = ["command"]
 

@@ -14,7 +14,8 @@ from rankcall.export._intern import Interned
 from rankcall.export._tracks import Tracks, lanes
 from rankcall.export._wire import Rows, number
 from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES
-from rankcall.ring.reader import Group, Records, Ring
+from rankcall.ring.reader import Records, Ring
+from rankcall.ring.tables import Group
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rankcall.export._wire import message, number, text
-from rankcall.ring.reader import CallSite
+from rankcall.ring.tables import CallSite
 
 # Fields of perfetto.protos.InternedData.
 _CATEGORIES, _EVENTS, _ANNOTATIONS, _SITES, _STRINGS = 1, 2, 3, 4, 29

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.export._wire import message, number, text
-from rankcall.ring.reader import Group, Header
+from rankcall.ring.header import Header
+from rankcall.ring.tables import Group
 from rankcall.run import Run, format_ranks
 
 Ints = npt.NDArray[np.int64]

@@ -15,7 +15,8 @@ from rankcall._frames import ring_frame
 from rankcall.analysis.clocks import RunClocks
 from rankcall.analysis.gather import align
 from rankcall.record import RECORD
-from rankcall.ring.reader import Ring, Tables
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import Tables
 from rankcall.run import Progress, Run
 
 _MOMENT = pl.Datetime("ns", "UTC")

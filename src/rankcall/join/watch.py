@@ -3,12 +3,14 @@
 Through the job's store: a log that every rank may append to, and a bell for each rank. A thread
 waits for this rank's bell through a store client of its own and reads the log. Where another rank
 failed it lets the training thread a moment to come out by itself; then it breaks the connections
-that its collective waits on. Keys, below one prefix for each ``Join``:
+that its collective waits on. Whoever breaks connections has said why before: a rank whose
+collective fails reads the log to its end, and what is not in it was said by nobody. Keys, below one
+prefix for each ``Join``:
 
     n, log/<i>   the entries and their number
     bell/<rank>  rings for one rank; the rank takes it away again
     heard/<rank> that rank's answer to the first entry: where its connections end
-    host/<rank>  where that rank runs
+    host/<rank>  where that rank runs, and as which process
     left/<k>, gone/<k>  at which step the first left its loop for the kth time, and how many did
 """
 
@@ -29,14 +31,18 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from rankcall.errors import PeerError, UnevenInputs
+from rankcall.join.presence import Presence, is_gone, own_presence
 from rankcall.join.sockets import abort_devices, break_connections, endpoints
-from rankcall.run import format_ranks, host_name
+from rankcall.run import format_ranks
+from rankcall.rundir import host_name
 
 _log = logging.getLogger("rankcall.join")
 _DAY = timedelta(days=1)
-_MOMENT_S = 0.2  # what the training thread gets to fail or leave by itself
-_ANSWER_S = 1.0  # what the other ranks get to answer; the processes that do not are gone
-_WORD_S = 0.5  # what the cause gets to arrive after the connections broke
+# What the training thread gets to fail or leave by itself: so many turns of the watching thread,
+# because on a busy machine both get fewer of them.
+_TURNS, _TURN_S = 20, 0.01
+_ANSWER_S = 5.0  # what the other ranks get to answer; those whose process is gone get none
+_WORD_S = 0.5  # what the cause gets to arrive where connections broke and all ranks are there
 Entry = dict[str, Any]
 
 _spent: list[Any] = []  # the store of the block before, with its prefix
@@ -60,6 +66,8 @@ class Watch:
         self._settled = threading.Event()  # there is, or all have left
         self._left: tuple[int, int] | None = None  # rank and step of the first to leave
         self._leaves = 0
+        self._read = 0  # entries of the log
+        self._present: dict[int, Presence] = {}  # where the other ranks run, as far as asked
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -76,7 +84,7 @@ class Watch:
             own: Any = store.clone()  # type: ignore[attr-defined]
             self._store: Any = dist.PrefixStore(f"{name}/{number}", store)
             self._own: Any = dist.PrefixStore(f"{name}/{number}", own)  # the thread's
-            self._store.set(f"host/{self.rank}", host_name())
+            self._store.set(f"host/{self.rank}", json.dumps(own_presence()))
         except (RuntimeError, AttributeError) as error:
             _log.warning("errors of other ranks cannot be told inside this Join: %s", error)
             return
@@ -104,9 +112,9 @@ class Watch:
     # What this rank has to say.
 
     def publish(self, error: BaseException) -> None:
-        """Tell all others why this rank fails, and wait until they have heard, or a second."""
+        """Tell all others why this rank fails, and wait until they have heard, or some seconds."""
         self._out.set()
-        told = self._failure is not None and self._failure["kind"] != "behind"
+        told = self._failure is not None and self._failure["kind"] == "raised"
         if self._thread is None or told:
             return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -122,13 +130,17 @@ class Watch:
         if self._thread is None:
             return None
         try:
-            if not self._failed.wait(_WORD_S):
+            self._catch_up()
+            if self._failure is None:
                 self._append("lost", cause=str(error))
                 silent = self._silent(_ANSWER_S)
-                return self._gone(silent, str(error)) if silent else None
+                if not self._failed.wait(0 if silent else _WORD_S):
+                    return self._gone(silent, str(error)) if silent else None
             assert self._failure is not None
             return self._explained(self._failure)
         except dist.DistError as problem:
+            if self._failure is not None and self._failure["kind"] != "lost":
+                return self._explained(self._failure)
             return PeerError(f"{error}; and the store, on which ranks agree, is gone: {problem}")
 
     def leave(self) -> None:
@@ -162,60 +174,80 @@ class Watch:
         self._left = None
 
     def check(self) -> None:
-        """Raise where another rank failed, or left before the step that this one begins."""
-        if self._failure is not None:
-            raise self._explained(self._failure)
+        """Raise where another rank left before the step that this one begins, or failed."""
         left = self._left
         if left is not None and left[1] < self._steps():
             raise self._left_behind(*left)
+        if self._failure is not None:
+            raise self._explained(self._failure)
 
     # The thread.
 
     def _listen(self) -> None:
-        bell, read = f"bell/{self.rank}", 0
+        bell = f"bell/{self.rank}"
         while not self._closing:
             try:
                 self._own.wait([bell], _DAY)
                 self._own.delete_key(bell)
-                while not self._closing and self._own.check([f"log/{read}"]):
-                    self._hear(json.loads(self._own.get(f"log/{read}")))
-                    read += 1
+                self._read_log()
+                if self._failure is not None:
+                    self._break_out()
             except dist.DistStoreError:
                 continue  # a day without news
             except Exception:
                 return  # the store is gone: there will be no more news
 
+    def _read_log(self) -> None:
+        while not self._closing and self._own.check([f"log/{self._read}"]):
+            self._hear(json.loads(self._own.get(f"log/{self._read}")))
+            self._read += 1
+
     def _hear(self, entry: Entry) -> None:
         kind = entry["kind"]
         if kind == "all-left":
             self._settled.set()
-        elif entry["rank"] == self.rank or self._failure is not None:
+        elif entry["rank"] == self.rank:
             pass
         elif kind == "left":
             self._left = (entry["rank"], entry["at"])
-            if self._steps() > entry["at"]:
-                self._fail({**entry, "kind": "behind"})
-        else:
-            self._fail(entry)
+            if self._steps() > entry["at"] and self._failure is None:
+                self._note({**entry, "kind": "behind"})
+        elif self._failure is None or (kind == "raised" and self._failure["kind"] == "lost"):
+            self._note(entry)
 
-    def _fail(self, entry: Entry) -> None:
-        """Note another rank's failure and get the training thread out of its collective."""
-        self._own.set(f"heard/{self.rank}", json.dumps(endpoints()))
+    def _note(self, entry: Entry) -> None:
+        """Note another rank's failure, then answer it: what was heard is known here."""
         self._failure = entry
         self._failed.set()
         self._settled.set()
-        if self._out.wait(_MOMENT_S):
+        self._own.set(f"heard/{self.rank}", json.dumps(endpoints()))
+
+    def _break_out(self) -> None:
+        """Get the training thread out of the collective that it may be waiting in."""
+        if any(self._out.wait(_TURN_S) for _ in range(_TURNS)):
             return
-        far = set(entry["ends"])
-        with contextlib.suppress(RuntimeError):  # the store may end with the rank that failed
-            for rank in self._ranks:
-                soon = time.monotonic() + _WORD_S
-                if rank != entry["rank"] and _comes(self._own, f"heard/{rank}", soon):
-                    far |= set(json.loads(self._own.get(f"heard/{rank}")))
+        assert self._failure is not None
+        far, unheard, pause = set(self._failure["ends"]), set(self._ranks), _TURN_S
         abort_devices()
-        break_connections(far, self._spared)
+        while not self._closing:
+            with contextlib.suppress(RuntimeError):  # the store may end with the rank that failed
+                self._read_log()
+                for rank in [each for each in unheard if self._own.check([f"heard/{each}"])]:
+                    far |= set(json.loads(self._own.get(f"heard/{rank}")))
+                    unheard.discard(rank)
+            break_connections(far, self._spared)
+            if self._out.wait(pause):
+                return
+            pause = min(2 * pause, 1.0)
 
     # Helpers of both.
+
+    def _catch_up(self) -> None:
+        """Wait until the thread has read what the log has now."""
+        end, deadline = self._store.add("n", 0), time.monotonic() + _ANSWER_S
+        self._store.set(f"bell/{self.rank}", "1")
+        while self._failure is None and self._read < end and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def _append(self, kind: str, **more: Any) -> None:
         ends = endpoints()
@@ -228,39 +260,66 @@ class Watch:
         self._store.multi_set(bells, ["1"] * len(bells))
 
     def _silent(self, seconds: float) -> list[int]:
-        """Return the ranks that did not answer in time."""
+        """Return the ranks that did not answer in time; who is gone is not waited for."""
         deadline = time.monotonic() + seconds
-        others = [rank for rank in self._ranks if rank != self.rank]
-        return [rank for rank in others if not _comes(self._store, f"heard/{rank}", deadline)]
+        silent = [rank for rank in self._ranks if rank != self.rank]
+        while True:
+            silent = self._unheard(silent)
+            if all(self._is_gone(rank) for rank in silent):
+                return self._unheard(silent)  # a rank answers before it ends
+            if time.monotonic() > deadline:
+                return silent
+            time.sleep(0.005)
+
+    def _unheard(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([f"heard/{rank}"])]
+
+    def _is_gone(self, rank: int) -> bool:
+        about = self._presence(rank)
+        return about is not None and is_gone(about)
+
+    def _presence(self, rank: int) -> Presence | None:
+        """Return where a rank runs; None where it never entered the block."""
+        if rank not in self._present and self._store.check([f"host/{rank}"]):
+            self._present[rank] = json.loads(self._store.get(f"host/{rank}"))
+        return self._present.get(rank)
 
     # What is said on this rank.
 
     def _explained(self, entry: Entry) -> RuntimeError:
         """Return the error that another rank's entry means on this one."""
-        if entry["kind"] == "behind":
-            return self._left_behind(entry["rank"], entry["at"])
-        rank, host, cause = entry["rank"], entry["host"], entry["cause"]
         if entry["kind"] == "lost":
             silent = self._silent(_ANSWER_S)
             if silent:
-                return self._gone(silent, cause)
+                return self._gone(silent, entry["cause"])
+            entry = self._failure or entry  # by now it may be known why
+        rank, host, cause = entry["rank"], entry["host"], entry.get("cause", "")
+        if entry["kind"] == "behind":
+            return self._left_behind(rank, entry["at"])
+        if entry["kind"] == "lost":
             text = f"rank {rank} ({host}) lost its connection to another rank: {cause}"
             return PeerError(text, rank=rank, host=host, cause=cause)
         text = f"rank {rank} ({host}) failed inside Join: {cause}\n{entry['traceback']}"
         return PeerError(text, rank=rank, host=host, cause=cause, traceback=entry["traceback"])
 
-    def _gone(self, ranks: Sequence[int], error: str) -> PeerError:
-        hosts = []
-        for rank in ranks:
-            with contextlib.suppress(RuntimeError):
-                hosts.append(self._store.multi_get([f"host/{rank}"])[0].decode())
+    def _gone(self, silent: Sequence[int], error: str) -> PeerError:
+        """Name who is gone; where nobody surely is, who does not answer."""
+        surely = [rank for rank in silent if self._is_gone(rank)]
+        ranks = surely or list(silent)
+        about = [self._presence(rank) for rank in ranks]
+        hosts = [each["host"] for each in about if each is not None]
         where = f" ({', '.join(sorted(set(hosts)))})" if hosts else ""
+        what = (
+            "is gone without a word (killed, or out of memory?)"
+            if surely
+            else f"has not answered for {_ANSWER_S:g} s (stopped, or its host is gone?)"
+        )
         return PeerError(
-            f"rank {format_ranks(ranks)}{where} is gone without a word (killed, or out of "
-            f"memory?); the collective that needed it failed with: {error}",
+            f"rank {format_ranks(ranks)}{where} {what}; the collective that needed it failed with: "
+            f"{error}",
             rank=ranks[0],
             host=hosts[0] if hosts else "",
-            cause="gone without a word",
+            cause="gone without a word" if surely else "does not answer",
         )
 
     def _left_behind(self, rank: int, step: int) -> UnevenInputs:
@@ -268,15 +327,6 @@ class Watch:
             f"rank {rank} left the loop after {step} batches, rank {self.rank} went on to its "
             f"batch {self._steps()}: ranks must leave it together, or let it end by itself"
         )
-
-
-def _comes(store: Any, key: str, deadline: float) -> bool:
-    """Wait for a key; asks now and then, because torch logs a warning for a wait that ends late."""
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def _ports(store: Any) -> list[int]:

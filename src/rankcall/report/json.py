@@ -106,6 +106,7 @@ def _call_sites(summary: Summary) -> list[Object]:
     for row in summary.call_sites:
         entry = dict(vars(row))
         site = entry.pop("site")
+        entry["code"] = row.code or None
         rows.append({"call_site": str(site) if site.line else None, **vars(site), **entry})
     return rows
 

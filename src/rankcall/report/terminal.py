@@ -15,6 +15,7 @@ from rich.text import Text
 
 from rankcall._joins import RankSummary, total
 from rankcall.analysis.commshare import StepShare
+from rankcall.analysis.finding import Finding
 from rankcall.analysis.summary import Straggler, Summary
 from rankcall.analysis.table import size_name
 from rankcall.report._format import clean, percent, plural, rate, size, time
@@ -27,20 +28,30 @@ _ROWS, _SITES, _RANKS, _GROUPS = 20, 8, 8, 4
 _FEW = 4  # ranks that are listed however little they matter
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDE = 100  # columns from which on there is room for more
+_SOURCE = 40  # columns for what a line says
 _INDENT = 2
+_MORE = "Where each rank stands: rankcall diagnose."
 _LABEL = 9
 
 
-def render(summary: Summary, width: int = 80) -> str:
+def render(summary: Summary, width: int = 80, stopped: Finding | None = None) -> str:
     """Return the report as plain text, no line of it wider than ``width``."""
     out = StringIO()
-    show(summary, Console(file=out, width=width, color_system=None, highlight=False))
+    show(summary, Console(file=out, width=width, color_system=None, highlight=False), stopped)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def show(summary: Summary, console: Console) -> None:
-    """Print the report; ``console`` decides on width and colour."""
+def show(summary: Summary, console: Console, stopped: Finding | None = None) -> None:
+    """Print the report; ``console`` decides on width and colour.
+
+    ``stopped`` is what keeps the run from going on: it is said before all else.
+    """
     first = headline(summary)
+    if stopped is not None:
+        console.print(Text(wrapped(clean(stopped.summary), console.width), "bold red"))
+        console.print(Text(wrapped(clean(f"{stopped.advice} {_MORE}".strip()), console.width)))
+        console.print()
+        console.print(Text("Until then", "bold"))
     text = wrapped(first.text, console.width)
     console.print(Text(text, "bold red" if first.alarm else "bold green"))
     if first.detail:
@@ -197,20 +208,25 @@ def _joins(uneven: Sequence[RankSummary], room: int) -> RenderableType:
 
 
 def _sites(summary: Summary, room: int) -> RenderableType:
-    heads = ("call site", "function", "op", "calls", "total", "median", "worst")
+    """Show where time goes by line; what the line says, too, where there is room for it."""
+    shown = summary.call_sites[:_SITES]
+    source = room >= _WIDE and any(row.code for row in shown)
+    heads = ("call site", "function", *(["source"] * source), "op", "calls", "total", "median",
+             "worst")  # fmt: skip
     rows = [
         (
             str(row.site) if row.site.line else "(not known)",
             row.site.function,
+            *([cut(clean(row.code), _SOURCE)] * source),
             row.op,
             f"{row.count:,}",
             time(row.total_ms),
             time(row.median_ms),
             time(row.worst_ms),
         )
-        for row in summary.call_sites[:_SITES]
+        for row in shown
     ]
-    table = fitted(heads, rows, room, names=3, paths=True)
+    table = fitted(heads, rows, room, names=3 + source, paths=True)
     return _more(table, len(summary.call_sites) - _SITES, "call site")
 
 

@@ -4,7 +4,7 @@
 
     0              header, one page
     header_bytes   in-flight table: records that the ring lapped before they finished
-    ...            side tables: an append-only log of strings, groups and call sites
+    ...            side tables: an append-only log of strings, groups, call sites and their lines
     records_offset records: a power-of-two ring
 
 All numbers are little endian. Sizes stand in the header, so a file that was compacted when it was
@@ -23,7 +23,7 @@ MAGIC = b"RANKCALL"
 SCHEMA = 1
 HEADER_BYTES = 4096
 ENTRY_HEADER = np.dtype([("commit", "<u4"), ("kind", "<u4"), ("length", "<u4"), ("crc32", "<u4")])
-ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES = 1, 2, 3, 4  # UTF-8 text; JSON; JSON; JSON
+ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES, ENTRY_LINE = range(1, 6)  # UTF-8 text; JSON
 
 CAPTURES = ("unknown", "native", "python")
 MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is not believed

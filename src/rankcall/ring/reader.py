@@ -7,18 +7,15 @@ not is counted.
 
 from __future__ import annotations
 
-import json
 import os
-import struct
-import zlib
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rankcall._whole import joined, picked
 from rankcall.errors import CorruptRun
 from rankcall.record import (
     COMMIT_CLOSING,
@@ -33,109 +30,15 @@ from rankcall.record import (
     REDUCE_OPS,
     STATUSES,
 )
+from rankcall.ring.header import Header, parse_header
 from rankcall.ring.layout import (
-    CAPTURES,
-    ENTRY_GROUP,
-    ENTRY_HEADER,
-    ENTRY_SITE,
-    ENTRY_SIZES,
-    ENTRY_STRING,
     HEADER,
     HEADER_BYTES,
-    MAGIC,
-    MAX_CAPACITY,
-    MAX_TABLES_BYTES,
-    SCHEMA,
-    Geometry,
 )
+from rankcall.ring.tables import Tables, parse_tables
 
 Records = npt.NDArray[Any]
-_ENTRY = struct.Struct("<IIII")
-assert _ENTRY.size == ENTRY_HEADER.itemsize
-MAX_RANKS = 1 << 20
-MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
-_GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
 _AHEAD = 64  # records that writers may be ahead of ``head``
-ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a ring file says of itself. Times in ns; ``mono`` is CLOCK_MONOTONIC of its host."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    node: int
-    attempt: int
-    pid: int
-    process_start: int
-    host: str
-    boot_id: str
-    capture: str
-    anchor_mono_ns: int
-    anchor_epoch_ns: int
-    head: int
-    step: int
-    native_heartbeat_ns: int
-    python_heartbeat_ns: int
-    inflight_lost: int
-    tables_lost: int
-    closed_ns: int
-    file_bytes: int
-    geometry: Geometry
-    expect_until_ns: int = 0
-    expect_what: str = ""
-    overdue_ns: int = 0
-    verdicts: int = 0
-    stack_fd: int = 0
-    left_ns: int = 0
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group as one of its members knew it. ``ranks`` are global, in group order."""
-
-    name: str
-    epoch: int
-    backend: str
-    description: str
-    ranks: tuple[int, ...]
-
-    @property
-    def label(self) -> str:
-        """Torch's name for it, and what tells it from earlier groups of that name.
-
-        ``#2`` where init_process_group ran a second time, ``.1`` where the name was used again
-        within one time.
-        """
-        era, again = divmod(self.epoch, ERA)
-        return self.name + (f"#{era + 1}" if era else "") + (f".{again}" if again else "")
-
-
-@dataclass(frozen=True)
-class CallSite:
-    """The line that issued an op, and the public function it called."""
-
-    file: str
-    line: int
-    function: str
-    api: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-@dataclass
-class Tables:
-    """A ring's side tables, by id."""
-
-    strings: dict[int, str] = field(default_factory=dict)
-    groups: dict[int, Group] = field(default_factory=dict)
-    sites: dict[int, CallSite] = field(default_factory=dict)
-    # By shape hash: how many elements each tensor of a coalesced op has.
-    numels: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    damaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,7 +115,7 @@ def _read(path: Path, fd: int, newest: int | None) -> Ring:
         )
         for first, count in spans
     ]
-    slots = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    slots = joined(pieces)
     parked_bytes = min(
         shape.inflight_capacity * RECORD.itemsize, max(0, size - shape.inflight_offset)
     )
@@ -245,188 +148,6 @@ def _bytes_worth_reading(header: Header, size: int) -> int:
     """
     records = min(header.head + _AHEAD, header.geometry.capacity)
     return max(0, min(records * RECORD.itemsize, size - header.geometry.records_offset))
-
-
-def parse_header(raw: bytes, name: str) -> Header:
-    """Check and decode a header; ``name`` is for messages."""
-    if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
-        raise CorruptRun(f"{name}: not a rankcall ring file")
-    row = np.frombuffer(raw, HEADER, count=1)[0]
-    if int(row["schema"]) != SCHEMA:
-        raise CorruptRun(
-            f"{name}: ring schema {int(row['schema'])}, this rankcall reads schema {SCHEMA}: "
-            "read it with the rankcall version that wrote it"
-        )
-    shape = Geometry(int(row["capacity"]), int(row["inflight_capacity"]), int(row["tables_bytes"]))
-    sizes_ok = (
-        int(row["header_bytes"]) == HEADER_BYTES
-        and int(row["record_bytes"]) == RECORD.itemsize
-        and 0 < shape.capacity <= MAX_CAPACITY
-        and shape.capacity & (shape.capacity - 1) == 0
-        and shape.inflight_capacity <= MAX_CAPACITY
-        and shape.tables_bytes <= MAX_TABLES_BYTES
-        and shape.tables_bytes % 8 == 0
-        # A file that was compacted when it was moved ends after its last record.
-        and shape.records_offset <= int(row["file_bytes"]) <= shape.file_bytes
-    )
-    if not sizes_ok:
-        raise CorruptRun(f"{name}: the ring's header is damaged (impossible sizes)")
-    if not (-1 <= int(row["rank"]) < MAX_RANKS and -1 <= int(row["world_size"]) <= MAX_RANKS):
-        raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
-    numbers = {
-        key: int(row[key])
-        for key in (
-            "rank", "world_size", "local_rank", "node", "attempt", "pid", "process_start",
-            "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
-            "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
-            "expect_until_ns", "overdue_ns", "verdicts", "stack_fd",
-            "left_ns",
-        )
-    }  # fmt: skip
-    capture = int(row["capture"])
-    return Header(
-        host=row["host"].decode("utf-8", "replace"),
-        boot_id=row["boot_id"].decode("utf-8", "replace"),
-        expect_what=row["expect_what"].decode("utf-8", "replace"),
-        capture=CAPTURES[capture] if capture < len(CAPTURES) else CAPTURES[0],
-        geometry=shape,
-        **numbers,
-    )
-
-
-def parse_tables(raw: bytes) -> Tables:
-    """Decode the side tables up to the first entry that is not sound."""
-    tables, offset, number, members = Tables(), 0, 0, 0
-    while offset + ENTRY_HEADER.itemsize <= len(raw):
-        commit, kind, length, crc32 = _ENTRY.unpack_from(raw, offset)
-        start = offset + ENTRY_HEADER.itemsize
-        payload = raw[start : start + length]
-        number += 1
-        whole = commit == number and len(payload) == length and zlib.crc32(payload) == crc32
-        if not whole or not _keep_entry(tables, number, kind, payload):
-            tables.damaged = True
-            break
-        if kind == ENTRY_GROUP:
-            members += len(tables.groups[number].ranks)
-            if members > MAX_MEMBERS:
-                del tables.groups[number]
-                tables.damaged = True
-                break
-        offset = start + (len(payload) + 7) // 8 * 8
-    return tables
-
-
-def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
-    try:
-        if kind == ENTRY_STRING:
-            tables.strings[number] = payload.decode("utf-8", "replace")
-        elif kind == ENTRY_GROUP:
-            tables.groups[number] = _groups.get(payload)
-        elif kind == ENTRY_SITE:
-            tables.sites[number] = _site(json.loads(payload))
-        elif kind == ENTRY_SIZES:
-            fields = json.loads(payload)
-            tables.numels[int(fields["hash"])] = tuple(_count(each) for each in fields["numels"])
-        return True
-    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
-        return False
-
-
-class _Groups:
-    """Groups by payload: all members of a group write the same, and share one object here.
-
-    Without that, 16,384 rings that each name all ranks would take minutes and gigabytes.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, Group] = {}
-        self._members = 0
-
-    def get(self, payload: bytes) -> Group:
-        """Return the group that a payload describes; raises ``ValueError`` and its like."""
-        group = self._known.get(payload)
-        if group is None:
-            group = _group(json.loads(payload))
-            self._members += len(group.ranks) + 1
-            if self._members > _GROUPS_KEPT:
-                self._known, self._members = {}, len(group.ranks) + 1
-            self._known[payload] = group
-        return group
-
-
-_groups = _Groups()
-
-
-def _site(fields: dict[str, Any]) -> CallSite:
-    return CallSite(
-        _text(fields["file"]),
-        _small(fields["line"]),
-        _text(fields["function"]),
-        _text(fields["api"]),
-    )
-
-
-def _text(value: Any) -> str:
-    """Return a name that can be written anywhere: JSON can say what is no Unicode."""
-    return str(value).encode("utf-8", "replace").decode()
-
-
-def _count(number: Any) -> int:
-    """Return a number of elements; raises ``ValueError`` where it can be none."""
-    if type(number) is not int or not 0 <= number < 1 << 62:
-        raise ValueError(f"{number} is no number of elements")
-    return number
-
-
-def _small(number: Any) -> int:
-    """Return a count that can be real; raises ``ValueError`` else."""
-    if not 0 <= int(number) < 1 << 31:
-        raise ValueError(f"{number} is no line and no epoch")
-    return int(number)
-
-
-def _group(fields: dict[str, Any]) -> Group:
-    return Group(
-        _text(fields["name"]),
-        _small(fields["epoch"]),
-        _text(fields["backend"]),
-        _text(fields["description"]),
-        expand_ranks(fields["ranks"]),
-    )
-
-
-def compress_ranks(ranks: list[int]) -> list[list[int]]:
-    """Write ranks as runs ``[first, count, stride]``: a world of 100,000 is one run."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs:
-            run = runs[-1]
-            first, count, stride = run
-            if count == 1:
-                run[1:] = [2, rank - first]
-                continue
-            if rank == first + count * stride:
-                run[1] += 1
-                continue
-        runs.append([rank, 1, 1])
-    return runs
-
-
-def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
-    """Undo ``compress_ranks``; raises ``ValueError`` where the ranks cannot be real."""
-    if not all(type(number) is int for run in runs for number in run):
-        raise ValueError("a rank is a whole number")
-    if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
-        raise ValueError(f"more than {MAX_RANKS:,} ranks, or fewer than none")
-    ranks = tuple(
-        chain.from_iterable(
-            range(first, first + count * stride, stride) if stride else [first] * count
-            for first, count, stride in runs
-        )
-    )
-    if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANKS:
-        raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
-    return ranks
 
 
 def _read_records(fd: int, offset: int, length: int, live: bool) -> Records:
@@ -476,11 +197,11 @@ def _sound(
     if np.any(parked["commit"]):
         parked = parked[(parked["commit"] != 0) & (parked["commit"] & 3 != COMMIT_WRITING)]
         # A record killed while it moved stands in both places; the copy in the table is the newer.
-        kept = kept[~np.isin(kept["commit"] >> 2, parked["commit"] >> 2)]
-        kept = np.concatenate([parked, kept])
+        others = ~np.isin(kept["commit"] >> 2, parked["commit"] >> 2)
+        kept = joined([parked, picked(kept, others)])
     order = kept["commit"] >> 2
     if np.any(order[1:] <= order[:-1]):
-        kept = kept[np.unique(order, return_index=True)[1]]
+        kept = picked(kept, np.unique(order, return_index=True)[1])
     kept = _only(kept, _codes_known(kept))
     _blank_unfinished(kept)
     return kept, torn
@@ -494,7 +215,7 @@ def _undisturbed(words: npt.NDArray[np.uint64]) -> bool:
 
 def _only(records: Records, wanted: npt.NDArray[np.bool_]) -> Records:
     """Return the wanted records, without a copy where that is all of them."""
-    return records if wanted.all() else records[wanted]
+    return records if wanted.all() else picked(records, wanted)
 
 
 def _codes_known(records: Records) -> npt.NDArray[np.bool_]:

@@ -32,6 +32,7 @@ from rankcall.ring.layout import (
     CAPTURES,
     ENTRY_GROUP,
     ENTRY_HEADER,
+    ENTRY_LINE,
     ENTRY_SITE,
     ENTRY_SIZES,
     ENTRY_STRING,
@@ -42,7 +43,7 @@ from rankcall.ring.layout import (
     Geometry,
     offset_of,
 )
-from rankcall.ring.reader import CallSite, Group, compress_ranks
+from rankcall.ring.tables import CallSite, Group, compress_ranks
 
 _OPEN_OR_CLOSING = (COMMIT_OPEN, COMMIT_CLOSING)
 RECORD_BYTES = RECORD.itemsize
@@ -210,6 +211,11 @@ def encode_site(site: CallSite) -> bytes:
     ).encode()
 
 
+def encode_line(site: int, text: str) -> bytes:
+    """Return the side-table payload of a call site's source line."""
+    return json.dumps({"site": site, "text": text}).encode()
+
+
 def _struct_of(names: tuple[str, ...]) -> struct.Struct:
     """Return a Struct over neighbouring record fields, checked against ``RECORD``'s offsets."""
     codes = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i2": "h", "i4": "i", "i8": "q", "f8": "d"}
@@ -287,6 +293,10 @@ class PythonRing:
     def site(self, site: CallSite) -> int:
         """Add a call-site entry."""
         return self.append(ENTRY_SITE, encode_site(site))
+
+    def line(self, site: int, text: str) -> int:
+        """Add what the source says at a call site."""
+        return self.append(ENTRY_LINE, encode_line(site, text))
 
     def numels(self, shape_hash: int, numels: list[int]) -> int:
         """Add how many elements each tensor of a coalesced op has."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch.distributed.rpc import (
     _delete_all_user_and_unforked_owner_rrefs,
     _is_current_rpc_agent_set,
@@ -15,10 +16,12 @@ from torch.distributed.rpc import (
 )
 
 from rankcall.errors import RpcTimeout
+from rankcall.rpc._bounded import bounded
 from rankcall.rpc._roll import Roll
 
 _DEFAULT_INIT_S = 60.0
 _SHORTEST_INIT_S = 5.0
+_NAMING_S = 2.0  # kept of shutdown's time to find out who is missing
 
 
 class Group(Protocol):
@@ -49,8 +52,8 @@ def current_group() -> Group | None:
 class StaticGroup:
     """A group whose members all come, and all go, together."""
 
-    def __init__(self, agent: Any, roll: Roll) -> None:
-        self._agent, self._roll = agent, roll
+    def __init__(self, agent: Any, roll: Roll, store: dist.Store) -> None:
+        self._agent, self._roll, self._store = agent, roll, store
 
     def leave(self, deadline: float) -> None:
         """Wait until every member leaves and no call is under way anywhere.
@@ -60,8 +63,22 @@ class StaticGroup:
         self._roll.exchange("shutdown", None, deadline)
         _delete_all_user_and_unforked_owner_rrefs(timedelta(seconds=_left(deadline)))
         wait_idle(self._agent, deadline)
-        self._agent.join(shutdown=True, timeout=_left(deadline))
+        self._join(deadline)
         self._roll.farewell(deadline)
+
+    def _join(self, deadline: float) -> None:
+        """Have the agent wait until no call is under way; torch's looks at the store's time-out."""
+        join_until = deadline - min(_NAMING_S, _left(deadline) / 2)
+        left = _left(join_until)
+        self._store.set_timeout(timedelta(seconds=left))
+        try:
+            bounded(lambda: self._agent.join(shutdown=True, timeout=left), join_until, "shutdown")
+        except RpcTimeout:
+            raise
+        except RuntimeError as error:
+            self._roll.hopeless = None
+            self._roll.exchange("shutdown, cut short", None, deadline)
+            raise RpcTimeout(f"RPC shutdown did not end in time: {error}") from error
 
 
 def init_deadline(rpc_timeout: float) -> float:

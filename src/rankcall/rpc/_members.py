@@ -9,53 +9,118 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import torch.distributed as dist
 
 from rankcall.errors import RpcTimeout
 from rankcall.ring.writer import process_start
+from rankcall.rpc._bounded import bounded
 
 Card = Mapping[str, Any]
-_LOG = "members"
+Present = dict[int, Card]
+_LOG, _NEWEST = "members", "members/newest"
+_END = {"end": True}
+_LINES = 256  # a log of more, most of them of workers that have left, is closed
+_LEAVE_S = 5.0  # what noting that a worker has left may take
 
 
 class MemberLog:
-    """The members of one group, by their cards; a card names its worker and its ``session``."""
+    """The members of one group, by their cards; a card names its worker and its ``session``.
+
+    A log that has grown long is closed by a last line that counts; the next one begins with who
+    was there. What was written behind that line is written again by whoever wrote it. Every call
+    ends by its deadline (monotonic seconds) or raises ``StoreLost``.
+    """
 
     def __init__(self, store: dist.Store) -> None:
         self._store: Any = store  # torch's types know no append()
+        self._lock = Lock()  # the agent's threads note who was lost
+        self._number: int | None = None  # of the newest log that is known
 
-    def enter(self, card: Card) -> list[Card]:
+    def enter(self, card: Card, deadline: float) -> list[Card]:
         """Add a worker; return the cards of those who came before it and have not left."""
-        self._store.append(_LOG, json.dumps({"in": card}) + "\n")
-        return self._read(until=card["session"])
+        return bounded(lambda: self._enter(card), deadline, "join")
 
-    def members(self) -> list[Card]:
+    def members(self, deadline: float) -> list[Card]:
         """Return the cards of those who have not left."""
-        return self._read() if self._store.check([_LOG]) else []
+        return list(bounded(self._present, deadline, "join").values())
 
-    def leave(self, session: int) -> None:
+    def leave(self, session: int, deadline: float | None = None) -> None:
         """Note that a worker has left, or is no more. Twice is once."""
-        self._store.append(_LOG, json.dumps({"out": session}) + "\n")
+        until = time.monotonic() + _LEAVE_S
+        bounded(lambda: self._add({"out": session}), min(until, deadline or until), "leave")
 
-    def _read(self, until: int | None = None) -> list[Card]:
-        present: dict[int, Card] = {}
-        before: list[Card] | None = None
-        for line in self._store.get(_LOG).decode().splitlines():
-            entry = json.loads(line)
-            if "out" in entry:
-                present.pop(entry["out"], None)
-            elif entry["in"]["session"] == until:
-                before = list(present.values())
-            else:
-                present[entry["in"]["session"]] = entry["in"]
-        if before is None:
-            return list(present.values())
-        return [card for card in before if card["session"] in present]
+    def _enter(self, card: Card) -> list[Card]:
+        lines = self._add({"in": card})
+        mine = [each.get("in", {}).get("session") for each in lines].index(card["session"])
+        before, now = _present(lines[:mine]), _present(lines)
+        if len(lines) > max(_LINES, 4 * len(now)):
+            self._add(_END)
+        return [each for session, each in before.items() if session in now]
+
+    def _present(self) -> Present:
+        with self._lock:
+            while _ends(lines := self._read()):
+                self._go_on(lines)
+            return _present(lines)
+
+    def _add(self, entry: Mapping[str, Any]) -> list[Any]:
+        """Append to the newest log; return its lines, the new one among them."""
+        with self._lock:
+            while True:
+                self._store.append(self._newest(), json.dumps(entry) + "\n")
+                lines = self._read()
+                if not _ends(lines):
+                    return lines
+                self._go_on(lines)
+                if entry == _END:
+                    return lines
+
+    def _read(self) -> list[Any]:
+        """Return the newest known log's lines, up to one that closes it."""
+        key = self._newest()
+        text = self._store.get(key).decode() if self._store.check([key]) else ""
+        lines = []
+        for line in text.splitlines():
+            lines.append(json.loads(line))
+            if "end" in lines[-1]:
+                break
+        return lines
+
+    def _go_on(self, lines: list[Any]) -> None:
+        """Go on to the next log. Whoever is first to come here writes its beginning."""
+        closed = self._newest()
+        self._number = (self._number or 0) + 1
+        if lines != [_END]:  # else the next has been begun, and the closed one cleared
+            begin = "".join(json.dumps({"in": card}) + "\n" for card in _present(lines).values())
+            self._store.compare_set(self._newest(), "", begin or "{}\n")
+            self._store.set(_NEWEST, str(self._number))
+            self._store.set(closed, json.dumps(_END) + "\n")
+
+    def _newest(self) -> str:
+        """Return the key of the newest log that is known."""
+        if self._number is None:
+            told = self._store.check([_NEWEST])
+            self._number = int(self._store.get(_NEWEST)) if told else 0
+        return f"{_LOG}/{self._number}"
+
+
+def _ends(lines: list[Any]) -> bool:
+    return bool(lines) and "end" in lines[-1]
+
+
+def _present(lines: Iterable[Any]) -> Present:
+    present: Present = {}
+    for entry in lines:
+        if "in" in entry:
+            present[entry["in"]["session"]] = entry["in"]
+        elif "out" in entry:
+            present.pop(entry["out"], None)
+    return present
 
 
 def life() -> dict[str, int]:
@@ -98,7 +163,7 @@ class Lease:
     @contextmanager
     def held(self, deadline: float) -> Iterator[None]:
         """Hold the token for a block. Raises ``RpcTimeout`` that names who holds it."""
-        self._take(deadline)
+        bounded(lambda: self._take(deadline), deadline, "join or leave")
         done = Event()
         renewing = Thread(target=self._renew, args=(done,), name="rankcall-rpc-lease", daemon=True)
         renewing.start()
@@ -106,9 +171,8 @@ class Lease:
             yield
         finally:
             done.set()
-            renewing.join()
             with suppress(RuntimeError):  # the store may be gone
-                self._store.compare_set("lease", self._mine, "")
+                bounded(lambda: self._release(renewing), time.monotonic() + _LEAVE_S, "leave")
 
     def _take(self, deadline: float) -> None:
         seen, since = "", time.monotonic()
@@ -128,6 +192,10 @@ class Lease:
                     f"worker {seen.split(' ')[0]!r} has been at it all the time"
                 )
             time.sleep(0.01)
+
+    def _release(self, renewing: Thread) -> None:
+        renewing.join()
+        self._store.compare_set("lease", self._mine, "")
 
     def _renew(self, done: Event) -> None:
         while not done.wait(self._lasts_s / 4):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rankcall.ring.writer import boot_id
-from rankcall.run import host_name, live_base
+from rankcall.rundir import host_name, live_base
 
 
 class Place:
@@ -46,8 +46,8 @@ def _make(name: str) -> Path:
     """Make a folder below this user's own; clear up what is there from before."""
     for _ in range(100):
         base = _own_base()
-        _sweep(base)
         try:
+            _sweep(base)
             (base / name).mkdir(mode=0o700)
             return base / name
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the workers of one group tell each other through the store, with an end and names to it."""
+"""What the workers of a static group tell each other through the store, by ``rankcall.store``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 from torch.distributed import Store
 
 from rankcall.errors import RpcTimeout
+from rankcall.rpc._bounded import bounded
+from rankcall.store import BarrierTimeout, synchronize
 
-_ASK_S = 0.2  # how often to ask whether a peer has died
+_ASK_S = 1.0  # how often to ask whether a peer has died
 
 
 class Roll:
@@ -27,47 +29,49 @@ class Roll:
         self._store, self.rank, self.world_size = store, rank, world_size
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
         # Returns why it is no use to wait any longer, or "".
-        self.hopeless: Callable[[], str] = lambda: ""
+        self.hopeless: Callable[[], str] | None = None
 
     def exchange(self, label: str, value: Any, deadline: float) -> list[Any]:
         """Give ``value`` (anything JSON can carry) to all; return what all gave, in rank order.
 
-        Raises ``RpcTimeout`` that names who did not come.
+        Raises ``RpcTimeout`` that names who did not come, ``StoreLost``.
         """
-        self._store.set(f"{label}/{self.rank}", json.dumps(value))
-        keys = [f"{label}/{rank}" for rank in range(self.world_size)]
-        self._wait(label, keys, deadline)
-        return [json.loads(each) for each in self._store.multi_get(keys)]
+        data = json.dumps(value).encode()
+        while True:
+            left = max(0.01, deadline - time.monotonic())
+            patience = min(left, _ASK_S) if self.hopeless else left
+            try:
+                told = synchronize(
+                    self._store, data, self.rank, self.world_size, label, patience
+                )  # again after a time-out: it goes on waiting
+                return [json.loads(each) for each in told]
+            except BarrierTimeout as late:
+                reason = self.hopeless() if self.hopeless else ""
+                if reason or time.monotonic() >= deadline:
+                    raise self._lateness(label, late, reason) from late
 
     def farewell(self, deadline: float) -> None:
         """Let rank 0 go last: it may host the store that the others still read."""
         keys = [f"gone/{rank}" for rank in range(1, self.world_size)]
+        left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
         with suppress(RuntimeError):
             if self.rank:
                 self._store.set(f"gone/{self.rank}", "")
             elif keys:
-                self._store.wait(keys, timedelta(seconds=max(0.01, deadline - time.monotonic())))
+                bounded(lambda: self._store.wait(keys, left), deadline, "shutdown")
 
-    def _wait(self, label: str, keys: Sequence[str], deadline: float) -> None:
-        """Ask again and again: the store's own wait cannot be ended early."""
-        pause, reason, asked = 0.001, "", time.monotonic()
-        while not self._store.check(list(keys)):
-            now = time.monotonic()
-            if now - asked > _ASK_S:
-                asked, reason = now, self.hopeless()
-            if now > deadline or reason:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                if missing:
-                    raise RpcTimeout(self._lateness(label, missing, reason), missing)
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.02 + self.world_size / 5000)
-
-    def _lateness(self, label: str, missing: Sequence[int], reason: str) -> str:
-        names = ", ".join(self.describe(rank) for rank in missing)
-        came = self.world_size - len(missing)
-        return (
-            f"RPC {label} on {self.describe(self.rank)}: {came} of {self.world_size} workers came"
-            f"{' (' + reason + ')' if reason else ' in time'}; missing: {names}"
+    def _lateness(self, label: str, late: BarrierTimeout, reason: str) -> RpcTimeout:
+        missing: Sequence[int] = late.missing_ranks
+        names = ", ".join(self.describe(rank) for rank in missing) or "not known"
+        return RpcTimeout(
+            f"RPC {label} on {self.describe(self.rank)}: {late.arrived} of {self.world_size} "
+            f"workers came{' (' + reason + ')' if reason else ' in time'}; missing: {names}",
+            missing_ranks=missing,
+            arrived=late.arrived,
+            world_size=self.world_size,
+            hosts=late.hosts,
+            rank=self.rank,
+            what=label,
         )
 
 
@@ -75,8 +79,15 @@ def claim_place(store: Store, name: str, rank: int, world_size: int, deadline: f
     """Take a place in the group and return its roll.
 
     A rank or world size of -1 is taken from the group. Raises ``RuntimeError`` where either
-    disagrees with what the group knows, ``RpcTimeout`` where nobody says how many it is of.
+    disagrees with what the group knows, ``RpcTimeout`` where nobody says how many it is of,
+    ``StoreLost``.
     """
+    return bounded(
+        lambda: _claim_place(store, name, rank, world_size, deadline), deadline, f"init of {name!r}"
+    )
+
+
+def _claim_place(store: Store, name: str, rank: int, world_size: int, deadline: float) -> Roll:
     size = _agreed_size(store, world_size, deadline)
     if world_size not in (-1, size):
         raise RuntimeError(

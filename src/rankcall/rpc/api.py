@@ -15,6 +15,7 @@ from torch.distributed.rpc import RpcBackendOptions, api
 
 from rankcall.errors import RpcTimeout
 from rankcall.rpc import backend_registry
+from rankcall.rpc._bounded import bounded
 from rankcall.rpc._group import current_group, init_deadline, set_group
 from rankcall.rpc.backend_registry import BackendType
 
@@ -104,10 +105,11 @@ def _store(
     name: str, options: RpcBackendOptions, rank: int, world_size: int | None
 ) -> tuple[dist.Store, int]:
     """Return the group's store, with ``rpc_timeout`` as its time-out, and this worker's rank."""
-    timeout = timedelta(seconds=init_deadline(options.rpc_timeout) - time.monotonic())
+    deadline = init_deadline(options.rpc_timeout)
+    timeout = timedelta(seconds=deadline - time.monotonic())
     meeting = _rendezvous_helper(options.init_method, rank, world_size or None, timeout=timeout)
     try:
-        store, met_rank, _ = next(meeting)
+        store, met_rank, _ = bounded(lambda: next(meeting), deadline, f"init of {name!r}")
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise RpcTimeout(
             f"RPC init of worker {name!r} found no store, or not everybody, at "

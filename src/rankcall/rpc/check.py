@@ -15,7 +15,7 @@ from typing import Any
 
 from rankcall import rpc
 from rankcall.errors import RankcallError
-from rankcall.run import host_name
+from rankcall.rundir import host_name
 
 _LARGE = 16 << 20
 _SMALL_CALLS, _LARGE_CALLS = 50, 5

@@ -13,8 +13,9 @@ from torch.distributed import Store
 
 from rankcall.store import _words
 from rankcall.store._bounded import blocking
+from rankcall.store._connection import answers_slowly, local
 from rankcall.store._keys import Keys, attempt_of
-from rankcall.store._link import Link, answers_slowly, local
+from rankcall.store._link import Link
 from rankcall.store._meeting import Meeting
 from rankcall.store._member import Call, Member, drop, take
 

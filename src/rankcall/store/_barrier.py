@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping
 from torch.distributed import Store
 
 from rankcall.store import _again, _anonymous, _messages
-from rankcall.store._bounded import BEYOND_S, within
+from rankcall.store._bounded import BEYOND_S, told, within
 from rankcall.store._checks import check_rank, check_seconds, check_store, check_world
-from rankcall.store._errors import BarrierTimeout
+from rankcall.store._errors import BarrierTimeout, StoreLost
 from rankcall.store._keys import Keys, attempt_of, keys_of
 from rankcall.store._link import Link
 from rankcall.store._meeting import Meeting, meeting
 from rankcall.store._member import Call
+from rankcall.store._sizes import strays
+from rankcall.store._view import open_worlds
 
 __all__ = ["barrier", "explain", "unnamed"]
 
@@ -55,8 +57,11 @@ def barrier(
     """
     began = time.monotonic()
     again = rank is not None and local_rank is None and local_world_size is None
-    if again and _again.passed(store, world_size, key_prefix, attempt, rank, barrier_timeout):
-        return
+    try:
+        if again and _again.passed(store, world_size, key_prefix, attempt, rank, barrier_timeout):
+            return
+    except StoreLost as error:
+        raise told(error, _messages.titled("barrier", key_prefix, what)) from error.__cause__
     check_store(store, key_prefix)
     check_world(world_size)
     timeout = check_seconds(barrier_timeout, "barrier_timeout")
@@ -81,7 +86,7 @@ def barrier(
         return
 
     def step(link: Link, call: Call, until: float) -> bool | None:
-        with meeting(store, link, keys, rank, call, until) as one:
+        with meeting(store, link, keys, rank, call, until, what=what) as one:
             one.arrive()
             if not one.wait():
                 return None
@@ -89,17 +94,21 @@ def barrier(
             return one.leave()
 
     def last(link: Link, call: Call, until: float) -> bool:
-        with meeting(store, link, keys, rank, call, until) as one:
+        with meeting(store, link, keys, rank, call, until, what=what) as one:
             limit = until + naming if naming else None
-            explain("barrier", one, timeout, limit, hosts, rank_tracing_decoder, what)
+            explain("barrier", link, one, timeout, limit, hosts, rank_tracing_decoder, what)
             return one.leave()
 
     left = max(timeout - (time.monotonic() - began), 0.0)
-    within(store, left, step, last, lambda: unnamed("barrier", keys, rank, timeout, what))
+    within(
+        store, left, step, last, lambda: unnamed("barrier", keys, rank, timeout, what),
+        _messages.titled("barrier", key_prefix, what),
+    )  # fmt: skip
 
 
 def explain(
     kind: str,
+    link: Link,
     meeting: Meeting,
     timeout: float,
     until: float | None,
@@ -112,7 +121,6 @@ def explain(
     Raises ``BarrierTimeout``, or ``WorldMismatch`` where that is the reason.
     """
     keys, rank = meeting.keys, meeting.rank
-    known = hosts or {}
     view = meeting.look() if until is not None else None
     if view is None or (until is not None and time.monotonic() > until):
         raise unnamed(kind, keys, rank, timeout, what)
@@ -121,11 +129,10 @@ def explain(
         return
     roster = view.roster
     if roster.twice:
-        raise _messages.claimed_twice(keys, roster.twice[0])
-    others = meeting.other_worlds(roster.claims)
+        raise _messages.claimed_twice(keys, roster.twice[0], what)
+    others = open_worlds(link, keys)
     if others:
-        mine = [one for one in roster.claims if one.world_size == keys.world_size]
-        raise _messages.worlds_differ(keys, rank, [*mine, *others], what)
+        raise _messages.worlds_differ(keys, rank, [*roster.claims, *others], what)
     raise _messages.timed_out(
         kind,
         keys,
@@ -133,10 +140,10 @@ def explain(
         missing=view.missing,
         arrived=keys.world_size - len(view.missing),
         timeout=timeout,
-        hosts={**roster.hosts, **known},
+        hosts={**roster.hosts, **(hosts or {})},
         decoder=decoder,
         what=what,
-        notes=_messages.turned_away(roster.refused, keys.world_size),
+        notes=_messages.turned_away(strays(link, keys, "!"), roster.claims, keys.world_size),
     )
 
 

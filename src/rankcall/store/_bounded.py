@@ -16,10 +16,12 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
-from rankcall.store._link import Link, answers_slowly, borrowed, lost, own, where
+from rankcall.store._connection import answers_slowly, borrowed, own
+from rankcall.store._errors import StoreLost
+from rankcall.store._link import Link, lost, where
 from rankcall.store._member import Call
 
-__all__ = ["BEYOND_S", "blocking", "within"]
+__all__ = ["BEYOND_S", "blocking", "told", "within"]
 
 BEYOND_S = 0.7  # what a call may take beyond its timeout: to name the missing, or give up
 _STALL_S = 12.0  # what a call may be held up by look-ups
@@ -49,14 +51,34 @@ def within(
     step: Step[T],
     last: Step[T],
     unnamed: Callable[[], Exception] | None = None,
+    saying: str = "",
 ) -> T:
     """Run ``step(link, call, until)``; where it returns None at ``until``, run ``last``.
 
     ``step`` may be called twice, the second time to go on where it was. ``last`` has to return or
     raise. Neither is on this thread near the deadline, where the store is a TCPStore. Raises
     ``StoreLost`` where there is no answer ``BEYOND_S`` after the timeout, or what ``unnamed``
-    returns where the store was there at the deadline and is only too slow for ``last``.
+    returns where the store was there at the deadline and is only too slow for ``last``. ``saying``
+    begins a ``StoreLost``: what was being done.
     """
+    try:
+        return _within(store, timeout, step, last, unnamed)
+    except StoreLost as error:
+        raise told(error, saying) from error.__cause__
+
+
+def told(error: StoreLost, saying: str) -> StoreLost:
+    """Return the error with what was being done."""
+    return StoreLost(f"{saying}: {error}", host=error.host) if saying else error
+
+
+def _within(
+    store: Store,
+    timeout: float,
+    step: Step[T],
+    last: Step[T],
+    unnamed: Callable[[], Exception] | None,
+) -> T:
     call, deadline = Call(), time.monotonic() + timeout
 
     def whole(link: Link) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import Store
 
-from rankcall.store import _anonymous
+from rankcall.store import _anonymous, _words
 from rankcall.store._bounded import within
 from rankcall.store._checks import check_rank, check_seconds, check_store, check_world
 from rankcall.store._keys import attempt_of, keys_of
@@ -46,8 +46,9 @@ def clean_up(
         for kind in "bsg":
             forget(store, link, keys.of_kind(kind), rank)
         _anonymous.forget(store, link, keys.of_kind("b"))
+        word, _ = _words.place(rank)
         claim = known(store, link, keys, rank)
-        if claim and claim.nonce.encode() not in link.read_log(keys.roster):
+        if claim and claim.nonce.encode() not in link.read_log(keys.rosters[word]):
             forget(store, link, keys, rank)  # of a clean-up that is over
         with meeting(store, link, keys, rank, call, until) as one:
             one.arrive()

@@ -58,22 +58,23 @@ def synchronize(
         return found
 
     def step(link: Link, call: Call, until: float) -> list[bytes] | None:
-        with meeting(store, link, keys, rank, call, until, data=True) as one:
+        with meeting(store, link, keys, rank, call, until, data=True, what=what) as one:
             one.arrive(frame)
             blob = one.wait_data(until)
             return None if blob is None else finish(link, one, blob, until)
 
     def last(link: Link, call: Call, until: float) -> list[bytes]:
-        with meeting(store, link, keys, rank, call, until, data=True) as one:
-            explain("synchronize", one, seconds, until + BEYOND_S, what=what)
+        with meeting(store, link, keys, rank, call, until, data=True, what=what) as one:
+            explain("synchronize", link, one, seconds, until + BEYOND_S, what=what)
             blob = one.wait_data(time.monotonic() + BEYOND_S)
             if blob is None:
                 raise lost(link.where, "no answer")
             return finish(link, one, blob, until)
 
     return within(
-        store, seconds, step, last, lambda: unnamed("synchronize", keys, rank, seconds, what)
-    )
+        store, seconds, step, last, lambda: unnamed("synchronize", keys, rank, seconds, what),
+        _messages.titled("synchronize", key_prefix, what),
+    )  # fmt: skip
 
 
 def framed(data: bytes, rank: int) -> bytes:
@@ -168,7 +169,7 @@ def get_all(
             missing = link.absent(names)
             raise _unread(keys, rank, missing, seconds, what, "have set their key")
 
-    return within(store, seconds, step, last)
+    return within(store, seconds, step, last, saying=_messages.titled("get_all", prefix, what))
 
 
 def _unread(

@@ -22,11 +22,15 @@ from rankcall.store._bounded import within
 from rankcall.store._checks import check_rank, check_seconds
 from rankcall.store._errors import BarrierTimeout, StoreLost
 from rankcall.store._link import Link
-from rankcall.store._member import IDENTITY, Call
+from rankcall.store._member import Call
 
 __all__ = ["Failover", "failover"]
 
 _SLICE_S = 0.5  # how long a rank that makes up for a barrier waits before it asks who is through
+_PIECE_S = 20.0  # how long a stopped host may go unnoticed
+_LOOK_S = 2.0  # what looking for others on later hosts may take
+_FOREVER_S = 1e9
+_MOVED = "rankcall.failover/moved"
 T = TypeVar("T")
 
 
@@ -56,7 +60,12 @@ def _place(text: str) -> tuple[str, int]:
 
 
 class Failover:
-    """``store`` is the one in use. One thread at a time. ``moves`` counts the hosts left behind."""
+    """``store`` is the one in use. One thread at a time. ``moves`` counts the hosts left behind.
+
+    A host that dies is left at once; one that is stopped when a call's time is over, or after
+    twenty seconds, whichever is sooner. Who waits longer than that, or in vain, looks whether
+    others have gone on with a later host, and follows them.
+    """
 
     def __init__(
         self, places: Sequence[tuple[str, int]], serve: int | None, connect_timeout: float
@@ -65,36 +74,78 @@ class Failover:
         self._timeout = connect_timeout
         self._rounds: dict[tuple[str, str], int] = {}  # what this rank is through with
         self._results: dict[str, list[bytes]] = {}  # of the last exchange under each prefix
+        self._settled: set[tuple[str, str]] = set()  # nobody was further than this rank
+        self._ahead: dict[int, Store] = {}  # connections to later hosts
+        self._tried = 0.0  # seconds that went into connecting to the host that is next
+        self._lost: str | None = None  # why the store in use is none
+        self._doubt = False  # the last call waited in vain
         self._served: Store | None = None
         self.moves = 0
         if serve is not None:
             address, port = places[serve]
             self._served = TCPStore(address, port, is_master=True, wait_for_workers=False)
-        self.store: Store = self._connect("no host has answered yet")
+        self.store: Store = self._connect("no host has answered yet", _FOREVER_S)
 
-    def _connect(self, reason: str) -> Store:
-        """Connect to the host in use, or to the next that answers."""
+    def _connect(self, reason: str, seconds: float) -> Store:
+        """Connect to the host in use, or to the next that answers, in this time."""
+        until = time.monotonic() + seconds
         while self.moves < len(self._places):
-            address, port = self._places[self.moves]
-            found = _connected(address, port, self._timeout)
+            left = max(0.0, min(self._timeout - self._tried, until - time.monotonic()))
+            found = self._ahead.get(self.moves) or _connected(*self._places[self.moves], left)
             if found is not None:
+                self._tried = 0.0
                 return found
-            self.moves += 1
+            self._tried += left
+            if self._tried < self._timeout:
+                raise StoreLost(f"{reason}. No time was left to connect to the next host")
+            self.moves, self._tried = self.moves + 1, 0.0
         names = ", ".join(f"{address}:{port}" for address, port in self._places)
         raise StoreLost(f"no store is left of {names}: {reason}", host=names)
 
-    def _move(self, error: StoreLost) -> None:
-        """Go on to the next host, and say there what this rank is through with."""
+    def _leave(self, reason: str) -> None:
+        """Give the store in use up."""
         self.moves += 1
-        self.store = self._connect(str(error))
+        self._lost = reason
+        self._settled.clear()
+
+    def _move(self, seconds: float) -> None:
+        """Go on to the next host, and say there what this rank is through with."""
+        until = time.monotonic() + seconds
+        store = self._connect(self._lost or "", seconds)
 
         def step(link: Link, call: Call, until: float) -> bool:
+            link.set(_MOVED, b"1")
             for (kind, prefix), count in self._rounds.items():
                 result = self._results.get(prefix, []) if kind == "s" else []
                 link.set(_through(kind, prefix, count - 1), _joined(result))
-            return link.check([IDENTITY]) or True  # an answer: all of it has come there
+            return link.check([_MOVED])  # an answer: all of it has come there
 
-        within(self.store, self._timeout, step, step)
+        try:
+            within(store, max(0.001, until - time.monotonic()), step, step)
+        except StoreLost as error:
+            self._leave(str(error))
+            raise
+        self.store, self._lost = store, None
+
+    def _others_moved(self, seconds: float) -> bool:
+        """Whether somebody has gone on with a later host."""
+
+        def step(link: Link, call: Call, until: float) -> tuple[bool]:
+            return (link.check([_MOVED]),)
+
+        until = time.monotonic() + min(seconds, _LOOK_S)
+        for number in range(self.moves + 1, len(self._places)):
+            left = max(0.001, until - time.monotonic())
+            store = self._ahead.get(number) or _connected(*self._places[number], left)
+            if store is None:
+                continue
+            self._ahead[number] = store
+            try:
+                if within(store, max(0.001, until - time.monotonic()), step, step)[0]:
+                    return True
+            except StoreLost:
+                del self._ahead[number]
+        return False
 
     def _again(
         self, kind: str, prefix: str, timeout: float, call: Callable[[Store, str, float], T],
@@ -102,34 +153,53 @@ class Failover:
     ) -> T:  # fmt: skip
         """Make a call; after a move make up for it on the new host, in the time that is left."""
         turn, deadline = self._rounds.get((kind, prefix), 0), time.monotonic() + timeout
-        lost: StoreLost | None = None
         while True:
             left = max(0.001, deadline - time.monotonic())
-            # On a new host the rounds count from where they are, not from the first.
-            name = prefix if not self.moves else f"{prefix}/{turn}"
             try:
-                found = call(self.store, name, min(left, _SLICE_S) if lost else left)
+                found = self._piece(kind, prefix, turn, left, call, through)
                 break
             except StoreLost as error:
-                lost = error
-                self._move(error)
+                if self._lost is None:
+                    self._leave(str(error))
+                if time.monotonic() >= deadline or self.moves >= len(self._places):
+                    raise
             except BarrierTimeout:
-                told = self._told(_through(kind, prefix, turn)) if self.moves else None
-                if told is not None:
-                    found = through(told)
-                    break
+                self._doubt = True
                 if time.monotonic() >= deadline:
                     raise
+        self._doubt = False
+        self._settled.add((kind, prefix))
         self._rounds[kind, prefix] = turn + 1
         return found
 
-    def _told(self, key: str) -> bytes | None:
+    def _piece(
+        self, kind: str, prefix: str, turn: int, left: float,
+        call: Callable[[Store, str, float], T], through: Callable[[bytes], T],
+    ) -> T:  # fmt: skip
+        """Go on with a call for as long as a stopped host may go unnoticed."""
+        deadline = time.monotonic() + left
+        if self._doubt and self._lost is None and self._others_moved(left / 2):
+            self._leave("others have gone on with a later host")
+        if self._lost is not None:
+            self._move(left)
+        certain = not self.moves or (kind, prefix) in self._settled
+        if not certain:
+            told = self._told(_through(kind, prefix, turn), deadline)
+            if told is not None:
+                return through(told)
+        # On a new host the rounds count from where they are, not from the first.
+        name = prefix if not self.moves else f"{prefix}/{turn}"
+        left = max(0.001, deadline - time.monotonic())
+        return call(self.store, name, min(left, _PIECE_S if certain else _SLICE_S))
+
+    def _told(self, key: str, deadline: float) -> bytes | None:
         """Return what one who was through with a round before the move has said of it."""
 
         def step(link: Link, call: Call, until: float) -> tuple[bytes | None]:
-            return (link.get(key) if link.check([key]) else None,)
+            return (link.read(key),)
 
-        return within(self.store, self._timeout, step, step)[0]
+        left = max(0.001, deadline - time.monotonic())
+        return within(self.store, min(left, self._timeout), step, step)[0]
 
     def barrier(
         self, world_size: int, key_prefix: str, barrier_timeout: float = 300,
@@ -175,7 +245,7 @@ def _connected(address: str, port: int, seconds: float) -> Store | None:
             made.append(
                 TCPStore(
                     address, port, is_master=False, wait_for_workers=False,
-                    timeout=timedelta(seconds=seconds),
+                    timeout=timedelta(seconds=max(1.0, seconds)),
                 )
             )  # fmt: skip
         except RuntimeError:
@@ -183,7 +253,7 @@ def _connected(address: str, port: int, seconds: float) -> Store | None:
 
     thread = threading.Thread(target=connect, name="rankcall-store-connect", daemon=True)
     thread.start()
-    thread.join(seconds + 1)
+    thread.join(seconds)
     if not made:
         return None
     made[0].set_timeout(timedelta(seconds=300))  # as torch's own default

@@ -17,14 +17,16 @@ from typing import Any
 from torch.distributed import Store, TCPStore
 
 from rankcall.errors import WorldMismatch
-from rankcall.store import _messages, _roster, _words
+from rankcall.store import _messages, _roster
 from rankcall.store._barrier import barrier
 from rankcall.store._bounded import BEYOND_S, within
 from rankcall.store._checks import check_rank
+from rankcall.store._connection import local
 from rankcall.store._errors import BarrierTimeout, StoreLost
 from rankcall.store._keys import Keys, attempt_of, keys_of
-from rankcall.store._link import Link, local
+from rankcall.store._link import Link
 from rankcall.store._member import Call
+from rankcall.store._view import look
 
 __all__ = ["led_barrier"]
 
@@ -175,7 +177,7 @@ class _Round:
         return max(0.001, self._deadline - time.monotonic())
 
     def _meet(self, store: Store, size: int, prefix: str, rank: int, seconds: float) -> None:
-        barrier(store, size, prefix, seconds, rank, attempt=self._keys.attempt)
+        barrier(store, size, prefix, seconds, rank, attempt=self._keys.attempt, what=self._what)
 
     # --- the leader ---
 
@@ -314,12 +316,11 @@ class _Round:
 
         def step(link: Link, call: Call, until: float) -> tuple[list[int], dict[int, str]]:
             done = link.check([world.done(self.turn)])
-            log, words = link.snapshot(world.roster, world.words)
-            claims, _ = _roster.parse(log)
-            absent = [] if done else _words.missing(words, house.hosts, self.turn)
+            view = look(link, world, self.turn)
+            absent = [] if done else view.missing
             here = set(map(int, link.read_log(self._here).split())) if absent else set()
             here |= {self._rank}
-            known = {one.rank: one.host for one in claims}
+            known = view.roster.hosts
             missing = [one for host in absent for one in house.ranks(host) if one not in here]
             return missing, {
                 one: known[one // house.size] for one in missing if one // house.size in known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -40,9 +41,20 @@ class Keys:
         return f"{self.base}{self.world_size}/"
 
     @cached_property
-    def roster(self) -> str:
-        """The log of who claimed which rank; one for all world sizes, so that they meet."""
-        return f"{self.base}who"
+    def sizes(self) -> str:
+        """The world sizes that processes came with, the newest first."""
+        return f"{self.base}sizes"
+
+    @cached_property
+    def strays(self) -> str:
+        """The log of processes that did not belong: their rank was another's, or their world."""
+        return f"{self.base}strays"
+
+    @cached_property
+    def rosters(self) -> list[str]:
+        """The logs of who claimed which rank, a word's ranks each."""
+        count = _words.word_count(self.world_size)
+        return [f"{self._sized}who{word}" for word in range(count)]
 
     @cached_property
     def words(self) -> list[str]:
@@ -53,6 +65,12 @@ class Keys:
     def done(self, generation: int) -> str:
         """What is waited on."""
         return f"{self._sized}done{generation}"
+
+    def newest_done(self, listed: Iterable[str]) -> int:
+        """Return the last generation that is complete, by the keys there are; -1: none is."""
+        begin = self.done(0)[:-1]
+        ends = (key.removeprefix(begin) for key in listed if key.startswith(begin))
+        return max((int(end) for end in ends if end.isdecimal()), default=-1)
 
     def count(self, generation: int) -> str:
         """How many words are full."""

@@ -1,22 +1,11 @@
-"""What is sent to a store, and over which connection.
-
-A link is either a clone of the caller's store, whose socket has a receive timeout and which no
-other thread uses, so that it may block; or the caller's store itself, which is only ever asked what
-it answers at once. The caller's timeout is never touched, nor another thread held up.
-"""
+"""What is sent to a store: few round trips, and errors that say where the store was."""
 
 from __future__ import annotations
 
-import os
-import re
 import socket
 import struct
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,14 +13,13 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store
 
 from rankcall.store._errors import StoreLost
 
-__all__ = [
-    "Link", "Local", "answers_slowly", "borrowed", "local", "lost", "on_fork", "own", "where",
-]  # fmt: skip
+__all__ = ["READ", "Link", "lost", "root_of", "where"]
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.001, 0.25, 0.1
 _LONGEST_S = 1e6  # a wait goes down to poll(), whose milliseconds are an int
 _SNAPSHOTS = 20
-_READ = timedelta(seconds=1)  # of a key that is known to be there
+_ABSENT = "rankcall: no such key"
+READ = timedelta(seconds=1)  # of a key that is known to be there
 T = TypeVar("T")
 
 
@@ -73,6 +61,14 @@ class Link:
         """Return the value of a key that is there."""
         return bytes(self._ask(self._client.get, key))
 
+    def read(self, key: str) -> bytes | None:
+        """Return the value of a key, None where it is not there.
+
+        One round trip, where ``get`` takes two and would wait.
+        """
+        value = bytes(self._ask(self._client.compare_set, key, _ABSENT, _ABSENT))
+        return None if value == _ABSENT.encode() else value
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that are there."""
         if self._extended:
@@ -86,7 +82,11 @@ class Link:
 
     def set_first(self, key: str, value: str) -> str:
         """Set a key unless it is there; return what it holds then."""
-        return bytes(self._ask(self._client.compare_set, key, "", value)).decode()
+        return self.replace(key, "", value)
+
+    def replace(self, key: str, before: str, value: str) -> str:
+        """Set a key that holds ``before``; return what it holds then."""
+        return bytes(self._ask(self._client.compare_set, key, before, value)).decode()
 
     def delete(self, key: str) -> bool:
         """Remove a key; whether it was there."""
@@ -107,7 +107,7 @@ class Link:
     def read_log(self, key: str) -> bytes:
         """Return all that was appended; nothing where nothing was."""
         if self._extended:
-            return self.get(key) if self.check([key]) else b""
+            return self.read(key) or b""
         if not self.check([f"{key}/n"]):
             return b""
         slots = [f"{key}/{slot}" for slot in range(1, self.add(f"{key}/n", 0) + 1)]
@@ -140,24 +140,34 @@ class Link:
         half = len(positions) // 2
         return self._present(positions[:half], keys) + self._present(positions[half:], keys)
 
-    def snapshot(self, log: str, counters: Sequence[str]) -> tuple[bytes, dict[int, int]]:
-        """Return a log and counters as they were at one moment.
+    def counters(self, keys: Sequence[str]) -> dict[int, int]:
+        """Return the counters that are there, by position."""
+        there = self.present(keys)
+        values = self.multi_get([keys[at] for at in there]) if there else []
+        return {at: int(value) for at, value in zip(there, values, strict=True)}
 
-        A TCPStore answers a ``multi_get`` in one go. Elsewhere the log is read before and after:
-        whoever touches one of the counters has written to the log first.
+    def read_logs(self, keys: Sequence[str]) -> bytes:
+        """Return several logs, one behind the other."""
+        if self._extended:
+            there = self.present(keys)
+            return b"".join(self.multi_get([keys[at] for at in there])) if there else b""
+        return b"".join(self.read_log(key) for key in keys)
+
+    def snapshot(
+        self, logs: Sequence[str], counters: Sequence[str]
+    ) -> tuple[bytes, dict[int, int]]:
+        """Return logs and counters as they were at one moment.
+
+        The logs are read before and after: whoever touches one of the counters has written to one
+        of the logs first.
         """
-        present = self.present(counters)
-        names = [counters[at] for at in present]
+        after = self.read_logs(logs)
         for _ in range(_SNAPSHOTS):
-            if self._extended and self.check([log]):
-                before, *values, after = self.multi_get([log, *names, log])
-            else:
-                before = self.read_log(log)
-                values = self.multi_get(names) if names else []
-                after = self.read_log(log)
+            before, values = after, self.counters(counters)
+            after = self.read_logs(logs)
             if before == after:
                 break
-        return after, {at: int(value) for at, value in zip(present, values, strict=True)}
+        return after, values
 
     def wait(self, keys: Sequence[str], deadline: float) -> bool:
         """Wait until all keys are there; False where the deadline (monotonic) came first."""
@@ -175,7 +185,7 @@ class Link:
     def wait_get(self, key: str, deadline: float) -> bytes | None:
         """Wait for a key and return its value; None where the deadline came first."""
         if self._socket is None:
-            return self.get(key) if self.wait([key], deadline) else None
+            return self.read(key) if self.wait([key], deadline) else None
         got: list[bytes] = []
 
         def get(key: str, left: timedelta) -> None:
@@ -185,7 +195,7 @@ class Link:
         try:
             return got[0] if self._blocked(get, key, deadline) else None
         finally:
-            self._client.set_timeout(_READ)
+            self._client.set_timeout(READ)
 
     def _blocked(self, call: Callable[[Any, timedelta], None], what: Any, deadline: float) -> bool:
         while True:
@@ -235,11 +245,6 @@ def where(store: Store) -> str:
     return f"in {path}" if path else f"({type(root).__name__})"
 
 
-def answers_slowly(store: Store) -> bool:
-    """Whether calls may take longer than they were given; see ``_bounded``."""
-    return isinstance(root_of(store), TCPStore)
-
-
 def lost(place: str, reason: str) -> StoreLost:
     """Return the error that says that the store's host is gone."""
     silent = "Timeout" in reason or "no answer" in reason
@@ -249,119 +254,3 @@ def lost(place: str, reason: str) -> StoreLost:
         "with rankcall.store.failover() a job goes on without it",
         host=place.removeprefix("at "),
     )
-
-
-def _socket_of(client: Store) -> socket.socket | None:
-    """Return a second handle on a TCPStore client's socket."""
-    root = root_of(client)
-    found = re.search(r"fd=(\d+)", repr(root))
-    if isinstance(root, TCPStore) and found:
-        with suppress(OSError):
-            sock = socket.socket(fileno=os.dup(int(found.group(1))))
-            if sock.getpeername()[1] == root.port:
-                return sock
-            sock.close()
-    return None
-
-
-def _closed(store: Store) -> bool:
-    """Whether the other end has closed the caller's connection."""
-    sock = _socket_of(store)
-    if sock is None:
-        return False
-    with sock:
-        try:
-            return sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-
-def _connect(store: Store, seconds: float) -> Link:
-    """Clone a store's connection. Connecting to a stopped host blocks: not on this thread."""
-    made: list[Link | BaseException] = []
-
-    def clone() -> None:
-        try:
-            if _closed(store):  # connecting would be tried for as long as the store's timeout
-                made.append(lost(where(store), "it closed the connection"))
-                return
-            client = store.clone()  # type: ignore[attr-defined]
-            client.set_timeout(_READ)
-            made.append(Link(client, _socket_of(client)))
-        except BaseException as error:
-            made.append(error)
-
-    thread = threading.Thread(target=clone, name="rankcall-store-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    outcome = made[0] if made else lost(where(store), f"no answer within {seconds:.0f} s")
-    if isinstance(outcome, StoreLost):
-        raise outcome
-    if isinstance(outcome, BaseException):
-        raise lost(where(store), str(outcome)) from outcome
-    return outcome
-
-
-@dataclass
-class Local:
-    """What this process keeps for a store object, and not longer than that lives."""
-
-    idle: list[Link] = field(default_factory=list)
-    identity: str | None = None
-    seats: dict[Any, Any] = field(default_factory=dict)  # see ``_again``
-
-
-_locals: weakref.WeakKeyDictionary[Store, Local] = weakref.WeakKeyDictionary()
-_forgotten: list[Callable[[], None]] = []
-_watching: list[bool] = []
-
-
-def local(store: Store) -> Local:
-    """Return what this process keeps for a store object."""
-    found = _locals.get(store)
-    if found is None:
-        if not _watching:
-            _watching.append(True)
-            os.register_at_fork(after_in_child=_after_fork)
-        found = _locals.setdefault(store, Local())
-    return found
-
-
-def on_fork(forget: Callable[[], None]) -> None:
-    """Call ``forget`` in a forked child, once any store has been used."""
-    _forgotten.append(forget)
-
-
-def _after_fork() -> None:
-    for forget in _forgotten:
-        forget()
-
-
-on_fork(_locals.clear)  # a child must not talk on its parent's connection
-
-
-@contextmanager
-def own(store: Store, seconds: float) -> Iterator[Link]:
-    """Lend a connection that no other thread uses meanwhile; connect in ``seconds`` if need be."""
-    idle = local(store).idle
-    try:
-        link = idle.pop()
-    except IndexError:
-        link = _connect(store, seconds)
-    link.bound(seconds)
-    try:
-        yield link
-    finally:
-        if link.broken:
-            link.close()
-        else:
-            idle.append(link)
-
-
-@contextmanager
-def borrowed(store: Store) -> Iterator[Link]:
-    """Use the caller's connection, for nothing that blocks."""
-    local(store)
-    yield Link(store)

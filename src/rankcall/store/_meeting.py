@@ -9,39 +9,25 @@ nobody is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch.distributed import Store
 
-from rankcall.errors import WorldMismatch
-from rankcall.store import _messages, _roster, _words
+from rankcall.store import _messages, _words
+from rankcall.store._claiming import AGAIN_S, put
 from rankcall.store._keys import Keys, keys_of
 from rankcall.store._link import Link
 from rankcall.store._member import Call, Member, drop, hold
 from rankcall.store._removal import remove
-from rankcall.store._roster import Claim, Roster
+from rankcall.store._sizes import CALLED_OFF, agree, heed
+from rankcall.store._view import View, look
 
-__all__ = ["Meeting", "View", "meeting"]
+__all__ = ["Meeting", "meeting"]
 
-_AGAIN_S = 0.01
 _SETTLE_S = 1.0
 _LARGEST_COPY = 4 << 20  # a TCPStore refuses values above 8 MiB
 _COPY, _LARGE = b"=", b"@"  # the data follows; or it stays where it was handed in
-
-
-@dataclass(frozen=True)
-class View:
-    """Who is here at one moment."""
-
-    missing: Sequence[int]
-    roster: Roster
-
-    @property
-    def complete(self) -> bool:
-        """Whether all have arrived, beyond doubt."""
-        return not self.roster.twice and not self.missing
 
 
 class Meeting:
@@ -56,6 +42,7 @@ class Meeting:
         call: Call,
         deadline: float,
         data: bool = False,
+        what: str | None = None,
     ) -> None:
         self.keys = keys
         self.rank = rank
@@ -65,6 +52,7 @@ class Meeting:
         self._call = call
         self._deadline = deadline
         self._data = data
+        self._what = what
         self._passed: bytes | None = None  # what all handed in, once this rank has let all pass
 
     def arrive(self, data: bytes | None = None) -> None:
@@ -72,11 +60,20 @@ class Meeting:
         member, link = self.member, self._link
         if member.arrived:
             return  # a retry: the arrival stands
-        if data is not None:
-            if not member.claimed:
-                self._put(arriving=False)  # nothing is handed in by a process that is turned away
+        if data is not None and not member.claimed:
+            self._put(arriving=False)  # nothing is handed in by a process that is turned away
+        if data is not None and not member.arrived:
             link.append(self.keys.data(member.generation), data)
-        self.arrived(self._put(arriving=True))
+        value = self._put(arriving=True)
+        if value is not None:
+            self.arrived(value)
+        elif self.look().complete:
+            self.rescue()  # the process that this one replaces was the last, and did not say so
+
+    def _put(self, arriving: bool) -> int | None:
+        return put(
+            self._link, self.keys, self.rank, self.member, self._deadline, self._what, arriving
+        )
 
     def arrived(self, value: int) -> None:
         """Let all pass if this rank, whose arrival made its word this value, is the last."""
@@ -87,61 +84,6 @@ class Meeting:
         elif _words.full(value, word, size, generation):
             self._word_full()
 
-    def _put(self, arriving: bool) -> int:
-        """Add this rank's claim, if it is the first time, and its arrival to its word."""
-        member, link = self.member, self._link
-        word, _ = _words.place(self.rank)
-        while True:
-            delta = _words.arrival(self.rank, member.generation) if arriving else 0
-            if not member.claimed:
-                link.append(self.keys.roster, member.claim.line())  # twice counts once
-                delta += _words.claim(self.rank)
-            before, member.unsure = member.unsure, True
-            value = link.add(self.keys.words[word], delta)
-            member.unsure = False
-            fits = self._fits(value - delta)
-            if not fits:
-                value = self._take_back(word, delta)
-            if fits or before:  # the place is taken by this process, which had no answer
-                member.claimed = True
-                member.arrived = arriving
-                return value
-            self._pause()
-
-    def _fits(self, before: int) -> bool:
-        """Whether the rank's place was free."""
-        if not self.member.claimed and _words.is_claimed(before, self.rank):
-            return False
-        return not _words.was_in(before, self.rank, self.member.generation)
-
-    def _take_back(self, word: int, delta: int) -> int:
-        """Undo an addition that did not fit; raise where another process is this rank."""
-        member, link = self.member, self._link
-        value = link.add(self.keys.words[word], -delta)
-        if member.claimed:
-            return value
-        claims, _ = _roster.parse(link.read_log(self.keys.roster))
-        mine = member.claim
-        others = [
-            one
-            for one in claims
-            if (one.rank, one.world_size) == (mine.rank, mine.world_size) and one != mine
-        ]
-        if others:
-            link.append(self.keys.roster, mine.line("!"))
-            member.claim = _roster.new_claim(mine.rank, mine.world_size)
-            raise _messages.claimed_twice(self.keys, [*others, mine])
-        return value
-
-    def _pause(self) -> None:
-        """Give way: nobody else is this rank, the word is out of order for another one's sake."""
-        if time.monotonic() > self._deadline:
-            raise WorldMismatch(
-                f"{self.keys.prefix!r}: the place of rank {self.rank} of {self.keys.world_size} "
-                "stays taken, by a process that has not signed for it. Use another key_prefix"
-            )
-        time.sleep(_AGAIN_S)
-
     def _settle(self, word: int) -> None:
         """Wait until a process that claimed a rank once more has taken it back; look again."""
         until = min(self._deadline, time.monotonic() + _SETTLE_S)
@@ -150,7 +92,7 @@ class Meeting:
         while _words.disturbed(self._link.add(key, 0), word, size, generation):
             if time.monotonic() > until:
                 return
-            time.sleep(_AGAIN_S)
+            time.sleep(AGAIN_S)
         if self.look().complete:
             self.rescue()
 
@@ -160,13 +102,16 @@ class Meeting:
             return
         # In the first generation a rank's number may have been claimed twice in ways that make
         # the words look full. From the second on, full words cannot lie: see _words.disturbed.
-        if generation == 0:
-            view = self.look()
-            if view.roster.twice:
-                raise _messages.claimed_twice(self.keys, view.roster.twice[0])
-            if not view.complete:
-                return
-        self.release()
+        if generation > 0 or self._really_full():
+            self.release()
+
+    def _really_full(self) -> bool:
+        until = min(self._deadline, time.monotonic() + _SETTLE_S)
+        while (view := self.look()).roster.twice:  # until one of them has been turned away
+            if time.monotonic() > until:
+                raise _messages.claimed_twice(self.keys, view.roster.twice[0], self._what)
+            time.sleep(AGAIN_S)
+        return view.complete
 
     def release(self) -> None:
         """Let all pass, being the last; remove what nobody needs any more.
@@ -189,8 +134,9 @@ class Meeting:
 
     def rescue(self) -> None:
         """Let all pass where whoever should have is gone, or was misled; any number may do it."""
-        value = _LARGE if self._data else b"1"
-        self._link.set_first(self.keys.done(self.member.generation), value.decode())
+        done, value = self.keys.done(self.member.generation), _LARGE if self._data else b"1"
+        if self._link.set_first(done, value.decode()) == CALLED_OFF.decode():
+            self._link.replace(done, CALLED_OFF.decode(), value.decode())
         self._clean(large=self._data)
 
     def _clean(self, large: bool) -> None:
@@ -209,14 +155,35 @@ class Meeting:
     def _clean_attempt(self, attempt: int) -> None:
         """Remove what an attempt left whose processes the launcher has ended."""
         before = keys_of(self.keys.prefix, self.keys.kind, attempt, self.keys.world_size)
-        if self._link.check([before.roster]):
+        if self._link.check([before.sizes]):
             remove(self._link, self.keys.prefix, attempts_below=self.keys.attempt)
 
     def wait(self) -> bool:
         """Wait for the last; False where the deadline came first."""
         if self._passed is not None:
             return True
+        if self.member.generation == 0:
+            return self._first(self._deadline) is not None
         return self._link.wait([self.keys.done(self.member.generation)], self._deadline)
+
+    def _first(self, deadline: float) -> bytes | None:
+        """Wait in the first generation, where another world's process may call it off."""
+        link, member, keys = self._link, self.member, self.keys
+        if not member.agreed:
+            member.agreed = True
+            agree(link, keys, member.claim, member.told, self._what)
+        value = link.wait_get(keys.done(0), deadline)
+        while value == CALLED_OFF:
+            view = self.look()
+            if view.complete:
+                self.rescue()
+            else:
+                heed(link, keys, member.claim, view.roster.claims, member.told, self._what)
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(AGAIN_S)
+            value = link.read(keys.done(0))
+        return value
 
     def wait_data(self, deadline: float) -> bytes | None:
         """Wait for the last and return what all handed in; None where the deadline came first."""
@@ -224,7 +191,10 @@ class Meeting:
             return self._passed
         generation = self.member.generation
         done, data = self.keys.done(generation), self.keys.data(generation)
-        value = self._link.wait_get(done, deadline)
+        if generation == 0:
+            value = self._first(deadline)
+        else:
+            value = self._link.wait_get(done, deadline)
         if value is None:
             return None
         self.member.large = value[:1] == _LARGE
@@ -252,29 +222,23 @@ class Meeting:
 
     def look(self) -> View:
         """See who is here."""
-        size, generation = self.keys.world_size, self.member.generation
-        log, words = self._link.snapshot(self.keys.roster, self.keys.words)
-        return View(_words.missing(words, size, generation), _roster.read(log, size))
-
-    def other_worlds(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims of those who wait just now in a world of another size."""
-        sizes = {one.world_size for one in claims} - {self.keys.world_size}
-        waiting = set()
-        for size in sizes:
-            words = self.keys.of_world(size).words
-            _, values = self._link.snapshot(self.keys.roster, words)
-            if _words.is_open(values, size):
-                waiting.add(size)
-        return [one for one in claims if one.world_size in waiting]
+        return look(self._link, self.keys, self.member.generation)
 
 
 @contextmanager
 def meeting(
-    store: Store, link: Link, keys: Keys, rank: int, call: Call, until: float, data: bool = False
+    store: Store,
+    link: Link,
+    keys: Keys,
+    rank: int,
+    call: Call,
+    until: float,
+    data: bool = False,
+    what: str | None = None,
 ) -> Iterator[Meeting]:
     """Hold this process's part under the prefix until the call has left or failed."""
     member = hold(store, link, keys, rank, call, until)
-    one = Meeting(link, keys, rank, member, call, until, data)
+    one = Meeting(link, keys, rank, member, call, until, data, what)
     try:
         yield one
     except BaseException:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed import Store
 
 from rankcall.errors import WorldMismatch
+from rankcall.store._connection import local, on_fork
 from rankcall.store._keys import Keys
-from rankcall.store._link import Link, local, lost, on_fork
+from rankcall.store._link import Link, lost
 from rankcall.store._roster import Claim, new_claim
 
 __all__ = ["IDENTITY", "Call", "Member", "drop", "forget", "hold", "identity_of", "known", "take"]
@@ -56,6 +57,8 @@ class Member:
     generation: int = 0
     arrived: bool = False
     unsure: bool = False  # an addition was not answered: it may be done yet, or not
+    agreed: bool = False  # has said which world it means
+    told: set[str] = field(default_factory=set)  # of whom that came from a world of another size
     large: bool = False  # the last generation's data was too large to be copied
     holder: Call | None = None
     forgotten: bool = False  # by a clean-up

@@ -42,9 +42,9 @@ def decoded(ranks: Sequence[int], decoder: Decoder | None) -> tuple[dict[int, st
     return words, failure
 
 
-def title(kind: str, keys: Keys, what: str | None) -> str:
+def titled(kind: str, prefix: str, what: str | None) -> str:
     """Name a barrier or an exchange."""
-    return f"{kind} {keys.prefix!r}" + (f" ({what})" if what else "")
+    return f"{kind} {prefix!r}" + (f" ({what})" if what else "")
 
 
 def timed_out(
@@ -68,7 +68,7 @@ def timed_out(
     size = keys.world_size
     where = "" if rank is None else f" on rank {rank} ({hosts.get(rank, UNKNOWN)})"
     noun = "processes" if rank is None else "ranks"
-    text = f"{title(kind, keys, what)} timed out after {timeout:g} s{where}: "
+    text = f"{titled(kind, keys.prefix, what)} timed out after {timeout:g} s{where}: "
     if named:
         text += f"{arrived:,} of {size:,} {noun} {did}"
         text += f"; missing {places(missing, shown)}" if missing else ""
@@ -96,15 +96,16 @@ def timed_out(
     )
 
 
-def claimed_twice(keys: Keys, claims: Sequence[Claim]) -> WorldMismatch:
+def claimed_twice(keys: Keys, claims: Sequence[Claim], what: str | None = None) -> WorldMismatch:
     """Say which processes are one and the same rank."""
     first = claims[0]
     who = " and ".join(one.who for one in claims[:4])
     more = f" and {len(claims) - 4:,} more" if len(claims) > 4 else ""
     return WorldMismatch(
-        f"{keys.prefix!r}: rank {first.rank} of {first.world_size} is claimed by {len(claims)} "
-        f"processes: {who}{more}. Look at how they get their rank (RANK); where one replaces "
-        "another that has died, restart the attempt or use another key_prefix",
+        f"{titled('under', keys.prefix, what)} rank {first.rank} of {first.world_size} is claimed "
+        f"by {len(claims)} processes: {who}{more}. Look at how they get their rank (RANK); where "
+        "one replaces another that has died elsewhere, restart the attempt or use another "
+        "key_prefix",
         claims=[one.plain for one in claims],
     )
 
@@ -122,18 +123,19 @@ def worlds_differ(
         said.append(f"{size} say {whom}")
     here = "here" if rank is None else f"on rank {rank}"
     return WorldMismatch(
-        f"{title('under', keys, what)} the world size {here} is {keys.world_size}, but "
+        f"{titled('under', keys.prefix, what)} the world size {here} is {keys.world_size}, but "
         f"{'; '.join(said)}. All of them wait: look at how they get it (WORLD_SIZE)",
         claims=[one.plain for one in claims],
     )
 
 
-def turned_away(refused: Sequence[Claim], world_size: int) -> str:
-    """Mention processes that wanted to be a rank that another one is."""
+def turned_away(strays: Sequence[Claim], standing: Sequence[Claim], world_size: int) -> str:
+    """Mention processes that wanted to be a rank that another one is, and are none now."""
+    here = {one.process for one in standing}
     said = [
         f"rank {one.rank} was claimed a second time by {one.who}"
-        for one in refused
-        if one.world_size == world_size
+        for one in strays
+        if one.world_size == world_size and one.process not in here
     ]
     return "".join(f"; {each}" for each in said[:3]) + ("; ..." if len(said) > 3 else "")
 

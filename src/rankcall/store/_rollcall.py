@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from rankcall.run import host_name
+from rankcall.rundir import host_name
 from rankcall.store import _messages
 from rankcall.store._bounded import within
 from rankcall.store._checks import check_rank, check_seconds, check_store

@@ -1,11 +1,13 @@
-"""Who is who: one line for each process that claimed a rank, appended to one key.
+"""Who is who: one line for each process that claimed a rank, appended to a log.
 
-``+rank/world nonce pid host``; ``-`` instead of ``+`` takes a claim back, ``!`` too: that process
-was turned away, because another one is that rank.
+``+rank/world nonce pid.start.place host``; ``-`` instead of ``+`` takes a claim back. In the log of
+those who did not belong, ``!`` is a process whose rank another one is, ``?`` one that came with
+another world size.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections import defaultdict
@@ -14,24 +16,31 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from rankcall.run import host_name
+from rankcall.ring.writer import boot_id, process_start
+from rankcall.rundir import host_name
 
-__all__ = ["Claim", "Roster", "new_claim", "parse", "read"]
+__all__ = ["Claim", "Roster", "new_claim", "read", "signed"]
 
 
 class Claim(NamedTuple):
-    """One process's word that it is a rank of a world. ``nonce`` is unique."""
+    """One process's word that it is a rank of a world. ``nonce`` is unique.
+
+    ``start`` (clock ticks since boot) and ``place`` (the machine's boot and pid namespace) tell
+    whether the process is there still, for whoever is in the same place; 0 where not known.
+    """
 
     rank: int
     world_size: int
     nonce: str
     pid: int
     host: str
+    start: int = 0
+    place: str = "0"
 
     def line(self, sign: str = "+") -> bytes:
         """Write it as the log has it."""
-        text = f"{sign}{self.rank}/{self.world_size} {self.nonce} {self.pid} {self.host}\n"
-        return text.encode()
+        process = f"{self.pid}.{self.start}.{self.place}"
+        return f"{sign}{self.rank}/{self.world_size} {self.nonce} {process} {self.host}\n".encode()
 
     @property
     def who(self) -> str:
@@ -39,50 +48,67 @@ class Claim(NamedTuple):
         return f"pid {self.pid} on {self.host}"
 
     @property
+    def process(self) -> tuple[int, int, str, str]:
+        """Tell the process apart from all others."""
+        return self.pid, self.start, self.place, self.host
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended, beyond doubt; never where it ran in another place."""
+        known = self.start > 0 and self.place == _place() != "0"
+        return known and process_start(self.pid) != self.start
+
+    @property
     def plain(self) -> tuple[int, int, str, int]:
         """Return it as ``WorldMismatch.claims`` has it."""
         return self.rank, self.world_size, self.host, self.pid
 
 
+@lru_cache(maxsize=1)
+def _place() -> str:
+    """Name the only place where this process's pid is its own."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "0"
+    boot = boot_id()
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8] if boot else "0"
+
+
 def new_claim(rank: int, world_size: int) -> Claim:
     """Make this process's claim."""
     host = re.sub(r"\s+", "_", host_name()) or "unknown"
-    return Claim(rank, world_size, os.urandom(6).hex(), os.getpid(), host)
+    pid = os.getpid()
+    start = process_start(pid) or 0
+    return Claim(rank, world_size, os.urandom(6).hex(), pid, host, start, _place())
 
 
-_LINE = re.compile(rb"([+!-])(-?\d+)/(\d+) ([0-9a-f]+) (\d+) ([^\s]+)")
+_LINE = re.compile(rb"([+!?-])(-?\d+)/(\d+) ([0-9a-f]+) (\d+)\.(\d+)\.([0-9a-f]+) ([^\s]+)")
 
 
 @lru_cache(maxsize=8)
-def parse(log: bytes) -> tuple[list[Claim], list[Claim]]:
-    """Return the claims that stand and those that were turned away, oldest first.
+def signed(log: bytes) -> list[tuple[str, Claim]]:
+    """Return the lines of a log with their signs, oldest first.
 
     Lines that are not ours are passed over. Not to be changed by the caller: all who read the same
     log share the answer.
     """
-    standing: dict[str, Claim] = {}
-    refused: list[Claim] = []
-    for sign, rank, world, nonce, pid, host in _LINE.findall(log):
-        one = Claim(int(rank), int(world), nonce.decode(), int(pid), host.decode(errors="replace"))
-        if sign == b"+":
-            standing[one.nonce] = one
-        else:
-            standing.pop(one.nonce, None)
-            refused += [one] * (sign == b"!")
-    here = {(one.pid, one.host) for one in standing.values()}
-    return list(standing.values()), [one for one in refused if (one.pid, one.host) not in here]
+    return [
+        (sign.decode(), Claim(int(rank), int(world), nonce.decode(), int(pid),
+                              host.decode(errors="replace"), int(start), place.decode()))
+        for sign, rank, world, nonce, pid, start, place, host in _LINE.findall(log)
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Roster:
-    """What a log says of a world of one size.
+    """What a log says of a world.
 
     ``twice``: the groups of claims on one and the same rank. ``hosts``: the host of each rank that
     has a process, or had one in an earlier round. Shared by all who read the same log.
     """
 
     claims: Sequence[Claim]
-    refused: Sequence[Claim]
     twice: Sequence[list[Claim]]
     hosts: Mapping[int, str]
 
@@ -94,14 +120,19 @@ def read(log: bytes, world_size: int) -> Roster:
 
 @lru_cache(maxsize=8)
 def _read(log: bytes, world_size: int, on_a_host: int) -> Roster:
-    claims, refused = parse(log)
+    standing: dict[str, Claim] = {}
+    for sign, one in signed(log):
+        if sign == "+":
+            standing[one.nonce] = one
+        else:
+            standing.pop(one.nonce, None)
     by_rank: dict[int, list[Claim]] = defaultdict(list)
-    for one in claims:
-        if one.world_size == world_size:
-            by_rank[one.rank].append(one)
-    twice = [group for _, group in sorted(by_rank.items()) if len(group) > 1]
-    hosts = {rank: group[-1].host for rank, group in by_rank.items()}
-    return Roster(claims, refused, twice, _with_neighbours(hosts, world_size, on_a_host))
+    for one in standing.values():
+        by_rank[one.rank].append(one)
+    ranks = {rank: group for rank, group in by_rank.items() if rank >= 0}
+    twice = [group for _, group in sorted(ranks.items()) if len(group) > 1]
+    hosts = {rank: group[-1].host for rank, group in ranks.items()}
+    return Roster([*standing.values()], twice, _with_neighbours(hosts, world_size, on_a_host))
 
 
 def _ranks_on_a_host(world_size: int) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 __all__ = [
-    "BITS", "arrival", "claim", "disturbed", "full", "is_claimed", "is_open", "mask", "missing",
-    "place", "was_in", "word_count",
+    "BITS", "arrival", "begun", "claim", "disturbed", "full", "is_claimed", "is_open", "mask",
+    "missing", "place", "was_in", "word_count",
 ]  # fmt: skip
 
 BITS = 31  # arrivals and claims of a word together stay below 2**62: no sum of them wraps
@@ -86,6 +86,12 @@ def missing(words: Mapping[int, int], world_size: int, generation: int) -> list[
             found.append(word * BITS + lowest.bit_length() - 1)
             absent ^= lowest
     return found
+
+
+def begun(words: Mapping[int, int], world_size: int) -> bool:
+    """Whether some ranks have a process and others have never had one."""
+    claimed = sum((value & _ALL).bit_count() for value in (words[at] >> BITS for at in words))
+    return 0 < claimed < world_size
 
 
 def is_open(words: Mapping[int, int], world_size: int) -> bool:

@@ -24,11 +24,11 @@ from types import TracebackType
 from typing import Any
 
 from rankcall.processes import Exit, note_exit
-from rankcall.run import host_name, settle
+from rankcall.rundir import host_name, settle
 from rankcall.testing._child import Job, be_rank, read_told
 from rankcall.testing.faults import FaultPlan
 
-GRACE_S = 5.0  # what the other ranks get to end by themselves once one has failed
+GRACE_S = 5.0  # what the other ranks get, unless told, to end by themselves once one has failed
 Environment = Mapping[str, str | None]
 Target = Callable[..., Any] | Path
 
@@ -71,6 +71,7 @@ def spawn_ranks(
     env: Environment | Callable[[int], Environment] | None = None,
     init: bool = True,
     check: bool = True,
+    grace: float = GRACE_S,
     faults: FaultPlan | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     watch: Mapping[str, Any] | None = None,
@@ -86,7 +87,7 @@ def spawn_ranks(
     ended is noted there; with ``watch`` they are watched, and it holds ``rankcall.watch.start``'s
     arguments.
 
-    After ``timeout`` seconds, and some seconds after a rank has failed, the ranks still there
+    After ``timeout`` seconds, and ``grace`` seconds after a rank has failed, the ranks still there
     dump their stacks to stderr and are killed. Raises ``RanksFailed`` where time was up, and,
     unless ``check`` is false, where any rank failed.
     """
@@ -94,7 +95,7 @@ def spawn_ranks(
         target, world_size, *args, timeout=timeout, env=env, init=init, faults=faults,
         run_dir=run_dir, watch=watch,
     ) as ranks:  # fmt: skip
-        late = not ranks.wait(timeout)
+        late = not ranks.wait(timeout, grace)
     if late:
         raise RanksFailed(f"not done after {timeout:g} s", ranks.results)
     failed = [each.rank for each in ranks.results if not each.ok]
@@ -166,13 +167,13 @@ class Ranks:
         """The processes' ids, in rank order."""
         return [process.pid or 0 for process in self._processes]
 
-    def wait(self, timeout: float) -> bool:
-        """Wait for all to end, once one has failed ``GRACE_S`` at most; False where time is up."""
+    def wait(self, timeout: float, grace: float = GRACE_S) -> bool:
+        """Wait for all to end, once one has failed ``grace`` at most; False where time is up."""
         deadline, failed = time.monotonic() + timeout, False
         while any(process.is_alive() for process in self._processes):
             self.note_exits()
             if not failed and any(process.exitcode for process in self._processes):
-                failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+                failed, deadline = True, min(deadline, time.monotonic() + grace)
             if time.monotonic() > deadline:
                 return failed
             multiprocessing.connection.wait(

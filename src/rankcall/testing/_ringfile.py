@@ -18,6 +18,7 @@ from rankcall.record import COMMIT_DONE, RECORD
 from rankcall.ring.layout import (
     CAPTURES,
     ENTRY_GROUP,
+    ENTRY_LINE,
     ENTRY_SITE,
     ENTRY_STRING,
     HEADER,
@@ -26,9 +27,9 @@ from rankcall.ring.layout import (
     SCHEMA,
     Geometry,
 )
-from rankcall.ring.reader import CallSite, Group
-from rankcall.ring.writer import encode_group, encode_site
-from rankcall.run import ring_name
+from rankcall.ring.tables import CallSite, Group
+from rankcall.ring.writer import encode_group, encode_line, encode_site
+from rankcall.rundir import ring_name
 
 # All ranks of a large world enter the same group, one ring after the other.
 _encoded = functools.lru_cache(maxsize=64)(encode_group)
@@ -68,6 +69,10 @@ class RingSpec:
     def site(self, site: CallSite) -> int:
         """Return the id of a call site, entered once."""
         return self._entry(ENTRY_SITE, encode_site(site))
+
+    def line(self, site: CallSite, text: str) -> int:
+        """Return the id of what the source says at a call site, entered once."""
+        return self._entry(ENTRY_LINE, encode_line(self.site(site), text))
 
     def _entry(self, kind: int, payload: bytes) -> int:
         return self.entries.setdefault((kind, payload), len(self.entries) + 1)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from rankcall.processes import Exit, note_exit
 from rankcall.record import DTYPES, KINDS, OPS, RECORD, STATUSES, SYNCHRONISING
-from rankcall.ring.reader import CallSite, Group
-from rankcall.run import create_run
+from rankcall.ring.tables import CallSite, Group
+from rankcall.rundir import create_run
 from rankcall.testing._planted import OPEN, Planted, plant
 from rankcall.testing._ringfile import RingSpec, write_ring
 
@@ -41,7 +41,8 @@ class Op:
 
     ``message_bytes`` is one rank's tensor (for all_gather: the whole output). ``op`` is a name
     of ``record.OPS``, or ``exchange``: each member sends to the next and receives from the one
-    before. ``family`` names a set of disjoint groups; each runs the op among its members.
+    before. ``family`` names a set of disjoint groups; each runs the op among its members. ``code``
+    is what the source says at ``line``.
     """
 
     op: str = "all_reduce"
@@ -51,6 +52,7 @@ class Op:
     line: int = 10
     function: str = "train_step"
     transfer_ms: float | None = None
+    code: str = ""
 
 
 PROGRAM = (Op(message_bytes=25 << 20), Op(message_bytes=25 << 20, line=11), Op(message_bytes=8))
@@ -312,6 +314,8 @@ def _template(op: Op, members: list[int], rank: int, group: Group, spec: RingSpe
     records = np.zeros(len(names), RECORD)
     into, out = _in_out(op, size, own)
     site = CallSite("train.py", op.line, op.function, op.op)
+    if op.code:
+        spec.line(site, op.code)
     for record, name in zip(records, names, strict=True):
         record["op"], record["kind"] = OPS.index(name), len(names) - 1
         record["message_bytes"] = 1 if name == "barrier" else op.message_bytes

@@ -155,7 +155,7 @@ def _listened_to() -> list[Sink]:
 
 def _hosts() -> tuple[Hosts, Callable[[], Any]]:
     """Return who knows which ranks are on other hosts, and what lets go of the store it asks."""
-    from rankcall.run import host_name
+    from rankcall.rundir import host_name
 
     here = ranks_of_this_node()
     if here is not None:

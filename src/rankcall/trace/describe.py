@@ -8,12 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rankcall._whole import Rows, picked
 from rankcall.analysis.bandwidth import BYTES_PER_GB, bus_factor, sizes
 from rankcall.capture.marks import Span
 from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, ROOT_ONLY, public_name
-from rankcall.capture.tail import Flags, Rows
+from rankcall.capture.tail import Flags
 from rankcall.record import FLAG_ANY_SOURCE, KINDS, OPS, STATUSES
-from rankcall.ring.reader import Group, Ring, Tables
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import Group, Tables
 from rankcall.trace.descriptions import Column, Descriptions, Kind, Teller
 from rankcall.trace.order import Order
 from rankcall.trace.switches import Mode
@@ -22,6 +24,7 @@ __all__ = ["Describer", "describe"]
 
 _FAILED, _P2P = STATUSES.index("failed"), KINDS.index("p2p")
 _NO_GROUP = Group("unknown", 0, "", "", ())
+_MANY = 1 << 15
 _SIZED = ("op", "message_bytes", "in_bytes", "out_bytes")
 
 
@@ -56,7 +59,8 @@ class Describer:
         if self.mode is Mode.CROSSNODE and self.span is not None:
             wanted &= self._crossing(rows, known, which)
         if not wanted.all():
-            rows, issued, which, place = rows[wanted], issued[wanted], which[wanted], place[wanted]
+            rows, issued = picked(rows, wanted), issued[wanted]
+            which, place = which[wanted], place[wanted]
         return self._columns(rows, issued, tables, known, which, place, dropped)
 
     def _crossing(self, rows: Rows, known: list[_Known], which: Column) -> Flags:
@@ -130,7 +134,8 @@ def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) 
     rows = ring.records
     over = rows["status"] >= STATUSES.index("completed")
     over |= rows["completed_ns"] != 0
-    ordered, issued = Order().take(rows[over], rows[~over], ring.tables, 0, last=True)
+    ended, awaited = picked(rows, over), picked(rows, ~over)
+    ordered, issued = Order().take(ended, awaited, ring.tables, 0, last=True)
     epoch_ns = header.anchor_epoch_ns - header.anchor_mono_ns
     describer = Describer(Teller(header.rank), epoch_ns, chosen, span)
     return describer.describe(ordered, issued, ring.tables, ring.dropped)
@@ -138,10 +143,12 @@ def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) 
 
 def _known(rows: Rows, tables: Tables) -> tuple[list[_Known], Column]:
     """Return what the distinct (variant, call site, group) mean, and each row's place there."""
-    code = np.zeros(len(rows), np.int64)
-    for name in ("variant", "call_site", "group"):
-        values, inverse = np.unique(rows[name], return_inverse=True)
-        code = code * len(values) + inverse
+    code = rows["variant"].astype(np.int64)
+    for name in ("call_site", "group"):
+        ids = rows[name]
+        if ids.max(initial=0) > _MANY:  # ids count from 1: a damaged file
+            ids = np.unique(ids, return_inverse=True)[1]
+        code = code * (int(ids.max(initial=0)) + 1) + ids
     _, first, which = np.unique(code, return_index=True, return_inverse=True)
     return [_meaning(rows[at], tables) for at in first.tolist()], which
 

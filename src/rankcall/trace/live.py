@@ -1,8 +1,8 @@
 """Follow this process's recording and hand descriptions to sinks, from one thread.
 
-It looks at the ring twenty times a second and takes what has come as one batch: described column by
-column, so that the thread that trains gives up little of the GIL. A thread of its own, not that of
-the hooks: a sink that is slow must not hold up a hook.
+It looks at the ring twenty times a second, or more often while much comes, and takes what has come
+as one batch: described column by column, so that the thread that trains gives up little of the GIL.
+A thread of its own, not that of the hooks: a sink that is slow must not hold up a hook.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from typing import Any
 import numpy as np
 
 from rankcall._handle import Removable
+from rankcall._whole import Rows, joined, picked
 from rankcall.capture import session
 from rankcall.capture.events import LiveTables
 from rankcall.capture.marks import Marks, Span
-from rankcall.capture.tail import Flags, RingTail, Rows
+from rankcall.capture.tail import Flags, RingTail
 from rankcall.record import RECORD
+from rankcall.ring.header import parse_header
 from rankcall.ring.layout import HEADER_BYTES
-from rankcall.ring.reader import Ring, Tables, parse_header
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import Tables
 from rankcall.trace.describe import Describer
 from rankcall.trace.descriptions import Descriptions, Teller
 from rankcall.trace.order import Order
@@ -36,7 +39,7 @@ from rankcall.trace.switches import Switches
 logger = logging.getLogger("rankcall.trace")
 
 _TURN_SECONDS = 0.05
-_BUSY_SECONDS = 0.01  # while an eighth of the ring is written between two looks
+_SHARE = 0.25  # of the ring that may be written between two looks, where that is sooner
 _REPEAT_SECONDS = 60.0
 _GRACE_SECONDS = 0.06  # an op that was waited for may be about to record its end
 _NAP_SECONDS = 0.001
@@ -89,6 +92,7 @@ class Trace(Removable):
         self._removed = False
         self._marks: Marks | None = None
         self._rest = _TURN_SECONDS
+        self._looked_at = time.monotonic()
         self._missed, self._complain_at = 0, 0.0
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._followed: list[_Followed] = []
@@ -208,7 +212,7 @@ class Trace(Removable):
         if not (len(ended) or len(awaited) or followed.order.waiting or missed):
             return None, None
         tables = followed.tables.now()
-        records = np.concatenate([ended, awaited]) if last and len(awaited) else ended
+        records = joined([ended, awaited]) if last and len(awaited) else ended
         ring = self._ring(followed.recording, records, tables, missed)
         if not any(guard.takes_descriptions for guard in self._guards):
             return ring, None
@@ -220,10 +224,11 @@ class Trace(Removable):
 
     def _note_load(self, ended: int, missed: int, capacity: int) -> None:
         """Look again sooner while much comes; say so where that was not soon enough."""
-        much = ended + missed > capacity // 8
-        self._rest = _BUSY_SECONDS if much else _TURN_SECONDS
-        self._missed += missed
         now = time.monotonic()
+        elapsed, self._looked_at = now - self._looked_at, now
+        filled = max(ended + missed, 1) / capacity
+        self._rest = min(_TURN_SECONDS, elapsed * _SHARE / filled)
+        self._missed += missed
         if self._missed and now >= self._complain_at:
             logger.warning(
                 "tracing fell behind: %d ops were overwritten before they were described; "
@@ -284,10 +289,9 @@ def _ended(tail: RingTail, issued: int) -> tuple[Rows, int]:
     dropped = 0
     while (batch := tail.poll(issued)) is not None:
         ends: Flags = batch.ends
-        found.append(batch.rows if ends.all() else batch.rows[ends])
+        found.append(batch.rows if ends.all() else picked(batch.rows, ends))
         dropped += batch.dropped
-    rows = np.concatenate(found) if len(found) > 1 else found[0] if found else _NO_ROWS
-    return rows, (dropped + 1) // 2  # of each a start and an end
+    return joined(found or [_NO_ROWS]), (dropped + 1) // 2  # of each a start and an end
 
 
 # --- all that are on in this process ---

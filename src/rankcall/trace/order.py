@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from rankcall._whole import Rows, joined, picked
 from rankcall.capture.public import OBJECT_CALLS, PICKLES
-from rankcall.capture.tail import Flags, Indexes, Rows
+from rankcall.capture.tail import Flags, Indexes
 from rankcall.record import RECORD, STATUSES
-from rankcall.ring.reader import Tables
+from rankcall.ring.tables import Tables
 
 OVERDUE_NS = 5_000_000_000
 _STALE_NS = 1_000_000_000  # a call with fewer ops than we know of is whole after that
@@ -55,18 +56,18 @@ class Order:
         if not (len(awaited) or len(self._waiting) or objects.any()):
             self._told.clear()
             return ended, np.zeros(len(ended), np.bool_)
-        rows = np.concatenate([self._waiting, ended])
-        rows = rows[np.argsort(rows["commit"], kind="stable")]
+        rows = joined([self._waiting, ended])
+        rows = picked(rows, np.argsort(rows["commit"], kind="stable"))
         overdue, blocking = self._split(awaited, now_ns)
         rows, held = self._hold(rows, awaited, blocking, now_ns)
         if last or np.count_nonzero(held) > _MOST_WAITING:
             held[:] = False
-        self._waiting = rows[held]
-        ready = self._merged(rows[~held])
+        self._waiting = picked(rows, held)
+        ready = self._merged(picked(rows, ~held))
         issued = np.concatenate([np.zeros(len(ready), np.bool_), np.ones(len(overdue), np.bool_)])
-        ready = np.concatenate([ready, overdue])
+        ready = joined([ready, overdue])
         order = np.argsort(ready["commit"], kind="stable")
-        return ready[order], issued[order]
+        return picked(ready, order), issued[order]
 
     def _learn(self, tables: Tables) -> None:
         """Note which call sites call a function that sends pickles."""
@@ -92,7 +93,7 @@ class Order:
         told = np.isin(index, list(self._told)) if self._told else np.zeros(len(index), np.bool_)
         overdue = ~told & (awaited["enqueued_ns"] < now_ns - OVERDUE_NS)
         self._told.update(index[overdue].tolist())
-        return awaited[overdue], awaited[~told & ~overdue]
+        return picked(awaited, overdue), picked(awaited, ~told & ~overdue)
 
     def _hold(self, rows: Rows, awaited: Rows, blocking: Rows, now_ns: int) -> tuple[Rows, Flags]:
         """Tell which rows have to wait."""
@@ -102,7 +103,7 @@ class Order:
             first[group] = min(first.get(group, int(index)), int(index))
         calls = self._calls_in(rows)
         for parts in calls:
-            if not self._is_whole(rows[parts], awaited, now_ns):
+            if not self._is_whole(picked(rows, np.array(parts)), awaited, now_ns):
                 held[parts] = True
                 group, index = int(rows["group"][parts[0]]), int(index_of(rows[parts])[0])
                 first[group] = min(first.get(group, index), index)
@@ -144,5 +145,4 @@ class Order:
             rows["completed_ns"][chosen] = over.max() if over.all() else 0
             if (rows["status"][parts] == _FAILED).any():
                 rows["status"][chosen] = _FAILED
-        merged: Rows = rows[kept]
-        return merged
+        return picked(rows, kept)

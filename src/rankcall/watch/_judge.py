@@ -20,7 +20,7 @@ from rankcall.analysis.finding import Finding
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.standing import stand
 from rankcall.analysis.waits import unfinished
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.run import load
 from rankcall.watch import _verdict
 from rankcall.watch._exchange import Exchange, Unreachable

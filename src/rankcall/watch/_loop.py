@@ -16,7 +16,7 @@ from rankcall.capture import session
 from rankcall.capture.recording import Recording
 from rankcall.capture.tail import RingTail
 from rankcall.record import FLAG_ABANDONED
-from rankcall.ring.reader import Header
+from rankcall.ring.header import Header
 from rankcall.ring.writer import put
 from rankcall.watch import _verdict
 from rankcall.watch._judge import Judge

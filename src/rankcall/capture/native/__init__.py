@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +12,9 @@ from rankcall.capture.marks import Marks, span_of
 from rankcall.capture.native.build import load_recorder
 from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, public_name
 from rankcall.record import DTYPES, OPS, op_of_variant
-from rankcall.ring.layout import Geometry
-from rankcall.ring.reader import Group
-from rankcall.ring.writer import encode_group
+from rankcall.ring.layout import ENTRY_LINE, Geometry
+from rankcall.ring.tables import Group
+from rankcall.ring.writer import encode_group, encode_line
 
 _module: ModuleType | None = None
 
@@ -84,6 +85,12 @@ class NativeCapture:
         """Have the eventfd written at the next end (1), or the next start or end (2)."""
         self._native.sleep(fd, wanted)
 
+    @property
+    def make_statuses(self) -> Callable[..., list[Any]]:
+        """Make what hooks get of a batch of events: see statuses.h."""
+        made: Callable[..., list[Any]] = self._native.statuses
+        return made
+
     def add_group(self, group: Group, me: int) -> None:
         """Announce a group; ``me`` is this rank's place in it."""
         number = self._native.add_group(self._recorder, group.name, encode_group(group))
@@ -94,6 +101,10 @@ class NativeCapture:
         self._groups[number] = group
         if self._marks is not None:
             self._native.group_span(self._recorder, number, *span_of(self._marks, group))
+
+    def add_line(self, site: int, text: str) -> None:
+        """Add what the source says at a call site."""
+        self._native.append(self._recorder, ENTRY_LINE, encode_line(site, text))
 
     def mark(self, marks: Marks | None) -> None:
         """Have a tool told of each op as it is issued, from now on; None ends that."""

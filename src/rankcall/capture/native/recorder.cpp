@@ -30,6 +30,7 @@
 #include "marks.h"
 #include "ops.h"
 #include "ring.h"
+#include "statuses.h"
 #include "thread.h"
 
 namespace rankcall {
@@ -733,6 +734,7 @@ PyMethodDef g_methods[] = {
     {"counts", py_counts, METH_O, "Records issued and finished."},
     {"step", py_step, METH_O, "Count an optimizer step."},
     {"sleep", py_sleep, METH_VARARGS, "Arm the wake-up of the hook dispatcher."},
+    {"statuses", make_statuses, METH_VARARGS, "What hooks get of a batch of events."},
     {"find_call_site", py_find_call_site, METH_O, "The call-site id of the caller."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -24,6 +24,7 @@ _STOPPED = {
     "deadlock": "wait for each other",
     "missing": "did not come",
 }
+_MOST_OPS = 3
 _WORTH_A_LINE = 0.1  # of what a rank's being last cost
 
 
@@ -48,13 +49,13 @@ class Verdict:
     detail: str
     alarm: bool
     who: tuple[str, str] | None = None
-    where: tuple[str, str] | None = None
+    where: tuple[str, str, str] | None = None  # short, in words, and as it was recorded
     cost: tuple[str, str] | None = None
 
 
 def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
     """Say what stopped the run; else who is slow and where; or that nobody is."""
-    if findings and findings[0].kind in _STOPPED:
+    if findings and findings[0].stops:
         return _stopped(findings[0])
     summary = details.summary
     first = headline(summary)
@@ -89,18 +90,19 @@ def _stopped(found: Finding) -> Verdict:
     if found.call_site:
         file, _, line = found.call_site.rpartition(":")
         call = f"{found.op} #{found.seq} of group {found.group}" if found.op else ""
-        where = f"{PurePath(file).name}:{line}", call
+        where = f"{PurePath(file).name}:{line}", call, found.call_site
     waiting = plural(len(found.victims), "rank") + " held up" if found.victims else ""
     cost = (time(found.since_s * 1e3), waiting) if found.since_s > 0 else None
     return Verdict(title, f"{found.summary} {found.advice}".strip(), True, who, where, cost)
 
 
-def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str] | None:
+def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str, str] | None:
     lines = [line for line in details.late_lines if line.rank in ranks and line.site.line]
     if not lines:
         return None
     dearest = max(lines, key=lambda line: line.cost_ms)
-    return f"{PurePath(dearest.site.file).name}:{dearest.site.line}", _before(dearest)
+    short = f"{PurePath(dearest.site.file).name}:{dearest.site.line}"
+    return short, _before(dearest), str(dearest.site)
 
 
 def _before(line: LateLine) -> str:
@@ -155,7 +157,13 @@ def _gaps(details: Details) -> Iterator[Item]:
     summary = details.summary
     unfinished = sum(row.unfinished for row in summary.collectives)
     if unfinished:
-        yield Item("note", f"{plural(unfinished, 'op')} never finished on any rank")
+        which = [f"{row.op} in group {row.group}" for row in summary.collectives if row.unfinished]
+        more = f" and {len(which) - _MOST_OPS:,} more kinds" if len(which) > _MOST_OPS else ""
+        yield Item(
+            "note",
+            f"{plural(unfinished, 'op')} never finished on any rank",
+            f"{'; '.join(which[:_MOST_OPS])}{more}.",
+        )
     if summary.missing_ranks:
         yield Item(
             "gap",
@@ -177,7 +185,7 @@ def _gaps(details: Details) -> Iterator[Item]:
         )
     live = [row.rank for row in summary.ranks if not row.closed]
     if live:
-        yield Item("gap", f"rank {format_ranks(live)} was still running, or was killed")
+        yield Item("gap", f"rank {format_ranks(live)}: still running, or killed")
     for problem in summary.problems:
         if "no ring for rank" not in problem:
             yield Item("gap", problem)

@@ -201,6 +201,12 @@
     image.addEventListener("pointerleave", hush);
   }
 
+  // On paper, what was chosen stands as text.
+  for (const select of document.querySelectorAll(".controls select"))
+    select.addEventListener("change", () => {
+      select.closest(".controls").querySelector(".printed").textContent = select.selectedOptions[0].textContent;
+    });
+
   // Curves: one is chosen, its op's others stand behind it.
   const chosen = $("curve");
   if (chosen) {

@@ -85,6 +85,7 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "bandwidth": charts.bandwidth(found),
         "traffic": traffic,
         "sites": _sites(summary),
+        "code": {str(row.site): row.code for row in summary.call_sites if row.code},
         "more_sites": max(0, len(summary.call_sites) - _MOST_SITES),
         "collectives": summary.collectives[:_MOST_ROWS],
         "more_rows": max(0, len(summary.collectives) - _MOST_ROWS),

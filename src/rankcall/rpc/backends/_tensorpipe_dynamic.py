@@ -19,13 +19,16 @@ import torch.distributed as dist
 from torch.distributed.rpc import TensorPipeAgent, TensorPipeRpcBackendOptions, WorkerInfo, api
 
 from rankcall.ring.writer import boot_id
+from rankcall.rpc._bounded import bounded
 from rankcall.rpc._group import current_group, set_group, undone_on_error, wait_idle
 from rankcall.rpc._members import Card, Lease, MemberLog, check_unique, is_dead, life
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
-from rankcall.run import host_name
+from rankcall.rundir import host_name
 
 _NAMES = "names/_ALL_WORKER_INFOS"  # where torch's agents keep "name-id," of every member
+_STRIKE_S = 5.0
 _TELL_S = 10.0  # how long a member may take to take note; it is taken for dead after that
+_TELLING = 0.4  # of shutdown's time: kept to tell the others, when it is nobody's turn
 
 
 class DynamicGroup:
@@ -57,37 +60,43 @@ class DynamicGroup:
     def join(self, deadline: float) -> Any:
         """Become a member and return the agent."""
         with self._lease.held(deadline):
-            others = self._living()
+            others = self._living(deadline)
             check_unique(self._card, others)
             nodes = [Node.from_json(each["node"]) for each in (self._card, *others)]
             validate(nodes, static=False)
             self._cards.update({each["node"]["name"]: each for each in others})
             try:
-                self._start(nodes, others)
+                self._start(nodes, others, deadline)
             except BaseException:
                 self._strike(self._card)
                 raise
-            self._log.enter(self._card)
+            self._log.enter(self._card, deadline)
         return self._agent
 
     def leave(self, deadline: float) -> None:
         """Finish what is under way, tell the others and go."""
         wait_idle(self._agent, deadline)
+        turn_until = deadline - _TELLING * max(0.0, deadline - time.monotonic())
         try:
-            with self._lease.held(deadline):
-                self._depart()
-                self._log.leave(self._card["session"])
-                self._agent.join(shutdown=True, timeout=max(0.1, deadline - time.monotonic()))
+            with self._lease.held(turn_until):
+                self._depart(deadline)
+                self._log.leave(self._card["session"], deadline)
+                left = max(0.1, deadline - time.monotonic())
+                bounded(lambda: self._agent.join(shutdown=True, timeout=left), deadline, "shutdown")
         except (dist.DistNetworkError, dist.DistStoreError):
-            self._depart()  # the store's host has left first: there is nothing to take turns over
+            self._depart(deadline)  # the store is gone: there is nothing to take turns over
 
-    def _start(self, nodes: list[Node], others: list[Card]) -> None:
+    def _start(self, nodes: list[Node], others: list[Card], deadline: float) -> None:
         reverse = reverse_maps(self._name, nodes)
         devices = device_list(nodes[0], reverse)
         if torch.cuda.is_available() and devices:
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._agent = TensorPipeAgent(
-            self._store, self._name, self._card["rank"], None, self._options, reverse, devices
+        self._agent = bounded(
+            lambda: TensorPipeAgent(
+                self._store, self._name, self._card["rank"], None, self._options, reverse, devices
+            ),
+            deadline,
+            f"init of {self._name!r}",
         )
         with undone_on_error():
             api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
@@ -96,18 +105,21 @@ class DynamicGroup:
             for silent in self._tell(others, _member_joined, text):
                 self._remove(silent)
 
-    def _depart(self) -> None:
+    def _depart(self, deadline: float) -> None:
         others = [card for card in self._cards.values() if card is not self._card]
-        self._tell(others, _member_left, self._card["session"])
+        left = max(0.5, deadline - time.monotonic())
+        self._tell(others, _member_left, self._card["session"], min(left, _TELL_S))
 
-    def _tell(self, others: Iterable[Card], what: Callable[..., None], told: Any) -> list[Card]:
+    def _tell(
+        self, others: Iterable[Card], what: Callable[..., None], told: Any, within: float = _TELL_S
+    ) -> list[Card]:
         """Call a function on all of them at once; return those who did not answer."""
         calls = {}
         silent = []
         for card in others:
             try:
                 name = card["node"]["name"]
-                calls[name] = card, api.rpc_async(name, what, args=(told,), timeout=_TELL_S)
+                calls[name] = card, api.rpc_async(name, what, args=(told,), timeout=within)
             except RuntimeError:
                 silent.append(card)
         for card, answer in calls.values():
@@ -117,9 +129,9 @@ class DynamicGroup:
                 silent.append(card)
         return silent
 
-    def _living(self) -> list[Card]:
+    def _living(self, deadline: float) -> list[Card]:
         living = []
-        for card in self._log.members():
+        for card in self._log.members(deadline):
             if is_dead(card, self._card["host"]):
                 self._strike(card)
             else:
@@ -135,6 +147,11 @@ class DynamicGroup:
 
     def _strike(self, card: Card) -> None:
         """Take a member off the store's lists, torch's own included."""
+        until = time.monotonic() + _STRIKE_S
+        bounded(lambda: self._strike_name(card), until, "join or leave")
+        self._log.leave(card["session"])
+
+    def _strike_name(self, card: Card) -> None:
         name, rank = card["node"]["name"], card["rank"]
         if self._store.check([_NAMES]):
             names = self._store.get(_NAMES).decode().split(",")
@@ -143,7 +160,6 @@ class DynamicGroup:
         for key in (f"names/{rank}", f"addrs/{name}"):
             with suppress(RuntimeError):
                 self._store.delete_key(key)
-        self._log.leave(card["session"])
 
     def meet(self, card: Card) -> None:
         """Take note of a newcomer."""

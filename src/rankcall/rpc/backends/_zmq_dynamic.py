@@ -36,7 +36,7 @@ class DynamicGroup:
     def join(self, deadline: float) -> None:
         """Become a member; on return every other member can call this one, and it them."""
         card = self._worker.card()
-        before = self._log.enter(card)
+        before = self._log.enter(card, deadline)
         try:
             self._start(card, self._living(card, before), deadline)
         except BaseException:
@@ -51,7 +51,7 @@ class DynamicGroup:
         )
         wait_idle(self._agent, deadline)
         with suppress(RuntimeError):  # the store's host may have left first
-            self._log.leave(self._worker.session)
+            self._log.leave(self._worker.session, deadline)
 
     def _living(self, card: Card, before: list[Card]) -> list[Card]:
         living = []

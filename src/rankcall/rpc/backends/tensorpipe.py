@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.rpc import TensorPipeAgent, TensorPipeRpcBackendOptions, api
 from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
+from rankcall.rpc._bounded import bounded
 from rankcall.rpc._group import StaticGroup, init_deadline, set_group, undone_on_error
 from rankcall.rpc._roll import Roll, check_names, claim_place
 from rankcall.rpc.backends._tensorpipe_dynamic import DynamicGroup
@@ -80,14 +81,28 @@ def _static(
     if torch.cuda.is_available() and devices:
         # Others may send to a device before this process has used one.
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    agent = TensorPipeAgent(store, name, roll.rank, roll.world_size, options, reverse, devices)
+    agent = bounded(
+        lambda: TensorPipeAgent(store, name, roll.rank, roll.world_size, options, reverse, devices),
+        deadline,
+        f"init of {name!r}",
+    )
     with undone_on_error():
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
-        # The first call between two agents connects them: not at the cost of a user's call.
-        api._all_gather(None, timeout=max(0.1, deadline - time.monotonic()))
-        roll.exchange("ready", None, deadline)
-    set_group(StaticGroup(agent, roll))
+        problem = _warm_up(deadline)
+        roll.exchange("ready", None, deadline)  # names who has died meanwhile
+        if problem is not None:
+            raise problem
+    set_group(StaticGroup(agent, roll, store))
     return agent
+
+
+def _warm_up(deadline: float) -> RuntimeError | None:
+    """Let the agents connect, which the first call does: not at the cost of a user's."""
+    try:
+        api._all_gather(None, timeout=max(0.1, 0.8 * (deadline - time.monotonic())))
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def my_node(name: str, options: Any) -> Node:

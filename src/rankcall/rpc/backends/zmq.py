@@ -122,7 +122,9 @@ def init_backend_handler(
         rank = roll.rank
     worker = Worker(name, rank, library, rpc_backend_options)
     try:
-        return _join_static(worker, roll, deadline) if roll else _join(worker, store, deadline)
+        return (
+            _join_static(worker, roll, store, deadline) if roll else _join(worker, store, deadline)
+        )
     except BaseException:
         worker.place.close()
         raise
@@ -173,6 +175,7 @@ class Worker:
             **life(),
             "local": self.local,
             "network": self.network,
+            "max_message_bytes": options.max_message_bytes,
         }
 
     def meet(self, card: Mapping[str, Any]) -> None:
@@ -186,7 +189,9 @@ class Worker:
             )
         arena = card["local"].removeprefix("ipc://").removesuffix("in") if here else ""
         endpoint, pid = (card["local"], card["pid"]) if here else (card["network"], 0)
-        self.agent.add_peer(name, card["rank"], card["session"], endpoint, arena, pid)
+        self.agent.add_peer(
+            name, card["rank"], card["session"], endpoint, arena, pid, card["max_message_bytes"]
+        )
 
 
 def _join(worker: Worker, store: dist.Store, deadline: float) -> Any:
@@ -197,7 +202,7 @@ def _join(worker: Worker, store: dist.Store, deadline: float) -> Any:
     return worker.agent
 
 
-def _join_static(worker: Worker, roll: Roll, deadline: float) -> Any:
+def _join_static(worker: Worker, roll: Roll, store: dist.Store, deadline: float) -> Any:
     cards = roll.exchange("init", worker.card(), deadline)
     nodes = [Node.from_json(card["node"]) for card in cards]
     check_names(node.name for node in nodes)
@@ -219,7 +224,7 @@ def _join_static(worker: Worker, roll: Roll, deadline: float) -> Any:
         roll.exchange("started", None, deadline)
         _reach([card for card in cards if card["host"] != worker.place.host], agent, deadline)
         roll.exchange("ready", None, deadline)
-    set_group(StaticGroup(agent, roll))
+    set_group(StaticGroup(agent, roll, store))
     _end_at_exit()
     return agent
 
@@ -243,7 +248,7 @@ class Quiescence:
     """Waits until no call is under way anywhere in a static group."""
 
     def __init__(self, agent: Any, roll: Roll) -> None:
-        self._counts, self._roll, self._round = agent.counts, roll, 0
+        self._counts, self._roll = agent.counts, roll
 
     def wait(self, shutdown: bool, timeout: float) -> None:
         """Return on all workers at once; ``timeout`` in seconds, 0 for none.
@@ -255,8 +260,7 @@ class Quiescence:
         before = None
         while True:
             self._wait_for_own(deadline)
-            self._round += 1
-            told = self._roll.exchange(f"join-{self._round}", self._counts(), deadline)
+            told = self._roll.exchange("join", self._counts(), deadline)
             started, ended = map(sum, zip(*told, strict=True))
             if started == ended == before:
                 return

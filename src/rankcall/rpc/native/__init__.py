@@ -12,7 +12,7 @@ from rankcall.errors import BackendUnavailable
 AGENT = NativeModule(
     "rankcall_rpc",
     Path(__file__).parent,
-    "agent.cpp",
+    "module.cpp",
     BackendUnavailable,
     defines=("USE_DISTRIBUTED", "USE_RPC", "TORCH_EXTENSION_NAME=rankcall_rpc"),
 )

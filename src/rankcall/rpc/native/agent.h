@@ -12,11 +12,15 @@
 #include "arena.h"
 #include "crew.h"
 #include "peer.h"
+#include "python_thread.h"
 #include "tensors.h"
 #include "wire.h"
 #include "zmq_api.h"
 
 namespace rankcall {
+
+using rpc::Message;
+using rpc::MessageType;
 
 constexpr std::size_t kLarge = 64 * 1024;  // from here on a buffer travels by itself
 
@@ -126,6 +130,7 @@ class ZmqAgent : public rpc::RpcAgent {
   void answer_zap();
   void open_monitor(void* socket, const std::string& name, int events, void*& monitor);
   void close_sockets();
+  void end_context();
 
   const Zmq& zmq_;
   const Settings settings_;
@@ -140,7 +145,7 @@ class ZmqAgent : public rpc::RpcAgent {
   Arena arena_;
   Attachments attachments_;
   Counters counters_;
-  Crew crew_;
+  Crew<PythonThread> crew_;
   std::thread deadlines_thread_, peers_thread_;
   std::atomic<uint64_t> next_call_{1};
   std::atomic<int64_t> serving_{0}, gil_wait_us_{0}, gil_waits_{0};

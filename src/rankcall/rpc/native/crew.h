@@ -6,8 +6,6 @@
 // its own cannot keep their answers from being read.
 #pragma once
 
-#include <Python.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -15,33 +13,24 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace rankcall {
 
-// Keeps one Python thread state for a native thread: making one for each call is slow.
-class PythonThread {
- public:
-  PythonThread() : gil_(PyGILState_Ensure()), state_(PyEval_SaveThread()) {}
-  ~PythonThread() {
-    PyEval_RestoreThread(state_);
-    PyGILState_Release(gil_);
-  }
-
- private:
-  PyGILState_STATE gil_;
-  PyThreadState* state_;
-};
-
+// Each thread keeps a `Scope` for as long as it runs.
+template <class Scope>
 class Crew {
  public:
   using Task = std::function<void()>;
 
   // `receive` blocks; it calls request() or answer(), and returns false once there will be no more.
-  void start(std::size_t limit, std::function<bool()> receive) {
+  // `tidy` is called after each task, on its thread.
+  void start(std::size_t limit, std::function<bool()> receive, std::function<void()> tidy) {
     std::lock_guard<std::mutex> guard(mutex_);
     limit_ = limit;
     receive_ = std::move(receive);
+    tidy_ = std::move(tidy);
     for (std::size_t i = 0; i <= limit; i++) add_thread();
   }
 
@@ -91,7 +80,7 @@ class Crew {
   }
 
   void work() {
-    PythonThread python;
+    Scope scope;
     std::unique_lock<std::mutex> lock(mutex_);
     while (!stopping_) {
       if (!answers_.empty()) {
@@ -118,6 +107,7 @@ class Crew {
     lock.unlock();
     task();
     task = nullptr;
+    tidy_();
     lock.lock();
     running_--;
   }
@@ -138,6 +128,7 @@ class Crew {
   std::condition_variable waiting_;
   std::condition_variable left_;
   std::function<bool()> receive_;
+  std::function<void()> tidy_;
   std::deque<Task> requests_;
   std::deque<Task> answers_;
   std::vector<std::thread> threads_;

@@ -1,34 +1,38 @@
-// The other workers, as one agent knows them, and the calls that wait for their answers.
+// The other workers, as one agent knows them.
 #pragma once
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "calls.h"
+
 namespace rankcall {
 
 namespace rpc = torch::distributed::rpc;
-using Clock = std::chrono::steady_clock;
 using Future = c10::intrusive_ptr<rpc::JitFuture>;
 
 struct Peer {
-  Peer(std::string name, int64_t id, uint64_t session, std::string arena, int pid)
-      : info(std::move(name), id), session(session), arena(std::move(arena)), pid(pid) {}
+  Peer(std::string name, int64_t id, uint64_t session, std::string arena, int pid,
+       int64_t max_bytes)
+      : info(std::move(name), id),
+        session(session),
+        arena(std::move(arena)),
+        pid(pid),
+        max_bytes(max_bytes) {}
 
   const rpc::WorkerInfo info;
   const uint64_t session;
   const std::string arena;  // what its block files' paths begin with; empty on another host
   const int pid;            // 0 on another host
+  const int64_t max_bytes;  // the largest frame that it takes
 
   std::mutex mutex;  // of all below
   void* socket = nullptr;
@@ -89,93 +93,7 @@ class Peers {
   std::vector<std::shared_ptr<Peer>> all_;
 };
 
-struct Call {
-  Future future;
-  std::shared_ptr<Peer> peer;
-  std::chrono::milliseconds timeout;  // 0: none
-  Clock::time_point deadline;
-};
-
-// The calls under way. Whoever takes one out ends its future.
-class Calls {
- public:
-  void add(uint64_t id, Call call) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    started_++;
-    if (call.timeout.count() > 0) {
-      bool first = deadlines_.empty() || call.deadline < deadlines_.begin()->first;
-      deadlines_.emplace(call.deadline, id);
-      if (first) earlier_.notify_one();
-    }
-    calls_.emplace(id, std::move(call));
-  }
-
-  std::optional<Call> take(uint64_t id) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    auto found = calls_.find(id);
-    if (found == calls_.end()) return std::nullopt;
-    return remove(found);
-  }
-
-  // Wait until calls are overdue and take them; empty once closed.
-  std::vector<Call> take_overdue() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!closed_) {
-      if (deadlines_.empty()) {
-        earlier_.wait(lock);
-        continue;
-      }
-      auto first = deadlines_.begin()->first;
-      if (Clock::now() < first) {
-        earlier_.wait_until(lock, first);
-        continue;
-      }
-      std::vector<Call> overdue;
-      while (!deadlines_.empty() && deadlines_.begin()->first <= Clock::now())
-        overdue.push_back(remove(calls_.find(deadlines_.begin()->second)));
-      return overdue;
-    }
-    return {};
-  }
-
-  std::vector<Call> take_all(const std::shared_ptr<Peer>& peer) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    std::vector<Call> taken;
-    for (auto each = calls_.begin(); each != calls_.end();) {
-      auto next = std::next(each);
-      if (!peer || each->second.peer == peer) taken.push_back(remove(each));
-      each = next;
-    }
-    return taken;
-  }
-
-  void ended() { ended_++; }  // after the callbacks have run: they may have started more
-  uint64_t started_count() const { return started_; }
-  uint64_t ended_count() const { return ended_; }
-
-  void close() {
-    std::lock_guard<std::mutex> guard(mutex_);
-    closed_ = true;
-    earlier_.notify_all();
-  }
-
- private:
-  using Table = std::unordered_map<uint64_t, Call>;
-
-  Call remove(Table::iterator found) {
-    Call call = std::move(found->second);
-    if (call.timeout.count() > 0) deadlines_.erase({call.deadline, found->first});
-    calls_.erase(found);
-    return call;
-  }
-
-  std::mutex mutex_;
-  std::condition_variable earlier_;
-  Table calls_;
-  std::set<std::pair<Clock::time_point, uint64_t>> deadlines_;
-  std::atomic<uint64_t> started_{0};
-  std::atomic<uint64_t> ended_{0};
-  bool closed_ = false;
-};
+using Call = CallOf<Future, Peer>;
+using Calls = CallsOf<Call>;
 
 }  // namespace rankcall

@@ -110,6 +110,13 @@ struct Zmq {
     find(handle, strerror, "zmq_strerror");
   }
 
+  void close_at_once(void*& open) const {
+    if (!open) return;
+    set(open, kLinger, 0);
+    close(open);
+    open = nullptr;
+  }
+
   std::string error() const { return strerror(zmq_errno()); }
 
   void set(void* socket, int option, int value) const {

@@ -1,4 +1,4 @@
-"""Import what only one sink needs, or say how to install it."""
+"""Import what only some sinks need, and say how to install what is absent."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def imported(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ExtraMissing(f"this sink needs {module}: pip install 'rankcall[{extra}]'") from error
+
+
+def load_polars() -> None:
+    """Import Polars now: on the trace thread that would keep the GIL from a job that runs."""
+    importlib.import_module("polars")

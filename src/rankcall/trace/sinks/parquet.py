@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 from pathlib import Path
 
+from rankcall._whole import joined
 from rankcall.ring.reader import Head, Ring
 from rankcall.run import Run
 from rankcall.trace.sinks.base import Origin
+from rankcall.trace.sinks.extras import load_polars
 
 
 class Parquet:
@@ -34,6 +38,7 @@ class Parquet:
             raise ValueError(f"rows must be 1 or more; got {rows}")
         if not seconds > 0:
             raise ValueError(f"seconds must be more than 0; got {seconds}")
+        load_polars()
         self._asked = None if folder is None else Path(folder)
         self._rows, self._seconds, self._clock = rows, seconds, clock
         self._held: list[Ring] = []
@@ -73,26 +78,46 @@ class Parquet:
 
         from rankcall._frames import ring_frame
 
-        newest = self._held[-1]
-        run = Run(self.folder, {}, [Head(newest.path, newest.header, newest.tables)])
-        frames = [ring_frame(run, ring) for ring in self._held]
+        rings = [_as_one(list(parts)) for _, parts in groupby(self._held, _recording_of)]
+        run = Run(self.folder, {}, [Head(each.path, each.header, each.tables) for each in rings])
+        frames = [ring_frame(run, ring) for ring in rings]
         table = pl.concat(frames, how="vertical") if len(frames) > 1 else frames[0]
-        target = self._unused()
+        data = io.BytesIO()  # what the disk says comes from Python then, not in words of Polars'
+        table.write_parquet(data, compression="zstd", compression_level=1)
+        self._put(self._unused(), data)
+        self._held.clear()
+
+    def _put(self, target: Path, data: io.BytesIO) -> None:
+        """Make a file that is whole or not there, also after a crash of the machine."""
         scratch = target.with_name(f".{target.name}.part")
         try:
-            with scratch.open("wb") as file:
-                table.write_parquet(file, compression="zstd")
-                file.flush()
+            with scratch.open("wb", buffering=0) as file:
+                rest = data.getbuffer()
+                while len(rest):
+                    rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
             scratch.replace(target)
-        except BaseException:
+        except BaseException as error:
             scratch.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(target)
             raise
-        self._held.clear()
 
     def _unused(self) -> Path:
         while True:
             path = self.folder / f"{self._stem}.{self._number:06d}.parquet"
-            self._number += 1
             if not path.exists():
                 return path
+            self._number += 1
+
+
+def _recording_of(ring: Ring) -> Hashable:
+    """Return what tells apart the recordings that a process makes, one after the other."""
+    return ring.path, ring.header.anchor_mono_ns
+
+
+def _as_one(parts: Sequence[Ring]) -> Ring:
+    """Put parts of one recording together: its side tables only grow, so the newest has all."""
+    newest, records = parts[-1], joined([part.records for part in parts])
+    dropped = sum(part.dropped for part in parts)
+    return Ring(newest.path, newest.header, records, newest.tables, dropped)

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from rankcall.trace.descriptions import Descriptions
 from rankcall.trace.sinks.base import Origin
+from rankcall.trace.sinks.extras import load_polars
 
 _MIB = 1 << 20
 
@@ -22,6 +23,7 @@ class Stdout:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
+        load_polars()
         self._stream = stream
 
     def open(self, origin: Origin) -> None:
@@ -55,6 +57,7 @@ class JsonLines:
             raise ValueError(f"max_mib must be more than 0; got {max_mib}")
         if keep < 0:
             raise ValueError(f"keep must be 0 or more; got {keep}")
+        load_polars()
         self._asked = None if path is None else Path(path)
         self._max_bytes = max(1, int(max_mib * _MIB))
         self._keep = keep
@@ -98,7 +101,8 @@ class JsonLines:
         try:
             while written < len(data):
                 written += os.write(self._fd, data[written:])
-        except OSError:
+        except OSError as error:
+            error.filename = str(self.path)
             with contextlib.suppress(OSError):  # a pipe or device cannot take it back
                 os.ftruncate(self._fd, before)
             raise

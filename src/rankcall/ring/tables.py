@@ -1,0 +1,235 @@
+"""Decode a ring file's side tables: process groups, call sites, strings, sizes.
+
+Every length, count and number is checked: whoever wrote the file may have been anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+from rankcall.ring.layout import (
+    ENTRY_GROUP,
+    ENTRY_HEADER,
+    ENTRY_LINE,
+    ENTRY_SITE,
+    ENTRY_SIZES,
+    ENTRY_STRING,
+)
+
+_ENTRY = struct.Struct("<IIII")
+assert _ENTRY.size == ENTRY_HEADER.itemsize
+MAX_RANKS = 1 << 20
+_MOST_OF_A_LINE = 400  # characters
+MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
+_GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
+ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as one of its members knew it. ``ranks`` are global, in group order."""
+
+    name: str
+    epoch: int
+    backend: str
+    description: str
+    ranks: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """Torch's name for it, and what tells it from earlier groups of that name.
+
+        ``#2`` where init_process_group ran a second time, ``.1`` where the name was used again
+        within one time.
+        """
+        era, again = divmod(self.epoch, ERA)
+        return self.name + (f"#{era + 1}" if era else "") + (f".{again}" if again else "")
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """The line that issued an op, and the public function it called."""
+
+    file: str
+    line: int
+    function: str
+    api: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass
+class Tables:
+    """A ring's side tables, by id."""
+
+    strings: dict[int, str] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)
+    sites: dict[int, CallSite] = field(default_factory=dict)
+    lines: dict[int, str] = field(default_factory=dict)  # of call sites: what the source says
+    # By shape hash: how many elements each tensor of a coalesced op has.
+    numels: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    damaged: bool = False
+
+
+class Entry(NamedTuple):
+    """One entry of the side tables. ``end`` is where the next one begins."""
+
+    number: int
+    kind: int
+    payload: bytes
+    end: int
+
+
+def entries(raw: bytes, number: int = 0) -> Iterator[Entry]:
+    """Yield the entries after the ``number``-th up to the first that is not sound."""
+    offset = 0
+    while offset + ENTRY_HEADER.itemsize <= len(raw):
+        commit, kind, length, crc32 = _ENTRY.unpack_from(raw, offset)
+        start = offset + ENTRY_HEADER.itemsize
+        payload = raw[start : start + length]
+        number += 1
+        if commit != number or len(payload) != length or zlib.crc32(payload) != crc32:
+            return
+        offset = start + (length + 7) // 8 * 8
+        yield Entry(number, kind, payload, offset)
+
+
+def parse_tables(raw: bytes) -> Tables:
+    """Decode the side tables up to the first entry that is not sound."""
+    tables, members, end = Tables(), 0, 0
+    for number, kind, payload, begins_next in entries(raw):
+        if not _keep_entry(tables, number, kind, payload):
+            break
+        if kind == ENTRY_GROUP:
+            members += len(tables.groups[number].ranks)
+            if members > MAX_MEMBERS:
+                del tables.groups[number]
+                break
+        end = begins_next
+    tables.damaged = end + ENTRY_HEADER.itemsize <= len(raw)
+    return tables
+
+
+def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
+    try:
+        if kind == ENTRY_STRING:
+            tables.strings[number] = payload.decode("utf-8", "replace")
+        elif kind == ENTRY_GROUP:
+            tables.groups[number] = _groups.get(payload)
+        elif kind == ENTRY_SITE:
+            tables.sites[number] = decode_site(payload)
+        elif kind == ENTRY_LINE:
+            fields = json.loads(payload)
+            tables.lines[int(fields["site"])] = _text(fields["text"])[:_MOST_OF_A_LINE]
+        elif kind == ENTRY_SIZES:
+            fields = json.loads(payload)
+            tables.numels[int(fields["hash"])] = tuple(_count(each) for each in fields["numels"])
+        return True
+    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
+        return False
+
+
+class _Groups:
+    """Groups by payload: all members of a group write the same, and share one object here.
+
+    Without that, 16,384 rings that each name all ranks would take minutes and gigabytes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Group] = {}
+        self._members = 0
+
+    def get(self, payload: bytes) -> Group:
+        """Return the group that a payload describes; raises ``ValueError`` and its like."""
+        group = self._known.get(payload)
+        if group is None:
+            group = _group(json.loads(payload))
+            self._members += len(group.ranks) + 1
+            if self._members > _GROUPS_KEPT:
+                self._known, self._members = {}, len(group.ranks) + 1
+            self._known[payload] = group
+        return group
+
+
+_groups = _Groups()
+
+
+def decode_site(payload: bytes) -> CallSite:
+    """Return the call site that a payload describes; raises ``ValueError`` and its like."""
+    fields = json.loads(payload)
+    return CallSite(
+        _text(fields["file"]),
+        _small(fields["line"]),
+        _text(fields["function"]),
+        _text(fields["api"]),
+    )
+
+
+def _text(value: Any) -> str:
+    """Return a name that can be written anywhere: JSON can say what is no Unicode."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def _count(number: Any) -> int:
+    """Return a number of elements; raises ``ValueError`` where it can be none."""
+    if type(number) is not int or not 0 <= number < 1 << 62:
+        raise ValueError(f"{number} is no number of elements")
+    return number
+
+
+def _small(number: Any) -> int:
+    """Return a count that can be real; raises ``ValueError`` else."""
+    if not 0 <= int(number) < 1 << 31:
+        raise ValueError(f"{number} is no line and no epoch")
+    return int(number)
+
+
+def _group(fields: dict[str, Any]) -> Group:
+    return Group(
+        _text(fields["name"]),
+        _small(fields["epoch"]),
+        _text(fields["backend"]),
+        _text(fields["description"]),
+        expand_ranks(fields["ranks"]),
+    )
+
+
+def compress_ranks(ranks: list[int]) -> list[list[int]]:
+    """Write ranks as runs ``[first, count, stride]``: a world of 100,000 is one run."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs:
+            run = runs[-1]
+            first, count, stride = run
+            if count == 1:
+                run[1:] = [2, rank - first]
+                continue
+            if rank == first + count * stride:
+                run[1] += 1
+                continue
+        runs.append([rank, 1, 1])
+    return runs
+
+
+def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
+    """Undo ``compress_ranks``; raises ``ValueError`` where the ranks cannot be real."""
+    if not all(type(number) is int for run in runs for number in run):
+        raise ValueError("a rank is a whole number")
+    if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
+        raise ValueError(f"more than {MAX_RANKS:,} ranks, or fewer than none")
+    ranks = tuple(
+        chain.from_iterable(
+            range(first, first + count * stride, stride) if stride else [first] * count
+            for first, count, stride in runs
+        )
+    )
+    if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANKS:
+        raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
+    return ranks

@@ -1,0 +1,152 @@
+"""Stores whose host is stopped or dies: one clear error on every rank, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosting import all_at, attempt, await_ranks, connect, hosted
+from ranks import run_ranks, try_ranks
+
+pytestmark = pytest.mark.multiproc
+LONG = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let those who outlive a rank take their time."""
+    monkeypatch.setattr("rankcall.testing._ranks.GRACE_S", LONG)
+
+
+def _host_stops(rank: int, world_size: int, port: int, pid: int, folder: str) -> Any:
+    from rankcall import store
+
+    client: Any = connect(port)
+    before = client.timeout
+
+    def led() -> None:
+        store.barrier(
+            client, world_size, "led", 1.0, rank, local_rank=0, local_world_size=1, what="a test"
+        )
+
+    store.barrier(client, world_size, "p", LONG, rank)
+    store.barrier(client, world_size, "led", LONG, rank, local_rank=0, local_world_size=1)
+    all_at(folder, "passed", rank, world_size)
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    all_at(folder, "stopped", rank, world_size)
+    calls = [
+        lambda: store.barrier(client, world_size, "p", 1.0, rank, what="a test"),
+        lambda: store.barrier(client, world_size, "q", 1.0, what="a test"),
+        lambda: store.synchronize(client, b"", rank, world_size, "p", 1.0, what="a test"),
+        lambda: store.get_all(client, rank, "x", world_size, timeout=1.0, what="a test"),
+        lambda: store.rollcall(client, rank, world_size, timeout=1.0),
+        lambda: store.clean_up(client, "p", world_size, rank, timeout=1.0),
+        led,
+    ]
+    told = [attempt(call) for call in calls]
+    all_at(folder, "told", rank, world_size)
+    if rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    told.append(attempt(lambda: store.barrier(client, world_size, "after", LONG, rank)))
+    assert client.timeout == before
+    return told
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_a_stopped_host(libuv: bool, tmp_path: Path) -> None:
+    """No call outlasts its timeout by more than a second; when the host goes on, so does all."""
+    with hosted(libuv) as (port, pid):
+        results = run_ranks(_host_stops, 3, port, pid, str(tmp_path), init=False)
+    for *told, after in results:
+        for number, (name, text, took) in enumerate(told):
+            assert name == "StoreLost", (number, text)
+            assert f"127.0.0.1:{port} does not answer" in text
+            assert ("(a test)" in text) is (number not in (4, 5)), text
+            assert took < 2, number
+        assert after[:2] == ["", ""]
+
+
+def _host_stops_for_good(rank: int, world_size: int, port: int, pid: int, folder: str) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+    for _ in range(3):
+        store.barrier(client, world_size, "p", 30, rank)
+    all_at(folder, "passed", rank, world_size)
+    if rank == 0:  # the others wait already
+        time.sleep(1)
+        os.kill(pid, signal.SIGSTOP)
+    return attempt(lambda: store.barrier(client, world_size, "p", 18, rank))
+
+
+@pytest.mark.slow
+def test_a_host_that_stops_under_a_long_wait(tmp_path: Path) -> None:
+    """A timeout that is long enough to block in is kept, too, whenever the host stops."""
+    with hosted() as (port, pid):
+        for name, _, took in run_ranks(
+            _host_stops_for_good, 3, port, pid, str(tmp_path), init=False
+        ):
+            assert name == "StoreLost"
+            assert took < 19
+
+
+def _host_dies(rank: int, world_size: int, port: int, pid: int, timeout: float) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+    store.barrier(client, world_size, "p", 20, rank)
+    if rank == 0:
+        time.sleep(0.2)  # the others wait by now, most likely
+        os.kill(pid, signal.SIGKILL)
+    told = [attempt(lambda: store.barrier(client, world_size, "p", timeout, rank))]
+    told.append(attempt(lambda: store.barrier(client, world_size, "p", timeout, rank)))
+    return told
+
+
+@pytest.mark.parametrize("timeout", [10.0, 60.0])
+def test_a_host_that_dies(timeout: float) -> None:
+    """Every rank gets one clear error within seconds, also from the next call."""
+    with hosted() as (port, pid):
+        for told in run_ranks(_host_dies, 3, port, pid, timeout, init=False):
+            for name, text, took in told:
+                assert name == "StoreLost"
+                assert f"the store at 127.0.0.1:{port} is gone" in text
+                assert took < 5
+
+
+def _hosts_and_dies(rank: int, world_size: int, folder: str) -> Any:
+    """Rank 0 hosts the store itself, and is killed while the others wait for it."""
+    from torch.distributed import TCPStore
+
+    from rankcall import store
+
+    if rank == 0:
+        client: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        Path(folder, "port.tmp").write_text(str(client.port))
+        Path(folder, "port.tmp").rename(Path(folder, "port.0"))
+    await_ranks(folder, "port", 1)
+    if rank:
+        client = connect(int(Path(folder, "port.0").read_text()))
+    store.barrier(client, world_size, "p", LONG, rank)
+    if rank == 0:
+        while client.add("waiting", 0) < world_size - 1:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL)
+    client.add("waiting", 1)
+    return [attempt(lambda: store.barrier(client, world_size, "p", LONG, rank)) for _ in range(2)]
+
+
+def test_a_rank_that_hosts_the_store_and_dies(tmp_path: Path) -> None:
+    """The others are told that the store is gone, long before their timeout."""
+    _zero, *others = try_ranks(_hosts_and_dies, 3, str(tmp_path), init=False)
+    for result in others:
+        assert result.ok, result
+        for name, text, took in result.value:
+            assert name == "StoreLost"
+            assert "is gone" in text
+            assert took < LONG / 2

@@ -1,0 +1,282 @@
+"""Stores with real processes: ranks that are late, dead, stopped, doubled, forked or replaced.
+
+What a rank is told depends on who has come by then. So nothing here depends on how fast anybody is:
+an arrival outlasts its call, so those who have come say so elsewhere before anybody is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosting import all_at, attempt, await_ranks, connect, dead, hosted
+from ranks import run_ranks, try_ranks
+
+pytestmark = pytest.mark.multiproc
+LONG = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let those who outlive a rank take their time."""
+    monkeypatch.setattr("rankcall.testing._ranks.GRACE_S", LONG)
+
+
+def _late(rank: int, world_size: int, port: int, folder: str) -> list[Any]:
+    from rankcall import store
+
+    client = connect(port)
+    told = []
+    if rank == 0:  # late: comes when the others have given up
+        await_ranks(folder, "given up", world_size - 1)
+        told.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
+    else:
+        attempt(lambda: store.barrier(client, world_size, "late", 0.2, rank))
+        all_at(folder, "arrived", rank, world_size - 1)
+        told.append(attempt(lambda: store.barrier(client, world_size, "late", 0.5, rank)))
+        all_at(folder, "given up", rank, world_size - 1)
+        told.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
+    told.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
+    return told
+
+
+def test_a_late_rank_lets_all_pass_when_they_retry(tmp_path: Path) -> None:
+    """Rank 0 comes after the others timed out: it passes at once, they pass when they retry."""
+    with hosted() as (port, _):
+        zero, *others = run_ranks(_late, 3, port, str(tmp_path), init=False)
+    assert [name for name, _, _ in zero] == ["", ""]
+    for told in others:
+        assert [name for name, _, _ in told] == ["BarrierTimeout", "", ""]
+        assert "2 of 3 ranks arrived; missing 0 (host unknown)" in told[0][1]
+        assert told[0][2] < 1.5
+
+
+def _killed_when_it_waits() -> None:
+    """Let this process die between arriving and leaving."""
+    from rankcall.store._link import Link
+
+    Link.wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assign]
+
+
+def _dies(rank: int, world_size: int, port: int, folder: str, when: str) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+    store.barrier(client, world_size, "p", LONG, rank)
+    if rank == 1 and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = []
+    if rank == 1:
+        client.set("pid", str(os.getpid()))
+        _killed_when_it_waits()
+    elif when == "between":
+        client.wait(["pid"])
+        while not dead(int(client.get("pid"))):
+            time.sleep(0.005)
+    if when == "between":
+        told.append(attempt(lambda: store.barrier(client, world_size, "p", LONG, rank)))
+    attempt(lambda: store.barrier(client, world_size, "p", 0.2, rank))
+    all_at(folder, "arrived", rank, world_size - 1)
+    return [*told, attempt(lambda: store.barrier(client, world_size, "p", 0.5, rank))]
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_rank_that_is_killed(when: str, tmp_path: Path) -> None:
+    """Killed before it arrives it is missing; between arriving and leaving it harms nobody once."""
+    with hosted() as (port, _):
+        zero, killed, two = try_ranks(_dies, 3, port, str(tmp_path), when, init=False)
+    assert killed.exitcode == -signal.SIGKILL
+    for result in (zero, two):
+        assert result.ok, result
+        *before, (name, text, took) = result.value
+        assert [each[0] for each in before] == [""] * (when == "between")
+        assert name == "BarrierTimeout"
+        assert re.search(r"missing 1 \(\S+\)", text)
+        assert "host unknown" not in text, "it was here before"
+        assert took < 1.5
+
+
+def _killed(client: Any, when: str) -> None:
+    """Be rank 1 of two for some rounds, and die."""
+    from rankcall import store
+
+    client.set("pid", str(os.getpid()))
+    if when == "first":
+        attempt(lambda: store.barrier(client, 2, "p", 0.1, 1))
+    for turn in range(0 if when == "first" else 3):
+        store.barrier(client, 2, "p", LONG, 1)
+        store.synchronize(client, b"old %d" % turn, 1, 2, "p", LONG)
+    if when == "arrived":
+        _killed_when_it_waits()
+        store.barrier(client, 2, "p", LONG, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _taken_over(client: Any) -> bool:
+    log = "p/rankcall.b0/2/who0"
+    return client.check([log]) and b"\n-1/2" in client.get(log)
+
+
+def _replaced(rank: int, world_size: int, port: int, when: str) -> Any:
+    """Ranks 1 and 2 are one rank: the second begins when the first has been killed."""
+    from rankcall import store
+
+    client, mine, got = connect(port), min(rank, 1), []
+    if rank == 1:
+        _killed(client, when)
+    if rank == 2:
+        client.wait(["pid"])
+        while not dead(int(client.get("pid"))):
+            time.sleep(0.005)
+    for turn in range(3 if rank == 0 and when != "first" else 0):
+        store.barrier(client, 2, "p", LONG, 0)
+        store.synchronize(client, b"zero %d" % turn, 0, 2, "p", LONG)
+    while rank == 0 and when != "before" and not _taken_over(client):
+        time.sleep(0.005)  # else it would be through before the new one comes
+    for turn in range(3):
+        store.barrier(client, 2, "p", LONG, mine)
+        got.append(store.synchronize(client, b"%d %d" % (mine, turn), mine, 2, "p", LONG))
+    assert got == [[b"0 %d" % turn, b"1 %d" % turn] for turn in range(3)]
+    store.clean_up(client, "p", 2, mine)
+    return True
+
+
+@pytest.mark.parametrize("when", ["first", "before", "arrived"])
+def test_a_rank_that_is_replaced(when: str) -> None:
+    """A new process goes on for one of this machine that was killed, where that one stopped."""
+    with hosted() as (port, _):
+        zero, killed, new = try_ranks(_replaced, 3, port, when, init=False)
+        assert killed.exitcode == -signal.SIGKILL
+        assert zero.value is True, zero
+        assert new.value is True, new
+        assert not [key for key in connect(port).list_keys() if "/rankcall." in key]
+
+
+def _stopped_rank(rank: int, world_size: int, port: int, folder: str) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+    store.barrier(client, world_size, "p", LONG, rank)
+    if rank == 1:
+        client.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return attempt(lambda: store.barrier(client, world_size, "p", LONG, rank))
+    attempt(lambda: store.barrier(client, world_size, "p", 0.2, rank))
+    all_at(folder, "arrived", rank, world_size - 1)
+    told = attempt(lambda: store.barrier(client, world_size, "p", 0.5, rank))
+    all_at(folder, "told", rank, world_size - 1)
+    if rank == 0:
+        os.kill(int(client.get("pid")), signal.SIGCONT)
+    return told, attempt(lambda: store.barrier(client, world_size, "p", LONG, rank))
+
+
+def test_a_stopped_rank(tmp_path: Path) -> None:
+    """While it is stopped it is missing; when it goes on, all pass."""
+    with hosted() as (port, _):
+        zero, one, two = run_ranks(_stopped_rank, 3, port, str(tmp_path), init=False)
+    assert one[0] == ""
+    for first, second in (zero, two):
+        assert first[0] == "BarrierTimeout"
+        assert "2 of 3 ranks arrived; missing 1" in first[1]
+        assert second[0] == ""
+
+
+def _doubled(rank: int, world_size: int, port: int, folder: str) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+    mine = min(rank, 1)  # ranks 1 and 2 both believe to be rank 1
+    if rank == 0:
+        await_ranks(folder, "came", 2)
+        return os.getpid(), attempt(lambda: store.barrier(client, world_size, "p", 0.5, 0))
+    told = attempt(lambda: store.barrier(client, world_size, "p", 1, mine, what="step 7"))
+    all_at(folder, "came", rank, 2)
+    return os.getpid(), told
+
+
+def test_two_processes_that_are_one_rank(tmp_path: Path) -> None:
+    """The second is told who the first is; the others are told of both."""
+    with hosted() as (port, _):
+        results = run_ranks(_doubled, 3, port, str(tmp_path), init=False)
+    pids = [pid for pid, _ in results]
+    (zero, *doubled) = [told for _, told in results]
+    assert sorted(name for name, _, _ in doubled) == ["BarrierTimeout", "WorldMismatch"]
+    refused = next(told for told in doubled if told[0] == "WorldMismatch")
+    assert f"pid {pids[1]} on" in refused[1]
+    assert f"pid {pids[2]} on" in refused[1]
+    assert "(step 7)" in refused[1]
+    assert "rank 1 was claimed a second time by pid" in zero[1]
+    assert "missing 2" in zero[1]
+
+
+def _all_zero(rank: int, world_size: int, port: int) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+    return attempt(lambda: store.barrier(client, world_size, "p", 1, 0))
+
+
+def test_nobody_knows_its_rank() -> None:
+    """When all believe to be rank 0, nobody passes, and all but one are told why."""
+    with hosted() as (port, _):
+        results = run_ranks(_all_zero, 6, port, init=False)
+    names = [name for name, _, _ in results]
+    assert "" not in names
+    assert names.count("WorldMismatch") >= 5
+
+
+def _sizes(rank: int, world_size: int, port: int, folder: str, how: str) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+
+    def call(size: int) -> Any:
+        if how == "synchronize":
+            return store.synchronize(client, b"", rank, size, "p", LONG, what="a check")
+        if how == "without ranks":
+            return store.barrier(client, size, "p", LONG, what="a check")
+        return store.barrier(client, size, "p", LONG, rank, what="a check")
+
+    told = attempt(lambda: call(world_size if rank else world_size + 2))
+    all_at(folder, "told", rank, world_size)
+    return told, attempt(lambda: call(world_size))
+
+
+@pytest.mark.parametrize("how", ["barrier", "synchronize", "without ranks"])
+def test_world_sizes_that_differ(how: str, tmp_path: Path) -> None:
+    """Every process is told who says what, at once; when it has been put right, all pass."""
+    with hosted() as (port, _):
+        results = run_ranks(_sizes, 3, port, str(tmp_path), how, init=False, timeout=100)
+    for (name, text, took), again in results:
+        assert name == "WorldMismatch", text
+        assert "(a check)" in text
+        assert took < LONG / 2
+        assert "the world size" in text
+        if how != "without ranks":
+            assert "5 say ranks 0" in text
+        assert again[:2] == ["", ""], again
+
+
+def _forked(rank: int, world_size: int, port: int) -> Any:
+    from rankcall import store
+
+    client = connect(port)
+    store.barrier(client, 2, "p", LONG, rank)
+    child = os.fork()
+    if child == 0:
+        name, text, _ = attempt(lambda: store.barrier(client.clone(), 2, "p", LONG, rank))
+        os._exit(0 if name == "WorldMismatch" and "claimed by 2 processes" in text else 1)
+    _, status = os.waitpid(child, 0)
+    store.barrier(client, 2, "p", LONG, rank)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_is_another_process() -> None:
+    """A child does not speak for its parent, nor on its connection."""
+    with hosted() as (port, _):
+        assert run_ranks(_forked, 2, port, init=False) == [0, 0]
