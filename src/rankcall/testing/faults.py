@@ -65,7 +65,8 @@ class FaultPlan:
     once, or ``times``.
 
     Faults are planted where the Python capture records, so that is what records; the native one
-    hands each op on in C++. Apply it by ``spawn_ranks(..., faults=plan)``, or in each rank by ``plan.arm()``.
+    hands each op on in C++. Apply a plan by ``spawn_ranks(..., faults=plan)``, or in each rank by
+    ``plan.arm()``.
     """
 
     faults: tuple[Fault, ...] = ()
