@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scenarios import Cause, Scenario
+import numpy as np
+from scenarios import SLOW_KINDS, Cause, Scenario
 
 from rankcall.analysis.diagnosis import diagnose
+from rankcall.record import RECORD
+from rankcall.ring.header import parse_header
+from rankcall.ring.layout import HEADER, HEADER_BYTES
 from rankcall.run import load
 from rankcall.testing import RankResult, Ranks, start_ranks
 
 VERDICT_S = 60.0  # what a watcher gets to name all causes
-_NO_HANGS = ("straggler", "slow_link")
 
 
 @dataclass
@@ -30,8 +33,8 @@ class Found:
     seconds: float | None
     results: list[RankResult]
     took: float
-    told: int = 0  # verdicts printed
-    kept: int = 0  # and in the run
+    kept: int = 0  # verdicts in the run, before the ranks were ended
+    told: int = 0  # verdicts printed beyond those in the run
 
     @property
     def wrong(self) -> list[str]:
@@ -46,8 +49,8 @@ class Found:
             problems.append(f"failed: {[each.error or each.exitcode for each in self.results]}")
         if self.kept > len(want):
             problems.append(f"{self.kept} verdicts on {len(want)} causes")
-        if self.told > self.kept:
-            problems.append(f"{self.told} verdicts were printed, {self.kept} were kept")
+        if self.told > 0:
+            problems.append(f"{self.told} verdicts were printed that are not in the run")
         return problems
 
 
@@ -63,20 +66,23 @@ def run(scenario: Scenario, folder: Path) -> Found:
             faults=scenario.plan, run_dir=run_dir, init=scenario.init, env=env,
             watch={"hang_after": hang_after},
         ) as ranks:  # fmt: skip
-            if scenario.healthy or scenario.ends:
+            if scenario.healthy or scenario.ends or scenario.slow:
                 assert ranks.wait(90), scenario.name
             else:
                 seconds = _await_verdict(scenario, run_dir, ranks)
                 by["watcher"] = _watchers(run_dir)
                 if scenario.nodes == 1:
-                    by["outside"] = _diagnosed(run_dir, hang_after)
+                    by["outside"] = _diagnosed(scenario, run_dir)
+            kept = len(_verdicts(run_dir))
         if scenario.healthy:
             by["watcher"] = _watchers(run_dir)
-        if (scenario.healthy or scenario.ends) and scenario.nodes == 1:
-            by["afterwards"] = _diagnosed(run_dir, hang_after)
+        if scenario.ahead:
+            set_ahead(run_dir, scenario.ahead, scenario.world_size // 2)
+        if (scenario.healthy or scenario.ends or scenario.slow) and scenario.nodes == 1:
+            by["afterwards"] = _diagnosed(scenario, run_dir)
     told = sum(each.stderr.count("kept with all stacks in") for each in ranks.results)
-    kept = len(_verdicts(run_dir))
-    return Found(scenario, by, seconds, ranks.results, time.monotonic() - began, told, kept)
+    told -= len(_verdicts(run_dir))
+    return Found(scenario, by, seconds, ranks.results, time.monotonic() - began, kept, told)
 
 
 def _verdicts(run_dir: Path) -> list[Path]:
@@ -112,9 +118,40 @@ def _after_threshold(place: Path, hang_after: float) -> float:
     return float(place.stat().st_mtime - (judged - since) - hang_after)
 
 
-def _diagnosed(run_dir: Path, hang_after: float) -> list[Cause]:
-    found = diagnose(load(run_dir), hang_after).findings
-    return [(each.kind, each.ranks) for each in found if each.kind not in _NO_HANGS]
+def _diagnosed(scenario: Scenario, run_dir: Path) -> list[Cause]:
+    found = diagnose(load(run_dir), scenario.hang_after).findings
+    return [
+        (each.kind, each.ranks) for each in found if scenario.slow or each.kind not in SLOW_KINDS
+    ]
+
+
+def set_ahead(run_dir: Path, seconds: float, first: int) -> None:
+    """Make a run one of two hosts: from rank ``first`` on they are on one whose clocks are ahead.
+
+    Every time that such a rank has noted is later by so much, and so are the ends that its
+    launcher has noted.
+    """
+    ns = round(seconds * 1e9)
+    for path in (run_dir / "rings").glob("*.ring"):
+        raw = bytearray(path.read_bytes())
+        header = parse_header(bytes(raw[:HEADER_BYTES]), str(path))
+        if header.rank < first:
+            continue
+        top = np.frombuffer(raw, HEADER, 1)
+        shape = header.geometry
+        tables = [np.frombuffer(raw, RECORD, shape.inflight_capacity, shape.inflight_offset)]
+        tables.append(np.frombuffer(raw[shape.records_offset :], RECORD))
+        for row in [top, *tables]:
+            for name in [name for name in row.dtype.names or () if name.endswith("_ns")]:
+                row[name][row[name] != 0] += ns
+        top["host"], top["boot_id"] = b"node-b", b"another-boot"
+        path.write_bytes(bytes(raw[: shape.records_offset]) + tables[1].tobytes())
+    for path in (run_dir / "exits").glob("*.jsonl"):
+        ends = [json.loads(line) for line in path.read_text().splitlines()]
+        for end in ends:
+            if end["rank"] >= first:
+                end["host"], end["epoch_ns"] = "node-b", end["epoch_ns"] + ns
+        path.write_text("".join(json.dumps(end) + "\n" for end in ends))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from scenario_programs import HANG_AFTER_S
 from rankcall.testing import FaultPlan
 
 Cause = tuple[str, tuple[int, ...]]  # kind, culprits
+SLOW_KINDS = ("straggler", "slow_link")
 P = FaultPlan()
 # Those in `make test`: one or more of each verdict, within its time.
 FAST = (
@@ -34,6 +35,8 @@ FAST = (
     "checkpoint",
     "slow-first-step",
     "two-nodes-hang",
+    "straggler-clocks-apart",
+    "killed-clocks-apart",
 )
 
 
@@ -51,11 +54,17 @@ class Scenario:
     init: bool = True
     hang_after: float = HANG_AFTER_S
     args: tuple[Any, ...] = field(default=())
+    ahead: float = 0.0  # s that the clocks of the second half of the ranks are set ahead afterwards
 
     @property
     def healthy(self) -> bool:
         """Whether there is nothing to find."""
         return not self.causes
+
+    @property
+    def slow(self) -> bool:
+        """Whether it goes on all the same: the watcher has nothing to say."""
+        return any(kind in SLOW_KINDS for kind, _ in self.causes)
 
 
 Ends = partial(Scenario, ends=True)
@@ -230,4 +239,50 @@ NODES = [
     Scenario("two-nodes-checkpoint", programs.checkpoint, P, nodes=2),
 ]
 
-ALL = [*MISSING, *STOPPED, *EXHAUSTED, *DEAD, *DESYNC, *MISMATCH, *DEADLOCK, *HEALTHY, *NODES]
+ALWAYS = 1 << 30
+SLOW = [
+    Scenario(
+        "straggler",
+        programs.plain,
+        P.delay(2, seconds=0.1, times=ALWAYS),
+        one("straggler", 2),
+    ),
+    Scenario(
+        "straggler-rank-0-ddp",
+        programs.ddp,
+        P.delay(0, "all_reduce", seconds=0.1, times=ALWAYS),
+        one("straggler", 0),
+    ),
+    Scenario(
+        "straggler-clocks-apart",
+        programs.plain,
+        P.delay(2, seconds=0.1, times=ALWAYS),
+        one("straggler", 2),
+        ahead=1.0,
+    ),
+    Scenario("slow-link", programs.ring, P.slow_link(1, 2, seconds=0.2), one("slow_link", 1, 2)),
+]
+
+APART = [
+    Ends("killed-clocks-apart", programs.plain, P.kill(2, seq=20), one("dead", 2), ahead=1.0),
+    Ends(
+        "data-run-out-clocks-apart",
+        programs.plain,
+        P.exhaust(1, after=6),
+        one("exhausted", 1),
+        ahead=-1.0,
+    ),
+    Ends(
+        "wrong-shape-clocks-apart",
+        programs.plain,
+        P.change(1, "shape", "all_gather", 20),
+        one("mismatch", 1),
+        ahead=1.0,
+    ),
+    Scenario("healthy-clocks-apart", programs.plain, P, ahead=1.0),
+]
+
+ALL = [
+    *MISSING, *STOPPED, *EXHAUSTED, *DEAD, *DESYNC, *MISMATCH, *DEADLOCK, *HEALTHY, *NODES, *SLOW,
+    *APART,
+]  # fmt: skip

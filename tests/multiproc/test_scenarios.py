@@ -31,5 +31,14 @@ def test_there_are_enough() -> None:
     assert len(names) == len(ALL) >= 40
     assert set(FAST) <= names
     kinds = [kind for each in ALL for kind, _ in each.causes]
-    for kind in ("missing", "dead", "stopped", "exhausted", "desync", "mismatch", "deadlock"):
+    for kind in (
+        "missing",
+        "dead",
+        "stopped",
+        "exhausted",
+        "desync",
+        "mismatch",
+        "deadlock",
+        "straggler",
+    ):
         assert kinds.count(kind) >= 3, kind

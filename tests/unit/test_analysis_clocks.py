@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankcall.analysis import summarise
-from rankcall.analysis.clocks import HostClock
+from rankcall.analysis.timing.clocks import HostClock
 from rankcall.run import load
 from rankcall.testing.synthetic import Op, Pace, synthetic_run
 

@@ -10,9 +10,9 @@ import pytest
 from worlds import MS, START, Call, group_of, together, write_world
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.analysis.exchange import decode, encode
-from rankcall.analysis.find import find
-from rankcall.analysis.snapshot import RankState, Snapshot, merge
+from rankcall.analysis.hang.find import find
+from rankcall.analysis.state.exchange import decode, encode
+from rankcall.analysis.state.snapshot import RankState, Snapshot, merge
 from rankcall.processes import Exit, note_exit
 from rankcall.ring.header import Header
 from rankcall.ring.tables import Group

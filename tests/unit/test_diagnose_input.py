@@ -17,6 +17,7 @@ from rankcall.errors import CorruptRun
 from rankcall.processes import Exit, note_exit, read_exits
 from rankcall.ring.layout import offset_of
 from rankcall.run import load
+from rankcall.testing.synthetic import Planted, synthetic_run
 
 
 def test_the_culprits_file_is_missing(tmp_path: Path) -> None:
@@ -58,6 +59,31 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
     snapshot = diagnose(load(run)).snapshot
     assert snapshot.ranks[2].pid == 77
     assert any("several processes left a ring as rank 2" in text for text in snapshot.problems)
+
+
+def test_files_of_jobs_of_two_sizes(tmp_path: Path) -> None:
+    """Those of the job that started last count; that others lie beside them is told."""
+    synthetic_run(tmp_path / "a", 4, 60, planted=Planted("missing", (2,), 41))
+    later = {"epoch_errors_ns": [10**12]}  # started a quarter of an hour later
+    synthetic_run(tmp_path / "b", 8, 60, planted=Planted("missing", (5,), 41), **later)
+    for path in (tmp_path / "a/rings").iterdir():
+        path.rename(tmp_path / "b/rings" / f"a.{path.name}")
+    found = diagnose(load(tmp_path / "b"))
+    assert said(found) == [("missing", (5,))]
+    (problem,) = found.snapshot.problems
+    assert "rings of a job of 4 ranks (rank 0-3) lie beside those of one of 8" in problem
+
+
+def test_files_of_two_jobs(tmp_path: Path) -> None:
+    """Where a file is of another day, nothing is more than possible, and it is told why."""
+    synthetic_run(tmp_path / "a", 4, 60)
+    later = {"epoch_errors_ns": [10**15]}
+    synthetic_run(tmp_path / "b", 4, 60, planted=Planted("missing", (2,), 41), **later)
+    name = next(path.name for path in (tmp_path / "a/rings").glob("rank-00001*"))
+    (tmp_path / "a/rings" / name).replace(tmp_path / "b/rings" / name)
+    found = diagnose(load(tmp_path / "b"))
+    assert {each.confidence for each in found.findings} == {"possible"}
+    assert any("rank 1 was last seen before others began" in p for p in found.snapshot.problems)
 
 
 def test_records_dropped_at_the_decisive_moment(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.analysis.state.snapshot import ALIVE, RankState, Snapshot, no_calls
 from rankcall.watch._exchange import Agreed, Exchange, Unreachable
 
 WORLD = 4

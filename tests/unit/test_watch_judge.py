@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_diagnose_culprits import WAITING, S, look, stuck
 
-from rankcall.analysis.find import settles_in
-from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.hang.find import settles_in
+from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.ring.tables import Group
 from rankcall.watch._judge import Judge
 

@@ -11,7 +11,7 @@ import pytest
 
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
-from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.analysis.state.snapshot import ALIVE, RankState, Snapshot, no_calls
 from rankcall.watch import _verdict
 
 FOUND = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rankcall.analysis.gather import gather
-from rankcall.analysis.lateness import Lateness, lateness
-from rankcall.analysis.lines import LateLine, late_lines
-from rankcall.analysis.split import RankSplit, split
-from rankcall.analysis.summary import Summary, conclude
-from rankcall.analysis.traffic import Traffic, traffic
+from rankcall.analysis.timing.gather import gather
+from rankcall.analysis.timing.lateness import Lateness, lateness
+from rankcall.analysis.timing.lines import LateLine, late_lines
+from rankcall.analysis.timing.split import RankSplit, split
+from rankcall.analysis.timing.summary import Summary, conclude
+from rankcall.analysis.timing.traffic import Traffic, traffic
 from rankcall.run import Progress, Run
 
 _SUSPECTS = 3

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rankcall.analysis.find import HANG_AFTER_S, find
 from rankcall.analysis.finding import HEALTHY, Finding
-from rankcall.analysis.slow import find_slow
-from rankcall.analysis.snapshot import Snapshot
-from rankcall.analysis.standing import ProcessState, stand
+from rankcall.analysis.hang.find import HANG_AFTER_S, find
+from rankcall.analysis.slowness.find import find_slow
+from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.analysis.state.standing import ProcessState, stand
 from rankcall.processes import process_state
 from rankcall.run import Progress, Run
 

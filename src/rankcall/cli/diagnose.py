@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.analysis.find import HANG_AFTER_S
+from rankcall.analysis.hang.find import HANG_AFTER_S
 from rankcall.cli._keys import LEAVE, keys
 from rankcall.cli._stacks import of_interest, take
 from rankcall.report import diagnosis, diagnosis_json

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, judge
-from rankcall.analysis.find import HANG_AFTER_S
-from rankcall.analysis.standing import stand
+from rankcall.analysis.hang.find import HANG_AFTER_S
+from rankcall.analysis.state.standing import stand
 from rankcall.cli._keys import LEAVE, keys
 from rankcall.report import top
 from rankcall.run import load

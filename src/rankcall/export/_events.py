@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.clocks import RunClocks
-from rankcall.analysis.extract import Session
+from rankcall.analysis.timing.clocks import RunClocks
+from rankcall.analysis.timing.extract import Session
 from rankcall.export._intern import Interned
 from rankcall.export._tracks import Tracks, lanes
 from rankcall.export._wire import Rows, number

@@ -12,8 +12,8 @@ import polars as pl
 from polars.exceptions import PolarsError
 
 from rankcall._frames import ring_frame
-from rankcall.analysis.clocks import RunClocks
-from rankcall.analysis.gather import align
+from rankcall.analysis.timing.clocks import RunClocks
+from rankcall.analysis.timing.gather import align
 from rankcall.record import RECORD
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import Tables

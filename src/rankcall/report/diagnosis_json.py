@@ -8,7 +8,7 @@ from typing import Any
 
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
-from rankcall.analysis.places import Place, places
+from rankcall.analysis.hang.places import Place, places
 
 SCHEMA = 1
 Object = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rankcall.analysis.summary import Straggler, Summary
+from rankcall.analysis.timing.summary import Straggler, Summary
 from rankcall.report._format import clean, percent, plural, time
 from rankcall.run import format_ranks
 

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rankcall._joins import RankSummary, total
-from rankcall.analysis.commshare import StepShare
 from rankcall.analysis.finding import Finding
-from rankcall.analysis.summary import Straggler, Summary
-from rankcall.analysis.table import size_name
+from rankcall.analysis.timing.commshare import StepShare
+from rankcall.analysis.timing.summary import Straggler, Summary
+from rankcall.analysis.timing.table import size_name
 from rankcall.report._format import clean, percent, plural, rate, size, time
 from rankcall.report._tables import cut, fitted, listed
 from rankcall.report._text import wrapped

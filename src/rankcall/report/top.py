@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.pace import pace
-from rankcall.analysis.places import Place, places
+from rankcall.analysis.hang.places import Place, places
+from rankcall.analysis.state.pace import pace
 from rankcall.report._format import clean, digits, percent, plural
 from rankcall.report._tables import cut
 from rankcall.report._text import wrapped

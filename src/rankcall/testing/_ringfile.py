@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import struct
@@ -29,6 +30,9 @@ from rankcall.ring.layout import (
 from rankcall.ring.tables import CallSite, Group
 from rankcall.ring.writer import encode_group, encode_line, encode_site
 from rankcall.rundir import ring_name
+
+# All ranks of a large world enter the same group, one ring after the other.
+_encoded = functools.lru_cache(maxsize=64)(encode_group)
 
 
 @dataclass
@@ -60,7 +64,7 @@ class RingSpec:
 
     def group(self, group: Group) -> int:
         """Return the id of a process group, entered once."""
-        return self._entry(ENTRY_GROUP, encode_group(group))
+        return self._entry(ENTRY_GROUP, _encoded(group))
 
     def site(self, site: CallSite) -> int:
         """Return the id of a call site, entered once."""

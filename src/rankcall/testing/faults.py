@@ -64,7 +64,9 @@ class FaultPlan:
     group (the first that is as large), ``group`` a group's name or description. Each happens
     once, or ``times``.
 
-    Apply it by ``spawn_ranks(..., faults=plan)``, or in each rank by ``plan.arm()``.
+    Faults are planted where the Python capture records, so that is what records; the native one
+    hands each op on in C++. Apply a plan by ``spawn_ranks(..., faults=plan)``, or in each rank by
+    ``plan.arm()``.
     """
 
     faults: tuple[Fault, ...] = ()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall._whole import Rows, picked
-from rankcall.analysis.bandwidth import BYTES_PER_GB, bus_factor, sizes
+from rankcall.analysis.timing.bandwidth import BYTES_PER_GB, bus_factor, sizes
 from rankcall.capture.marks import Span
 from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, ROOT_ONLY, public_name
 from rankcall.capture.tail import Flags

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from rankcall.analysis.exchange import decode, encode
-from rankcall.analysis.snapshot import Snapshot, merge, no_calls
+from rankcall.analysis.state.exchange import decode, encode
+from rankcall.analysis.state.snapshot import Snapshot, merge, no_calls
 
 T = TypeVar("T")
 # What the other nodes get to post: they look every second whether they are asked, and wait for

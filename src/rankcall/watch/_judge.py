@@ -15,11 +15,11 @@ import numpy as np
 
 from rankcall import _stacks
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.find import find, patience, settles_in
 from rankcall.analysis.finding import Finding
-from rankcall.analysis.snapshot import Snapshot
-from rankcall.analysis.standing import stand
-from rankcall.analysis.waits import unfinished
+from rankcall.analysis.hang.find import find, patience, settles_in
+from rankcall.analysis.hang.waits import unfinished
+from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.analysis.state.standing import stand
 from rankcall.ring.header import Header
 from rankcall.run import load
 from rankcall.watch import _verdict

@@ -1,0 +1,1 @@
+"""What holds a job up: the wait-for graph, who is at its end, and what to say about it."""

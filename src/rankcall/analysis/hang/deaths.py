@@ -1,0 +1,58 @@
+"""Which processes ended of their own accord, and which only because others had.
+
+One that fails takes the job with it: its peers' collectives fail, and the launcher ends the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot
+
+# What a process is asked to end with, by a launcher or a person: the signal, or 128 + n.
+_ASKED = (-2, -15, 130, 143)
+_KILLED = (-9, 137)
+_KILLED_LATER_S = 20.0  # torchrun kills what has not ended 30 s after it was asked
+_AT_ONCE_S = 0.02  # asked all at once, processes end within that
+_BEATS_S = 1.5  # without noted ends, times of death are as exact as three heartbeats
+
+
+@dataclass
+class Deaths:
+    """Who is gone, and why. ``first_s``: how long ago the first of their own accord was."""
+
+    own: set[int] = field(default_factory=set)  # of a signal or an error that was their own
+    left: set[int] = field(default_factory=set)  # they ended well
+    first_s: float | None = None
+
+
+def deaths(snapshot: Snapshot, victims: Collection[int]) -> Deaths:
+    """Sort out who died. ``victims`` had a collective fail: what ended them is not their own."""
+    gone = [each for each in snapshot.ranks if each.state == GONE]
+    found = Deaths(left={each.rank for each in gone if _ended_well(each)})
+    rest = [each for each in gone if each.rank not in found.left and each.rank not in victims]
+    ends = sorted((_ago(each) for each in gone if each.rank not in found.left), reverse=True)
+    last = min((each.silent_s for each in snapshot.ranks if not each.blind), default=0.0)
+    for each in rest:
+        if each.exit is None:
+            own = snapshot.live or each.silent_s > last + _BEATS_S
+        elif each.ended_by_launcher:
+            own = False
+        elif each.exit in _ASKED:
+            own = _ago(each) == ends[0] and (len(ends) == 1 or ends[0] - ends[1] > _AT_ONCE_S)
+        else:
+            own = each.exit not in _KILLED or ends[0] - _ago(each) < _KILLED_LATER_S
+        if own:
+            found.own.add(each.rank)
+    if found.own:
+        found.first_s = max(_ago(snapshot.ranks[rank]) for rank in found.own)
+    return found
+
+
+def _ended_well(state: RankState) -> bool:
+    return state.exit == 0 or (state.exit is None and state.closed)
+
+
+def _ago(state: RankState) -> float:
+    return state.gone_s if state.gone_s is not None else state.silent_s

@@ -1,0 +1,261 @@
+"""Members that do not do the same thing at the same place of a group's sequence.
+
+All members of a group must issue the same collectives in the same order. Where the op differs at
+one (group, seq), or a member is so many calls ahead or behind, that is a desync; where the op is
+the same and its size, dtype, root, reduce op or splits differ, a mismatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.hang.waits import COLLECTIVE, P2P, RECV, SEND, Wait
+from rankcall.analysis.state.snapshot import Calls, Snapshot
+from rankcall.record import OPS
+
+Ints = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.intp]
+
+# The size that members must agree on: which column holds it, by op. An all_to_all's may differ.
+SIZE_IN = {
+    "all_reduce": "message_bytes", "broadcast": "message_bytes", "reduce": "message_bytes",
+    "all_gather": "message_bytes", "reduce_scatter": "in_bytes", "gather": "in_bytes",
+    "scatter": "out_bytes",
+}  # fmt: skip
+_BARRIER = OPS.index("barrier")
+FIELDS = ("op", "dtype", "root", "reduce_op", "size")
+_FARTHEST = 8  # calls that a member is looked for ahead or behind
+_UNKNOWN = -1
+
+History = dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Members that do the same: their calls, one each."""
+
+    ranks: tuple[int, ...]
+    row: int  # a call of one of them
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """One place where members differ. ``sides`` are ordered, the smallest first."""
+
+    kind: str  # desync or mismatch
+    group: int
+    seq: int
+    differing: tuple[str, ...]  # of FIELDS
+    sides: tuple[Side, ...]
+    rows: Rows  # the calls at that place
+    open: bool  # some member is still in it, or had it fail
+    shift: int = 0  # the first side issues what the others do so many calls later
+    message: bool = False  # two ends of a message, not a collective
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """All but the largest side; nobody where two are the largest."""
+        if len(self.sides) > 1 and len(self.sides[-1].ranks) == len(self.sides[-2].ranks):
+            return ()
+        return tuple(sorted(rank for side in self.sides[:-1] for rank in side.ranks))
+
+
+def signatures(calls: Calls) -> dict[str, Ints]:
+    """Return what members must agree on, by column; -1 where it is unknown or does not apply."""
+    size = np.full(len(calls), _UNKNOWN, np.int64)
+    for name, column in SIZE_IN.items():
+        rows = calls["op"] == OPS.index(name)
+        size[rows] = calls[column][rows]
+    size[size <= 0] = _UNKNOWN
+    dtype, reduce_op = (calls[name].astype(np.int64) for name in ("dtype", "reduce_op"))
+    dtype[(dtype == 0) | (calls["op"] == _BARRIER)] = _UNKNOWN
+    reduce_op[reduce_op == 0] = _UNKNOWN
+    return {
+        "op": calls["op"].astype(np.int64), "dtype": dtype,
+        "root": calls["root"].astype(np.int64), "reduce_op": reduce_op, "size": size,
+    }  # fmt: skip
+
+
+def disagreements(snapshot: Snapshot, stuck: npt.NDArray[np.bool_]) -> list[Disagreement]:
+    """Return the first disagreement of each group, and those of messages that are stuck."""
+    calls = snapshot.calls
+    rows = np.flatnonzero(calls["kind"] == COLLECTIVE)
+    found: list[Disagreement] = []
+    if len(rows):
+        rows = rows[np.lexsort((calls["rank"][rows], calls["seq"][rows], calls["group"][rows]))]
+        seen: set[int] = set()
+        for piece, differing in _differing(calls, rows):
+            group = int(calls["group"][piece[0]])
+            if group not in seen:
+                seen.add(group)
+                found.append(_disagreement(snapshot, piece, differing, stuck))
+    return [*found, *_messages(snapshot, stuck)]
+
+
+def _differing(calls: Calls, rows: Rows) -> Iterator[tuple[Rows, tuple[str, ...]]]:
+    """Yield the places where calls differ, with the fields that do; in order of group and seq."""
+    same = np.stack([calls["group"][rows], calls["seq"][rows]])
+    starts = np.flatnonzero(np.concatenate([[True], np.any(same[:, 1:] != same[:, :-1], axis=0)]))
+    ends = np.concatenate([starts[1:], [len(rows)]])
+    differs = {}
+    for name, column in signatures(calls[rows]).items():
+        known = column != _UNKNOWN
+        least = np.minimum.reduceat(np.where(known, column, np.iinfo(np.int64).max), starts)
+        most = np.maximum.reduceat(np.where(known, column, np.iinfo(np.int64).min), starts)
+        differs[name] = least < most
+    for place in np.flatnonzero(np.any(list(differs.values()), axis=0)):
+        fields = tuple(name for name in FIELDS if differs[name][place])
+        yield rows[starts[place] : ends[place]], fields
+    yield from ()
+
+
+def _disagreement(
+    snapshot: Snapshot, rows: Rows, differing: tuple[str, ...], stuck: npt.NDArray[np.bool_]
+) -> Disagreement:
+    calls = snapshot.calls
+    sides = _sides(calls, rows, differing)
+    group, seq = int(calls["group"][rows[0]]), int(calls["seq"][rows[0]])
+    mine, theirs = (_history(calls, group, side.row) for side in (sides[0], sides[-1]))
+    begun, shift = _out_of_step(mine, theirs, seq)
+    # The others make this call, too, and this rank makes theirs: it is the order that differs.
+    swapped = (
+        mine[seq] != theirs[seq] and mine[seq] in theirs.values() and theirs[seq] in mine.values()
+    )
+    kind = "desync" if "op" in differing or shift or swapped else "mismatch"
+    if shift and begun < seq:
+        seq = begun
+        rows = np.flatnonzero(
+            (calls["kind"] == COLLECTIVE) & (calls["group"] == group) & (calls["seq"] == seq)
+        )
+        sides = [_moved(calls, rows, side) for side in sides]
+    return Disagreement(
+        kind, group, seq, differing, tuple(sides), rows, bool(stuck[rows].any()), shift
+    )
+
+
+def _moved(calls: Calls, rows: Rows, side: Side) -> Side:
+    """Return a side with its call at another place."""
+    there = rows[np.isin(calls["rank"][rows], side.ranks)]
+    return Side(side.ranks, int(there[0]) if len(there) else side.row)
+
+
+def _sides(calls: Calls, rows: Rows, differing: Sequence[str]) -> list[Side]:
+    found = signatures(calls[rows])
+    # What else an op has is not compared between different ops.
+    names = ("op",) if "op" in differing else tuple(differing)
+    keys = np.stack([found[name] for name in names])
+    _, which = np.unique(keys, axis=1, return_inverse=True)
+    which = which.ravel()
+    sides = []
+    for number in range(int(which.max()) + 1):
+        mine = rows[which == number]
+        sides.append(Side(tuple(np.unique(calls["rank"][mine]).tolist()), int(mine[0])))
+    return sorted(sides, key=lambda side: (len(side.ranks), side.ranks))
+
+
+def out_of_step(snapshot: Snapshot, one: int, other: int) -> tuple[int, int]:
+    """Tell since which seq, and by how many calls, a rank is ahead (+) or behind (-) another.
+
+    ``one`` and ``other`` are calls of the two in one group, the newest that are to be looked at.
+    Calls are compared with the lines they are from; (0, 0) where nothing shows a shift.
+    """
+    calls = snapshot.calls
+    group = int(calls["group"][one])
+    mine, theirs = _history(calls, group, one), _history(calls, group, other)
+    return _out_of_step(mine, theirs, int(calls["seq"][one]))
+
+
+def slipped(snapshot: Snapshot, wait: Wait, rank: int) -> Disagreement | None:
+    """Return the desync behind a rank's not coming, where its calls so far show one.
+
+    It may be a call short because it skipped one of the same kind, which nobody could see then.
+    """
+    calls = snapshot.calls
+    mine = np.flatnonzero(
+        (calls["rank"] == rank) & (calls["group"] == wait.group) & (calls["kind"] == COLLECTIVE)
+    )
+    if wait.channel is not None or not len(mine):
+        return None
+    newest = int(mine[np.argmax(calls["seq"][mine])])
+    seq, shift = out_of_step(snapshot, newest, int(wait.rows[0]))
+    if not shift:
+        return None
+    there = (calls["group"] == wait.group) & (calls["kind"] == COLLECTIVE) & (calls["seq"] == seq)
+    rows = np.flatnonzero(there)
+    sides = [Side((rank,), newest), Side(tuple(wait.waiters), int(wait.rows[0]))]
+    sides = [_moved(calls, rows, side) for side in sides]
+    return Disagreement("desync", wait.group, seq, (), tuple(sides), rows, True, shift)
+
+
+def _out_of_step(mine: History, theirs: History, last: int) -> tuple[int, int]:
+    best = 0, 0, 0
+    for shift in [s for n in range(1, _FARTHEST + 1) for s in (n, -n)]:
+        begun, explained = _shifted_run(mine, theirs, shift, last)
+        if explained > best[2]:
+            best = begun, shift, explained
+    return best[0], best[1]
+
+
+def _history(calls: Calls, group: int, row: int) -> History:
+    """Return what the rank of a call issued in a group, by seq, with the lines."""
+    rows = np.flatnonzero(
+        (calls["rank"] == calls["rank"][row])
+        & (calls["group"] == group)
+        & (calls["kind"] == COLLECTIVE)
+    )
+    found = signatures(calls[rows])
+    columns = [found[name] for name in FIELDS]
+    table = np.stack([*columns, calls["site"][rows].astype(np.int64)], axis=1)
+    seqs = calls["seq"][rows].tolist()
+    return {seq: tuple(line) for seq, line in zip(seqs, table.tolist(), strict=True)}
+
+
+def _shifted_run(mine: History, theirs: History, shift: int, last: int) -> tuple[int, int]:
+    """Return where a run begins in which ``mine`` is ``theirs`` of ``shift`` calls later.
+
+    And how many calls of it only the shift explains. It ends at ``last``, or where the others
+    have not come so far yet. Being behind explains nothing where what the others do in its place
+    is never done here: then it is that call which is wrong.
+    """
+    begun = explained = known = 0
+    seq = min(last, max(theirs, default=0) - shift)
+    own = set(mine.values())
+    while seq in mine and theirs.get(seq + shift) == mine[seq]:
+        if seq in theirs and mine[seq] != theirs[seq]:
+            explained += 1
+            known += theirs[seq] in own
+            begun = seq
+        seq -= 1
+    return (begun, explained) if shift > 0 or known else (0, 0)
+
+
+def _messages(snapshot: Snapshot, stuck: npt.NDArray[np.bool_]) -> Iterator[Disagreement]:
+    """Yield the stuck messages whose two ends are not of the same size and dtype."""
+    calls = snapshot.calls
+    ends: dict[tuple[int, int, int, int, int], dict[int, int]] = {}
+    for row in np.flatnonzero((calls["kind"] == P2P) & (calls["peer"] >= 0)).tolist():
+        call = calls[row]
+        pair = int(call["rank"]), int(call["peer"])
+        source, target = pair if call["op"] == SEND else pair[::-1]
+        key = int(call["group"]), source, target, int(call["tag"]), int(call["seq"])
+        ends.setdefault(key, {})[int(call["op"])] = row
+    for both in ends.values():
+        if len(both) < 2:
+            continue
+        send, recv = both[SEND], both[RECV]
+        differing = tuple(
+            name
+            for name, column in (("dtype", "dtype"), ("size", "message_bytes"))
+            if calls[column][send] != calls[column][recv]
+        )
+        if "size" in differing and (stuck[send] or stuck[recv]):
+            rows = np.array([send, recv])
+            sides = tuple(Side((int(calls["rank"][row]),), row) for row in (send, recv))
+            yield Disagreement(
+                "mismatch", int(calls["group"][send]), int(calls["seq"][send]), differing, sides,
+                rows, True, message=True,
+            )  # fmt: skip

@@ -1,0 +1,64 @@
+"""A snapshot's calls as lanes and clocks, for what is measured over many collectives."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rankcall.analysis.hang.waits import COLLECTIVE
+from rankcall.analysis.state.snapshot import Calls, Snapshot
+from rankcall.analysis.timing.bandwidth import sizes
+from rankcall.analysis.timing.clocks import HostClock, align_hosts
+from rankcall.analysis.timing.collectives import Lane, assemble
+from rankcall.analysis.timing.extract import Columns, Part, Session
+
+_S = 1e9
+_ONE_LIFE = Session(0, 0)
+
+
+def lanes_of(snapshot: Snapshot) -> tuple[list[Lane], list[HostClock]]:
+    """Line up all collectives by group, with clocks that make hosts' times comparable.
+
+    Ages become ns since the oldest call of all, by each host's own moment; what hosts' moments are
+    apart is found from the ends of the collectives they share.
+    """
+    calls = snapshot.calls[snapshot.calls["kind"] == COLLECTIVE]
+    host_of, clocks = _clocks(snapshot)
+    if not len(calls):
+        return [], clocks
+    oldest = float(calls["age_s"].max()) + 1.0
+    calls = calls[np.lexsort((calls["seq"], calls["rank"], calls["group"]))]
+    keys = np.stack([calls["group"], calls["rank"]])
+    cuts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
+    parts: dict[int, list[Part]] = {}
+    for piece in np.split(calls, cuts):
+        group = int(piece["group"][0])
+        ranks = snapshot.groups[group].ranks
+        parts.setdefault(group, []).append(_part(piece, ranks, host_of, oldest))
+    lanes = [assemble(_ONE_LIFE, snapshot.groups[key], each) for key, each in parts.items()]
+    align_hosts(clocks, lanes)
+    return lanes, clocks
+
+
+def _clocks(snapshot: Snapshot) -> tuple[list[int], list[HostClock]]:
+    numbers: dict[str, int] = {}
+    host_of = [numbers.setdefault(each.host, len(numbers)) for each in snapshot.ranks]
+    return host_of, [HostClock(name, 0) for name in numbers]
+
+
+def _part(calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: float) -> Part:
+    """Return one rank's calls in one group; a seq that comes twice is damage, and left out."""
+    calls = calls[np.concatenate([[True], calls["seq"][1:] > calls["seq"][:-1]])]
+    rank = int(calls["rank"][0])
+    came = np.rint((oldest - calls["came_s"]) * _S).astype(np.int64)
+    ended = np.nan_to_num((oldest - calls["ended_s"]) * _S).round().astype(np.int64)
+    columns: Columns = {name: calls[name] for name in ("op", "in_bytes", "out_bytes")}
+    columns["message_bytes"] = calls["message_bytes"]
+    local = {each: number for number, each in enumerate(ranks)}
+    roots = {root: local.get(root, -1) for root in np.unique(calls["root"]).tolist()}
+    agreed = {
+        "op": calls["op"],
+        "root": np.array([roots[root] for root in calls["root"].tolist()], np.int32),
+        "size": sizes(columns, len(ranks)),
+        "bytes": calls["message_bytes"],
+    }
+    return Part(rank, host_of[rank], calls["seq"], came, came, ended, agreed)

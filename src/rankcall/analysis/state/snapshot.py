@@ -1,0 +1,167 @@
+"""Where every rank of a job stands at one moment: what diagnosis works on.
+
+It is made from ring files (``standing.py``), or put together from what several nodes say of their
+own ranks (``merge``). Times are ages in s before the moment, by each host's own clock, so that
+hosts' clocks do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.ring.tables import CallSite, Group
+from rankcall.run import label_groups
+
+# What a rank's process is doing. Unknown: it is on another host, or left no ring.
+ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
+
+Calls = npt.NDArray[Any]
+CALL = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("group", "<i4"),  # index into Snapshot.groups
+        ("site", "<i4"),  # index into Snapshot.sites; 0: not known
+        ("root", "<i4"),  # global rank; -1: none
+        ("peer", "<i4"),  # global rank; -1: none, or any source in flight
+        ("shape_hash", "<u4"),
+        ("seq", "<i8"),
+        ("tag", "<i8"),
+        ("step", "<i8"),
+        ("index", "<i8"),  # the how-many-th record of its rank, from 0
+        ("message_bytes", "<i8"),
+        ("in_bytes", "<i8"),
+        ("out_bytes", "<i8"),
+        ("age_s", "<f8"),  # since it was issued
+        ("came_s", "<f8"),  # since it was issued; on a device, since the device began it
+        ("ended_s", "<f8"),  # since it ended; NaN: it has not
+        ("kind", "u1"),
+        ("op", "u1"),
+        ("dtype", "u1"),
+        ("reduce_op", "u1"),
+        ("status", "u1"),
+        ("flags", "u1"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank's process. Ages in s; None where there is nothing to measure."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    attempt: int = 0
+    state: str = UNKNOWN
+    exit: int | None = None  # exit code; negative: the signal that ended it
+    gone_s: float | None = None  # since it was gone
+    ended_by_launcher: bool = False  # which ended it because another had failed
+    silent_s: float = 0.0  # since its last sign of life
+    gil_s: float = 0.0  # since a Python thread last ran
+    closed: bool = False  # it stopped recording of its own accord, as at a normal exit
+    leaving: bool = False  # its program came to its end; the process may still be closing down
+    expects: str = ""  # what it declared to take long, while that lasts
+    expected_s: float | None = None  # since that ended; negative: it ends in so many s
+    steps: int = 0
+    dropped: int = 0  # records overwritten or lost
+    blind: bool = False  # it left no readable ring: nothing is known of its calls
+    stack: str = ""  # of its Python threads, where somebody wrote it down
+
+    def may_be_silent(self, hang_after: float) -> bool:
+        """Tell whether it is in a declared phase, or was less than ``hang_after`` s ago.
+
+        Who waited for it all the while has the usual patience from the end of it on.
+        """
+        return bool(self.expects) or (self.expected_s is not None and self.expected_s < hang_after)
+
+
+@dataclass
+class Snapshot:
+    """A job at one moment. ``ranks`` holds one state for each rank of the world, in order.
+
+    ``calls`` holds, of each rank, its newest calls, and whatever has not ended or has failed.
+    """
+
+    ranks: list[RankState]
+    calls: Calls
+    groups: list[Group] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # of the groups, unique
+    sites: list[CallSite] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    mixed: bool = False  # the records may be of several jobs
+
+    @property
+    def live(self) -> bool:
+        """Whether any of its processes still runs, or may."""
+        return any(each.state in (ALIVE, STOPPED) for each in self.ranks)
+
+    def site(self, number: int) -> str:
+        """Return a call site as ``file:line``; empty where it is not known."""
+        return str(self.sites[number]) if 0 < number < len(self.sites) else ""
+
+
+def no_calls() -> Calls:
+    """Return an empty table."""
+    return np.zeros(0, CALL)
+
+
+def merge(parts: Sequence[Snapshot]) -> Snapshot:
+    """Make one snapshot of several nodes', each of which knows of its own ranks only.
+
+    A rank that two parts know is taken from the one that knows more of it.
+    """
+    best: dict[int, tuple[RankState, int]] = {}
+    for number, part in enumerate(parts):
+        for state in part.ranks:
+            known = best.get(state.rank)
+            if known is None or _worth(state) > _worth(known[0]):
+                best[state.rank] = state, number
+    groups = _Table(group for part in parts for group in part.groups)
+    sites = _Table(site for part in parts for site in part.sites)
+    calls = [no_calls()]
+    for number, part in enumerate(parts):
+        owned = np.array([r for r, (_, by) in best.items() if by == number], np.int32)
+        mine = part.calls[np.isin(part.calls["rank"], owned)]
+        mine["group"] = groups.translate(part.groups, mine["group"])
+        mine["site"] = sites.translate(part.sites, mine["site"])
+        calls.append(mine)
+    problems = list(dict.fromkeys(text for part in parts for text in part.problems))
+    ranks = [best[rank][0] for rank in sorted(best)]
+    return Snapshot(
+        ranks, np.concatenate(calls), groups.items, labels_of(groups.items, ranks), sites.items,
+        problems,
+    )  # fmt: skip
+
+
+def labels_of(groups: Sequence[Group], ranks: Iterable[RankState]) -> list[str]:
+    """Return a label for each group that no other has."""
+    known = label_groups(groups, {each.rank: each.host for each in ranks})
+    return [known[group].label for group in groups]
+
+
+def _worth(state: RankState) -> tuple[bool, int, float]:
+    return not state.blind, state.attempt, -state.silent_s
+
+
+class _Table:
+    """Distinct things in order of appearance."""
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._at: dict[Any, int] = {}
+        for thing in things:
+            self._at.setdefault(thing, len(self._at))
+
+    @property
+    def items(self) -> list[Any]:
+        return list(self._at)
+
+    def translate(self, things: Sequence[Any], column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Replace indices into ``things`` by ours."""
+        table = np.array([self._at[thing] for thing in things] or [0], column.dtype)
+        translated: npt.NDArray[Any] = table[column]
+        return translated
