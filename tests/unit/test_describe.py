@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from worlds import MS, Call, write_world
 
-from rankcall.ring.reader import Group
+from rankcall.ring.tables import Group
 from rankcall.run import load
 from rankcall.trace import describe
 from rankcall.trace.hosts import Hosts
