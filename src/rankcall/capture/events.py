@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import repeat, starmap
+from itertools import chain, repeat, starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ Fields = tuple[Any, ...]
 _UNKNOWN = "unknown"
 _OP_NAMES, _STATUS_NAMES = np.array(OPS, object), np.array(STATUSES, object)
 _STARTED = STATUSES.index("started")
+_AT_A_TIME = 128  # a list of thousands is gone through by the garbage collector, too
 
 
 class Record(Mapping[str, Any]):
@@ -104,11 +105,17 @@ class StatusMaker:
     def _natively(
         self, rows: Rows, at: Indexes, ended: Flags, make: Callable[..., T]
     ) -> Iterable[T]:
-        assert self._native is not None
+        """Make statuses natively, and no more at a time than the caches hold."""
+        make_statuses = self._native
+        assert make_statuses is not None
         names = self, rows, *self._names, OPS, STATUSES, self._tables.strings
         raw: Rows = rows.view(np.uint8)
-        made: list[T] = self._native((make, Record), names, self._epoch_ns, raw, at, ended)
-        return made
+        return chain.from_iterable(
+            make_statuses((make, Record), names, self._epoch_ns, raw, at[some], ended[some])
+            for some in (
+                slice(first, first + _AT_A_TIME) for first in range(0, len(at), _AT_A_TIME)
+            )
+        )
 
     def _by_column(
         self, rows: Rows, at: Indexes, ended: Flags, make: Callable[..., T]
