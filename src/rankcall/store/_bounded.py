@@ -23,7 +23,8 @@ from rankcall.store._member import Call
 
 __all__ = ["BEYOND_S", "blocking", "told", "within"]
 
-BEYOND_S = 0.7  # what a call may take beyond its timeout: to name the missing, or give up
+BEYOND_S = 0.85  # what a call may take beyond its timeout: to name the missing, or give up
+_HEARD_S = 1.5  # a store that answered so lately is there, and only this machine too busy
 _STALL_S = 12.0  # what a call may be held up by look-ups
 _WORTH_S = 3.0  # less time than this to block in is not worth a connection
 _SILENT_S = 30.0  # a host that has not answered a plain request for so long is lost
@@ -58,7 +59,7 @@ def within(
     ``step`` may be called twice, the second time to go on where it was. ``last`` has to return or
     raise. Neither is on this thread near the deadline, where the store is a TCPStore. Raises
     ``StoreLost`` where there is no answer ``BEYOND_S`` after the timeout, or what ``unnamed``
-    returns where the store was there at the deadline and is only too slow for ``last``. ``saying``
+    returns where the store was there a moment ago and is only too slow for ``last``. ``saying``
     begins a ``StoreLost``: what was being done.
     """
     try:
@@ -102,6 +103,7 @@ def _within(
 
     def aside() -> T:
         with borrowed(store) as link:
+            call.link = link
             return whole(link)
 
     return _aside(aside, call, deadline + BEYOND_S, store, timeout, unnamed)
@@ -134,7 +136,7 @@ def _aside(
     if failure:
         raise failure[0]
     if not outcome and call.abandon():
-        if call.late and unnamed is not None:
+        if unnamed is not None and (call.late or call.heard_within(_HEARD_S)):
             raise unnamed()
         raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
     thread.join()  # it has its result, or will have the next moment

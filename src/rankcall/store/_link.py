@@ -26,7 +26,8 @@ T = TypeVar("T")
 class Link:
     """One way to a store, for one thread at a time.
 
-    ``operations`` counts what was sent, ``round_trips`` those that had to be answered.
+    ``operations`` counts what was sent, ``round_trips`` those that had to be answered; ``heard`` is
+    when the last answer came (monotonic).
     """
 
     def __init__(self, client: Store, sock: socket.socket | None = None) -> None:
@@ -39,6 +40,7 @@ class Link:
         self.broken = False
         self.operations = 0
         self.round_trips = 0
+        self.heard = 0.0
 
     def bound(self, seconds: float) -> None:
         """Let no answer take longer than this from now on, on a connection of our own."""
@@ -219,7 +221,9 @@ class Link:
         self.operations += 1
         self.round_trips += 1
         try:
-            return call(*arguments)
+            answer = call(*arguments)
+            self.heard = time.monotonic()
+            return answer
         except DistStoreError:
             raise
         except (DistNetworkError, RuntimeError) as error:  # RuntimeError: a FileStore without file

@@ -30,7 +30,12 @@ class Call:
     def __init__(self) -> None:
         self.abandoned = False
         self.late = False  # the store has answered, and the time is up
+        self.link: Link | None = None  # that it is on
         self._finished = False
+
+    def heard_within(self, seconds: float) -> bool:
+        """Whether the store has answered this call so lately."""
+        return self.link is not None and time.monotonic() - self.link.heard < seconds
 
     def finish(self) -> bool:
         """Say that the call has its result; False where its caller is gone."""
