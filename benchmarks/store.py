@@ -10,6 +10,7 @@ time, because it needs one; ours uses one over and over, with names (``rank``) a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import queue
@@ -74,6 +75,7 @@ class Rank(threading.Thread):
 
 def work(pipe: Connection, ranks: range, port: int) -> None:
     """Be some of the ranks; do what comes down the pipe on each, at once."""
+    gc.freeze()  # a collection of what was inherited would copy all of it, in every process
     threads = [Rank(rank, port) for rank in ranks]
     for each in threads:
         each.start()
