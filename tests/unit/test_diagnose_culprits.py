@@ -14,6 +14,7 @@ from rankcall.analysis.hang.find import find
 from rankcall.analysis.state.exchange import decode, encode
 from rankcall.analysis.state.snapshot import RankState, Snapshot, merge
 from rankcall.processes import Exit, note_exit
+from rankcall.report.diagnosis import render
 from rankcall.ring.header import Header
 from rankcall.ring.tables import Group
 from rankcall.run import load
@@ -148,6 +149,8 @@ def test_nobody_is_hung_before_the_threshold(tmp_path: Path) -> None:
     """What has been in flight for less than hang_after is healthy."""
     found = look(tmp_path, WAITING, states={}, seconds=59)
     assert (found.findings, found.verdict) == ([], "healthy")
+    words = " ".join(render(found).split())
+    assert "longest call has been in flight for 59 s: before 60 s (--hang-after" in words
 
 
 @pytest.mark.parametrize(("later_s", "named"), [(30, 2), (32, 1)])

@@ -13,7 +13,9 @@ from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
+from rankcall.analysis.hang import explain
 from rankcall.analysis.hang.places import Place, places
+from rankcall.analysis.hang.waits import unfinished
 from rankcall.analysis.state.pace import pace
 from rankcall.report._format import clean, digits, percent, plural
 from rankcall.report._tables import cut, fitted
@@ -24,6 +26,7 @@ _ROWS = 16
 _INDENT = 2
 _RANKS_WIDE, _LINE_WIDE = 22, 32
 _MOST_PROBLEMS = 4
+_LONG = 0.1  # of what counts as hung
 
 
 def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | None = None) -> str:
@@ -101,9 +104,28 @@ def _healthy(diagnosis: Diagnosis) -> str:
     if found.share is not None:
         speed += f", {percent(found.share)} of the time in communication"
     if snapshot.live:
-        return f"healthy: {plural(len(ranks), 'rank goes', 'ranks go')} on{speed}."
+        going = plural(len(ranks), "rank goes", "ranks go")
+        return f"healthy: {going} on{speed}.{_longest(diagnosis)}"
     ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
     return f"healthy: {ended:,} of {plural(len(snapshot.ranks), 'rank')} ended well{speed}."
+
+
+def _longest(diagnosis: Diagnosis) -> str:
+    """Say of a call that has been in flight for long when it will count as hung.
+
+    Whoever asks because a job stands still must not read that it goes on, and nothing else.
+    """
+    snapshot = diagnosis.snapshot
+    calls = snapshot.calls[unfinished(snapshot.calls)]
+    if not len(calls):
+        return ""
+    lasted, allowed = float(calls["age_s"].max()), diagnosis.hang_after
+    if lasted < _LONG * allowed:
+        return ""
+    return (
+        f" The longest call has been in flight for {explain.lasts(lasted)}: before {allowed:g} s "
+        "(--hang-after; longer in the first step) it does not count as hung."
+    )
 
 
 @dataclass(frozen=True)
