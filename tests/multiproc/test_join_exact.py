@@ -149,14 +149,14 @@ def exact(pool: Pool, case: dict[str, Any]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(shadowed)
 def test_some_patterns_shadowed(three: Pool, case: dict[str, Any]) -> None:
     """DDP and ZeRO, shadowed."""
     exact(three, case)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(replayed)
 def test_some_patterns_replayed(four: Pool, case: dict[str, Any]) -> None:
     """DDP, ZeRO, FSDP2, HSDP and tensor parallelism, replayed."""
