@@ -13,6 +13,8 @@ import pytest
 from scenario_programs import HANG_AFTER_S, own_store, plain
 from world import wait_until
 
+from rankcall.analysis.diagnosis import diagnose
+from rankcall.run import load
 from rankcall.testing import FaultPlan, spawn_ranks, start_ranks
 from rankcall.watch import ABORT_STATUS
 
@@ -61,6 +63,8 @@ def test_abort(tmp_path: Path) -> None:
     assert set(codes) <= {ABORT_STATUS, 1}
     for each in results:
         assert (each.exitcode == ABORT_STATUS) == ("ends because the job hangs" in each.stderr)
+    found = diagnose(load(tmp_path / "run"), HANG_AFTER_S).findings
+    assert [(each.kind, each.ranks) for each in found] == [("missing", (1,))]
 
 
 def _called_back(rank: int, world_size: int, folder: str) -> None:

@@ -164,6 +164,23 @@ def test_a_second_hang_that_began_later(tmp_path: Path, later_s: int, named: int
     assert found == [("missing", (1,)), ("missing", (2,))][:named]
 
 
+def test_who_ended_because_the_job_hung_is_a_victim(tmp_path: Path) -> None:
+    """Watchers that end their ranks name nobody; who had been silent before its end is named."""
+    gone = dict.fromkeys(range(4), "gone")
+    aborted = dict.fromkeys((0, 1, 3), (124, 66.0))
+    stopped = look(
+        tmp_path / "a", WAITING, states=gone, exits={**aborted, 2: (-9, 96)}, seconds=97,
+        beats={0: 66, 1: 66, 3: 66, 2: 0.5}, aborted=[0, 1, 3],
+    )  # fmt: skip
+    assert said(stopped) == [("stopped", (2,))]
+    assert stopped.findings[0].victims == (0, 1, 3)
+    busy = look(
+        tmp_path / "b", WAITING, states=gone, exits={**aborted, 2: (124, 66.1)}, seconds=67,
+        beats=dict.fromkeys(range(4), 66), aborted=range(4),
+    )  # fmt: skip
+    assert said(busy) == [("missing", (2,))]
+
+
 def test_victims_of_victims(tmp_path: Path) -> None:
     """A rank that waits for somebody else is never named, three groups deep."""
     pairs = [Group(name, 0, "gloo", "", ranks) for name, ranks in (("1", (0, 1)), ("2", (1, 2)))]

@@ -58,12 +58,13 @@ def write_world(
     ranks: Iterable[int] | None = None,
     closed: Callable[[int], bool] = lambda rank: True,
     left: Collection[int] = (),
+    aborted: Collection[int] = (),
     beats: dict[int, tuple[int, int]] | None = None,
     capacities: dict[int, int] | None = None,
 ) -> Path:
     """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
 
-    ``left`` have come to the end of their program.
+    ``left`` have come to the end of their program; the watchers of ``aborted`` have ended them.
     ``beats``: ns after START of the native and the Python heartbeat. ``capacities``: records that
     a rank's ring holds, where it shall lap.
     """
@@ -79,7 +80,7 @@ def write_world(
         spec.anchor_mono_ns = START + shift
         spec.anchor_epoch_ns = 10**18 + life * 10**12 + shift
         spec.records = np.array([_record(call, spec, shift)[0] for call in mine], RECORD)
-        spec.closed, spec.left = closed(rank), rank in left
+        spec.closed, spec.left, spec.aborted = closed(rank), rank in left, rank in aborted
         if beats and rank in beats:
             spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
         folder_of_life = folder / "rings"

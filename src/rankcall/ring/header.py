@@ -52,6 +52,7 @@ class Header:
     verdicts: int = 0
     stack_fd: int = 0
     left_ns: int = 0
+    aborted_ns: int = 0
 
 
 def parse_header(raw: bytes, name: str) -> Header:
@@ -87,6 +88,7 @@ def parse_header(raw: bytes, name: str) -> Header:
             "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
             "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
             "expect_until_ns", "overdue_ns", "verdicts", "stack_fd", "left_ns",
+            "aborted_ns",
         )
     }  # fmt: skip
     capture = int(row["capture"])

@@ -70,6 +70,7 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "verdicts": ("<u8", 1920),  # that this process has written to the run so far
     "stack_fd": ("<i4", 1984),  # its descriptor that stacks are dumped to on STACK_SIGNAL
     "left_ns": ("<i8", 2048),  # CLOCK_MONOTONIC; its program came to its end, without an error
+    "aborted_ns": ("<i8", 2112),  # CLOCK_MONOTONIC; its watcher ended it, because the job hung
 }
 HEADER = np.dtype(
     {

@@ -48,6 +48,7 @@ class RingSpec:
     anchor_epoch_ns: int = 0
     closed: bool = True  # False: it was recording to the last
     left: bool = False  # its program came to its end
+    aborted: bool = False  # its watcher ended it
     native_beat_ns: int = 0  # 0: when its last op ended
     python_beat_ns: int = 0
     records: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RECORD))
@@ -139,6 +140,7 @@ def _header(spec: RingSpec, shape: Geometry, kept: int) -> npt.NDArray[Any]:
         "python_heartbeat_ns": spec.python_beat_ns or last,
         "closed_ns": last + 1 if spec.closed else 0,
         "left_ns": last + 1 if spec.left else 0,
+        "aborted_ns": last + 1 if spec.aborted else 0,
     }
     for name, value in values.items():
         row[name] = value

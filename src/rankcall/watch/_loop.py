@@ -146,6 +146,7 @@ class Watcher:
             return
         self._seen = told
         if self._on_hang == "abort":
+            put(self._recording.ring, "aborted_ns", time.monotonic_ns())
             _abort(self._recording.rank())
         verdicts = self._judge.told()
         if verdicts and callable(self._on_hang):

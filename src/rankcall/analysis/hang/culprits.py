@@ -108,8 +108,8 @@ def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int, halted: set
         return Case(rank, "stopped", "certain", waits)
     if rank in gone.left or state.leaving:
         return Case(rank, "exhausted", "certain" if state.exit == 0 else "likely", waits)
-    ticking = state.state != GONE and not state.closed and not state.blind
-    if ticking and max(state.silent_s, state.gil_s) > _frozen_s(waits):
+    recorded = not state.closed and not state.blind
+    if recorded and max(state.mute_s, state.gil_held_s) > _frozen_s(waits):
         return Case(rank, "stopped", "likely", waits)
     unseen = state.blind or (state.closed and state.state != GONE)
     return Case(rank, "missing", "possible" if unseen else "certain", waits)

@@ -1,6 +1,7 @@
 """Which processes ended of their own accord, and which only because others had.
 
 One that fails takes the job with it: its peers' collectives fail, and the launcher ends the rest.
+Where the job hangs, its own watchers may end it: what they end was waiting, or waited for.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def deaths(snapshot: Snapshot, victims: Collection[int]) -> Deaths:
     ends = sorted((_ago(each) for each in gone if each.rank not in found.left), reverse=True)
     last = min((each.silent_s for each in snapshot.ranks if not each.blind), default=0.0)
     for each in rest:
-        if each.exit is None:
+        if each.aborted:
+            own = False
+        elif each.exit is None:
             own = snapshot.live or each.silent_s > last + _BEATS_S
         elif each.ended_by_launcher:
             own = False

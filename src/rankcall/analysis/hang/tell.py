@@ -98,9 +98,9 @@ def _matter(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
     if kind == "stopped":
         if first.state == STOPPED:
             return f"{be} stopped (SIGSTOP, or a debugger)"
-        if first.silent_s > FROZEN_S:
-            return f"{have} given no sign of life for {explain.lasts(first.silent_s)}"
-        return f"{have} held the GIL for {explain.lasts(first.gil_s)}"
+        if first.mute_s > FROZEN_S:
+            return f"{have} given no sign of life for {explain.lasts(first.mute_s)}"
+        return f"{have} held the GIL for {explain.lasts(first.gil_held_s)}"
     if kind == "exhausted":
         if first.exit == 0:
             then = explain.ago(snapshot, first.gone_s or 0.0)
@@ -153,7 +153,9 @@ def _advice(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
     if kind == "stopped":
         if first.state == STOPPED:
             return f"kill -CONT {first.pid}{on} lets it go on."
-        if first.silent_s > FROZEN_S:
+        if first.state == GONE:
+            return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
+        if first.mute_s > FROZEN_S:
             return f"See whether it is swapped out, or its host stands still{on}: pid {first.pid}."
         return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
     if kind == "exhausted":

@@ -61,6 +61,7 @@ class RankState:
     exit: int | None = None  # exit code; negative: the signal that ended it
     gone_s: float | None = None  # since it was gone
     ended_by_launcher: bool = False  # which ended it because another had failed
+    aborted: bool = False  # its watcher ended it because the job hung
     silent_s: float = 0.0  # since its last sign of life
     gil_s: float = 0.0  # since a Python thread last ran
     closed: bool = False  # it stopped recording of its own accord, as at a normal exit
@@ -71,6 +72,16 @@ class RankState:
     dropped: int = 0  # records overwritten or lost
     blind: bool = False  # it left no readable ring: nothing is known of its calls
     stack: str = ""  # of its Python threads, where somebody wrote it down
+
+    @property
+    def mute_s(self) -> float:
+        """How long it has given no sign of life; of one that is gone, up to its end."""
+        return self.silent_s - (self.gone_s or 0.0)
+
+    @property
+    def gil_held_s(self) -> float:
+        """How long none of its Python threads has run; of one that is gone, up to its end."""
+        return self.gil_s - (self.gone_s or 0.0)
 
     def may_be_silent(self, hang_after: float) -> bool:
         """Tell whether it is in a declared phase, or was less than ``hang_after`` s ago.

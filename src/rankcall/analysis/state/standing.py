@@ -243,6 +243,7 @@ class _Gathered:
             gil_s=max(0.0, (seen - head.python_heartbeat_ns) / _S),
             closed=head.closed_ns != 0,
             leaving=head.left_ns != 0,
+            aborted=head.aborted_ns != 0,
             expects=(head.expect_what or "a long phase") if moment < head.expect_until_ns else "",
             expected_s=(moment - head.expect_until_ns) / _S if head.expect_until_ns else None,
             steps=min(head.step, _LARGEST),
