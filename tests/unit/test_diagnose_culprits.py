@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,25 @@ def test_nobody_is_hung_before_the_threshold(tmp_path: Path) -> None:
     found = look(tmp_path, WAITING, states={}, seconds=59)
     assert (found.findings, found.verdict) == ([], "healthy")
     words = " ".join(render(found).split())
-    assert "longest call has been in flight for 59 s: before 60 s (--hang-after" in words
+    assert "has been in flight for 59 s; it counts as hung from 60 s on (--hang-after 60;" in words
+
+
+def test_a_stopped_rank_is_told_before_anybody_hangs(tmp_path: Path) -> None:
+    """It is healthy by then; who asks reads all the same who is stopped, and from when it counts."""
+    found = look(tmp_path, WAITING, states={2: "stopped"}, seconds=59)
+    assert found.verdict == "healthy"
+    words = " ".join(render(found).split())
+    assert "healthy: 3 ranks go on" in words
+    assert "Rank 2 (node-a, pid 1002) is stopped just now" in words
+
+
+def test_a_declared_phase_is_told(tmp_path: Path) -> None:
+    """Nobody is promised a verdict on a call of a rank that said it takes long."""
+    snapshot = look(tmp_path, WAITING, states={}).snapshot
+    snapshot.ranks = [replace(each, expects="checkpoint") for each in snapshot.ranks]
+    found = Diagnosis("run", snapshot, find(snapshot, 60), 60)
+    assert found.verdict == "healthy"
+    assert "its rank declared to take long" in " ".join(render(found).split())
 
 
 @pytest.mark.parametrize(("later_s", "named"), [(30, 2), (32, 1)])
