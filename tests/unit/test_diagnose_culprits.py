@@ -155,7 +155,7 @@ def test_nobody_is_hung_before_the_threshold(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_told_before_anybody_hangs(tmp_path: Path) -> None:
-    """It is healthy by then; who asks reads all the same who is stopped, and from when it counts."""
+    """It is healthy by then; who asks reads who is stopped all the same."""
     found = look(tmp_path, WAITING, states={2: "stopped"}, seconds=59)
     assert found.verdict == "healthy"
     words = " ".join(render(found).split())
