@@ -154,6 +154,18 @@ def test_nobody_is_hung_before_the_threshold(tmp_path: Path) -> None:
     assert "has been in flight for 59 s; it counts as hung from 60 s on (--hang-after 60;" in words
 
 
+def test_all_who_are_stopped_can_be_let_go_on(tmp_path: Path) -> None:
+    """The advice is a command for all of them, host by host."""
+    hosts = {0: "node-a", 1: "node-b", 2: "node-b", 3: "node-a"}
+    found = look(tmp_path, WAITING, states=dict.fromkeys((1, 2), "stopped"), hosts=hosts)
+    assert said(found) == [("stopped", (1, 2))]
+    assert found.findings[0].advice == "kill -CONT 1001 1002 on node-b lets them go on."
+    apart = look(tmp_path / "apart", WAITING, states=dict.fromkeys((2, 3), "stopped"), hosts=hosts)
+    assert apart.findings[0].advice == (
+        "kill -CONT 1002 on node-b, kill -CONT 1003 on node-a lets them go on."
+    )
+
+
 def test_a_stopped_rank_is_told_before_anybody_hangs(tmp_path: Path) -> None:
     """It is healthy by then; who asks reads who is stopped all the same."""
     found = look(tmp_path, WAITING, states={2: "stopped"}, seconds=59)

@@ -97,7 +97,7 @@ def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:
     for each in kept:
         when = datetime.fromtimestamp(each.epoch_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
         causes = "; ".join(
-            f"{kind}: rank {ranks_cell(ranks)}" if ranks else kind for kind, ranks in each.causes
+            f"{kind}: {named(ranks)}" if ranks else kind for kind, ranks in each.causes
         )
         stacks = f" (with {plural(each.stacks, 'stack')})" if each.stacks else ""
         text = wrapped(clean(f"{when}  {causes}{stacks}, in {each.place}"), width - _INDENT)
@@ -240,6 +240,12 @@ def ranks_cell(ranks: Sequence[int]) -> str:
     """Write ranks, or how many there are where they do not fit."""
     text = format_ranks(ranks)
     return text if len(text) <= _RANKS_WIDE else plural(len(ranks), "rank")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence: ``rank 2``, ``ranks 1,3``, ``1,023 ranks``."""
+    text = ranks_cell(ranks)
+    return text if text.endswith("s") else f"rank{'' if len(ranks) == 1 else 's'} {text}"
 
 
 def since_cell(row: Row) -> str:

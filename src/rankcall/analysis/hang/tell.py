@@ -13,7 +13,8 @@ from rankcall.analysis.hang.waits import Wait
 from rankcall.analysis.state.snapshot import GONE, STOPPED, RankState, Snapshot
 from rankcall.record import OPS
 
-_SHOWN = 3  # ranks, waits or sides that are told one by one
+_SHOWN = 3  # ranks, waits, sides or hosts that are told one by one
+_SIGNAL, _MUTE, _GIL = "signal", "mute", "gil"  # what shows that a process stands still
 
 
 def of_cases(snapshot: Snapshot, graph: Graph, alike: Sequence[Case]) -> Finding:
@@ -96,9 +97,10 @@ def _matter(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
         gone = first.gone_s if first.gone_s is not None else first.silent_s
         return f"{text} {explain.ago(snapshot, gone)}"
     if kind == "stopped":
-        if first.state == STOPPED:
+        halt = _halt(first)
+        if halt == _SIGNAL:
             return f"{be} stopped (SIGSTOP, or a debugger)"
-        if first.mute_s > FROZEN_S:
+        if halt == _MUTE:
             return f"{have} given no sign of life for {explain.lasts(first.mute_s)}"
         return f"{have} held the GIL for {explain.lasts(first.gil_held_s)}"
     if kind == "exhausted":
@@ -151,13 +153,7 @@ def _advice(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
             return f"Its own error comes first: look at the end of rank {first.rank}'s stderr."
         return f"Look for a core dump and at the end of rank {first.rank}'s stderr{on}."
     if kind == "stopped":
-        if first.state == STOPPED:
-            return f"kill -CONT {first.pid}{on} lets it go on."
-        if first.state == GONE:
-            return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
-        if first.mute_s > FROZEN_S:
-            return f"See whether it is swapped out, or its host stands still{on}: pid {first.pid}."
-        return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
+        return _stopped_advice(states)
     if kind == "exhausted":
         return "Give every rank as many batches (drop_last, a sampler), or use a Join."
     if first.blind:
@@ -165,3 +161,32 @@ def _advice(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
     if not snapshot.live:
         return f"Look at what rank {first.rank} does after the call it was last in."
     return f"See what it does: rankcall diagnose --stacks, or py-spy dump --pid {first.pid}{on}."
+
+
+def _halt(state: RankState) -> str:
+    """Tell what shows that a process stands still."""
+    if state.state == STOPPED:
+        return _SIGNAL
+    return _MUTE if state.mute_s > FROZEN_S else _GIL
+
+
+def _stopped_advice(states: Sequence[RankState]) -> str:
+    first = states[0]
+    on = f" on {first.host}" if first.host else ""
+    halt = _halt(first)
+    if halt == _SIGNAL:
+        pids: dict[str, list[str]] = {}
+        for state in states:
+            pids.setdefault(state.host, []).append(str(state.pid))
+        orders = [
+            f"kill -CONT {' '.join(each)}{f' on {host}' if host else ''}"
+            for host, each in pids.items()
+        ]
+        more = ", and so on," if len(orders) > _SHOWN else ""
+        them = "it" if len(states) == 1 else "them"
+        return f"{', '.join(orders[:_SHOWN])}{more} lets {them} go on."
+    if first.state == GONE:
+        return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
+    if halt == _MUTE:
+        return f"See whether it is swapped out, or its host stands still{on}: pid {first.pid}."
+    return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
