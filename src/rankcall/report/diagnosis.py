@@ -130,7 +130,10 @@ def _healthy(diagnosis: Diagnosis) -> str:
         going = plural(len(ranks) - len(halted), "rank goes", "ranks go")
         return f"healthy: {going} on{speed}.{_halted(snapshot, halted)}{_longest(diagnosis)}"
     ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
-    return f"healthy: {ended:,} of {plural(len(snapshot.ranks), 'rank')} ended well{speed}."
+    told = sum(each.ended_by_launcher for each in ranks)
+    by_launcher = f" {plural(told, 'was', 'were')} ended by the launcher." if told else ""
+    whole = plural(len(snapshot.ranks), "rank")
+    return f"healthy: {ended:,} of {whole} ended well{speed}.{by_launcher}"
 
 
 def _longest(diagnosis: Diagnosis) -> str:
@@ -146,10 +149,9 @@ def _longest(diagnosis: Diagnosis) -> str:
     lasts = f" The longest call has been in flight for {explain.lasts(float(ages.max()))}"
     if allowed == math.inf:
         return f"{lasts}: its rank declared to take long (rankcall.expect)."
-    return (
-        f"{lasts}; it counts as hung from {explain.lasts(allowed)} on "
-        f"(--hang-after {diagnosis.hang_after:g}; longer in the first step, and where steps are)."
-    )
+    more = "" if allowed <= diagnosis.hang_after else ", more in the first step or for long steps"
+    given = f"(--hang-after {diagnosis.hang_after:g}{more})"
+    return f"{lasts}; it counts as hung from {explain.lasts(allowed)} on {given}."
 
 
 def _halted(snapshot: Snapshot, ranks: Sequence[int]) -> str:

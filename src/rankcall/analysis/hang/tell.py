@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rankcall.analysis.finding import CONFIDENCES, Finding, less_sure
@@ -10,7 +10,7 @@ from rankcall.analysis.hang import explain
 from rankcall.analysis.hang.culprits import FROZEN_S, Case
 from rankcall.analysis.hang.graph import Graph
 from rankcall.analysis.hang.waits import Wait
-from rankcall.analysis.state.snapshot import GONE, STOPPED, RankState, Snapshot
+from rankcall.analysis.state.snapshot import GONE, STOPPED, UNKNOWN, RankState, Snapshot
 from rankcall.record import OPS
 
 _SHOWN = 3  # ranks, waits, sides or hosts that are told one by one
@@ -42,6 +42,28 @@ def of_cases(snapshot: Snapshot, graph: Graph, alike: Sequence[Case]) -> Finding
         evidence=(*_evidence(snapshot, graph, ranks, waits), *gaps),
         advice=_advice(snapshot, kind, states), **place,
     )  # fmt: skip
+
+
+def of_vanished(snapshot: Snapshot, ranks: Collection[int]) -> list[Finding]:
+    """Say that ranks ended together, in the middle of their work, and nobody noted how."""
+    if not ranks:
+        return []
+    found = tuple(sorted(ranks))
+    name = explain.who(snapshot, found)
+    end = "ended" if len(found) == 1 else "ended together"
+    copied = any(snapshot.ranks[rank].state == UNKNOWN for rank in found)
+    if copied:
+        end = f"{end}, or still ran when these records were copied"
+    summary = f"{name[0].upper()}{name[1:]} {end}; nobody noted how, and none had waited for long."
+    lasts = [f"rank {rank}: {explain.last_call(snapshot, rank)}" for rank in found[:_SHOWN]]
+    return [
+        Finding(
+            "dead", found, hosts=explain.hosts(snapshot, found),
+            confidence="possible" if copied else "likely", summary=summary, evidence=tuple(lasts),
+            advice="Killed from outside, launcher and all: look at the scheduler (a time limit, a "
+            "cancelled job), at the kernel (out of memory: dmesg -T) or for a host that was lost.",
+        )
+    ]  # fmt: skip
 
 
 def _gaps(snapshot: Snapshot, ranks: Sequence[int], waits: Iterable[Wait]) -> list[str]:
