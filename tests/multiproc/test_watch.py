@@ -242,6 +242,41 @@ def test_the_host_of_the_store(tmp_path: Path, two_nodes: Any, how: str) -> None
     assert any("store cannot be reached" in text for text in verdict["problems"])
 
 
+def _once_signed_on(rank: int, world_size: int, plan: FaultPlan) -> None:
+    """Begin when every node has told the others who is on it."""
+    from rankcall.watch._judge import _own_store
+
+    store = _own_store()
+
+    def signed() -> set[int]:
+        keys = [f"node/{number}" for number in range(1, int(store.add("nodes", 0)) + 1)]
+        parts = [json.loads(store.get(key)) for key in keys if store.check([key])]
+        return {rank for part in parts for rank, _, _ in part}
+
+    wait_until(lambda: len(signed()) == world_size)
+    plain(rank, world_size, plan)
+
+
+def test_a_node_that_stands_still(tmp_path: Path, two_nodes: Any) -> None:
+    """A host that is frozen with all its ranks is named by the others, with its ranks' pids."""
+    still = FaultPlan().stop(rank=2, seq=20).stop(rank=3, seq=20)
+    run = tmp_path / "run"
+    with start_ranks(
+        _once_signed_on, 4, still, faults=still, run_dir=run, watch={"hang_after": HANG_AFTER_S},
+        env=two_nodes,
+    ) as ranks:  # fmt: skip
+        wait_until(lambda: _verdicts(run))
+        pids = ranks.pids
+    (verdict,) = _verdicts(run)
+    assert _causes(verdict) == [("missing", [2, 3])]
+    (found,) = verdict["findings"]
+    assert found["hosts"] == ["node-1"]
+    assert found["confidence"] == "likely"
+    assert "Ranks 2-3 (node-1) do not answer" in found["summary"]
+    assert "See whether node-1 is up" in found["advice"]
+    assert [each["pid"] for each in verdict["ranks"]] == pids
+
+
 def _in_another_time(rank: int, world_size: int, run_dir: str) -> None:
     """Hang for rank 3, on a node whose clock is an hour behind the first one's."""
     import torch

@@ -99,6 +99,28 @@ def test_a_node_that_says_nothing() -> None:
     assert time.monotonic() - began >= 0.2
 
 
+def test_a_node_that_says_nothing_is_named() -> None:
+    """By what it signed on with, the last time that it did; each node signs on once."""
+    shared = store()
+    other, me = Exchange(lambda: shared), Exchange(lambda: shared, settle_s=0.1)
+    other.asked([(2, "node-b", 71)])
+    for _ in range(3):
+        other.asked([(2, "node-b", 72), (3, "node-b", 73)])
+        me.asked([(0, "node-a", 70), (1, "node-a", 71)])
+    assert int(shared.get("nodes")) == 3
+    seen = []
+
+    def judge(snapshot: Snapshot, before: bytes) -> bytes:
+        seen.extend(snapshot.ranks)
+        return b""
+
+    me.agree(node(0, 1), WORLD, judge)
+    assert [(each.blind, each.unheard) for each in seen] == [(False, False)] * 2 + [
+        (True, True)
+    ] * 2
+    assert [(each.host, each.pid) for each in seen[2:]] == [("node-b", 72), ("node-b", 73)]
+
+
 def test_a_node_is_asked() -> None:
     """A round that another has opened is seen, and is over with its verdict."""
     shared = store()

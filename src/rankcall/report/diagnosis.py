@@ -210,7 +210,7 @@ def _row(alike: Sequence[Place], culprits: set[int], sizes: dict[str, int]) -> R
     state = first.state
     if first.exit is not None:
         state = f"exit {first.exit}" if first.exit >= 0 else f"signal {-first.exit}"
-    where = "nothing yet" if first.state != "unknown" or first.pid else "no records"
+    where = "no records" if first.blind else "nothing yet"
     if first.op:
         verb = "failed in" if first.failed else "in" if first.in_call else "left"
         group = f"group {first.group}" if len(labels) == 1 else f"{len(labels):,} groups"

@@ -165,7 +165,7 @@ def _cells(line: _Line, total: int, *, moving: bool) -> list[str]:
     seqs = sorted({place.seq for place in line.places})
     number = f"#{seqs[0]:,}" if len(seqs) == 1 else f"#{seqs[0]:,}–{seqs[-1]:,}"
     if not first.op:
-        call = "nothing yet" if first.pid else "no records"
+        call = "no records" if first.blind else "nothing yet"
     else:
         verb = (
             "failed in " if first.failed else "" if moving else "in " if first.in_call else "left "

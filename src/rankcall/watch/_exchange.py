@@ -6,19 +6,24 @@ posted judges, and the next where that takes too long. ``compare_set`` makes the
 
 Keys, below ``rankcall/watch/<attempt>/``: ``latest``, the last round that is over;
 ``<round>/open``; ``<round>/posts``, a count; ``<round>/post/<number>``; ``<round>/verdict``.
+``nodes``, a count, and ``node/<number>``: who is where, written once, so that a node that is lost
+can be named.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from rankcall.analysis.state.exchange import decode, encode
-from rankcall.analysis.state.snapshot import Snapshot, merge, no_calls
+from rankcall.analysis.state.snapshot import RankState, Snapshot, merge, no_calls
 
 T = TypeVar("T")
+Member = tuple[int, str, int]  # rank, host, pid
 # What the other nodes get to post: they look every second whether they are asked, and wait for
 # stacks. It is waited for in full only where a node is gone.
 SETTLE_S = 6.0
@@ -56,11 +61,30 @@ class Exchange:
         self._settle_s = settle_s
         self._store: Any = None
         self._lost_until = 0.0
+        self._signed: list[Member] = []
         self.keys: list[str] = []  # of the round before this, which we judged
 
-    def asked(self) -> bool:
-        """Tell whether another node has opened a round."""
-        return self._guarded(lambda store: bool(store.check([f"{_round(store)}/open"])), _PROBE_S)
+    def asked(self, members: Sequence[Member] = ()) -> bool:
+        """Tell whether another node has opened a round; sign on our ranks where that is to be done.
+
+        Raises ``Unreachable`` as ``agree``.
+        """
+
+        def ask(store: Any) -> bool:
+            self._sign(store, list(members))
+            return bool(store.check([f"{_round(store)}/open"]))
+
+        return self._guarded(ask, _PROBE_S)
+
+    def _sign(self, store: Any, members: list[Member]) -> None:
+        if members and members != self._signed:
+            store.set(f"node/{int(store.add('nodes', 1))}", json.dumps(members))
+            self._signed = members
+
+    @property
+    def signed_on(self) -> bool:
+        """Whether the store has been told who we are."""
+        return bool(self._signed)
 
     def agree(
         self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot, bytes], bytes]
@@ -96,7 +120,8 @@ class Exchange:
         if store.check([verdict]):
             return Agreed(bytes(store.get(verdict)), False)
         self._hear(store, number, heard)
-        proposed = judge(merge(list(heard.values())), _verdict_of(store, number - 1))
+        known = _with_unheard(store, merge(list(heard.values())))
+        proposed = judge(known, _verdict_of(store, number - 1))
         agreed = bytes(store.compare_set(verdict, "", proposed))
         store.set("latest", str(number))
         self._forget(store, number, len(heard))
@@ -154,6 +179,26 @@ def _round(store: Any) -> int:
 def _verdict_of(store: Any, number: int) -> bytes:
     key = f"{number}/verdict"
     return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def _with_unheard(store: Any, snapshot: Snapshot) -> Snapshot:
+    """Note who has not answered, and where each of them is as far as it was signed on."""
+    silent = {state.rank for state in snapshot.ranks if state.blind}
+    places: dict[int, tuple[str, int]] = {}
+    last = int(store.add("nodes", 0)) if silent else 0
+    for number in range(last, 0, -1):
+        if silent <= places.keys():
+            break
+        key = f"node/{number}"
+        for rank, host, pid in json.loads(bytes(store.get(key))) if store.check([key]) else []:
+            places.setdefault(rank, (host, pid))
+    ranks = [
+        RankState(state.rank, *places.get(state.rank, ("", 0)), blind=True, unheard=True)
+        if state.blind
+        else state
+        for state in snapshot.ranks
+    ]
+    return replace(snapshot, ranks=ranks)
 
 
 def _covered(heard: dict[int, Snapshot], world_size: int) -> bool:

@@ -53,12 +53,19 @@ class Judge:
         """Note that nothing is overdue: the next look comes at once where something is."""
         self.next_look, self._pause = 0.0, _PAUSE_S[0]
 
-    def asked(self) -> bool:
-        """Tell whether another node wants a verdict."""
+    def asked(self, headers: dict[int, Header]) -> bool:
+        """Tell whether another node wants a verdict; let them all know who is on this one."""
         try:
-            return self._exchange.asked()
+            return self._exchange.asked(
+                [(rank, head.host, head.pid) for rank, head in sorted(headers.items())]
+            )
         except Unreachable:
             return False
+
+    @property
+    def signed_on(self) -> bool:
+        """Whether the other nodes can know who is on this one."""
+        return self._exchange.signed_on
 
     def look(self, headers: dict[int, Header], first_ns: int, asked: bool) -> bool:
         """Judge where the ranks stand; tell whether there is a verdict that is new.

@@ -119,7 +119,8 @@ class Watcher:
         """Tell whether another node has asked for a verdict; only seldom is that looked for.
 
         Once in ``hang_after`` while the node's ranks issue calls, and every second when one has
-        issued none for half of that: so a healthy job's store hears next to nothing.
+        issued none for half of that, or until there is a store: so a healthy job's store hears
+        next to nothing.
         """
         for rank, header in headers.items():
             if self._issued.get(rank, (-1, 0.0))[0] != header.head:
@@ -130,8 +131,10 @@ class Watcher:
         quiet = any(now - self._issued[rank][1] > self._hang_after / 2 for rank in headers)
         if now < self._next_asked and not (quiet and self._next_asked - now > 1.0):
             return False
-        self._next_asked = now + (min(1.0, self._hang_after / 4) if quiet else self._hang_after)
-        return self._judge.asked()
+        asked, soon = self._judge.asked(headers), min(1.0, self._hang_after / 4)
+        seldom = self._judge.signed_on and not quiet
+        self._next_asked = now + (self._hang_after if seldom else soon)
+        return asked
 
     # --- telling ---
 

@@ -111,7 +111,7 @@ def _case(snapshot: Snapshot, graph: Graph, gone: Deaths, rank: int, halted: set
     recorded = not state.closed and not state.blind
     if recorded and max(state.mute_s, state.gil_held_s) > _frozen_s(waits):
         return Case(rank, "stopped", "likely", waits)
-    unseen = state.blind or (state.closed and state.state != GONE)
+    unseen = (state.blind and not state.unheard) or (state.closed and state.state != GONE)
     return Case(rank, "missing", "possible" if unseen else "certain", waits)
 
 

@@ -23,6 +23,7 @@ class Place:
     pid: int
     state: str
     exit: int | None
+    blind: bool = False  # nothing is known of its calls
     in_call: bool = False
     failed: bool = False
     group: str = ""
@@ -50,7 +51,7 @@ def places(snapshot: Snapshot) -> list[Place]:
 
 def _place(snapshot: Snapshot, rank: int, row: int | None, stuck: object) -> Place:
     state = snapshot.ranks[rank]
-    about = (rank, state.host, state.pid, state.state, state.exit)
+    about = (rank, state.host, state.pid, state.state, state.exit, state.blind)
     if row is None:
         return Place(*about)
     call = snapshot.calls[row]

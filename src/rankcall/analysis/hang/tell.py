@@ -76,7 +76,7 @@ def _gaps(snapshot: Snapshot, ranks: Sequence[int], waits: Iterable[Wait]) -> li
         if rank >= len(snapshot.ranks) or snapshot.ranks[rank].blind
     ]
     if blind:
-        gaps.append(f"nothing is known of {explain.who(snapshot, blind)}: no records of it here")
+        gaps.append(f"nothing is known of {explain.who(snapshot, blind)}: {_why_blind(snapshot)}")
     groups = {wait.group for wait in waits}
     for rank in ranks:
         state = snapshot.ranks[rank]
@@ -87,6 +87,11 @@ def _gaps(snapshot: Snapshot, ranks: Sequence[int], waits: Iterable[Wait]) -> li
                 "none of this group is left: it may have been there"
             )
     return gaps
+
+
+def _why_blind(snapshot: Snapshot) -> str:
+    unheard = any(state.unheard for state in snapshot.ranks)
+    return "no answer from there" if unheard else "no records of it here"
 
 
 def _summary(
@@ -132,6 +137,8 @@ def _matter(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
         if first.state == GONE:
             return f"left the loop and ended {explain.ago(snapshot, first.gone_s or 0.0)}"
         return f"left the loop: {they} {be} closing down"
+    if first.unheard:
+        return f"{'does' if one else 'do'} not answer: no word has come from where {they} ran"
     if first.blind:
         return f"{have} left no records here"
     if first.closed:
@@ -178,6 +185,12 @@ def _advice(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
         return _stopped_advice(states)
     if kind == "exhausted":
         return "Give every rank as many batches (drop_last, a sampler), or use a Join."
+    if first.unheard:
+        lost = ", ".join(explain.hosts(snapshot, [state.rank for state in states])[:_SHOWN])
+        return (
+            f"See whether {lost or 'their host'} is up, and what the launcher there says: a host "
+            "that is lost or stands still takes all its ranks with it."
+        )
     if first.blind:
         return "Bring the records of all nodes together (rankcall collect), then ask again."
     if not snapshot.live:

@@ -71,6 +71,7 @@ class RankState:
     steps: int = 0
     dropped: int = 0  # records overwritten or lost
     blind: bool = False  # it left no readable ring: nothing is known of its calls
+    unheard: bool = False  # its node was asked where it stands, and did not answer
     stack: str = ""  # of its Python threads, where somebody wrote it down
 
     @property
