@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from launch import Ended, Launch, launch
 
+from rankcall.analysis.diagnosis import diagnose
+from rankcall.processes import LAUNCHER, read_exits
 from rankcall.run import Run, load
 from rankcall.rundir import live_dir
 
@@ -186,6 +188,10 @@ def test_a_launcher_that_is_told_to_end(tmp_path: Path, sig: signal.Signals) -> 
     assert f"rankcall: the job was ended by {sig.name}" in ended.ours
     assert "rankcall report here" in ended.err
     assert ops(load(tmp_path / "here")) == [(0, 0, "all_reduce")]
+    (launcher, worker) = sorted(read_exits(tmp_path / "here"), key=lambda each: each.rank)
+    assert (launcher.rank, launcher.code) == (LAUNCHER, -sig)
+    assert worker.code != 0
+    assert diagnose(load(tmp_path / "here")).verdict == "healthy"
 
 
 def test_two_nodes(tmp_path: Path) -> None:

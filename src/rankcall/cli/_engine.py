@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -129,13 +129,8 @@ class Outcome:
     table: str = ""  # torchrun's own, of who failed
 
 
-def torchrun(
-    argv: Sequence[str], on_signal: Callable[[int], None] = lambda number: None
-) -> Outcome:
-    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr.
-
-    ``on_signal`` is told the signal that ended it, where one did.
-    """
+def torchrun(argv: Sequence[str]) -> Outcome:
+    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -148,7 +143,6 @@ def torchrun(
         return Outcome(1, codes, str(failed))
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
-        on_signal(ended.sigval.value)
     except KeyboardInterrupt:
         say("the job was interrupted before its workers ran")
     except Exception as error:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from rankcall.processes import LAUNCHER, Exit, note_exit
 _LOOK_S = 0.1  # a worker needs longer than that to import torch
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _ENDED_BY_TORCHRUN = (-15, -9)
+_TO_STOP = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,27 @@ class ExitWatch:
     def __init__(self, run_dir: Path, host: str) -> None:
         self._run_dir, self._host = run_dir, host
         self._known: set[int] = set()
+        self._told = False  # to stop: the workers end with the launcher
         self._failed = False  # one has: torchrun ends the others
         self._stopping = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="rankcall-exits", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch, from the main thread: Python wakes us by a byte for each signal."""
+        here, self._signals = socket.socketpair()
+        for end in (here, self._signals):
+            end.setblocking(False)
+        self._selector.register(here, selectors.EVENT_READ)
+        self._woken_before = signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
     def stop(self) -> None:
         """Note who has ended since the last look, and end."""
+        signal.set_wakeup_fd(self._woken_before)
         self._stopping.set()
         self._thread.join(timeout=5)
+        self._signals.close()
 
     def _run(self) -> None:
         try:
@@ -58,7 +69,10 @@ class ExitWatch:
             return  # no descriptors left, or a kernel without them: the job goes on
         finally:
             for key in list(self._selector.get_map().values()):
-                self._forget(key.fd)
+                if key.data is None:
+                    key.fileobj.close()  # type: ignore[union-attr]
+                else:
+                    os.close(key.fd)
             self._selector.close()
 
     def _look(self, seconds: float) -> None:
@@ -68,16 +82,23 @@ class ExitWatch:
                 self._known.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, worker)
-        if not self._selector.get_map():
-            self._stopping.wait(seconds)
-            return
         for key, _ in self._selector.select(seconds):
-            self._note(key.data)
-            self._forget(key.fd)
+            if key.data is None:
+                self._note_signals(os.read(key.fd, 64))
+            else:
+                self._note(key.data)
+                self._forget(key.fd)
 
     def _forget(self, fd: int) -> None:
         self._selector.unregister(fd)
         os.close(fd)
+
+    def _note_signals(self, arrived: bytes) -> None:
+        """Note that the launcher is told to stop: its workers end because of that."""
+        for number in _TO_STOP.intersection(arrived):
+            if not self._told:
+                self._told = True
+                self.write(LAUNCHER, 0, os.getpid(), -number)
 
     def _note(self, worker: _Worker) -> None:
         try:
@@ -98,10 +119,6 @@ class ExitWatch:
         ended = Exit(rank, attempt, self._host, pid, code, time.time_ns(), by_launcher)
         with contextlib.suppress(OSError):
             note_exit(self._run_dir, ended)
-
-    def told_to_stop(self, signal: int) -> None:
-        """Note that the launcher was told to stop, and took its workers with it."""
-        self.write(LAUNCHER, 0, os.getpid(), -signal)
 
 
 def _children() -> set[int]:

@@ -141,8 +141,8 @@ def command(
         }
         with environment(variables):
             try:
-                with noting_exits(where, host_name()) as exits:
-                    outcome = torchrun(job.argv, exits.told_to_stop)
+                with noting_exits(where, host_name()):
+                    outcome = torchrun(job.argv)
             finally:
                 with _undisturbed():
                     _finish(where, job, before, outcome)

@@ -1,7 +1,9 @@
 """Which processes ended of their own accord, and which only because others had.
 
 One that fails takes the job with it: its peers' collectives fail, and the launcher ends the rest.
-Where the job hangs, its own watchers may end it: what they end was waiting, or waited for.
+Where the job hangs, its own watchers may end it: what they end was waiting, or waited for. Where
+a launcher is told to stop, its node's ranks end with it: of a job on several nodes they may be the
+first, as on a node that is preempted.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from rankcall.analysis.state.snapshot import GONE, UNKNOWN, RankState, Snapshot
+from rankcall.analysis.state.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, RankState, Snapshot
 
 # What a process is asked to end with, by a launcher or a person: the signal, or 128 + n.
 _ASKED = (-2, -15, 130, 143)
@@ -49,10 +51,28 @@ def deaths(snapshot: Snapshot, victims: Collection[int]) -> Deaths:
             own = each.exit not in _KILLED or ends[0] - _ago(each) < _KILLED_LATER_S
         if own:
             found.own.add(each.rank)
+    told = {each.rank for each in gone if each.launcher_signal}
+    if told and _cut_off(snapshot, told, found.own):
+        found.own |= told
     found.together = _together(snapshot, victims) - found.own
     if found.own:
         found.first_s = max(_ago(snapshot.ranks[rank]) for rank in found.own)
     return found
+
+
+def _cut_off(snapshot: Snapshot, told: Collection[int], own: Collection[int]) -> bool:
+    """Tell whether ranks that ended with their launcher left others behind, as a lost node does.
+
+    Where all ended that way, or ended well, somebody wanted the job to end.
+    """
+    rest = [each for each in snapshot.ranks if each.rank not in told]
+    first = max(_ago(snapshot.ranks[rank]) for rank in told)
+    behind = any(
+        each.state in (ALIVE, STOPPED)
+        or (each.exit not in (None, 0) and not each.ended_by_launcher)
+        for each in rest
+    )
+    return behind and all(_ago(snapshot.ranks[rank]) <= first for rank in own)
 
 
 def _together(snapshot: Snapshot, victims: Collection[int]) -> set[int]:

@@ -109,12 +109,16 @@ def at_line(snapshot: Snapshot, wait: Wait) -> str:
     return f" at {site}" if site else ""
 
 
-def ending(state: RankState) -> str:
-    """Say how a process ended: ``was killed by SIGKILL``, ``exited with code 1``."""
+def ending(state: RankState, *, one: bool = True) -> str:
+    """Say how a process (or several alike) ended: ``was killed by SIGKILL``, ``is gone``."""
     if state.exit is None:
-        return "is gone"
+        return "is gone" if one else "are gone"
+    was, its = ("was", "its") if one else ("were", "their")
+    if state.launcher_signal:
+        told = signal_name(state.launcher_signal)
+        return f"{was} ended with {its} launcher, which {told} told to stop,"
     if state.exit < 0:
-        return f"was killed by {signal_name(-state.exit)}"
+        return f"{was} killed by {signal_name(-state.exit)}"
     return f"exited with code {state.exit}"
 
 

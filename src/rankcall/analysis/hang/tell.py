@@ -118,9 +118,8 @@ def _matter(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
     be = ("is" if one else "are") if live else ("was" if one else "were")
     have = ("has" if one else "have") if live else "had"
     if kind == "dead":
-        endings = {explain.ending(state) for state in states}
+        endings = {explain.ending(state, one=one) for state in states}
         text = endings.pop() if len(endings) == 1 else "ended badly"
-        text = text if one else text.replace("was ", "were ").replace("is ", "are ")
         gone = first.gone_s if first.gone_s is not None else first.silent_s
         return f"{text} {explain.ago(snapshot, gone)}"
     if kind == "stopped":
@@ -173,6 +172,8 @@ def _advice(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
     first = states[0]
     on = f" on {first.host}" if first.host else ""
     if kind == "dead":
+        if first.launcher_signal:
+            return f"See who ended the launcher{on}: a preempted or cancelled node, or a Ctrl-C."
         if first.exit in (-9, 137):
             return (
                 "A SIGKILL that nobody sent is mostly the kernel out of memory: "

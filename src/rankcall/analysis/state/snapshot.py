@@ -61,6 +61,7 @@ class RankState:
     exit: int | None = None  # exit code; negative: the signal that ended it
     gone_s: float | None = None  # since it was gone
     ended_by_launcher: bool = False  # which ended it because another had failed
+    launcher_signal: int = 0  # which told its launcher to stop, and took it along
     aborted: bool = False  # its watcher ended it because the job hung
     silent_s: float = 0.0  # since its last sign of life
     gil_s: float = 0.0  # since a Python thread last ran

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ _PER_GROUP = 16  # calls kept of each group, however long ago
 _LARGEST = 1 << 62  # no count or size beyond this is believed
 _BEATS_S = 2.0  # a process that gave a sign of life so recently is not gone, whatever /proc says
 _TERMINATED = (-2, -9, -15)  # what a launcher that is told to stop ends its workers with
+_AT_ONCE_NS = 500_000_000  # Ctrl-C reaches a launcher and its workers in any order
 _S = 1e9
 
 ProcessState = Callable[[Header], str]
@@ -91,6 +93,14 @@ class _Known:
     number: int
     members: frozenset[int]
     ranks: npt.NDArray[np.int32]
+
+
+class _End(NamedTuple):
+    """How a process ended, by its host's monotonic ns."""
+
+    noted: Exit
+    mono_ns: int
+    launcher_signal: int  # 0: its launcher was not told to stop, or it ended before that
 
 
 @dataclass
@@ -199,20 +209,18 @@ class _Gathered:
         groups = list(self.groups)
         return Snapshot(ranks, calls, groups, labels_of(groups, ranks), list(self.sites), problems)
 
-    def _ends(self, exits: list[Exit]) -> dict[int, tuple[Exit, int]]:
-        """Match noted ends to the processes, with the monotonic ns of each."""
+    def _ends(self, exits: list[Exit]) -> dict[int, _End]:
+        """Match noted ends to the processes."""
         found = {}
-        told = {ended.host for ended in exits if ended.rank == LAUNCHER}
+        told = {ended.host: ended for ended in exits if ended.rank == LAUNCHER}
         for ended in exits:
             head = self.headers.get(ended.rank)
             if head and (head.pid, head.attempt) == (ended.pid, ended.attempt):
                 moment = ended.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
-                with_it = ended.host in told and ended.code in _TERMINATED
-                by_launcher = ended.by_launcher or with_it
-                found[ended.rank] = replace(ended, by_launcher=by_launcher), moment
+                found[ended.rank] = _End(ended, moment, _with_launcher(ended, told))
         return found
 
-    def _now(self, ends: dict[int, tuple[Exit, int]]) -> dict[int, int]:
+    def _now(self, ends: dict[int, _End]) -> dict[int, int]:
         """Return each rank's moment: when its host's rings were read, or the last life sign there.
 
         It is one for all ranks of a host, so that their times compare.
@@ -224,14 +232,14 @@ class _Gathered:
             if host in running:
                 moment = self.now_ns.get(rank, moment)
             elif rank in ends:
-                moment = max(moment, ends[rank][1])
+                moment = max(moment, ends[rank].mono_ns)
             last[host] = max(last.get(host, 0), moment)
         return {rank: last[self._host(rank)] for rank in self.headers}
 
     def _host(self, rank: int) -> tuple[str, str]:
         return self.headers[rank].host, self.headers[rank].boot_id
 
-    def _state(self, rank: int, now: dict[int, int], ended: tuple[Exit, int] | None) -> RankState:
+    def _state(self, rank: int, now: dict[int, int], ended: _End | None) -> RankState:
         head, state = self.headers[rank], self.states[rank]
         moment = now[rank]
         # A heart beats on while other rings are read.
@@ -250,12 +258,22 @@ class _Gathered:
             dropped=self.dropped[rank],
         )  # fmt: skip
         if ended is not None:
-            gone = max(0.0, (moment - ended[1]) / _S)
             return replace(
-                found, state=GONE, exit=ended[0].code, gone_s=gone,
-                ended_by_launcher=ended[0].by_launcher,
+                found, state=GONE, exit=ended.noted.code,
+                gone_s=max(0.0, (moment - ended.mono_ns) / _S),
+                ended_by_launcher=ended.noted.by_launcher or bool(ended.launcher_signal),
+                launcher_signal=ended.launcher_signal,
             )  # fmt: skip
         return replace(found, gone_s=found.silent_s) if state == GONE else found
+
+
+def _with_launcher(ended: Exit, told: dict[str, Exit]) -> int:
+    """Return the signal that told a process's launcher to stop, where it ended because of that."""
+    launcher = told.get(ended.host)
+    if launcher is None:
+        return 0
+    after = ended.epoch_ns >= launcher.epoch_ns - _AT_ONCE_NS
+    return -launcher.code if after or ended.code in _TERMINATED else 0
 
 
 def _beats(head: Header) -> tuple[int, ...]:
