@@ -141,7 +141,7 @@ def test_a_run_dir_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     """--run-dir must not be a file."""
     (tmp_path / "file").touch()
     with pytest.raises(typer.Exit):
-        run._run_dir(tmp_path / "file", JOB)
+        run._run_dir(tmp_path / "file", JOB, 60.0)
     assert "is not a directory" in capsys.readouterr().err
 
 
