@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,20 @@ def keys_of(store: Store) -> list[str]:
     """Return the keys of a store that are ours or the user's."""
     listed: list[str] = store.list_keys()
     return sorted(key for key in listed if "efcount" not in key)
+
+
+def generations(store: Store, kind: str) -> set[str]:
+    """Return the generations that have keys: of barriers (``b``) or of exchanges (``s``)."""
+    found = (re.search(rf"/rankcall\.{kind}0/\d+/[a-z]+(\d+)", key) for key in keys_of(store))
+    return {match.group(1) for match in found if match and "/w" not in match.group()}
+
+
+def until_key(store: Store, part: str) -> None:
+    """Wait until there is a key that contains ``part``: another thread has come."""
+    deadline = time.monotonic() + WAIT_S
+    while not any(part in key for key in keys_of(store)):
+        assert time.monotonic() < deadline, f"no key contains {part!r}"
+        time.sleep(0.001)
 
 
 def threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stores import N, clients, come, keys_of, kind, meanwhile, ranks, stores_of, threads, timed
+from stores import N, clients, come, keys_of, kind, meanwhile, ranks, stores_of, timed, until_key
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.utils import store as model
 
 import rankcall
 from rankcall import store as ours
@@ -61,8 +62,9 @@ def test_get_all_returns_what_was_set(clients: list[Store]) -> None:
     for rank, client in enumerate(clients):
         client.set(f"data{rank}", f"value {rank}")
     expected = [f"value {rank}".encode() for rank in range(N)]
-    for _ in range(2):
-        assert ranks(lambda rank: ours.get_all(clients[rank], rank, "data", N), N) == [expected] * N
+    for get_all in (ours.get_all, ours.get_all, model.get_all):
+        got = ranks(lambda rank, get=get_all: get(clients[rank], rank, "data", N), N)
+        assert got == [expected] * N
 
 
 @pytest.mark.parametrize("size", [31, 32, 63])
@@ -99,7 +101,7 @@ def test_data_too_large_to_copy(tmp_path: Path) -> None:
 
 
 def test_the_host_rank_leaves_last(clients: list[Store]) -> None:
-    """Defect 9: whichever rank hosts the store returns when the others have read."""
+    """Whichever rank hosts the store returns when the others have read."""
     for rank, client in enumerate(clients):
         client.set(f"data{rank}", b"v")
     with meanwhile(lambda: ours.get_all(clients[2], 2, "data", N, host_rank=2)) as host:
@@ -117,7 +119,7 @@ def test_the_host_rank_leaves_last(clients: list[Store]) -> None:
 
 
 def test_a_retry_is_no_second_arrival(clients: list[Store]) -> None:
-    """Defect 2: a rank that retries does not pass alone; the one that comes late lets it pass."""
+    """A rank that retries does not pass alone; the one that comes late lets it pass."""
     for _ in range(3):
         error, _ = timed(lambda: ours.barrier(clients[0], 2, "p", 0.1, 0))
         assert error.missing_ranks == (1,)
@@ -135,7 +137,7 @@ def test_a_retry_is_no_second_arrival_without_ranks(clients: list[Store]) -> Non
 
 
 def test_a_late_rank_is_not_blamed(clients: list[Store]) -> None:
-    """Defect 4: who has come by the time of naming is not missing."""
+    """Who has come by the time of naming is not missing."""
     first = come(lambda rank: ours.barrier(clients[rank], 3, "p", 0.1, rank), [0, 2])
     assert [error.missing_ranks for error in first] == [(1,), (1,)]
     ours.barrier(clients[1], 3, "p", 5, 1)
@@ -165,11 +167,8 @@ def test_an_addition_without_an_answer_counts_once(monkeypatch: pytest.MonkeyPat
             assert error.missing_ranks == (1,), turn
         ours.barrier(store, 2, "p", 5, 1)
         ours.barrier(store, 2, "p", 5, 0)
-        both = [
-            lambda: ours.synchronize(store, b"", 0, 2, "p", 5, host_rank=1),
-            lambda: ours.synchronize(store, b"", 1, 2, "p", 5, host_rank=1),
-        ]
-        assert threads(both) == [[b"", b""]] * 2
+        got = ranks(lambda rank: ours.synchronize(store, b"", rank, 2, "p", 5, host_rank=1), 2)
+        assert got == [[b"", b""]] * 2
 
 
 # --- objects and threads ---
@@ -191,7 +190,9 @@ def test_threads_share_one_client(tmp_path: Path) -> None:
     """A barrier that waits does not hold up another thread on the same store object."""
     (client,) = stores_of("tcp", 1, tmp_path)
     assert ranks(lambda rank: ours.barrier(client, 8, "p", 20, rank), 8) == [None] * 8
-    with meanwhile(lambda: ours.barrier(client, 2, "q", 20, 0)):
+    with meanwhile(lambda: ours.barrier(client, 2, "q", 20, 0)) as outcome:
+        until_key(client, "q")
         client.set("meanwhile", "set")
         assert client.get("meanwhile") == b"set"
+        assert not outcome
         ours.barrier(client, 2, "q", 20, 1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from stores import clients, keys_of, kind, meanwhile, ranks
+from stores import clients, keys_of, kind, meanwhile, ranks, until_key
 from torch.distributed import DistStoreError, HashStore, Store
 from torch.distributed.elastic.utils import store as model
 
@@ -22,7 +23,7 @@ __all__ = ["clients", "kind"]  # fixtures
 
 
 def test_a_prefix_serves_more_than_once() -> None:
-    """Defect 2: the model lets one rank pass alone where the prefix was used before."""
+    """The model lets one rank pass alone where the prefix was used before."""
     for barrier, passes in ((model.barrier, True), (ours.barrier, False)):
         store = HashStore()
         assert ranks(lambda rank, b=barrier, s=store: b(s, 2, "p", 5, rank), 2) == [None, None]
@@ -32,7 +33,7 @@ def test_a_prefix_serves_more_than_once() -> None:
 
 @pytest.mark.parametrize("which", [model.store_timeout, ours.store_timeout])
 def test_a_timeout_is_put_back_after_an_error(which: Any) -> None:
-    """Defect 1: the model leaves the short timeout behind."""
+    """The model leaves the short timeout behind."""
     store = HashStore()
     before = store.timeout  # type: ignore[attr-defined]
     with pytest.raises(KeyError), which(store, 5):
@@ -58,8 +59,10 @@ def test_the_stores_timeout_is_never_touched(clients: list[Store]) -> None:
     store: Any = clients[0]
     store.set_timeout(timedelta(seconds=77))
     with meanwhile(lambda: ours.barrier(store, 2, "never", 0.5, 0)) as outcome:
-        while not any("never" in key for key in keys_of(clients[1])):
+        until_key(clients[1], "never")
+        while not outcome:
             assert store.timeout == timedelta(seconds=77)
+            time.sleep(0.001)
     assert isinstance(outcome[0], rankcall.BarrierTimeout)
     assert store.timeout == timedelta(seconds=77)
 
