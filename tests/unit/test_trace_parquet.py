@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import polars as pl
 import pytest
-from tracing import Clock, origin
+from tracing import Clock, no_file_beyond, origin
 from worlds import MS, Call, write_world
 
 from rankcall.run import load
@@ -88,14 +87,10 @@ def test_history_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture
     folder, clock = tmp_path / "history", Clock()
     guard = Guarded(Parquet(folder, rows=3000), clock)
     guard.deliver(ring, origin(tmp_path))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
+    with no_file_beyond(2000):
         for _ in range(6):
             guard.deliver(ring, origin(tmp_path))
             clock.now += 10
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert guard.is_dropped
     (record,) = caplog.records
     assert record.exc_info is None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +59,10 @@ def test_prometheus_is_scraped(prometheus: Prometheus) -> None:
     }
     assert found == dict(calls)
     for family, values in (("duration_seconds", seconds), ("bytes", sizes)):
-        for sample in families[f"rankcall_collective_{family}"].samples:
+        samples = families[f"rankcall_collective_{family}"].samples
+        assert {(each.labels["op"], each.labels["group"]) for each in samples} == calls.keys()
+        assert {each.name.rpartition("_")[2] for each in samples} == {"bucket", "count", "sum"}
+        for sample in samples:
             mine = values[sample.labels["op"], sample.labels["group"]]
             assert sample.labels["host"] == 'node "a"\n'
             assert sample.labels["rank"] == "3"
@@ -68,8 +73,37 @@ def test_prometheus_is_scraped(prometheus: Prometheus) -> None:
             else:
                 assert sample.value == sum(each <= float(sample.labels["le"]) for each in mine)
     (age,) = families["rankcall_in_flight_age_seconds"].samples
-    assert age.value > 1e9  # since 1970
+    assert age.value == pytest.approx(time.time(), abs=60)  # since 1970
     assert families["rankcall_in_flight"].samples[0].value == 1
+
+
+def test_prometheus_tells_what_failed_and_what_was_dropped(prometheus: Prometheus) -> None:
+    """By op and group, and as one number; a size that equals a bucket's bound is in it."""
+    pytest.importorskip("prometheus_client")
+    before = scrape(prometheus)
+    failed = np.array([True, False, True, False])
+    batch = some(4, failed=failed, message_size=np.full(4, 64))
+    prometheus.write(replace(batch, dropped=7))
+    after = scrape(prometheus)
+
+    def added(family: str, name: str, **labels: str) -> float:
+        found = [
+            [
+                sample.value
+                for sample in families[family].samples
+                if sample.name == name and labels.items() <= sample.labels.items()
+            ]
+            for families in (before, after)
+        ]
+        return found[1][0] - found[0][0]
+
+    assert added("rankcall_dropped", "rankcall_dropped_total") == 7
+    for op, fail in (("all_reduce", 2), ("send", 0)):
+        counted = added("rankcall_collectives_failed", "rankcall_collectives_failed_total", op=op)
+        assert counted == fail
+        sizes = "rankcall_collective_bytes"
+        assert added(sizes, f"{sizes}_bucket", op=op, le="64.0") == 2
+        assert added(sizes, f"{sizes}_bucket", op=op, le="16.0") == 0
 
 
 def bound(taken: socket.socket) -> int:

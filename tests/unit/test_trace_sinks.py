@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
-from tracing import Clock, origin, some
+from tracing import Clock, no_file_beyond, origin, some
 
 from rankcall.errors import ExtraMissing
 from rankcall.trace import JsonLines, MemorySink, Mode, OpenTelemetry, Origin, Prometheus, Stdout
@@ -144,14 +143,9 @@ def test_a_disk_that_fills(tmp_path: Path) -> None:
     sink.open(origin())
     sink.write(some(10))
     whole = sink.path.read_bytes()  # type: ignore[union-attr]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     batch = some(10, first=10)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 500, hard))
-    try:
-        with pytest.raises(OSError, match="large"):
-            sink.write(batch)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_file_beyond(len(whole) + 500), pytest.raises(OSError, match="large"):
+        sink.write(batch)
     assert sink.path.read_bytes() == whole  # type: ignore[union-attr]
     sink.write(batch)
     sink.close()

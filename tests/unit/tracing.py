@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,17 @@ def finished(batch: Any) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
     for each, flying in zip(batch, batch.columns["in_flight"].tolist(), strict=True):
         if not flying:
             yield (each["name"], each["group"]), each
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond ``size`` bytes: a disk that fills."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Clock:
