@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import opcases
+import opcases_functional
+import opcases_gather
+import opcases_p2p
+import opcases_reduce
+import opcases_rooted
 import pytest
 import witness
 from ranks import run_ranks
@@ -16,6 +20,10 @@ from rankcall import load
 
 RANKS = 4
 CAPTURES = ("native", "python")
+CASES = [
+    *opcases_rooted.CASES, *opcases_reduce.CASES, *opcases_gather.CASES, *opcases_p2p.CASES,
+    *opcases_functional.CASES,
+]  # fmt: skip
 
 
 @dataclass
@@ -68,7 +76,7 @@ def _issue_everything(rank: int, world_size: int, run_dir: str) -> tuple[Any, An
 
     recording = rankcall.enable(run_dir)
     world = World.of(rank)
-    parts = run_cases(world, opcases.CASES, lambda: recording.capture.counts()[0])
+    parts = run_cases(world, CASES, lambda: recording.capture.counts()[0])
     entries = witness.torch_saw()
     dist.destroy_process_group()  # joins the back end's threads: every end is recorded
     rankcall.disable()
