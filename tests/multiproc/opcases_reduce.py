@@ -118,6 +118,7 @@ def all_reduce_view(w: World, g: Members) -> None:
     dist.all_reduce(whole[2:5], group=g.pg)
     _saw(w, g, line, both=48, shape=[3, 4])
     check(whole[2:5], sum(g.ranks))
+    check(whole[:2], w.rank)
 
 
 @case

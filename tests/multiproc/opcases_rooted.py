@@ -166,6 +166,8 @@ def gather_group_dst_async(w: World, g: Members) -> None:
     line = here()
     dist.gather(mine, into, group_dst=g.n - 1, group=g.pg, async_op=True).wait()
     _gathered(w, g, line, root, True)
+    for tensor, rank in zip(into or [], g.ranks, strict=False):
+        check(tensor, rank)
 
 
 def _gathered(w: World, g: Members, line: int, root: int, async_op: bool) -> None:
@@ -218,3 +220,5 @@ def reduce_group_dst_async(w: World, g: Members) -> None:
     dist.reduce(tensor, group_dst=1, group=g.pg, async_op=True).wait()
     w.saw(g, "reduce", "reduce_", api="reduce", line=line, both=24, shape=[6], root=g.ranks[1],
           reduce_op="sum", async_op=True)  # fmt: skip
+    if w.rank == g.ranks[1]:
+        check(tensor, sum(g.ranks))

@@ -29,7 +29,9 @@ def test_op(recorded: Recorded, name: str) -> None:
     """Every column of every record of a case is right, on all ranks and groups, and its results."""
     wrong = []
     for rank, parts in enumerate(recorded.parts):
-        for part in (part for part in parts if part["case"] == name):
+        mine = [part for part in parts if part["case"] == name]
+        assert mine, f"rank {rank} did not run {name}"
+        for part in mine:
             rows = recorded.rows[rank][part["first"] : part["last"]]
             found = differences(part["expected"], rows, FILES[name])
             found += [part["problem"]] if part["problem"] else []
