@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import opcases_functional
@@ -13,6 +12,7 @@ import opcases_reduce
 import opcases_rooted
 import pytest
 import witness
+from once import once
 from ranks import run_ranks
 from world import World, plain, run_cases
 
@@ -38,22 +38,10 @@ class Recorded:
     capture: str
 
 
-_runs: dict[str, Recorded] = {}
-_failed: set[str] = set()
-
-
+@once
 def recorded_run(capture: str, factory: pytest.TempPathFactory) -> Recorded:
-    """Return the run of a capture. It is made once; where it fails, only the first caller does."""
-    if capture in _failed:
-        pytest.skip(f"the {capture} run failed, in the first test that wanted it")
-    if capture not in _runs:
-        _failed.add(capture)
-        _runs[capture] = _run(capture, factory.mktemp(capture) / "run")
-        _failed.remove(capture)
-    return _runs[capture]
-
-
-def _run(capture: str, folder: Path) -> Recorded:
+    """Return the run of a capture."""
+    folder = factory.mktemp(capture) / "run"
     env = {"RANKCALL_CAPTURE": capture, **witness.ARMED}
     told = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=60)
     run = load(folder)

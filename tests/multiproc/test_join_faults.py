@@ -6,7 +6,6 @@ five plain steps, milliseconds on such a machine; forty times what that took is 
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import joinfaults
 import joinloops
 import pytest
 from joinrun import run_scenarios
+from once import once
 from ranks import run_ranks, try_ranks
 
 from rankcall.rundir import host_name
@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]  # for a busy mac
 SOON_S, SLOWED = 2.0, 40
 
 
-@cache
+@once
 def outcomes() -> list[dict[str, Any]]:
-    """Run all scenarios, once, on the same three ranks; return what each rank says of them."""
+    """Run all scenarios on the same three ranks; return what each rank says of them."""
     scenarios = [*joinfaults.SCENARIOS, *joinloops.SCENARIOS]
     return run_ranks(run_scenarios, 3, scenarios, init=False, timeout=300)
 
