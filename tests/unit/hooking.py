@@ -74,6 +74,26 @@ class Seen:
         return [status.sequence_number for status in self.statuses]
 
 
+class Held(Seen):
+    """A hook that keeps what it gets, and holds up the dispatcher until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entered, self._gate = threading.Event(), threading.Event()
+
+    def __call__(self, status: CollectiveStatus) -> None:
+        super().__call__(status)
+        self._entered.set()
+        assert self._gate.wait(WAIT_S)
+
+    def while_held(self, call: Callable[[], object]) -> None:
+        """Issue a collective, ``call`` while it holds up the dispatcher, and let go."""
+        all_reduce()
+        assert self._entered.wait(WAIT_S)
+        call()
+        self._gate.set()
+
+
 def hook_threads() -> list[threading.Thread]:
     """Return the dispatcher's threads: one or none."""
     return [each for each in threading.enumerate() if each.name == "rankcall-hooks"]
