@@ -111,9 +111,16 @@ def test_the_tenth_failure_of_its_own_stops_the_dispatcher(
     first.remove()
 
 
-def test_own_failures_are_a_second_apart() -> None:
+@pytest.mark.usefixtures("group")
+def test_own_failures_are_a_second_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dispatcher that fails all the time does not spin."""
-    assert delivery._OWN_FAILURE_SECONDS == 1.0
+    waited: list[float] = []
+    with rankcall.enable(tmp_path / "run") as recording:
+        thread = delivery.Delivery(recording, CollectiveStatus, wake_fd=-1)  # not started
+        monkeypatch.setattr(thread, "_turn", lambda: 1 / 0)
+        monkeypatch.setattr(thread._stopping, "wait", waited.append)
+        thread._run()
+    assert waited == [1.0] * 9
 
 
 # --- what hooks may do ---

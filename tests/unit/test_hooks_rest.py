@@ -8,12 +8,16 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars  # noqa: F401  # sets an environment variable, which must not look like ours
 import pytest
-from hooking import Seen, all_reduce, capture, group, hook_threads
+import torch
+import torch.distributed as dist
+from hooking import WAIT_S, Seen, all_reduce, capture, group, hook_threads
 
 from rankcall import hooks
+from rankcall.capture import delivery
 
 __all__ = ["capture", "group"]  # fixtures
 
@@ -31,26 +35,36 @@ def test_an_idle_process_is_left_alone() -> None:
     with hooks.register_collective_end_hook(seen):
         all_reduce()
         seen.wait(1)
+        receive = dist.irecv(torch.zeros(2))  # from anybody: nobody sends
         (thread,) = hook_threads()
         threading.Event().wait(0.1)  # the nap after the event is over
         before, began = switches(thread), time.monotonic()
         threading.Event().wait(1.5)  # the window that is measured; longer on a busy machine
         slept = switches(thread) - before
         assert 1 <= slept <= 5 * (time.monotonic() - began)
+        assert [each.operation for each in hooks.pending()] == ["recv"]
+        assert not receive.is_completed()
 
 
 @pytest.mark.usefixtures("group")
-def test_a_burst_is_delivered_in_batches() -> None:
-    """After each delivery the thread naps for a millisecond, whatever comes meanwhile."""
-    seen = Seen()
+def test_a_burst_is_delivered_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each delivery the thread naps for a millisecond; what comes meanwhile is one batch."""
+    seen, over = Seen(), threading.Event()
+    naps: list[tuple[float, int]] = []
+
+    def nap(seconds: float) -> None:
+        naps.append((seconds, len(seen.statuses)))
+        if seen.statuses:
+            assert over.wait(WAIT_S)
+
+    monkeypatch.setattr(delivery, "time", SimpleNamespace(sleep=nap, monotonic=time.monotonic))
     with hooks.register_collective_end_hook(seen):
         all_reduce()
         seen.wait(1)
-        began = time.monotonic()
-        for number in range(100):
-            all_reduce()
-            seen.wait(2 + number)
-        assert time.monotonic() - began > 0.099
+        all_reduce(100)
+        over.set()
+        seen.wait(101)
+    assert set(naps) - {(0.001, 0), (0.001, 101)} == {(0.001, 1)}
 
 
 def run_script(text: str, timeout: float = 60) -> tuple[str, float]:
