@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 import time
 import urllib.request
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ports import bound
 from tracing import COUNT, Clock, finished, origin, some
 
 from rankcall.trace import Origin, Prometheus
@@ -104,15 +103,6 @@ def test_prometheus_tells_what_failed_and_what_was_dropped(prometheus: Prometheu
         sizes = "rankcall_collective_bytes"
         assert added(sizes, f"{sizes}_bucket", op=op, le="64.0") == 2
         assert added(sizes, f"{sizes}_bucket", op=op, le="16.0") == 0
-
-
-def bound(taken: socket.socket) -> int:
-    """Bind a socket to a port that no program gets which asks for any port."""
-    for port in range(12_000 + os.getpid() * 37 % 15_000, 32_000):
-        with contextlib.suppress(OSError):
-            taken.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no port below the ephemeral ones is free")
 
 
 def test_a_port_in_use_is_reported_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
