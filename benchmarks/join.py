@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from jobs import example, told_by_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
@@ -37,8 +33,6 @@ TURN = 8
 WARM_UP = 4  # cycles
 WAYS = ("plain", "plain_again", "torch_join", "rankcall_known", "rankcall_unknown")
 CONFIGURATIONS = (("mlp", 2), ("mlp", 4), ("digits", 2), ("digits", 4))
-_EXAMPLE = Path(__file__).parents[1] / "examples" / "train_digits.py"
-_TIMEOUT_S = 600
 
 
 def mlp() -> nn.Module:
@@ -50,11 +44,7 @@ def workload(name: str) -> tuple[Callable[[], nn.Module], tuple[Tensor, Tensor]]
     """Return how to make a model, and a batch with its targets."""
     if name == "mlp":
         return mlp, (torch.randn(32, 64), torch.randint(64, (32,)))
-    spec = importlib.util.spec_from_file_location("train_digits", _EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    digits = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(digits)
+    digits = example()
     images, labels = digits.digits()[0][: digits.BATCH]
     return digits.network, (images, labels)
 
@@ -121,34 +111,8 @@ def issued(way: Way) -> int:
 
 
 def job(model: str, ranks: int, cycles: int) -> dict[str, Any]:
-    """Start one job of several ranks and return what rank 0 told."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(ranks),
-    }
-    command = [sys.executable, __file__, "--model", model, "--cycles", str(cycles)]
-    processes = [
-        subprocess.Popen(
-            command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        told = [process.communicate(timeout=_TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    rank_0: dict[str, Any] = json.loads(told[0])
-    return rank_0
+    """Run one job of several ranks and return what rank 0 told."""
+    return told_by_ranks(__file__, ["--model", model, "--cycles", str(cycles)], ranks)[0]
 
 
 def figures(model: str, ranks: int, cycles: int) -> dict[str, Any]:

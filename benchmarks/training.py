@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,22 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jobs import example, told_by_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 Way = Callable[[], contextlib.AbstractContextManager[object]]
-_EXAMPLE = Path(__file__).parents[1] / "examples" / "train_digits.py"
-_TIMEOUT_S = 600
-
-
-def example() -> ModuleType:
-    """Import the example: the benchmark trains what users see."""
-    spec = importlib.util.spec_from_file_location("train_digits", _EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def train(digits: ModuleType, data: Any, epochs: int) -> float:
@@ -136,36 +122,11 @@ def rounds(
 
 
 def job(options: argparse.Namespace, folder: str, memory: str = "") -> list[dict[str, Any]]:
-    """Start one job of several ranks and return what each told."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(options.ranks),
-        "RANKCALL_SHM": folder,
-        "BENCH_RUN_DIR": f"{folder}/run",
-    }
-    command = [sys.executable, __file__, "--rank", "--memory", memory]
-    command += ["--rounds", str(options.rounds), "--epochs", str(options.epochs)]
-    ranks = [
-        subprocess.Popen(
-            command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(options.ranks)
-    ]  # fmt: skip
-    try:
-        told = [json.loads(rank.communicate(timeout=_TIMEOUT_S)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return told
+    """Run one job of several ranks and return what each told."""
+    arguments = ["--rank", "--memory", memory]
+    arguments += ["--rounds", str(options.rounds), "--epochs", str(options.epochs)]
+    env = {"RANKCALL_SHM": folder, "BENCH_RUN_DIR": f"{folder}/run"}
+    return told_by_ranks(__file__, arguments, options.ranks, env)
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ def network() -> nn.Linear:
     return nn.Linear(6, 2).double()
 
 
-def alone(shares: list[list[torch.Tensor]]) -> list[float]:
+def alone(shares: list[list[torch.Tensor]], epochs: int = 1) -> list[float]:
     """Train in one process, on each rank's batches; return the weights."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(max(map(len, shares))):
+    for step in [*range(max(map(len, shares)))] * epochs:
         optimizer.zero_grad()
         for share in shares:
             if step < len(share):
@@ -39,48 +40,49 @@ def alone(shares: list[list[torch.Tensor]]) -> list[float]:
     return weights
 
 
-def with_lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Fit for two epochs."""
-    import warnings
+def apart(weights: list[float], wanted: list[float]) -> float:
+    """Return the largest difference."""
+    return max(abs(one - other) for one, other in zip(weights, wanted, strict=True))
 
-    warnings.simplefilter("ignore")
+
+def _module(before_step: Callable[[int], None] = lambda step: None) -> Any:
     import lightning.pytorch as pl
-
-    from rankcall.join.lightning import JoinCallback
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = network()
 
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        def training_step(self, batch: Any, step: int) -> torch.Tensor:
+            before_step(step)
             return self.model(batch[0]).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
+    return Module()
+
+
+def with_lightning(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Fit for two epochs."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from rankcall.join.lightning import JoinCallback
+
     torch.set_num_threads(1)
     uneven = JoinCallback()
-    module = Module()
+    module = _module()
     trainer = _trainer(rank, folder, uneven)
     loader = DataLoader(TensorDataset(samples(rank)), batch_size=4)
     trainer.fit(module, uneven.loader(loader))
     shares = [list(samples(each).split(4)) for each in range(WORLD)]
-    # Two epochs: ranks run dry in each of them.
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        for step in range(5):
-            optimizer.zero_grad()
-            for share in shares:
-                if step < len(share):
-                    (model(share[step]).square().mean() / WORLD).backward()
-            optimizer.step()
+    wanted = alone(shares, epochs=2)  # ranks run dry in each of them
     assert uneven.join is not None
     assert uneven.join.summary is not None
     rows = uneven.join.summary.ranks
     return {
-        "apart": float((module.model.weight - model.weight).abs().max().detach()),
+        "apart": apart(module.model.weight.flatten().tolist(), wanted),
         "replayed": [each.replayed for each in rows],
         "batches": [each.batches for each in rows],
         "restored": "pre_backward" not in vars(trainer.strategy.precision_plugin),
@@ -102,22 +104,11 @@ def with_failing_lightning(rank: int, world_size: int, folder: str, where: str) 
     import warnings
 
     warnings.simplefilter("ignore")
-    import lightning.pytorch as pl
-
     from rankcall.join.lightning import JoinCallback
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = network()
-
-        def training_step(self, batch: Any, step: int) -> torch.Tensor:
-            if (rank, step, where) == (1, 2, "step"):
-                raise KeyError("no such sample")
-            return self.model(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-2)
+    def before_step(step: int) -> None:
+        if (rank, step, where) == (1, 2, "step"):
+            raise KeyError("no such sample")
 
     class Broken(TensorDataset):
         def __getitem__(self, index: int) -> Any:
@@ -130,7 +121,9 @@ def with_failing_lightning(rank: int, world_size: int, folder: str, where: str) 
     trainer = _trainer(rank, folder, uneven)
     caught: Any = None
     try:
-        trainer.fit(Module(), uneven.loader(DataLoader(Broken(samples(rank)), batch_size=4)))
+        trainer.fit(
+            _module(before_step), uneven.loader(DataLoader(Broken(samples(rank)), batch_size=4))
+        )
     except BaseException as error:
         caught = error
     return {
@@ -142,7 +135,7 @@ def with_failing_lightning(rank: int, world_size: int, folder: str, where: str) 
 
 
 def with_accelerate(rank: int, world_size: int) -> dict[str, Any]:
-    """Train with prepared objects; 22 samples make 6 batches of 4, the last of 2: uneven."""
+    """Train with prepared objects; 20 samples make 5 batches of 4, an odd number: uneven."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -168,7 +161,7 @@ def with_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     wanted = alone([batches[0::2], batches[1::2]])
     assert join.summary is not None
     told = {
-        "apart": max(abs(a - b) for a, b in zip(weights, wanted, strict=True)),
+        "apart": apart(weights, wanted),
         "batches": [each.batches for each in join.summary.ranks],
         "shadowed": [each.shadowed for each in join.summary.ranks],
         "even": loader.batch_sampler.even_batches,

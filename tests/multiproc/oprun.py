@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import opcases
+import opcases_functional
+import opcases_gather
+import opcases_p2p
+import opcases_reduce
+import opcases_rooted
 import pytest
 import witness
+from once import once
 from ranks import run_ranks
 from world import World, plain, run_cases
 
@@ -16,6 +20,10 @@ from rankcall import load
 
 RANKS = 4
 CAPTURES = ("native", "python")
+CASES = [
+    *opcases_rooted.CASES, *opcases_reduce.CASES, *opcases_gather.CASES, *opcases_p2p.CASES,
+    *opcases_functional.CASES,
+]  # fmt: skip
 
 
 @dataclass
@@ -30,22 +38,10 @@ class Recorded:
     capture: str
 
 
-_runs: dict[str, Recorded] = {}
-_failed: set[str] = set()
-
-
+@once
 def recorded_run(capture: str, factory: pytest.TempPathFactory) -> Recorded:
-    """Return the run of a capture. It is made once; where it fails, only the first caller does."""
-    if capture in _failed:
-        pytest.skip(f"the {capture} run failed, in the first test that wanted it")
-    if capture not in _runs:
-        _failed.add(capture)
-        _runs[capture] = _run(capture, factory.mktemp(capture) / "run")
-        _failed.remove(capture)
-    return _runs[capture]
-
-
-def _run(capture: str, folder: Path) -> Recorded:
+    """Return the run of a capture."""
+    folder = factory.mktemp(capture) / "run"
     env = {"RANKCALL_CAPTURE": capture, **witness.ARMED}
     told = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=60)
     run = load(folder)
@@ -68,7 +64,7 @@ def _issue_everything(rank: int, world_size: int, run_dir: str) -> tuple[Any, An
 
     recording = rankcall.enable(run_dir)
     world = World.of(rank)
-    parts = run_cases(world, opcases.CASES, lambda: recording.capture.counts()[0])
+    parts = run_cases(world, CASES, lambda: recording.capture.counts()[0])
     entries = witness.torch_saw()
     dist.destroy_process_group()  # joins the back end's threads: every end is recorded
     rankcall.disable()

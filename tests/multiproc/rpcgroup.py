@@ -6,7 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BACKENDS = ("ZMQ", "TENSORPIPE")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Run on both back ends."""
+    return str(request.param)
 
 
 def come_up(rank: int, world_size: int | None, backend: str, name: str = "", **kwargs: Any) -> None:

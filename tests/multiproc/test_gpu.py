@@ -14,15 +14,6 @@ from ranks import run_ranks
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    """Skip without a GPU; asked when a test is about to run, because it imports torch."""
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU here")
-
-
 def drained(recording: Any) -> None:
     """Wait until every record has its end."""
     deadline = time.monotonic() + 20

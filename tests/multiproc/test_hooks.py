@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import os
-import threading
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from ranks import run_ranks
+from seen import Seen
 
 pytestmark = pytest.mark.multiproc
-WAIT_S = 30.0
 
 
 @pytest.fixture(params=["native", "python"])
 def env(request: pytest.FixtureRequest) -> dict[str, str]:
     """Run on both captures."""
     return {"RANKCALL_CAPTURE": request.param}
-
-
-class Seen:
-    """A hook that keeps what it gets, and lets a rank wait for it."""
-
-    def __init__(self) -> None:
-        self.statuses: list[Any] = []
-        self._changed = threading.Condition()
-
-    def __call__(self, status: Any) -> None:
-        with self._changed:
-            self.statuses.append(status)
-            self._changed.notify_all()
-
-    def wait(self, enough: Callable[[list[Any]], bool]) -> list[Any]:
-        with self._changed:
-            there = self._changed.wait_for(lambda: enough(self.statuses), WAIT_S)
-            assert there, f"only {len(self.statuses)}, the last: {self.statuses[-3:]}"
-            return list(self.statuses)
 
 
 def _every_kind(rank: int, world_size: int) -> list[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import launch as launch_module
 import polars as pl
 import pytest
 from launch import Launch
+from ports import free_port
 
 import rankcall
 
@@ -99,15 +99,6 @@ def namespaces() -> Iterator[list[Host] | None]:
 def loopback() -> Iterator[list[Host]]:
     """Two agents of this machine, on addresses of the loopback interface."""
     yield [Host(address, address, "lo") for address in ("127.0.0.2", "127.0.0.3")]
-
-
-def free_port() -> int:
-    """Return a port nobody listens on, and that no program gets which asks for any port."""
-    for port in range(12_000 + os.getpid() * 37 % 15_000, 32_000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no port below the ephemeral ones is free")
 
 
 def run_on(hosts: list[Host], folder: Path, monkeypatch: pytest.MonkeyPatch) -> rankcall.Run:

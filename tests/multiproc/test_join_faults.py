@@ -6,12 +6,14 @@ five plain steps, milliseconds on such a machine; forty times what that took is 
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import joinfaults
+import joinloops
 import pytest
-from joinfaults import SCENARIOS, killed, run_scenarios, store_host_fails
+from joinrun import run_scenarios
+from once import once
 from ranks import run_ranks, try_ranks
 
 from rankcall.rundir import host_name
@@ -20,10 +22,11 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]  # for a busy mac
 SOON_S, SLOWED = 2.0, 40
 
 
-@cache
+@once
 def outcomes() -> list[dict[str, Any]]:
-    """Run all scenarios, once, on the same three ranks; return what each rank says of them."""
-    return run_ranks(run_scenarios, 3, list(SCENARIOS), init=False, timeout=300)
+    """Run all scenarios on the same three ranks; return what each rank says of them."""
+    scenarios = [*joinfaults.SCENARIOS, *joinloops.SCENARIOS]
+    return run_ranks(run_scenarios, 3, scenarios, init=False, timeout=300)
 
 
 def outcome(name: str) -> list[dict[str, Any]]:
@@ -160,7 +163,7 @@ def test_ranks_that_share_data_run_dry_together() -> None:
 @pytest.mark.parametrize("where", ["ddp", "fsdp", "shadowing"])
 def test_a_killed_rank_is_named(where: str) -> None:
     """Each survivor names the rank that is gone, and only that."""
-    first, dead, last = try_ranks(killed, 3, where, timeout=300)
+    first, dead, last = try_ranks(joinfaults.killed, 3, where, timeout=300)
     assert dead.exitcode == -9
     for each in (first, last):
         assert each.ok, each
@@ -171,7 +174,9 @@ def test_a_killed_rank_is_named(where: str) -> None:
 
 def test_the_store_ends_with_the_rank_that_fails(tmp_path: Path) -> None:
     """The cause is heard all the same: the rank lingers until it is."""
-    first, *others = try_ranks(store_host_fails, 3, str(tmp_path), init=False, timeout=300)
+    first, *others = try_ranks(
+        joinfaults.store_host_fails, 3, str(tmp_path), init=False, timeout=300
+    )
     assert first.exitcode == 7
     for each in others:
         assert each.ok, each

@@ -10,15 +10,6 @@ from ranks import run_ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.multiproc]
 
 
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    """Skip without a GPU; asked when a test is about to run, because it imports torch."""
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU here")
-
-
 def fails_on_nccl(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 1 fails while rank 0 waits for its gradients."""
     import torch

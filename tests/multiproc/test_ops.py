@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-import opcases
 import pytest
-from oprun import CAPTURES, Recorded, recorded_run
+from oprun import CAPTURES, CASES, Recorded, recorded_run
 from world import differences
 
 pytestmark = pytest.mark.multiproc
 
-NAMES = [case.__name__ for case in opcases.CASES]
+FILES = {case.__name__: case.__code__.co_filename for case in CASES}
 
 
 @pytest.fixture(params=CAPTURES)
@@ -25,14 +24,16 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return recorded_run(request.param, tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FILES)
 def test_op(recorded: Recorded, name: str) -> None:
     """Every column of every record of a case is right, on all ranks and groups, and its results."""
     wrong = []
     for rank, parts in enumerate(recorded.parts):
-        for part in (part for part in parts if part["case"] == name):
+        mine = [part for part in parts if part["case"] == name]
+        assert mine, f"rank {rank} did not run {name}"
+        for part in mine:
             rows = recorded.rows[rank][part["first"] : part["last"]]
-            found = differences(part["expected"], rows, opcases.__file__)
+            found = differences(part["expected"], rows, FILES[name])
             found += [part["problem"]] if part["problem"] else []
             wrong += [f"rank {rank}, group {part['group']}: {each}" for each in found]
     assert not wrong, "\n".join(wrong)

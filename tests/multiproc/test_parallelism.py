@@ -9,6 +9,7 @@ from typing import Any
 import programs
 import pytest
 import witness
+from once import once
 from ranks import run_ranks
 from world import plain
 
@@ -36,36 +37,30 @@ class Told:
         return Counter((row["op"], int(row["call_site"].rpartition(":")[2])) for row in rows[:-1])
 
 
-_told: dict[str, dict[str, Told]] = {}
-_failed: set[str] = set()
+@once
+def outcomes(capture: str, factory: pytest.TempPathFactory) -> dict[str, Told]:
+    """Return each program's outcome; all ran within one set of ranks."""
+    folder = factory.mktemp(capture)
+    env = {"RANKCALL_CAPTURE": capture, **witness.ARMED}
+    names = list(programs.PROGRAMS)
+    said = run_ranks(programs.run_programs, RANKS, str(folder), names, True, env=env, timeout=80)
+    told = {}
+    for name in names:
+        run = load(folder / name)
+        rows = [plain(row) for row in run.records.to_dicts()]
+        told[name] = Told(
+            [each[name]["value"] for each in said],
+            [[row for row in rows if row["rank"] == rank] for rank in range(RANKS)],
+            [each[name]["torch_saw"] for each in said],
+            run,
+        )
+    return told
 
 
 @pytest.fixture(params=CAPTURES)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function from a program's name to its outcome; all ran within one set of ranks."""
-    capture = request.param
-    if capture in _failed:
-        pytest.skip(f"the {capture} run failed, in the first test that wanted it")
-    if capture not in _told:
-        _failed.add(capture)
-        folder = tmp_path_factory.mktemp(capture)
-        env = {"RANKCALL_CAPTURE": capture, **witness.ARMED}
-        names = list(programs.PROGRAMS)
-        said = run_ranks(
-            programs.run_programs, RANKS, str(folder), names, True, env=env, timeout=80
-        )
-        _told[capture] = {}
-        for name in names:
-            run = load(folder / name)
-            rows = [plain(row) for row in run.records.to_dicts()]
-            _told[capture][name] = Told(
-                [each[name]["value"] for each in said],
-                [[row for row in rows if row["rank"] == rank] for rank in range(RANKS)],
-                [each[name]["torch_saw"] for each in said],
-                run,
-            )
-        _failed.remove(capture)
-    return _told[capture].__getitem__
+    """Return a function from a program's name to its outcome."""
+    return outcomes(request.param, tmp_path_factory).__getitem__
 
 
 @pytest.mark.parametrize("name", list(programs.PROGRAMS))

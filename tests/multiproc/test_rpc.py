@@ -10,16 +10,11 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks, try_ranks
-from rpcgroup import BACKENDS, blocks, come_up, hurry, metrics
+from rpcgroup import BACKENDS, backend, blocks, come_up, hurry, metrics
 from world import wait_until
 
+__all__ = ["backend"]  # a fixture
 pytestmark = pytest.mark.multiproc
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Run on both back ends."""
-    return str(request.param)
 
 
 # --- what works

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks, try_ranks
-from rpcgroup import BACKENDS, aside, come_up, names
+from rpcgroup import aside, backend, come_up, names
 from world import wait_until
 
+__all__ = ["backend"]  # a fixture
 pytestmark = pytest.mark.multiproc
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Run on both back ends."""
-    return str(request.param)
 
 
 def _all_call_all(rank: int, world_size: int, backend: str, first_leaves_first: bool) -> Any:

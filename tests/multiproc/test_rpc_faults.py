@@ -12,17 +12,12 @@ from typing import Any
 
 import pytest
 from ranks import Result, run_ranks, try_ranks
-from rpcgroup import BACKENDS, aside, blocks, come_up, hurry, metrics, names, sockets, threads
+from rpcgroup import aside, backend, blocks, come_up, hurry, metrics, names, sockets, threads
 from world import wait_until
 
+__all__ = ["backend"]  # a fixture
 pytestmark = pytest.mark.multiproc
 SLOW_TENSORPIPE = ["ZMQ", pytest.param("TENSORPIPE", marks=pytest.mark.slow)]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Run on both back ends."""
-    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -9,19 +9,10 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
-from rpcgroup import BACKENDS, come_up
+from rpcgroup import backend, come_up
 
+__all__ = ["backend"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.multiproc]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """Run on both back ends; skip without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU here")
-    return str(request.param)
 
 
 def _where(tensor: Any) -> tuple[str, Any]:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import all_at, attempt, hosted
+from hosting import LONG, all_at, attempt, hosted
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
-LONG = 60.0
 EXAMPLE = Path(__file__).parents[2] / "examples/barrier_missing.py"
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hosting import all_at, attempt, hosted
+from ports import free_port
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -30,13 +30,6 @@ def _failing_over(rank: int, world_size: int, hosts: list[str], first: int, fold
     all_at(folder, "done", rank, world_size)  # rank 1 hosts the store that they read from last
     assert got == [[b"%d" % (one + turn) for one in range(world_size)] for turn in range(6)]
     return client.moves
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_survivors_go_on_with_the_next_host(tmp_path: Path) -> None:

@@ -8,17 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import all_at, attempt, await_ranks, connect, hosted
+from hosting import LONG, all_at, attempt, await_ranks, connect, hosted, patience
 from ranks import run_ranks, try_ranks
 
+__all__ = ["patience"]  # a fixture
 pytestmark = pytest.mark.multiproc
-LONG = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let those who outlive a rank take their time."""
-    monkeypatch.setattr("rankcall.testing._ranks.GRACE_S", LONG)
 
 
 def _led(client: Any, rank: int, world_size: int, size: int, timeout: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import nvtx_tool
 import pytest
 import tracecases
+from once import once
 from ranks import run_ranks
 from world import SUBGROUPS, World
 
@@ -46,34 +47,27 @@ class Told:
     ended: float
 
 
-_told: dict[str, Told] = {}
-_failed: set[str] = set()
+@once
+def traced_run(capture: str, factory: pytest.TempPathFactory) -> Told:
+    """Return a capture's run of all cases."""
+    folder = factory.mktemp(capture)
+    env = {
+        "RANKCALL_CAPTURE": capture, "GPU_SERIAL": 'a"b', "VM_ID": "vm-7",
+        "NVTX_INJECTION64_PATH": str(nvtx_tool.built(folder)),
+        "NVTX_COLLECTED": str(folder / "nvtx"),
+    }  # fmt: skip
+    began = time.time()
+    each = run_ranks(_issue_everything, RANKS, str(folder / "run"), env=env, timeout=240)
+    expected, described, printed, pids = map(list, zip(*each, strict=True))
+    by_pid = nvtx_tool.heard(folder / "nvtx")
+    heard = [by_pid[pid] for pid in pids]
+    return Told(expected, described, printed, heard, folder / "run", began, time.time())
 
 
 @pytest.fixture(params=CAPTURES)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """Return a capture's run of all cases; made once."""
-    capture = request.param
-    if capture in _failed:
-        pytest.skip(f"the {capture} run failed, in the first test that wanted it")
-    if capture not in _told:
-        _failed.add(capture)
-        folder = tmp_path_factory.mktemp(capture)
-        env = {
-            "RANKCALL_CAPTURE": capture, "GPU_SERIAL": 'a"b', "VM_ID": "vm-7",
-            "NVTX_INJECTION64_PATH": str(nvtx_tool.built(folder)),
-            "NVTX_COLLECTED": str(folder / "nvtx"),
-        }  # fmt: skip
-        began = time.time()
-        each = run_ranks(_issue_everything, RANKS, str(folder / "run"), env=env, timeout=240)
-        expected, described, printed, pids = map(list, zip(*each, strict=True))
-        by_pid = nvtx_tool.heard(folder / "nvtx")
-        heard = [by_pid[pid] for pid in pids]
-        _told[capture] = Told(
-            expected, described, printed, heard, folder / "run", began, time.time()
-        )
-        _failed.remove(capture)
-    return _told[capture]
+    """Return the run of a capture."""
+    return traced_run(request.param, tmp_path_factory)
 
 
 def _issue_everything(rank: int, world_size: int, run_dir: str) -> Any:

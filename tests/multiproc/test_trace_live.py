@@ -13,8 +13,8 @@ from typing import Any
 import nvtx_tool
 import pytest
 from launch import Launch, launch
+from ports import free_port
 from ranks import run_ranks, try_ranks
-from test_hosts import free_port
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]  # for what hangs, not what is slow
 WAIT_S = 60.0

@@ -6,15 +6,14 @@ for the bandwidths; ranks are global. ``here()`` stands on the line before each 
 
 from __future__ import annotations
 
-import pickle
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from opcases import Cases, pickled
 
 # Imported before tracing is armed, as a user's script does.
 from torch.distributed import P2POp, all_reduce, irecv, isend
@@ -25,7 +24,8 @@ from torch.distributed.distributed_c10d import (
 )
 from world import Members, World, here
 
-CASES: list[Callable[[Any], None]] = []
+CASES = Cases()
+case = CASES.add
 
 
 class Tell:
@@ -63,18 +63,8 @@ class Tell:
         return self.calls
 
 
-def case(function: Callable[[Tell], None]) -> Callable[[Tell], None]:
-    """List a case."""
-    CASES.append(function)
-    return function
-
-
 def _ones(*size: int) -> torch.Tensor:
     return torch.ones(size)
-
-
-def _pickled(value: Any) -> int:
-    return len(pickle.dumps(value))
 
 
 @case
@@ -112,7 +102,7 @@ def broadcast_object_list(t: Tell) -> None:
     objects: list[Any] = list(sent) if t.rank == root else [None, None]
     line = here()
     dist.broadcast_object_list(objects, src=root, group=t.pg)
-    size = sum(map(_pickled, sent))
+    size = sum(map(pickled, sent))
     t("broadcast_object_list", size, line, S=size, root_rank=root, dtype="uint8")
 
 
@@ -134,7 +124,7 @@ def gather_object(t: Tell) -> None:
     into: list[Any] | None = [None] * t.n if t.rank == root else None
     line = here()
     dist.gather_object("x" * (10 * t.me), into, dst=root, group=t.pg)
-    most = _pickled("x" * (10 * (t.n - 1)))
+    most = pickled("x" * (10 * (t.n - 1)))
     if t.rank == root:
         t("gather_object", most * (t.n - 1), line, S=most * t.n, f=(t.n - 1) / t.n,
           root_rank=root, dtype="uint8")  # fmt: skip
@@ -157,7 +147,7 @@ def scatter_object_list(t: Tell) -> None:
     root, parts = t.ranks[-1], ["x" * (5 * place) for place in range(t.n)]
     line = here()
     dist.scatter_object_list([None], parts if t.rank == root else None, src=root, group=t.pg)
-    most = _pickled(parts[-1])
+    most = pickled(parts[-1])
     if t.rank == root:
         t("scatter_object_list", most * (t.n - 1), line, S=most * t.n, f=(t.n - 1) / t.n,
           root_rank=root, dtype="uint8")  # fmt: skip
@@ -231,7 +221,7 @@ def all_gather_object(t: Tell) -> None:
     n = t.n
     line = here()
     dist.all_gather_object([None] * n, "x" * (3 * t.me), group=t.pg)
-    most = _pickled("x" * (3 * (n - 1)))
+    most = pickled("x" * (3 * (n - 1)))
     t("all_gather_object", most * n, line, S=most * n, f=(n - 1) / n, dtype="uint8")
 
 
@@ -322,7 +312,7 @@ def batch_isend_irecv(t: Tell) -> None:
 def send_recv_object_list(t: Tell) -> None:
     """One description for the lengths and the pickles."""
     first, last, sent = t.ranks[0], t.ranks[-1], ["hello", {"n": t.n}]
-    size = sum(map(_pickled, sent))
+    size = sum(map(pickled, sent))
     if t.rank == first:
         line = here()
         dist.send_object_list(sent, dst=last, group=t.pg)

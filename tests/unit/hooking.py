@@ -1,4 +1,4 @@
-"""What the tests of hooks share: both captures, a group of one, a hook that keeps what it gets."""
+"""What the tests of hooks share: both captures, a group of one, a hook that holds up the rest."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import polars  # noqa: F401  # sets an environment variable, which must not look
 import pytest
 import torch
 import torch.distributed as dist
+from seen import WAIT_S, Seen
 
 from rankcall.hooks import CollectiveStatus
-
-WAIT_S = 20.0  # far more than anything here takes
 
 
 @pytest.fixture(params=["native", "python"], autouse=True)
@@ -42,36 +41,24 @@ def all_reduce(times: int = 1, group: dist.ProcessGroup | None = None) -> None:
         dist.all_reduce(torch.ones(2), group=group)
 
 
-class Seen:
-    """A hook that keeps what it gets, and lets a test wait for it."""
+class Held(Seen):
+    """A hook that keeps what it gets, and holds up the dispatcher until it is let go."""
 
     def __init__(self) -> None:
-        self.statuses: list[CollectiveStatus] = []
-        self._changed = threading.Condition()
+        super().__init__()
+        self._entered, self._gate = threading.Event(), threading.Event()
 
     def __call__(self, status: CollectiveStatus) -> None:
-        with self._changed:
-            self.statuses.append(status)
-            self._changed.notify_all()
+        super().__call__(status)
+        self._entered.set()
+        assert self._gate.wait(WAIT_S)
 
-    def wait(
-        self, enough: int | Callable[[list[CollectiveStatus]], bool]
-    ) -> list[CollectiveStatus]:
-        """Return everything, once there is enough of it."""
-
-        def there() -> bool:
-            if callable(enough):
-                return enough(self.statuses)
-            return len(self.statuses) >= enough
-
-        with self._changed:
-            came = self._changed.wait_for(there, WAIT_S)
-            assert came, f"only {len(self.statuses)}, the last: {self.statuses[-3:]}"
-            return list(self.statuses)
-
-    @property
-    def numbers(self) -> list[int]:
-        return [status.sequence_number for status in self.statuses]
+    def while_held(self, call: Callable[[], object]) -> None:
+        """Issue a collective, ``call`` while it holds up the dispatcher, and let go."""
+        all_reduce()
+        assert self._entered.wait(WAIT_S)
+        call()
+        self._gate.set()
 
 
 def hook_threads() -> list[threading.Thread]:

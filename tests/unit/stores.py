@@ -1,17 +1,36 @@
-"""Stores of every kind for tests, and threads that act as ranks."""
+"""What the tests of stores share: stores of every kind, and threads that act as ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from lag import stopwatch
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
+import rankcall
+
 KINDS = ("tcp", "tcp-without-libuv", "prefix", "file", "hash")
+N = 4
 WAIT_S = 30.0
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Run on every kind of store."""
+    return str(request.param)
+
+
+@pytest.fixture
+def clients(kind: str, tmp_path: Path) -> list[Store]:
+    """Return four clients of one store."""
+    return stores_of(kind, N, tmp_path)
 
 
 def stores_of(kind: str, count: int, folder: Path) -> list[Store]:
@@ -36,6 +55,20 @@ def keys_of(store: Store) -> list[str]:
     """Return the keys of a store that are ours or the user's."""
     listed: list[str] = store.list_keys()
     return sorted(key for key in listed if "efcount" not in key)
+
+
+def generations(store: Store, kind: str) -> set[str]:
+    """Return the generations that have keys: of barriers (``b``) or of exchanges (``s``)."""
+    found = (re.search(rf"/rankcall\.{kind}0/\d+/[a-z]+(\d+)", key) for key in keys_of(store))
+    return {match.group(1) for match in found if match and "/w" not in match.group()}
+
+
+def until_key(store: Store, part: str) -> None:
+    """Wait until there is a key that contains ``part``: another thread has come."""
+    deadline = time.monotonic() + WAIT_S
+    while not any(part in key for key in keys_of(store)):
+        assert time.monotonic() < deadline, f"no key contains {part!r}"
+        time.sleep(0.001)
 
 
 def threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -63,7 +96,7 @@ def ranks(call: Callable[[int], Any], which: Sequence[int] | int) -> list[Any]:
     return threads([lambda rank=rank: call(rank) for rank in numbers])
 
 
-@contextmanager
+@contextlib.contextmanager
 def meanwhile(call: Callable[[], Any]) -> Iterator[list[Any]]:
     """Run a call beside the block; its outcome is in the list after it."""
     outcome: list[Any] = []
@@ -72,3 +105,18 @@ def meanwhile(call: Callable[[], Any]) -> Iterator[list[Any]]:
     yield outcome
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def come(call: Callable[[int], Any], which: Sequence[int]) -> list[Any]:
+    """Let ranks come to a barrier in vain, then again: then all of them have come."""
+    for rank in which:
+        with contextlib.suppress(rankcall.BarrierTimeout, rankcall.WorldMismatch):
+            call(rank)
+    return ranks(call, which)
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """Return what a call raised, and after how long on an idle machine."""
+    with stopwatch() as took, pytest.raises(rankcall.BarrierTimeout) as caught:
+        call()
+    return caught.value, took[0]

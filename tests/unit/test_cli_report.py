@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torchless import without_torch
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall import cli
@@ -172,14 +173,7 @@ def test_a_terminal_without_unicode(run: Path) -> None:
 
 def test_reading_imports_no_torch(run: Path) -> None:
     """The report works where torch is not installed, and does not wait for it where it is."""
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from rankcall.cli import main\n"
-        f"assert main(['report', {str(run)!r}]) == 0\n"
-        "assert 'polars' not in sys.modules"
-    )
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, timeout=60)
+    done = without_torch("report", run, then="assert 'polars' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 

@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ring_fuzz import SHAPE, Damage, apply, body, damages, sound_bytes
+from torchless import without_torch
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
@@ -221,19 +220,13 @@ def test_problems_are_told(small: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_stdout_and_no_torch(small: Path) -> None:
     """``-o -`` writes to a pipe; torch is not needed; a closed pipe is no error."""
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from rankcall.cli import main\n"
-        f"sys.exit(main(['export', '--to', 'jsonl', '-o', '-', {str(small)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    export = ("export", "--to", "jsonl", "-o", "-", small)
+    done = without_torch(*export)
     assert (done.returncode, done.stderr) == (0, b"")
     assert len([json.loads(line) for line in done.stdout.splitlines()]) == 9
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=60
-    )
+    done = without_torch(*export, stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import chromium
+from torchless import without_torch
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
@@ -387,10 +387,6 @@ def test_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_torch(tmp_path: Path) -> None:
     """The page is made where torch is not."""
     run = write_world(tmp_path / "run", late(1, PAIR))
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from rankcall.cli import main\n"
-        f"sys.exit(main(['report', {str(run)!r}, '--html', {str(tmp_path / 'r.html')!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    done = without_torch("report", run, "--html", tmp_path / "r.html")
     assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "r.html").read_text(encoding="utf-8").endswith("</html>")

@@ -6,7 +6,6 @@ the order of the steps is the schedule. A process is what it remembers: swapping
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stores import keys_of
+from stores import generations
 from torch.distributed import HashStore
 
 from rankcall import BarrierTimeout, WorldMismatch
@@ -79,12 +78,6 @@ class Processes:
             memory.clear()
             memory.update(_member._members)
             _member._members.clear()
-
-
-def generations(store: HashStore, kind: str) -> set[str]:
-    """Return the generations that have keys."""
-    found = (re.search(rf"/rankcall\.{kind}0/\d+/[a-z]+(\d+)", key) for key in keys_of(store))
-    return {match.group(1) for match in found if match and "/w" not in match.group()}
 
 
 @pytest.fixture(params=[31, 2])

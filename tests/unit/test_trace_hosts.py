@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from test_trace_sinks import Clock
+from tracing import Clock
 
 from rankcall.trace.hosts import Hosts, ranks_of_this_node
 

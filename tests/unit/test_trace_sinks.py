@@ -1,59 +1,24 @@
-"""Switches, lines, files and the guard round a sink, without a job."""
+"""Switches, lines, files, the guard round a sink, and sinks by name, without a job."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
+from tracing import Clock, no_file_beyond, origin, some
 
-from rankcall.trace import JsonLines, MemorySink, Mode, Origin, Stdout
+from rankcall.errors import ExtraMissing
+from rankcall.trace import JsonLines, MemorySink, Mode, OpenTelemetry, Origin, Prometheus, Stdout
 from rankcall.trace.descriptions import Descriptions, Kind, Teller
-from rankcall.trace.sinks import names
+from rankcall.trace.sinks import extras, names
 from rankcall.trace.sinks.base import RETRY_SECONDS, Guarded
 from rankcall.trace.switches import settle
-
-HOSTILE = 'a "quoted" </script>\n\\ \u2028 \x07 é.py:1'
-
-
-def some(count: int = 3, first: int = 0, **columns: Any) -> Descriptions:
-    """Make descriptions with every kind of value in them."""
-    at = np.arange(first, first + count)
-    known: dict[str, Any] = {
-        "kind": at % 2,
-        "message_size": at * 1000,
-        "device": np.where(at % 3 == 0, -1, at % 3).astype(np.int16),
-        "issued_ns": 1_700_000_000_000_000_000 + at * 400_000_000,
-        "peer_rank": np.where(at % 4 == 1, at % 5, -1),
-        "root_rank": np.where(at % 4 == 2, at % 5, -1),
-        "correlation_id": np.where(at % 4 == 3, at + 7, 0),
-        "seq": at + 1,
-        "dtype": (at % 26).astype(np.uint8),
-        "duration_ms": np.where(at % 7 == 6, np.nan, at * 1e-6),
-        "algbw_gbps": np.where(at % 7 == 6, np.nan, 1 / (at + 1e-9)),
-        "busbw_gbps": np.where(at % 7 >= 5, np.nan, 1e-12 * at),
-        "step": at // 10,
-        "in_flight": at % 7 == 6,
-        "failed": np.zeros(count, np.bool_),
-        "prints": at % 2 == 0,
-        "first": np.ones(count, np.bool_),
-    }
-    kinds = (
-        Kind("all_reduce", HOSTILE, "0", (0, 1, 2)),
-        Kind("send", "b.py:2", HOSTILE, tuple(range(100))),
-    )
-    return Descriptions(Teller(3, 'g"p', "vm"), kinds, {**known, **columns})
-
-
-def origin(tmp_path: Path | None = None, rank: int = 3) -> Origin:
-    """Say whose they are."""
-    return Origin(rank, 4, rank, 1, "node/a", tmp_path, lambda: some(0))
 
 
 @pytest.mark.parametrize("text", ["all", "All", " ALL ", Mode.ALL])
@@ -178,14 +143,9 @@ def test_a_disk_that_fills(tmp_path: Path) -> None:
     sink.open(origin())
     sink.write(some(10))
     whole = sink.path.read_bytes()  # type: ignore[union-attr]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     batch = some(10, first=10)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 500, hard))
-    try:
-        with pytest.raises(OSError, match="large"):
-            sink.write(batch)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_file_beyond(len(whole) + 500), pytest.raises(OSError, match="large"):
+        sink.write(batch)
     assert sink.path.read_bytes() == whole  # type: ignore[union-attr]
     sink.write(batch)
     sink.close()
@@ -201,16 +161,6 @@ def test_a_full_device_is_reported_as_such() -> None:
     with pytest.raises(OSError, match="No space left"):
         sink.write(some())
     sink.close()
-
-
-class Clock:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Fails(MemorySink):
@@ -307,3 +257,16 @@ def test_sinks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         names.made("csv")
     with pytest.raises(TypeError, match="'no-sink' has no open, write and close: dict"):
         names.made("no-sink")
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the sink is made, not in the middle of the job."""
+
+    def gone(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(extras.importlib, "import_module", gone)
+    with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[prometheus\]'"):
+        Prometheus()
+    with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[otel\]'"):
+        OpenTelemetry()

@@ -1,0 +1,130 @@
+"""In torch's place: what its own functions get wrong, and its code with ours."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from stores import clients, keys_of, kind, meanwhile, ranks, until_key
+from torch.distributed import DistStoreError, HashStore, Store
+from torch.distributed.elastic.utils import store as model
+
+import rankcall
+from rankcall import store as ours
+
+__all__ = ["clients", "kind"]  # fixtures
+
+
+# --- the model's defects ---
+
+
+def test_a_prefix_serves_more_than_once() -> None:
+    """The model lets one rank pass alone where the prefix was used before."""
+    for barrier, passes in ((model.barrier, True), (ours.barrier, False)):
+        store = HashStore()
+        assert ranks(lambda rank, b=barrier, s=store: b(s, 2, "p", 5, rank), 2) == [None, None]
+        (again,) = ranks(lambda rank, b=barrier, s=store: b(s, 2, "p", 0.2, rank), 1)
+        assert (again is None) is passes
+
+
+@pytest.mark.parametrize("which", [model.store_timeout, ours.store_timeout])
+def test_a_timeout_is_put_back_after_an_error(which: Any) -> None:
+    """The model leaves the short timeout behind."""
+    store = HashStore()
+    before = store.timeout  # type: ignore[attr-defined]
+    with pytest.raises(KeyError), which(store, 5):
+        raise KeyError
+    after = store.timeout  # type: ignore[attr-defined]
+    assert (after == before) is (which is ours.store_timeout)
+
+
+def test_store_timeout_nests(clients: list[Store]) -> None:
+    """Each level puts back what it found."""
+    store: Any = clients[1]
+    seen = [store.timeout]
+    with ours.store_timeout(store, 7):
+        with ours.store_timeout(store, 3):
+            seen.append(store.timeout)
+        seen.append(store.timeout)
+    assert seen[1:] == [timedelta(seconds=3), timedelta(seconds=7)]
+    assert store.timeout == seen[0]
+
+
+def test_the_stores_timeout_is_never_touched(clients: list[Store]) -> None:
+    """After a barrier, in time or not, and meanwhile, the store's timeout is what it was."""
+    store: Any = clients[0]
+    store.set_timeout(timedelta(seconds=77))
+    with meanwhile(lambda: ours.barrier(store, 2, "never", 0.5, 0)) as outcome:
+        until_key(clients[1], "never")
+        while not outcome:
+            assert store.timeout == timedelta(seconds=77)
+            time.sleep(0.001)
+    assert isinstance(outcome[0], rankcall.BarrierTimeout)
+    assert store.timeout == timedelta(seconds=77)
+
+
+def test_the_timeout_is_what_it_was_after_any_outcome(clients: list[Store]) -> None:
+    """Whichever function, and however it ends."""
+    store: Any = clients[0]
+    store.set_timeout(timedelta(seconds=77))
+    clients[1].set("x0", "")
+    clients[1].set("x1", "")
+    for call in (
+        lambda: ours.barrier(store, 1, "p", 20, 0),
+        lambda: ours.barrier(store, 2, "q", 0.05, 0),
+        lambda: ours.barrier(store, 2, "q", 0.05),
+        lambda: ours.synchronize(store, b"", 0, 1, "p", 20),
+        lambda: ours.synchronize(store, b"", 0, 2, "q", 0.05),
+        lambda: ours.get_all(store, 1, "x", 2, timeout=20),
+        lambda: ours.get_all(store, 1, "y", 2, timeout=0.05),
+        lambda: ours.rollcall(store, 0, 2, timeout=0.05),
+        lambda: ours.clean_up(store, "q", 2),
+    ):
+        with contextlib.suppress(rankcall.BarrierTimeout):
+            call()
+        assert store.timeout == timedelta(seconds=77)
+
+
+# --- ours for theirs ---
+
+
+@pytest.mark.parametrize("name", ["barrier", "get_all", "store_timeout", "synchronize"])
+def test_positional_arguments_are_the_models(name: str) -> None:
+    """Names, order and defaults are torch's; what is new is keyword-only."""
+    theirs = inspect.signature(getattr(model, name)).parameters
+    mine = inspect.signature(getattr(ours, name)).parameters
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in mine.values() if each.kind in kinds]
+    assert [(each.name, each.default) for each in positional] == [
+        (each.name, each.default) for each in theirs.values()
+    ]
+
+
+def test_install_is_undone() -> None:
+    """While it is installed torch's names are ours; afterwards they are what they were."""
+    import torch.distributed.elastic.utils.distributed as distributed
+
+    names = ("barrier", "get_all", "store_timeout", "synchronize")
+    before = [getattr(model, name) for name in names] + [distributed.barrier]
+    with ours.install() as handle:
+        assert model.barrier is distributed.barrier is ours.barrier
+        assert [getattr(model, name) for name in names] == [getattr(ours, name) for name in names]
+        with pytest.raises(RuntimeError, match="installed already"):
+            ours.install()
+    handle.remove()
+    assert [getattr(model, name) for name in names] + [distributed.barrier] == before
+
+
+def test_torchs_own_code_meets_by_ours() -> None:
+    """create_c10d_store's check that all are there, and a second use of one prefix, go through."""
+    from torch.distributed.elastic.utils.distributed import create_c10d_store
+
+    with ours.install():
+        store = create_c10d_store(True, "127.0.0.1", world_size=1, timeout=10)
+        assert any("/rankcall.b0/" in key for key in keys_of(store))
+        with pytest.raises(DistStoreError, match="Timed out waiting on barrier on rank 0"):
+            model.barrier(store, 2, "p", 0.1, 0, str, 1)

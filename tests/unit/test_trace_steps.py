@@ -1,0 +1,60 @@
+"""Step totals, as TensorBoard's writer and a W&B run are told them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+from tracing import finished, origin, some
+
+from rankcall.trace import StepTotals
+
+
+class TensorBoard:
+    """Keeps what a SummaryWriter is told."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[tuple[str, int], float] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        assert (tag, step) not in self.scalars, "a step was written twice"
+        self.scalars[tag, step] = value
+
+
+class WandbRun:
+    """Keeps what a W&B run is told."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.metrics: list[tuple[str, str]] = []
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.metrics.append((name, step_metric))
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
+
+
+def test_step_totals() -> None:
+    """The sums of each step, once each; a step ends when the one after the next has begun."""
+    board, wandb = TensorBoard(), WandbRun()
+    for writer in (board, wandb):
+        sink = StepTotals(writer)
+        sink.open(origin())
+        for first in range(0, 100, 7):
+            sink.write(some(min(7, 100 - first), first))
+        sink.close()
+    sums: dict[tuple[str, int], float] = defaultdict(float)
+    for (name, _), each in finished(some(100)):
+        for whose in (name, "all"):
+            sums[f"rankcall/{whose}/calls", each["step"]] += 1
+            sums[f"rankcall/{whose}/ms", each["step"]] += each["duration_ms"] or 0
+            sums[f"rankcall/{whose}/mib", each["step"]] += each["message_size"] / (1 << 20)
+    assert board.scalars.keys() == sums.keys()
+    assert all(math.isclose(board.scalars[key], sums[key], abs_tol=1e-12) for key in sums)
+    assert wandb.metrics == [("rankcall/*", "rankcall/step")]
+    assert [each["rankcall/step"] for each in wandb.logged] == list(range(10))
+    assert wandb.logged[3]["rankcall/all/calls"] == sums["rankcall/all/calls", 3]
+    with pytest.raises(TypeError, match=r"add_scalar .* log"):
+        StepTotals(object())
