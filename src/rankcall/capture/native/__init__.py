@@ -1,4 +1,4 @@
-"""The native recorder: C++ kernels in front of every c10d op (see recorder.cpp)."""
+"""The native recorder: C++ kernels in front of every c10d op (see kernels.h)."""
 
 from __future__ import annotations
 
