@@ -1,4 +1,4 @@
-// A Work whose end is the return of its wait(): the twin of capture/waited.py.
+// A Work whose end is the return of its wait(): the twin of capture/python/waited.py.
 #pragma once
 
 #include <atomic>
