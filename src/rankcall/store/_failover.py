@@ -8,7 +8,6 @@ new one, where those who were through with it already say so.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store, TCPStore
 
+from rankcall._aside import Aside
 from rankcall.store import _exchange
 from rankcall.store._barrier import barrier
 from rankcall.store._bounded import within
@@ -238,23 +238,17 @@ def _joined(result: Sequence[bytes]) -> bytes:
 
 def _connected(address: str, port: int, seconds: float) -> Store | None:
     """Connect; None where that takes too long, or fails. A stopped host does not hold it up."""
-    made: list[Store] = []
 
-    def connect() -> None:
-        try:
-            made.append(
-                TCPStore(
-                    address, port, is_master=False, wait_for_workers=False,
-                    timeout=timedelta(seconds=max(1.0, seconds)),
-                )
-            )  # fmt: skip
-        except RuntimeError:
-            pass
+    def connect() -> Store:
+        wait = timedelta(seconds=max(1.0, seconds))
+        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
 
-    thread = threading.Thread(target=connect, name="rankcall-store-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not made:
+    helper = Aside(connect, "rankcall-store-connect")
+    if not helper.ended(seconds):
         return None
-    made[0].set_timeout(timedelta(seconds=300))  # as torch's own default
-    return made[0]
+    try:
+        store = helper.result()
+    except RuntimeError:
+        return None
+    store.set_timeout(timedelta(seconds=300))  # as torch's own default
+    return store
