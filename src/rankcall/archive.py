@@ -24,12 +24,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
+from rankcall._hangs import HANGS
 from rankcall.errors import CorruptRun
 from rankcall.processes import EXITS, STATES
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tgz", ".tar")
-FOLDERS = ("rings", EXITS, STATES)
-HANGS = "hangs"  # the only folder with folders in it
+FOLDERS = ("rings", EXITS, STATES)  # without folders in them, unlike HANGS
 _META = "run.json"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(

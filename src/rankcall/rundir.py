@@ -6,6 +6,7 @@
     rankcall-runs/20261121T034130-train_digits/
         run.json                                    what was started, where and when
         rings/rank-00003.attempt-0.node-a.4711.ring one file per rank and attempt
+        hangs/0001/                                 what the watcher said of a hang
     /dev/shm/rankcall-<uid>/<run>-<hash>/           the same files while their processes live
 
 Rings are written on tmpfs, because a page of a disk file can block its writer; ``settle`` moves
@@ -30,6 +31,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rankcall._hangs import Object, kept, settle_hangs
 from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.record import RECORD
 from rankcall.ring.header import parse_header
@@ -119,6 +121,8 @@ def settle(path: Path) -> list[Path]:
                 moved.append(_move(ring, path / "rings" / ring.name))
         except (OSError, CorruptRun):
             continue
+    if not any(source.glob("*.ring")):
+        settle_hangs(source, path)
     for folder in (source, source.parent):
         try:
             folder.rmdir()
@@ -219,6 +223,11 @@ def ring_paths(path: Path) -> list[Path]:
             for ring in sorted(place.glob("*.ring")):
                 found.setdefault(ring.name, ring)
     return list(found.values())
+
+
+def kept_hangs(path: Path) -> list[Object]:
+    """Return the verdicts that a job's watcher kept, oldest first; see ``_hangs``."""
+    return kept(path, live_dir(path)) if path.is_dir() else []
 
 
 def run_about(path: Path, problems: list[str]) -> dict[str, Any]:

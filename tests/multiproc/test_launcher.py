@@ -66,6 +66,7 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     assert place.name.endswith("-job")
     about = json.loads((place / "run.json").read_text())
     assert about["command"][:2] == ["--nproc-per-node=2", "job.py"]
+    assert about["hang_after_s"] == 60.0
     recorded = load(place)
     assert recorded.problems == []
     assert ops(recorded) == [(0, 0, "all_reduce"), (0, 1, "all_reduce")]

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from world import wait_until
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.run import load
+from rankcall.rundir import settle
 from rankcall.testing import FaultPlan, spawn_ranks, start_ranks
 from rankcall.watch import ABORT_STATUS
 
@@ -83,6 +85,24 @@ def _called_back(rank: int, world_size: int, folder: str) -> None:
 
     watch.start(hang_after=HANG_AFTER_S, on_hang=told)
     plain(rank, world_size, FaultPlan())
+
+
+def test_a_function_where_the_run_cannot_be_written(tmp_path: Path) -> None:
+    """It is called all the same, and the verdict is found: a full disk hangs jobs, too."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "hangs").write_text("in the way")
+    told = [tmp_path / f"told.{rank}" for rank in range(3)]
+    with start_ranks(_called_back, 3, str(tmp_path), faults=HANG, run_dir=run):
+        wait_until(lambda: all(_text(file) for file in told))
+    assert {file.read_text() for file in told} == {"[('missing', (1,))]"}
+    (kept,) = diagnose(load(run), HANG_AFTER_S).kept
+    assert kept.causes == (("missing", (1,)),)
+    assert kept.stacks == 3
+    (run / "hangs").unlink()
+    settle(run)
+    (moved,) = diagnose(load(run), HANG_AFTER_S).kept
+    assert moved == replace(kept, place=str(run / "hangs/0001"))
 
 
 def _text(file: Path) -> str:
@@ -220,3 +240,31 @@ def test_the_host_of_the_store(tmp_path: Path, two_nodes: Any, how: str) -> None
     assert _causes(verdict)[0] == ("missing", [3])
     assert {rank for _, ranks in _causes(verdict) for rank in ranks} <= {0, 3}
     assert any("store cannot be reached" in text for text in verdict["problems"])
+
+
+def _in_another_time(rank: int, world_size: int, run_dir: str) -> None:
+    """Hang for rank 3, on a node whose clock is an hour behind the first one's."""
+    import torch
+    import torch.distributed as dist
+
+    from rankcall import watch
+
+    if rank >= 2:
+        epoch_ns, epoch = time.time_ns, time.time
+        time.time_ns, time.time = lambda: epoch_ns() - 3600 * 10**9, lambda: epoch() - 3600
+    watch.start(hang_after=HANG_AFTER_S, run_dir=run_dir)
+    for _ in range(10):
+        dist.all_reduce(torch.ones(1))
+    if rank == 3:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_clocks_an_hour_apart(tmp_path: Path, two_nodes: Any) -> None:
+    """Two nodes whose clocks do not agree do, and say it once."""
+    run = tmp_path / "run"
+    with start_ranks(_in_another_time, 4, str(run), env=two_nodes) as ranks:
+        wait_until(lambda: len(list(run.glob("hangs/0001/stacks/*"))) == 4)
+    (verdict,) = _verdicts(run)
+    assert _causes(verdict) == [("missing", [3])]
+    assert sum(each.stderr.count("kept with all stacks in") for each in ranks.results) == 1

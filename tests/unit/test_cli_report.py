@@ -99,7 +99,8 @@ def test_what_stopped_the_run_comes_first(
     calls = [*together(1, [0, 3 * MS], 4 * MS, PAIR), *together(2, [5 * MS, 6 * MS], 7 * MS, PAIR)]
     if not ended:
         calls.append(Call(0, 3, 8 * MS, None, line=17))
-    run = write_world(tmp_path / "run", calls, closed=lambda rank: ended)
+    beats = None if ended else dict.fromkeys(range(2), (5000 * MS, 5000 * MS))
+    run = write_world(tmp_path / "run", calls, closed=lambda rank: ended, beats=beats)
     assert main(["report", str(run)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     late = out.index("Rank 1 (node-a) came last in 100 % of 2 collectives")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,71 @@ def test_nobody_is_hung_before_the_threshold(tmp_path: Path) -> None:
     found = look(tmp_path, WAITING, states={}, seconds=59)
     assert (found.findings, found.verdict) == ([], "healthy")
     words = " ".join(render(found).split())
-    assert "longest call has been in flight for 59 s: before 60 s (--hang-after" in words
+    assert "has been in flight for 59 s; it counts as hung from 60 s on (--hang-after 60)." in words
+
+
+def test_all_killed_at_once(tmp_path: Path) -> None:
+    """Nobody is to blame for where the others were; that the job was killed is told."""
+    gone = dict.fromkeys(range(4), "gone")
+    in_user_code = [*BEFORE, *stuck(WORLD, 4, (0, 1, 3), 69 * S + 900 * MS, line=7)]
+    in_one_call = [*BEFORE, *stuck(WORLD, 4, (0, 1, 2, 3), 69 * S + 900 * MS, line=7)]
+    for name, calls in (("apart", in_user_code), ("in one", in_one_call), ("idle", BEFORE)):
+        beats = dict.fromkeys(range(4), 70.0)
+        found = look(tmp_path / name, calls, seconds=75, states=gone, beats=beats)
+        assert said(found) == [("dead", (0, 1, 2, 3))], name
+        assert found.findings[0].confidence == "likely"
+        assert "ended together; nobody noted how" in found.findings[0].summary
+    copied = look(tmp_path / "copied", in_user_code, seconds=70)
+    assert said(copied) == [("dead", (0, 1, 2, 3))]
+    assert copied.findings[0].confidence == "possible"
+
+
+def test_killed_in_a_hang(tmp_path: Path) -> None:
+    """Who hung the job is named, where it had hung for longer than a step before the end."""
+    gone, beats = dict.fromkeys(range(4), "gone"), dict.fromkeys(range(4), 70.0)
+    found = look(tmp_path, WAITING, seconds=75, states=gone, beats=beats)
+    assert said(found) == [("missing", (2,))]
+
+
+def test_told_to_end(tmp_path: Path) -> None:
+    """A job that its launcher ended was healthy; how its ranks ended is told."""
+    folder = tmp_path / "run"
+    write_world(folder, BEFORE, closed=lambda rank: False)
+    for rank in range(4):
+        note_exit(folder, Exit(rank, 0, "node-a", 1000 + rank, -15, HERE + S, by_launcher=True))
+    found = diagnose(load(folder), state_of=lambda header: "gone", now_ns=lambda: START + 9 * S)
+    assert found.verdict == "healthy"
+    assert "4 were ended by the launcher." in " ".join(render(found).split())
+
+
+def test_all_who_are_stopped_can_be_let_go_on(tmp_path: Path) -> None:
+    """The advice is a command for all of them, host by host."""
+    hosts = {0: "node-a", 1: "node-b", 2: "node-b", 3: "node-a"}
+    found = look(tmp_path, WAITING, states=dict.fromkeys((1, 2), "stopped"), hosts=hosts)
+    assert said(found) == [("stopped", (1, 2))]
+    assert found.findings[0].advice == "kill -CONT 1001 1002 on node-b lets them go on."
+    apart = look(tmp_path / "apart", WAITING, states=dict.fromkeys((2, 3), "stopped"), hosts=hosts)
+    assert apart.findings[0].advice == (
+        "kill -CONT 1002 on node-b, kill -CONT 1003 on node-a lets them go on."
+    )
+
+
+def test_a_stopped_rank_is_told_before_anybody_hangs(tmp_path: Path) -> None:
+    """It is healthy by then; who asks reads who is stopped all the same."""
+    found = look(tmp_path, WAITING, states={2: "stopped"}, seconds=59)
+    assert found.verdict == "healthy"
+    words = " ".join(render(found).split())
+    assert "healthy: 3 ranks go on" in words
+    assert "Rank 2 (node-a, pid 1002) is stopped just now" in words
+
+
+def test_a_declared_phase_is_told(tmp_path: Path) -> None:
+    """Nobody is promised a verdict on a call of a rank that said it takes long."""
+    snapshot = look(tmp_path, WAITING, states={}).snapshot
+    snapshot.ranks = [replace(each, expects="checkpoint") for each in snapshot.ranks]
+    found = Diagnosis("run", snapshot, find(snapshot, 60), 60)
+    assert found.verdict == "healthy"
+    assert "its rank declared to take long" in " ".join(render(found).split())
 
 
 @pytest.mark.parametrize(("later_s", "named"), [(30, 2), (32, 1)])

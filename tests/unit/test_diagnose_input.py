@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_diagnose_culprits import BEFORE, WAITING, WORLD, look, said, stuck
+from test_diagnose_culprits import BEFORE, WAITING, WORLD, S, look, said, stuck
 from worlds import MS, Call, group_of, write_world
 
 from rankcall.analysis.diagnosis import diagnose
@@ -156,6 +156,7 @@ def test_damaged_lists_of_exits(tmp_path: Path, line: bytes) -> None:
 
 def test_one_ring_file_alone(tmp_path: Path) -> None:
     """A single rank's file says what it waits for; who is not there stays unknown."""
-    run = write_world(tmp_path / "run", WAITING, closed=lambda rank: False)
+    beats = dict.fromkeys(range(4), (70 * S, 70 * S))
+    run = write_world(tmp_path / "run", WAITING, closed=lambda rank: False, beats=beats)
     found = diagnose(load(next((run / "rings").glob("rank-00000*")))).findings
     assert [(each.kind, each.confidence) for each in found] == [("missing", "possible")]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worlds import MS, group_of, together, write_world
+from worlds import MS, START, group_of, together, write_world
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
 from rankcall.run import load
@@ -46,6 +48,18 @@ def test_straggler_with_clocks_apart(tmp_path: Path) -> None:
     assert look(tmp_path / "healthy", 8, 200, **options).findings == []
     found = look(tmp_path / "late", 8, 200, straggler=5, straggler_ms=5.0, **options).findings
     assert [(each.kind, each.ranks) for each in found] == [("straggler", (5,))]
+
+
+def test_nothing_has_ended_yet(tmp_path: Path) -> None:
+    """A job in its first collective is healthy, without a word from numpy."""
+    first = [replace(call, end=None) for call in together(1, [0, 0, 0, 1], MS, WORLD)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = diagnose(
+            load(write_world(tmp_path / "run", first)), state_of=lambda header: "alive",
+            now_ns=lambda: START + 5 * MS,
+        )  # fmt: skip
+    assert (found.verdict, found.findings) == ("healthy", [])
 
 
 def test_two_stragglers(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def node(*ranks: int) -> Snapshot:
     return Snapshot(states, no_calls())
 
 
-def names(snapshot: Snapshot) -> bytes:
+def names(snapshot: Snapshot, before: bytes = b"") -> bytes:
     """Judge by naming the ranks that are known."""
     return repr([state.rank for state in snapshot.ranks if not state.blind]).encode()
 
@@ -63,6 +63,22 @@ def test_two_nodes_agree() -> None:
         assert [each.verdict for each in agreed] == [b"[0, 1, 2, 3]"] * 2
         assert sorted(each.by_me for each in agreed) == [False, True]
         assert shared.get("latest") == str(number).encode()
+
+
+def test_a_judge_knows_the_round_before() -> None:
+    """So that it can put a verdict off once, whichever node judges the next time."""
+    shared = store()
+    seen = []
+
+    def judge(snapshot: Snapshot, before: bytes) -> bytes:
+        seen.append(before)
+        return b"not yet" if before != b"not yet" else names(snapshot)
+
+    found = [
+        Exchange(lambda: shared).agree(node(0, 1, 2, 3), WORLD, judge).verdict for _ in range(3)
+    ]
+    assert found == [b"not yet", b"[0, 1, 2, 3]", b"not yet"]
+    assert seen == [b"", b"not yet", b"[0, 1, 2, 3]"]
 
 
 def test_keys_do_not_pile_up() -> None:

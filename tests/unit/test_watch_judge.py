@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_diagnose_culprits import WAITING, S, look, stuck
+from torch.distributed import HashStore
 
+from rankcall._hangs import decode
 from rankcall.analysis.hang.find import settles_in
-from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.analysis.state.snapshot import RankState, Snapshot
 from rankcall.ring.tables import Group
+from rankcall.watch import _verdict
+from rankcall.watch._exchange import Exchange
 from rankcall.watch._judge import Judge
 
 PAIR = Group("1", 0, "gloo", "pair", (2, 3))
@@ -67,3 +74,64 @@ def test_a_leader_looks_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(judge, "_stand", lambda headers: early)
     nobody: Any = {}
     assert [judge.look(nobody, 7, False) for _ in range(2)] == [False, True]
+
+
+def test_several_nodes_look_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who judges for all puts the verdict off, once, whichever node judges the next time."""
+    shared = HashStore()
+    halves = {0: (0, 1), 1: (2, 3)}
+    views = [
+        look(tmp_path / str(seconds), TURNS, states={}, seconds=seconds).snapshot
+        for seconds in (70, 74)
+    ]
+
+    def half(of: Snapshot, node: int) -> Snapshot:
+        ranks = [
+            state if state.rank in halves[node] else RankState(state.rank, blind=True)
+            for state in of.ranks
+        ]
+        mine = of.calls[np.isin(of.calls["rank"], halves[node])]
+        return replace(of, ranks=ranks, calls=mine)
+
+    judges = [Judge(tmp_path / f"run{node}", 60.0) for node in halves]
+    for node, judge in enumerate(judges):
+        shown = [half(view, node) for view in views]
+        monkeypatch.setattr(judge, "_stand", lambda headers, shown=shown: shown.pop(0))
+        monkeypatch.setattr(judge, "_exchange", Exchange(lambda: shared))
+    nobody: Any = {}
+
+    def look_all() -> list[bool]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda each: each.look(nobody, time.monotonic_ns(), True), judges))
+
+    began = time.monotonic()
+    assert look_all() == [False, False]
+    assert all(judge.next_look >= began + 3.0 for judge in judges)
+    assert look_all() == [True, True]
+    for node in halves:
+        (verdict,) = _verdict.written(tmp_path / f"run{node}")
+        assert [(each["kind"], each["ranks"]) for each in verdict["findings"]] == [
+            ("deadlock", [2, 3])
+        ]
+    assert capsys.readouterr().err.count("kept with all stacks in") == 1
+
+
+def test_nodes_whose_clocks_are_an_hour_apart_say_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a verdict has been told does not hang on when the other node says that it was."""
+    judge = Judge(tmp_path / "run", 60.0)
+    whole = look(tmp_path / "world", WAITING, states={}).snapshot
+    part = replace(whole, ranks=[*whole.ranks[:3], RankState(3, blind=True)])
+    monkeypatch.setattr(judge, "_stand", lambda headers: part)
+    raw = judge._judge(whole)
+    verdict = decode(raw)
+    hour_ago = {**verdict["hang"], "epoch_ns": verdict["hang"]["epoch_ns"] - 3600 * 10**9}
+    raw = json.dumps({**verdict, "hang": hour_ago}).encode()
+    monkeypatch.setattr(judge, "_together", lambda mine: (raw, False))
+    nobody: Any = {}
+    first_ns = time.monotonic_ns() - 61 * S
+    assert [judge.look(nobody, first_ns, False) for _ in range(3)] == [True, False, False]
+    assert len(_verdict.written(tmp_path / "run")) == 1

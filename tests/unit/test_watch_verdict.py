@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rankcall._hangs import Object, decode, text_of
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.state.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.rundir import live_dir, settle
 from rankcall.watch import _verdict
 
 FOUND = [
@@ -20,11 +22,11 @@ FOUND = [
 ]
 
 
-def verdict(findings: list[Finding], epoch_ns: int = 1) -> _verdict.Object:
+def verdict(findings: list[Finding], epoch_ns: int = 1) -> Object:
     """Return a verdict as a node gets it from another."""
     ranks = [RankState(rank, "node-a", 10 + rank, state=ALIVE) for rank in range(4)]
     made = Diagnosis("run", Snapshot(ranks, no_calls()), findings, 60.0)
-    return _verdict.decode(_verdict.encode(made, {"epoch_ns": epoch_ns}))
+    return {**decode(_verdict.encode(made)), "hang": {"epoch_ns": epoch_ns}}
 
 
 def test_findings_come_back() -> None:
@@ -48,7 +50,7 @@ def test_numbers_and_stacks(tmp_path: Path) -> None:
     (tmp_path / "hangs/0004/verdict.json").write_text("[1, 2")
     assert [each["hang"]["epoch_ns"] for each in _verdict.written(tmp_path)] == [5, 9]
     assert [each["hang"]["epoch_ns"] for each in _verdict.written(tmp_path, 6)] == [9]
-    assert _verdict.text_of(_verdict.written(tmp_path)[0]) == verdict(FOUND)["text"]
+    assert text_of(_verdict.written(tmp_path)[0]) == verdict(FOUND)["text"]
 
 
 def test_of_two_that_say_the_same_one_is_kept(tmp_path: Path) -> None:
@@ -102,8 +104,46 @@ def test_what_is_new() -> None:
     assert _verdict.news([Finding("missing", (2,)), Finding("stopped", (3,))], told)
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"findings": 3}', b"\x80\x04."])
-def test_what_is_no_verdict(raw: bytes) -> None:
-    """It is refused."""
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"findings": 3}',
+        b'{"findings": [], "hang": 7}',
+        b'{"findings": ["x"], "hang": {"epoch_ns": 1}}',
+        b'{"findings": [], "hang": {"epoch_ns": 1e300}}',
+        b'{"findings": [], "hang": {"epoch_ns": Infinity}}',
+        b"[" * 100_000,
+        b"\x80\x04.",
+    ],
+)
+def test_what_is_no_verdict(raw: bytes, tmp_path: Path) -> None:
+    """It is refused, and left out where a run's verdicts are read."""
     with pytest.raises(ValueError, match=r"."):
-        _verdict.decode(raw)
+        decode(raw)
+    place = tmp_path / "hangs/0001"
+    place.mkdir(parents=True)
+    (place / "verdict.json").write_bytes(raw)
+    assert _verdict.written(tmp_path) == []
+
+
+def test_a_run_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk hangs jobs, too: the verdict is kept beside the live rings, then moved."""
+    monkeypatch.setenv("RANKCALL_SHM", str(tmp_path / "shm"))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "hangs").write_text("in the way")
+    place = _verdict.write(run, verdict(FOUND, 5), {2: "Thread 1"}, 0)
+    assert place == live_dir(run) / "hangs/0001"
+    assert [each["hang"]["epoch_ns"] for each in _verdict.written(run)] == [5]
+    settle(run)
+    assert [each["place"] for each in _verdict.written(run)] == [str(place)]
+    (run / "hangs").unlink()
+    settle(run)
+    (kept,) = _verdict.written(run)
+    assert kept["place"] == str(run / "hangs/0001")
+    assert (run / "hangs/0001/stacks/rank-00002.txt").read_text() == "Thread 1\n"
+    assert text_of(kept) == verdict(FOUND)["text"]
+    assert not live_dir(run).exists()

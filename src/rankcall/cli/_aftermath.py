@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rankcall._hangs import text_of
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.cli._engine import Outcome
 from rankcall.errors import RankcallError
@@ -40,7 +41,7 @@ def verdict(run_dir: Path, outcome: Outcome, hang_after: float, began_ns: int) -
     if ABORT_STATUS in outcome.failed.values():
         told = _verdict.written(run_dir, began_ns)
         if told:
-            return f"{_verdict.text_of(told[-1])}\nthe watcher ended the job: {told[-1]['place']}"
+            return f"{text_of(told[-1])}\nthe watcher ended the job: {told[-1]['place']}"
     try:
         found = diagnose(load(run_dir), hang_after)
     except (RankcallError, OSError):

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
 import typer
 
@@ -14,6 +14,15 @@ from rankcall.report._format import clean
 from rankcall.run import Progress, Run, load
 from rankcall.rundir import find_run, settle
 
+HangAfter = Annotated[
+    float | None,
+    typer.Option(
+        envvar="RANKCALL_HANG_AFTER",
+        min=0.0,
+        help="Seconds that a call may be in flight before it counts as hung; without it, or 0: "
+        "as the job was started with, or 60.",
+    ),
+]
 _SHOW_FROM = 32  # rings; fewer are read before a bar could be drawn
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from rankcall.archive import FOLDERS, HANGS, check_name, is_archive, pack, unpack
+from rankcall._hangs import HANGS
+from rankcall.archive import FOLDERS, check_name, is_archive, pack, unpack
 from rankcall.cli._engine import say
 from rankcall.errors import CorruptRun, RankcallError
 from rankcall.processes import STATES, describe_states

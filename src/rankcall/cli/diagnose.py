@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.analysis.hang.find import HANG_AFTER_S
 from rankcall.cli._keys import LEAVE, keys
+from rankcall.cli._reading import HangAfter
 from rankcall.cli._stacks import of_interest, take
 from rankcall.report import diagnosis, diagnosis_json
 from rankcall.run import load
@@ -36,14 +36,7 @@ def command(
         bool,
         typer.Option("--stacks", help="Show the stacks of who is named, and of one who waits."),
     ] = False,
-    hang_after: Annotated[
-        float,
-        typer.Option(
-            envvar="RANKCALL_HANG_AFTER",
-            min=0.0,
-            help="Seconds that a call may be in flight before it counts as hung.",
-        ),
-    ] = HANG_AFTER_S,
+    hang_after: HangAfter = None,
 ) -> None:
     """Say which rank holds the others up, in which collective, called from which line.
 
@@ -60,12 +53,12 @@ def command(
         raise typer.Exit(1)
 
 
-def read(path: Path | None, hang_after: float) -> Diagnosis:
+def read(path: Path | None, hang_after: float | None) -> Diagnosis:
     """Move what ended processes left on this host into the run, then read and diagnose it."""
     where = find_run(path)
     if where.is_dir():
         settle(where)
-    return diagnose(load(where), hang_after)
+    return diagnose(load(where), hang_after or None)
 
 
 def _say(found: Diagnosis, json: bool, dumped: dict[int, str], asked: bool) -> None:
@@ -90,7 +83,7 @@ def _say(found: Diagnosis, json: bool, dumped: dict[int, str], asked: bool) -> N
         )
 
 
-def _watch(path: Path | None, hang_after: float, found: Diagnosis, json: bool) -> Diagnosis:
+def _watch(path: Path | None, hang_after: float | None, found: Diagnosis, json: bool) -> Diagnosis:
     """Look again and again; print anew what has changed, on a terminal in place."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -111,7 +104,9 @@ def _watch(path: Path | None, hang_after: float, found: Diagnosis, json: bool) -
     return found
 
 
-def _watch_changes(path: Path | None, hang_after: float, found: Diagnosis, json: bool) -> Diagnosis:
+def _watch_changes(
+    path: Path | None, hang_after: float | None, found: Diagnosis, json: bool
+) -> Diagnosis:
     said: object = None
     try:
         while True:

@@ -130,7 +130,7 @@ def command(
             say(f"no such script: {job.script} (for a module: -m, for a program: --no-python)")
             raise typer.Exit(USAGE_ERROR)
         recorder = _prepare(capture.value)
-        where = _run_dir(run_dir, job)
+        where = _run_dir(run_dir, job, hang_after)
         before, began_ns = {path.name for path in ring_paths(where)}, time.time_ns()
         outcome = Outcome(1)
         variables = {
@@ -168,7 +168,7 @@ def _prepare(capture: str) -> str:
     return capture
 
 
-def _run_dir(asked: Path | None, job: Job) -> Path:
+def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
     """Make the run directory and return its path; the job starts without one, too."""
     path = asked or _default(job)
     if path.exists() and not path.is_dir():
@@ -179,8 +179,9 @@ def _run_dir(asked: Path | None, job: Job) -> Path:
     import torch
 
     about = about_job(
-        job.argv, torch.__version__, max_nodes=job.max_nodes, nproc_per_node=job.nproc
-    )
+        job.argv, torch.__version__, max_nodes=job.max_nodes, nproc_per_node=job.nproc,
+        hang_after_s=hang_after,
+    )  # fmt: skip
     try:
         create_run(path, about)
     except OSError as error:

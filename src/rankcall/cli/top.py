@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, judge
-from rankcall.analysis.hang.find import HANG_AFTER_S
 from rankcall.analysis.state.standing import stand
 from rankcall.cli._keys import LEAVE, keys
+from rankcall.cli._reading import HangAfter
 from rankcall.report import top
 from rankcall.run import load
 from rankcall.rundir import find_run
@@ -29,14 +29,7 @@ def command(
         Path | None,
         typer.Argument(help="A run directory. Without it: the latest run here."),
     ] = None,
-    hang_after: Annotated[
-        float,
-        typer.Option(
-            envvar="RANKCALL_HANG_AFTER",
-            min=0.0,
-            help="Seconds that a call may be in flight before it counts as hung.",
-        ),
-    ] = HANG_AFTER_S,
+    hang_after: HangAfter = None,
     interval: Annotated[
         float, typer.Option(min=0.05, help="Seconds from one look to the next.")
     ] = 0.5,
@@ -58,12 +51,12 @@ def command(
         raise typer.Exit(1)
 
 
-def look(where: Path, hang_after: float) -> Diagnosis:
+def look(where: Path, hang_after: float | None) -> Diagnosis:
     """Read the newest records of every rank and judge them."""
     run = load(where)
     window = max(32, min(256, _WINDOW // max(1, len(run.heads))))
     snapshot = stand(run, window=window, newest=_NEWEST)
-    return judge(str(run.source or run.path), snapshot, hang_after)
+    return judge(run, snapshot, hang_after or None)
 
 
 def _print(found: Diagnosis) -> None:
@@ -78,7 +71,7 @@ def _print(found: Diagnosis) -> None:
         sys.stdout.write(top.render(found, console.width))
 
 
-def _follow(where: Path, hang_after: float, interval: float, found: Diagnosis) -> Diagnosis:
+def _follow(where: Path, hang_after: float | None, interval: float, found: Diagnosis) -> Diagnosis:
     """Draw anew until the job has ended or somebody has seen enough; leave the last look there."""
     from rich.console import Console
     from rich.live import Live

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from io import StringIO
 from pathlib import PurePath
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.analysis.diagnosis import Diagnosis, Kept
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.hang import explain
+from rankcall.analysis.hang.find import patience
 from rankcall.analysis.hang.places import Place, places
 from rankcall.analysis.hang.waits import unfinished
 from rankcall.analysis.state.pace import pace
+from rankcall.analysis.state.snapshot import STOPPED, Snapshot
 from rankcall.report._format import clean, digits, percent, plural
 from rankcall.report._tables import cut, fitted
 from rankcall.report._text import wrapped
@@ -26,6 +31,7 @@ _ROWS = 16
 _INDENT = 2
 _RANKS_WIDE, _LINE_WIDE = 22, 32
 _MOST_PROBLEMS = 4
+_MOST_KEPT = 3
 _LONG = 0.1  # of what counts as hung
 
 
@@ -70,6 +76,7 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         left = sum(len(row.ranks) for row in rest)
         text = f"and {plural(left, 'more rank')} in {plural(len(rest), 'other place')}"
         yield Padding(Text(f"{text} (--json has all)", "dim"), (0, 0, 0, _INDENT))
+    yield from _kept(diagnosis.kept[-_MOST_KEPT:], width)
     problems = diagnosis.snapshot.problems
     if problems:
         yield Text()
@@ -80,6 +87,21 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         for line in lines:
             text = wrapped(clean(line), width - _INDENT)
             yield Padding(Text(text, "yellow"), (0, 0, 0, _INDENT))
+
+
+def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:
+    """Say what the job's own watcher said while it hung, and where stacks of that moment are."""
+    if kept:
+        yield Text()
+        yield Text("What the job's own watcher said", "bold")
+    for each in kept:
+        when = datetime.fromtimestamp(each.epoch_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
+        causes = "; ".join(
+            f"{kind}: {named(ranks)}" if ranks else kind for kind, ranks in each.causes
+        )
+        stacks = f" (with {plural(each.stacks, 'stack')})" if each.stacks else ""
+        text = wrapped(clean(f"{when}  {causes}{stacks}, in {each.place}"), width - _INDENT)
+        yield Padding(Text(text), (0, 0, 0, _INDENT))
 
 
 def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableType]:
@@ -104,10 +126,14 @@ def _healthy(diagnosis: Diagnosis) -> str:
     if found.share is not None:
         speed += f", {percent(found.share)} of the time in communication"
     if snapshot.live:
-        going = plural(len(ranks), "rank goes", "ranks go")
-        return f"healthy: {going} on{speed}.{_longest(diagnosis)}"
+        halted = [each.rank for each in ranks if each.state == STOPPED]
+        going = plural(len(ranks) - len(halted), "rank goes", "ranks go")
+        return f"healthy: {going} on{speed}.{_halted(snapshot, halted)}{_longest(diagnosis)}"
     ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
-    return f"healthy: {ended:,} of {plural(len(snapshot.ranks), 'rank')} ended well{speed}."
+    told = sum(each.ended_by_launcher for each in ranks)
+    by_launcher = f" {plural(told, 'was', 'were')} ended by the launcher." if told else ""
+    whole = plural(len(snapshot.ranks), "rank")
+    return f"healthy: {ended:,} of {whole} ended well{speed}.{by_launcher}"
 
 
 def _longest(diagnosis: Diagnosis) -> str:
@@ -116,16 +142,25 @@ def _longest(diagnosis: Diagnosis) -> str:
     Whoever asks because a job stands still must not read that it goes on, and nothing else.
     """
     snapshot = diagnosis.snapshot
-    calls = snapshot.calls[unfinished(snapshot.calls)]
-    if not len(calls):
+    ages = np.where(unfinished(snapshot.calls), snapshot.calls["age_s"], -np.inf)
+    if not len(ages) or ages.max() < _LONG * diagnosis.hang_after:
         return ""
-    lasted, allowed = float(calls["age_s"].max()), diagnosis.hang_after
-    if lasted < _LONG * allowed:
+    allowed = float(patience(snapshot, diagnosis.hang_after)[ages.argmax()])
+    lasts = f" The longest call has been in flight for {explain.lasts(float(ages.max()))}"
+    if allowed == math.inf:
+        return f"{lasts}: its rank declared to take long (rankcall.expect)."
+    more = "" if allowed <= diagnosis.hang_after else ", more in the first step or for long steps"
+    given = f"(--hang-after {diagnosis.hang_after:g}{more})"
+    return f"{lasts}; it counts as hung from {explain.lasts(allowed)} on {given}."
+
+
+def _halted(snapshot: Snapshot, ranks: Sequence[int]) -> str:
+    """Say who is stopped though nobody has waited for long yet."""
+    if not ranks:
         return ""
-    return (
-        f" The longest call has been in flight for {explain.lasts(lasted)}: before {allowed:g} s "
-        "(--hang-after; longer in the first step) it does not count as hung."
-    )
+    name = explain.who(snapshot, ranks)
+    verb = "is" if len(ranks) == 1 else "are"
+    return f" {name[0].upper()}{name[1:]} {verb} stopped just now (SIGSTOP, or a debugger)."
 
 
 @dataclass(frozen=True)
@@ -207,6 +242,12 @@ def ranks_cell(ranks: Sequence[int]) -> str:
     """Write ranks, or how many there are where they do not fit."""
     text = format_ranks(ranks)
     return text if len(text) <= _RANKS_WIDE else plural(len(ranks), "rank")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence: ``rank 2``, ``ranks 1,3``, ``1,023 ranks``."""
+    text = ranks_cell(ranks)
+    return text if text.endswith("s") else f"rank{'' if len(ranks) == 1 else 's'} {text}"
 
 
 def since_cell(row: Row) -> str:

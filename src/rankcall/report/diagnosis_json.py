@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.analysis.diagnosis import Diagnosis, Kept
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.hang.places import Place, places
 
@@ -30,6 +30,16 @@ def as_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = None) -> 
         "ranks": [_rank(each) for each in places(diagnosis.snapshot)],
         "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
         "problems": diagnosis.snapshot.problems,
+        "hangs": [_hang(each) for each in diagnosis.kept],
+    }
+
+
+def _hang(kept: Kept) -> Object:
+    return {
+        "place": kept.place,
+        "epoch_ns": kept.epoch_ns,
+        "causes": [{"kind": kind, "ranks": list(ranks)} for kind, ranks in kept.causes],
+        "stacks": kept.stacks,
     }
 
 

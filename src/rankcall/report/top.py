@@ -18,7 +18,7 @@ from rankcall.analysis.state.pace import pace
 from rankcall.report._format import clean, digits, percent, plural
 from rankcall.report._tables import cut
 from rankcall.report._text import wrapped
-from rankcall.report.diagnosis import ranks_cell, world
+from rankcall.report.diagnosis import named, ranks_cell, world
 
 _ROWS = 12
 _BAR = 12
@@ -113,13 +113,13 @@ def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
         parts.append(Padding(advice, (0, 0, 0, 2)))
     rest = diagnosis.findings[1:]
     if rest:
-        names = ", ".join(f"{each.kind} of {_short(each.ranks)}" for each in rest[:3])
+        names = ", ".join(f"{each.kind} of {_culprits(each.ranks)}" for each in rest[:3])
         parts.append(Padding(Text(f"and {names}", "dim"), (0, 0, 0, 2)))
     return Group(*parts)
 
 
-def _short(ranks: Sequence[int]) -> str:
-    return f"rank {ranks_cell(ranks)}" if ranks else "nobody in particular"
+def _culprits(ranks: Sequence[int]) -> str:
+    return named(ranks) if ranks else "nobody in particular"
 
 
 def _lines(diagnosis: Diagnosis) -> list[_Line]:

@@ -62,9 +62,12 @@ class Exchange:
         """Tell whether another node has opened a round."""
         return self._guarded(lambda store: bool(store.check([f"{_round(store)}/open"])), _PROBE_S)
 
-    def agree(self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot], bytes]) -> Agreed:
+    def agree(
+        self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot, bytes], bytes]
+    ) -> Agreed:
         """Post where our ranks stand, and return the verdict of all nodes together.
 
+        ``judge`` gets where all ranks stand, and the verdict of the round before (or nothing).
         Raises ``Unreachable`` where the store is gone or silent.
         """
         self._guarded(_round, _PROBE_S)
@@ -74,7 +77,7 @@ class Exchange:
         )
 
     def _agree(
-        self, store: Any, mine: Snapshot, world_size: int, judge: Callable[[Snapshot], bytes]
+        self, store: Any, mine: Snapshot, world_size: int, judge: Callable[[Snapshot, bytes], bytes]
     ) -> Agreed:
         number = _round(store)
         store.add(f"{number}/open", 1)
@@ -93,7 +96,7 @@ class Exchange:
         if store.check([verdict]):
             return Agreed(bytes(store.get(verdict)), False)
         self._hear(store, number, heard)
-        proposed = judge(merge(list(heard.values())))
+        proposed = judge(merge(list(heard.values())), _verdict_of(store, number - 1))
         agreed = bytes(store.compare_set(verdict, "", proposed))
         store.set("latest", str(number))
         self._forget(store, number, len(heard))
@@ -146,6 +149,11 @@ class Exchange:
 
 def _round(store: Any) -> int:
     return int(store.get("latest")) + 1 if store.check(["latest"]) else 1
+
+
+def _verdict_of(store: Any, number: int) -> bytes:
+    key = f"{number}/verdict"
+    return bytes(store.get(key)) if store.check([key]) else b""
 
 
 def _covered(heard: dict[int, Snapshot], world_size: int) -> bool:

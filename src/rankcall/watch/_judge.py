@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rankcall import _stacks
+from rankcall._hangs import Object, decode
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.hang.find import find, patience, settles_in
@@ -44,6 +45,8 @@ class Judge:
         self._began_ns = time.time_ns()
         self._pause = _PAUSE_S[0]
         self._unclear = 0  # the hang that was looked at again because it was not clear yet
+        # What all nodes agreed on, and when that was by our clock: theirs may be an hour off.
+        self._heard: list[tuple[int, Object]] = []
         self.next_look = 0.0
 
     def rest(self) -> None:
@@ -67,6 +70,7 @@ class Judge:
         whole = not any(state.blind for state in mine.ranks)
         since = max(time.time_ns() - (time.monotonic_ns() - first_ns), self._began_ns)
         told = _verdict.written(self._run_dir, since)
+        told += [verdict for heard, verdict in self._heard if heard >= since]
         self.next_look = self._again(mine, bool(told))
         if whole:
             found = self._hangs(mine)
@@ -77,13 +81,17 @@ class Judge:
         dumped = _stacks.ask(headers.values())
         mine = _with_stacks(mine, dumped)
         raw, loud = (self._judge(mine), True) if whole else self._together(mine)
-        verdict = _verdict.decode(raw)
+        verdict = decode(raw)
+        left = _verdict.put_off_by(verdict)
+        if left:
+            self.next_look = time.monotonic() + left
         if not _verdict.news(_verdict.findings_of(verdict), told):
             return False
+        self._heard = [*self._heard[-1:], (time.time_ns(), verdict)]
         self._publish(verdict, dumped, since, loud)
         return True
 
-    def told(self) -> list[_verdict.Object]:
+    def told(self) -> list[Object]:
         """Return the verdicts on this job so far."""
         return _verdict.written(self._run_dir, self._began_ns)
 
@@ -112,7 +120,7 @@ class Judge:
         self._unclear, self.next_look = first_ns, time.monotonic() + left
         return True
 
-    def _is_late(self, snapshot: Snapshot, told: list[_verdict.Object]) -> bool:
+    def _is_late(self, snapshot: Snapshot, told: list[Object]) -> bool:
         """Tell whether to open a round: a call's patience has run out, and nobody said so yet.
 
         Or one of our own ranks is the cause of it, and nobody has named that.
@@ -138,20 +146,25 @@ class Judge:
     def _together(self, mine: Snapshot) -> tuple[bytes, bool]:
         """Return what the nodes agree on, and whether it is ours to print."""
         try:
-            return self._exchange.agree(mine, len(mine.ranks), self._judge)
+            return self._exchange.agree(mine, len(mine.ranks), self._judge_all)
         except Unreachable as why:
             mine.problems.append(
                 f"the job's store cannot be reached ({why}): nothing is known of other nodes"
             )
             return self._judge(mine), True
 
-    def _judge(self, snapshot: Snapshot) -> bytes:
-        diagnosis = Diagnosis(str(self._run_dir), snapshot, self._hangs(snapshot), self._hang_after)
-        return _verdict.encode(diagnosis, {"epoch_ns": time.time_ns(), "by_pid": os.getpid()})
+    def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:
+        """Judge all nodes; put it off once where it will be clearer in a moment."""
+        left = settles_in(snapshot, self._hangs(snapshot), self._hang_after)
+        if left and not (before and _verdict.put_off_by(decode(before))):
+            return _verdict.put_off(left)
+        return self._judge(snapshot)
 
-    def _publish(
-        self, verdict: _verdict.Object, dumped: dict[int, str], since: int, loud: bool
-    ) -> None:
+    def _judge(self, snapshot: Snapshot) -> bytes:
+        found = self._hangs(snapshot)
+        return _verdict.encode(Diagnosis(str(self._run_dir), snapshot, found, self._hang_after))
+
+    def _publish(self, verdict: Object, dumped: dict[int, str], since: int, loud: bool) -> None:
         """Keep the verdict in the run, and print it where that is ours to do.
 
         A rank that took itself for the leader, too, while this one was slow may have kept the

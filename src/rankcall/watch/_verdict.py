@@ -1,50 +1,49 @@
-"""Verdicts in the run directory: written once, found by every rank of the node.
-
-::
-
-    hangs/0001/verdict.json         as ``rankcall diagnose --json``, and when and by whom
-    hangs/0001/verdict.txt          what was printed
-    hangs/0001/stacks/rank-00003.txt
-"""
+"""Verdicts in the run directory: made, written once, found by every rank of the node."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+from rankcall import _hangs
+from rankcall._hangs import HANGS, Object
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
 from rankcall.report import diagnosis_json
+from rankcall.rundir import kept_hangs, live_dir
 
-HANGS = "hangs"
 _NAMES = {field.name for field in fields(Finding)}
 _LISTS = ("ranks", "victims", "hosts", "evidence")
-Object = dict[str, Any]
+_AGAIN = "again_s"
 
 
-def encode(diagnosis: Diagnosis, about: Mapping[str, Any]) -> bytes:
+def encode(diagnosis: Diagnosis) -> bytes:
     """Return a diagnosis with its printed form as one JSON object."""
     from rankcall.report import diagnosis as report  # rich comes with it: only where it is needed
 
     words = report.render(diagnosis) if diagnosis.findings else ""
-    found = {**diagnosis_json.as_object(diagnosis), "hang": dict(about), "text": words}
-    return json.dumps(found).encode()
+    return _encoded({**diagnosis_json.as_object(diagnosis), "text": words})
 
 
-def decode(raw: bytes) -> Object:
-    """Read what ``encode`` wrote; raises ``ValueError`` where it is not that."""
-    found = json.loads(raw)
-    if not (isinstance(found, dict) and isinstance(found.get("findings"), list)):
-        raise ValueError("no verdict")
-    return found
+def put_off(seconds: float) -> bytes:
+    """Return what says that it is not clear yet, and will be in so many s."""
+    return _encoded({"findings": [], _AGAIN: seconds})
+
+
+def _encoded(found: Object) -> bytes:
+    about = {"epoch_ns": time.time_ns(), "by_pid": os.getpid()}
+    return json.dumps({**found, "hang": about}).encode()
+
+
+def put_off_by(verdict: Object) -> float:
+    """Return in how many s to judge again; 0 where this is a verdict."""
+    return float(verdict.get(_AGAIN, 0.0))
 
 
 def findings_of(verdict: Object) -> list[Finding]:
@@ -66,67 +65,53 @@ def write(run_dir: Path, verdict: Object, stacks: Mapping[int, str], since: int)
 
     ``since``: epoch ns from which on verdicts are of the same hang. Where another node has kept
     this very one, on a file system that is shared, the stacks of our ranks are added to it. It
-    appears all at once, and one of two processes that write at the same time looks again. Raises
-    ``OSError`` where the run directory cannot be written.
+    appears all at once, and one of two processes that write at the same time looks again. Where
+    the run directory cannot be written, it is kept beside the live rings; raises ``OSError`` where
+    that fails, too.
     """
-    folder = run_dir / HANGS
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    scratch = run_dir / f".hang.{os.getpid()}.{threading.get_native_id()}"
     try:
-        _fill(scratch, verdict, stacks)
+        return _write(run_dir, run_dir, verdict, stacks, since)
+    except OSError:
+        return _write(run_dir, live_dir(run_dir), verdict, stacks, since)
+
+
+def _write(
+    run_dir: Path, where: Path, verdict: Object, stacks: Mapping[int, str], since: int
+) -> Path | None:
+    folder = where / HANGS
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    scratch = where / f".hang.{os.getpid()}.{threading.get_native_id()}"
+    try:
+        _hangs.fill(scratch, verdict)
+        _add_stacks(scratch, stacks)
         while True:
-            number = 1 + max((int(each.name) for each in _numbered(folder)), default=0)
-            told = written(run_dir, since)
-            same = [Path(each["place"]) for each in told if each["hang"] == verdict["hang"]]
+            place, all_kept = _hangs.next_free(folder), kept_hangs(run_dir)
+            same = [Path(each["place"]) for each in all_kept if each["hang"] == verdict["hang"]]
             if same:
                 _add_stacks(same[0], stacks)
                 return same[0]
-            if not news(findings_of(verdict), told):
+            if not news(findings_of(verdict), _from(all_kept, since)):
                 return None
-            place = folder / f"{number:04d}"
-            try:
-                scratch.rename(place)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-            else:
+            if _hangs.claim(scratch, place):
                 return place
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _fill(place: Path, verdict: Object, stacks: Mapping[int, str]) -> None:
-    place.mkdir(mode=0o700)
-    _add_stacks(place, stacks)
-    (place / "verdict.txt").write_text(str(verdict.get("text", "")))
-    kept = {key: value for key, value in verdict.items() if key != "text"}
-    (place / "verdict.json").write_text(json.dumps(kept, indent=1))
-
-
 def _add_stacks(place: Path, stacks: Mapping[int, str]) -> None:
     if stacks:
-        (place / "stacks").mkdir(mode=0o700, exist_ok=True)
+        (place / _hangs.STACKS).mkdir(mode=0o700, exist_ok=True)
     for rank, text in stacks.items():
-        (place / "stacks" / f"rank-{rank:05d}.txt").write_text(text + "\n")
+        (place / _hangs.STACKS / f"rank-{rank:05d}.txt").write_text(text + "\n")
 
 
 def written(run_dir: Path, since_epoch_ns: int = 0) -> list[Object]:
     """Return the run's verdicts from a time on, oldest first; what cannot be read is left out."""
-    found = []
-    for place in _numbered(run_dir / HANGS):
-        with contextlib.suppress(OSError, ValueError):
-            verdict = decode((place / "verdict.json").read_bytes())
-            if int(verdict.get("hang", {}).get("epoch_ns", 0)) >= since_epoch_ns:
-                found.append({**verdict, "place": str(place)})
-    return found
+    return _from(kept_hangs(run_dir), since_epoch_ns)
 
 
-def text_of(verdict: Object) -> str:
-    """Return what was printed of a verdict that ``written`` found."""
-    try:
-        return (Path(verdict["place"]) / "verdict.txt").read_text()
-    except OSError:
-        return f"verdict: {verdict.get('verdict')}"
+def _from(verdicts: Iterable[Object], since_epoch_ns: int) -> list[Object]:
+    return [each for each in verdicts if each["hang"]["epoch_ns"] >= since_epoch_ns]
 
 
 def news(findings: Iterable[Finding], told: Iterable[Object]) -> bool:
@@ -137,9 +122,3 @@ def news(findings: Iterable[Finding], told: Iterable[Object]) -> bool:
     return bool(found) and (
         not earlier or any(rank not in named for each in found for rank in each.ranks)
     )
-
-
-def _numbered(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(each for each in folder.iterdir() if each.name.isdigit())

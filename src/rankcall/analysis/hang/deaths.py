@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot
+from rankcall.analysis.state.snapshot import GONE, UNKNOWN, RankState, Snapshot
 
 # What a process is asked to end with, by a launcher or a person: the signal, or 128 + n.
 _ASKED = (-2, -15, 130, 143)
 _KILLED = (-9, 137)
 _KILLED_LATER_S = 20.0  # torchrun kills what has not ended 30 s after it was asked
 _AT_ONCE_S = 0.02  # asked all at once, processes end within that
-_BEATS_S = 1.5  # without noted ends, times of death are as exact as three heartbeats
+BEATS_S = 1.5  # without noted ends, times of death are as exact as three heartbeats
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Deaths:
     own: set[int] = field(default_factory=set)  # of a signal or an error that was their own
     left: set[int] = field(default_factory=set)  # they ended well
     first_s: float | None = None
+    together: set[int] = field(default_factory=set)  # all at once, and nobody noted how
 
 
 def deaths(snapshot: Snapshot, victims: Collection[int]) -> Deaths:
@@ -39,7 +40,7 @@ def deaths(snapshot: Snapshot, victims: Collection[int]) -> Deaths:
         if each.aborted:
             own = False
         elif each.exit is None:
-            own = snapshot.live or each.silent_s > last + _BEATS_S
+            own = snapshot.live or each.silent_s > last + BEATS_S
         elif each.ended_by_launcher:
             own = False
         elif each.exit in _ASKED:
@@ -48,9 +49,22 @@ def deaths(snapshot: Snapshot, victims: Collection[int]) -> Deaths:
             own = each.exit not in _KILLED or ends[0] - _ago(each) < _KILLED_LATER_S
         if own:
             found.own.add(each.rank)
+    found.together = _together(snapshot, victims) - found.own
     if found.own:
         found.first_s = max(_ago(snapshot.ranks[rank]) for rank in found.own)
     return found
+
+
+def _together(snapshot: Snapshot, victims: Collection[int]) -> set[int]:
+    """Return who is in no state to go on, where nobody noted an end: of a copy, who may be gone."""
+    return {
+        each.rank
+        for each in snapshot.ranks
+        if each.state in (GONE, UNKNOWN)
+        and each.exit is None
+        and each.rank not in victims
+        and not (each.closed or each.aborted or each.blind or snapshot.live)
+    }
 
 
 def _ended_well(state: RankState) -> bool:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from rankcall.analysis.finding import Finding, in_order, less_sure
 from rankcall.analysis.hang.culprits import Case, cases, halted_ranks, together
 from rankcall.analysis.hang.cycles import Cycle, cycles
-from rankcall.analysis.hang.deaths import deaths
+from rankcall.analysis.hang.deaths import BEATS_S, deaths
 from rankcall.analysis.hang.disagree import Disagreement, disagreements, slipped
 from rankcall.analysis.hang.graph import Graph
-from rankcall.analysis.hang.tell import of_cases
+from rankcall.analysis.hang.tell import of_cases, of_vanished
 from rankcall.analysis.hang.tell_clash import of_cycle, of_disagreement, of_stuck
 from rankcall.analysis.hang.waits import (
     BLOCKING,
@@ -48,12 +48,13 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
 
     ``hang_after``, s: how long a call must be in flight before it counts as hung. It is five times
     that in the first step, and at least ten times the median step later; half as long beside a
-    call that hangs. Where all processes are gone, whatever never ended counts.
+    call that hangs. Where all processes are gone, whatever never ended counts, unless it had only
+    just begun when they ended.
     """
     calls = snapshot.calls
     in_flight, failed = unfinished(calls), failed_for_good(calls)
     in_flight &= ~_left_behind(snapshot)
-    allowed = np.zeros(len(calls))
+    allowed = np.full(len(calls), _just_begun_s(snapshot, hang_after))
     if snapshot.live:
         allowed = patience(snapshot, hang_after)
     lasted = np.minimum(calls["age_s"], _still_for(snapshot))
@@ -61,7 +62,7 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     if hung.any():
         hung = in_flight & (lasted >= allowed * _BESIDE)
     hung |= failed
-    followed = hung | (in_flight & (lasted >= allowed * _FOLLOWED))
+    followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
     blind = {each.rank for each in snapshot.ranks if each.blind}
     graph = Graph(waits(snapshot, followed, hung), blind)
     gone = deaths(snapshot, {int(rank) for rank in calls["rank"][failed]})
@@ -80,10 +81,19 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     findings = [of_disagreement(snapshot, graph, each) for each in clashes]
     findings += [of_cycle(snapshot, graph, each) for each in circles]
     findings += [of_cases(snapshot, graph, alike) for alike in together(found)]
-    findings = findings or _stuck(snapshot, graph)
+    findings = findings or _stuck(snapshot, graph) or of_vanished(snapshot, gone.together)
     if snapshot.mixed:
         findings = [replace(each, confidence=less_sure(each.confidence, 2)) for each in findings]
     return in_order(findings)
+
+
+def _just_begun_s(snapshot: Snapshot, hang_after: float) -> float:
+    """Return from which age on a call of a dead run counts, s.
+
+    Killed at any moment, a sound job leaves some in a call that others had not come to yet. That
+    takes no longer than a step; and when it ended is known to three heartbeats.
+    """
+    return min(max(BEATS_S, median_step_s(snapshot)), hang_after)
 
 
 def settles_in(snapshot: Snapshot, findings: Sequence[Finding], hang_after: float) -> float:

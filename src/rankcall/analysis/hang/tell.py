@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rankcall.analysis.finding import CONFIDENCES, Finding, less_sure
@@ -10,10 +10,11 @@ from rankcall.analysis.hang import explain
 from rankcall.analysis.hang.culprits import FROZEN_S, Case
 from rankcall.analysis.hang.graph import Graph
 from rankcall.analysis.hang.waits import Wait
-from rankcall.analysis.state.snapshot import GONE, STOPPED, RankState, Snapshot
+from rankcall.analysis.state.snapshot import GONE, STOPPED, UNKNOWN, RankState, Snapshot
 from rankcall.record import OPS
 
-_SHOWN = 3  # ranks, waits or sides that are told one by one
+_SHOWN = 3  # ranks, waits, sides or hosts that are told one by one
+_SIGNAL, _MUTE, _GIL = "signal", "mute", "gil"  # what shows that a process stands still
 
 
 def of_cases(snapshot: Snapshot, graph: Graph, alike: Sequence[Case]) -> Finding:
@@ -41,6 +42,28 @@ def of_cases(snapshot: Snapshot, graph: Graph, alike: Sequence[Case]) -> Finding
         evidence=(*_evidence(snapshot, graph, ranks, waits), *gaps),
         advice=_advice(snapshot, kind, states), **place,
     )  # fmt: skip
+
+
+def of_vanished(snapshot: Snapshot, ranks: Collection[int]) -> list[Finding]:
+    """Say that ranks ended together, in the middle of their work, and nobody noted how."""
+    if not ranks:
+        return []
+    found = tuple(sorted(ranks))
+    name = explain.who(snapshot, found)
+    end = "ended" if len(found) == 1 else "ended together"
+    copied = any(snapshot.ranks[rank].state == UNKNOWN for rank in found)
+    if copied:
+        end = f"{end}, or still ran when these records were copied"
+    summary = f"{name[0].upper()}{name[1:]} {end}; nobody noted how, and none had waited for long."
+    lasts = [f"rank {rank}: {explain.last_call(snapshot, rank)}" for rank in found[:_SHOWN]]
+    return [
+        Finding(
+            "dead", found, hosts=explain.hosts(snapshot, found),
+            confidence="possible" if copied else "likely", summary=summary, evidence=tuple(lasts),
+            advice="Killed from outside, launcher and all: look at the scheduler (a time limit, a "
+            "cancelled job), at the kernel (out of memory: dmesg -T) or for a host that was lost.",
+        )
+    ]  # fmt: skip
 
 
 def _gaps(snapshot: Snapshot, ranks: Sequence[int], waits: Iterable[Wait]) -> list[str]:
@@ -96,9 +119,10 @@ def _matter(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
         gone = first.gone_s if first.gone_s is not None else first.silent_s
         return f"{text} {explain.ago(snapshot, gone)}"
     if kind == "stopped":
-        if first.state == STOPPED:
+        halt = _halt(first)
+        if halt == _SIGNAL:
             return f"{be} stopped (SIGSTOP, or a debugger)"
-        if first.mute_s > FROZEN_S:
+        if halt == _MUTE:
             return f"{have} given no sign of life for {explain.lasts(first.mute_s)}"
         return f"{have} held the GIL for {explain.lasts(first.gil_held_s)}"
     if kind == "exhausted":
@@ -151,13 +175,7 @@ def _advice(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
             return f"Its own error comes first: look at the end of rank {first.rank}'s stderr."
         return f"Look for a core dump and at the end of rank {first.rank}'s stderr{on}."
     if kind == "stopped":
-        if first.state == STOPPED:
-            return f"kill -CONT {first.pid}{on} lets it go on."
-        if first.state == GONE:
-            return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
-        if first.mute_s > FROZEN_S:
-            return f"See whether it is swapped out, or its host stands still{on}: pid {first.pid}."
-        return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
+        return _stopped_advice(states)
     if kind == "exhausted":
         return "Give every rank as many batches (drop_last, a sampler), or use a Join."
     if first.blind:
@@ -165,3 +183,32 @@ def _advice(snapshot: Snapshot, kind: str, states: Sequence[RankState]) -> str:
     if not snapshot.live:
         return f"Look at what rank {first.rank} does after the call it was last in."
     return f"See what it does: rankcall diagnose --stacks, or py-spy dump --pid {first.pid}{on}."
+
+
+def _halt(state: RankState) -> str:
+    """Tell what shows that a process stands still."""
+    if state.state == STOPPED:
+        return _SIGNAL
+    return _MUTE if state.mute_s > FROZEN_S else _GIL
+
+
+def _stopped_advice(states: Sequence[RankState]) -> str:
+    first = states[0]
+    on = f" on {first.host}" if first.host else ""
+    halt = _halt(first)
+    if halt == _SIGNAL:
+        pids: dict[str, list[str]] = {}
+        for state in states:
+            pids.setdefault(state.host, []).append(str(state.pid))
+        orders = [
+            f"kill -CONT {' '.join(each)}{f' on {host}' if host else ''}"
+            for host, each in pids.items()
+        ]
+        more = ", and so on," if len(orders) > _SHOWN else ""
+        them = "it" if len(states) == 1 else "them"
+        return f"{', '.join(orders[:_SHOWN])}{more} lets {them} go on."
+    if first.state == GONE:
+        return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
+    if halt == _MUTE:
+        return f"See whether it is swapped out, or its host stands still{on}: pid {first.pid}."
+    return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."

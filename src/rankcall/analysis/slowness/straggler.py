@@ -76,8 +76,10 @@ def straggler(snapshot: Snapshot, lanes: list[Lane], clocks: list[HostClock]) ->
 
 
 def _span(snapshot: Snapshot) -> float:
+    """Return from the first call on record to the newest end, s; 0 where none has ended."""
     calls = snapshot.calls
-    return float(calls["age_s"].max() - np.nanmin(calls["ended_s"])) if len(calls) else 0.0
+    ended = calls["ended_s"][~np.isnan(calls["ended_s"])]
+    return float(calls["age_s"].max() - ended.min()) if len(ended) else 0.0
 
 
 def _stand_out(blame: Blame) -> list[int]:

@@ -1,0 +1,124 @@
+"""Verdicts that a job's watcher kept while it hung: where they are, and how they are read.
+
+::
+
+    <run>/hangs/0001/verdict.json         as ``rankcall diagnose --json``, and when and by whom
+    <run>/hangs/0001/verdict.txt          what was printed
+    <run>/hangs/0001/stacks/rank-00003.txt
+
+Where the run directory could not be written (a full disk hangs jobs, too) they are beside the
+live rings, until ``settle`` can move them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+HANGS = "hangs"
+STACKS = "stacks"
+_VERDICT, _TEXT = "verdict.json", "verdict.txt"
+_LATEST_NS = 1 << 62
+Object = dict[str, Any]
+
+
+def decode(raw: bytes) -> Object:
+    """Read a verdict that anybody may have written; raises ``ValueError`` where it is none."""
+    try:
+        found = json.loads(raw)
+        sound = all(isinstance(each, dict) for each in found["findings"])
+        when = found["hang"]["epoch_ns"] = int(found["hang"]["epoch_ns"])
+        sound &= 0 <= when < _LATEST_NS
+    except (KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"no verdict: {type(error).__name__}: {error}") from error
+    if not sound:
+        raise ValueError("no verdict: a finding is no object, or it is of no possible time")
+    return dict(found)
+
+
+def kept(*places: Path) -> list[Object]:
+    """Return the verdicts below some places, oldest first; what cannot be read is left out."""
+    found = []
+    for place in places:
+        for folder in numbered(place / HANGS):
+            with contextlib.suppress(OSError, ValueError):
+                verdict = decode((folder / _VERDICT).read_bytes())
+                found.append({**verdict, "place": str(folder)})
+    return sorted(found, key=lambda each: int(each["hang"]["epoch_ns"]))
+
+
+def text_of(verdict: Object) -> str:
+    """Return what was printed of a verdict that ``kept`` found."""
+    try:
+        return (Path(verdict["place"]) / _TEXT).read_text()
+    except OSError:
+        return f"verdict: {verdict.get('verdict')}"
+
+
+def fill(folder: Path, verdict: Object) -> None:
+    """Write a verdict into a new folder of its own. Raises ``OSError``."""
+    folder.mkdir(mode=0o700)
+    (folder / _TEXT).write_text(str(verdict.get("text", "")))
+    rest = {key: value for key, value in verdict.items() if key not in ("text", "place")}
+    (folder / _VERDICT).write_text(json.dumps(rest, indent=1))
+
+
+def stacks_in(folder: Path) -> list[Path]:
+    """Return the files of stacks beside a verdict."""
+    return sorted((folder / STACKS).glob("*.txt"))
+
+
+def numbered(folder: Path) -> list[Path]:
+    """Return the folders of verdicts below ``hangs``, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(each for each in folder.iterdir() if each.name.isdigit())
+
+
+def next_free(folder: Path) -> Path:
+    """Return the place of the next verdict."""
+    return folder / f"{1 + max((int(each.name) for each in numbered(folder)), default=0):04d}"
+
+
+def claim(scratch: Path, place: Path) -> bool:
+    """Give a whole folder its place at once; tell whether it was free. Raises ``OSError``."""
+    try:
+        scratch.rename(place)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def settle_hangs(source: Path, run_dir: Path) -> None:
+    """Move what is kept beside the live rings into the run; what cannot be moved stays."""
+    for folder in numbered(source / HANGS):
+        taken = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            folder.rename(taken)  # only one process gets it
+        except OSError:
+            continue
+        try:
+            _move(taken, run_dir)
+        except OSError:
+            taken.rename(folder)
+    with contextlib.suppress(OSError):
+        (source / HANGS).rmdir()
+
+
+def _move(folder: Path, run_dir: Path) -> None:
+    target, scratch = run_dir / HANGS, run_dir / f".{HANGS}.{os.getpid()}"
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        shutil.copytree(folder, scratch)
+        while not claim(scratch, next_free(target)):
+            pass
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(folder)
