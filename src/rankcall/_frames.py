@@ -8,25 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from rankcall.record import (
-    DEVICE_TYPES,
-    DTYPES,
-    FLAG_ABANDONED,
-    KINDS,
-    OPS,
-    REDUCE_OPS,
-    STATUSES,
-)
+from rankcall.record import CODED, FLAG_ABANDONED, GROUP_RANKS, LATE_TIMES, PLAIN, device_name
 from rankcall.ring.reader import Ring
 from rankcall.run import RunGroup, format_ranks
 
 if TYPE_CHECKING:
     from rankcall.run import Run
-
-_PLAIN = (
-    "seq", "message_bytes", "in_bytes", "out_bytes", "tag", "thread", "step", "tensors",
-    "shape_hash", "enqueued_ns",
-)  # fmt: skip
 
 
 def groups_frame(run: Run) -> pl.DataFrame:
@@ -101,13 +88,13 @@ def ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
             records["group"], {key: _ranks_text(known) for key, known in labels.items()}
         ),
     }
-    for name, values in _names_of_codes().items():
-        columns[name] = values.gather(records[name].astype(np.uint32))
+    for name, names in CODED.items():
+        columns[name] = _names(names).gather(records[name].astype(np.uint32))
     columns["variant"] = _named(records["variant"], ring.tables.strings)
-    for name in _PLAIN:
+    for name in PLAIN:
         columns[name] = np.ascontiguousarray(records[name])
     columns["shape"] = _shapes(records)
-    for name in ("root", "peer"):
+    for name in GROUP_RANKS:
         columns[name] = _global_ranks(records, name, labels)
     columns["async_op"] = _async(records["async_op"])
     columns["device"] = _devices(records)
@@ -118,24 +105,16 @@ def ring_frame(run: Run, ring: Ring) -> pl.DataFrame:
     columns["correlation"] = np.ascontiguousarray(records["correlation"])
     columns["error"] = _named(records["error"], ring.tables.strings)
     columns["abandoned"] = np.ascontiguousarray(records["flags"] & FLAG_ABANDONED != 0)
-    columns["started_ns"] = _nullable(records["started_ns"])
-    columns["completed_ns"] = _nullable(records["completed_ns"])
+    for name in LATE_TIMES:
+        columns[name] = _nullable(records[name])
     columns["device_ms"] = pl.Series(np.ascontiguousarray(records["device_ms"])).fill_nan(None)
     return pl.DataFrame(columns)
 
 
-def _names_of_codes() -> dict[str, pl.Series]:
-    def enum(names: tuple[str, ...]) -> pl.Series:
-        return pl.Series(names, dtype=pl.Enum(list(names)))
-
-    reduce_ops = pl.Series([None, *REDUCE_OPS[1:]], dtype=pl.String)
-    return {
-        "kind": enum(KINDS),
-        "op": enum(OPS),
-        "dtype": enum(DTYPES),
-        "reduce_op": reduce_ops,
-        "status": enum(STATUSES),
-    }
+def _names(names: tuple[str | None, ...]) -> pl.Series:
+    """Return the names of a column's codes: an enum, where each code has a name."""
+    every = [name for name in names if name is not None]
+    return pl.Series(names, dtype=pl.Enum(every) if len(every) == len(names) else pl.String)
 
 
 def _group_labels(run: Run, ring: Ring) -> dict[int, RunGroup]:
@@ -216,11 +195,7 @@ def _picked(texts: list[str], which: npt.NDArray[np.intp]) -> pl.Series:
 def _devices(records: npt.NDArray[Any]) -> pl.Series:
     kinds, index = records["device_type"].astype(np.int64), records["device_index"].astype(np.int64)
     keys, which = np.unique(kinds * 65536 + (index + 32768), return_inverse=True)
-    texts = []
-    for key in keys:
-        kind, place = int(key) // 65536, int(key) % 65536 - 32768
-        name = DEVICE_TYPES[kind] if kind < len(DEVICE_TYPES) else f"device{kind}"
-        texts.append(name if place < 0 else f"{name}:{place}")
+    texts = [device_name(int(key) // 65536, int(key) % 65536 - 32768) for key in keys]
     return _picked(texts, which)
 
 

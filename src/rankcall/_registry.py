@@ -8,22 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
+from rankcall._handle import Registered
 from rankcall.errors import BackendNotFound, DuplicateBackend
 
 T = TypeVar("T")
 
 
-class Registration:
-    """One registered name. ``remove()`` ends it, once."""
+class Registration(Registered):
+    """One registered name. ``remove()`` ends it, once; leaving it as a context manager does too.
 
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove: Callable[[], None] | None = remove
-
-    def remove(self) -> None:
-        """Unregister the name. What has been handed out stays usable."""
-        remove, self._remove = self._remove, None
-        if remove is not None:
-            remove()
+    What has been handed out stays usable.
+    """
 
 
 class Registry(Generic[T]):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankcall._handle import Removable
+from rankcall._handle import Registered
 from rankcall.capture import session
 from rankcall.capture.delivery import Dispatcher, FailureLog
 from rankcall.capture.events import StatusMaker
@@ -59,17 +59,11 @@ COLLECTIVE_HOOK_TYPE = Callable[[CollectiveStatus], None]
 PG_HOOK_TYPE = Callable[["dist.ProcessGroup", str], None]
 
 
-class Handle(Removable):
-    """A registration. ``remove()`` ends it, once; leaving it as a context manager does too."""
+class Handle(Registered):
+    """A registration. ``remove()`` ends it, once; leaving it as a context manager does too.
 
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove: Callable[[], None] | None = remove
-
-    def remove(self) -> None:
-        """Unregister the hook. No call of it begins after this; one may be under way."""
-        remove, self._remove = self._remove, None
-        if remove is not None:
-            remove()
+    No call of the hook begins after that; one may be under way.
+    """
 
 
 def register_collective_start_hook(hook: COLLECTIVE_HOOK_TYPE) -> Handle:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 __all__ = [
+    "CODED",
     "COMMIT_CLOSING",
     "COMMIT_DONE",
     "COMMIT_OPEN",
@@ -18,14 +19,18 @@ __all__ = [
     "FLAG_ABANDONED",
     "FLAG_ANY_SOURCE",
     "FLAG_DEVICE",
+    "GROUP_RANKS",
     "KINDS",
+    "LATE_TIMES",
     "MAX_DIMS",
     "NO_RANK",
     "OPS",
+    "PLAIN",
     "RECORD",
     "REDUCE_OPS",
     "STATUSES",
     "SYNCHRONISING",
+    "device_name",
     "op_of_variant",
 ]
 
@@ -118,6 +123,21 @@ RECORD = np.dtype(
 )
 assert RECORD.itemsize == 192, "three cache lines"
 
+# What a table of records, and one record by names, have in these fields.
+CODED: dict[str, tuple[str | None, ...]] = {  # the name behind the code
+    "kind": KINDS,
+    "op": OPS,
+    "dtype": DTYPES,
+    "reduce_op": (None, *REDUCE_OPS[1:]),
+    "status": STATUSES,
+}
+PLAIN = (  # the number itself
+    "seq", "message_bytes", "in_bytes", "out_bytes", "tag", "thread", "step", "tensors",
+    "shape_hash", "enqueued_ns",
+)  # fmt: skip
+GROUP_RANKS = ("root", "peer")  # the global rank, or null
+LATE_TIMES = ("started_ns", "completed_ns")  # 0 until they are known; the time, or null
+
 _OP_OF_PREFIX = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
@@ -143,3 +163,9 @@ def op_of_variant(variant: str) -> str:
     bare = variant.strip("_")
     fits = [prefix for prefix in _OP_OF_PREFIX if bare.startswith(prefix)]
     return _OP_OF_PREFIX[max(fits, key=len)] if fits else "unknown"
+
+
+def device_name(kind: int, index: int) -> str:
+    """Return what torch calls a device of this c10::DeviceType: ``cpu``, ``cuda:0``."""
+    name = DEVICE_TYPES[kind] if kind < len(DEVICE_TYPES) else f"device{kind}"
+    return name if index < 0 else f"{name}:{index}"

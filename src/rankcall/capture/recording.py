@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
+from rankcall._handle import Scoped
 from rankcall.capture import declared
 from rankcall.capture.marks import Marks
 from rankcall.capture.notices import say
@@ -63,7 +63,7 @@ class Capture(Protocol):
     def step(self) -> None: ...
 
 
-class Recording:
+class Recording(Scoped):
     """One process's recording. Also a context manager: ``with rankcall.enable(): ...``."""
 
     def __init__(
@@ -108,15 +108,7 @@ class Recording:
         """Return this process's rank, -1 while nobody knows it."""
         return self._identity.rank
 
-    def __enter__(self) -> Recording:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end(self) -> None:
         self._leave(self)
 
     # --- making the ring ---

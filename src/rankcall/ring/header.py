@@ -1,8 +1,10 @@
-"""Decode a ring file's header, which may have been written by anybody."""
+"""A ring file's header: made for a new file, and decoded, whoever may have written it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -55,48 +57,60 @@ class Header:
     aborted_ns: int = 0
 
 
+# All but what is made of several fields, or stands in the file as a code.
+_DIRECT = tuple(each.name for each in fields(Header) if each.name not in ("geometry", "capture"))
+
+
+def make_header(geometry: Geometry, values: Mapping[str, Any]) -> bytes:
+    """Return the header of a file of this geometry; ``values`` are its fields' other than sizes."""
+    row = np.zeros(1, HEADER)
+    sizes = {
+        "magic": MAGIC,
+        "schema": SCHEMA,
+        "header_bytes": HEADER_BYTES,
+        "record_bytes": RECORD.itemsize,
+        "capacity": geometry.capacity,
+        "inflight_capacity": geometry.inflight_capacity,
+        "tables_bytes": geometry.tables_bytes,
+        "file_bytes": geometry.file_bytes,
+    }
+    for name, value in {**sizes, **values}.items():
+        row[name] = value
+    return row.tobytes()
+
+
 def parse_header(raw: bytes, name: str) -> Header:
     """Check and decode a header; ``name`` is for messages."""
     if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
         raise CorruptRun(f"{name}: not a rankcall ring file")
-    row = np.frombuffer(raw, HEADER, count=1)[0]
-    if int(row["schema"]) != SCHEMA:
+    (row,) = np.frombuffer(raw, HEADER, count=1)
+    found = dict(zip(HEADER.names or (), row.item(), strict=True))
+    if found["schema"] != SCHEMA:
         raise CorruptRun(
-            f"{name}: ring schema {int(row['schema'])}, this rankcall reads schema {SCHEMA}: "
+            f"{name}: ring schema {found['schema']}, this rankcall reads schema {SCHEMA}: "
             "read it with the rankcall version that wrote it"
         )
-    shape = Geometry(int(row["capacity"]), int(row["inflight_capacity"]), int(row["tables_bytes"]))
+    shape = Geometry(found["capacity"], found["inflight_capacity"], found["tables_bytes"])
     sizes_ok = (
-        int(row["header_bytes"]) == HEADER_BYTES
-        and int(row["record_bytes"]) == RECORD.itemsize
+        found["header_bytes"] == HEADER_BYTES
+        and found["record_bytes"] == RECORD.itemsize
         and 0 < shape.capacity <= MAX_CAPACITY
         and shape.capacity & (shape.capacity - 1) == 0
         and shape.inflight_capacity <= MAX_CAPACITY
         and shape.tables_bytes <= MAX_TABLES_BYTES
         and shape.tables_bytes % 8 == 0
         # A file that was compacted when it was moved ends after its last record.
-        and shape.records_offset <= int(row["file_bytes"]) <= shape.file_bytes
+        and shape.records_offset <= found["file_bytes"] <= shape.file_bytes
     )
     if not sizes_ok:
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible sizes)")
-    if not (-1 <= int(row["rank"]) < MAX_RANKS and -1 <= int(row["world_size"]) <= MAX_RANKS):
+    if not (-1 <= found["rank"] < MAX_RANKS and -1 <= found["world_size"] <= MAX_RANKS):
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
-    numbers = {
-        key: int(row[key])
-        for key in (
-            "rank", "world_size", "local_rank", "node", "attempt", "pid", "process_start",
-            "anchor_mono_ns", "anchor_epoch_ns", "head", "step", "native_heartbeat_ns",
-            "python_heartbeat_ns", "inflight_lost", "tables_lost", "closed_ns", "file_bytes",
-            "expect_until_ns", "overdue_ns", "verdicts", "stack_fd", "left_ns",
-            "aborted_ns",
-        )
-    }  # fmt: skip
-    capture = int(row["capture"])
-    return Header(
-        host=row["host"].decode("utf-8", "replace"),
-        boot_id=row["boot_id"].decode("utf-8", "replace"),
-        expect_what=row["expect_what"].decode("utf-8", "replace"),
-        capture=CAPTURES[capture] if capture < len(CAPTURES) else CAPTURES[0],
-        geometry=shape,
-        **numbers,
-    )
+    values = {each: _text(found[each]) for each in _DIRECT}
+    capture = found["capture"] if found["capture"] < len(CAPTURES) else 0
+    return Header(geometry=shape, capture=CAPTURES[capture], **values)
+
+
+def _text(value: Any) -> Any:
+    """Return bytes as text, and a number as it is."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

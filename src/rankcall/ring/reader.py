@@ -18,16 +18,13 @@ import numpy.typing as npt
 from rankcall._whole import joined, picked
 from rankcall.errors import CorruptRun
 from rankcall.record import (
+    CODED,
     COMMIT_CLOSING,
     COMMIT_DONE,
     COMMIT_WRITING,
-    DTYPES,
     FLAG_ANY_SOURCE,
-    KINDS,
     MAX_DIMS,
-    OPS,
     RECORD,
-    REDUCE_OPS,
     STATUSES,
 )
 from rankcall.ring.header import Header, parse_header
@@ -219,16 +216,10 @@ def _only(records: Records, wanted: npt.NDArray[np.bool_]) -> Records:
 
 
 def _codes_known(records: Records) -> npt.NDArray[np.bool_]:
-    return (
-        (records["kind"] < len(KINDS))
-        & (records["op"] < len(OPS))
-        & (records["dtype"] < len(DTYPES))
-        & (records["reduce_op"] < len(REDUCE_OPS))
-        & (records["status"] < len(STATUSES))
-        & (records["ndim"] <= MAX_DIMS)
-        & (records["async_op"] <= 2)
-        & (records["commit"] & 3 <= COMMIT_DONE)
-    )
+    known = (records["ndim"] <= MAX_DIMS) & (records["async_op"] <= 2)
+    for name, names in CODED.items():
+        known &= records[name] < len(names)
+    return known
 
 
 def _blank_unfinished(records: Records) -> None:

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from rankcall.record import (
     COMMIT_CLOSING,
     COMMIT_DONE,
@@ -28,6 +26,7 @@ from rankcall.record import (
     RECORD,
     STATUSES,
 )
+from rankcall.ring.header import make_header
 from rankcall.ring.layout import (
     CAPTURES,
     ENTRY_GROUP,
@@ -38,8 +37,6 @@ from rankcall.ring.layout import (
     ENTRY_STRING,
     HEADER,
     HEADER_BYTES,
-    MAGIC,
-    SCHEMA,
     Geometry,
     offset_of,
 )
@@ -108,17 +105,8 @@ def _prepared(ring: mmap.mmap, identity: Identity, geometry: Geometry) -> mmap.m
 
 
 def _header(identity: Identity, geometry: Geometry) -> bytes:
-    row = np.zeros(1, HEADER)
     epoch_ns, mono_ns = time.time_ns(), time.monotonic_ns()
-    values = {
-        "magic": MAGIC,
-        "schema": SCHEMA,
-        "header_bytes": HEADER_BYTES,
-        "record_bytes": RECORD.itemsize,
-        "capacity": geometry.capacity,
-        "inflight_capacity": geometry.inflight_capacity,
-        "tables_bytes": geometry.tables_bytes,
-        "file_bytes": geometry.file_bytes,
+    return make_header(geometry, {
         "rank": identity.rank,
         "world_size": identity.world_size,
         "local_rank": identity.local_rank,
@@ -133,10 +121,7 @@ def _header(identity: Identity, geometry: Geometry) -> bytes:
         "boot_id": boot_id().encode(),
         "native_heartbeat_ns": mono_ns,
         "python_heartbeat_ns": mono_ns,
-    }
-    for name, value in values.items():
-        row[name] = value
-    return row.tobytes()
+    })  # fmt: skip
 
 
 def process_start(pid: int) -> int | None:

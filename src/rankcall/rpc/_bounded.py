@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from rankcall._aside import Aside
 from rankcall.store import StoreLost
 
 _GRACE_S = 0.5  # what ends by itself at the deadline says better why
@@ -20,23 +20,10 @@ def bounded(call: Callable[[], T], deadline: float, doing: str) -> T:
     Raises ``StoreLost`` where it has not ended by the deadline (monotonic seconds); the thread is
     left behind then.
     """
-    returned: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            returned.append(call())
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="rankcall-rpc-store", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()) + _GRACE_S)
-    if raised:
-        raise raised[0]
-    if not returned:
+    helper = Aside(call, "rankcall-rpc-store")
+    if not helper.ended(max(0.0, deadline - time.monotonic()) + _GRACE_S):
         raise StoreLost(
             f"RPC {doing}: the store does not answer: its host is stopped, or cut off. "
             "Look at the process that hosts it"
         )
-    return returned[0]
+    return helper.result()

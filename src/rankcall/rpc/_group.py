@@ -98,6 +98,17 @@ def wait_idle(agent: Any, deadline: float) -> None:
         time.sleep(0.005)
 
 
+def check_arguments(store: dist.Store, options: Any, wanted: type) -> None:
+    """Raise ``TypeError`` where a back end is given no store, or the options of another."""
+    if not isinstance(store, dist.Store):
+        raise TypeError(f"`store` must be a c10d::Store; got {type(store).__name__} {store!r}")
+    if not isinstance(options, wanted):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `{wanted.__name__}`; "
+            f"got {type(options).__name__} {options!r}"
+        )
+
+
 @contextlib.contextmanager
 def undone_on_error() -> Iterator[None]:
     """Take a half-started agent down again, so that the next ``init_rpc`` finds none."""

@@ -9,13 +9,13 @@ and the caller waits for the helper, but no longer than it may.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from torch.distributed import Store
 
+from rankcall._aside import Aside
 from rankcall.store._connection import answers_slowly, borrowed, own
 from rankcall.store._errors import StoreLost
 from rankcall.store._link import Link, lost, where
@@ -117,29 +117,14 @@ def _aside(
     timeout: float,
     unnamed: Callable[[], Exception] | None,
 ) -> T:
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="rankcall-store", daemon=True)
-    thread.start()
+    helper = Aside(work, "rankcall-store")
     try:
-        thread.join(max(0.0, until - time.monotonic()))
+        ended = helper.ended(until - time.monotonic())
     except BaseException:  # an interrupt
         call.abandon()
         raise
-    if failure:
-        raise failure[0]
-    if not outcome and call.abandon():
+    if not ended and call.abandon():
         if unnamed is not None and (call.late or call.heard_within(_HEARD_S)):
             raise unnamed()
         raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
-    thread.join()  # it has its result, or will have the next moment
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    return helper.result()  # it has it, or will have the next moment

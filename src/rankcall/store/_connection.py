@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
+from rankcall._aside import Aside
 from rankcall.store._errors import StoreLost
 from rankcall.store._link import READ, Link, lost, root_of, where
 
@@ -59,28 +59,23 @@ def _closed(store: Store) -> bool:
 
 def _connect(store: Store, seconds: float) -> Link:
     """Clone a store's connection. Connecting to a stopped host blocks: not on this thread."""
-    made: list[Link | BaseException] = []
 
-    def clone() -> None:
-        try:
-            if _closed(store):  # connecting would be tried for as long as the store's timeout
-                made.append(lost(where(store), "it closed the connection"))
-                return
-            client = store.clone()  # type: ignore[attr-defined]
-            client.set_timeout(READ)
-            made.append(Link(client, _socket_of(client)))
-        except BaseException as error:
-            made.append(error)
+    def clone() -> Link:
+        if _closed(store):  # connecting would be tried for as long as the store's timeout
+            raise lost(where(store), "it closed the connection")
+        client = store.clone()  # type: ignore[attr-defined]
+        client.set_timeout(READ)
+        return Link(client, _socket_of(client))
 
-    thread = threading.Thread(target=clone, name="rankcall-store-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    outcome = made[0] if made else lost(where(store), f"no answer within {seconds:.0f} s")
-    if isinstance(outcome, StoreLost):
-        raise outcome
-    if isinstance(outcome, BaseException):
-        raise lost(where(store), str(outcome)) from outcome
-    return outcome
+    helper = Aside(clone, "rankcall-store-connect")
+    if not helper.ended(seconds):
+        raise lost(where(store), f"no answer within {seconds:.0f} s")
+    try:
+        return helper.result()
+    except StoreLost:
+        raise
+    except Exception as error:
+        raise lost(where(store), str(error)) from error
 
 
 @dataclass

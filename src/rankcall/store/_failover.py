@@ -8,13 +8,11 @@ new one, where those who were through with it already say so.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from rankcall.store import _exchange
 from rankcall.store._barrier import barrier
@@ -23,6 +21,7 @@ from rankcall.store._checks import check_rank, check_seconds
 from rankcall.store._errors import BarrierTimeout, StoreLost
 from rankcall.store._link import Link
 from rankcall.store._member import Call
+from rankcall.store._places import Places, place_of
 
 __all__ = ["Failover", "failover"]
 
@@ -44,74 +43,47 @@ def failover(
     host may take before the next is tried. Raises ``ValueError`` for a list that is none, and
     ``StoreLost`` where no host answers.
     """
-    places = [_place(one) for one in hosts]
+    places = [place_of(one) for one in hosts]
     if not places:
         raise ValueError("failover needs at least one host")
     if serve is not None:
         check_rank(serve, len(places), "serve")
-    return Failover(places, serve, check_seconds(connect_timeout, "connect_timeout"))
-
-
-def _place(text: str) -> tuple[str, int]:
-    address, _, port = text.rpartition(":")
-    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"a host is 'address:port'; got {text!r}")
-    return address.strip("[]"), int(port)
+    return Failover(Places(places, check_seconds(connect_timeout, "connect_timeout")), serve)
 
 
 class Failover:
-    """``store`` is the one in use. One thread at a time. ``moves`` counts the hosts left behind.
+    """``store`` is the one in use. One thread at a time.
 
     A host that dies is left at once; one that is stopped when a call's time is over, or after
     twenty seconds, whichever is sooner. Who waits longer than that, or in vain, looks whether
     others have gone on with a later host, and follows them.
     """
 
-    def __init__(
-        self, places: Sequence[tuple[str, int]], serve: int | None, connect_timeout: float
-    ) -> None:
+    def __init__(self, places: Places, serve: int | None) -> None:
         self._places = places
-        self._timeout = connect_timeout
         self._rounds: dict[tuple[str, str], int] = {}  # what this rank is through with
         self._results: dict[str, list[bytes]] = {}  # of the last exchange under each prefix
         self._settled: set[tuple[str, str]] = set()  # nobody was further than this rank
-        self._ahead: dict[int, Store] = {}  # connections to later hosts
-        self._tried = 0.0  # seconds that went into connecting to the host that is next
         self._lost: str | None = None  # why the store in use is none
         self._doubt = False  # the last call waited in vain
-        self._served: Store | None = None
-        self.moves = 0
-        if serve is not None:
-            address, port = places[serve]
-            self._served = TCPStore(address, port, is_master=True, wait_for_workers=False)
-        self.store: Store = self._connect("no host has answered yet", _FOREVER_S)
+        self._served = None if serve is None else places.serve(serve)
+        self.store: Store = places.connect("no host has answered yet", _FOREVER_S)
 
-    def _connect(self, reason: str, seconds: float) -> Store:
-        """Connect to the host in use, or to the next that answers, in this time."""
-        until = time.monotonic() + seconds
-        while self.moves < len(self._places):
-            left = max(0.0, min(self._timeout - self._tried, until - time.monotonic()))
-            found = self._ahead.get(self.moves) or _connected(*self._places[self.moves], left)
-            if found is not None:
-                self._tried = 0.0
-                return found
-            self._tried += left
-            if self._tried < self._timeout:
-                raise StoreLost(f"{reason}. No time was left to connect to the next host")
-            self.moves, self._tried = self.moves + 1, 0.0
-        names = ", ".join(f"{address}:{port}" for address, port in self._places)
-        raise StoreLost(f"no store is left of {names}: {reason}", host=names)
+    @property
+    def moves(self) -> int:
+        """How many hosts have been left behind."""
+        return self._places.at
 
     def _leave(self, reason: str) -> None:
         """Give the store in use up."""
-        self.moves += 1
+        self._places.at += 1
         self._lost = reason
         self._settled.clear()
 
     def _move(self, seconds: float) -> None:
         """Go on to the next host, and say there what this rank is through with."""
         until = time.monotonic() + seconds
-        store = self._connect(self._lost or "", seconds)
+        store = self._places.connect(self._lost or "", seconds)
 
         def step(link: Link, call: Call, until: float) -> bool:
             link.set(_MOVED, b"1")
@@ -127,26 +99,6 @@ class Failover:
             raise
         self.store, self._lost = store, None
 
-    def _others_moved(self, seconds: float) -> bool:
-        """Whether somebody has gone on with a later host."""
-
-        def step(link: Link, call: Call, until: float) -> tuple[bool]:
-            return (link.check([_MOVED]),)
-
-        until = time.monotonic() + min(seconds, _LOOK_S)
-        for number in range(self.moves + 1, len(self._places)):
-            left = max(0.001, until - time.monotonic())
-            store = self._ahead.get(number) or _connected(*self._places[number], left)
-            if store is None:
-                continue
-            self._ahead[number] = store
-            try:
-                if within(store, max(0.001, until - time.monotonic()), step, step)[0]:
-                    return True
-            except StoreLost:
-                del self._ahead[number]
-        return False
-
     def _again(
         self, kind: str, prefix: str, timeout: float, call: Callable[[Store, str, float], T],
         through: Callable[[bytes], T],
@@ -161,7 +113,7 @@ class Failover:
             except StoreLost as error:
                 if self._lost is None:
                     self._leave(str(error))
-                if time.monotonic() >= deadline or self.moves >= len(self._places):
+                if time.monotonic() >= deadline or self._places.over:
                     raise
             except BarrierTimeout:
                 self._doubt = True
@@ -178,7 +130,8 @@ class Failover:
     ) -> T:  # fmt: skip
         """Go on with a call for as long as a stopped host may go unnoticed."""
         deadline = time.monotonic() + left
-        if self._doubt and self._lost is None and self._others_moved(left / 2):
+        look = min(left / 2, _LOOK_S)
+        if self._doubt and self._lost is None and self._places.later_has(_MOVED, look):
             self._leave("others have gone on with a later host")
         if self._lost is not None:
             self._move(left)
@@ -199,7 +152,7 @@ class Failover:
             return (link.read(key),)
 
         left = max(0.001, deadline - time.monotonic())
-        return within(self.store, min(left, self._timeout), step, step)[0]
+        return within(self.store, min(left, self._places.timeout), step, step)[0]
 
     def barrier(
         self, world_size: int, key_prefix: str, barrier_timeout: float = 300,
@@ -234,27 +187,3 @@ def _through(kind: str, prefix: str, turn: int) -> str:
 
 def _joined(result: Sequence[bytes]) -> bytes:
     return b"".join(_exchange.framed(data, rank) for rank, data in enumerate(result))
-
-
-def _connected(address: str, port: int, seconds: float) -> Store | None:
-    """Connect; None where that takes too long, or fails. A stopped host does not hold it up."""
-    made: list[Store] = []
-
-    def connect() -> None:
-        try:
-            made.append(
-                TCPStore(
-                    address, port, is_master=False, wait_for_workers=False,
-                    timeout=timedelta(seconds=max(1.0, seconds)),
-                )
-            )  # fmt: skip
-        except RuntimeError:
-            pass
-
-    thread = threading.Thread(target=connect, name="rankcall-store-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not made:
-        return None
-    made[0].set_timeout(timedelta(seconds=300))  # as torch's own default
-    return made[0]

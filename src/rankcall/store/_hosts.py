@@ -11,18 +11,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from rankcall.errors import WorldMismatch
 from rankcall.store import _messages, _roster
 from rankcall.store._barrier import barrier
 from rankcall.store._bounded import BEYOND_S, within
 from rankcall.store._checks import check_rank
-from rankcall.store._connection import local
 from rankcall.store._errors import BarrierTimeout, StoreLost
+from rankcall.store._house import House, delete, enter, hear
 from rankcall.store._keys import Keys, attempt_of, keys_of
 from rankcall.store._link import Link
 from rankcall.store._member import Call
@@ -32,25 +31,6 @@ __all__ = ["led_barrier"]
 
 _PATIENCE_S = 0.25  # a host whose ranks have not all come after this says who has
 _LOOK_S = 1.0
-_HOST_PORT_KIND = "h"
-
-
-@dataclass
-class _House:
-    """The ranks of this host, and the store they meet in."""
-
-    host: int
-    hosts: int
-    size: int  # ranks on a host
-    local_rank: int
-    store: Store
-    announced: str | None  # the key that says where it is, until all have read it
-    rounds: dict[str, int] = field(default_factory=dict)  # barriers passed, by prefix
-    wrote: list[str] = field(default_factory=list)  # logs of who has come, in the caller's store
-
-    def ranks(self, host: int) -> range:
-        """Return the ranks of a host, as torchrun numbers them."""
-        return range(host * self.size, (host + 1) * self.size)
 
 
 def led_barrier(
@@ -77,7 +57,7 @@ def led_barrier(
         )
     began = time.monotonic()
     keys = keys_of(key_prefix, "p", attempt_of(attempt), world_size)
-    house = _enter(store, keys, rank, local_rank, local_world_size, timeout)
+    house = enter(store, keys, rank, local_rank, local_world_size, timeout)
     meeting = _Round(store, house, keys, rank, began, timeout, hosts or {}, decoder, what)
     if local_rank == 0:
         meeting.lead()
@@ -86,66 +66,13 @@ def led_barrier(
     house.rounds[key_prefix] = meeting.turn + 1
 
 
-def _enter(
-    store: Store, keys: Keys, rank: int, local_rank: int, size: int, timeout: float
-) -> _House:
-    """Return this host's store; the leader makes it and says where in the caller's store."""
-    seats = local(store).seats
-    place = ("house", keys.attempt, keys.world_size, size, rank)
-    found: _House | None = seats.get(place)
-    if found is not None:
-        return found
-    host = rank // size
-    name = f"rankcall.hosts/rankcall.{_HOST_PORT_KIND}{keys.attempt}/{keys.world_size}/{host}"
-    if local_rank == 0:
-        home = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        _tell(store, name, str(home.port).encode(), timeout)
-    else:
-        told = _hear(store, name, timeout)
-        if told is None:
-            raise _messages.timed_out(
-                "barrier", keys, rank=rank, missing=[host * size], arrived=0, timeout=timeout,
-                hosts={}, notes="; the leader of this host has never come",
-            )  # fmt: skip
-        home = TCPStore("127.0.0.1", int(told), is_master=False, wait_for_workers=False)
-    announced = name if local_rank == 0 else None
-    found = _House(host, keys.world_size // size, size, local_rank, home, announced)
-    seats[place] = found
-    return found
-
-
-def _tell(store: Store, key: str, value: bytes, timeout: float) -> None:
-    def step(link: Link, call: Call, until: float) -> bool:
-        link.set(key, value)
-        return link.check([key])
-
-    within(store, timeout, step, step)
-
-
-def _delete(store: Store, keys: Sequence[str], timeout: float) -> None:
-    def step(link: Link, call: Call, until: float) -> bool:
-        for key in keys:
-            link.delete_log(key)
-        return True
-
-    within(store, timeout, step, step)
-
-
-def _hear(store: Store, key: str, timeout: float) -> bytes | None:
-    def step(link: Link, call: Call, until: float) -> tuple[bytes] | None:
-        value = link.wait_get(key, until)
-        return None if value is None else (value,)
-
-    return within(store, timeout, step, lambda link, call, until: (b"",))[0] or None
-
-
 class _Round:
     """One rank's way through one barrier. Deadlines are monotonic seconds."""
 
     def __init__(
         self,
         store: Store,
-        house: _House,
+        house: House,
         keys: Keys,
         rank: int,
         began: float,
@@ -247,7 +174,7 @@ class _Round:
             old.append(self._house.announced)
         if old:
             self._house.announced, self._house.wrote = None, []
-            _delete(self._store, old, self._left())
+            delete(self._store, old, self._left())
 
     # --- the others ---
 
@@ -296,7 +223,7 @@ class _Round:
         limit = self._deadline + BEYOND_S / 2
         while (now := time.monotonic()) < limit:
             try:
-                value = _hear(self._house.store, self._out, max(0.01, limit - now))
+                value = hear(self._house.store, self._out, max(0.01, limit - now))
             except StoreLost:
                 return None
             if value is None:

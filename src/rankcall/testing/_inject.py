@@ -17,8 +17,8 @@ from rankcall.errors import CaptureUnavailable
 from rankcall.testing.faults import Fault, FaultPlan, InjectedFault
 
 if TYPE_CHECKING:
-    from rankcall.capture.ops import Op
-    from rankcall.capture.python import Numbered
+    from rankcall.capture.python.groups import Numbered
+    from rankcall.capture.python.ops import Op
 
 _NAP_S = 3600.0
 

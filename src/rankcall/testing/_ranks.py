@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from rankcall._handle import Scoped
 from rankcall.processes import Exit, note_exit
 from rankcall.rundir import host_name, settle
 from rankcall.testing._child import Job, be_rank, read_told
@@ -131,7 +131,7 @@ def start_ranks(
     return ranks
 
 
-class Ranks:
+class Ranks(Scoped):
     """Ranks that run. ``results`` are there once the ``with`` statement has been left."""
 
     def __init__(self, run_dir: Path | None) -> None:
@@ -215,15 +215,7 @@ class Ranks:
             process.close()
         return result
 
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _end(self) -> None:
         self.end()
 
 

@@ -15,16 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.record import COMMIT_DONE, RECORD
+from rankcall.ring.header import make_header
 from rankcall.ring.layout import (
     CAPTURES,
     ENTRY_GROUP,
     ENTRY_LINE,
     ENTRY_SITE,
     ENTRY_STRING,
-    HEADER,
-    HEADER_BYTES,
-    MAGIC,
-    SCHEMA,
     Geometry,
 )
 from rankcall.ring.tables import CallSite, Group
@@ -102,25 +99,17 @@ def write_ring(folder: Path, spec: RingSpec, capacity: int | None = None) -> Pat
     header = _header(spec, shape, len(records))
     path = folder / ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(header.tobytes())
+        file.write(header)
         file.write(tables.ljust(shape.tables_bytes, b"\0"))
         file.write(records.data.cast("B") if len(records) else b"")
     return path
 
 
-def _header(spec: RingSpec, shape: Geometry, kept: int) -> npt.NDArray[Any]:
-    row = np.zeros(1, HEADER)
+def _header(spec: RingSpec, shape: Geometry, kept: int) -> bytes:
     ends = spec.records["completed_ns"]
     last = int(ends.max()) if len(ends) else spec.anchor_mono_ns
     boot = hashlib.sha256(spec.host.encode()).hexdigest()
     values = {
-        "magic": MAGIC,
-        "schema": SCHEMA,
-        "header_bytes": HEADER_BYTES,
-        "record_bytes": RECORD.itemsize,
-        "capacity": shape.capacity,
-        "inflight_capacity": shape.inflight_capacity,
-        "tables_bytes": shape.tables_bytes,
         "file_bytes": shape.records_offset + kept * RECORD.itemsize,
         "rank": spec.rank,
         "world_size": spec.world_size,
@@ -142,6 +131,4 @@ def _header(spec: RingSpec, shape: Geometry, kept: int) -> npt.NDArray[Any]:
         "left_ns": last + 1 if spec.left else 0,
         "aborted_ns": last + 1 if spec.aborted else 0,
     }
-    for name, value in values.items():
-        row[name] = value
-    return row
+    return make_header(shape, values)

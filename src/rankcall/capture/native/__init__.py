@@ -1,4 +1,4 @@
-"""The native recorder: C++ kernels in front of every c10d op (see recorder.cpp)."""
+"""The native recorder: C++ kernels in front of every c10d op (see kernels.h)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class NativeCapture:
     name = "native"
 
     def __init__(self, ring: mmap.mmap, geometry: Geometry, call_sites: bool = True) -> None:
-        from rankcall.capture.callsites import skipped_folders
-        from rankcall.capture.python import dtype_codes
+        from rankcall.capture.installed import DTYPE_CODES, skipped_folders
 
         self._native = recorder_module()
         sizes = (
@@ -50,7 +49,7 @@ class NativeCapture:
             geometry.records_offset,
         )
         self._recorder: Any = self._native.create(
-            ring, sizes, dtype_codes(), skipped_folders(), call_sites
+            ring, sizes, list(DTYPE_CODES.items()), skipped_folders(), call_sites
         )
         self._groups: dict[int, Group] = {}
         self._marks: Marks | None = None

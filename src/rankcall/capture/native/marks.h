@@ -1,4 +1,4 @@
-// Tell a tool of each op as it is issued, on the issuing thread: the twin of capture/marks.py.
+// Tell a tool of each op as it is issued, on the issuing thread: the twin of capture/python/marks.py.
 //
 // The tool's C functions come from outside (nvtx_bridge.cpp), so the recorder needs no header of
 // theirs. Off, it costs a load. On, a text is made of parts that Python has prepared, under a lock

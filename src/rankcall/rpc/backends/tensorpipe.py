@@ -12,7 +12,13 @@ from torch.distributed.rpc import TensorPipeAgent, TensorPipeRpcBackendOptions, 
 from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
 from rankcall.rpc._bounded import bounded
-from rankcall.rpc._group import StaticGroup, init_deadline, set_group, undone_on_error
+from rankcall.rpc._group import (
+    StaticGroup,
+    check_arguments,
+    init_deadline,
+    set_group,
+    undone_on_error,
+)
 from rankcall.rpc._roll import Roll, check_names, claim_place
 from rankcall.rpc.backends._tensorpipe_dynamic import DynamicGroup
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
@@ -55,13 +61,7 @@ def init_backend_handler(
     ``InvalidDeviceMap``, ``RpcTimeout``, and ``RuntimeError`` for ranks, sizes or names that
     disagree.
     """
-    if not isinstance(store, dist.Store):
-        raise TypeError(f"`store` must be a c10d::Store; got {type(store).__name__} {store!r}")
-    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
-        raise TypeError(
-            "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`; "
-            f"got {type(rpc_backend_options).__name__} {rpc_backend_options!r}"
-        )
+    check_arguments(store, rpc_backend_options, TensorPipeRpcBackendOptions)
     if not world_size:
         group = DynamicGroup(store, name, rank, rpc_backend_options)
         agent: TensorPipeAgent = group.join(init_deadline(rpc_backend_options.rpc_timeout))

@@ -17,7 +17,13 @@ from torch.distributed.rpc import RpcBackendOptions, _is_current_rpc_agent_set, 
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
 from rankcall.errors import AuthenticationFailed, BackendUnavailable, RpcTimeout
-from rankcall.rpc._group import StaticGroup, init_deadline, set_group, undone_on_error
+from rankcall.rpc._group import (
+    StaticGroup,
+    check_arguments,
+    init_deadline,
+    set_group,
+    undone_on_error,
+)
 from rankcall.rpc._members import MemberLog, life
 from rankcall.rpc._place import Place
 from rankcall.rpc._roll import Roll, check_names, claim_place
@@ -106,13 +112,7 @@ def init_backend_handler(
     Also raises ``BackendUnavailable`` where pyzmq or a compiler is missing, and
     ``AuthenticationFailed`` where workers of several hosts have no common secret.
     """
-    if not isinstance(store, dist.Store):
-        raise TypeError(f"`store` must be a c10d::Store; got {type(store).__name__} {store!r}")
-    if not isinstance(rpc_backend_options, ZmqRpcBackendOptions):
-        raise TypeError(
-            "`rpc_backend_options` must be a `ZmqRpcBackendOptions`; "
-            f"got {type(rpc_backend_options).__name__} {rpc_backend_options!r}"
-        )
+    check_arguments(store, rpc_backend_options, ZmqRpcBackendOptions)
     library = _library()
     agent_module()  # built before the clock starts
     deadline = init_deadline(rpc_backend_options.rpc_timeout)

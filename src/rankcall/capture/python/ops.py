@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rankcall.record import MAX_DIMS, OPS, op_of_variant
+from rankcall.record import MAX_DIMS, OPS, REDUCE_OPS, op_of_variant
 
 _SEND, _RECV = OPS.index("send"), OPS.index("recv")
 _BY_OUTPUT = {OPS.index(name) for name in ("all_gather", "reduce_scatter", "recv")}
@@ -26,6 +26,8 @@ class Op:
     returns_work: bool
     positions: dict[str, int]
     p2p: bool
+    peer: int | None
+    outgoing: bool  # its peer is the destination
     reads: int | None = None
     writes: int | None = None
     other_tensor: int | None = None
@@ -66,6 +68,8 @@ def _describe(schema: Any) -> Op | None:
         returns_work=bool(returns) and "Work" in returns[-1].type.annotation_str,
         positions=positions,
         p2p=OPS.index(op_of_variant(name)) in (_SEND, _RECV),
+        peer=positions.get("dst", positions.get("src")),
+        outgoing="dst" in positions,
     )
     for argument in schema.arguments:
         at = positions[argument.name]
@@ -171,3 +175,20 @@ def shape_hash(op: Op, arguments: tuple[Any, ...], tensors: list[torch.Tensor]) 
     for word in words:
         state = ((state ^ (word & 0xFFFFFFFFFFFFFFFF)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
     return (state ^ (state >> 32)) & 0xFFFFFFFF or 1
+
+
+def reduce_code(op: Op, arguments: tuple[Any, ...]) -> int:
+    """Return the code of an op's reduction; 0 where it has none, or one that is not known."""
+    at = op.positions.get("reduce_op")
+    if at is None:
+        return 0
+    code = int(arguments[at].op()) + 1  # RedOpType, shifted as in REDUCE_OPS
+    return code if code < len(REDUCE_OPS) else 0
+
+
+def async_code(op: Op, arguments: tuple[Any, ...]) -> int:
+    """Return whether an op is asynchronous: 0 no, 1 yes, 2 it does not say."""
+    at = op.positions.get("async_op")
+    if at is None:
+        return 2
+    return int(arguments[at]) if at < len(arguments) else 1  # the schema's default

@@ -1,4 +1,4 @@
-"""A Work whose end is the return of its ``wait()``: the twin of native/recorder.cpp's."""
+"""A Work whose end is the return of its ``wait()``: the twin of native/waited.h's."""
 
 from __future__ import annotations
 

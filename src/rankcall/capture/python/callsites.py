@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import CodeType, FrameType
 
+from rankcall.capture.installed import skipped_folders
 from rankcall.ring.tables import CallSite
 
 _USER, _HIDDEN, _WRAPPER, _API, _API_OF_MANY, _BACKWARD = range(6)
@@ -24,14 +24,6 @@ _WRAPPERS = {
 _BETWEEN = ("/contextlib.py", "/typing_extensions.py", "/warnings.py")
 _MAX_SITES = 1 << 16
 _MAX_KINDS = 1 << 14
-
-
-def skipped_folders() -> list[str]:
-    """Return the path prefixes of frames that are never the user's: torch's and rankcall's."""
-    import torch
-
-    folders = [Path(torch.__file__).parent, Path(__file__).parents[1]]
-    return [f"{folder}/" for folder in folders]
 
 
 class CallSites:

@@ -1,0 +1,146 @@
+"""The pure-Python capture: the same records as the native recorder's, where it cannot be built.
+
+A Python kernel at the same dispatch key, writing the same ring. Slower (some 10 us a call), but
+complete: it stands wherever torch runs. Its files are the twins of those in ``native/``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rankcall.capture.marks import Marks
+from rankcall.capture.python.callsites import CallSites
+from rankcall.capture.python.device import DeviceTimes
+from rankcall.capture.python.ends import Ends
+from rankcall.capture.python.groups import Groups, Numbered, number_ahead
+from rankcall.capture.python.issue import Issuer
+from rankcall.capture.python.marks import PythonMarks
+from rankcall.capture.python.ops import Op, c10d_ops
+from rankcall.capture.python.wake import Waker
+from rankcall.ring.tables import Group
+from rankcall.ring.writer import PythonRing, put
+
+_AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+Interposer = Callable[[Op, Numbered, Callable[..., Any], tuple[Any, ...]], Any]
+
+
+class PythonCapture:
+    """Records through Python kernels; see ``NativeCapture`` for the interface."""
+
+    name = "python"
+    make_statuses = None  # they are made column by column
+
+    def __init__(self, ring: PythonRing, call_sites: bool = True) -> None:
+        self._ring = ring
+        self._groups = Groups(ring)
+        self._waker = Waker()
+        self._devices = DeviceTimes(ring, self._waker.wake)
+        sites = CallSites(ring.site) if call_sites else None
+        self._issuer = Issuer(ring, self._groups, sites, self._devices, self._waker)
+        self._ends = Ends(ring, self._devices, self._waker)
+        self._marks: Marks | None = None
+        self.recording = False
+        # Planted faults: called in place of an op, with what issues and records it.
+        self.interposer: Interposer | None = None
+        self._library: torch.library.Library | None = None
+
+    def start(self) -> None:
+        """Install a kernel in front of every c10d op."""
+        library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        for op in c10d_ops():
+            kernel = self._kernel(op, self._ring.string(op.name))
+            library.impl(  # type: ignore[no-untyped-call]
+                op.name, kernel, "BackendSelect", with_keyset=True
+            )
+        self._library = library
+        self.recording = True
+
+    def stop(self) -> None:
+        """Take the kernels out again. Ops in flight still write their ends."""
+        self.recording = False
+        if self._library is not None:
+            self._library._destroy()  # type: ignore[no-untyped-call]
+            self._library = None
+        self._devices.close()
+
+    def forget(self) -> None:
+        """Record nothing more: this is a forked child, and the ring is its parent's."""
+        self.recording = False
+        self._waker.wanted = 0
+
+    def drained(self) -> bool:
+        """Whether every record has its end."""
+        return self._ring.done == self._ring.head
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many records were issued, and how many have ended."""
+        return self._ring.head, self._ring.done
+
+    def add_group(self, group: Group, me: int) -> None:
+        """Announce a group; ``me`` is this rank's place in it. Its counters start anew."""
+        self._groups.announce(group)
+        if self._marks is not None and self._ends.marks is not None:
+            self._ends.marks.learn(self._marks, group)
+
+    def add_line(self, site: int, text: str) -> None:
+        """Add what the source says at a call site."""
+        self._ring.line(site, text)
+
+    def mark(self, marks: Marks | None) -> None:
+        """Have a tool told of each op as it is issued, from now on; None ends that."""
+        self._marks = marks
+        if marks is None:
+            self._issuer.marks = None
+            return
+        self._ends.marks = PythonMarks(marks)
+        self.learn_spans(marks)
+        self._issuer.marks = self._ends.marks
+
+    def learn_spans(self, marks: Marks) -> None:
+        """Ask again which members of which groups are on other hosts."""
+        for group in self._groups.announced():
+            if self._ends.marks is not None:
+                self._ends.marks.learn(marks, group)
+
+    def step(self) -> None:
+        """Count an optimizer step."""
+        self._issuer.steps += 1
+        put(self._ring.map, "step", self._issuer.steps)
+
+    def sleep(self, fd: int, wanted: int) -> None:
+        """Have the eventfd written at the next end (1), or the next start or end (2)."""
+        self._waker.arm(fd, wanted)
+
+    def _kernel(self, op: Op, variant: int) -> Callable[..., Any]:
+        redispatch = op.overload.redispatch
+        issue, ends = self._issuer.of(op, variant), self._ends
+        follow = ends.follow
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.interposer is not None:
+                through = functools.partial(recorded, keys, **kwargs)
+                return self.interposer(op, number_ahead(op, args, self._groups), through, args)
+            return recorded(keys, *args, **kwargs)
+
+        def recorded(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            issued = None
+            if self.recording:
+                try:
+                    issued = issue(args)
+                except Exception:  # an argument nobody foresaw: the user's op goes on, unrecorded
+                    issued = None
+            if issued is None:
+                return redispatch(keys & _AFTER, *args, **kwargs)
+            try:
+                result = redispatch(keys & _AFTER, *args, **kwargs)
+            except BaseException as error:
+                ends.failed(issued, error)
+                raise
+            return follow(op, issued, result)
+
+        return kernel
