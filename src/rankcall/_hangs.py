@@ -75,9 +75,10 @@ def stacks_in(folder: Path) -> list[Path]:
 
 def numbered(folder: Path) -> list[Path]:
     """Return the folders of verdicts below ``hangs``, in order."""
-    if not folder.is_dir():
+    try:
+        return sorted(each for each in folder.iterdir() if each.name.isdigit())
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(each for each in folder.iterdir() if each.name.isdigit())
 
 
 def next_free(folder: Path) -> Path:

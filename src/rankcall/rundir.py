@@ -121,8 +121,9 @@ def settle(path: Path) -> list[Path]:
                 moved.append(_move(ring, path / "rings" / ring.name))
         except (OSError, CorruptRun):
             continue
-    if not any(source.glob("*.ring")):
-        settle_hangs(source, path)
+    with contextlib.suppress(FileNotFoundError):  # another process has settled it meanwhile
+        if not any(source.glob("*.ring")):
+            settle_hangs(source, path)
     for folder in (source, source.parent):
         try:
             folder.rmdir()
