@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
 
+from rankcall._handle import Scoped
 from rankcall.analysis.finding import Finding
 from rankcall.capture import session
 from rankcall.capture.notices import say
@@ -26,7 +26,7 @@ DEFAULT_S = 60.0
 OnHang = str | Callable[[list[Finding]], object]
 
 
-class Handle:
+class Handle(Scoped):
     """A watcher at work. ``stop()`` ends it, once; leaving it as a context manager does too."""
 
     def __init__(self, watcher: Watcher) -> None:
@@ -36,10 +36,7 @@ class Handle:
         """Watch no more; the recording ends with it where nobody else holds it."""
         self._watcher.stop()
 
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def _end(self) -> None:
         self.stop()
 
 

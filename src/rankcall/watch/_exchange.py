@@ -13,12 +13,12 @@ can be named.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from rankcall._aside import Aside
 from rankcall.analysis.state.exchange import decode, encode
 from rankcall.analysis.state.snapshot import RankState, Snapshot, merge, no_calls
 
@@ -148,28 +148,25 @@ class Exchange:
         """Use the store on a thread of its own, for so long at most."""
         if time.monotonic() < self._lost_until:
             raise Unreachable("the store did not answer a moment ago")
-        done: list[T] = []
-        failed: list[BaseException] = []
 
-        def work() -> None:
+        def work() -> T:
+            self._store = self._store or self._open_store()
+            if self._store is None:
+                raise _NoStore("the default process group has not been made")
+            return use(self._store)
+
+        aside = Aside(work, "rankcall-agree")
+        why = f"no answer within {limit_s:g} s"
+        if aside.ended(limit_s):
             try:
-                self._store = self._store or self._open_store()
-                if self._store is None:
-                    raise _NoStore("the default process group has not been made")
-                done.append(use(self._store))
+                return aside.result()
+            except _NoStore as error:
+                raise Unreachable(str(error)) from error
             except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=work, name="rankcall-agree", daemon=True)
-        thread.start()
-        thread.join(limit_s)
-        if done:
-            return done[0]
-        if failed and isinstance(failed[0], _NoStore):
-            raise Unreachable(str(failed[0]))
+                why = repr(error)
         self._store = None
         self._lost_until = time.monotonic() + _RETRY_S
-        raise Unreachable(repr(failed[0]) if failed else f"no answer within {limit_s:g} s")
+        raise Unreachable(why)
 
 
 def _round(store: Any) -> int:
