@@ -21,7 +21,7 @@ def test_all_killed_at_once(tmp_path: Path) -> None:
     gone = dict.fromkeys(range(4), "gone")
     in_user_code = [*BEFORE, *stuck(WORLD, 4, (0, 1, 3), 69 * S + 900 * MS, line=7)]
     in_one_call = [*BEFORE, *stuck(WORLD, 4, (0, 1, 2, 3), 69 * S + 900 * MS, line=7)]
-    for name, calls in (("apart", in_user_code), ("in one", in_one_call), ("idle", BEFORE)):
+    for name, calls in (("apart", in_user_code), ("in one", in_one_call)):
         beats = dict.fromkeys(range(4), 70.0)
         found = look(tmp_path / name, calls, seconds=75, states=gone, beats=beats)
         assert said(found) == [("dead", (0, 1, 2, 3))], name
@@ -30,6 +30,14 @@ def test_all_killed_at_once(tmp_path: Path) -> None:
     copied = look(tmp_path / "copied", in_user_code, seconds=70)
     assert said(copied) == [("dead", (0, 1, 2, 3))]
     assert copied.findings[0].confidence == "possible"
+
+
+def test_gone_between_two_calls(tmp_path: Path) -> None:
+    """Who leaves by os._exit at its end looks so too: that nobody noted how it ended is all."""
+    gone, beats = dict.fromkeys(range(4), "gone"), dict.fromkeys(range(4), 70.0)
+    found = look(tmp_path, BEFORE, seconds=75, states=gone, beats=beats)
+    assert said(found) == []
+    assert "Of 4 ranks nobody noted how they ended." in " ".join(render(found).split())
 
 
 def test_killed_in_a_hang(tmp_path: Path) -> None:

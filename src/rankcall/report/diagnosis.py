@@ -131,9 +131,13 @@ def _healthy(diagnosis: Diagnosis) -> str:
         return f"healthy: {going} on{speed}.{_halted(snapshot, halted)}{_longest(diagnosis)}"
     ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
     told = sum(each.ended_by_launcher for each in ranks)
-    by_launcher = f" {plural(told, 'was', 'were')} ended by the launcher." if told else ""
+    more = f" {plural(told, 'was', 'were')} ended by the launcher." if told else ""
+    unknown = sum(each.exit is None and not each.closed for each in ranks)
+    if unknown:
+        them = "it" if unknown == 1 else "they"
+        more += f" Of {plural(unknown, 'rank')} nobody noted how {them} ended."
     whole = plural(len(snapshot.ranks), "rank")
-    return f"healthy: {ended:,} of {whole} ended well{speed}.{by_launcher}"
+    return f"healthy: {ended:,} of {whole} ended well{speed}.{more}"
 
 
 def _longest(diagnosis: Diagnosis) -> str:

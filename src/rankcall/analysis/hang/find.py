@@ -81,7 +81,9 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     findings = [of_disagreement(snapshot, graph, each) for each in clashes]
     findings += [of_cycle(snapshot, graph, each) for each in circles]
     findings += [of_cases(snapshot, graph, alike) for alike in together(found)]
-    findings = findings or _stuck(snapshot, graph) or of_vanished(snapshot, gone.together)
+    findings = findings or _stuck(snapshot, graph)
+    if not findings and in_flight.any():  # who is in no call may have ended well
+        findings = of_vanished(snapshot, gone.together)
     if snapshot.mixed:
         findings = [replace(each, confidence=less_sure(each.confidence, 2)) for each in findings]
     return in_order(findings)
