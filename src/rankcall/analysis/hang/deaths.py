@@ -37,12 +37,13 @@ def deaths(snapshot: Snapshot, victims: Collection[int]) -> Deaths:
     found = Deaths(left={each.rank for each in gone if _ended_well(each)})
     rest = [each for each in gone if each.rank not in found.left and each.rank not in victims]
     ends = sorted((_ago(each) for each in gone if each.rank not in found.left), reverse=True)
+    live = snapshot.live
     last = min((each.silent_s for each in snapshot.ranks if not each.blind), default=0.0)
     for each in rest:
         if each.aborted:
             own = False
         elif each.exit is None:
-            own = snapshot.live or each.silent_s > last + BEATS_S
+            own = live or each.silent_s > last + BEATS_S
         elif each.ended_by_launcher:
             own = False
         elif each.exit in _ASKED:
@@ -77,13 +78,15 @@ def _cut_off(snapshot: Snapshot, told: Collection[int], own: Collection[int]) ->
 
 def _together(snapshot: Snapshot, victims: Collection[int]) -> set[int]:
     """Return who is in no state to go on, where nobody noted an end: of a copy, who may be gone."""
+    if snapshot.live:
+        return set()
     return {
         each.rank
         for each in snapshot.ranks
         if each.state in (GONE, UNKNOWN)
         and each.exit is None
         and each.rank not in victims
-        and not (each.closed or each.aborted or each.blind or snapshot.live)
+        and not (each.closed or each.aborted or each.blind)
     }
 
 
