@@ -110,7 +110,6 @@ def _differing(calls: Calls, rows: Rows) -> Iterator[tuple[Rows, tuple[str, ...]
     for place in np.flatnonzero(np.any(list(differs.values()), axis=0)):
         fields = tuple(name for name in FIELDS if differs[name][place])
         yield rows[starts[place] : ends[place]], fields
-    yield from ()
 
 
 def _disagreement(
