@@ -60,8 +60,9 @@ def of_vanished(snapshot: Snapshot, ranks: Collection[int]) -> list[Finding]:
         Finding(
             "dead", found, hosts=explain.hosts(snapshot, found),
             confidence="possible" if copied else "likely", summary=summary, evidence=tuple(lasts),
-            advice="Killed from outside, launcher and all: look at the scheduler (a time limit, a "
-            "cancelled job), at the kernel (out of memory: dmesg -T) or for a host that was lost.",
+            advice="Most likely killed from outside, with whatever started them: look at the "
+            "scheduler (a time limit, a cancelled job), at the kernel (out of memory: dmesg -T) or "
+            "for a host that was lost.",
         )
     ]  # fmt: skip
 
