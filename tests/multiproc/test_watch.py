@@ -17,7 +17,7 @@ from world import wait_until
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.run import load
 from rankcall.rundir import settle
-from rankcall.testing import FaultPlan, spawn_ranks, start_ranks
+from rankcall.testing import FaultPlan, Ranks, spawn_ranks, start_ranks
 from rankcall.watch import ABORT_STATUS
 
 pytestmark = pytest.mark.multiproc
@@ -205,20 +205,21 @@ def two_nodes(tmp_path: Path) -> Iterator[Any]:
         shutil.rmtree(place)
 
 
+def _told_with_stacks(ranks: Ranks, run: Path) -> bool:
+    """Tell whether a verdict was printed and all four ranks' stacks are kept."""
+    said = [_text(each) for each in ranks.folder.glob("stderr.*")]
+    printed = any("kept with all stacks in" in text for text in said)
+    return printed and len(list(run.glob("hangs/0001/stacks/*"))) == 4
+
+
 def test_two_nodes_speak_with_one_voice(tmp_path: Path, two_nodes: Any) -> None:
     """One verdict in the run, with the stacks of both nodes, printed by one rank."""
     plan, run = FaultPlan().hang(rank=3, seq=20), tmp_path / "run"
-
-    def printed(folder: Path) -> int:
-        texts = [each.read_text() for each in folder.glob("stderr.*")]
-        return sum(text.count("kept with all stacks in") for text in texts)
-
     with start_ranks(
         plain, 4, plan, faults=plan, run_dir=run, watch={"hang_after": HANG_AFTER_S},
         env=two_nodes,
     ) as ranks:  # fmt: skip
-        wait_until(lambda: printed(ranks.folder))
-        wait_until(lambda: len(list(run.glob("hangs/0001/stacks/*"))) == 4)
+        wait_until(lambda: _told_with_stacks(ranks, run))
     (verdict,) = _verdicts(run)
     assert _causes(verdict) == [("missing", [3])]
     assert sum(each.stderr.count("kept with all stacks in") for each in ranks.results) == 1
@@ -299,7 +300,7 @@ def test_clocks_an_hour_apart(tmp_path: Path, two_nodes: Any) -> None:
     """Two nodes whose clocks do not agree do, and say it once."""
     run = tmp_path / "run"
     with start_ranks(_in_another_time, 4, str(run), env=two_nodes) as ranks:
-        wait_until(lambda: len(list(run.glob("hangs/0001/stacks/*"))) == 4)
+        wait_until(lambda: _told_with_stacks(ranks, run))
     (verdict,) = _verdicts(run)
     assert _causes(verdict) == [("missing", [3])]
     assert sum(each.stderr.count("kept with all stacks in") for each in ranks.results) == 1

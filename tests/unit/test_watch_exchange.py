@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +16,11 @@ from rankcall.watch._exchange import Agreed, Exchange, Unreachable
 WORLD = 4
 
 
-def node(*ranks: int) -> Snapshot:
-    """Return what a node with these ranks knows of a world of four."""
+def node(*ranks: int, world: int = WORLD) -> Snapshot:
+    """Return what a node with these ranks knows of a world."""
     states = [
         RankState(rank, "node", 1, state=ALIVE) if rank in ranks else RankState(rank, blind=True)
-        for rank in range(WORLD)
+        for rank in range(world)
     ]
     return Snapshot(states, no_calls())
 
@@ -34,7 +35,7 @@ def together(exchanges: list[Exchange], parts: list[Snapshot]) -> list[Agreed]:
     found: dict[int, Agreed] = {}
 
     def agree(which: int) -> None:
-        found[which] = exchanges[which].agree(parts[which], WORLD, names)
+        found[which] = exchanges[which].agree(parts[which], len(parts[which].ranks), names)
 
     threads = [threading.Thread(target=agree, args=(which,)) for which in range(len(parts))]
     for each in threads:
@@ -63,6 +64,33 @@ def test_two_nodes_agree() -> None:
         assert [each.verdict for each in agreed] == [b"[0, 1, 2, 3]"] * 2
         assert sorted(each.by_me for each in agreed) == [False, True]
         assert shared.get("latest") == str(number).encode()
+
+
+class Counted:
+    """A store that counts what is read of it."""
+
+    def __init__(self) -> None:
+        self.inner = store()
+        self.read: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def get(self, key: str) -> Any:
+        """Count, and pass on."""
+        self.read[key] += 1
+        return self.inner.get(key)
+
+
+def test_many_nodes_agree() -> None:
+    """Each node's summary is read once, by who judges: not by every other node."""
+    shared, world = Counted(), 48
+    nodes = [Exchange(lambda: shared) for _ in range(world)]
+    agreed = together(nodes, [node(rank, world=world) for rank in range(world)])
+    assert {each.verdict for each in agreed} == {repr(list(range(world))).encode()}
+    assert sum(each.by_me for each in agreed) == 1
+    posts = [f"1/post/{number}" for number in range(1, world + 1)]
+    assert [shared.read[key] for key in posts] == [0] + [1] * (world - 1)
 
 
 def test_a_judge_knows_the_round_before() -> None:

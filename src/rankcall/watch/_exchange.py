@@ -2,7 +2,9 @@
 
 Nothing is sent while nothing hangs, but a look now and then whether another node has asked. Who
 finds something overdue opens a round; each node's leader posts its summary; the first to have
-posted judges, and the next where that takes too long. ``compare_set`` makes the verdict one.
+posted reads them all and judges, and the next where that takes too long. The others only wait for
+the verdict, so the store's work grows with the nodes, not with their square. ``compare_set`` makes
+the verdict one.
 
 Keys, below ``rankcall/watch/<attempt>/``: ``latest``, the last round that is over;
 ``<round>/open``; ``<round>/posts``, a count; ``<round>/post/<number>``; ``<round>/verdict``.
@@ -14,13 +16,14 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from rankcall._aside import Aside
-from rankcall.analysis.state.exchange import decode, encode
-from rankcall.analysis.state.snapshot import RankState, Snapshot, merge, no_calls
+from rankcall.analysis.state.parts import Part, decode, encode, merge, part_of
+from rankcall.analysis.state.snapshot import RankState, Snapshot, no_calls
 
 T = TypeVar("T")
 Member = tuple[int, str, int]  # rank, host, pid
@@ -28,10 +31,13 @@ Member = tuple[int, str, int]  # rank, host, pid
 # stacks. It is waited for in full only where a node is gone.
 SETTLE_S = 6.0
 _JUDGE_S = 2.0  # what one node gets to judge, before the next does
+_JUDGE_RANK_S = 0.001  # and for each rank of the world: several times what it takes
+_JUDGES = 5  # who get to judge, in turn, before a node gives the others up
 _PROBE_S = 2.0  # for an answer: a store whose host stands still never gives one
-_LIMIT_S = 10.0  # for a whole exchange, beside what the others get to post
 _RETRY_S = 60.0
+_MOST_BYTES = 1 << 28  # of a verdict
 _POLL_S = 0.05
+_POLL_RANK_S = 0.00005  # and for each rank of the world: all nodes together ask so often
 
 
 class Agreed(NamedTuple):
@@ -97,7 +103,7 @@ class Exchange:
         self._guarded(_round, _PROBE_S)
         return self._guarded(
             lambda store: self._agree(store, mine, world_size, judge),
-            self._settle_s + _LIMIT_S,
+            self._settle_s + _JUDGES * _turn_s(world_size),
         )
 
     def _agree(
@@ -105,29 +111,39 @@ class Exchange:
     ) -> Agreed:
         number = _round(store)
         store.add(f"{number}/open", 1)
-        post = int(store.add(f"{number}/posts", 1))
-        store.set(f"{number}/post/{post}", encode(mine))
+        post, own = int(store.add(f"{number}/posts", 1)), part_of(mine)
+        store.set(f"{number}/post/{post}", encode(own))
         verdict, settled = f"{number}/verdict", time.monotonic() + self._settle_s
-        heard: dict[int, Snapshot] = {post: mine}
-        while time.monotonic() < settled and not _covered(heard, world_size):
-            if store.check([verdict]):
-                return Agreed(bytes(store.get(verdict)), False)
-            self._hear(store, number, heard)
-            time.sleep(_POLL_S)
-        turn = time.monotonic() + (post - 1) * _JUDGE_S
-        while not store.check([verdict]) and time.monotonic() < turn:
-            time.sleep(_POLL_S)
-        if store.check([verdict]):
-            return Agreed(bytes(store.get(verdict)), False)
+        heard = {post: own}
+        if post == 1:
+            while not _covered(heard, world_size) and time.monotonic() < settled:
+                time.sleep(_POLL_S)
+                self._hear(store, number, heard)
+        turn = settled + (post - 1) * _turn_s(world_size) if post > 1 else 0.0
+        while not store.check([verdict]):
+            if time.monotonic() >= turn:
+                return self._decide(store, number, heard, judge)
+            time.sleep(max(_POLL_S, _POLL_RANK_S * world_size))
+        return Agreed(_verdict_of(store, number), False)
+
+    def _decide(
+        self,
+        store: Any,
+        number: int,
+        heard: dict[int, Part],
+        judge: Callable[[Snapshot, bytes], bytes],
+    ) -> Agreed:
+        """Judge by what has been posted; whoever is first to is the one who has."""
         self._hear(store, number, heard)
         known = _with_unheard(store, merge(list(heard.values())))
         proposed = judge(known, _verdict_of(store, number - 1))
-        agreed = bytes(store.compare_set(verdict, "", proposed))
+        packed = zlib.compress(proposed)
+        agreed = _unpacked(store.compare_set(f"{number}/verdict", "", packed))
         store.set("latest", str(number))
         self._forget(store, number, len(heard))
         return Agreed(agreed, agreed == proposed)
 
-    def _hear(self, store: Any, number: int, heard: dict[int, Snapshot]) -> None:
+    def _hear(self, store: Any, number: int, heard: dict[int, Part]) -> None:
         """Read the summaries that have come since."""
         for post in range(1, int(store.add(f"{number}/posts", 0)) + 1):
             key = f"{number}/post/{post}"
@@ -135,7 +151,7 @@ class Exchange:
                 try:
                     heard[post] = decode(bytes(store.get(key)))
                 except ValueError:
-                    heard[post] = Snapshot([], no_calls())
+                    heard[post] = Part(0, [], no_calls())
 
     def _forget(self, store: Any, number: int, posts: int) -> None:
         """Delete the round before the last one: a long job must not fill the store."""
@@ -173,9 +189,18 @@ def _round(store: Any) -> int:
     return int(store.get("latest")) + 1 if store.check(["latest"]) else 1
 
 
+def _turn_s(world_size: int) -> float:
+    """Return how long one node gets to judge."""
+    return _JUDGE_S + _JUDGE_RANK_S * world_size
+
+
 def _verdict_of(store: Any, number: int) -> bytes:
     key = f"{number}/verdict"
-    return bytes(store.get(key)) if store.check([key]) else b""
+    return _unpacked(store.get(key)) if store.check([key]) else b""
+
+
+def _unpacked(verdict: bytes) -> bytes:
+    return zlib.decompressobj().decompress(bytes(verdict), _MOST_BYTES)
 
 
 def _with_unheard(store: Any, snapshot: Snapshot) -> Snapshot:
@@ -198,6 +223,5 @@ def _with_unheard(store: Any, snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, ranks=ranks)
 
 
-def _covered(heard: dict[int, Snapshot], world_size: int) -> bool:
-    known = {state.rank for part in heard.values() for state in part.ranks if not state.blind}
-    return len(known) >= world_size > 0
+def _covered(heard: dict[int, Part], world_size: int) -> bool:
+    return len({state.rank for part in heard.values() for state in part.ranks}) >= world_size > 0

@@ -162,13 +162,16 @@ class Judge:
 
     def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:
         """Judge all nodes; put it off once where it will be clearer in a moment."""
-        left = settles_in(snapshot, self._hangs(snapshot), self._hang_after)
+        found = self._hangs(snapshot)
+        left = settles_in(snapshot, found, self._hang_after)
         if left and not (before and _verdict.put_off_by(decode(before))):
             return _verdict.put_off(left)
-        return self._judge(snapshot)
+        return self._encoded(snapshot, found)
 
     def _judge(self, snapshot: Snapshot) -> bytes:
-        found = self._hangs(snapshot)
+        return self._encoded(snapshot, self._hangs(snapshot))
+
+    def _encoded(self, snapshot: Snapshot, found: list[Finding]) -> bytes:
         return _verdict.encode(Diagnosis(str(self._run_dir), snapshot, found, self._hang_after))
 
     def _publish(self, verdict: Object, dumped: dict[int, str], since: int, loud: bool) -> None:

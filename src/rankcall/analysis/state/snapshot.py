@@ -1,7 +1,7 @@
 """Where every rank of a job stands at one moment: what diagnosis works on.
 
 It is made from ring files (``standing.py``), or put together from what several nodes say of their
-own ranks (``merge``). Times are ages in s before the moment, by each host's own clock, so that
+own ranks (``parts.py``). Times are ages in s before the moment, by each host's own clock, so that
 hosts' clocks do not matter.
 """
 
@@ -123,58 +123,7 @@ def no_calls() -> Calls:
     return np.zeros(0, CALL)
 
 
-def merge(parts: Sequence[Snapshot]) -> Snapshot:
-    """Make one snapshot of several nodes', each of which knows of its own ranks only.
-
-    A rank that two parts know is taken from the one that knows more of it.
-    """
-    best: dict[int, tuple[RankState, int]] = {}
-    for number, part in enumerate(parts):
-        for state in part.ranks:
-            known = best.get(state.rank)
-            if known is None or _worth(state) > _worth(known[0]):
-                best[state.rank] = state, number
-    groups = _Table(group for part in parts for group in part.groups)
-    sites = _Table(site for part in parts for site in part.sites)
-    calls = [no_calls()]
-    for number, part in enumerate(parts):
-        owned = np.array([r for r, (_, by) in best.items() if by == number], np.int32)
-        mine = part.calls[np.isin(part.calls["rank"], owned)]
-        mine["group"] = groups.translate(part.groups, mine["group"])
-        mine["site"] = sites.translate(part.sites, mine["site"])
-        calls.append(mine)
-    problems = list(dict.fromkeys(text for part in parts for text in part.problems))
-    ranks = [best[rank][0] for rank in sorted(best)]
-    return Snapshot(
-        ranks, np.concatenate(calls), groups.items, labels_of(groups.items, ranks), sites.items,
-        problems,
-    )  # fmt: skip
-
-
 def labels_of(groups: Sequence[Group], ranks: Iterable[RankState]) -> list[str]:
     """Return a label for each group that no other has."""
     known = label_groups(groups, {each.rank: each.host for each in ranks})
     return [known[group].label for group in groups]
-
-
-def _worth(state: RankState) -> tuple[bool, int, float]:
-    return not state.blind, state.attempt, -state.silent_s
-
-
-class _Table:
-    """Distinct things in order of appearance."""
-
-    def __init__(self, things: Iterable[Any]) -> None:
-        self._at: dict[Any, int] = {}
-        for thing in things:
-            self._at.setdefault(thing, len(self._at))
-
-    @property
-    def items(self) -> list[Any]:
-        return list(self._at)
-
-    def translate(self, things: Sequence[Any], column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Replace indices into ``things`` by ours."""
-        table = np.array([self._at[thing] for thing in things] or [0], column.dtype)
-        translated: npt.NDArray[Any] = table[column]
-        return translated

@@ -1,0 +1,137 @@
+"""Measure how long the watchers of many nodes take to agree on one verdict over one TCPStore.
+
+Each node is a process with a connection of its own, which knows the rings of its eight ranks (of a
+synthetic run in which one rank is missing) and their stacks. All begin at the same moment, as nodes
+do whose ranks have hung in one collective. On this machine they share its cores, and the store's
+host has the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# torch looks up the name of every address it connects to: ask nobody, and do not warn of it.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from torch.distributed import PrefixStore, TCPStore
+
+from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.analysis.state.standing import stand
+from rankcall.run import load
+from rankcall.testing import synthetic_run
+from rankcall.testing.synthetic import Planted
+from rankcall.watch._exchange import Exchange
+from rankcall.watch._judge import Judge
+
+RANKS_PER_NODE = 8
+CALLS = 64
+STACK = "\n".join(
+    f'  File "/opt/venv/lib/python3.11/site-packages/torch/nn/modules/layer_{depth}.py", '
+    f"line {7 * depth} in _call_impl"
+    for depth in range(40)
+)
+
+
+def main() -> int:
+    """Print one JSON object with the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[16, 128])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    figures = {}
+    for nodes in options.nodes:
+        rounds = [_round(nodes) for _ in range(options.rounds)]
+        figures[f"{nodes}_nodes"] = {
+            "ranks": nodes * RANKS_PER_NODE,
+            **{key: round(median(each[key] for each in rounds), 3) for key in rounds[0]},
+        }
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+def _round(nodes: int) -> dict[str, Any]:
+    """Let all nodes agree once."""
+    context, missing = get_context("fork"), nodes * RANKS_PER_NODE // 3
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
+        run = Path(folder) / "run"
+        _write(run, nodes, missing)
+        told = context.SimpleQueue()
+        gc.freeze()  # a collection would copy all that was inherited, in every process
+        processes = [
+            context.Process(target=_node, args=(run, node, nodes, server.port, told))
+            for node in range(nodes)
+        ]
+        for each in processes:
+            each.start()
+        found = [told.get() for _ in processes]
+        for each in processes:
+            each.join()
+    seconds = [each["seconds"] for each in found]
+    verdicts = {json.dumps(each["found"]) for each in found}
+    return {
+        "seconds_median": median(seconds),
+        "seconds_worst": max(seconds),
+        "cpu_s_of_a_node": median(each["cpu_s"] for each in found),
+        "verdicts": len(verdicts),
+        "right": float(verdicts == {json.dumps([["missing", [missing]]])}),
+        "printed": sum(each["loud"] for each in found),
+        "verdict_bytes": found[0]["bytes"],
+    }
+
+
+def _write(run: Path, nodes: int, missing: int) -> None:
+    ranks = nodes * RANKS_PER_NODE
+    rows = [list(range(at, at + RANKS_PER_NODE)) for at in range(0, ranks, RANKS_PER_NODE)]
+    synthetic_run(
+        run, ranks, CALLS, hosts=nodes, groups={"node": rows},
+        planted=Planted("missing", (missing,), CALLS * 3 // 4),
+    )  # fmt: skip
+
+
+def _node(run: Path, node: int, nodes: int, port: int, told: Any) -> None:
+    """Be one node's leader."""
+    mine = _own(run, node)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+    judge = Judge(run, hang_after=60.0)
+    judge._exchange = Exchange(lambda: PrefixStore("watch", store))
+    store.add("ready", 1)
+    while int(store.add("ready", 0)) < nodes:
+        time.sleep(0.1)
+    began, cpu = time.monotonic(), time.process_time()
+    raw, loud = judge._together(mine)
+    seconds, cpu = time.monotonic() - began, time.process_time() - cpu
+    found = [(each["kind"], each["ranks"]) for each in json.loads(raw)["findings"]]
+    told.put({"seconds": seconds, "cpu_s": cpu, "loud": loud, "bytes": len(raw), "found": found})
+
+
+def _own(run_dir: Path, node: int) -> Snapshot:
+    """Return what a node knows: where its own ranks stand."""
+    first = node * RANKS_PER_NODE
+    own = range(first, first + RANKS_PER_NODE)
+    run = load(run_dir)
+    run.heads = [head for head in run.heads if head.header.rank in own]
+    snapshot = stand(run)
+    snapshot.problems = []
+    snapshot.ranks = [
+        replace(state, stack=STACK) if state.rank in own else state for state in snapshot.ranks
+    ]
+    return snapshot
+
+
+if __name__ == "__main__":
+    sys.exit(main())
