@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -46,10 +46,10 @@ class HostNames:
         # A wait for a key would hold the store's lock against the training thread: look first.
         with contextlib.suppress(Exception):
             if store.check([_key(rank) for rank in self._world]):
-                found = self._known = {rank: _told(store, rank) for rank in self._world}
+                found = self._known = _told(store, self._world)
                 self._store = None
             else:
-                found |= {rank: _told(store, rank) for rank in ranks if store.check([_key(rank)])}
+                found |= _told(store, [rank for rank in ranks if store.check([_key(rank)])])
         return found
 
     def _on_group(self, process_group: Any, group: Group) -> None:
@@ -65,8 +65,12 @@ class HostNames:
             logger.warning("rankcall could not tell the others this host's name: %s", error)
 
 
-def _told(store: Any, rank: int) -> str:
-    return str(store.get(_key(rank)).decode("utf-8", "replace"))
+def _told(store: Any, ranks: Sequence[int]) -> dict[int, str]:
+    """Return what some ranks have told, in one request where the store can: all ranks ask."""
+    keys = [_key(rank) for rank in ranks]
+    whole = bool(keys) and store.has_extended_api()
+    names = store.multi_get(keys) if whole else [store.get(key) for key in keys]
+    return {rank: name.decode("utf-8", "replace") for rank, name in zip(ranks, names, strict=True)}
 
 
 def _key(rank: int) -> str:
