@@ -50,6 +50,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/join.py --json
 	$(BIN)/python benchmarks/training.py --json
 	$(BIN)/python benchmarks/diagnosis.py --json
+	$(BIN)/python benchmarks/agreement.py --json
 	$(BIN)/python benchmarks/analysis.py --ranks 256 --collectives 4000 --json
 	$(BIN)/python benchmarks/export.py --json
 	$(BIN)/python benchmarks/trace.py --json

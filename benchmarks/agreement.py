@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.state.standing import stand
-from rankcall.run import load
+from rankcall.run import Run, load
 from rankcall.testing import synthetic_run
 from rankcall.testing.synthetic import Planted
 from rankcall.watch._exchange import Exchange
@@ -49,7 +49,7 @@ def main() -> int:
     """Print one JSON object with the figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
-    parser.add_argument("--nodes", type=int, nargs="*", default=[16, 128])
+    parser.add_argument("--nodes", type=int, nargs="*", default=[16, 128, 512])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     figures = {}
@@ -70,10 +70,10 @@ def _round(nodes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
         run = Path(folder) / "run"
         _write(run, nodes, missing)
-        told = context.SimpleQueue()
+        whole, told = load(run), context.SimpleQueue()
         gc.freeze()  # a collection would copy all that was inherited, in every process
         processes = [
-            context.Process(target=_node, args=(run, node, nodes, server.port, told))
+            context.Process(target=_node, args=(whole, node, nodes, server.port, told))
             for node in range(nodes)
         ]
         for each in processes:
@@ -103,11 +103,11 @@ def _write(run: Path, nodes: int, missing: int) -> None:
     )  # fmt: skip
 
 
-def _node(run: Path, node: int, nodes: int, port: int, told: Any) -> None:
+def _node(run: Run, node: int, nodes: int, port: int, told: Any) -> None:
     """Be one node's leader."""
     mine = _own(run, node)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
-    judge = Judge(run, hang_after=60.0)
+    judge = Judge(run.path, hang_after=60.0)
     judge._exchange = Exchange(lambda: PrefixStore("watch", store))
     store.add("ready", 1)
     while int(store.add("ready", 0)) < nodes:
@@ -119,11 +119,10 @@ def _node(run: Path, node: int, nodes: int, port: int, told: Any) -> None:
     told.put({"seconds": seconds, "cpu_s": cpu, "loud": loud, "bytes": len(raw), "found": found})
 
 
-def _own(run_dir: Path, node: int) -> Snapshot:
+def _own(run: Run, node: int) -> Snapshot:
     """Return what a node knows: where its own ranks stand."""
     first = node * RANKS_PER_NODE
     own = range(first, first + RANKS_PER_NODE)
-    run = load(run_dir)
     run.heads = [head for head in run.heads if head.header.rank in own]
     snapshot = stand(run)
     snapshot.problems = []

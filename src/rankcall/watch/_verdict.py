@@ -82,8 +82,6 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     scratch = where / f".hang.{os.getpid()}.{threading.get_native_id()}"
     try:
-        _hangs.fill(scratch, verdict)
-        _add_stacks(scratch, stacks)
         while True:
             place, all_kept = _hangs.next_free(folder), kept_hangs(run_dir)
             same = [Path(each["place"]) for each in all_kept if each["hang"] == verdict["hang"]]
@@ -92,6 +90,9 @@ def _write(
                 return same[0]
             if not news(findings_of(verdict), _from(all_kept, since)):
                 return None
+            if not scratch.exists():
+                _hangs.fill(scratch, verdict)
+                _add_stacks(scratch, stacks)
             if _hangs.claim(scratch, place):
                 return place
     finally:
