@@ -15,9 +15,11 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,6 +38,7 @@ from rankcall.testing.synthetic import Planted
 from rankcall.watch._exchange import Exchange
 from rankcall.watch._judge import Judge
 
+FORK = get_context("fork")
 RANKS_PER_NODE = 8
 CALLS = 64
 STACK = "\n".join(
@@ -65,21 +68,18 @@ def main() -> int:
 
 def _round(nodes: int) -> dict[str, Any]:
     """Let all nodes agree once."""
-    context, missing = get_context("fork"), nodes * RANKS_PER_NODE // 3
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    missing = nodes * RANKS_PER_NODE // 3
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
-        run = Path(folder) / "run"
-        _write(run, nodes, missing)
-        whole, told = load(run), context.SimpleQueue()
+        _write(Path(folder) / "run", nodes, missing)
+        run = load(Path(folder) / "run")
         gc.freeze()  # a collection would copy all that was inherited, in every process
-        processes = [
-            context.Process(target=_node, args=(whole, node, nodes, server.port, told))
-            for node in range(nodes)
-        ]
-        for each in processes:
-            each.start()
-        found = [told.get() for _ in processes]
-        for each in processes:
+        # The store is no thread of this process: what it holds while others are forked stays held.
+        store, host = _started(_serve)
+        port = store.recv()
+        leaders = [_started(_node, run, node, nodes, port) for node in range(nodes)]
+        found = [pipe.recv() for pipe, _ in leaders]
+        host.terminate()
+        for each in (host, *(process for _, process in leaders)):
             each.join()
     seconds = [each["seconds"] for each in found]
     verdicts = {json.dumps(each["found"]) for each in found}
@@ -94,6 +94,22 @@ def _round(nodes: int) -> dict[str, Any]:
     }
 
 
+def _started(target: Callable[..., None], *arguments: Any) -> tuple[Connection, Any]:
+    """Start a process; return it, and the pipe on which it tells what it has to."""
+    mine, theirs = FORK.Pipe()
+    process = FORK.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()  # so that the death of the process is its end
+    return mine, process
+
+
+def _serve(pipe: Connection) -> None:
+    """Host the store until ended."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.poll(None)
+
+
 def _write(run: Path, nodes: int, missing: int) -> None:
     ranks = nodes * RANKS_PER_NODE
     rows = [list(range(at, at + RANKS_PER_NODE)) for at in range(0, ranks, RANKS_PER_NODE)]
@@ -103,7 +119,7 @@ def _write(run: Path, nodes: int, missing: int) -> None:
     )  # fmt: skip
 
 
-def _node(run: Run, node: int, nodes: int, port: int, told: Any) -> None:
+def _node(pipe: Connection, run: Run, node: int, nodes: int, port: int) -> None:
     """Be one node's leader."""
     mine = _own(run, node)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
@@ -116,7 +132,7 @@ def _node(run: Run, node: int, nodes: int, port: int, told: Any) -> None:
     raw, loud = judge._together(mine)
     seconds, cpu = time.monotonic() - began, time.process_time() - cpu
     found = [(each["kind"], each["ranks"]) for each in json.loads(raw)["findings"]]
-    told.put({"seconds": seconds, "cpu_s": cpu, "loud": loud, "bytes": len(raw), "found": found})
+    pipe.send({"seconds": seconds, "cpu_s": cpu, "loud": loud, "bytes": len(raw), "found": found})
 
 
 def _own(run: Run, node: int) -> Snapshot:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,9 +85,22 @@ def await_ranks(folder: str, point: str, count: int) -> None:
         time.sleep(0.005)
 
 
+def stop(pid: int) -> None:
+    """Stop a process; returns once none of its threads runs, so it answers nobody any more."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, "it does not stop"
+        time.sleep(0.002)
+
+
+def _state(process: Path) -> str:
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def dead(pid: int) -> bool:
     """Whether a process of this machine has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return _state(Path(f"/proc/{pid}")) in "ZX"
     except OSError:
         return True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosting import stop
 from ranks import Result, run_ranks, try_ranks
 from rpcgroup import aside, backend, blocks, come_up, hurry, metrics, names, sockets, threads
 from world import wait_until
@@ -246,7 +247,7 @@ def _stopped(rank: int, world_size: int, backend: str) -> Any:
     if rank == 1:
         time.sleep(60)  # the main thread only
     pid = rpc.rpc_sync("w1", os.getpid)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     with pytest.raises(RuntimeError) as unanswered:
         rpc.rpc_sync("w1", max, args=(1, 2), timeout=30 if backend == "ZMQ" else 1)
     with pytest.raises(RpcTimeout) as late:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import all_at, attempt, hosted
+from hosting import all_at, attempt, hosted, stop
 from ports import free_port
 from ranks import run_ranks
 
@@ -48,7 +48,7 @@ def _host_stopped(
     client.barrier(world_size, "steps", LONG, rank)
     all_at(folder, "passed", rank, world_size)
     if rank == 0:
-        os.kill(first, signal.SIGSTOP)
+        stop(first)
     all_at(folder, "stopped", rank, world_size)
     told = []
     if how == "by all":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import LONG, all_at, attempt, await_ranks, connect, hosted, patience
+from hosting import LONG, all_at, attempt, await_ranks, connect, hosted, patience, stop
 from ranks import run_ranks, try_ranks
 
 __all__ = ["patience"]  # a fixture
@@ -31,7 +31,7 @@ def _host_stops(rank: int, world_size: int, port: int, pid: int, folder: str) ->
     store.barrier(client, world_size, "led", LONG, rank, local_rank=0, local_world_size=1)
     all_at(folder, "passed", rank, world_size)
     if rank == 0:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     all_at(folder, "stopped", rank, world_size)
     calls = [
         lambda: store.barrier(client, world_size, "p", 1.0, rank, what="a test"),
@@ -74,7 +74,7 @@ def _host_stops_for_good(rank: int, world_size: int, port: int, pid: int, folder
     all_at(folder, "passed", rank, world_size)
     if rank == 0:  # the others wait already
         time.sleep(1)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     return attempt(lambda: store.barrier(client, world_size, "p", 18, rank))
 
 
