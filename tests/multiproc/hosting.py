@@ -10,18 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lag import stopwatch
 
 from rankcall.testing._ranks import _server
 
 LONG = 60.0  # s; far more than a barrier that all come to takes
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let those who outlive a rank take their time."""
-    monkeypatch.setattr("rankcall.testing._ranks.GRACE_S", LONG)
 
 
 def _serve(pipe: Any, libuv: bool) -> None:

@@ -16,5 +16,5 @@ def run_ranks(target: Any, world_size: int, *args: Any, **options: Any) -> list[
 
 
 def try_ranks(target: Any, world_size: int, *args: Any, **options: Any) -> list[Result]:
-    """Return how each rank ended, where ranks are meant to fail."""
-    return spawn_ranks(target, world_size, *args, check=False, **options)
+    """Return how each rank ended, where ranks are meant to fail; the others take their time."""
+    return spawn_ranks(target, world_size, *args, check=False, **{"grace": 60.0, **options})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import try_ranks
 from world import wait_until
 
 from rankcall import RankcallError, load
@@ -91,7 +92,7 @@ def test_stop(tmp_path: Path) -> None:
 def test_exit_and_fail(tmp_path: Path) -> None:
     """SystemExit and an exception come out of the call that would have issued the op."""
     plan = FaultPlan().exit(rank=1, at="broadcast").fail(rank=0, at="broadcast", message="oh no")
-    first, second = spawn_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run", check=False)
+    first, second = try_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run")
     assert (second.exitcode, second.error) == (0, None)
     assert first.exitcode == 1
     assert first.error is not None

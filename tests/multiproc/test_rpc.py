@@ -267,9 +267,7 @@ def _dies(rank: int, world_size: int, backend: str) -> Any:
 
 def test_a_worker_that_dies_in_a_call(backend: str, tmp_path: Path) -> None:
     """Who waits for it is told within seconds; shutdown ends and says who did not come."""
-    results = try_ranks(
-        _dies, 3, backend, init=False, grace=60, env={"RANKCALL_SHM": str(tmp_path)}
-    )
+    results = try_ranks(_dies, 3, backend, init=False, env={"RANKCALL_SHM": str(tmp_path)})
     for rank in (0, 2):
         assert results[rank].ok, results[rank].error
         lost_s, lost, late, late_s = results[rank].value
@@ -285,7 +283,7 @@ def test_a_worker_that_dies_in_a_call(backend: str, tmp_path: Path) -> None:
 def test_what_a_killed_worker_left_is_cleared_up(tmp_path: Path) -> None:
     """Its sockets and blocks are removed by the next worker that starts on the host."""
     env = {"RANKCALL_SHM": str(tmp_path)}
-    results = try_ranks(_dies, 3, "ZMQ", init=False, grace=60, env=env)
+    results = try_ranks(_dies, 3, "ZMQ", init=False, env=env)
     left = list(tmp_path.rglob("lock"))
     assert len(left) == 1, left
     assert results[1].exitcode == -signal.SIGKILL

@@ -79,7 +79,7 @@ def _one_is_killed(rank: int, world_size: int, backend: str) -> Any:
 
 def test_a_killed_member_is_replaced(backend: str) -> None:
     """Its calls fail within seconds, and a worker of its name and rank can join at once."""
-    results = try_ranks(_one_is_killed, 3, backend, init=False, grace=60, timeout=60)
+    results = try_ranks(_one_is_killed, 3, backend, init=False, timeout=60)
     first, killed, second = results
     assert killed.exitcode == -signal.SIGKILL
     assert first.ok, first.error or first.stderr

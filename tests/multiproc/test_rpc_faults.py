@@ -64,7 +64,7 @@ def _killed_in_init(rank: int, world_size: int, backend: str) -> Any:
 @pytest.mark.parametrize("backend", SLOW_TENSORPIPE)
 def test_a_worker_that_dies_in_init(backend: str, shm: Path) -> None:
     """The others are told who by their own init, and leave nothing behind."""
-    results = try_ranks(_killed_in_init, 3, backend, init=False, grace=60)
+    results = try_ranks(_killed_in_init, 3, backend, init=False)
     for message, missing in survivors(results, killed=1):
         assert "2 of 3 workers came" in message
         assert "missing: 'w1' (rank 1)" in message
@@ -89,7 +89,7 @@ def _killed_in_shutdown(rank: int, world_size: int, backend: str) -> Any:
 
 def test_a_worker_that_dies_in_shutdown(backend: str) -> None:
     """The others' shutdown ends and names it."""
-    results = try_ranks(_killed_in_shutdown, 3, backend, init=False, grace=60)
+    results = try_ranks(_killed_in_shutdown, 3, backend, init=False)
     for message, missing in survivors(results, killed=1):
         assert "missing: 'w1' (rank 1)" in message
         assert missing == [1]
@@ -125,7 +125,7 @@ def _killed_in_joining(rank: int, world_size: int, backend: str) -> Any:
 @pytest.mark.parametrize("backend", [SLOW_TENSORPIPE[1], "ZMQ"])
 def test_a_worker_that_dies_in_joining(backend: str) -> None:
     """The lease passes on; the next worker joins, and whoever was there can leave."""
-    results = try_ranks(_killed_in_joining, 3, backend, init=False, grace=60)
+    results = try_ranks(_killed_in_joining, 3, backend, init=False)
     assert survivors(results, killed=1) == ["left", "left"]
 
 
@@ -187,7 +187,7 @@ def _host_dies_in_init(rank: int, world_size: int, backend: str) -> Any:
 
 def test_the_stores_host_dies_in_init() -> None:
     """The others are told that the store is gone, and where it was."""
-    results = try_ranks(_host_dies_in_init, 3, "ZMQ", init=False, grace=60)
+    results = try_ranks(_host_dies_in_init, 3, "ZMQ", init=False)
     for message in survivors(results, killed=0):
         assert "the store at 127.0.0.1:" in message
 
@@ -230,7 +230,7 @@ def _host_stops(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
 )
 def test_the_stores_host_is_stopped(backend: str, dynamic: bool) -> None:
     """None of the store's own time-outs applies then; ours does."""
-    results = try_ranks(_host_stops, 3, backend, dynamic, init=False, grace=60)
+    results = try_ranks(_host_stops, 3, backend, dynamic, init=False)
     for told in survivors(results, killed=0):
         assert told == "ended" if dynamic else "does not answer" in told
 
@@ -259,7 +259,7 @@ def _stopped(rank: int, world_size: int, backend: str) -> Any:
 @pytest.mark.parametrize("backend", SLOW_TENSORPIPE)
 def test_a_stopped_worker(backend: str) -> None:
     """ZMQ notices by itself and says what it may be; both end and name it."""
-    results = try_ranks(_stopped, 2, backend, init=False, grace=60)
+    results = try_ranks(_stopped, 2, backend, init=False)
     [(unanswered, late)] = survivors(results, killed=1)
     assert "missing: 'w1' (rank 1)" in late
     if backend == "ZMQ":

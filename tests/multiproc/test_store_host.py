@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import LONG, all_at, attempt, await_ranks, connect, hosted, patience, stop
+from hosting import LONG, all_at, attempt, await_ranks, connect, hosted, stop
 from ranks import run_ranks, try_ranks
 
-__all__ = ["patience"]  # a fixture
 pytestmark = pytest.mark.multiproc
 
 

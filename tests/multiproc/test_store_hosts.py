@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import LONG, all_at, attempt, await_ranks, connect, hosted, patience
+from hosting import LONG, all_at, attempt, await_ranks, connect, hosted
 from ranks import run_ranks, try_ranks
 
-__all__ = ["patience"]  # a fixture
 pytestmark = pytest.mark.multiproc
 
 
@@ -87,6 +86,7 @@ def test_the_missing_are_named_rank_by_rank(gone: list[int], how: str, tmp_path:
             if how == "late":
                 assert result.value[0] == "", result.value
             continue
+        assert result.ok, result.error or result.stderr[-2000:]
         name, text, took = result.value
         assert name == "BarrierTimeout", (result.rank, text, result.stderr[-2000:])
         assert f"missing_ranks=[{', '.join(map(str, gone))}]" in text, (result.rank, text)

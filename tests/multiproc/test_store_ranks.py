@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import LONG, all_at, attempt, await_ranks, connect, dead, hosted, patience
+from hosting import LONG, all_at, attempt, await_ranks, connect, dead, hosted
 from ranks import run_ranks, try_ranks
 
-__all__ = ["patience"]  # a fixture
 pytestmark = pytest.mark.multiproc
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import try_ranks
 from scenario_programs import HANG_AFTER_S, own_store, plain
 from world import wait_until
 
@@ -57,9 +58,7 @@ def test_report(tmp_path: Path) -> None:
 def test_abort(tmp_path: Path) -> None:
     """Every rank ends: with the status that says so, or because another one did."""
     watch = {"hang_after": HANG_AFTER_S, "on_hang": "abort"}
-    results = spawn_ranks(
-        plain, 3, HANG, faults=HANG, run_dir=tmp_path / "run", watch=watch, check=False
-    )
+    results = try_ranks(plain, 3, HANG, faults=HANG, run_dir=tmp_path / "run", watch=watch)
     codes = [each.exitcode for each in results]
     assert ABORT_STATUS in codes
     assert set(codes) <= {ABORT_STATUS, 1}
