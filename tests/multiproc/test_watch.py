@@ -239,7 +239,8 @@ def test_the_host_of_the_store(tmp_path: Path, two_nodes: Any, how: str) -> None
     # Rank 0 may be named beside it, as one that nothing is known of.
     assert _causes(verdict)[0] == ("missing", [3])
     assert {rank for _, ranks in _causes(verdict) for rank in ranks} <= {0, 3}
-    assert any("store cannot be reached" in text for text in verdict["problems"])
+    port = (tmp_path / "port").read_text()
+    assert any(f":{port} cannot be reached" in text for text in verdict["problems"])
 
 
 def _once_signed_on(rank: int, world_size: int, plan: FaultPlan) -> None:

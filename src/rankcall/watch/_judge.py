@@ -155,8 +155,10 @@ class Judge:
         try:
             return self._exchange.agree(mine, len(mine.ranks), self._judge_all)
         except Unreachable as why:
+            place = _place()
             mine.problems.append(
-                f"the job's store cannot be reached ({why}): nothing is known of other nodes"
+                f"the job's store{place} cannot be reached ({why}): nothing is known of other "
+                f"nodes{'. See first whether that host is up' if ' at ' in place else ''}"
             )
             return self._judge(mine), True
 
@@ -199,12 +201,28 @@ def _with_stacks(snapshot: Snapshot, dumped: dict[int, str]) -> Snapshot:
     return replace(snapshot, ranks=ranks)
 
 
+def _place() -> str:
+    """Return where the job's store is, without asking it; empty where there is none."""
+    from rankcall.store._link import where  # torch comes with it
+
+    store = _job_store()
+    return f" {where(store)}" if store is not None else ""
+
+
 def _own_store() -> Any:
     """Return a connection of our own to the job's store, with keys of our own; None without it."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():
+    store = _job_store()
+    if store is None:
         return None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"rankcall/watch/{attempt}", store)
+    return dist.PrefixStore(f"rankcall/watch/{attempt}", store.clone())
+
+
+def _job_store() -> Any:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
