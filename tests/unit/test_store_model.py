@@ -18,7 +18,7 @@ from stores import generations
 from torch.distributed import HashStore
 
 from rankcall import BarrierTimeout, WorldMismatch
-from rankcall.store import _member, _words, barrier, synchronize
+from rankcall.store import _claiming, _member, _words, barrier, synchronize
 from rankcall.store._keys import keys_of as keys_for
 
 MOMENT_S = 1e-4
@@ -64,8 +64,8 @@ class Processes:
         self._memories: defaultdict[tuple[int, int], dict[Any, Any]] = defaultdict(dict)
 
     def act(self, rank: int, process: int, call: Any) -> Any:
-        """Do as that process."""
-        memory = self._memories[rank, process]
+        """Do as that process, also while another one is in the middle of something."""
+        memory, interrupted = self._memories[rank, process], dict(_member._members)
         _member._members.clear()
         _member._members.update(memory)
         try:
@@ -78,6 +78,7 @@ class Processes:
             memory.clear()
             memory.update(_member._members)
             _member._members.clear()
+            _member._members.update(interrupted)
 
 
 @pytest.fixture(params=[31, 2])
@@ -118,6 +119,51 @@ def test_schedules(bits: int, size: int, steps: list[tuple[int, int, str]]) -> N
         assert got == expected, (turn, rank, process, what)
         assert len(generations(store, "b")) <= 2
         assert len(generations(store, "s")) <= 3  # the one that is being left, too
+
+
+@pytest.mark.parametrize("passed", [0, 1, 2])
+@pytest.mark.parametrize(("size", "doubled"), [(2, (0, 1)), (3, (0, 1)), (3, (2, 1)), (5, (3, 0))])
+def test_doubles_at_once(
+    bits: int, size: int, doubled: tuple[int, int], passed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second job on the same store: its ranks come at once, are turned away, and change nothing.
+
+    What one has added and not yet taken back carries into the bits by which the other is judged.
+    """
+    store, processes = HashStore(), Processes()
+
+    def come(rank: int, process: int = 0) -> Any:
+        return processes.act(rank, process, lambda: barrier(store, size, "p", MOMENT_S, rank))
+
+    def all_pass() -> None:
+        missing = [tuple(range(rank + 1, size)) for rank in range(size - 1)]
+        assert [come(rank) for rank in range(size)] == [*missing, None]
+        assert [come(rank) for rank in range(size - 1)] == [None] * (size - 1)
+
+    for _ in range(passed):
+        all_pass()
+    if not passed:  # two have come, the others have not
+        come(doubled[0])
+        come(doubled[1])
+    told, fits, (first, second) = [], _claiming._fits, doubled
+
+    def overtaken(before: int, rank: int, member: Any) -> bool:
+        if not told:
+            told.append("")
+            told.append(come(second, 1))
+        return fits(before, rank, member)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_claiming, "_fits", overtaken)
+        told.append(come(first, 1))
+    assert told[1:] == ["WorldMismatch"] * 2
+    if not passed:
+        late = [rank for rank in range(size) if rank not in doubled]
+        for rank in late:
+            come(rank)
+        waiting = [*doubled, *late[:-1]] if late else [doubled[0]]
+        assert [come(rank) for rank in waiting] == [None] * len(waiting)
+    all_pass()
 
 
 @given(size=st.integers(1, 130), generation=st.integers(0, 5), here=st.sets(st.integers(0, 129)))

@@ -1,13 +1,16 @@
 """Take a rank's place in its word: one process for each rank, or a second one is told.
 
-A process adds its claim with its first arrival. Where the place was taken, it takes the addition
-back and reads who has it: another process, and it must not be this rank; or one that has ended, on
-this machine, and it goes on in its place.
+A process signs the roster, then adds its claim with its first arrival. Where the place was taken,
+it takes the addition back and reads who has it: another process, and it must not be this rank; or
+one that has ended, on this machine, and it goes on in its place. Of two, who signed first has it:
+the word alone cannot tell where several additions that do not belong are in it at once, as when a
+whole second job comes.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rankcall.errors import WorldMismatch
 from rankcall.store import _messages, _roster, _words
@@ -37,15 +40,18 @@ def put(
     where another process is this rank.
     """
     word, _ = _words.place(rank)
+    if not member.claimed:
+        link.append(keys.rosters[word], member.claim.line())  # twice counts once
     while not (arriving and member.arrived):
         delta = _words.arrival(rank, member.generation) if arriving else 0
         if not member.claimed:
-            link.append(keys.rosters[word], member.claim.line())  # twice counts once
             delta += _words.claim(rank)
         before, member.unsure = member.unsure, True
         value = link.add(keys.words[word], delta)
         member.unsure = False
         fits = _fits(value - delta, rank, member)
+        if fits and not member.claimed:
+            fits = not _preceding(_rivals(link, keys, rank, member), member)
         if not fits:
             value = link.add(keys.words[word], -delta)
         if fits or before:  # the place is taken by this process, which had no answer
@@ -67,21 +73,35 @@ def _fits(before: int, rank: int, member: Member) -> bool:
 
 
 def _displace(link: Link, keys: Keys, rank: int, member: Member, what: str | None) -> bool:
-    """Go on in the place of a process that has ended; False where nobody has signed for it.
+    """Go on in the place of a process that has ended; False where it is to be tried again.
 
     Raises ``WorldMismatch`` where a process has it that is there, or may be.
     """
     word, _ = _words.place(rank)
-    roster = _roster.read(link.read_log(keys.rosters[word]), keys.world_size)
-    others = [one for one in roster.claims if one.rank == rank and one != member.claim]
-    if any(not one.gone for one in others):
+    rivals = _rivals(link, keys, rank, member)
+    others = [one for one in rivals if one != member.claim]
+    if _preceding(rivals, member):
         link.append(keys.rosters[word], member.claim.line("-"))
         link.append(keys.strays, member.claim.line("!"))
         mine, member.claim = member.claim, _roster.new_claim(rank, keys.world_size)
         raise _messages.claimed_twice(keys, [*others, mine], what)
-    if others:
-        _succeed(link, keys, rank, member, others)
-    return bool(others)
+    if not others or not all(one.gone for one in others):
+        return False
+    _succeed(link, keys, rank, member, others)
+    return True
+
+
+def _rivals(link: Link, keys: Keys, rank: int, member: Member) -> list[Claim]:
+    """Return who has signed for a rank, in order; this process among them."""
+    word, _ = _words.place(rank)
+    roster = _roster.read(link.read_log(keys.rosters[word]), keys.world_size)
+    return [one for one in roster.claims if one.rank == rank]
+
+
+def _preceding(rivals: Sequence[Claim], member: Member) -> list[Claim]:
+    """Return those who signed before this process, and are there, or may be."""
+    at = rivals.index(member.claim) if member.claim in rivals else len(rivals)
+    return [one for one in rivals[:at] if not one.gone]
 
 
 def _succeed(link: Link, keys: Keys, rank: int, member: Member, ended: list[Claim]) -> None:
