@@ -28,7 +28,7 @@ def _sent(client: Any) -> int:
     return sum(link.operations for link in _connection.local(client).idle)
 
 
-def _counted(rank: int, world_size: int, port: int, size: int) -> int:
+def _counted(rank: int, world_size: int, port: int, size: int, folder: str) -> int:
     from rankcall.store import _hosts
 
     _hosts._PATIENCE_S = _hosts._LOOK_S = LONG  # nobody is late: this machine is only busy
@@ -38,13 +38,16 @@ def _counted(rank: int, world_size: int, port: int, size: int) -> int:
     before = _sent(client)
     for _ in range(10):
         _led(client, rank, world_size, size, 30)
+    all_at(folder, f"through-{size}", rank, world_size)  # a leader that ends takes its store along
     return _sent(client) - before
 
 
-def test_operations_grow_with_hosts() -> None:
+def test_operations_grow_with_hosts(tmp_path: Path) -> None:
     """Eight ranks cost the store what their leaders send: on two hosts as much as on two ranks."""
     with hosted() as (port, _):
-        by_size = {size: run_ranks(_counted, 8, port, size, init=False) for size in (4, 2)}
+        by_size = {
+            size: run_ranks(_counted, 8, port, size, str(tmp_path), init=False) for size in (4, 2)
+        }
     for size, sent in by_size.items():
         leaders = [count for rank, count in enumerate(sent) if rank % size == 0]
         others = [count for rank, count in enumerate(sent) if rank % size]
