@@ -3,7 +3,7 @@
 Each node is a process with a connection of its own, which knows the rings of its eight ranks (of a
 synthetic run in which one rank is missing) and their stacks. All begin at the same moment, as nodes
 do whose ranks have hung in one collective. On this machine they share its cores, and the store's
-host has the same ones.
+host has the same ones. No other tool's nodes agree while the job hangs, so there is no peer beside.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from stores import generations
 from torch.distributed import HashStore
 
-from rankcall import BarrierTimeout, WorldMismatch
+from rankcall import BarrierTimeout, StoreLost, WorldMismatch
 from rankcall.store import _claiming, _member, _words, barrier, synchronize
 from rankcall.store._keys import keys_of as keys_for
+from rankcall.store._link import Link
 
 MOMENT_S = 1e-4
 STEPS = st.lists(
@@ -164,6 +165,25 @@ def test_doubles_at_once(
         waiting = [*doubled, *late[:-1]] if late else [doubled[0]]
         assert [come(rank) for rank in waiting] == [None] * len(waiting)
     all_pass()
+
+
+def test_a_double_that_had_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addition may be lost: it does not take the rank's own for it, but is turned away."""
+    store, processes = HashStore(), Processes()
+
+    def come(rank: int, process: int = 0) -> Any:
+        return processes.act(rank, process, lambda: barrier(store, 2, "p", MOMENT_S, rank))
+
+    def lost(link: Link, key: str, amount: int) -> int:
+        raise StoreLost("no answer")
+
+    assert [come(0), come(1), come(0)] == [(1,), None, None]
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "add", lost)
+        with pytest.raises(StoreLost):
+            come(0, 1)
+    assert come(0, 1) == "WorldMismatch"
+    assert [come(0), come(1), come(0)] == [(1,), None, None]
 
 
 @given(size=st.integers(1, 130), generation=st.integers(0, 5), here=st.sets(st.integers(0, 129)))

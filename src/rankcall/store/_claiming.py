@@ -49,12 +49,11 @@ def put(
         before, member.unsure = member.unsure, True
         value = link.add(keys.words[word], delta)
         member.unsure = False
-        fits = _fits(value - delta, rank, member)
-        if fits and not member.claimed:
-            fits = not _preceding(_rivals(link, keys, rank, member), member)
-        if not fits:
+        free = _fits(value - delta, rank, member)
+        first = member.claimed or not _preceding(_rivals(link, keys, rank, member), member)
+        if not (free and first):
             value = link.add(keys.words[word], -delta)
-        if fits or before:  # the place is taken by this process, which had no answer
+        if first and (free or before):  # or it was taken by this process, which had no answer
             member.claimed = True
             member.arrived = arriving
             return value
