@@ -6,6 +6,7 @@ plain bytes of the same length it does so thirty times as fast.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,19 @@ from rankcall.record import RECORD
 
 Rows = npt.NDArray[Any]
 _BYTES = np.dtype((np.void, RECORD.itemsize))
+_fence = threading.Lock()
+
+
+def read_barrier() -> None:
+    """Order the reads before it ahead of those after it.
+
+    A reader copies a record and then looks at its commit word again. ARM may do these reads in
+    either order. Python offers no fence, but a lock that is released and taken again is one.
+    """
+    with _fence:
+        pass
+    with _fence:
+        pass
 
 
 def copied(rows: Rows) -> Rows:

@@ -6,7 +6,10 @@ asserts every offset; the Python recorder and all readers use ``RECORD`` directl
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 __all__ = [
     "CODED",
@@ -31,6 +34,7 @@ __all__ = [
     "STATUSES",
     "SYNCHRONISING",
     "device_name",
+    "has_duration",
     "op_of_variant",
 ]
 
@@ -80,9 +84,13 @@ DEVICE_TYPES = (
     "metal", "xpu", "mps", "meta", "hpu", "ve", "lazy", "ipu", "mtia", "privateuseone",
 )  # fmt: skip
 
-FLAG_ABANDONED = 1  # its Work was dropped without wait(), so nobody can know its end
+# Its end cannot be known: its Work was dropped without wait(), it went into a graph, or its back
+# end tells nothing.
+FLAG_ABANDONED = 1
 FLAG_ANY_SOURCE = 2  # a receive from any source: peer and seq are known at completion only
-FLAG_DEVICE = 4  # runs on a device: its times come from device events
+# It runs on a device, and the host only enqueues it. Without device_ms its start is not known, and
+# completed_ns is when its end was noticed, up to a second or two late.
+FLAG_DEVICE = 4
 
 RECORD = np.dtype(
     [
@@ -163,6 +171,12 @@ def op_of_variant(variant: str) -> str:
     bare = variant.strip("_")
     fits = [prefix for prefix in _OP_OF_PREFIX if bare.startswith(prefix)]
     return _OP_OF_PREFIX[max(fits, key=len)] if fits else "unknown"
+
+
+def has_duration(flags: npt.NDArray[Any], device_ms: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Tell of which records the time between start and end says how long the op took."""
+    timed: npt.NDArray[np.bool_] = (flags & FLAG_DEVICE == 0) | ~np.isnan(device_ms)
+    return timed
 
 
 def device_name(kind: int, index: int) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from rankcall._rows import decode_row
 from rankcall._whole import Rows
 from rankcall.capture.tail import Batch, Flags, Indexes
-from rankcall.record import OPS, STATUSES
+from rankcall.record import OPS, STATUSES, has_duration
 from rankcall.ring.layout import offset_of
 from rankcall.ring.tables import Tables, parse_tables
 
@@ -130,7 +130,7 @@ class StatusMaker:
             rows["seq"][at].tolist(),
             _OP_NAMES[rows["op"][at]].tolist(),
             (np.where(completed != 0, completed, began) + self._epoch_ns).tolist(),
-            _durations_ms(began, completed, rows["device_ms"][at]),
+            _durations_ms(began, completed, rows["device_ms"][at], rows["flags"][at]),
             repeat(0),
             _STATUS_NAMES[np.where(ended, rows["status"][at], _STARTED)].tolist(),
             map(self._tables.strings.get, error.tolist()) if error.any() else repeat(None),
@@ -172,9 +172,9 @@ class StatusMaker:
         self._names = self._labels.tolist(), self._backends.tolist()
 
 
-def _durations_ms(began: Any, completed: Any, device_ms: Any) -> list[float | None]:
-    """Return how long each op took, None where it is not over."""
+def _durations_ms(began: Any, completed: Any, device_ms: Any, flags: Any) -> list[float | None]:
+    """Return how long each op took, None if that is not known (yet)."""
     took = np.where(np.isnan(device_ms), (completed - began) / 1e6, device_ms).astype(object)
-    took[completed == 0] = None
+    took[(completed == 0) | ~has_duration(flags, device_ms)] = None
     durations: list[float | None] = took.tolist()
     return durations

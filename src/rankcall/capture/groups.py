@@ -1,13 +1,18 @@
 """Notice process groups as torch.distributed creates them, without wrapping its functions.
 
 torch keeps every group's ranks in one dict, filled at the end of each way to make a group. A dict
-of ours in its place sees them all: init, new_group, subgroups, DeviceMesh, split_group.
+of ours in its place sees them all: init, new_group, subgroups, DeviceMesh, split_group. It is put
+there once and stays: another thread may be adding a group while recording is switched on or off.
+
+Groups are referred to weakly. A group that is kept alive keeps its store's server listening, and
+the next ``init_process_group("env://")`` on that port would fail.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,21 +22,22 @@ from torch.distributed import distributed_c10d as c10d
 from rankcall.ring.tables import ERA, Group
 
 logger = logging.getLogger("rankcall")
+_MOST_NAMES = 1 << 16  # of groups, to tell whether one is used again
 Observer = Callable[[Any, Group], None]
 
 
 class _GroupRanks(dict[Any, dict[int, int]]):
-    """torch's table of group ranks, which tells observers about every new group."""
+    """torch's table of group ranks, which reports every new group."""
 
-    def __init__(self, content: dict[Any, dict[int, int]], told: Callable[[Any], None]) -> None:
-        super().__init__(content)
-        self._told = told
+    def __init__(self, report: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._report = report
 
     def __setitem__(self, group: Any, ranks: dict[int, int]) -> None:
-        new = group not in self
+        is_new = group not in self
         super().__setitem__(group, ranks)
-        if new and isinstance(group, dist.ProcessGroup):
-            self._told(group)
+        if is_new and isinstance(group, dist.ProcessGroup):
+            self._report(group)
 
 
 class GroupWatch:
@@ -41,13 +47,13 @@ class GroupWatch:
         self._observers: list[Observer] = []
         self._era = -1
         self._uses: dict[str, int] = {}
-        self._known: dict[Any, Group] = {}
-        self._forks = False
+        self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+        self._is_installed = False
 
     def add(self, observer: Observer, existing: bool = True) -> None:
-        """Observe; groups that exist are reported at once. The first observer arms the watch."""
+        """Observe; groups that exist are reported at once."""
         if not self._observers:
-            self._arm()
+            self._describe_existing()
         self._observers.append(observer)
         if existing:
             for process_group in list(c10d._world.pg_group_ranks):
@@ -55,38 +61,39 @@ class GroupWatch:
                     self._call(observer, process_group, self._known[process_group])
 
     def remove(self, observer: Observer) -> None:
-        """Stop observing; the last one to go puts torch's own dict back."""
+        """Stop observing."""
         if observer in self._observers:
             self._observers.remove(observer)
-            if not self._observers:
-                self._disarm()
 
     def forget(self) -> None:
         """Stop observing altogether: this is a forked child, and the observers are its parent's."""
-        if self._observers:
-            self._observers = []
-            self._disarm()
+        self._observers = []
 
-    def _arm(self) -> None:
-        if not self._forks:
-            self._forks = True
-            os.register_at_fork(after_in_child=self.forget)
-        self._era, self._uses, self._known = -1, {}, {}
-        table = c10d._world.pg_group_ranks
-        for process_group in table:
+    def _describe_existing(self) -> None:
+        self._install()
+        self._era, self._uses, self._known = -1, {}, weakref.WeakKeyDictionary()
+        for process_group, ranks in list(c10d._world.pg_group_ranks.items()):
             if isinstance(process_group, dist.ProcessGroup):
-                self._describe(process_group, table[process_group])
-        c10d._pg_group_ranks = _GroupRanks(table, self._told)
+                self._describe(process_group, ranks)
 
-    def _disarm(self) -> None:
-        c10d._pg_group_ranks = dict(c10d._pg_group_ranks)
-        self._known = {}
+    def _install(self) -> None:
+        """Put our dict in the place of torch's, without losing what is added meanwhile."""
+        table = c10d._world.pg_group_ranks
+        if isinstance(table, _GroupRanks):
+            return
+        ours = _GroupRanks(self._on_group)
+        dict.update(ours, table)
+        c10d._pg_group_ranks = ours
+        dict.update(ours, {group: table[group] for group in list(table) if group not in ours})
+        if not self._is_installed:
+            self._is_installed = True
+            os.register_at_fork(after_in_child=self.forget)
 
-    def _told(self, process_group: Any) -> None:
+    def _on_group(self, process_group: Any) -> None:
+        if not self._observers:
+            return
         try:
-            table = c10d._world.pg_group_ranks
-            self._known = {known: self._known[known] for known in table if known in self._known}
-            group = self._describe(process_group, table[process_group])
+            group = self._describe(process_group, c10d._world.pg_group_ranks[process_group])
         except Exception:
             logger.warning("rankcall could not describe a new process group", exc_info=True)
             return
@@ -101,8 +108,10 @@ class GroupWatch:
 
     def _describe(self, process_group: Any, ranks: dict[int, int]) -> Group:
         name = str(c10d._world.pg_names[process_group])
-        if process_group is c10d._world.default_pg or not self._known:
+        if process_group is c10d._world.default_pg or self._starts_over():
             self._era, self._uses = self._era + 1, {}
+        if len(self._uses) >= _MOST_NAMES:
+            self._uses = {}
         epoch = max(self._era, 0) * ERA + self._uses.get(name, 0)
         self._uses[name] = self._uses.get(name, 0) + 1
         backend = str(c10d._world.pg_map[process_group][0]).lower()
@@ -115,6 +124,11 @@ class GroupWatch:
         )
         self._known[process_group] = group
         return group
+
+    def _starts_over(self) -> bool:
+        """Tell whether torch has forgotten all groups that are known here."""
+        table = c10d._world.pg_group_ranks
+        return not any(known in table for known in list(self._known))
 
 
 watch = GroupWatch()

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from rankcall._handle import Scoped
 from rankcall.capture import declared
+from rankcall.capture.device_status import POLL_SECONDS, DeviceOp, DeviceStatus
 from rankcall.capture.marks import Marks
 from rankcall.capture.notices import say
 from rankcall.capture.source import SourceLines
@@ -56,7 +58,10 @@ class Capture(Protocol):
     def drained(self) -> bool: ...
     def counts(self) -> tuple[int, int]: ...
     def sleep(self, fd: int, wanted: int) -> None: ...
-    def add_group(self, group: Group, me: int) -> None: ...
+    def add_group(self, group: Group, me: int) -> int: ...
+    def take_device_ops(self) -> list[DeviceOp]: ...
+    def end_device_ops(self, records: list[int], time_ns: int) -> None: ...
+    def reading_status(self) -> AbstractContextManager[bool]: ...
     def add_line(self, site: int, text: str) -> None: ...
     def mark(self, marks: Marks | None) -> None: ...
     def learn_spans(self, marks: Marks) -> None: ...
@@ -87,6 +92,7 @@ class Recording(Scoped):
             self._discard()
             raise
         put(self.ring, "capture", CAPTURES.index(self.capture.name))
+        self._devices = DeviceStatus(self.capture)
         self._stopped = threading.Event()
         self._left = False
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
@@ -221,7 +227,7 @@ class Recording(Scoped):
     # --- running ---
 
     def start(self) -> None:
-        """Install the kernels and watch groups and optimizer steps."""
+        """Record ops, and watch groups and optimizer steps."""
         from rankcall.capture.groups import watch
 
         self.capture.start()
@@ -244,6 +250,8 @@ class Recording(Scoped):
         self._note_leaving()
         self._stopped.set()
         self._heart.join(timeout=2)
+        if not self._heart.is_alive():
+            self._follow_devices(self._devices.close)
         self._lines.stop()
         deadline = time.monotonic() + _DRAIN_SECONDS
         while not self.capture.drained() and time.monotonic() < deadline:
@@ -271,7 +279,7 @@ class Recording(Scoped):
     def _on_group(self, process_group: Any, group: Group) -> None:
         if group.description == "default_pg" or self._identity.rank < 0:
             self._learn_rank(process_group, group)
-        self.capture.add_group(group, process_group.rank())
+        self._devices.add_group(self.capture.add_group(group, process_group.rank()), process_group)
 
     def _learn_rank(self, process_group: Any, group: Group) -> None:
         rank = group.ranks[process_group.rank()]
@@ -290,10 +298,20 @@ class Recording(Scoped):
                 self.path = old
 
     def _beat(self) -> None:
+        next_look = time.monotonic() + POLL_SECONDS
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
             self._note_leaving()
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + POLL_SECONDS
+                self._follow_devices(self._devices.poll)
             self._stopped.wait(_HEARTBEAT_SECONDS)
+
+    def _follow_devices(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Exception as error:
+            say(f"cannot learn what has completed on devices: {type(error).__name__}: {error}")
 
     def _note_leaving(self) -> None:
         """Say in the ring that the program has come to its end: closing down can take for ever."""

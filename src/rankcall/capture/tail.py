@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankcall._whole import Rows, copied, joined, picked, put
+from rankcall._whole import Rows, copied, joined, picked, put, read_barrier
 from rankcall.record import COMMIT_DONE, COMMIT_OPEN, COMMIT_WRITING, RECORD, STATUSES
 from rankcall.ring.layout import Geometry
 
@@ -163,7 +163,9 @@ class RingTail:
             return _NO_ROWS
         part = slice(first, first + count)
         words = self._words[part].copy()
+        read_barrier()
         rows = copied(self._slots[part])
+        read_barrier()
         index = np.arange(self._next, self._next + count)
         state = words - ((index + 1) << 2).astype(np.uint64)
         if np.all((words == self._words[part]) & (state - 1 < COMMIT_DONE)):
@@ -206,7 +208,9 @@ class RingTail:
             wanted = index[todo]
             slots = wanted & (self._capacity - 1)
             words = self._words[slots]
+            read_barrier()
             copy = picked(self._slots, slots)
+            read_barrier()
             steady = words == self._words[slots]
             holder = _index(words)
             found = steady & (holder == wanted) & (words & 3 != COMMIT_WRITING)
@@ -225,7 +229,9 @@ class RingTail:
         """Copy lapped records that were moved to the in-flight table; the others are lost."""
         for _ in range(_TRIES):
             words = self._parked["commit"].copy()
+            read_barrier()
             copy = copied(self._parked)
+            read_barrier()
             steady = words == self._parked["commit"]
             if steady.all():
                 break

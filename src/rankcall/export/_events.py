@@ -13,7 +13,7 @@ from rankcall.analysis.timing.extract import Session
 from rankcall.export._intern import Interned
 from rankcall.export._tracks import Tracks, lanes
 from rankcall.export._wire import Rows, number
-from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES
+from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES, has_duration
 from rankcall.ring.reader import Records, Ring
 from rankcall.ring.tables import Group
 
@@ -44,9 +44,10 @@ class Events:
         started, ended = records["started_ns"], records["completed_ns"]
         began = np.where(started == 0, records["enqueued_ns"], started)
         self._begin = clocks.epoch_ns(ring.header, began)
-        self._end = np.where(
-            ended == 0, _NEVER, np.maximum(clocks.epoch_ns(ring.header, ended), self._begin)
-        )
+        # Without device times only the issue of an op on a device is known: no length.
+        timed = has_duration(records["flags"], records["device_ms"])
+        ended_at = np.where(timed, clocks.epoch_ns(ring.header, ended), self._begin)
+        self._end = np.where(ended == 0, _NEVER, np.maximum(ended_at, self._begin))
         self._track, self._flow = np.zeros(len(records), np.int64), np.zeros(len(records), "<u8")
         for key in np.unique(records["group"]):
             rows = np.flatnonzero(records["group"] == key)

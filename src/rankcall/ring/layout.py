@@ -31,7 +31,14 @@ MAX_TABLES_BYTES = 1 << 28
 
 DEFAULT_CAPACITY = 1 << 14
 DEFAULT_INFLIGHT = 256
-DEFAULT_TABLES_BYTES = 1 << 19
+DEFAULT_TABLES_BYTES = 1 << 20
+
+# How the room of the side tables is shared. Error texts and call sites must not crowd out groups,
+# because a record whose group is unknown says nothing.
+GROUPS_SHARE = 2  # 1/2 of the room is for groups alone
+ERRORS_SHARE = 8  # error texts get 1/8 of the room at most
+MOST_ERROR_BYTES = 4096  # of one text; the rest is cut
+UNLISTED_GROUPS = 1 << 31  # groups without room have ids from here on
 
 _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "magic": ("S8", 0),

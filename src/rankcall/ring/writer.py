@@ -35,8 +35,12 @@ from rankcall.ring.layout import (
     ENTRY_SITE,
     ENTRY_SIZES,
     ENTRY_STRING,
+    ERRORS_SHARE,
+    GROUPS_SHARE,
     HEADER,
     HEADER_BYTES,
+    MOST_ERROR_BYTES,
+    UNLISTED_GROUPS,
     Geometry,
     offset_of,
 )
@@ -246,16 +250,21 @@ class PythonRing:
         self._lock = threading.RLock()
         self._entries = 0
         self._tables_used = 0
+        self._unlisted_groups = 0
+        self._errors: dict[bytes, int] = {}
+        self._errors_bytes = 0
         self._parked: dict[int, int] = {}  # index -> offset in the in-flight table
         self._next_parking = 0
 
     def append(self, kind: int, payload: bytes) -> int:
         """Add a side-table entry and return its id; 0 where there is no more room."""
+        room = self._geometry.tables_bytes
+        if kind != ENTRY_GROUP:
+            room -= room // GROUPS_SHARE
         with self._lock:
             entry = ENTRY_HEADER.itemsize + (len(payload) + 7) // 8 * 8
-            if self._tables_used + entry > self._geometry.tables_bytes:
-                lost = _read_word(self.map, offset_of("tables_lost"))[0]
-                put(self.map, "tables_lost", lost + 1)
+            if self._tables_used + entry > room:
+                self._count_lost_entry()
                 return 0
             at = self._geometry.tables_offset + self._tables_used
             self._entries += 1
@@ -267,13 +276,41 @@ class PythonRing:
             put(self.map, "tables_used", self._tables_used)
             return self._entries
 
+    def _count_lost_entry(self) -> None:
+        lost = _read_word(self.map, offset_of("tables_lost"))[0]
+        put(self.map, "tables_lost", lost + 1)
+
     def string(self, text: str) -> int:
         """Add a string entry."""
         return self.append(ENTRY_STRING, text.encode("utf-8", "replace"))
 
+    def error(self, message: str) -> int:
+        """Return the id of an error text, added if it is new; 0 if error texts have no more room.
+
+        A retry loop can fail with ever new texts, so their share of the room is small.
+        """
+        text = message.encode("utf-8", "replace")[:MOST_ERROR_BYTES]
+        with self._lock:
+            if text not in self._errors:
+                self._errors_bytes += len(text)
+                if self._errors_bytes > self._geometry.tables_bytes // ERRORS_SHARE:
+                    self._errors_bytes -= len(text)
+                    self._count_lost_entry()
+                    return 0
+                self._errors[text] = self.append(ENTRY_STRING, text)
+            return self._errors[text]
+
     def group(self, group: Group) -> int:
-        """Add a process-group entry."""
-        return self.append(ENTRY_GROUP, encode_group(group))
+        """Add a process-group entry.
+
+        A group that finds no room gets a number without an entry: its records stay apart from
+        those of other groups.
+        """
+        number = self.append(ENTRY_GROUP, encode_group(group))
+        if number == 0:
+            number = UNLISTED_GROUPS + self._unlisted_groups % UNLISTED_GROUPS
+            self._unlisted_groups += 1
+        return number
 
     def site(self, site: CallSite) -> int:
         """Add a call-site entry."""

@@ -13,7 +13,7 @@ from rankcall.analysis.timing.bandwidth import BYTES_PER_GB, bus_factor, sizes
 from rankcall.capture.marks import Span
 from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, ROOT_ONLY, public_name
 from rankcall.capture.tail import Flags
-from rankcall.record import FLAG_ANY_SOURCE, KINDS, OPS, STATUSES
+from rankcall.record import FLAG_ANY_SOURCE, KINDS, OPS, STATUSES, has_duration
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import Group, Tables
 from rankcall.trace.descriptions import Column, Descriptions, Kind, Teller
@@ -181,6 +181,7 @@ def _durations(rows: Rows, issued: Flags) -> npt.NDArray[np.float64]:
     took = np.round((rows["completed_ns"] - started) / 1e6, 6)
     took = np.where(np.isnan(rows["device_ms"]), took, rows["device_ms"])
     unknown = issued | (rows["completed_ns"] == 0) | (rows["status"] == _FAILED)
+    unknown |= ~has_duration(rows["flags"], rows["device_ms"])
     return np.where(unknown, np.nan, took)
 
 

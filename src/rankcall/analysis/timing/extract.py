@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.timing.bandwidth import sizes
-from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
+from rankcall.record import FLAG_DEVICE, KINDS, STATUSES, has_duration
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import CallSite, Group
 
@@ -30,6 +30,7 @@ _FAILED = STATUSES.index("failed")
 _WANTED = (
     "seq", "enqueued_ns", "started_ns", "completed_ns", "message_bytes", "in_bytes", "out_bytes",
     "step", "tag", "group", "call_site", "root", "peer", "kind", "op", "status", "flags",
+    "device_ms",
 )  # fmt: skip
 _LARGEST = 1 << 62  # no count or size beyond this is believed
 _LATEST = 1 << 60  # ns; 36 years of uptime. Differences and sums of such times cannot overflow
@@ -76,7 +77,8 @@ class Extract:
 def pull(ring: Ring) -> Columns:
     """Copy the wanted columns out of a ring; ``started_ns`` and ``arrival`` are filled in.
 
-    A failed op has no completion here: how long a timeout took says nothing about a transfer.
+    A failed op has no completion here: how long a timeout took says nothing about a transfer. Nor
+    has an op on a device without device times, whose end was only noticed at some time.
     """
     records = ring.records
     columns: Columns = {name: np.ascontiguousarray(records[name]) for name in _WANTED}
@@ -92,10 +94,20 @@ def pull(ring: Ring) -> Columns:
     columns["arrival"] = (
         np.where(on_device, columns["started_ns"], enqueued) if on_device.any() else enqueued
     )
-    failed = columns["status"] == _FAILED
-    if failed.any():
-        columns["completed_ns"][failed] = MISSING
+    untimed = columns["status"] == _FAILED
+    if on_device.any():
+        untimed |= ~has_duration(columns["flags"], columns["device_ms"])
+        _end_on_device(columns, on_device & ~untimed & (columns["completed_ns"] != MISSING))
+    if untimed.any():
+        columns["completed_ns"][untimed] = MISSING
     return columns
+
+
+def _end_on_device(columns: Columns, timed: npt.NDArray[np.bool_]) -> None:
+    """Let ops end when their device took them to: their ends were noticed some time later."""
+    took_ns = np.clip(np.where(timed, columns["device_ms"], 0.0) * 1e6, 0, _LATEST).astype(np.int64)
+    ended = np.minimum(columns["started_ns"] + took_ns, _LATEST)
+    columns["completed_ns"][timed] = ended[timed]
 
 
 def extract(ring: Ring, columns: Columns, host: int) -> Extract:

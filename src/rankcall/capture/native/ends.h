@@ -6,9 +6,17 @@
 namespace rankcall {
 namespace {
 
-void finish(Recorder& recorder, uint64_t index, const Outcome& outcome) noexcept {
+void end_record(Recorder& recorder, uint64_t index, const Outcome& outcome) noexcept {
+  if (recorder.is_inherited()) return;  // a forked child drops its copies of the parent's Works
   recorder.ring.finish(index, outcome);
   wake(1);
+}
+
+// End a record whose op may go on, because nobody will learn when it ends.
+void abandon(Recorder& recorder, uint64_t index, uint8_t status = layout::kStarted) noexcept {
+  Outcome outcome{status, 0};
+  outcome.abandoned = true;
+  end_record(recorder, index, outcome);
 }
 
 Outcome failure(Recorder& recorder, const char* message) noexcept {
@@ -18,12 +26,6 @@ Outcome failure(Recorder& recorder, const char* message) noexcept {
   } catch (...) {
   }
   return outcome;
-}
-
-// The end of an op whose Work tells it. On a device that end is still to come: its event is watched.
-void ended(Recorder& recorder, uint64_t index, DeviceTimes::Span* span, const Outcome& outcome) noexcept {
-  if (span && recorder.devices.end(span, outcome)) recorder.device_busy();
-  else finish(recorder, index, outcome);
 }
 
 Outcome outcome_of(Recorder& recorder, c10::ivalue::Future& future) noexcept {

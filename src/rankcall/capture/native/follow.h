@@ -1,7 +1,9 @@
-// Have an op's end recorded: by its future, or where its Work has none by the return of wait().
+// Have an op's end recorded: by its future, by the return of its Work's wait(), or on a device by
+// what the back end says it has completed.
 #pragma once
 
 #include <atomic>
+#include <cstring>
 #include <typeinfo>
 
 #include "ends.h"
@@ -10,10 +12,10 @@
 namespace rankcall {
 namespace {
 
-// Kinds of Work whose getFuture() throws, which costs 6 to 16 us each time: asked once.
-class Futureless {
+// Kinds of Work that cannot tell something: to ask throws, which costs 6 to 16 us, so it is asked once.
+class Kinds {
  public:
-  bool knows(const std::type_info& type) const {
+  bool has(const std::type_info& type) const {
     for (const auto& slot : types_) {
       const std::type_info* known = slot.load(std::memory_order_acquire);
       if (!known) return false;
@@ -31,39 +33,61 @@ class Futureless {
  private:
   std::atomic<const std::type_info*> types_[32] = {};
 };
-Futureless g_futureless;
+Kinds g_without_future, g_without_number;
+
+// Whether a Work was made in Python. Its caller gets that very object, which may have any attributes.
+bool is_python_work(const std::type_info& type) { return std::strstr(type.name(), "PyWork") != nullptr; }
+
+// On a device: note the number that the back end gave the op, for capture/device_status.py. An op
+// that has none, or that was captured into a graph, cannot be followed.
+void follow_on_device(c10d::Work* work, torch::jit::Stack& stack, const Issued& issued) {
+  Recorder& recorder = *issued.recorder;
+  if (work && issued.span) {
+    auto inner = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(work);
+    stack.back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(
+        c10::make_intrusive<TimedWork>(std::move(inner), issued.recorder, issued.span)));
+  }
+  if (work && !issued.captured && !g_without_number.has(typeid(*work))) {
+    try {
+      const uint64_t number = work->getSequencenumber();
+      if (recorder.device_ops.add({issued.index, issued.group, number, issued.p2p})) return;
+    } catch (const std::exception&) {
+      g_without_number.add(typeid(*work));
+    }
+  }
+  abandon(recorder, issued.index, layout::kEnqueued);
+}
 
 void follow_future(const Issued& issued, const c10::intrusive_ptr<c10::ivalue::Future>& future) {
   Recorder* recorder = issued.recorder;
-  if (issued.span) {
-    // With uses_future the callback runs on streams that wait for the op, so the event it records
-    // comes after the op's end.
-    future->addCallback([recorder, span = issued.span](c10::ivalue::Future& done) {
-      ended(*recorder, span->index, span, outcome_of(*recorder, done));
-    });
-  } else if (future->completed()) {
-    finish(*recorder, issued.index, outcome_of(*recorder, *future));
-  } else {
-    // Two words of capture: std::function keeps them without allocating.
-    future->addCallback(
-        [recorder, index = issued.index](c10::ivalue::Future& done) {
-          finish(*recorder, index, outcome_of(*recorder, done));
-        },
-        /*uses_future=*/false);
+  if (future->completed()) {
+    end_record(*recorder, issued.index, outcome_of(*recorder, *future));
+    return;
   }
+  // Without uses_future: with it, a stream of torch's pool would wait for the op, and every output
+  // would be recorded on that stream. Two words of capture: std::function keeps them without
+  // allocating.
+  future->addCallback(
+      [recorder, index = issued.index](c10::ivalue::Future& done) {
+        end_record(*recorder, index, outcome_of(*recorder, done));
+      },
+      /*uses_future=*/false);
 }
 
 // Arrange for the end to be recorded, after the op has been issued.
-void follow(const Op& op, torch::jit::Stack& stack, const Issued& issued) {
-  Recorder& recorder = *issued.recorder;
+void follow(const Op& op, torch::jit::Stack& stack, Issued& issued) {
   c10d::Work* work = nullptr;
   if (op.returns_work && stack.back().isObject()) work = held<c10d::Work>(stack.back());
-  if (!work) {  // monitored_barrier_, and what a back end merges into a later launch
-    ended(recorder, issued.index, issued.span, Outcome{layout::kCompleted, now_ns()});
+  if (issued.on_device) {
+    follow_on_device(work, stack, issued);
+    return;
+  }
+  if (!work) {  // monitored_barrier_ has returned, so it is over
+    end_record(*issued.recorder, issued.index, Outcome{layout::kCompleted, now_ns()});
     return;
   }
   const std::type_info& type = typeid(*work);
-  if (!g_futureless.knows(type)) {
+  if (!g_without_future.has(type)) {
     c10::intrusive_ptr<c10::ivalue::Future> future;
     try {
       future = work->getFuture();
@@ -73,10 +97,16 @@ void follow(const Op& op, torch::jit::Stack& stack, const Issued& issued) {
       follow_future(issued, future);
       return;
     }
-    g_futureless.add(type);
+    // Works made in Python are all of one type here, and some have a future.
+    if (!is_python_work(type)) g_without_future.add(type);
+  }
+  if (is_python_work(type)) {
+    abandon(*issued.recorder, issued.index);
+    return;
   }
   auto inner = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(work);
-  stack.back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WaitedWork>(std::move(inner), issued)));
+  stack.back() =
+      c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WaitedWork>(std::move(inner), std::move(issued))));
 }
 
 }  // namespace

@@ -38,6 +38,15 @@ void fill_shape(Recorder& recorder, Record& record, const c10::IValue* tensors, 
   if (op.coalesced) recorder.note_shapes(record.shape_hash, *tensors);
 }
 
+// Whether the caller's stream is being captured into a graph.
+bool is_captured(c10::Device device) noexcept {
+  try {
+    return c10::impl::hasDeviceGuardImpl(device.type()) && !stream_to_time(device);
+  } catch (...) {
+    return false;
+  }
+}
+
 // Read what the arguments say.
 void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* arguments, Record& record, Issued& issued,
                     c10::Device& device) {
@@ -49,11 +58,13 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   const Sizes other = sizes_of(at(op.other_tensor));
   const Sizes& main = in.first ? in : out.first ? out : other;
 
-  issued.group = recorder.groups.find(held<c10d::ProcessGroup>(arguments[op.process_group]));
-  record.group = issued.group->id;
+  auto* process_group = held<c10d::ProcessGroup>(arguments[op.process_group]);
+  Group* group = recorder.groups.find(process_group);
+  issued.group = record.group = group->id;
+  issued.first = group->is_first();
   record.in_bytes = in.bytes;
   record.out_bytes = out.bytes;
-  record.message_bytes = message_bytes(op, arguments, in, out, issued.group->rank, issued.group->size);
+  record.message_bytes = message_bytes(op, arguments, in, out, group->rank, group->size);
   if (main.first) {
     device = main.first->device();
     record.dtype = recorder.dtypes[static_cast<uint8_t>(main.first->scalar_type())];
@@ -76,14 +87,19 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
     const int peer_at = outgoing ? op.dst : op.src;
     if (peer_at >= 0) {
       record.peer = static_cast<int32_t>(arguments[peer_at].toInt());
-      record.seq = issued.group->next_p2p(record.peer, record.tag, outgoing);
+      record.seq = group->next_p2p(record.peer, record.tag, outgoing);
     } else {
-      issued.any_source = true;
+      issued.receiver = recorder.groups.shared(process_group);
       issued.tag = record.tag;
       record.flags |= layout::kFlagAnySource;
     }
   } else {
-    record.seq = issued.group->collectives.fetch_add(1, std::memory_order_relaxed) + 1;
+    record.seq = group->collectives.fetch_add(1, std::memory_order_relaxed) + 1;
+  }
+  issued.p2p = op.p2p;
+  if (!device.is_cpu() && !group->ends_on_host(*process_group, device)) {
+    issued.on_device = true;
+    issued.captured = is_captured(device);
   }
 }
 
@@ -98,16 +114,11 @@ void fill_call_site(Recorder& recorder, Record& record, uint64_t index) {
 
 void write_record(Recorder& recorder, const Op& op, Record& record, Issued& issued, c10::Device device) {
   fill_call_site(recorder, record, issued.index);
-  if (!device.is_cpu()) issued.span = recorder.devices.begin(device);
-  if (issued.span) {
-    issued.span->index = issued.index;
-    record.flags |= layout::kFlagDevice;
-    record.status = layout::kEnqueued;
-  } else {
-    record.status = layout::kStarted;
-  }
+  if (issued.on_device) record.flags |= layout::kFlagDevice;
+  record.status = issued.on_device ? layout::kEnqueued : layout::kStarted;
   record.enqueued_ns = now_ns();
-  if (!issued.span) record.started_ns = record.enqueued_ns;
+  if (!issued.on_device) record.started_ns = record.enqueued_ns;
+  if (issued.on_device && !issued.captured) issued.span = recorder.device_times.begin(device, issued.index);
   if (Record* slot = recorder.ring.begin(issued.index)) {
     constexpr size_t kBody = offsetof(Record, seq);
     std::memcpy(reinterpret_cast<char*>(slot) + kBody, reinterpret_cast<char*>(&record) + kBody,
@@ -126,13 +137,13 @@ bool begin(size_t which, const torch::jit::Stack& stack, Issued& issued) noexcep
   Recorder* recorder = g_active.load(std::memory_order_acquire);
   if (!recorder) return false;
   try {
-    const Op& op = recorder->ops[which];
+    const Op& op = g_ops[which];
     const c10::IValue* arguments = &*(stack.end() - static_cast<std::ptrdiff_t>(op.arguments));
     Record record{};
     c10::Device device(c10::kCPU);
     read_arguments(*recorder, op, arguments, record, issued, device);
     record.op = op.code;
-    record.variant = op.variant;
+    record.variant = recorder->variants[which];
     record.thread = this_thread().thread_id();
     record.step = recorder->ring.field<uint64_t>(layout::kStep).load(std::memory_order_relaxed);
     record.device_ms = std::nan("");

@@ -5,6 +5,8 @@
 // not wait. Rings are closed by a bit in their head counter and outlive the last op in flight.
 #pragma once
 
+#include <sched.h>
+
 #include <memory>
 #include <string>
 #include <torch/library.h>
@@ -15,6 +17,30 @@
 
 namespace rankcall {
 namespace {
+
+// torch's Flight Recorder adds a group to a table at the group's first op, and its readers read that
+// table without a lock. device_status.py is such a reader, so the two keep out of each other's way:
+// the reader gives up if a first op is under way, and a first op waits a moment for the reader.
+std::atomic<int> g_first_ops{0};
+std::atomic<bool> g_reading_status{false};
+
+class FirstOp {
+ public:
+  explicit FirstOp(bool first) : first_(first) {
+    if (!first_) return;
+    g_first_ops.fetch_add(1);
+    constexpr int64_t kMostNs = 2'000'000;
+    for (const int64_t until = now_ns() + kMostNs; g_reading_status.load() && now_ns() < until;) sched_yield();
+  }
+  ~FirstOp() {
+    if (first_) g_first_ops.fetch_sub(1);
+  }
+  FirstOp(const FirstOp&) = delete;
+  FirstOp& operator=(const FirstOp&) = delete;
+
+ private:
+  const bool first_;
+};
 
 template <size_t Which>
 void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -27,26 +53,21 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
     return;
   }
   try {
+    const FirstOp first(issued.first && issued.on_device);
     op.redispatchBoxed(next, stack);
   } catch (const std::exception& error) {
-    finish(*issued.recorder, issued.index, failure(*issued.recorder, error.what()));
+    end_record(*issued.recorder, issued.index, failure(*issued.recorder, error.what()));
     throw;
   } catch (...) {
-    finish(*issued.recorder, issued.index, failure(*issued.recorder, "unknown error"));
+    end_record(*issued.recorder, issued.index, failure(*issued.recorder, "unknown error"));
     throw;
   }
-  follow(issued.recorder->ops[Which], *stack, issued);
-}
-
-std::vector<std::string> g_names;  // of the ops, in the order of the kernels
-std::unique_ptr<torch::Library> g_library;
-
-template <size_t Which = 0>
-void install(torch::Library& library) {
-  if constexpr (Which < kMaxOps) {
-    if (Which >= g_names.size()) return;
-    library.impl(g_names[Which].c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel<Which>>());
-    install<Which + 1>(library);
+  Recorder& recorder = *issued.recorder;
+  const uint64_t index = issued.index;
+  try {
+    follow(g_ops[Which], *stack, issued);
+  } catch (...) {
+    abandon(recorder, index);  // no memory, for example; the op itself goes on
   }
 }
 
@@ -60,6 +81,23 @@ std::vector<c10::OperatorHandle> c10d_ops() {
     if (handle && describe(handle->schema(), op) && found.size() < kMaxOps) found.push_back(*handle);
   }
   return found;
+}
+
+template <size_t Which = 0>
+void install_each(torch::Library& library) {
+  if constexpr (Which < kMaxOps) {
+    if (Which >= g_op_count) return;
+    library.impl(g_ops[Which].name.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel<Which>>());
+    install_each<Which + 1>(library);
+  }
+}
+
+// Put the kernels in front of the ops, for the rest of the process. They are never taken out again:
+// the dispatcher raises "fallthrough_kernel was executed" in threads that issue an op meanwhile, and
+// a library that is destroyed at exit would do the same to daemon threads.
+void install() {
+  auto* library = new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+  install_each(*library);
 }
 
 }  // namespace

@@ -52,12 +52,15 @@ class Marks {
   }
   void add_group(uint32_t id, GroupText text) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (groups_.size() >= kMostGroups) groups_.erase(groups_.begin());
     groups_[id] = std::move(text);
   }
   void set_span(uint32_t id, bool crosses, std::string elsewhere) {
     std::lock_guard<std::mutex> lock(mutex_);
-    groups_[id].crosses = crosses;
-    groups_[id].elsewhere = std::move(elsewhere);
+    const auto group = groups_.find(id);
+    if (group == groups_.end()) return;
+    group->second.crosses = crosses;
+    group->second.elsewhere = std::move(elsewhere);
   }
   void add_numels(uint32_t shape_hash, std::vector<int64_t> numels) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -82,8 +85,12 @@ class Marks {
     if (!on()) return;
     try {
       std::lock_guard<std::mutex> lock(mutex_);
-      const GroupText& group = groups_[record.group];
-      const Site& site = sites_[record.call_site];
+      static const GroupText unknown_group;
+      static const Site unknown_site;
+      const auto its_group = groups_.find(record.group);
+      const auto its_site = sites_.find(record.call_site);
+      const GroupText& group = its_group == groups_.end() ? unknown_group : its_group->second;
+      const Site& site = its_site == sites_.end() ? unknown_site : its_site->second;
       const bool is_object = settings_.object_calls.count(site.api) != 0;
       if (is_object && record.dtype != settings_.pickles) return;  // their lengths
       const bool root_only = record.op == layout::kGather || record.op == layout::kScatter;
@@ -166,6 +173,8 @@ class Marks {
     if (local < 0 || static_cast<size_t>(local) >= group.ranks.size()) return;
     number(text.append(field), group.ranks[static_cast<size_t>(local)]);
   }
+
+  static constexpr size_t kMostGroups = 4096;  // a program may make groups without end
 
   const uint64_t mask_;
   std::atomic<bool> on_{false}, ever_on_{false};

@@ -18,8 +18,7 @@ namespace rankcall {
 
 struct Op {
   std::string name;
-  uint8_t code = 0;       // layout's op code
-  uint32_t variant = 0;   // side-table id of the name
+  uint8_t code = 0;  // layout's op code
   size_t arguments = 0;
   bool returns_work = false;
   bool p2p = false;

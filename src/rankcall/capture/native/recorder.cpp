@@ -42,15 +42,17 @@ PyObject* py_create(PyObject*, PyObject* args) {
   Geometry geometry;
   PyObject *dtypes, *skip;
   int call_sites;
-  if (!PyArg_ParseTuple(args, "w*(KKKKKK)OOp", &buffer, &geometry.capacity, &geometry.inflight_capacity,
+  int device_times;
+  if (!PyArg_ParseTuple(args, "w*(KKKKKK)OOpp", &buffer, &geometry.capacity, &geometry.inflight_capacity,
                         &geometry.tables_bytes, &geometry.inflight_offset, &geometry.tables_offset,
-                        &geometry.records_offset, &dtypes, &skip, &call_sites))
+                        &geometry.records_offset, &dtypes, &skip, &call_sites, &device_times))
     return nullptr;
   auto* holder = new Holder;
   holder->buffer = buffer;
   holder->recorder = new Recorder(static_cast<char*>(buffer.buf), geometry);
   Recorder& recorder = *holder->recorder;
   recorder.call_sites = call_sites != 0 && RANKCALL_FRAMES;
+  if (device_times) recorder.device_times.turn_on();
   for (Py_ssize_t i = 0; i < PySequence_Size(dtypes); i++) {
     PyObject* pair = PySequence_GetItem(dtypes, i);
     PyObject* dtype = PyTuple_GetItem(pair, 0);
@@ -76,29 +78,35 @@ PyObject* py_create(PyObject*, PyObject* args) {
   return PyCapsule_New(holder, "rankcall.recorder", release_holder);
 }
 
-PyObject* py_start(PyObject*, PyObject* args) {
-  PyObject *capsule, *codes;
-  if (!PyArg_ParseTuple(args, "OO", &capsule, &codes)) return nullptr;
+// Put the kernels in front of the ops. `codes`: the op code of each c10d op, by name.
+PyObject* py_install(PyObject*, PyObject* codes) {
+  try {
+    if (g_op_count == 0) {
+      for (const auto& handle : c10d_ops()) {
+        Op& op = g_ops[g_op_count];
+        op.name = handle.schema().name().substr(6);
+        PyObject* code = PyDict_GetItemString(codes, op.name.c_str());
+        op.code = code ? static_cast<uint8_t>(PyLong_AsLong(code)) : 0;
+        describe(handle.schema(), op);
+        g_op_count++;
+      }
+    }
+    install();
+  } catch (const std::exception& error) {
+    return fail(error);
+  }
+  Py_RETURN_NONE;
+}
+
+// Record from now on; the kernels must be installed.
+PyObject* py_start(PyObject*, PyObject* capsule) {
   Recorder& recorder = *holder_of(capsule)->recorder;
   try {
-    g_names.clear();
-    for (const auto& handle : c10d_ops()) {
-      Op op;
-      op.name = handle.schema().name().substr(6);
-      PyObject* code = PyDict_GetItemString(codes, op.name.c_str());
-      op.code = code ? static_cast<uint8_t>(PyLong_AsLong(code)) : 0;
-      describe(handle.schema(), op);
-      op.variant = recorder.ring.append(layout::kEntryString, op.name);
-      g_names.push_back(op.name);
-      recorder.ops[g_names.size() - 1] = op;
-    }
+    for (size_t which = 0; which < g_op_count; which++)
+      recorder.variants[which] = recorder.ring.append(layout::kEntryString, g_ops[which].name);
     recorder.run();
     g_active.store(&recorder, std::memory_order_release);
-    g_library = std::make_unique<torch::Library>(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect,
-                                                 __FILE__, __LINE__);
-    install(*g_library);
   } catch (const std::exception& error) {
-    g_active.store(nullptr);
     return fail(error);
   }
   Py_RETURN_NONE;
@@ -108,7 +116,6 @@ PyObject* py_start(PyObject*, PyObject* args) {
 PyObject* py_stop(PyObject*, PyObject* capsule) {
   Recorder& recorder = *holder_of(capsule)->recorder;
   g_active.store(nullptr, std::memory_order_release);
-  g_library.reset();
   Py_BEGIN_ALLOW_THREADS
   recorder.stop();
   Py_END_ALLOW_THREADS
@@ -156,6 +163,51 @@ PyObject* py_sleep(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Take the notes of ops on devices that were issued since the last call: (index, group, number, p2p).
+PyObject* py_take_device_ops(PyObject*, PyObject* capsule) {
+  const std::vector<DeviceOp> ops = holder_of(capsule)->recorder->device_ops.take();
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(ops.size()));
+  if (!list) return nullptr;
+  for (size_t i = 0; i < ops.size(); i++) {
+    PyObject* op = Py_BuildValue("KIKO", static_cast<unsigned long long>(ops[i].index), ops[i].group,
+                                 static_cast<unsigned long long>(ops[i].number), ops[i].p2p ? Py_True : Py_False);
+    if (!op) {
+      Py_DECREF(list);
+      return nullptr;
+    }
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), op);
+  }
+  return list;
+}
+
+// End records of ops on devices: completed at `time_ns`, or abandoned if that is 0.
+PyObject* py_end_device_ops(PyObject*, PyObject* args) {
+  PyObject *capsule, *indexes;
+  long long time_ns;
+  if (!PyArg_ParseTuple(args, "OO!L", &capsule, &PyList_Type, &indexes, &time_ns)) return nullptr;
+  Recorder& recorder = *holder_of(capsule)->recorder;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(indexes); i++) {
+    const uint64_t index = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(indexes, i));
+    if (PyErr_Occurred()) return nullptr;
+    if (time_ns) end_record(recorder, index, Outcome{layout::kCompleted, time_ns});
+    else abandon(recorder, index, layout::kEnqueued);
+  }
+  Py_RETURN_NONE;
+}
+
+// Before and after a look at what the back ends say: see FirstOp. False if now is not the moment.
+PyObject* py_reading_status(PyObject*, PyObject* begins) {
+  const bool reading = PyObject_IsTrue(begins) == 1;
+  g_reading_status.store(reading);
+  if (!reading || g_first_ops.load() == 0) return PyBool_FromLong(reading);
+  g_reading_status.store(false);
+  Py_RETURN_FALSE;
+}
+
+PyObject* py_device_time_failures(PyObject*, PyObject* capsule) {
+  return PyLong_FromUnsignedLongLong(holder_of(capsule)->recorder->device_times.failures());
+}
+
 PyObject* py_find_call_site(PyObject*, PyObject* moment) {
   // For tests: what the walk finds here and now.
   CallSites::Found found;
@@ -167,6 +219,7 @@ PyObject* py_find_call_site(PyObject*, PyObject* moment) {
 }
 
 void in_forked_child() {
+  g_forks.fetch_add(1);
   g_active.store(nullptr);
   g_sleeping.store(0);
   this_thread().id = 0;
@@ -175,8 +228,9 @@ void in_forked_child() {
 PyMethodDef g_methods[] = {
     {"ops", py_ops, METH_NOARGS, "Names of the c10d ops that can be recorded."},
     {"create", py_create, METH_VARARGS, "Make a recorder over a writable ring buffer."},
-    {"start", py_start, METH_VARARGS, "Install the kernels and record."},
-    {"stop", py_stop, METH_O, "Take the kernels out; ops in flight still finish."},
+    {"install", py_install, METH_O, "Put the kernels in front of the ops, for good."},
+    {"start", py_start, METH_O, "Record from now on."},
+    {"stop", py_stop, METH_O, "Record no new ops; those in flight still finish."},
     {"drained", py_drained, METH_O, "Whether a stopped recorder's last op has finished."},
     {"append", py_append, METH_VARARGS, "Add a side-table entry; returns its id or 0."},
     {"add_group", py_add_group, METH_VARARGS, "Announce a process group by name."},
@@ -186,6 +240,10 @@ PyMethodDef g_methods[] = {
     {"group_span", py_group_span, METH_VARARGS, "Which members of a group are on other hosts."},
     {"counts", py_counts, METH_O, "Records issued and finished."},
     {"step", py_step, METH_O, "Count an optimizer step."},
+    {"take_device_ops", py_take_device_ops, METH_O, "Ops on devices that were issued since the last call."},
+    {"device_time_failures", py_device_time_failures, METH_O, "How often an event of a device failed."},
+    {"end_device_ops", py_end_device_ops, METH_VARARGS, "End records of ops on devices."},
+    {"reading_status", py_reading_status, METH_O, "Say that the back ends' status is being read."},
     {"sleep", py_sleep, METH_VARARGS, "Arm the wake-up of the hook dispatcher."},
     {"statuses", make_statuses, METH_VARARGS, "What hooks get of a batch of events."},
     {"find_call_site", py_find_call_site, METH_O, "The call-site id of the caller."},

@@ -13,7 +13,9 @@
 #include <vector>
 
 #include "callsite.h"
-#include "device.h"
+#include "clock.h"
+#include "device_ops.h"
+#include "device_times.h"
 #include "groups.h"
 #include "layout.h"
 #include "marks.h"
@@ -26,34 +28,51 @@ namespace {
 
 constexpr size_t kMaxOps = 64;
 
+// The ops in front of which a kernel stands; filled once, before the kernels are installed.
+Op g_ops[kMaxOps];
+size_t g_op_count = 0;
+
+// Counts the forks between this process and the one that loaded the module.
+std::atomic<uint32_t> g_forks{0};
+
 class Recorder {
  public:
   Recorder(char* base, const Geometry& geometry)
-      : ring(base, geometry), groups(ring), devices(ring), marks(geometry.capacity) {
+      : ring(base, geometry), groups(ring), device_times(ring), marks(geometry.capacity) {
     ring.tell([](void* told, uint64_t index) { static_cast<Marks*>(told)->ended(index); }, &marks);
   }
 
   Ring ring;
   Groups groups;
-  DeviceTimes devices;
+  DeviceOps device_ops;
+  DeviceTimes device_times;
   Marks marks;
-  Op ops[kMaxOps];
+  uint32_t variants[kMaxOps] = {};  // side-table ids of the ops' names
   uint8_t dtypes[256] = {};
   bool call_sites = true;
+
+  // Whether this is a forked child of the process that records: the ring is its parent's.
+  bool is_inherited() const { return forks_ != g_forks.load(std::memory_order_relaxed); }
 
   void run() {
     thread_ = std::thread([this] { beat(); });
     pthread_setname_np(thread_.native_handle(), "rankcall");
   }
+
+  // End the native thread. It never blocks, but a machine may not run it: it is then left behind.
   void stop() {
     ring.close();
     ring.note_closed_head();
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+    if (changed_.wait_for(lock, std::chrono::seconds(1), [this] { return stopped_; })) {
+      lock.unlock();
+      thread_.join();
+    } else {
+      thread_.detach();
     }
-    changed_.notify_one();
-    thread_.join();
+    ring.finish_late();
   }
   // Write down how many elements each tensor of a coalesced op has, once per shape hash.
   void note_shapes(uint32_t hash, const c10::IValue& tensors) {
@@ -71,33 +90,16 @@ class Recorder {
     ring.append(layout::kEntrySizes, json + "]}");
     marks.add_numels(hash, std::move(numels));
   }
-  // An op on a device is outstanding: poll it soon.
-  void device_busy() {
-    if (!polling_.exchange(true)) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      changed_.notify_one();
-    }
-  }
-
  private:
   void beat() {
     std::unique_lock<std::mutex> lock(mutex_);
-    int64_t beaten = 0;
     while (!stopping_) {
-      const int64_t now = now_ns();
-      if (now - beaten > 400'000'000) {
-        beaten = now;
-        ring.field<int64_t>(layout::kNativeHeartbeat).store(now, std::memory_order_relaxed);
-      }
-      polling_ = false;
-      lock.unlock();
-      const bool outstanding = devices.poll();
-      if (outstanding) wake(1);
-      lock.lock();
-      if (outstanding) polling_ = true;
-      if (stopping_) break;
-      changed_.wait_for(lock, outstanding ? std::chrono::milliseconds(1) : std::chrono::milliseconds(500));
+      ring.field<int64_t>(layout::kNativeHeartbeat).store(now_ns(), std::memory_order_relaxed);
+      ring.finish_late();
+      changed_.wait_for(lock, std::chrono::milliseconds(500));
     }
+    stopped_ = true;
+    changed_.notify_all();
   }
 
   static constexpr size_t kMaxShapes = 1024, kMaxNumels = 1024;
@@ -106,8 +108,8 @@ class Recorder {
   std::thread thread_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool stopping_ = false;
-  std::atomic<bool> polling_{false};
+  bool stopping_ = false, stopped_ = false;
+  const uint32_t forks_ = g_forks.load();
 };
 
 CallSites g_call_sites;
@@ -117,10 +119,14 @@ std::atomic<Recorder*> g_active{nullptr};  // null while nothing is recorded
 struct Issued {
   Recorder* recorder = nullptr;
   uint64_t index = 0;
-  Group* group = nullptr;
-  DeviceTimes::Span* span = nullptr;
-  bool any_source = false;
+  std::shared_ptr<Group> receiver;  // the group of a receive from any source, which is counted at its end
+  std::shared_ptr<DeviceTimes::Span> span;
   int64_t tag = 0;
+  uint32_t group = 0;
+  bool p2p = false;
+  bool on_device = false;  // runs on a device, which the host only enqueues it on
+  bool captured = false;   // goes into a graph, so it does not run now
+  bool first = false;      // the first op of its group
 };
 
 }  // namespace

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "layout.h"
 
@@ -109,43 +111,85 @@ class Ring {
   }
 
   // Finish a reserved index, wherever its record is by now. After this the ring may be freed.
+  //
+  // If another thread is in the middle of changing the record (it was preempted there), the end is
+  // kept, and finish_late() writes it: a lost end would look like a hang.
   void finish(uint64_t index, const Outcome& outcome) {
     if (told_) told_(told_context_, index);
-    if (Record* slot = claim(index)) {
-      slot->completed_ns = outcome.completed_ns;
-      if (outcome.started_ns) slot->started_ns = outcome.started_ns;
-      if (outcome.has_device_ms) slot->device_ms = outcome.device_ms;
-      if (outcome.abandoned) slot->flags |= layout::kFlagAbandoned;
-      if (outcome.error) slot->error = outcome.error;
-      if (outcome.seq) slot->seq = outcome.seq, slot->peer = outcome.peer;
-      slot->status = outcome.status;
-      slot->commit.store((index + 1) << 2 | layout::kDone, std::memory_order_release);
-    }
+    bool busy = false;
+    if (Record* slot = claim(index, busy)) write_end(slot, index, outcome);
+    else if (busy && keep_late(index, outcome)) return;
     done_.fetch_add(1);  // ordered as head_ is
+  }
+
+  // Write the ends that found their record being changed. For the native thread, now and then.
+  void finish_late() {
+    if (!has_late_.exchange(false)) return;
+    std::vector<std::pair<uint64_t, Outcome>> late;
+    {
+      std::lock_guard<std::mutex> lock(late_mutex_);
+      late.swap(late_);
+    }
+    for (const auto& [index, outcome] : late) {
+      bool busy = false;
+      if (Record* slot = claim(index, busy)) write_end(slot, index, outcome);
+      else if (busy && keep_late(index, outcome)) continue;
+      done_.fetch_add(1);
+    }
   }
 
   // Note that an op that was only enqueued has begun on its device.
   void start(uint64_t index, int64_t started_ns) {
-    if (Record* slot = claim(index)) {
+    bool busy = false;
+    if (Record* slot = claim(index, busy)) {
       slot->started_ns = started_ns;
       slot->status = layout::kStarted;
       slot->commit.store((index + 1) << 2 | layout::kOpen, std::memory_order_release);
     }
   }
 
-  // Add a side-table entry; returns its id, 0 where there is no more room.
-  uint32_t append(uint32_t kind, const std::string& payload) {
-    std::lock_guard<std::mutex> lock(tables_mutex_);
-    return append_locked(kind, payload);
+  // Note how long an op took on its device, before or after its end has been noticed.
+  void note_device_ms(uint64_t index, double device_ms) {
+    bool busy = false;
+    if (Record* slot = claim(index, busy)) {
+      slot->device_ms = device_ms;
+      slot->commit.store((index + 1) << 2 | layout::kOpen, std::memory_order_release);
+      return;
+    }
+    Record& slot = record(index);
+    uint64_t word = (index + 1) << 2 | layout::kDone;
+    if (!slot.commit.compare_exchange_strong(word, (index + 1) << 2 | layout::kClosing, std::memory_order_acquire)) return;
+    owned(slot)->device_ms = device_ms;
+    slot.commit.store((index + 1) << 2 | layout::kDone, std::memory_order_release);
   }
 
-  // The id of an error message; a few hundred different ones are kept.
-  uint32_t error(const std::string& message) {
+  // Add a side-table entry; returns its id, 0 if there is no more room. A part of the room is kept
+  // for groups: a record whose group nobody knows says nothing.
+  uint32_t append(uint32_t kind, const std::string& payload) {
     std::lock_guard<std::mutex> lock(tables_mutex_);
-    auto known = errors_.find(message);
+    return append_locked(kind, payload, room_beside_groups());
+  }
+
+  // Add a group. If there is no more room the group gets a number all the same, which no entry
+  // explains: its records stay apart from those of other groups.
+  uint32_t append_group(const std::string& payload) {
+    std::lock_guard<std::mutex> lock(tables_mutex_);
+    const uint32_t id = append_locked(layout::kEntryGroup, payload, geometry_.tables_bytes);
+    return id ? id : layout::kUnlistedGroups + unlisted_groups_++ % layout::kUnlistedGroups;
+  }
+
+  // The id of an error message. A retry loop can fail with ever new texts, so their share is small.
+  uint32_t error(const std::string& message) {
+    const std::string text = message.substr(0, layout::kMostErrorBytes);
+    std::lock_guard<std::mutex> lock(tables_mutex_);
+    auto known = errors_.find(text);
     if (known != errors_.end()) return known->second;
-    if (errors_.size() >= 256) return 0;
-    return errors_[message] = append_locked(layout::kEntryString, message.substr(0, 4096));
+    if (errors_bytes_ + text.size() > geometry_.tables_bytes / layout::kErrorsShare) {
+      field<uint64_t>(layout::kTablesLost).fetch_add(1, std::memory_order_relaxed);
+      return 0;
+    }
+    errors_bytes_ += text.size();
+    return errors_[text] = append_locked(layout::kEntryString, text, room_beside_groups());
   }
 
   // Have a function called with each record that is finished. To be set before the first.
@@ -176,8 +220,32 @@ class Ring {
     return &record;
   }
 
-  // Own an open record for its completion fields: in its slot, or in the in-flight table.
-  Record* claim(uint64_t index) {
+  static void write_end(Record* slot, uint64_t index, const Outcome& outcome) {
+    slot->completed_ns = outcome.completed_ns;
+    if (outcome.started_ns) slot->started_ns = outcome.started_ns;
+    if (outcome.has_device_ms) slot->device_ms = outcome.device_ms;
+    if (outcome.abandoned) slot->flags |= layout::kFlagAbandoned;
+    if (outcome.error) slot->error = outcome.error;
+    if (outcome.seq) slot->seq = outcome.seq, slot->peer = outcome.peer;
+    slot->status = outcome.status;
+    slot->commit.store((index + 1) << 2 | layout::kDone, std::memory_order_release);
+  }
+
+  bool keep_late(uint64_t index, const Outcome& outcome) noexcept {
+    try {
+      std::lock_guard<std::mutex> lock(late_mutex_);
+      if (late_.size() >= kMostLate) return false;
+      late_.emplace_back(index, outcome);
+      has_late_ = true;
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
+
+  // Own an open record for its completion fields: in its slot, or in the in-flight table. Null if it
+  // was finished before, was never written, or is `busy`: another thread is changing it.
+  Record* claim(uint64_t index, bool& busy) {
     const uint64_t open = (index + 1) << 2 | layout::kOpen;
     const uint64_t closing = (index + 1) << 2 | layout::kClosing;
     for (int tries = 0; tries < 1000; tries++) {
@@ -198,6 +266,7 @@ class Ring {
       }
       sched_yield();  // it is being moved, or its start is being noted
     }
+    busy = true;
     return nullptr;
   }
 
@@ -218,9 +287,13 @@ class Ring {
     field<uint64_t>(layout::kInflightLost).fetch_add(1, std::memory_order_relaxed);
   }
 
-  uint32_t append_locked(uint32_t kind, const std::string& payload) {
+  uint64_t room_beside_groups() const {
+    return geometry_.tables_bytes - geometry_.tables_bytes / layout::kGroupsShare;
+  }
+
+  uint32_t append_locked(uint32_t kind, const std::string& payload, uint64_t room) {
     const size_t entry = 16 + (payload.size() + 7) / 8 * 8;
-    if (tables_used_ + entry > geometry_.tables_bytes) {
+    if (tables_used_ + entry > room) {
       field<uint64_t>(layout::kTablesLost).fetch_add(1, std::memory_order_relaxed);
       return 0;
     }
@@ -245,7 +318,14 @@ class Ring {
   std::mutex tables_mutex_;
   uint64_t tables_used_ = 0;
   uint32_t entries_ = 0;
+  uint32_t unlisted_groups_ = 0;
+  uint64_t errors_bytes_ = 0;
   std::unordered_map<std::string, uint32_t> errors_;
+
+  static constexpr size_t kMostLate = 4096;
+  std::mutex late_mutex_;
+  std::atomic<bool> has_late_{false};
+  std::vector<std::pair<uint64_t, Outcome>> late_;
 };
 
 }  // namespace rankcall

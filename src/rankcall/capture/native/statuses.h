@@ -106,7 +106,8 @@ class Statuses {
   }
 
   static PyObject* duration(const Record& row, int64_t began, int64_t completed) {
-    if (!completed) Py_RETURN_NONE;
+    const bool untimed = (row.flags & layout::kFlagDevice) && std::isnan(row.device_ms);
+    if (!completed || untimed) Py_RETURN_NONE;
     return PyFloat_FromDouble(std::isnan(row.device_ms) ? (completed - began) / 1e6 : row.device_ms);
   }
 

@@ -1,4 +1,7 @@
-// A Work whose end is the return of its wait(): the twin of capture/python/waited.py.
+// Works that stand in for a back end's own, to learn when the caller has waited for it.
+//
+// They may outlive their group and the recording, and a forked child may drop a copy of one: they
+// refer to nothing but a recorder, which is never freed, and own everything else.
 #pragma once
 
 #include <atomic>
@@ -11,36 +14,19 @@
 namespace rankcall {
 namespace {
 
-// Stands in for a Work that has no future: the return of wait() is the end of the op.
-class WaitedWork final : public c10d::Work {
+// Answers as the Work that it stands in for does.
+class StandIn : public c10d::Work {
  public:
-  WaitedWork(c10::intrusive_ptr<c10d::Work> inner, const Issued& issued)
-      : c10d::Work(-1, inner->retrieveOpType()), inner_(std::move(inner)), issued_(issued) {}
-  ~WaitedWork() override {
-    if (over_.exchange(true)) return;
-    Outcome outcome{layout::kStarted, 0};
-    outcome.abandoned = true;
-    ended(*issued_.recorder, issued_.index, issued_.span, outcome);
-  }
+  explicit StandIn(c10::intrusive_ptr<c10d::Work> inner)
+      : c10d::Work(-1, inner->retrieveOpType()), inner_(std::move(inner)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
-    bool result;
-    try {
-      result = inner_->wait(timeout);
-    } catch (const std::exception& error) {
-      over(failure(*issued_.recorder, error.what()));
-      throw;
-    }
-    over(Outcome{layout::kCompleted, now_ns()});
+    const bool result = inner_->wait(timeout);
     // Functional collectives keep works in a registry, under the pointer they were given.
     c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(this));
     return result;
   }
-  bool isCompleted() override {
-    const bool completed = inner_->isCompleted();
-    if (completed) over(inner_->exception() ? failure(*issued_.recorder, "failed") : Outcome{layout::kCompleted, now_ns()});
-    return completed;
-  }
+  bool isCompleted() override { return inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
   int sourceRank() const override { return inner_->sourceRank(); }
@@ -53,21 +39,71 @@ class WaitedWork final : public c10d::Work {
   float getDuration() const override { return inner_->getDuration(); }
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
+ protected:
+  const c10::intrusive_ptr<c10d::Work> inner_;
+};
+
+// For a Work that has no future: the return of wait() is the end of the op.
+class WaitedWork final : public StandIn {
+ public:
+  WaitedWork(c10::intrusive_ptr<c10d::Work> inner, Issued issued)
+      : StandIn(std::move(inner)), issued_(std::move(issued)) {}
+  ~WaitedWork() override {
+    if (!over_.exchange(true)) abandon(*issued_.recorder, issued_.index);
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    bool result;
+    try {
+      result = StandIn::wait(timeout);
+    } catch (const std::exception& error) {
+      over(failure(*issued_.recorder, error.what()));
+      throw;
+    } catch (...) {
+      over(failure(*issued_.recorder, "unknown error"));
+      throw;
+    }
+    over(Outcome{layout::kCompleted, now_ns()});
+    return result;
+  }
+  bool isCompleted() override {
+    const bool completed = inner_->isCompleted();
+    if (completed) over(inner_->exception() ? failure(*issued_.recorder, "failed") : Outcome{layout::kCompleted, now_ns()});
+    return completed;
+  }
+
  private:
   void over(Outcome outcome) noexcept {
     if (over_.exchange(true)) return;
-    if (issued_.any_source && outcome.status == layout::kCompleted) {
+    if (issued_.receiver && outcome.status == layout::kCompleted) {
       try {
         outcome.peer = inner_->sourceRank();
-        outcome.seq = issued_.group->next_p2p(outcome.peer, issued_.tag, false);
+        outcome.seq = issued_.receiver->next_p2p(outcome.peer, issued_.tag, false);
       } catch (...) {
       }
     }
-    ended(*issued_.recorder, issued_.index, issued_.span, outcome);
+    end_record(*issued_.recorder, issued_.index, outcome);
   }
 
-  c10::intrusive_ptr<c10d::Work> inner_;
-  Issued issued_;
+  const Issued issued_;
+  std::atomic<bool> over_{false};
+};
+
+// For an op on a device that is timed: once it was waited for, the caller's stream stands behind it.
+class TimedWork final : public StandIn {
+ public:
+  TimedWork(c10::intrusive_ptr<c10d::Work> inner, Recorder* recorder, std::shared_ptr<DeviceTimes::Span> span)
+      : StandIn(std::move(inner)), recorder_(recorder), span_(std::move(span)) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool result = StandIn::wait(timeout);
+    if (!over_.exchange(true) && !recorder_->is_inherited()) recorder_->device_times.end(span_);
+    return result;
+  }
+
+ private:
+  Recorder* const recorder_;
+  const std::shared_ptr<DeviceTimes::Span> span_;
   std::atomic<bool> over_{false};
 };
 

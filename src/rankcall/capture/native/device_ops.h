@@ -1,0 +1,49 @@
+// Ops on devices whose end is still to come.
+//
+// The issuing thread writes down which number the back end gave an op. About once a second
+// capture/device_status.py takes these notes, compares them with what the back end says it has
+// completed, and ends the records. No stream, event or future of a device is touched.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace rankcall {
+
+struct DeviceOp {
+  uint64_t index;   // of its record
+  uint32_t group;   // side-table id
+  uint64_t number;  // what the back end calls it: a collective or a p2p sequence number
+  bool p2p;
+};
+
+class DeviceOps {
+ public:
+  // False if the notes are full, because nobody has taken them for a long time.
+  bool add(const DeviceOp& op) noexcept {
+    try {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (ops_.size() >= kMost) return false;
+      ops_.push_back(op);
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
+
+  std::vector<DeviceOp> take() {
+    std::vector<DeviceOp> taken;
+    std::lock_guard<std::mutex> lock(mutex_);
+    taken.swap(ops_);
+    return taken;
+  }
+
+ private:
+  static constexpr size_t kMost = 1 << 16;
+  std::mutex mutex_;
+  std::vector<DeviceOp> ops_;
+};
+
+}  // namespace rankcall
