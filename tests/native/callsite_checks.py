@@ -5,11 +5,13 @@ Compares the walk with the interpreter's own word for where it is, and exits non
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import tempfile
 import threading
+import weakref
 
 sys.path.insert(0, sys.argv[1])
 import callsite_probe as probe
@@ -26,8 +28,8 @@ def wrapper(call):
 def batch_isend_irecv(times):
     return [probe.find() for _ in range(times)]
 
-def _engine_run_backward():
-    return probe.find()
+def _engine_run_backward(call=probe.find):
+    return call()
 
 def deep(levels):
     return deep(levels - 1) if levels else probe.find()
@@ -123,6 +125,63 @@ def much_code(lib) -> None:
         assert (site["file"], site["line"]) == ("made.py", number % 97 + 1), site
 
 
+def many_sites(lib) -> None:
+    """A line is new once, however many are in use: 2,000 functions, then 2,000 lines of one."""
+    functions = []
+    for number in range(2000):
+        space = {"lib": lib}
+        exec(compile(f"def f():\n  return lib.all_reduce(), {number}", "many.py", "exec"), space)
+        functions.append(space["f"])
+    space = {"lib": lib}
+    calls = "".join("  lib.all_reduce()\n" for _ in range(2000))
+    exec(compile(f"def long():\n{calls}", "long.py", "exec"), space)
+    functions.append(space["long"])
+
+    def issue_all() -> int:
+        before = probe.gil_taken()
+        for function in functions:
+            function()
+        return probe.gil_taken() - before
+
+    assert issue_all() >= 4000
+    assert [issue_all() for _ in range(3)] == [0, 0, 0]
+
+
+def code_is_not_kept(lib) -> None:
+    """A code object dies when its owner drops it, and the walk keeps nothing of it."""
+    known = probe.codes()
+    dead = []
+    for _ in range(300):
+        space = {"lib": lib}
+        exec(compile("def f():\n  return lib.all_reduce()", "dropped.py", "exec"), space)
+        space["f"]()
+        dead.append(weakref.ref(space.pop("f").__code__))
+    assert all(each() is None for each in dead)
+    assert probe.codes() <= known + 2, (probe.codes(), known)
+
+
+def new_ring(lib) -> None:
+    """After a reset each line is announced again, once, under a new number."""
+
+    def issue():
+        return lib.all_reduce()
+
+    issue()
+    probe.configure(lib.__file__.rpartition("/")[0] + "/")
+    before = probe.gil_taken()
+    (site, _), line = issue(), issue.__code__.co_firstlineno + 1
+    assert json.loads(site)["line"] == line
+    assert probe.gil_taken() == before + 1
+    issue()
+    assert probe.gil_taken() == before + 1
+
+
+def backward(lib) -> None:
+    """Without frames of its own a thread gets the backward call's line, as others come and go."""
+    walk, walks = probe.walk_beside_new_threads, 100_000
+    assert lib._engine_run_backward(functools.partial(walk, walks)) == walks
+
+
 def hostile(lib) -> None:
     """A file name with quotes, backslashes and control characters is still JSON."""
     name = 'a"b\\c\n\x01é.py'
@@ -141,9 +200,13 @@ def main() -> None:
         sys.path.insert(0, folder)
         import library
 
-        for each in (lines, generators, batches, threads, much_code, hostile):
-            each(library)
-        print(f"{sys.version.split()[0]} ok, {probe.nanoseconds():.0f} ns")
+        checks = (lines, generators, batches, threads, much_code, hostile)
+        for check_one in (*checks, many_sites, code_is_not_kept, new_ring, backward):
+            check_one(library)
+        took = functools.partial(library._engine_run_backward, probe.frameless_us)
+        print(f"{sys.version.split()[0]} ok, {probe.nanoseconds():.0f} ns, without frames "
+              f"{took():.1f} us")  # fmt: skip
 
 
 main()
+kept = probe.walk_at_exit()  # freed with this module, which is after finalizing has begun

@@ -31,7 +31,7 @@ def interpreter(version: str) -> str | None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_walk_finds_the_line(version: str, tmp_path: Path) -> None:
-    """The walk agrees with the interpreter about file, line, function and public call."""
+    """The walk agrees with the interpreter, and outlives threads, code objects and the end."""
     python = interpreter(version)
     compiler = shutil.which("c++")
     if python is None or compiler is None:
@@ -41,7 +41,8 @@ def test_walk_finds_the_line(version: str, tmp_path: Path) -> None:
     ).strip()
     if not Path(include, "Python.h").exists():
         pytest.skip(f"Python {version} has no headers here")
-    command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-pthread"]
+    command += ["-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-missing-field-initializers", f"-isystem{include}", f"-I{NATIVE}"]
     command += [str(HERE / "callsite_probe.cpp"), "-o", str(tmp_path / "callsite_probe.so")]
     subprocess.run(command, check=True, timeout=120)
@@ -51,3 +52,4 @@ def test_walk_finds_the_line(version: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert " ok, " in done.stdout
+    assert "walk at exit: returned, site 0" in done.stdout

@@ -1,7 +1,8 @@
 // The line that issued an op, from this thread's interpreter frames: no GIL, no wrappers, ~15 ns.
 //
 // A thread's own frames stand still while it is inside a C call, so they can be read without the
-// GIL. The GIL is taken once per code object and line that has not been met. Needs no torch.
+// GIL. The GIL is taken once for each new code object and line, which code_table.h remembers, and
+// once a step by an autograd thread, which has no frames of its own. Needs no torch.
 #pragma once
 
 #include <Python.h>
@@ -26,6 +27,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "code_table.h"
 #include "thread.h"
 
 namespace rankcall {
@@ -48,15 +50,40 @@ inline std::string json_text(const char* text) {
   return out + '"';
 }
 
+// Holds the GIL, with the garbage collector off: a collection may run any Python code, which may
+// release the GIL or issue a collective while the caller is halfway through an update.
+//
+// Does not hold it (see held()) once the interpreter is finalizing: asking for it then would end the
+// calling thread.
 class GilGuard {
  public:
-  GilGuard() : state_(PyGILState_Ensure()) {}
-  ~GilGuard() { PyGILState_Release(state_); }
+  GilGuard() : held_(!finalizing()) {
+    if (!held_) return;
+    state_ = PyGILState_Ensure();
+    collects_ = PyGC_Disable();
+  }
+  ~GilGuard() {
+    if (!held_) return;
+    if (collects_) PyGC_Enable();
+    PyGILState_Release(state_);
+  }
   GilGuard(const GilGuard&) = delete;
   GilGuard& operator=(const GilGuard&) = delete;
 
+  bool held() const { return held_; }
+
  private:
-  PyGILState_STATE state_;
+  static bool finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+    return Py_IsFinalizing() || !Py_IsInitialized();
+#else
+    return _Py_IsFinalizing() || !Py_IsInitialized();
+#endif
+  }
+
+  bool held_;
+  bool collects_ = false;
+  PyGILState_STATE state_{};
 };
 
 class CallSites {
@@ -69,21 +96,27 @@ class CallSites {
   // "file:line" and the public function; returns the side-table id.
   using Emit = uint32_t (*)(void*, const std::string& entry, const std::string& source, const char* api);
 
-  // Start over for a new ring. Call with the GIL. `skip` are path prefixes of frames to pass over.
+  // Start over for a new ring. Call with the GIL. `skip` are path prefixes of frames to pass over; they
+  // count for code objects that are met from now on.
   void reset(std::vector<std::string> skip, Emit emit, void* context) {
     skip_ = std::move(skip);
     emit_ = emit;
     context_ = context;
     ids_.clear();
+    ring_.fetch_add(1, std::memory_order_release);
 #if RANKCALL_FRAMES
-    for (auto& entry : kinds_) clear(entry.code);
-    for (auto& entry : sites_) {
-      entry.version.fetch_add(1, std::memory_order_acq_rel);
-      clear(entry.code), clear(entry.api);
-      entry.version.fetch_add(1, std::memory_order_release);
+    if (!current_frames_) {
+      current_frames_ = PySys_GetObject("_current_frames");
+      Py_XINCREF(current_frames_);
     }
 #endif
   }
+
+  // For tests: how often find() has taken the GIL for something new, how many code objects are known.
+  uint64_t gil_taken() const { return gil_taken_.load(std::memory_order_relaxed); }
+#if RANKCALL_FRAMES
+  size_t codes() const { return codes_.size(); }
+#endif
 
 #if !RANKCALL_FRAMES
   Found find(uint64_t) { return {}; }
@@ -110,6 +143,8 @@ class CallSites {
   struct Walk {
     PyCodeObject* user = nullptr;
     PyCodeObject* api = nullptr;  // the outermost function of torch that is not a mere wrapper
+    Code* user_known = nullptr;   // what is remembered of them: null if there was no room for it
+    Code* api_known = nullptr;
     Frame api_frame = nullptr;
     intptr_t offset = 0;  // of the instruction in `user`, in bytes
     bool many = false;    // the api issues several ops in one call
@@ -161,14 +196,17 @@ class CallSites {
     for (int depth = 0; frame && depth < 1000; frame = back(frame), depth++) {
       if (is_shim(frame)) continue;
       PyCodeObject* code = code_of(frame);
-      const Kind kind = kind_of(code);
+      Code* known = codes_.find(code);
+      const Kind kind = known ? static_cast<Kind>(known->kind) : learn(code, known);
       if (kind == kUser) {
         walk.user = code;
+        walk.user_known = known;
         walk.offset = offset_of(frame, code);
         return walk;
       }
       if (kind >= kApi) {
         walk.api = code;
+        walk.api_known = known;
         walk.api_frame = frame;
         walk.many = kind == kApiOfMany;
         walk.backward |= kind == kBackward;
@@ -177,24 +215,13 @@ class CallSites {
     return walk;
   }
 
-  // --- what a code object is, cached by address; the cache owns a reference, so none is reused ---
-  struct KindEntry {
-    std::atomic<PyCodeObject*> code{nullptr};
-    std::atomic<uint8_t> kind{0};
-  };
-
-  Kind kind_of(PyCodeObject* code) {
-    KindEntry& entry = kinds_[hash(code) % kEntries];
-    if (entry.code.load(std::memory_order_acquire) == code) {
-      const auto kind = static_cast<Kind>(entry.kind.load(std::memory_order_acquire));
-      if (entry.code.load(std::memory_order_relaxed) == code) return kind;
-    }
+  // Find out what a new code object is, and remember it.
+  Kind learn(PyCodeObject* code, Code*& known) {
     GilGuard gil;
+    if (!gil.held()) return kHidden;
+    gil_taken_.fetch_add(1, std::memory_order_relaxed);
     const Kind kind = classify(code);
-    clear(entry.code);
-    entry.kind.store(kind, std::memory_order_release);
-    Py_INCREF(code);
-    entry.code.store(code, std::memory_order_release);
+    known = codes_.add(code, kind);
     return kind;
   }
 
@@ -219,36 +246,22 @@ class CallSites {
     return kApi;
   }
 
-  // --- sites, cached by (code, instruction, api): a seqlock per entry, written with the GIL ---
-  struct SiteEntry {
-    std::atomic<uint32_t> version{0};
-    std::atomic<uint32_t> id{0};
-    std::atomic<PyCodeObject*> code{nullptr};
-    std::atomic<PyCodeObject*> api{nullptr};
-    std::atomic<intptr_t> offset{0};
-  };
-
+  // The side-table id of a line. It is remembered together with the number of the ring that it is for.
   uint32_t site_of(const Walk& walk) {
-    SiteEntry& entry = sites_[(hash(walk.user) ^ hash(walk.api) ^ static_cast<size_t>(walk.offset) * 7) % kEntries];
-    const uint32_t version = entry.version.load(std::memory_order_acquire);
-    if (entry.code.load(std::memory_order_relaxed) == walk.user &&
-        entry.api.load(std::memory_order_relaxed) == walk.api &&
-        entry.offset.load(std::memory_order_relaxed) == walk.offset) {
-      const uint32_t id = entry.id.load(std::memory_order_relaxed);
-      std::atomic_thread_fence(std::memory_order_acquire);
-      if (!(version & 1) && entry.version.load(std::memory_order_relaxed) == version) return id;
+    const bool known = walk.user_known && (walk.api_known || !walk.api);
+    const uint64_t api = walk.api_known ? walk.api_known->serial : CodeTable::kNoSerial;
+    const uint64_t key = static_cast<uint64_t>(walk.offset) << 32 | api;
+    const uint64_t ring = ring_.load(std::memory_order_acquire);
+    if (known) {
+      const auto* line = walk.user_known->line(key);
+      const uint64_t value = line ? line->load(std::memory_order_acquire) : 0;
+      if (value >> 32 == ring) return static_cast<uint32_t>(value);
     }
     GilGuard gil;
+    if (!gil.held()) return 0;
+    gil_taken_.fetch_add(1, std::memory_order_relaxed);
     const uint32_t id = id_of(walk);
-    entry.version.fetch_add(1, std::memory_order_acq_rel);
-    clear(entry.code), clear(entry.api);
-    Py_INCREF(walk.user);
-    Py_XINCREF(walk.api);
-    entry.code.store(walk.user, std::memory_order_relaxed);
-    entry.api.store(walk.api, std::memory_order_relaxed);
-    entry.offset.store(walk.offset, std::memory_order_relaxed);
-    entry.id.store(id, std::memory_order_relaxed);
-    entry.version.fetch_add(1, std::memory_order_release);
+    if (known) codes_.remember(*walk.user_known, key, ring << 32 | id);
     return id;
   }
 
@@ -281,6 +294,7 @@ class CallSites {
   static bool is_marked(Frame frame) { return frame->frame_obj != nullptr; }
   static void mark(PyThreadState* thread, Frame frame) {
     GilGuard gil;
+    if (!gil.held()) return;
     PyFrameObject* object = PyThreadState_GetFrame(thread);
     while (object && object->f_frame != frame) {
       PyFrameObject* next = PyFrame_GetBack(object);
@@ -295,26 +309,41 @@ class CallSites {
 #endif
 
   // --- ops issued by autograd's device threads, which have no Python frames of their own ---
+  // Other threads' frames stand still while this one holds the GIL, but the interpreter links a
+  // thread before it has set it up, and does so without the GIL. sys._current_frames() knows which
+  // threads are whole. A step's first op pays some microseconds for it.
   uint32_t backward_site(uint64_t moment) {
     Thread& self = this_thread();
+    moment += ring_.load(std::memory_order_relaxed) << 40;
     if (moment == self.backward_moment) return self.backward_site;
     self.backward_moment = moment;
     self.backward_site = 0;
     GilGuard gil;
-    for (PyThreadState* other = PyInterpreterState_ThreadHead(PyInterpreterState_Main()); other;
-         other = PyThreadState_Next(other)) {
-      const Walk walk = walk_from(top(other));
+    if (!gil.held() || !current_frames_) return 0;
+    PyObject* frames = PyObject_CallNoArgs(current_frames_);
+    PyObject* frame;
+    Py_ssize_t at = 0;
+    while (frames && PyDict_Next(frames, &at, nullptr, &frame)) {
+      const Walk walk = walk_from(frame_of(frame));
       if (walk.user && walk.backward) {
         self.backward_site = site_of(walk);
         break;
       }
     }
+    if (!frames) PyErr_Clear();
+    Py_XDECREF(frames);
     return self.backward_site;
+  }
+  static Frame frame_of(PyObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+    return reinterpret_cast<PyFrameObject*>(frame)->f_frame;
+#else
+    return reinterpret_cast<PyFrameObject*>(frame);
+#endif
   }
 #endif
 
  private:
-  static constexpr size_t kEntries = 1024;
   static constexpr size_t kMaxSites = 1 << 16;
 
   static const char* text(PyObject* unicode) {
@@ -322,19 +351,16 @@ class CallSites {
     if (!utf8) PyErr_Clear();
     return utf8 ? utf8 : "?";
   }
-  static size_t hash(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) >> 5; }
-  static void clear(std::atomic<PyCodeObject*>& slot) {
-    PyCodeObject* old = slot.exchange(nullptr, std::memory_order_acq_rel);
-    Py_XDECREF(old);
-  }
 
   std::vector<std::string> skip_;
   Emit emit_ = nullptr;
   void* context_ = nullptr;
   std::unordered_map<std::string, uint32_t> ids_;
+  std::atomic<uint64_t> ring_{0};  // counts reset()s: an id is of use for one ring
+  std::atomic<uint64_t> gil_taken_{0};
 #if RANKCALL_FRAMES
-  KindEntry kinds_[kEntries];
-  SiteEntry sites_[kEntries];
+  CodeTable codes_;
+  PyObject* current_frames_ = nullptr;
 #endif
 };
 
