@@ -96,6 +96,40 @@ def test_sub_groups_made_again(tmp_path: Path, env: dict[str, str | None]) -> No
         assert found == [(label, seq) for label in labels for seq in (1, 2)]
 
 
+def _waits_late(rank: int, world_size: int, folder: str) -> None:
+    import gc
+
+    import torch
+    import torch.distributed as dist
+
+    import rankcall
+
+    with rankcall.enable(f"{folder}/run"):
+        group = dist.new_group([0, 1])
+        tensors = [torch.zeros(4) for _ in range(20)]
+        works = [dist.irecv(each, None, group=group) for each in tensors] if rank == 0 else []
+        for _ in range(20 if rank else 0):
+            dist.send(torch.ones(4), 0, group=group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        other = dist.new_group([0, 1])  # a new group is met: destroyed ones are forgotten
+        dist.all_reduce(torch.ones(1), group=other)
+        for work in works:
+            work.wait()
+        dist.barrier()
+
+
+def test_a_receive_is_waited_for_after_its_group(
+    tmp_path: Path, env: dict[str, str | None]
+) -> None:
+    """Its number and its sender are written then, though its group is gone by that time."""
+    run_ranks(_waits_late, 2, str(tmp_path), env=env)
+    found = [row for row in _rows(tmp_path / "run", 0) if row["op"] == "recv"]
+    assert [(row["seq"], row["peer"]) for row in found] == [(n, 1) for n in range(1, 21)]
+
+
 def _nothing_seen_twice(rank: int, world_size: int, folder: str) -> None:
     import torch
     import torch.distributed as dist

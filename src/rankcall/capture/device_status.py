@@ -140,7 +140,7 @@ class DeviceStatus:
     def poll(self) -> None:
         """End the records of the ops that have completed since the last call."""
         self._take()
-        if not self._waiting:
+        if all(ops.is_idle for ops in self._waiting.values()):
             return
         with self._capture.reading_status() as may_read:
             status = self._read() if may_read else None

@@ -135,6 +135,14 @@ PyObject* py_append(PyObject*, PyObject* args) {
   return PyLong_FromUnsignedLong(holder_of(capsule)->recorder->ring.append(kind, std::string(payload, size)));
 }
 
+// For tests: what a failed op's message gets.
+PyObject* py_error(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  const char* message;
+  if (!PyArg_ParseTuple(args, "Os", &capsule, &message)) return nullptr;
+  return PyLong_FromUnsignedLong(holder_of(capsule)->recorder->ring.error(message));
+}
+
 PyObject* py_add_group(PyObject*, PyObject* args) {
   PyObject* capsule;
   const char *name, *payload;
@@ -233,6 +241,7 @@ PyMethodDef g_methods[] = {
     {"stop", py_stop, METH_O, "Record no new ops; those in flight still finish."},
     {"drained", py_drained, METH_O, "Whether a stopped recorder's last op has finished."},
     {"append", py_append, METH_VARARGS, "Add a side-table entry; returns its id or 0."},
+    {"error", py_error, METH_VARARGS, "The id of an error message, or 0."},
     {"add_group", py_add_group, METH_VARARGS, "Announce a process group by name."},
     {"marks", py_marks, METH_VARARGS, "Have a tool told of each op as it is issued."},
     {"marks_off", py_marks_off, METH_O, "Tell it no more."},

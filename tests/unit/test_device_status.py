@@ -1,0 +1,214 @@
+"""Which ops on devices end, given what their back end says it has completed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rankcall.capture.device_status import DeviceOp, DeviceStatus
+
+SECOND = 1_000_000_000
+
+
+class Backend:
+    """A back end for a device; ``uid`` is its number in the status."""
+
+    def __init__(self, uid: int | None) -> None:
+        if uid is not None:
+            self.uid = uid
+
+
+class Device:
+    type = "cuda"
+
+
+class ProcessGroup:
+    """A group whose ops run on one kind of device."""
+
+    _device_types = (Device(),)
+
+    def __init__(self, uid: int | None) -> None:
+        self._backend = Backend(uid)
+
+    def _get_backend(self, device: Device) -> Backend:
+        return self._backend
+
+
+class Bench:
+    """A capture, a clock and a status that tests set."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10 * SECOND
+        self.completed: dict[int, int] = {}
+        self.may_read = True
+        self.reads = 0
+        self.ends: list[tuple[int, bool]] = []  # record, and whether it completed
+        self._issued: list[DeviceOp] = []
+        self.status = DeviceStatus(self, self._read, lambda: self.now_ns)
+
+    def issue(self, record: int, number: int, p2p: bool = False, group: int = 1) -> None:
+        self._issued.append(DeviceOp(record, group, number, p2p))
+
+    def look(self, completed: int | None = None) -> list[tuple[int, bool]]:
+        """Poll with this number completed last by group 1's back end; return the ends."""
+        if completed is not None:
+            self.completed[7] = completed
+        self.ends = []
+        self.now_ns += SECOND
+        self.status.poll()
+        return self.ends
+
+    def _read(self) -> dict[int, int]:
+        self.reads += 1
+        return self.completed
+
+    def take_device_ops(self) -> list[DeviceOp]:
+        taken, self._issued = self._issued, []
+        return taken
+
+    def end_device_ops(self, records: list[int], time_ns: int) -> None:
+        assert time_ns in (0, self.now_ns)
+        self.ends += [(record, time_ns != 0) for record in records]
+
+    @contextlib.contextmanager
+    def reading_status(self) -> Iterator[bool]:
+        yield self.may_read
+
+
+@pytest.fixture
+def group() -> ProcessGroup:
+    """A group that the status knows as number 7."""
+    return ProcessGroup(7)
+
+
+@pytest.fixture
+def bench(group: ProcessGroup) -> Bench:
+    """A bench whose group 1 is ``group``."""
+    made = Bench()
+    made.status.add_group(1, group)
+    return made
+
+
+def test_collectives_end_up_to_the_number_completed(bench: Bench) -> None:
+    """All collectives up to the number that completed last have completed, and no other."""
+    for record in range(4):
+        bench.issue(record, 10 + record)
+    assert bench.look(9) == []
+    assert bench.look(11) == [(0, True), (1, True)]
+    assert bench.look(11) == []
+    assert bench.look(13) == [(2, True), (3, True)]
+
+
+def test_an_op_that_never_completes_stays_in_flight(bench: Bench) -> None:
+    """However often one looks: this is the hang that is to be found."""
+    bench.issue(0, 1)
+    bench.issue(1, 2)
+    assert bench.look(1) == [(0, True)]
+    for _ in range(100):
+        assert bench.look(1) == []
+
+
+def test_nothing_is_read_while_nothing_is_in_flight(bench: Bench) -> None:
+    """A job without ops on devices costs no look at the back end."""
+    bench.look(1)
+    assert bench.reads == 0
+    bench.issue(0, 1)
+    bench.look(1)
+    assert bench.reads == 1
+    bench.look(1)
+    assert bench.reads == 1
+
+
+def test_the_status_is_not_read_beside_a_first_op(bench: Bench) -> None:
+    """torch adds a group to its table at the group's first op, and readers take no lock."""
+    bench.issue(0, 1)
+    bench.may_read = False
+    assert bench.look(1) == []
+    assert bench.reads == 0
+    bench.may_read = True
+    assert bench.look(1) == [(0, True)]
+
+
+def test_groups_are_told_apart_by_their_back_ends_number() -> None:
+    """Two groups count their collectives apart."""
+    bench, first, second = Bench(), ProcessGroup(7), ProcessGroup(8)
+    bench.status.add_group(1, first)
+    bench.status.add_group(2, second)
+    bench.issue(0, 5, group=1)
+    bench.issue(1, 5, group=2)
+    bench.completed = {7: 4, 8: 5}
+    assert bench.look() == [(1, True)]
+
+
+@pytest.mark.parametrize("uid", [None, 99])
+def test_without_a_status_the_end_is_unknown(uid: int | None) -> None:
+    """A back end that keeps no status: its ops are closed after a few looks, and never completed."""
+    bench, group = Bench(), ProcessGroup(uid)
+    bench.status.add_group(1, group)
+    bench.issue(0, 1)
+    looks = [bench.look(5) for _ in range(3)]
+    assert looks == [[], [], [(0, False)]]
+
+
+def test_a_group_that_is_gone_keeps_nothing_in_flight() -> None:
+    """A group is not kept alive, and the ends of its ops are unknown once it is gone."""
+    bench, group = Bench(), ProcessGroup(7)
+    bench.status.add_group(1, group)
+    bench.issue(0, 1)
+    bench.look(0)
+    del group
+    gc.collect()
+    looks = [bench.look(1) for _ in range(3)]
+    assert looks[-1] == [(0, False)]
+
+
+def test_numbers_of_one_kind_say_nothing_of_the_other(bench: Bench) -> None:
+    """A number that only sends and receives have reached ends no collective."""
+    for number in range(1, 101):
+        bench.issue(number, number, p2p=True)
+    bench.issue(0, 5)  # a collective that hangs
+    assert bench.look(100) == [(number, True) for number in range(1, 101)]
+    for _ in range(20):
+        assert bench.look(100) == []
+
+
+def test_a_number_of_either_kind_decides_nothing(bench: Bench) -> None:
+    """Both kinds have an op of that number in flight: neither ends while nothing moves on."""
+    bench.issue(0, 5)
+    bench.issue(1, 5, p2p=True)
+    for _ in range(20):
+        assert bench.look(5) == []
+
+
+def test_an_undecided_op_is_closed_once_its_group_went_on(bench: Bench) -> None:
+    """It would look hung in a job that is well; that its group goes on shows that it is not."""
+    ended: list[Any] = []
+    for number in range(1, 8):
+        bench.issue(2 * number, number)
+        bench.issue(2 * number + 1, number, p2p=True)
+        ended += bench.look(number)
+    assert all(not completed for _, completed in ended)
+    assert {2, 3, 4, 5} <= {record for record, _ in ended}
+
+
+def test_what_came_at_the_last_moment_is_closed_at_the_end(bench: Bench) -> None:
+    """An op that may have completed unseen is closed; one that was in flight before stays so."""
+    bench.issue(0, 1)
+    for _ in range(5):
+        bench.look(0)
+    bench.issue(1, 2)
+    bench.ends = []
+    bench.status.close()
+    assert bench.ends == [(1, False)]
+
+
+def test_what_is_kept_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that never completes anything does not make a job's memory grow."""
+    monkeypatch.setattr("rankcall.capture.device_status._MOST_OPS", 100)
+    for record in range(250):
+        bench.issue(record, record + 1)
+    assert bench.look(0) == [(record, False) for record in range(150)]

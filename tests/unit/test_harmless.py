@@ -1,0 +1,244 @@
+"""What recording must not do to the process that it watches: see docs/design/safety.md."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars  # noqa: F401  # sets an environment variable, which must not look like ours
+import pytest
+import torch
+import torch.distributed as dist
+from hooking import WAIT_S, all_reduce, group
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import rankcall
+from rankcall import hooks
+from rankcall.ring.layout import UNLISTED_GROUPS
+from rankcall.ring.reader import read_head, read_ring
+
+__all__ = ["group"]
+
+
+@pytest.fixture(params=["native", "python"])
+def capture(request: pytest.FixtureRequest) -> str:
+    """Run with both captures."""
+    return str(request.param)
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    """A default group of four ranks on torch's fake back end, whose ops are over at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- nothing of the user's is kept alive ---
+
+
+def test_a_destroyed_group_and_its_store_are_let_go(tmp_path: Path, capture: str) -> None:
+    """A store that is kept alive keeps its port, and the next init on that port would fail."""
+    with rankcall.enable(tmp_path / "run", capture=capture):
+        store = dist.HashStore()
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+        all_reduce()
+        kept = weakref.ref(store), weakref.ref(dist.group.WORLD)
+        del store
+        dist.destroy_process_group()
+        gc.collect()
+        assert [each() for each in kept] == [None, None]
+
+
+@pytest.mark.usefixtures("fake")
+def test_groups_made_in_a_loop_are_let_go(tmp_path: Path, capture: str) -> None:
+    """Sub-groups come and go; what is kept of each is an entry in the ring."""
+    with rankcall.enable(tmp_path / "run", capture=capture):
+        kept = []
+        for _ in range(20):
+            made = dist.new_group([0, 1])
+            dist.all_reduce(torch.ones(1), group=made)
+            kept.append(weakref.ref(made))
+            dist.destroy_process_group(made)
+            del made
+        gc.collect()
+        assert [each() for each in kept] == [None] * 20
+
+
+# --- switched on and off while others issue ---
+
+
+@pytest.mark.usefixtures("fake")
+def test_switching_on_and_off_disturbs_no_other_thread(tmp_path: Path, capture: str) -> None:
+    """Threads issue collectives meanwhile; none of them ever fails."""
+    errors: list[BaseException] = []
+    over = threading.Event()
+    process_group, options = dist.group.WORLD, dist.AllreduceOptions()
+
+    def issue() -> None:
+        tensor = torch.ones(1)
+        while not over.is_set():
+            try:
+                process_group.allreduce([tensor], options).wait()
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=issue) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(40):
+            with rankcall.enable(tmp_path / "run", capture=capture, capacity=64, call_sites=False):
+                pass
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(WAIT_S)
+    assert errors == []
+
+
+@pytest.mark.usefixtures("fake")
+def test_the_table_of_groups_stays_in_place(tmp_path: Path, capture: str) -> None:
+    """It is put there once: another thread may be adding a group when recording ends."""
+    with rankcall.enable(tmp_path / "run", capture=capture):
+        table = c10d._pg_group_ranks
+    assert c10d._pg_group_ranks is table
+    seen: list[str] = []
+    made = dist.new_group([0, 1])  # nobody observes
+    with hooks.register_process_group_hook(lambda group, name: seen.append(name)):
+        assert len(seen) == 2
+    dist.destroy_process_group(made)
+
+
+# --- forks ---
+
+
+@pytest.mark.usefixtures("group")
+def test_a_forked_child_ends_nothing_of_its_parent(tmp_path: Path, capture: str) -> None:
+    """A child drops its copy of a Work that nobody has waited for: the op is still in flight."""
+    recording = rankcall.enable(tmp_path / "run", capture=capture)
+    try:
+        work = dist.irecv(torch.zeros(2))
+        assert [each.operation for each in hooks.pending()] == ["recv"]
+        child = os.fork()
+        if child == 0:
+            del work
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        assert [each.operation for each in hooks.pending()] == ["recv"]
+        assert recording.path is not None
+        (record,) = read_ring(recording.path).records
+        assert record["completed_ns"] == 0
+        assert record["flags"] & 1 == 0  # not abandoned either
+        del work
+    finally:
+        rankcall.disable()
+
+
+# --- nothing grows without bound ---
+
+
+@pytest.mark.usefixtures("fake")
+def test_error_texts_do_not_crowd_out_groups(tmp_path: Path, capture: str) -> None:
+    """A retry loop fails with ever new texts; groups made after it are still known by name."""
+    recording = rankcall.enable(tmp_path / "run", capture=capture)
+    try:
+        assert recording.path is not None
+        ring = recording.path
+        text = "e" * 3000
+        for number in range(500):
+            if capture == "native":
+                native = recording.capture
+                native._native.error(native._recorder, f"{number} {text}")  # type: ignore[attr-defined]
+            else:
+                recording.capture._ring.error(f"{number} {text}")  # type: ignore[attr-defined]
+        assert read_head(ring).header.tables_lost > 0
+        made = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1), group=made)
+        read = read_ring(ring)
+        assert read.tables.groups[int(read.records["group"][-1])].ranks == (0, 1)
+        dist.destroy_process_group(made)
+    finally:
+        rankcall.disable()
+
+
+@pytest.mark.usefixtures("fake")
+def test_groups_without_room_are_kept_apart(tmp_path: Path, capture: str) -> None:
+    """When the table is full, records of two more groups must not look like those of one."""
+    recording = rankcall.enable(tmp_path / "run", capture=capture)
+    try:
+        assert recording.path is not None
+        made = []
+        while read_head(recording.path).header.tables_lost == 0:
+            for _ in range(500):
+                recording.capture.add_group(_some_group(len(made)), 0)
+                made.append(None)
+        one, two = dist.new_group([0, 1]), dist.new_group([0, 2])
+        for each in (one, two, one):
+            dist.all_reduce(torch.ones(1), group=each)
+        records = read_ring(recording.path).records[-3:]
+        first, second, third = records["group"].tolist()
+        assert first == third
+        assert first != second
+        assert min(first, second) >= UNLISTED_GROUPS
+        assert records["seq"].tolist() == [1, 1, 2]
+        for each in (one, two):
+            dist.destroy_process_group(each)
+    finally:
+        rankcall.disable()
+
+
+def _some_group(number: int) -> object:
+    from rankcall.ring.tables import Group
+
+    return Group(f"made-up-{number}", 0, "fake", "", (0, 1, 2, 3))
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process uses."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.usefixtures("fake")
+def test_new_tags_do_not_take_ever_more_memory(tmp_path: Path) -> None:
+    """A program may use a new tag for each message."""
+    with rankcall.enable(tmp_path / "run", capture="native", capacity=64):
+        tensor, process_group = torch.ones(1), dist.group.WORLD
+        for tag in range(20_000):
+            process_group.send([tensor], 1, tag)
+        before = resident_bytes()
+        for tag in range(20_000, 120_000):
+            process_group.send([tensor], 1, tag)
+        grown = resident_bytes() - before
+    assert grown < 2_000_000, grown  # 71 bytes a tag were 7 MB
+
+
+@pytest.mark.usefixtures("fake")
+def test_numbers_of_tags_in_use_go_on(tmp_path: Path, capture: str) -> None:
+    """The counters that are dropped are of tags that were not used for long."""
+    with rankcall.enable(tmp_path / "run", capture=capture) as recording:
+        tensor, process_group = torch.ones(1), dist.group.WORLD
+        for tag in range(1, 20_000):
+            process_group.send([tensor], 1, tag)
+            if tag % 4000 == 0:
+                process_group.send([tensor], 1, 0)
+        assert recording.path is not None
+        records = read_ring(recording.path).records
+        seqs = records["seq"][records["tag"] == 0].tolist()
+    assert seqs == list(range(5 - len(seqs), 5))
+
+
+def test_nothing_is_left_of_a_failed_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that cannot be made leaves the table of groups and the process as they were."""
+    monkeypatch.setitem(sys.modules, "rankcall.capture.native", None)
+    with pytest.raises(ImportError):
+        rankcall.enable(tmp_path / "run", capture="native")
+    assert not list(tmp_path.glob("run/rings/*"))
