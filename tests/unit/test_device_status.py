@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rankcall.capture.device_status import DeviceOp, DeviceStatus
+from rankcall.capture.device_status import NO_NUMBER, DeviceOp, DeviceStatus, GroupStatus
 
 SECOND = 1_000_000_000
 
@@ -43,6 +43,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.now_ns = 10 * SECOND
+        self.enqueued = 0  # in every group
         self.completed: dict[int, int] = {}
         self.may_read = True
         self.reads = 0
@@ -62,9 +63,9 @@ class Bench:
         self.status.poll()
         return self.ends
 
-    def _read(self) -> dict[int, int]:
+    def _read(self) -> dict[int, GroupStatus]:
         self.reads += 1
-        return self.completed
+        return {uid: GroupStatus(self.enqueued, last) for uid, last in self.completed.items()}
 
     def take_device_ops(self) -> list[DeviceOp]:
         taken, self._issued = self._issued, []
@@ -146,7 +147,7 @@ def test_groups_are_told_apart_by_their_back_ends_number() -> None:
 
 @pytest.mark.parametrize("uid", [None, 99])
 def test_without_a_status_the_end_is_unknown(uid: int | None) -> None:
-    """A back end that keeps no status: its ops are closed after a few looks, and never completed."""
+    """If a back end keeps no status its ops are closed after a few looks, not completed."""
     bench, group = Bench(), ProcessGroup(uid)
     bench.status.add_group(1, group)
     bench.issue(0, 1)
@@ -164,6 +165,29 @@ def test_a_group_that_is_gone_keeps_nothing_in_flight() -> None:
     gc.collect()
     looks = [bench.look(1) for _ in range(3)]
     assert looks[-1] == [(0, False)]
+
+
+def test_an_op_without_a_number_ends_with_what_was_enqueued_before_the_next_look(
+    bench: Bench,
+) -> None:
+    """Sends in a coalescing block have no Work; the block is enqueued when it ends."""
+    for record in range(3):
+        bench.issue(record, NO_NUMBER, p2p=True)
+    bench.enqueued = 4  # the block is still open
+    assert bench.look(4) == []
+    bench.enqueued = 5
+    assert bench.look(4) == []
+    bench.enqueued = 9
+    assert bench.look(4) == []
+    assert bench.look(5) == [(0, True), (1, True), (2, True)]
+
+
+def test_a_block_that_hangs_stays_in_flight(bench: Bench) -> None:
+    """The back end goes on to be asked, and never says that the block has completed."""
+    bench.issue(0, NO_NUMBER, p2p=True)
+    bench.enqueued = 5
+    for _ in range(20):
+        assert bench.look(4) == []
 
 
 def test_numbers_of_one_kind_say_nothing_of_the_other(bench: Bench) -> None:

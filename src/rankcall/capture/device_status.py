@@ -2,8 +2,12 @@
 
 A back end for devices only enqueues an op, and its Work says nothing about the op's end. Its own
 watchdog looks at the device anyway, and torch's Flight Recorder keeps, for each group, the number
-of the last collective that was found complete (``pg_status``). Reading that touches no stream and
-no event. The rest of a Flight Recorder dump is never read: torch queries events to make it.
+of the last collective that was enqueued and of the last that was found complete (``pg_status``).
+Reading that touches no stream and no event. The rest of a Flight Recorder dump is never read: torch
+queries events to make it.
+
+An op inside a coalescing block has no number of its own. It has completed once everything has that
+was enqueued by the next look.
 
 ``pg_status`` has one number for collectives and for sends and receives, which are counted apart. If
 a group issues both, a number that can be of either kind decides nothing. An op that stays undecided
@@ -30,7 +34,17 @@ _MOST_MOVES = 3  # times that a group went on while an op of it stayed undecided
 _SETTLED_NS = 2_000_000_000  # an op that is older was not overlooked between two looks
 _MOST_OPS = 1 << 16
 
-Status = Mapping[int, int]  # of each group of a back end, by its uid: the number completed last
+NO_NUMBER = -1
+
+
+class GroupStatus(NamedTuple):
+    """The numbers of a group's ops that were last enqueued, and last found complete."""
+
+    enqueued: int
+    completed: int
+
+
+Status = Mapping[int, GroupStatus]  # by the back end's own number of the group, its uid
 
 
 class DeviceOp(NamedTuple):
@@ -51,16 +65,40 @@ class Ending(Protocol):
 
 
 @dataclass
+class _Op:
+    """An op that is not known to have completed. ``looks``: how often it was looked for."""
+
+    number: int
+    record: int
+    noted_ns: int
+    looks: int = 0
+
+
+@dataclass
 class _Waiting:
     """The ops of one kind of one group that are not known to have completed, oldest first."""
 
-    ops: deque[tuple[int, int, int]] = field(default_factory=deque)  # number, record, noted at (ns)
+    ops: deque[_Op] = field(default_factory=deque)
+    met: bool = False  # whether the group issues this kind of op
     issued: int = -1  # the highest number so far
     completed: int = -1  # the highest number that is known to have completed
 
     def add(self, op: DeviceOp, now_ns: int) -> None:
-        self.ops.append((op.number, op.record, now_ns))
+        self.met = True
+        self.ops.append(_Op(op.number, op.record, now_ns))
         self.issued = max(self.issued, op.number)
+
+    def number(self, enqueued: int) -> None:
+        """Give the ops without a number the highest that they can have.
+
+        An op that was noted since the last look may be enqueued only after this one, when its
+        coalescing block ends: it gets its number at the next look.
+        """
+        for op in self.ops:
+            if op.number == NO_NUMBER and op.looks > 0:
+                op.number = enqueued
+                self.issued = max(self.issued, enqueued)
+            op.looks += 1
 
     def may_have_completed(self, number: int) -> bool:
         """Tell whether the op completed last can be the one of this kind with this number."""
@@ -70,14 +108,14 @@ class _Waiting:
         """Take out the ops up to a number, and return their records."""
         self.completed = max(self.completed, number)
         ended = []
-        while self.ops and self.ops[0][0] <= number:
-            ended.append(self.ops.popleft()[1])
+        while self.ops and NO_NUMBER < self.ops[0].number <= number:
+            ended.append(self.ops.popleft().record)
         return ended
 
     def take_all(self, noted_after_ns: int = 0) -> list[int]:
         """Take out the ops that were noted after a time, and return their records."""
-        taken = [record for _, record, noted_ns in self.ops if noted_ns >= noted_after_ns]
-        self.ops = deque(each for each in self.ops if each[2] < noted_after_ns)
+        taken = [op.record for op in self.ops if op.noted_ns >= noted_after_ns]
+        self.ops = deque(op for op in self.ops if op.noted_ns < noted_after_ns)
         return taken
 
 
@@ -93,10 +131,12 @@ class _GroupOps:
     def is_idle(self) -> bool:
         return not self.collectives.ops and not self.p2p.ops
 
-    def complete(self, number: int) -> list[int]:
-        """Return the records that end because the op completed last has this number."""
-        self._misses = 0
-        kinds = [kind for kind in (self.collectives, self.p2p) if kind.issued >= 0]
+    def complete(self, status: GroupStatus) -> list[int]:
+        """Return the records that end, given what the back end says."""
+        self._misses, number = 0, status.completed
+        kinds = [kind for kind in (self.collectives, self.p2p) if kind.met]
+        for kind in kinds:
+            kind.number(status.enqueued)
         possible = [kind for kind in kinds if len(kinds) == 1 or kind.may_have_completed(number)]
         if len(possible) == 1:
             self._last, self._moves = number, 0
@@ -175,7 +215,7 @@ class DeviceStatus:
             waiting = ops.p2p if op.p2p else ops.collectives
             waiting.add(op, now_ns)
             if len(waiting.ops) > _MOST_OPS:
-                self._capture.end_device_ops([waiting.ops.popleft()[1]], 0)
+                self._capture.end_device_ops([waiting.ops.popleft().record], 0)
 
 
 def device_times_wanted() -> bool:
@@ -184,7 +224,7 @@ def device_times_wanted() -> bool:
 
 
 def read_status() -> Status:
-    """Return, for each group that a back end keeps a status of, the number completed last.
+    """Return what the back ends say of each group that they keep a status of.
 
     The keys are the back end's own numbers of its groups: ``uid`` of ProcessGroupNCCL.
     """
@@ -192,7 +232,9 @@ def read_status() -> Status:
     dump = getattr(module, "_dump_nccl_trace_json", None) or module._dump_fr_trace_json
     told = json.loads(dump(includeCollectives=False))
     return {
-        int(uid): int(row["last_completed_collective"])
+        int(uid): GroupStatus(
+            int(row["last_enqueued_collective"]), int(row["last_completed_collective"])
+        )
         for uid, row in told.get("pg_status", {}).items()
     }
 

@@ -15,8 +15,9 @@ namespace rankcall {
 struct DeviceOp {
   uint64_t index;   // of its record
   uint32_t group;   // side-table id
-  uint64_t number;  // what the back end calls it: a collective or a p2p sequence number
+  int64_t number;   // what the back end calls it: a collective or a p2p sequence number; or kNoNumber
   bool p2p;
+  static constexpr int64_t kNoNumber = -1;
 };
 
 class DeviceOps {

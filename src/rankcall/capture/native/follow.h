@@ -39,7 +39,8 @@ Kinds g_without_future, g_without_number;
 bool is_python_work(const std::type_info& type) { return std::strstr(type.name(), "PyWork") != nullptr; }
 
 // On a device: note the number that the back end gave the op, for capture/device_status.py. An op
-// that has none, or that was captured into a graph, cannot be followed.
+// inside a coalescing block has no Work, and so no number. One that is captured into a graph does not
+// run now, and nobody will see it end.
 void follow_on_device(c10d::Work* work, torch::jit::Stack& stack, const Issued& issued) {
   Recorder& recorder = *issued.recorder;
   if (work && issued.span) {
@@ -47,15 +48,16 @@ void follow_on_device(c10d::Work* work, torch::jit::Stack& stack, const Issued& 
     stack.back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(
         c10::make_intrusive<TimedWork>(std::move(inner), issued.recorder, issued.span)));
   }
-  if (work && !issued.captured && !g_without_number.has(typeid(*work))) {
+  int64_t number = DeviceOp::kNoNumber;
+  if (work && !g_without_number.has(typeid(*work))) {
     try {
-      const uint64_t number = work->getSequencenumber();
-      if (recorder.device_ops.add({issued.index, issued.group, number, issued.p2p})) return;
+      number = static_cast<int64_t>(work->getSequencenumber());
     } catch (const std::exception&) {
       g_without_number.add(typeid(*work));
     }
   }
-  abandon(recorder, issued.index, layout::kEnqueued);
+  const bool noted = !issued.captured && recorder.device_ops.add({issued.index, issued.group, number, issued.p2p});
+  if (!noted) abandon(recorder, issued.index, layout::kEnqueued);
 }
 
 void follow_future(const Issued& issued, const c10::intrusive_ptr<c10::ivalue::Future>& future) {

@@ -177,8 +177,8 @@ PyObject* py_take_device_ops(PyObject*, PyObject* capsule) {
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(ops.size()));
   if (!list) return nullptr;
   for (size_t i = 0; i < ops.size(); i++) {
-    PyObject* op = Py_BuildValue("KIKO", static_cast<unsigned long long>(ops[i].index), ops[i].group,
-                                 static_cast<unsigned long long>(ops[i].number), ops[i].p2p ? Py_True : Py_False);
+    PyObject* op = Py_BuildValue("KILO", static_cast<unsigned long long>(ops[i].index), ops[i].group,
+                                 static_cast<long long>(ops[i].number), ops[i].p2p ? Py_True : Py_False);
     if (!op) {
       Py_DECREF(list);
       return nullptr;
