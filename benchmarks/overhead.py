@@ -16,8 +16,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 Figures = dict[str, float]
 
@@ -111,6 +113,52 @@ def fake_call(device: str = "cpu") -> Callable[[], object]:
     return lambda: dist.all_reduce(tensor)
 
 
+def calls_of(sites: int, call: Callable[[], object]) -> list[Callable[[], object]]:
+    """Return functions that make the same call, each from a line and a code object of its own."""
+    lines = "\n".join("  lambda: call()," for _ in range(sites))
+    space: dict[str, Any] = {"call": call}
+    exec(compile(f"calls = [\n{lines}\n]", "many_sites.py", "exec"), space)
+    calls: list[Callable[[], object]] = space["calls"]
+    return calls
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """Keep a Python thread busy, so that whoever needs the GIL may have to wait for it.
+
+    By default a wait takes 5 ms, which is 2,000 calls: a few of them would be the whole figure.
+    """
+    over = threading.Event()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+
+    def spin() -> None:
+        while not over.is_set():
+            pass
+
+    thread = threading.Thread(target=spin, name="busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=10)
+        sys.setswitchinterval(interval)
+
+
+def many_sites_added_us(call: Callable[[], object], rounds: int) -> float:
+    """Return what recording adds to a call if 2,000 lines take turns beside a busy thread."""
+    calls = calls_of(2000, call)
+
+    def all_calls() -> None:
+        for each in calls:
+            each()
+
+    with busy_thread():
+        added, _ = added_us(all_calls, recording("native"), rounds, 10)
+    return added / len(calls)
+
+
 def measure(rounds: int, calls: int) -> Figures:
     """Measure every way in this process."""
     import torch
@@ -127,6 +175,7 @@ def measure(rounds: int, calls: int) -> Figures:
     figures: Figures = {}
     for name, (switched, times, each) in ways.items():
         figures[f"{name}_added_us"], figures["plain_us"] = added_us(call, switched, times, each)
+    figures["native_many_sites_added_us"] = many_sites_added_us(call, rounds)
     if torch.cuda.is_available():
         tensor = torch.ones(1, device="cuda")
 
