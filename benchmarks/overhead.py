@@ -22,6 +22,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Figures = dict[str, float]
+# Within one process, recording is compared with recording switched off, whose kernels stay and
+# pass ops on. What these add is measured apart, and added.
+OURS = ("native", "native_nocallsite", "native_hooked", "native_many_sites", "python")
 
 
 def per_call_us(call: Callable[[], object], calls: int) -> float:
@@ -186,17 +189,21 @@ def measure(rounds: int, calls: int) -> Figures:
     return figures
 
 
-_GLOO_CALL = """
+_CALL = """
 import os, statistics, sys, tempfile, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # Gloo hands over between threads
 import torch, torch.distributed as dist
-chunks, calls = 20, int(sys.argv[1]) // 20
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+from torch.testing._internal.distributed.fake_pg import FakeStore
+chunks, calls, backend, how = 20, int(sys.argv[1]) // 20, sys.argv[2], sys.argv[3]
+store = FakeStore() if backend == "fake" else dist.HashStore()
+dist.init_process_group(backend, rank=0, world_size=8 if backend == "fake" else 1, store=store)
 tensor = torch.ones(1)
-if sys.argv[2] == "native":
+if how != "plain":
     import rankcall
     folder = tempfile.TemporaryDirectory(prefix="rankcall-bench-")
     rankcall.enable(folder.name, capture="native")
+    if how == "off":
+        rankcall.disable()
 took = []
 for _ in range(chunks + 2):
     began = time.perf_counter_ns()
@@ -205,7 +212,7 @@ for _ in range(chunks + 2):
     took.append((time.perf_counter_ns() - began) / calls / 1e3)
 print(statistics.median(took[2:]))
 dist.destroy_process_group()
-if sys.argv[2] == "native":
+if how == "native":
     rankcall.disable()
 """
 
@@ -218,16 +225,29 @@ def gloo_figures(rounds: int, calls: int) -> Figures:
     """
     added: dict[str, list[float]] = {"flight_recorder_added_us": [], "native_gloo_added_us": []}
     for _ in range(rounds):
-        plain = _gloo_call_us(calls, "plain", "0")
-        added["flight_recorder_added_us"].append(_gloo_call_us(calls, "plain", "2000") - plain)
-        added["native_gloo_added_us"].append(_gloo_call_us(calls, "native", "0") - plain)
+        plain = _call_us(calls, "gloo", "plain", "0")
+        added["flight_recorder_added_us"].append(_call_us(calls, "gloo", "plain", "2000") - plain)
+        added["native_gloo_added_us"].append(_call_us(calls, "gloo", "native", "0") - plain)
     return {name: statistics.median(values) for name, values in added.items()}
 
 
-def _gloo_call_us(calls: int, how: str, entries: str) -> float:
+def switched_off_added_us(rounds: int, calls: int) -> float:
+    """Return what is left of recording after it was switched off: its kernels pass ops on.
+
+    A process that never recorded is compared with one that did, because kernels stay.
+    """
+    added = []
+    for _ in range(rounds):
+        before = _call_us(calls, "fake", "plain", "0")
+        off = _call_us(calls, "fake", "off", "0")
+        added.append(off - (before + _call_us(calls, "fake", "plain", "0")) / 2)
+    return statistics.median(added)
+
+
+def _call_us(calls: int, backend: str, how: str, entries: str) -> float:
     switches = {"TORCH_FR_BUFFER_SIZE": entries, "TORCH_NCCL_TRACE_BUFFER_SIZE": entries}
     done = subprocess.run(
-        [sys.executable, "-c", _GLOO_CALL, str(calls), how],
+        [sys.executable, "-c", _CALL, str(calls), backend, how],
         env={**os.environ, **switches},
         capture_output=True,
         text=True,
@@ -246,6 +266,9 @@ def main() -> None:
     options = parser.parse_args()
     figures = measure(options.rounds, options.calls)
     figures |= gloo_figures(7, options.calls)
+    off = figures["switched_off_added_us"] = switched_off_added_us(7, 10 * options.calls)
+    for name in OURS:
+        figures[f"{name}_added_us"] += max(0.0, off)
     for name in ("flight_recorder", "profiler", "commdebug"):
         if figures["native_added_us"] > 0:
             ratio = figures[f"{name}_added_us"] / figures["native_added_us"]
