@@ -28,7 +28,6 @@ settings.register_profile(
 )
 settings.load_profile("short")
 
-_BACKEND_SELECT = ("c10d::allreduce_", "BackendSelect")
 # PYTEST_*: set by pytest around each phase. The rest: set by importing torch or polars, once.
 _NOT_OURS = ("PYTEST_", "TORCH", "KINETO_", "KMP_", "CUDA_", "_RJEM_")
 _ENDING_S = 15.0  # what a thread that was told to end, or connects in vain, may take
@@ -77,13 +76,9 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(_NOT_OURS)}
 
 
-def _overridden() -> bool:
-    torch = sys.modules.get("torch")
-    has_kernel = getattr(getattr(torch, "_C", None), "_dispatch_has_kernel_for_dispatch_key", None)
-    try:
-        return bool(has_kernel and has_kernel(*_BACKEND_SELECT))
-    except RuntimeError:  # a torch without distributed has no such op
-        return False
+def _records() -> bool:
+    session = sys.modules.get("rankcall.capture.session")
+    return session is not None and session.current() is not None
 
 
 def _left_threads(before: set[threading.Thread], native: set[str]) -> list[str]:
@@ -98,9 +93,9 @@ def _left_threads(before: set[threading.Thread], native: set[str]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test() -> Iterator[None]:
-    """Fail a test that leaves a thread, a live ring, a variable or a dispatcher override behind."""
+    """Fail a test that leaves a thread, a live ring, a variable or a recording behind."""
     threads, native = set(threading.enumerate()), _native_threads()
-    files, env, overridden = _live_files(), _environment(), _overridden()
+    files, env, recorded = _live_files(), _environment(), _records()
     yield
     left = _left_threads(threads, native)
     left += [f"file {name}" for name in sorted(_live_files() - files)]
@@ -111,8 +106,8 @@ def nothing_outlives_a_test() -> Iterator[None]:
         os.environ.pop(key, None)
         if key in env:
             os.environ[key] = env[key]
-    if _overridden() != overridden:
-        left.append("a c10d override at BackendSelect")
+    if _records() != recorded:
+        left.append("a recording")
     session = sys.modules.get("rankcall.capture.session")
     if left and session is not None:
         session.disable()
