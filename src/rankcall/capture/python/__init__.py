@@ -1,30 +1,28 @@
-"""The pure-Python capture: the same records as the native recorder's, where it cannot be built.
+"""The pure-Python capture: the same records as the native recorder's, if that cannot be built.
 
-A Python kernel at the same dispatch key, writing the same ring. Slower (some 10 us a call), but
-complete: it stands wherever torch runs. Its files are the twins of those in ``native/``.
+A Python kernel at the same dispatch key writes the same ring. It is slower (some 10 us a call), and
+of ops on devices it records the issue only. Its files are the twins of those in ``native/``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
 
 from rankcall.capture.marks import Marks
 from rankcall.capture.python.callsites import CallSites
-from rankcall.capture.python.device import DeviceTimes
 from rankcall.capture.python.ends import Ends
 from rankcall.capture.python.groups import Groups, Numbered, number_ahead
 from rankcall.capture.python.issue import Issuer
+from rankcall.capture.python.kernels import KEYS_AFTER, Recorder, pass_on, record_with
 from rankcall.capture.python.marks import PythonMarks
 from rankcall.capture.python.ops import Op, c10d_ops
+from rankcall.capture.python.waited import release_dropped, stand_ins
 from rankcall.capture.python.wake import Waker
 from rankcall.ring.tables import Group
 from rankcall.ring.writer import PythonRing, put
-
-_AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 Interposer = Callable[[Op, Numbered, Callable[..., Any], tuple[Any, ...]], Any]
 
@@ -39,38 +37,49 @@ class PythonCapture:
         self._ring = ring
         self._groups = Groups(ring)
         self._waker = Waker()
-        self._devices = DeviceTimes(ring, self._waker.wake)
         sites = CallSites(ring.site) if call_sites else None
-        self._issuer = Issuer(ring, self._groups, sites, self._devices, self._waker)
-        self._ends = Ends(ring, self._devices, self._waker)
+        self._issuer = Issuer(ring, self._groups, sites, self._waker)
+        self._ends = Ends(ring, self._waker)
         self._marks: Marks | None = None
         self.recording = False
         # Planted faults: called in place of an op, with what issues and records it.
         self.interposer: Interposer | None = None
-        self._library: torch.library.Library | None = None
+        self._recorders: dict[str, Recorder] = {}
 
     def start(self) -> None:
-        """Install a kernel in front of every c10d op."""
-        library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for op in c10d_ops():
-            kernel = self._kernel(op, self._ring.string(op.name))
-            library.impl(  # type: ignore[no-untyped-call]
-                op.name, kernel, "BackendSelect", with_keyset=True
-            )
-        self._library = library
+        """Record every c10d op from now on."""
+        ops = c10d_ops()
+        for op in ops:
+            self._recorders[op.name] = self._recorder(op, self._ring.string(op.name))
         self.recording = True
+        record_with(self._recorders, ops)
 
     def stop(self) -> None:
-        """Take the kernels out again. Ops in flight still write their ends."""
+        """Record no new ops. Ops in flight still write their ends."""
         self.recording = False
-        if self._library is not None:
-            self._library._destroy()  # type: ignore[no-untyped-call]
-            self._library = None
-        self._devices.close()
+        pass_on(self._recorders)
+        release_dropped(len(stand_ins))
+
+    def take_device_ops(self) -> list[Any]:
+        """Return nothing: Python cannot follow ops on devices, and their records end at issue.
+
+        This is called about once a second, so Works that were dropped are let go of here, too.
+        """
+        release_dropped(len(stand_ins))
+        return []
+
+    def end_device_ops(self, records: list[int], time_ns: int) -> None:
+        """Do nothing: no op on a device is being followed."""
+
+    @contextlib.contextmanager
+    def reading_status(self) -> Iterator[bool]:
+        """Yield False: nobody has to read what has completed on devices."""
+        yield False
 
     def forget(self) -> None:
         """Record nothing more: this is a forked child, and the ring is its parent's."""
         self.recording = False
+        pass_on()
         self._waker.wanted = 0
 
     def drained(self) -> bool:
@@ -81,11 +90,12 @@ class PythonCapture:
         """Return how many records were issued, and how many have ended."""
         return self._ring.head, self._ring.done
 
-    def add_group(self, group: Group, me: int) -> None:
-        """Announce a group; ``me`` is this rank's place in it. Its counters start anew."""
-        self._groups.announce(group)
+    def add_group(self, group: Group, me: int) -> Any:
+        """Announce a group, and return its id; ``me`` is this rank's place in it."""
+        number = self._groups.announce(group)
         if self._marks is not None and self._ends.marks is not None:
             self._ends.marks.learn(self._marks, group)
+        return number
 
     def add_line(self, site: int, text: str) -> None:
         """Add what the source says at a call site."""
@@ -116,12 +126,12 @@ class PythonCapture:
         """Have the eventfd written at the next end (1), or the next start or end (2)."""
         self._waker.arm(fd, wanted)
 
-    def _kernel(self, op: Op, variant: int) -> Callable[..., Any]:
+    def _recorder(self, op: Op, variant: int) -> Recorder:
         redispatch = op.overload.redispatch
         issue, ends = self._issuer.of(op, variant), self._ends
         follow = ends.follow
 
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        def met(keys: Any, *args: Any, **kwargs: Any) -> Any:
             if self.interposer is not None:
                 through = functools.partial(recorded, keys, **kwargs)
                 return self.interposer(op, number_ahead(op, args, self._groups), through, args)
@@ -135,12 +145,12 @@ class PythonCapture:
                 except Exception:  # an argument nobody foresaw: the user's op goes on, unrecorded
                     issued = None
             if issued is None:
-                return redispatch(keys & _AFTER, *args, **kwargs)
+                return redispatch(keys & KEYS_AFTER, *args, **kwargs)
             try:
-                result = redispatch(keys & _AFTER, *args, **kwargs)
+                result = redispatch(keys & KEYS_AFTER, *args, **kwargs)
             except BaseException as error:
                 ends.failed(issued, error)
                 raise
             return follow(op, issued, result)
 
-        return kernel
+        return met

@@ -1,27 +1,25 @@
-"""Record how an op ends: by its future, or by the return of ``wait()``: the twin of native/ends.h.
-
-A Work without a future is stood in for (see waited.py).
-"""
+"""Record how an op ends, by its future or the return of ``wait()``: the twin of native/ends.h."""
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from rankcall.capture.python.device import DeviceTimes, Span
 from rankcall.capture.python.groups import GroupState
 from rankcall.capture.python.marks import PythonMarks
 from rankcall.capture.python.ops import Op
-from rankcall.capture.python.waited import WaitedWork
+from rankcall.capture.python.waited import release_dropped, stand_in, stand_ins
 from rankcall.capture.python.wake import Waker
-from rankcall.record import NO_RANK, STATUSES
+from rankcall.record import FLAG_ABANDONED, FLAG_ANY_SOURCE, FLAG_DEVICE, NO_RANK, STATUSES
 from rankcall.ring.writer import PythonRing
 
+_ENQUEUED, _STARTED = STATUSES.index("enqueued"), STATUSES.index("started")
 _COMPLETED, _FAILED = STATUSES.index("completed"), STATUSES.index("failed")
-_MAX_WAITED, _MAX_OVER = 65536, 4096  # Works kept: not waited for yet, and waited for
 _MAX_ERRORS = 256
+_TORCHS_OWN = dist.Work.__module__
 
 
 class Issued(NamedTuple):
@@ -30,96 +28,108 @@ class Issued(NamedTuple):
     number: int  # the record's index in the ring
     group: GroupState
     tag: int
-    any_source: bool
-    span: Span | None
+    flags: int  # of the record
 
 
 class Ends:
-    """Writes the ends of ops, on whichever thread they end."""
+    """Writes the ends of ops, on whichever thread they end. Nothing here raises into an op."""
 
-    def __init__(self, ring: PythonRing, devices: DeviceTimes, waker: Waker) -> None:
+    def __init__(self, ring: PythonRing, waker: Waker) -> None:
         self._ring = ring
-        self._devices = devices
         self._waker = waker
+        self._pid = os.getpid()
         # In Python all of Gloo's Works are of one type: the op tells them apart.
         self._futureless: set[tuple[type, str]] = set()
-        self._waited: dict[int, WaitedWork] = {}
-        self._over: dict[int, WaitedWork] = {}
         self._errors: dict[str, int] = {}
         self.marks: PythonMarks | None = None  # kept when they are off: open ranges still end
 
     def follow(self, op: Op, issued: Issued, result: Any) -> Any:
         """Arrange for the end of an op that was issued; return what its caller is to get."""
-        boxed = result[-1] if isinstance(result, (tuple, list)) else result
-        work: dist.Work | None = None
-        if op.returns_work and boxed is not None:
-            work = dist.Work.unbox(boxed)
-        if work is None:  # monitored_barrier_, and what a back end merges into a later launch
-            self._ended(issued, _COMPLETED)
+        try:
+            if stand_ins:
+                release_dropped()
+            return self._follow(op, issued, result)
+        except Exception:
+            self.abandon(issued)
             return result
-        if (type(work), op.name) not in self._futureless:
+
+    def _follow(self, op: Op, issued: Issued, result: Any) -> Any:
+        if issued.flags & FLAG_DEVICE:
+            # What has completed is known to the back end, by a number that Python cannot ask for.
+            self.abandon(issued)
+            return result
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        if not op.returns_work or boxed is None:  # monitored_barrier_ has returned, so it is over
+            self._end(issued, _COMPLETED)
+            return result
+        work = dist.Work.unbox(boxed)
+        kind, torchs_own = (type(work), op.name), type(work).__module__ == _TORCHS_OWN
+        if kind not in self._futureless:
             try:
                 future = work.get_future()
-            except RuntimeError:
-                self._futureless.add((type(work), op.name))
+            except Exception:
+                if torchs_own:
+                    self._futureless.add(kind)
             else:
-                if future.done():
-                    self._future_done(issued, future)
-                else:
-                    future.add_done_callback(lambda done: self._future_done(issued, done))
+                self._follow_future(issued, future)
                 return result
-        boxed = self._wait_for(work, issued).boxed()
+        # A Work that was made in Python may have any attributes: its caller gets that very object.
+        boxed = None
+        if torchs_own:
+            boxed = stand_in(work, _WaitEnd(self, issued), bool(issued.flags & FLAG_ANY_SOURCE))
+        if boxed is None:
+            self.abandon(issued)
+            return result
         return (*result[:-1], boxed) if isinstance(result, (tuple, list)) else boxed
 
-    def failed(self, issued: Issued, error: BaseException) -> None:
-        """Record that the call which issued an op has raised."""
-        self._finish(issued, _FAILED, error=str(error))
-
-    def _wait_for(self, work: dist.Work, issued: Issued) -> WaitedWork:
-        """Put a Work of ours in place of one that has no future.
-
-        Its Python half must live as long as its C++ half, which would go on without our methods
-        and wait for ever; nobody says how long that is, so a bounded number is kept.
-        """
-
-        def over(error: BaseException | None, peer: int) -> None:
-            if self._waited.pop(issued.number, None) is not None:
-                self._over[issued.number] = waited
-                _trim(self._over, _MAX_OVER)
-            status = _COMPLETED if error is None else _FAILED
-            self._ended(issued, status, error=str(error or ""), peer=peer)
-
-        waited = self._waited[issued.number] = WaitedWork(work, over, issued.any_source)
-        _trim(self._waited, _MAX_WAITED)
-        return waited
+    def _follow_future(self, issued: Issued, future: Any) -> None:
+        if future.done():
+            self._future_done(issued, future)
+        else:
+            future.add_done_callback(lambda done: self._future_done(issued, done))
 
     def _future_done(self, issued: Issued, future: Any) -> None:
         try:
             future.value()
         except Exception as error:
-            self._ended(issued, _FAILED, error=str(error))
+            self.failed(issued, error)
         else:
-            self._ended(issued, _COMPLETED)
+            self._end(issued, _COMPLETED)
 
-    def _ended(self, issued: Issued, status: int, **outcome: Any) -> None:
-        """Record the end of an op; on a device that is still to come, and its event is watched."""
-        if issued.span is None or not self._devices.end(issued.span, status):
-            self._finish(issued, status, **outcome)
+    def failed(self, issued: Issued, error: BaseException) -> None:
+        """Record that an op has failed."""
+        try:
+            fields: dict[str, float] = {"error": self._error(str(error))}
+        except Exception:
+            fields = {}
+        self._end(issued, _FAILED, **fields)
 
-    def _finish(self, issued: Issued, status: int, error: str = "", peer: int = NO_RANK) -> None:
-        completed_ns = time.monotonic_ns()
-        if self.marks is not None:
-            self.marks.ended(issued.number)
-        if error or peer != NO_RANK:
-            fields: dict[str, float] = {"error": self._error(error)} if error else {}
-            if peer != NO_RANK:
-                fields["peer"] = peer
-                fields["seq"] = issued.group.next_p2p(peer, issued.tag, False)
-            self._ring.finish(issued.number, status, completed_ns, **fields)
+    def completed(self, issued: Issued, peer: int = NO_RANK) -> None:
+        """Record that an op has completed; ``peer``: the source of an any-source receive."""
+        if peer == NO_RANK:
+            self._end(issued, _COMPLETED)
         else:
-            self._ring.finish(issued.number, status, completed_ns)
-        if self._waker.wanted:
-            self._waker.wake(1)
+            seq = issued.group.next_p2p(peer, issued.tag, False)
+            self._end(issued, _COMPLETED, peer=peer, seq=seq)
+
+    def abandon(self, issued: Issued) -> None:
+        """Close a record whose end nobody can know."""
+        status = _ENQUEUED if issued.flags & FLAG_DEVICE else _STARTED
+        self._end(issued, status, flags=issued.flags | FLAG_ABANDONED)
+
+    def _end(self, issued: Issued, status: int, **fields: float) -> None:
+        # A forked child has its parent's Works, and its parent's ring.
+        if os.getpid() != self._pid:
+            return
+        try:
+            ended_ns = 0 if status in (_ENQUEUED, _STARTED) else time.monotonic_ns()
+            if self.marks is not None:
+                self.marks.ended(issued.number)
+            self._ring.finish(issued.number, status, ended_ns, **fields)
+            if self._waker.wanted:
+                self._waker.wake(1)
+        except Exception:  # a ring that is closed, or a tool's failure: the user's op goes on
+            pass
 
     def _error(self, message: str) -> int:
         if message not in self._errors:
@@ -129,6 +139,17 @@ class Ends:
         return self._errors[message]
 
 
-def _trim(works: dict[int, WaitedWork], most: int) -> None:
-    while len(works) > most:
-        works.pop(next(iter(works)), None)
+class _WaitEnd:
+    """Writes down how an op ended whose Work was waited for, or dropped."""
+
+    def __init__(self, ends: Ends, issued: Issued) -> None:
+        self._ends, self._issued = ends, issued
+
+    def waited(self, error: BaseException | None, peer: int) -> None:
+        if error is None:
+            self._ends.completed(self._issued, peer)
+        else:
+            self._ends.failed(self._issued, error)
+
+    def abandoned(self) -> None:
+        self._ends.abandon(self._issued)

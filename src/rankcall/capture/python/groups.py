@@ -39,10 +39,15 @@ class Groups:
         self._announced: dict[str, tuple[Group, int]] = {}
         self._states: dict[str, GroupState] = {}
 
-    def announce(self, group: Group) -> None:
-        """Write a group down; the next new one of that name is it. Its counters start anew."""
-        self._announced[group.name] = group, self._ring.group(group)
+    def announce(self, group: Group) -> int:
+        """Write a group down and return its id; the next new one of that name is it.
+
+        Its counters start anew.
+        """
+        number = self._ring.group(group)
+        self._announced[group.name] = group, number
         self._states.pop(group.name, None)
+        return number
 
     def announced(self) -> list[Group]:
         """Return the groups that were announced, of those of one name the last."""

@@ -18,7 +18,6 @@ from torch._subclasses import FakeTensor
 from rankcall.capture.installed import DTYPE_CODES
 from rankcall.capture.public import public_name
 from rankcall.capture.python.callsites import CallSites
-from rankcall.capture.python.device import DeviceTimes
 from rankcall.capture.python.ends import Issued
 from rankcall.capture.python.groups import Groups, GroupState, number_p2p
 from rankcall.capture.python.marks import PythonMarks
@@ -56,13 +55,11 @@ class Issuer:
         ring: PythonRing,
         groups: Groups,
         call_sites: CallSites | None,
-        devices: DeviceTimes,
         waker: Waker,
     ) -> None:
         self._ring = ring
         self._groups = groups
         self._call_sites = call_sites
-        self._devices = devices
         self._waker = waker
         self._local = _PerThread()
         self._shapes: set[int] = set()  # of coalesced ops, whose tensors' sizes were written down
@@ -97,8 +94,11 @@ class Issuer:
             else:
                 group.collectives = seq = group.collectives + 1
                 peer, tag, any_source = NO_RANK, 0, False
-            span = self._devices.begin(first.device) if device != "cpu" else None
-            site, continues = site_of(sys._getframe(2))
+            flags = FLAG_ANY_SOURCE if any_source else 0
+            status = _STARTED
+            if device != "cpu":
+                flags, status = flags | FLAG_DEVICE, _ENQUEUED
+            site, continues = site_of(sys._getframe(1), self.steps)
             if not continues:
                 local.correlation = ring.head + 1
             ndim, shape = shape_of(shaped)
@@ -108,17 +108,14 @@ class Issuer:
             size = message_bytes(op, args, ins, outs, group.rank, group.size)
             now = time.monotonic_ns()
             record = ring.issue((
-                seq, now, 0 if span else now, 0,
+                seq, now, now if status == _STARTED else 0, 0,
                 size, ins.bytes, outs.bytes,
                 local.correlation, self.steps, _NAN, tag, *shape,
                 group.id, site, get_native_id(), NO_RANK if root_at is None else args[root_at],
                 peer, 0, variant, shapes, min(len(shaped), 65535), index,
                 p2p, code, dtype, reduce_code(op, args), _DEVICE_CODES.get(device, 0),
-                async_code(op, args), _ENQUEUED if span else _STARTED,
-                (FLAG_ANY_SOURCE if any_source else 0) | (FLAG_DEVICE if span else 0), ndim,
+                async_code(op, args), status, flags, ndim,
             ))  # fmt: skip
-            if span is not None:
-                span.index = record
             if self.marks is not None:
                 root = NO_RANK if root_at is None else args[root_at]
                 fields = {"op": code, "seq": seq, "peer": peer, "dtype": dtype, "device": index,
@@ -126,7 +123,7 @@ class Issuer:
                 self._mark(op, record, group, site, fields)
             if waker.wanted == 2:
                 waker.wake(2)
-            return Issued(record, group, tag, any_source, span)
+            return Issued(record, group, tag, flags)
 
         return issue
 
@@ -145,10 +142,13 @@ class Issuer:
             return
         fields |= {"correlation": self._local.correlation, "step": self.steps}
         where = self._call_sites.known(site) if self._call_sites is not None else None
-        marks.issued(record, fields, public_name(op.name), where, state.group, state.rank)
+        try:
+            marks.issued(record, fields, public_name(op.name), where, state.group, state.rank)
+        except Exception:  # the tool's: the op is recorded already, and its end is to be, too
+            pass
 
 
-def _no_site(frame: FrameType) -> tuple[int, bool]:
+def _no_site(frame: FrameType, moment: int) -> tuple[int, bool]:
     return 0, False
 
 
