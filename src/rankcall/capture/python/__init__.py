@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rankcall.capture.device_status import DeviceOp
 from rankcall.capture.marks import Marks
 from rankcall.capture.python.callsites import CallSites
 from rankcall.capture.python.ends import Ends
@@ -60,21 +61,25 @@ class PythonCapture:
         pass_on(self._recorders)
         release_dropped(len(stand_ins))
 
-    def take_device_ops(self) -> list[Any]:
-        """Return nothing: Python cannot follow ops on devices, and their records end at issue.
+    def take_device_ops(self) -> list[DeviceOp]:
+        """Return the ops on devices that were issued since the last call.
 
-        This is called about once a second, so Works that were dropped are let go of here, too.
+        This is called about once a second, so dropped Works are released here as well.
         """
         release_dropped(len(stand_ins))
-        return []
+        return self._ends.take_device_ops()
 
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
-        """Do nothing: no op on a device is being followed."""
+        """End records of ops on devices: completed at ``time_ns``, abandoned if that is 0."""
+        self._ends.end_device_ops(records, time_ns)
 
     @contextlib.contextmanager
     def reading_status(self) -> Iterator[bool]:
-        """Yield False: nobody has to read what has completed on devices."""
-        yield False
+        """Yield False while a group's first op is under way: see native/kernels.h.
+
+        No other first op can begin meanwhile, because the reader holds the GIL.
+        """
+        yield self._ends.first_ops == 0
 
     def forget(self) -> None:
         """Record nothing more: this is a forked child, and the ring is its parent's."""
@@ -90,7 +95,7 @@ class PythonCapture:
         """Return how many records were issued, and how many have ended."""
         return self._ring.head, self._ring.done
 
-    def add_group(self, group: Group, me: int) -> Any:
+    def add_group(self, group: Group, me: int) -> int:
         """Announce a group, and return its id; ``me`` is this rank's place in it."""
         number = self._groups.announce(group)
         if self._marks is not None and self._ends.marks is not None:
@@ -146,11 +151,16 @@ class PythonCapture:
                     issued = None
             if issued is None:
                 return redispatch(keys & KEYS_AFTER, *args, **kwargs)
+            if issued.first:
+                ends.first_ops += 1
             try:
                 result = redispatch(keys & KEYS_AFTER, *args, **kwargs)
             except BaseException as error:
                 ends.failed(issued, error)
                 raise
+            finally:
+                if issued.first:
+                    ends.first_ops -= 1
             return follow(op, issued, result)
 
         return met

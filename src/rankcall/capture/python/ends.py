@@ -6,8 +6,10 @@ import os
 import time
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from rankcall.capture.device_status import NO_NUMBER, DeviceOp
 from rankcall.capture.python.groups import GroupState
 from rankcall.capture.python.marks import PythonMarks
 from rankcall.capture.python.ops import Op
@@ -18,7 +20,7 @@ from rankcall.ring.writer import PythonRing
 
 _ENQUEUED, _STARTED = STATUSES.index("enqueued"), STATUSES.index("started")
 _COMPLETED, _FAILED = STATUSES.index("completed"), STATUSES.index("failed")
-_MAX_ERRORS = 256
+_MOST_DEVICE_OPS = 1 << 16
 _TORCHS_OWN = dist.Work.__module__
 
 
@@ -29,6 +31,8 @@ class Issued(NamedTuple):
     group: GroupState
     tag: int
     flags: int  # of the record
+    p2p: bool
+    first: bool  # the first op of its group
 
 
 class Ends:
@@ -40,7 +44,8 @@ class Ends:
         self._pid = os.getpid()
         # In Python all of Gloo's Works are of one type: the op tells them apart.
         self._futureless: set[tuple[type, str]] = set()
-        self._errors: dict[str, int] = {}
+        self.first_ops = 0  # of groups, that are being issued
+        self._device_ops: list[DeviceOp] = []  # since they were taken last
         self.marks: PythonMarks | None = None  # kept when they are off: open ranges still end
 
     def follow(self, op: Op, issued: Issued, result: Any) -> Any:
@@ -55,8 +60,7 @@ class Ends:
 
     def _follow(self, op: Op, issued: Issued, result: Any) -> Any:
         if issued.flags & FLAG_DEVICE:
-            # What has completed is known to the back end, by a number that Python cannot ask for.
-            self.abandon(issued)
+            self._follow_on_device(issued)
             return result
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
         if not op.returns_work or boxed is None:  # monitored_barrier_ has returned, so it is over
@@ -82,6 +86,27 @@ class Ends:
             return result
         return (*result[:-1], boxed) if isinstance(result, (tuple, list)) else boxed
 
+    def _follow_on_device(self, issued: Issued) -> None:
+        # Python cannot ask a Work for its number. device_status.py finds out what it can be at most.
+        if _is_captured() or len(self._device_ops) >= _MOST_DEVICE_OPS:
+            self.abandon(issued)
+        else:
+            self._device_ops.append(DeviceOp(issued.number, issued.group.id, NO_NUMBER, issued.p2p))
+
+    def take_device_ops(self) -> list[DeviceOp]:
+        """Return the ops on devices that were issued since the last call."""
+        taken, self._device_ops = self._device_ops, []
+        return taken
+
+    def end_device_ops(self, records: list[int], time_ns: int) -> None:
+        """End records of ops on devices: completed at ``time_ns``, abandoned if that is 0."""
+        for record in records:
+            if time_ns:
+                self._write_end(record, _COMPLETED, time_ns)
+            else:
+                flags = FLAG_DEVICE | FLAG_ABANDONED
+                self._write_end(record, _ENQUEUED, 0, flags=flags)
+
     def _follow_future(self, issued: Issued, future: Any) -> None:
         if future.done():
             self._future_done(issued, future)
@@ -99,7 +124,7 @@ class Ends:
     def failed(self, issued: Issued, error: BaseException) -> None:
         """Record that an op has failed."""
         try:
-            fields: dict[str, float] = {"error": self._error(str(error))}
+            fields: dict[str, float] = {"error": self._ring.error(str(error))}
         except Exception:
             fields = {}
         self._end(issued, _FAILED, **fields)
@@ -118,25 +143,29 @@ class Ends:
         self._end(issued, status, flags=issued.flags | FLAG_ABANDONED)
 
     def _end(self, issued: Issued, status: int, **fields: float) -> None:
+        ended_ns = 0 if status in (_ENQUEUED, _STARTED) else time.monotonic_ns()
+        self._write_end(issued.number, status, ended_ns, **fields)
+
+    def _write_end(self, record: int, status: int, ended_ns: int, **fields: float) -> None:
         # A forked child has its parent's Works, and its parent's ring.
         if os.getpid() != self._pid:
             return
         try:
-            ended_ns = 0 if status in (_ENQUEUED, _STARTED) else time.monotonic_ns()
             if self.marks is not None:
-                self.marks.ended(issued.number)
-            self._ring.finish(issued.number, status, ended_ns, **fields)
+                self.marks.ended(record)
+            self._ring.finish(record, status, ended_ns, **fields)
             if self._waker.wanted:
                 self._waker.wake(1)
         except Exception:  # a ring that is closed, or a tool's failure: the user's op goes on
             pass
 
-    def _error(self, message: str) -> int:
-        if message not in self._errors:
-            if len(self._errors) >= _MAX_ERRORS:
-                return 0
-            self._errors[message] = self._ring.string(message[:4096])
-        return self._errors[message]
+
+def _is_captured() -> bool:
+    """Tell whether the caller's stream is being captured into a graph."""
+    try:
+        return bool(torch.accelerator.current_stream().is_capturing())
+    except Exception:  # a torch, or a device, that cannot say
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class _WaitEnd:

@@ -96,7 +96,7 @@ class Issuer:
                 peer, tag, any_source = NO_RANK, 0, False
             flags = FLAG_ANY_SOURCE if any_source else 0
             status = _STARTED
-            if device != "cpu":
+            if device != "cpu" and not group.ends_on_host(device):
                 flags, status = flags | FLAG_DEVICE, _ENQUEUED
             site, continues = site_of(sys._getframe(1), self.steps)
             if not continues:
@@ -123,7 +123,8 @@ class Issuer:
                 self._mark(op, record, group, site, fields)
             if waker.wanted == 2:
                 waker.wake(2)
-            return Issued(record, group, tag, flags)
+            first, group.is_met = not group.is_met, True
+            return Issued(record, group, tag, flags, p2p, first)
 
         return issue
 
