@@ -87,7 +87,7 @@ class Ends:
         return (*result[:-1], boxed) if isinstance(result, (tuple, list)) else boxed
 
     def _follow_on_device(self, issued: Issued) -> None:
-        # Python cannot ask a Work for its number. device_status.py finds out what it can be at most.
+        # Python cannot ask a Work for its number: device_status.py bounds it.
         if _is_captured() or len(self._device_ops) >= _MOST_DEVICE_OPS:
             self.abandon(issued)
         else:

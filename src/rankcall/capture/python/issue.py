@@ -123,8 +123,8 @@ class Issuer:
                 self._mark(op, record, group, site, fields)
             if waker.wanted == 2:
                 waker.wake(2)
-            first, group.is_met = not group.is_met, True
-            return Issued(record, group, tag, flags, p2p, first)
+            is_first, group.is_met = not group.is_met, True
+            return Issued(record, group, tag, flags, p2p, is_first)
 
         return issue
 
