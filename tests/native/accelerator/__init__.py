@@ -12,6 +12,8 @@ done. ``freeze()`` stops the clock, so that nothing completes before ``advance()
 
 from __future__ import annotations
 
+import json
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +32,11 @@ MODULE = NativeModule(
     defines=("USE_DISTRIBUTED", "USE_C10D_GLOO"),
 )
 
-BACKENDS = ("own", "caller")
+# "silent" is "own", but its status cannot be read, as with the Flight Recorder switched off.
+BACKENDS = ("own", "caller", "silent")
 DEVICE = "sim"
+DEVICES = 2
+POOL = 32  # streams in each device's pool
 
 # Calls that ask the device how far it is. Each of them, by any thread, invalidates a capture that
 # is under way (CUDA's default capture mode).
@@ -79,8 +84,8 @@ class Dependency(NamedTuple):
 def install() -> None:
     """Build the accelerator if need be, register it with torch, and its back ends with c10d.
 
-    The back ends are called "own" and "caller", and report themselves as "nccl". Their status is
-    read through ``torch._C._distributed_c10d._dump_nccl_trace_json``, which is where a torch with
+    The back ends are called "own", "caller" and "silent", and report themselves as "nccl". Their
+    status is read through ``torch._C._distributed_c10d._dump_nccl_trace_json``, which is where a torch with
     NCCL has it: ``_dump_fr_trace_json`` reads another recorder, of which NCCL knows nothing.
     """
     global _native
@@ -117,7 +122,7 @@ def _device_module() -> ModuleType:
 
 def _creator(name: str) -> Any:
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return _native.Backend(rank, size, name == "caller", "nccl")
+        return _native.Backend(rank, size, name == "caller", name != "silent")
 
     return create
 
@@ -132,7 +137,7 @@ def start(rank: int = 0, world_size: int = 2) -> None:
 
 
 def new_group(backend: str, ranks: list[int] | None = None, op_ms: float = 1.0) -> Any:
-    """Return a new group with the back end "own" or "caller", each of whose ops takes ``op_ms``.
+    """Return a new group with one of the back ends, whose ops take ``op_ms`` each.
 
     torch takes its back end for NCCL, so that, as with NCCL, a group knows its sequence number.
     """
@@ -148,7 +153,7 @@ def new_group(backend: str, ranks: list[int] | None = None, op_ms: float = 1.0) 
 
 
 def backend_of(group: Any) -> Any:
-    """Return the group's simulated back end: ``uid``, ``op_ms``, ``stream(device)``."""
+    """Return the group's back end: ``uid``, ``op_ms``, ``stream(device)``, ``outstanding()``."""
     import torch
 
     return group._get_backend(torch.device(DEVICE))
@@ -167,21 +172,19 @@ def calls() -> list[Call]:
     return [Call(*row) for row in _native.calls()]
 
 
-def count(*names: str, thread_names: tuple[str, ...] | None = None) -> int:
-    """Return how many calls of these kinds were made, by all threads or by those named."""
-    return sum(
-        call.count
-        for call in calls()
-        if call.name in names and (thread_names is None or call.thread_name in thread_names)
-    )
-
-
-def counts() -> Counter[str]:
-    """Return how many calls of each kind were made, by all threads."""
+def counts(*, by_others: bool = False) -> Counter[str]:
+    """Return how many calls of each kind were made, by all threads or by all but the caller's."""
     total: Counter[str] = Counter()
     for call in calls():
-        total[call.name] += call.count
+        if not (by_others and call.thread == threading.get_native_id()):
+            total[call.name] += call.count
     return total
+
+
+def count(*names: str, by_others: bool = False) -> int:
+    """Return how many calls of these kinds were made; see ``counts``."""
+    made = counts(by_others=by_others)
+    return sum(made[name] for name in names)
 
 
 def dependencies() -> list[Dependency]:
@@ -196,6 +199,11 @@ def contexts() -> set[int]:
     """Return the devices that were current to a thread while it made a call."""
     devices: set[int] = _native.contexts()
     return devices
+
+
+def reset() -> None:
+    """Forget all work, the clock's state, a capture, planned failures, and the log."""
+    _native.reset()
 
 
 def clear_log() -> None:
@@ -283,8 +291,6 @@ def watchdog(on: bool) -> None:
 
 def status(group: Any) -> dict[str, int]:
     """Return the last enqueued, started and completed number that a group's back end reports."""
-    import json
-
     dumped = json.loads(_native.dump_trace_json(includeCollectives=False))
     fields = dumped["pg_status"].get(str(backend_of(group).uid), {})
     return {

@@ -62,8 +62,23 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   return to;
 }
 
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat>) {
+  const auto fixed_sizes = C10_AS_INTARRAYREF_SLOW(sizes);
+  auto* storage = self.storage().unsafeGetStorageImpl();
+  const size_t bytes = self.itemsize() * (self.storage_offset() + c10::multiply_integers(fixed_sizes));
+  if (bytes > storage->nbytes()) {
+    c10::DataPtr larger = Allocator::make(bytes);
+    larger.unsafe_set_device(self.device());
+    if (storage->nbytes()) std::memcpy(larger.get(), storage->data(), storage->nbytes());
+    storage->set_data_ptr(std::move(larger));
+    storage->set_nbytes(bytes);
+  }
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(fixed_sizes);
+  return self;
+}
+
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  TORCH_CHECK(from.sizes() == to.sizes(), "the simulated accelerator does not resize tensors");
+  if (from.sizes() != to.sizes()) resize(to, c10::fromIntArrayRefSlow(from.sizes()), std::nullopt);
   return copy_from(from, to, false);
 }
 
@@ -151,6 +166,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("resize_", &resize);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
@@ -169,8 +185,8 @@ PYBIND11_MODULE(rankcall_test_accelerator, m) {
 
   py::module_::import("torch._C._distributed_c10d");
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
-      .def(py::init([](int rank, int size, bool on_caller_stream, const std::string& name) {
-        return c10::make_intrusive<Backend>(rank, size, on_caller_stream, name);
+      .def(py::init([](int rank, int size, bool on_caller_stream, bool keeps_status) {
+        return c10::make_intrusive<Backend>(rank, size, on_caller_stream, keeps_status);
       }))
       .def_property_readonly("uid", &Backend::uid)
       .def_property(
@@ -179,11 +195,13 @@ PYBIND11_MODULE(rankcall_test_accelerator, m) {
       .def("outstanding", &Backend::outstanding)
       .def("stream", [](Backend& self, int device) { return self.stream(checked(device, 0).device).stream; });
 
-  m.attr("DEVICES") = kDevices;
-  m.attr("POOL") = kPool;
   m.def("calls", &calls);
   m.def("dependencies", &dependencies);
   m.def("contexts", [] { return machine().contexts(); });
+  m.def("reset", [] {
+    Backend::forget_all();
+    machine().reset();
+  });
   m.def("clear_log", [] { machine().clear_log(); });
   m.def("freeze", [](bool on) { machine().freeze(on); });
   m.def("advance", [](double ms) { machine().advance(static_cast<int64_t>(ms * 1e6)); });

@@ -79,8 +79,8 @@ class Work final : public c10d::Work {
 
 class Backend final : public c10d::Backend {
  public:
-  Backend(int rank, int size, bool on_caller_stream, std::string name)
-      : c10d::Backend(rank, size), on_caller_stream_(on_caller_stream), name_(std::move(name)), uid_(next_uid()++) {
+  Backend(int rank, int size, bool on_caller_stream, bool keeps_status)
+      : c10d::Backend(rank, size), on_caller_stream_(on_caller_stream), keeps_status_(keeps_status), uid_(next_uid()++) {
     std::lock_guard<std::mutex> lock(all_mutex());
     all().insert(this);
   }
@@ -97,7 +97,17 @@ class Backend final : public c10d::Backend {
     std::lock_guard<std::mutex> lock(all_mutex());
     for (Backend* backend : all()) backend->look();
   }
+  // Forget the work of all groups. Their numbers go on.
+  static void forget_all() {
+    std::lock_guard<std::mutex> lock(all_mutex());
+    for (Backend* backend : all()) {
+      std::lock_guard<std::mutex> list(backend->list_mutex_);
+      backend->outstanding_.clear();
+      for (auto& [key, communicator] : backend->communicators_) communicator->busy = 0;
+    }
+  }
   static std::string status_json(bool entries) {
+    machine().note(entries ? "readEntries" : "readStatus");
     std::lock_guard<std::mutex> lock(all_mutex());
     std::string json = "{\"version\": \"2.10\", \"pg_config\": {}, \"pg_status\": {";
     bool first = true;
@@ -125,7 +135,7 @@ class Backend final : public c10d::Backend {
     return outstanding_.size();
   }
 
-  const std::string getBackendName() const override { return name_; }
+  const std::string getBackendName() const override { return "nccl"; }
   bool supportsCoalescing() const override { return true; }
   void enableCollectivesTiming() override { timing_ = true; }
   void setSequenceNumberForGroup() override {}
@@ -300,9 +310,14 @@ class Backend final : public c10d::Backend {
     work.future->markCompleted(c10::IValue(outputs));
   }
 
-  // The status is in the list of all from the group's first op on, and stays there.
+  // The status is in the list of all from the group's first op on, and stays there. With the Flight
+  // Recorder switched off (TORCH_FR_BUFFER_SIZE=0) nobody sees it.
   std::shared_ptr<c10d::ProcessGroupStatus> own_status() {
     std::lock_guard<std::mutex> lock(all_mutex());
+    if (!keeps_status_) {
+      if (!status_) status_ = std::make_shared<c10d::ProcessGroupStatus>();
+      return status_;
+    }
     auto& known = statuses()[uid_];
     if (!known) known = std::make_shared<c10d::ProcessGroupStatus>();
     return status_ = known;
@@ -349,7 +364,7 @@ class Backend final : public c10d::Backend {
   };
 
   const bool on_caller_stream_;
-  const std::string name_;
+  const bool keeps_status_;
   const uint64_t uid_;
   std::atomic<bool> timing_{false};
   uint64_t collectives_ = 0, messages_ = 0;

@@ -165,6 +165,18 @@ class Machine {
     contexts_.clear();
   }
 
+  // Forget everything: no work on any stream, the host's clock, no capture, no failure, an empty log.
+  void reset() {
+    std::lock_guard<std::recursive_mutex> lock(mutex);
+    frozen_at_ = offset_ = 0;
+    for (auto& streams : busy_) streams.fill(0);
+    capturing_ = false;
+    captured_streams_.clear();
+    graph_ = {};
+    failing = false;
+    clear_log();
+  }
+
   // --- capture into a graph ---
   void begin_capture(StreamId id) {
     std::lock_guard<std::recursive_mutex> lock(mutex);
