@@ -85,8 +85,8 @@ def install() -> None:
     """Build the accelerator if need be, register it with torch, and its back ends with c10d.
 
     The back ends are called "own", "caller" and "silent", and report themselves as "nccl". Their
-    status is read through ``torch._C._distributed_c10d._dump_nccl_trace_json``, which is where a torch with
-    NCCL has it: ``_dump_fr_trace_json`` reads another recorder, of which NCCL knows nothing.
+    status is read through ``torch._C._distributed_c10d._dump_nccl_trace_json``, as NCCL's is:
+    ``_dump_fr_trace_json`` reads another recorder, in which NCCL writes nothing.
     """
     global _native
     if _native is not None:
