@@ -63,11 +63,11 @@ class Work final : public c10d::Work {
   void blockCurrentStream() override { synchronize(); }
   std::vector<at::Tensor> result() override { return outputs; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    machine().note("getFuture");
+    machine().note_on_host("getFuture");
     return future;
   }
   uint64_t getSequencenumber() const override {
-    machine().note("getSequencenumber");
+    machine().note_on_host("getSequencenumber");
     return seq;
   }
   float getDuration() const override {
@@ -107,7 +107,7 @@ class Backend final : public c10d::Backend {
     }
   }
   static std::string status_json(bool entries) {
-    machine().note(entries ? "readEntries" : "readStatus");
+    machine().note_on_host(entries ? "readEntries" : "readStatus");
     std::lock_guard<std::mutex> lock(all_mutex());
     std::string json = "{\"version\": \"2.10\", \"pg_config\": {}, \"pg_status\": {";
     bool first = true;
@@ -140,7 +140,7 @@ class Backend final : public c10d::Backend {
   void enableCollectivesTiming() override { timing_ = true; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override {
-    machine().note("getSequenceNumberForGroup");
+    machine().note_on_host("getSequenceNumberForGroup");
     return collectives_;
   }
 
@@ -211,12 +211,8 @@ class Backend final : public c10d::Backend {
   // Makes a device current for as long as an op is issued, as NCCL's back end does.
   class OnDevice {
    public:
-    explicit OnDevice(int device) : old_(machine().device()) {
-      if (device != old_) machine().set_device(device);
-    }
-    ~OnDevice() {
-      if (machine().device() != old_) machine().set_device(old_);
-    }
+    explicit OnDevice(int device) : old_(machine().device()) { machine().set_device(device); }
+    ~OnDevice() { machine().set_device(old_); }
 
    private:
     int old_;

@@ -123,8 +123,10 @@ class Machine {
 
   // --- devices: each thread has a current one; using it makes a context there ---
   int device() const { return current_device_; }
+  // As in CUDA's guards, setting the device that is current already does nothing.
   void set_device(int device) {
     check_device(device);
+    if (device == current_device_) return;
     current_device_ = device;
     note("setDevice");
   }
@@ -133,11 +135,17 @@ class Machine {
   }
 
   // --- the log ---
-  void note(const char* name) {
+  // A call that the host answers, without the device.
+  void note_on_host(const char* name) {
     char thread_name[16] = {};
     pthread_getname_np(pthread_self(), thread_name, sizeof(thread_name));
     std::lock_guard<std::recursive_mutex> lock(mutex);
     calls_[{name, static_cast<int>(gettid()), thread_name, capturing_}]++;
+  }
+  // A call of the device's driver: the thread's current device gets a context.
+  void note(const char* name) {
+    note_on_host(name);
+    std::lock_guard<std::recursive_mutex> lock(mutex);
     contexts_.insert(current_device_);
   }
   // A call that invalidates a capture of any thread, in CUDA's default (global) capture mode.
@@ -263,8 +271,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { machine().set_device(index_of(device)); }
   c10::Device exchangeDevice(c10::Device device) const override {
     const c10::Device old = getDevice();
-    // As CUDA's guards do: a device that is current already is not set again.
-    if (index_of(device) != old.index()) setDevice(device);
+    setDevice(device);
     return old;
   }
 
