@@ -106,6 +106,11 @@ def charged() -> Seen:
     }
 
 
+def ended_of(records: list[Seen]) -> list[Seen]:
+    """Return the records that say when their op ended."""
+    return [record for record in records if record["completed_ns"] is not None]
+
+
 # --- the programs ---
 
 
@@ -167,7 +172,7 @@ def synchronous(job: Job) -> Seen:
 
 
 def captured(job: Job) -> Seen:
-    """A collective is captured into a graph while ops from before are in flight."""
+    """Two collectives are captured into a graph while ops from before are in flight."""
     sim.freeze()
     group = job.group()
     tensor = ones()
@@ -177,8 +182,27 @@ def captured(job: Job) -> Seen:
     sim.clear_log()
     with sim.capture(Stream(0, 0)) as capture:
         dist.all_reduce(tensor, group=group, async_op=True).wait()
+        dist.all_reduce(tensor, group=group)
         job.look()
     seen = {**charged(), "invalidated by": capture.invalidated_by, "replayed": sim.replay()}
+    sim.advance(1000.0)
+    sim.tick()
+    until(lambda: not job.in_flight(group))
+    return {**seen, "after": job.in_flight(group), "records": job.records(group)}
+
+
+def coalesced_collectives(job: Job) -> Seen:
+    """Broadcasts inside a coalescing block are launched together when it ends."""
+    sim.freeze()
+    group = sim.new_group(job.backend)
+    device = torch.device(sim.DEVICE, 0)
+    sim.clear_log()
+    with dist.distributed_c10d._coalescing_manager(group, device, async_ops=True) as block:
+        for _ in range(2):
+            dist.broadcast(ones(), 0, group=group, async_op=True)
+    block.wait()
+    job.look()
+    seen = {**charged(), "before": ended_of(job.records(group))}
     sim.advance(1000.0)
     sim.tick()
     until(lambda: not job.in_flight(group))
@@ -193,11 +217,12 @@ def batched_messages(job: Job) -> Seen:
     batch = [dist.P2POp(op, ones(), 1, group) for op in (dist.isend, dist.irecv)]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    seen = {**charged(), "in flight": job.in_flight(group)}
+    job.look()
+    seen = {**charged(), "before": ended_of(job.records(group))}
     sim.advance(1000.0)
     sim.tick()
-    job.look()
-    return {**seen, "records": job.records(group)}
+    until(lambda: not job.in_flight(group))
+    return {**seen, "after": job.in_flight(group), "records": job.records(group)}
 
 
 def messages(job: Job) -> Seen:
@@ -225,6 +250,43 @@ def message_beside_a_hang(job: Job) -> Seen:
     sim.tick()
     job.look()
     return {"completed": sim.status(group)["completed"], "records": job.records(group)}
+
+
+def both_kinds(job: Job) -> Seen:
+    """Collectives and sends take turns, and all of them complete: their numbers share one field."""
+    sim.freeze()
+    group = sim.new_group(job.backend)
+    for number in range(4):
+        if number % 2:
+            dist.isend(ones(), 1, group=group)
+        else:
+            for _ in range(3):
+                dist.all_reduce(ones(), group=group, async_op=True)
+        sim.advance(1000.0)
+        sim.tick()
+        job.look()
+    until(lambda: not job.in_flight(group))
+    return {"after": job.in_flight(group), "records": job.records(group)}
+
+
+def both_kinds_between_looks(job: Job) -> Seen:
+    """A send overwrites the collectives' number before anybody has seen it; then the job goes on."""
+    sim.freeze()
+    group = sim.new_group(job.backend)
+    for _ in range(3):
+        dist.all_reduce(ones(), group=group, async_op=True)
+    sim.advance(1000.0)
+    sim.tick()
+    dist.isend(ones(), 1, group=group)
+    sim.advance(1000.0)
+    sim.tick()
+    for _ in range(4):
+        dist.all_reduce(ones(), group=group, async_op=True)
+        sim.advance(1000.0)
+        sim.tick()
+        job.look()
+    until(lambda: not job.in_flight(group))
+    return {"after": job.in_flight(group), "records": job.records(group)}
 
 
 def second_device(job: Job) -> Seen:
@@ -344,9 +406,9 @@ def helper_cpu_ns() -> int:
 PROGRAMS: dict[str, Callable[[Job], Seen]] = {
     program.__name__: program
     for program in (
-        stuck_collective, ends, synchronous, captured, batched_messages, messages,
-        message_beside_a_hang, second_device, several_threads, failing_events, no_status,
-        another_back_end, many_in_flight,
+        stuck_collective, ends, synchronous, captured, coalesced_collectives, batched_messages,
+        messages, message_beside_a_hang, both_kinds, both_kinds_between_looks, second_device,
+        several_threads, failing_events, no_status, another_back_end, many_in_flight,
     )
 }  # fmt: skip
 
