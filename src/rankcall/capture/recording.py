@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from rankcall import background
 from rankcall._handle import Scoped
 from rankcall.capture import declared
 from rankcall.capture.marks import Marks
@@ -243,7 +244,7 @@ class Recording(Scoped):
         self.capture.stop()
         self._note_leaving()
         self._stopped.set()
-        self._heart.join(timeout=2)
+        background.join(self._heart, 2.0)
         self._lines.stop()
         deadline = time.monotonic() + _DRAIN_SECONDS
         while not self.capture.drained() and time.monotonic() < deadline:
