@@ -65,7 +65,8 @@ class ExitBudget:
     def __init__(
         self, seconds: float = EXIT_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._left = seconds
+        self._seconds = seconds
+        self._spent = 0.0
         self._clock = clock
         self._is_exiting = False
 
@@ -73,15 +74,20 @@ class ExitBudget:
         """Note that the interpreter has begun to end."""
         self._is_exiting = True
 
+    @property
+    def spent(self) -> float:
+        """The seconds that waits have taken since the interpreter began to end."""
+        return self._spent
+
     def spend(self, wait: Callable[[float], T], seconds: float) -> T:
         """Return ``wait(seconds)``; at exit, with what is left of the budget if that is less."""
         if not self._is_exiting:
             return wait(seconds)
         began = self._clock()
         try:
-            return wait(min(seconds, max(0.0, self._left)))
+            return wait(min(seconds, max(0.0, self._seconds - self._spent)))
         finally:
-            self._left -= self._clock() - began
+            self._spent += self._clock() - began
 
 
 exit_budget = ExitBudget()
@@ -107,10 +113,10 @@ def holding(lock: Any, seconds: float) -> Iterator[bool]:
             lock.release()
 
 
-def at_exit(close: Callable[[], object]) -> None:
-    """Call ``close`` when the interpreter ends. Its waits share the exit budget.
+def at_exit(close: Callable[[], object]) -> Callable[[], None]:
+    """Call ``close`` when the interpreter ends; return what ``atexit.unregister`` takes.
 
-    What it raises is logged: the job's output and exit status stay its own.
+    Its waits share the exit budget. What it raises is logged: the job's exit status stays its own.
     """
 
     def close_within_budget() -> None:
@@ -121,3 +127,4 @@ def at_exit(close: Callable[[], object]) -> None:
             logger.warning("closing down failed; the job's exit goes on", exc_info=error)
 
     atexit.register(close_within_budget)
+    return close_within_budget

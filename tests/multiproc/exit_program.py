@@ -6,6 +6,7 @@ state, writes the time on stdout, and ends.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import rankcall
+from rankcall.background import exit_budget
 
 folder, state, ending, *threads = sys.argv[1:]
 reached: dict[str, threading.Event] = {}  # by the name of a thread that is to be trapped
@@ -115,6 +117,25 @@ def trap_lock() -> None:
     threading.Thread(target=build, name="builder", daemon=True).start()
 
 
+def never_ends() -> None:
+    """Be a request that does not end."""
+    reached["rpc"].set()
+    threading.Event().wait()
+
+
+def trap_rpc() -> None:
+    """Trap a thread of the RPC agent in a request."""
+    from torch.distributed.rpc import rpc_async
+
+    from rankcall import rpc
+    from rankcall.rpc.backends.zmq import ZmqRpcBackendOptions
+
+    expect("rpc")
+    options = ZmqRpcBackendOptions(init_method=f"file://{folder}/rpc")
+    rpc.init_rpc("self", rank=0, world_size=1, rpc_backend_options=options)
+    rpc_async("self", never_ends)
+
+
 def begin() -> None:
     """Record, trap the threads, and wait until each has come to its trap."""
     if "heart" in threads:
@@ -129,6 +150,7 @@ def begin() -> None:
         "join": trap_join,
         "agree": trap_agree,
         "lock": trap_lock,
+        "rpc": trap_rpc,
     }
     for name in threads:
         traps[name]()
@@ -154,6 +176,8 @@ def end() -> None:
         time.sleep(60)  # until the signal is here
 
 
+# Registered first, so called last: how long all waits at exit took.
+atexit.register(lambda: print(f"waited {exit_budget.spent}", file=sys.stderr, flush=True))
 store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 Path(folder).mkdir(exist_ok=True)
