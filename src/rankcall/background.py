@@ -46,7 +46,7 @@ class BackgroundCall(Generic[T]):
         """Wait up to ``seconds`` for the call to end; return whether it has."""
         return self._done.wait(max(0.0, seconds))
 
-    def result(self) -> T:
+    def outcome(self) -> T:
         """Return what the call returned or raise what it raised, once ``ended`` is true."""
         if not self._done.is_set():
             raise RuntimeError("the call has not ended: wait for it with ended() first")

@@ -41,22 +41,22 @@ class Waits:
 
 
 def test_a_call_returns_or_raises() -> None:
-    """``result`` passes on what the call came to."""
+    """``outcome`` passes on what the call came to."""
     good, bad = BackgroundCall(lambda: 7, "good"), BackgroundCall(lambda: 1 // 0, "bad")
     assert good.ended(LONG_S)
-    assert good.result() == 7
+    assert good.outcome() == 7
     assert bad.ended(LONG_S)
     with pytest.raises(ZeroDivisionError):
-        bad.result()
+        bad.outcome()
 
 
 def test_a_call_that_does_not_end_is_left_behind() -> None:
-    """``ended`` gives up in time, and ``result`` never waits."""
+    """``ended`` gives up in time, and ``outcome`` never waits."""
     release = threading.Event()
     call = BackgroundCall(lambda: release.wait(LONG_S), "stuck")
     assert not call.ended(0.01)
     with pytest.raises(RuntimeError, match="has not ended"):
-        call.result()
+        call.outcome()
     release.set()
     assert call.ended(LONG_S)
 
@@ -71,7 +71,7 @@ def test_a_thread_that_cannot_start_is_a_call_that_raised(monkeypatch: pytest.Mo
     call = BackgroundCall(lambda: 7, "late")
     assert call.ended(0.0)
     with pytest.raises(RuntimeError, match="interpreter shutdown"):
-        call.result()
+        call.outcome()
 
 
 def test_before_the_exit_each_wait_gets_what_it_asks_for() -> None:

@@ -26,4 +26,4 @@ def bounded(call: Callable[[], T], deadline: float, doing: str) -> T:
             f"RPC {doing}: the store does not answer: its host is stopped, or cut off. "
             "Look at the process that hosts it"
         )
-    return helper.result()
+    return helper.outcome()

@@ -129,4 +129,4 @@ def _aside(
         raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
     if not helper.ended(_HEARD_S):  # it had its result a moment ago
         raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
-    return helper.result()
+    return helper.outcome()

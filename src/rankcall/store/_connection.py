@@ -71,7 +71,7 @@ def _connect(store: Store, seconds: float) -> Link:
     if not helper.ended(seconds):
         raise lost(where(store), f"no answer within {seconds:.0f} s")
     try:
-        return helper.result()
+        return helper.outcome()
     except StoreLost:
         raise
     except Exception as error:

@@ -101,7 +101,7 @@ def _connected(address: str, port: int, seconds: float) -> Store | None:
     if not helper.ended(seconds):
         return None
     try:
-        store = helper.result()
+        store = helper.outcome()
     except RuntimeError:
         return None
     store.set_timeout(timedelta(seconds=300))  # as torch's own default

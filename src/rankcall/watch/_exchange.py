@@ -175,7 +175,7 @@ class Exchange:
         why = f"no answer within {limit_s:g} s"
         if call.ended(limit_s):
             try:
-                return call.result()
+                return call.outcome()
             except _NoStore as error:
                 raise Unreachable(str(error)) from error
             except BaseException as error:

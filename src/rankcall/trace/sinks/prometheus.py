@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankcall.background import BackgroundCall
 from rankcall.trace.descriptions import Descriptions
 from rankcall.trace.sinks.counts import BYTES, SECONDS, Histogram, Key, Keys
 from rankcall.trace.sinks.extras import imported
 
 if TYPE_CHECKING:
     from rankcall.trace.sinks.base import Origin
-
-logger = logging.getLogger("rankcall.trace")
 
 _CLOSE_SECONDS = 1.0
 _LABELS = ("op", "group", "host", "rank")
@@ -86,10 +82,7 @@ class Prometheus:
         self._registry.unregister(self)
         if self._server is not None:
             server, thread = self._server
-            # shutdown() waits for the serving thread, and has no timeout of its own.
-            stopping = BackgroundCall(server.shutdown, "rankcall-prometheus")
-            if not stopping.ended(_CLOSE_SECONDS):
-                logger.warning("the metrics server did not stop within %g s", _CLOSE_SECONDS)
+            server.shutdown()
             server.server_close()
             thread.join(_CLOSE_SECONDS)
             self._server = None
