@@ -30,19 +30,28 @@ _COLLECTIVES = (
     "reduce", "reduce_scatter", "scatter", "send",
 )  # fmt: skip
 _SOCKET = ("accept", "recv", "recv_into", "recvfrom", "recv_bytes")
-_LOCKS = re.compile(r"lock|mutex|condition|deciding|turned|changed", re.IGNORECASE)
+_LOCK_MAKERS = ("Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore")
+_LOCK_NAMES = re.compile(r"lock|mutex|condition", re.IGNORECASE)
 _STORES = re.compile(r"store|client|_own\b", re.IGNORECASE)
+# Each waits for the store's answer: none of its timeouts applies while its host is stopped.
+_STORE_REQUESTS = (
+    "get", "multi_get", "set", "multi_set", "add", "append", "check", "compare_set", "delete_key",
+    "list_keys", "num_keys", "clone",
+)  # fmt: skip
+_RESOLVERS = ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getfqdn", "getnameinfo")
 _TIMED = re.compile(r"deadline|monotonic|until|settled|stopping|\.wait\(", re.IGNORECASE)
 
 
 def python_waits(file: str, source: str) -> Iterator[Wait]:
     """Yield the waits of a Python file that have no visible deadline."""
     tree = ast.parse(source)
+    locks = _locks(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
                 text = ast.unparse(item.context_expr)
-                if _LOCKS.search(text.rpartition(".")[2]) and "(" not in text:
+                name = text.rpartition(".")[2]
+                if "(" not in text and (name in locks or _LOCK_NAMES.search(name)):
                     yield Wait(file, "lock", text)
         elif isinstance(node, ast.While):
             body = ast.unparse(node)
@@ -52,6 +61,20 @@ def python_waits(file: str, source: str) -> Iterator[Wait]:
             kind = _kind(node)
             if kind:
                 yield Wait(file, kind, ast.unparse(node.func))
+
+
+def _locks(tree: ast.AST) -> set[str]:
+    """Return the names that a file gives to locks and conditions."""
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(
+            node.value, ast.Call
+        ):
+            continue
+        if ast.unparse(node.value.func).rpartition(".")[2] in _LOCK_MAKERS:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {ast.unparse(target).rpartition(".")[2] for target in targets}
+    return found
 
 
 def _kind(call: ast.Call) -> str:
@@ -84,8 +107,11 @@ def _kind(call: ast.Call) -> str:
         return "socket"
     if name == "synchronize" and given < 3:
         return "synchronize"  # a device; rankcall.store's has a timeout
-    if name in ("wait", "get", "multi_get") and _STORES.search(owner.rpartition(".")[2]):
-        return "" if name == "wait" and given > 1 else "store"
+    if name in _RESOLVERS:
+        return "resolver"
+    is_store = bool(_STORES.search(owner.rpartition(".")[2]))
+    if is_store and (name in _STORE_REQUESTS or (name == "wait" and given < 2)):
+        return "store"
     if name in ("get", "put") and "queue" in owner.rpartition(".")[2].lower():
         return "" if bounded or (name == "get" and given > 1) else "queue"
     if name == "get" and not given and not words:
