@@ -247,7 +247,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(
     thread = played.watch._thread
     played.watch.close()
     assert thread is not None
-    assert thread.is_alive()  # nobody could wake it, and nobody waits for it
+    assert thread.is_alive()  # it is left behind
     silent.release.set()
     watching._spent.clear()
     played.store.set("bell/0", "1")

@@ -70,7 +70,7 @@ capture/session.py: lock: _state.lock
     held while the recorder is built, which has a deadline; exits use background.holding()
 capture/hostnames.py: store: self._store.set | store.check | store.get | store.multi_get
     inside init_process_group, which has just used the same store, or on the trace thread,
-    for which nobody waits without a deadline
+    for which callers wait with a deadline
 capture/python/waited.py: result: inner.result | self._inner.result
     delegates the user's own call
 capture/python/waited.py: synchronize: self._inner.synchronize
@@ -119,11 +119,11 @@ store/_link.py: store: self._client.get
 testing/_inject.py: sleep: math.isinf(fault.seconds)
     a planned fault: the test asked for a hang
 testing/_inject.py: wait: work.wait
-    does what the faulty op would have done
+    the faulty op would have waited for it, too
 trace/sinks/otel.py: shutdown: provider.shutdown
-    on the trace thread, for which nobody waits without a deadline
+    on the trace thread: callers wait for it with a deadline
 trace/sinks/prometheus.py: shutdown: server.shutdown
-    on the trace thread, for which nobody waits without a deadline; the server looks twice
+    on the trace thread: callers wait for it with a deadline; the server looks twice
     a second
 watch/_exchange.py: store: store.add | store.check | store.compare_set | store.delete_key
 watch/_exchange.py: store: store.get | store.set

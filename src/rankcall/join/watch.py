@@ -124,7 +124,7 @@ class Watch:
     def _forget(self) -> None:
         """Remove this rank's keys of the block before.
 
-        Every rank has left that block before this one, so nobody reads them any more.
+        Every rank has left that block before this one, so no rank reads them any more.
         """
         for store in _spent:
             for what in ("host", "heard", "bell"):
