@@ -2,7 +2,7 @@
 
 ::
 
-    <run>/hangs/0001/verdict.json         as ``rankcall diagnose --json``, and when and by whom
+    <run>/hangs/0001/verdict.json         as ``rankcall diagnose --json``, and its id and origin
     <run>/hangs/0001/verdict.txt          what was printed
     <run>/hangs/0001/stacks/rank-00003.txt
 
@@ -34,22 +34,47 @@ def decode(raw: bytes) -> Object:
         sound = all(isinstance(each, dict) for each in found["findings"])
         when = found["hang"]["epoch_ns"] = int(found["hang"]["epoch_ns"])
         sound &= 0 <= when < _LATEST_NS
-    except (KeyError, TypeError, OverflowError, RecursionError) as error:
+        sound &= 0 <= int(found["hang"].get("mono_ns", 0)) < _LATEST_NS
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no verdict: {type(error).__name__}: {error}") from error
     if not sound:
         raise ValueError("no verdict: a finding is no object, or it is of no possible time")
     return dict(found)
 
 
+def origin(mono_ns: int, epoch_ns: int, boot_id: str, pid: int) -> Object:
+    """Return what tells a verdict from every other one, and when it was made.
+
+    A wall clock can step back, so ``epoch_ns`` is only for people to read. ``mono_ns`` counts from
+    the boot ``boot_id``, and ``id`` is unique in a run.
+    """
+    return {
+        "id": f"{boot_id}.{pid}.{mono_ns}",
+        "boot_id": boot_id,
+        "mono_ns": mono_ns,
+        "epoch_ns": epoch_ns,
+        "by_pid": pid,
+    }
+
+
+def id_of(verdict: Object) -> str:
+    """Return a verdict's id. Versions before 0.2 gave none: their time and process stand for it."""
+    about = verdict["hang"]
+    return str(about.get("id") or f"{about.get('by_pid', 0)}@{about['epoch_ns']}")
+
+
 def kept(*places: Path) -> list[Object]:
-    """Return the verdicts below some places, oldest first; what cannot be read is left out."""
+    """Return the verdicts below some places in the order in which they were kept there.
+
+    A verdict that cannot be read is left out.
+    """
     found = []
     for place in places:
         for folder in numbered(place / HANGS):
             with contextlib.suppress(OSError, ValueError):
                 verdict = decode((folder / _VERDICT).read_bytes())
                 found.append({**verdict, "place": str(folder)})
-    return sorted(found, key=lambda each: int(each["hang"]["epoch_ns"]))
+    return found
 
 
 def text_of(verdict: Object) -> str:

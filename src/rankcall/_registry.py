@@ -39,16 +39,16 @@ class Registry(Generic[T]):
         self._kind, self._group, self._check = kind, group, check
         self._builtin = dict(builtin or {})
         self._values: dict[str, T] = {}
-        # Re-entrant: what is loaded may register or look up names of its own.
-        self._lock = threading.RLock()
+        # Never held while a value is loaded: that reads files and runs other people's code.
+        self._lock = threading.Lock()
 
     def register(self, name: str, value: Any) -> Registration:
         """Add a value under a new name. Raises ``DuplicateBackend``, and what ``check`` raises."""
         if not isinstance(name, str) or not name:
             raise TypeError(f"the name of an {self._kind} is a non-empty string; got {name!r}")
-        checked = self._check(name, value)
+        checked, is_known = self._check(name, value), name in self
         with self._lock:
-            if name in self:
+            if is_known or name in self._values:
                 raise DuplicateBackend(f"{self._kind} {name}: already registered")
             self._values[name] = checked
         return Registration(lambda: self._forget(name, checked))
@@ -56,16 +56,18 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the value of a name, loading it if need be. Raises ``BackendNotFound``."""
         with self._lock:
-            if name not in self._values:
-                self._values[name] = self._check(name, self._load(name))
-            return self._values[name]
+            if name in self._values:
+                return self._values[name]
+        loaded = self._check(name, self._load(name))
+        with self._lock:
+            return self._values.setdefault(name, loaded)  # another thread may have loaded it, too
 
     def __contains__(self, name: object) -> bool:
         return any(name == known for known in self)
 
     def __iter__(self) -> Iterator[str]:
+        announced = [point.name for point in self._announced()]
         with self._lock:
-            announced = [point.name for point in self._announced()]
             return iter(list(dict.fromkeys([*self._builtin, *self._values, *announced])))
 
     def _announced(self) -> list[EntryPoint]:

@@ -124,6 +124,15 @@ class Run:
             lost[head.header.rank] = lost.get(head.header.rank, 0) + dropped
         return lost
 
+    @property
+    def tables_lost(self) -> dict[int, int]:
+        """Per rank, how many names found no room in its ring; ranks that lost none are left out."""
+        lost: dict[int, int] = {}
+        for head in self.heads:
+            if head.header.tables_lost:
+                lost[head.header.rank] = lost.get(head.header.rank, 0) + head.header.tables_lost
+        return lost
+
     def count(self, head: Head) -> tuple[int, int]:
         """Return how many records a ring holds and how many it dropped."""
         if head.path not in self._census:
@@ -238,7 +247,21 @@ def _load(where: Path, source: Path, progress: Progress | None) -> Run:
             f"{source}: no ring for rank {format_ranks(run.missing_ranks)} of "
             f"{run.world_size}: what is said is of the others only"
         )
+    if run.tables_lost:
+        problems.append(_names_lost(run))
     return run
+
+
+def _names_lost(run: Run) -> str:
+    """Word that side tables are full; every report shows it as one of ``Run.problems``."""
+    lost = run.tables_lost
+    count, ranks = sum(lost.values()), format_ranks(list(lost))
+    names = "1 name" if count == 1 else f"{count:,} names"
+    return (
+        f"{run.source}: the ring's side tables are full on rank {ranks}: {names} (of groups, lines "
+        "or error texts) found no room. Calls of groups without a name are taken for calls of one "
+        "group, so a verdict on them is less sure; rankcall.disable() and enable() begin a new ring"
+    )
 
 
 def _read_heads(

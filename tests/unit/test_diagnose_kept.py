@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from test_diagnose_culprits import WAITING
-from test_watch_verdict import FOUND, verdict
+from test_watch_verdict import FOUND, always, verdict
 from worlds import MS, START, group_of, together, write_world
 
 from rankcall.analysis.diagnosis import diagnose
@@ -32,7 +32,7 @@ def test_what_the_watcher_kept_is_pointed_to(
 ) -> None:
     """When, who was named, and where the stacks of that moment are; also of an archive."""
     monkeypatch.setenv("COLUMNS", "300")  # no path is broken
-    _verdict.write(run, verdict(FOUND, WHEN), {2: "Thread 1", 3: "Thread 2"}, 0)
+    _verdict.write(run, verdict(FOUND, WHEN), {2: "Thread 1", 3: "Thread 2"}, always)
     assert main(["diagnose", str(run)]) == 1
     said = " ".join(capsys.readouterr().out.split())
     about = "2026-11-21 03:41:30 missing: rank 2; desync (with 2 stacks), in"

@@ -214,3 +214,41 @@ def test_a_rank_that_is_out_still_says_where_its_connections_end(played: Played)
     assert ends
     played.watch.close()
     assert json.loads(played.store.get("heard/0")) == ends
+
+
+class Silent:
+    """A store whose host is stopped: no request is ever answered."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def request(*arguments: Any) -> Any:
+            self.release.wait(60)
+            raise dist.DistNetworkError("it went on after the test")
+
+        return request
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request of the training thread ends after ``_STORE_S``: the job goes on."""
+    monkeypatch.setattr(watching, "_STORE_S", 0.05)
+    monkeypatch.setattr(watching, "_ANSWER_S", 0.05)
+    silent = Silent()
+    monkeypatch.setattr(played.watch, "_store", silent)
+    cause = played.watch.explain(CLOSED)
+    assert isinstance(cause, PeerError)
+    assert "gave no answer" in str(cause)
+    with pytest.raises(PeerError, match="cannot agree with the other ranks"):
+        played.watch.leave()
+    played.watch.publish(ValueError("ours"))
+    thread = played.watch._thread
+    played.watch.close()
+    assert thread is not None
+    assert thread.is_alive()  # it is left behind
+    silent.release.set()
+    watching._spent.clear()
+    played.store.set("bell/0", "1")
+    thread.join(60)

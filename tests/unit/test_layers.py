@@ -14,7 +14,7 @@ ROOT = Path(rankcall.__file__).parent
 
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
-    ("errors", "_aside", "_handle", "_joins", "_hangs", "_clock", "record"),
+    ("errors", "background", "_handle", "_joins", "_hangs", "_clock", "record"),
     ("_registry", "_native", "_whole"),
     ("ring", "_newfile"),
     ("_rows", "processes"),

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -168,3 +169,27 @@ def test_a_handle_removes_its_own_registration() -> None:
     assert registry.get("one") == 2
     with pytest.raises(TypeError, match="non-empty string"):
         registry.register("", 1)
+
+
+def test_a_value_that_is_slow_to_load_holds_nobody_up() -> None:
+    """Other names are found while one is loaded: that runs code of other people."""
+    loading, release = threading.Event(), threading.Event()
+
+    def check(name: str, value: Any) -> Any:
+        if name == "slow":
+            loading.set()
+            release.wait(60)
+        return value
+
+    values = Registry("thing", "rankcall.no-such-group", check, {"slow": "json", "quick": "csv"})
+    thread = threading.Thread(target=values.get, args=("slow",))
+    thread.start()
+    assert loading.wait(60)
+    found: list[Any] = []
+    other = threading.Thread(target=lambda: found.append(values.get("quick")))
+    other.start()
+    other.join(60)
+    assert [module.__name__ for module in found] == ["csv"]
+    release.set()
+    thread.join(60)
+    assert values.get("slow").__name__ == "json"

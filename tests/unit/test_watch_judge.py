@@ -14,7 +14,7 @@ import pytest
 from test_diagnose_culprits import WAITING, S, look, stuck
 from torch.distributed import HashStore
 
-from rankcall._hangs import decode
+from rankcall._hangs import decode, id_of
 from rankcall.analysis.hang.find import settles_in
 from rankcall.analysis.state.snapshot import RankState, Snapshot
 from rankcall.ring.tables import Group
@@ -135,3 +135,97 @@ def test_nodes_whose_clocks_are_an_hour_apart_say_it_once(
     first_ns = time.monotonic_ns() - 61 * S
     assert [judge.look(nobody, first_ns, False) for _ in range(3)] == [True, False, False]
     assert len(_verdict.written(tmp_path / "run")) == 1
+
+
+STEP_BACK_NS = -3600 * S
+
+
+@pytest.fixture
+def wall_clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that holds by how many ns the wall clock is off."""
+    real, offset = time.time_ns, [0]
+    monkeypatch.setattr(time, "time_ns", lambda: real() + offset[0])
+    return offset
+
+
+def _judge(folder: Path, monkeypatch: pytest.MonkeyPatch, *, other_node: bool = False) -> Judge:
+    """Return a judge before whom rank 3 hangs; with ``other_node``, another host judges it."""
+    judge = Judge(folder / "run", 60.0)
+    whole = look(folder / f"world-{id(judge)}", WAITING, states={}).snapshot
+    shown = whole
+    if other_node:
+        shown = replace(whole, ranks=[*whole.ranks[:3], RankState(3, blind=True)])
+        verdict = decode(judge._judge(whole))
+        verdict["hang"] = {**verdict["hang"], "boot_id": "another", "id": "another.1.1"}
+        monkeypatch.setattr(judge, "_together", lambda mine: (json.dumps(verdict).encode(), False))
+    monkeypatch.setattr(judge, "_stand", lambda headers: shown)
+    return judge
+
+
+@pytest.mark.parametrize("other_node", [False, True])
+def test_a_wall_clock_that_steps_repeats_no_verdict(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wall_clock: list[int],
+    other_node: bool,
+) -> None:
+    """One hang is kept once and passed to ``on_hang``, however the wall clock steps (A26)."""
+    judge = _judge(tmp_path, monkeypatch, other_node=other_node)
+    nobody: Any = {}
+    first_ns = time.monotonic_ns()
+    news = []
+    for offset in (STEP_BACK_NS, 2 * STEP_BACK_NS, -STEP_BACK_NS, 0):
+        wall_clock[0] = offset
+        news.append(judge.look(nobody, first_ns, False))
+    assert news == [True, False, False, False]
+    assert len(judge.told()) == 1
+    assert len(_verdict.written(tmp_path / "run")) == 1
+
+
+def test_the_newest_verdict_is_the_last_after_a_step_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall_clock: list[int]
+) -> None:
+    """``on_hang`` gets the verdict that was kept last, not the one with the latest wall clock."""
+    judge = _judge(tmp_path, monkeypatch)
+    nobody: Any = {}
+    assert judge.look(nobody, time.monotonic_ns(), False)
+    wall_clock[0] = STEP_BACK_NS
+    stepped = _judge(tmp_path, monkeypatch)
+    assert stepped.look(nobody, time.monotonic_ns(), False)
+    (newest,) = stepped.told()
+    assert [each["place"] for each in judge.told()][-1] == newest["place"]
+    assert len(judge.told()) == 2
+
+
+def test_another_rank_that_takes_the_lead_repeats_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wall_clock: list[int]
+) -> None:
+    """A verdict of another host counts from when this process noticed it."""
+    first = _judge(tmp_path, monkeypatch, other_node=True)
+    second = _judge(tmp_path, monkeypatch)
+    nobody: Any = {}
+    first_ns = time.monotonic_ns()
+    assert first.look(nobody, first_ns, False)
+    wall_clock[0] = STEP_BACK_NS
+    assert len(second.told()) == 1
+    assert not second.look(nobody, first_ns, False)
+
+
+def test_verdicts_of_an_older_version_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verdict without an id is told from others, and came before the watcher that finds it."""
+    for number in (1, 2):
+        judge = _judge(tmp_path / "old", monkeypatch)
+        verdict = decode(judge._judge(judge._stand({})))
+        verdict["hang"] = {"epoch_ns": time.time_ns() + 3600 * S + number, "by_pid": 7}
+        place = tmp_path / f"run/hangs/000{number}"
+        place.mkdir(parents=True)
+        (place / "verdict.json").write_text(json.dumps(verdict))
+    kept = _verdict.written(tmp_path / "run")
+    assert len({id_of(each) for each in kept}) == 2
+    judge = _judge(tmp_path, monkeypatch)
+    nobody: Any = {}
+    assert judge.told() == []
+    assert judge.look(nobody, time.monotonic_ns(), False)
+    assert len(judge.told()) == 1

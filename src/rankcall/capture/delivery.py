@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rankcall import background
 from rankcall.capture import session
 from rankcall.capture.events import StatusMaker
 from rankcall.capture.tail import Batch, RingTail
@@ -102,7 +102,7 @@ class Dispatcher:
     def _make_delivery(self, recording: session.Recording) -> Delivery:
         if not self._exits:
             self._exits = True
-            atexit.register(self.close)
+            background.at_exit(self.close)
             os.register_at_fork(after_in_child=self._in_forked_child)
         if self._wake_fd < 0:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -119,17 +119,16 @@ class Dispatcher:
 
     def close(self, timeout: float = _DRAIN_SECONDS) -> bool:
         """Deliver what has happened, for at most ``timeout`` seconds; tell whether that was all."""
-        with self._lock:
-            delivery = self._delivery
+        delivery = self._delivery
         if delivery is None:
             return True
         delivery.tell_to_stop()
-        delivery.thread.join(timeout)
-        with self._lock:
-            delivery.start_hooks = delivery.end_hooks = ()
-            if self._delivery is delivery:
+        ended = background.join(delivery.thread, timeout)
+        delivery.start_hooks = delivery.end_hooks = ()
+        with background.holding(self._lock, timeout) as is_held:
+            if is_held and self._delivery is delivery:
                 self._end()
-        return not delivery.thread.is_alive()
+        return ended
 
     def _in_forked_child(self) -> None:
         """Hooks belong to the parent; its thread is not here, its descriptor would wake it."""

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from rankcall import background
 from rankcall._handle import Scoped
 from rankcall.capture import declared
 from rankcall.capture.device_status import POLL_SECONDS, DeviceOp, DeviceStatus
@@ -249,7 +250,7 @@ class Recording(Scoped):
         self.capture.stop()
         self._note_leaving()
         self._stopped.set()
-        self._heart.join(timeout=2)
+        background.join(self._heart, 2.0)
         if not self._heart.is_alive():
             self._follow_devices(self._devices.close)
         self._lines.stop()

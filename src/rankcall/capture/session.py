@@ -6,13 +6,13 @@ it; it ends with the last claim. A forked child starts without one.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
 from datetime import datetime, timezone
 from pathlib import Path
 
+from rankcall import background
 from rankcall.capture import declared
 from rankcall.capture.notices import say
 from rankcall.capture.recording import Recording as Recording
@@ -22,6 +22,7 @@ from rankcall.rundir import default_run_dir
 
 CAPTURES = ("auto", "native", "python")
 OLDEST_TORCH = (2, 11)
+_LOCK_SECONDS = 600.0  # another thread may hold the lock while it builds the recorder
 
 
 class _State:
@@ -107,9 +108,9 @@ def claim(
 
 def drop(owner: str) -> None:
     """Give up a claim; the last one stops the recording."""
-    with _state.lock:
+    with background.holding(_state.lock, _LOCK_SECONDS) as is_held:
         recording = _state.recording
-        if recording is None:
+        if recording is None or not is_held:
             return
         recording.claims.discard(owner)
         if not recording.claims:
@@ -191,7 +192,7 @@ def _register_once() -> None:
     if not _state.registered:
         _state.registered = True
         os.register_at_fork(after_in_child=_in_forked_child)
-        atexit.register(_at_exit)
+        background.at_exit(_at_exit)
 
 
 def _in_forked_child() -> None:
@@ -209,7 +210,9 @@ _inherited: list[_State] = []  # kept so that nothing of the parent's is torn do
 
 
 def _at_exit() -> None:
-    with _state.lock:
+    with background.holding(_state.lock, _LOCK_SECONDS) as is_held:
+        if not is_held:
+            return
         if _state.recording is not None:
             _stop(_state.recording)
         for old in _state.draining:

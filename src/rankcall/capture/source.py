@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from rankcall import background
 from rankcall.ring.layout import ENTRY_SITE, Geometry, offset_of
 from rankcall.ring.tables import CallSite, decode_site, entries
 
@@ -43,7 +44,7 @@ class SourceLines:
     def stop(self, timeout: float = 2.0) -> None:
         """Look once more, and end; what a slow disk has not told by then stays unknown."""
         self._stopping.set()
-        self._thread.join(timeout)
+        background.join(self._thread, timeout)
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_SECONDS):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rankcall._hangs import text_of
+from rankcall._hangs import id_of, text_of
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.cli._engine import Outcome
 from rankcall.errors import RankcallError
@@ -36,10 +36,20 @@ def note_ends(run_dir: Path, outcome: Outcome, headers: Sequence[Header]) -> Non
             note_exit(run_dir, Exit(*about, code, epoch_ns, by_launcher))
 
 
-def verdict(run_dir: Path, outcome: Outcome, hang_after: float, began_ns: int) -> str:
-    """Return why workers failed, in words; empty where torchrun's own table says no less."""
+def verdict_ids(run_dir: Path) -> frozenset[str]:
+    """Return the ids of the verdicts that a run holds by now."""
+    return frozenset(map(id_of, _verdict.written(run_dir)))
+
+
+def verdict(
+    run_dir: Path, outcome: Outcome, hang_after: float, told_before: Collection[str]
+) -> str:
+    """Return why workers failed, in words; empty if torchrun's own table says no less.
+
+    ``told_before`` are the ids of the verdicts that the run held before the job.
+    """
     if ABORT_STATUS in outcome.failed.values():
-        told = _verdict.written(run_dir, began_ns)
+        told = [each for each in _verdict.written(run_dir) if id_of(each) not in told_before]
         if told:
             return f"{text_of(told[-1])}\nthe watcher ended the job: {told[-1]['place']}"
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -131,7 +130,8 @@ def command(
             raise typer.Exit(USAGE_ERROR)
         recorder = _prepare(capture.value)
         where = _run_dir(run_dir, job, hang_after)
-        before, began_ns = {path.name for path in ring_paths(where)}, time.time_ns()
+        before = {path.name for path in ring_paths(where)}
+        told_before = _aftermath.verdict_ids(where)
         outcome = Outcome(1)
         variables = {
             **arming(where, recorder, job),
@@ -146,7 +146,7 @@ def command(
             finally:
                 with _undisturbed():
                     _finish(where, job, before, outcome)
-                    _say_why(where, outcome, hang_after or HANG_AFTER_S, began_ns)
+                    _say_why(where, outcome, hang_after or HANG_AFTER_S, told_before)
     raise typer.Exit(outcome.status)
 
 
@@ -232,10 +232,12 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _say_why(run_dir: Path, outcome: Outcome, hang_after: float, began_ns: int) -> None:
+def _say_why(
+    run_dir: Path, outcome: Outcome, hang_after: float, told_before: frozenset[str]
+) -> None:
     """Say why workers failed: in our words, or by torchrun's table where we know no better."""
     if outcome.failed:
-        why = _aftermath.verdict(run_dir, outcome, hang_after, began_ns)
+        why = _aftermath.verdict(run_dir, outcome, hang_after, told_before)
         typer.echo(f"\n{why or outcome.table}", err=True)
 
 

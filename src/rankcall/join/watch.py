@@ -25,11 +25,12 @@ import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from rankcall.background import BackgroundCall
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join.presence import Presence, is_gone, own_presence
 from rankcall.join.sockets import abort_devices, break_connections, endpoints
@@ -38,10 +39,12 @@ from rankcall.rundir import host_name
 
 _log = logging.getLogger("rankcall.join")
 _DAY = timedelta(days=1)
+T = TypeVar("T")
 # What the training thread gets to fail or leave by itself: so many turns of the watching thread,
 # because on a busy machine both get fewer of them.
 _TURNS, _TURN_S = 20, 0.01
 _ANSWER_S = 5.0  # what the other ranks get to answer; those whose process is gone get none
+_STORE_S = 10.0  # what the store gets to answer: one whose host is stopped never does
 _WORD_S = 0.5  # what the cause gets to arrive where connections broke and all ranks are there
 Entry = dict[str, Any]
 
@@ -80,11 +83,15 @@ class Watch:
         name = f"rankcall/join/{key[0]}-{key[-1]}-{zlib.crc32(repr(key).encode()):08x}"
         store = dist.distributed_c10d._get_default_store()
         self._spared = _ports(store)
-        try:
+
+        def connect() -> None:
             own: Any = store.clone()  # type: ignore[attr-defined]
             self._store: Any = dist.PrefixStore(f"{name}/{number}", store)
             self._own: Any = dist.PrefixStore(f"{name}/{number}", own)  # the thread's
             self._store.set(f"host/{self.rank}", json.dumps(own_presence()))
+
+        try:
+            _bounded(connect)
         except (RuntimeError, AttributeError) as error:
             _log.warning("errors of other ranks cannot be told inside this Join: %s", error)
             return
@@ -98,17 +105,30 @@ class Watch:
         if thread is None:
             return
         self._closing = True
-        with contextlib.suppress(Exception):
-            # Not over an answer with ends: another rank may still be waiting on one of them.
-            self._store.compare_set(f"heard/{self.rank}", "", "[]")
-            self._store.set(f"bell/{self.rank}", "1")
-        thread.join(2 * _ANSWER_S)
-        with contextlib.suppress(Exception):
-            # Every rank has left the block before this one, so nobody reads its keys any more.
-            for store in _spent:
-                for what in ("host", "heard", "bell"):
-                    store.delete_key(f"{what}/{self.rank}")
+        try:
+            _bounded(self._wake)
+        except Exception:  # the store is gone or silent, and the thread ends by that
+            thread.join(_WORD_S)
+        else:
+            thread.join(2 * _ANSWER_S)
+            with contextlib.suppress(Exception):
+                _bounded(self._forget)
         _spent[:] = [self._store]
+
+    def _wake(self) -> None:
+        """Let the thread see that the training thread has left the block."""
+        # Not over an answer with ends: another rank may still be waiting on one of them.
+        self._store.compare_set(f"heard/{self.rank}", "", "[]")
+        self._store.set(f"bell/{self.rank}", "1")
+
+    def _forget(self) -> None:
+        """Remove this rank's keys of the block before.
+
+        Every rank has left that block before this one, so no rank reads them any more.
+        """
+        for store in _spent:
+            for what in ("host", "heard", "bell"):
+                store.delete_key(f"{what}/{self.rank}")
 
     # What this rank has to say.
 
@@ -120,9 +140,13 @@ class Watch:
             return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         cause = traceback.format_exception_only(type(error), error)[-1].strip()
-        try:
+
+        def tell() -> None:
             self._append("raised", cause=cause, traceback=text[-20_000:])
             self._silent(_ANSWER_S)
+
+        try:
+            _bounded(tell, _ANSWER_S)
         except RuntimeError as problem:  # the store is gone: the error itself must not be lost
             _log.warning("the other ranks could not be told of %s: %s", cause, problem)
 
@@ -131,18 +155,22 @@ class Watch:
         if self._thread is None:
             return None
         try:
-            self._catch_up()
-            if self._failure is None:
-                self._append("lost", cause=str(error))
-                silent = self._silent(_ANSWER_S)
-                if not self._failed.wait(0 if silent else _WORD_S):
-                    return self._gone(silent, str(error)) if silent else None
-            assert self._failure is not None
-            return self._explained(self._failure)
+            return _bounded(lambda: self._cause_of(error), 3 * _ANSWER_S + _WORD_S)
         except dist.DistError as problem:
             if self._failure is not None and self._failure["kind"] != "lost":
                 return self._explained(self._failure)
             return PeerError(f"{error}; and the store, on which ranks agree, is gone: {problem}")
+
+    def _cause_of(self, error: BaseException) -> RuntimeError | None:
+        """Ask the other ranks and the log what made a collective fail."""
+        self._catch_up()
+        if self._failure is None:
+            self._append("lost", cause=str(error))
+            silent = self._silent(_ANSWER_S)
+            if not self._failed.wait(0 if silent else _WORD_S):
+                return self._gone(silent, str(error)) if silent else None
+        assert self._failure is not None
+        return self._explained(self._failure)
 
     def leave(self) -> None:
         """Leave the loop early; return when all ranks did so at the same step.
@@ -153,18 +181,18 @@ class Watch:
             return
         mine = self._steps()
         self._leaves += 1
-        word = f"{mine} {self.rank}"
-        first = self._store.compare_set(f"left/{self._leaves}", "", word).decode()
-        step, rank = map(int, first.split())
-        if first == word:
-            self._append("left", at=mine)
+        try:
+            step, rank = _bounded(lambda: self._announce_leaving(mine))
+        except dist.DistError as problem:
+            raise PeerError(
+                f"rank {self.rank} left the loop after {mine} batches and cannot agree with the "
+                f"other ranks: {problem}"
+            ) from problem
         if step != mine:
             raise UnevenInputs(
                 f"rank {self.rank} left the loop after {mine} batches, rank {rank} after {step}: "
                 "ranks must leave it together, or let it end by itself"
             )
-        if self._store.add(f"gone/{self._leaves}", 1) == len(self._ranks):
-            self._append("all-left")
         if not self._settled.wait(default_pg_timeout.total_seconds()):
             raise UnevenInputs(
                 f"rank {self.rank} left the loop after {mine} batches; other ranks neither left it "
@@ -173,6 +201,17 @@ class Watch:
         self._settled.clear()
         self.check()
         self._left = None
+
+    def _announce_leaving(self, mine: int) -> tuple[int, int]:
+        """Say when this rank leaves; return the step and the rank of the first to leave."""
+        word = f"{mine} {self.rank}"
+        first = self._store.compare_set(f"left/{self._leaves}", "", word).decode()
+        step, rank = map(int, first.split())
+        if first == word:
+            self._append("left", at=mine)
+        if step == mine and self._store.add(f"gone/{self._leaves}", 1) == len(self._ranks):
+            self._append("all-left")
+        return step, rank
 
     def check(self) -> None:
         """Raise where another rank left before the step that this one begins, or failed."""
@@ -337,3 +376,18 @@ def _ports(store: Any) -> list[int]:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return [store.port] if isinstance(store, dist.TCPStore) else []
+
+
+def _bounded(call: Callable[[], T], waits_s: float = 0.0) -> T:
+    """Return ``call()``, which asks the store, from a helper thread.
+
+    ``waits_s`` is what it may wait besides. Raises ``DistNetworkError`` if it has not ended by
+    then; the thread is left behind.
+    """
+    seconds = _STORE_S + waits_s
+    helper = BackgroundCall(call, "rankcall-join-store")
+    if not helper.ended(seconds):
+        raise dist.DistNetworkError(
+            f"the job's store gave no answer within {seconds:g} s: its host is stopped or cut off"
+        )
+    return helper.outcome()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from rankcall._aside import Aside
+from rankcall.background import BackgroundCall
 from rankcall.store import StoreLost
 
 _GRACE_S = 0.5  # what ends by itself at the deadline says better why
@@ -20,10 +20,10 @@ def bounded(call: Callable[[], T], deadline: float, doing: str) -> T:
     Raises ``StoreLost`` where it has not ended by the deadline (monotonic seconds); the thread is
     left behind then.
     """
-    helper = Aside(call, "rankcall-rpc-store")
+    helper = BackgroundCall(call, "rankcall-rpc-store")
     if not helper.ended(max(0.0, deadline - time.monotonic()) + _GRACE_S):
         raise StoreLost(
             f"RPC {doing}: the store does not answer: its host is stopped, or cut off. "
             "Look at the process that hosts it"
         )
-    return helper.result()
+    return helper.outcome()

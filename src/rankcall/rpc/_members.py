@@ -194,7 +194,7 @@ class Lease:
             time.sleep(0.01)
 
     def _release(self, renewing: Thread) -> None:
-        renewing.join()
+        renewing.join(_LEAVE_S)
         self._store.compare_set("lease", self._mine, "")
 
     def _renew(self, done: Event) -> None:

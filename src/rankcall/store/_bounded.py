@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
-from rankcall._aside import Aside
+from rankcall.background import BackgroundCall
 from rankcall.store._connection import answers_slowly, borrowed, own
 from rankcall.store._errors import StoreLost
 from rankcall.store._link import Link, lost, where
@@ -117,7 +117,7 @@ def _aside(
     timeout: float,
     unnamed: Callable[[], Exception] | None,
 ) -> T:
-    helper = Aside(work, "rankcall-store")
+    helper = BackgroundCall(work, "rankcall-store")
     try:
         ended = helper.ended(until - time.monotonic())
     except BaseException:  # an interrupt
@@ -127,4 +127,6 @@ def _aside(
         if unnamed is not None and (call.late or call.heard_within(_HEARD_S)):
             raise unnamed()
         raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
-    return helper.result()  # it has it, or will have the next moment
+    if not helper.ended(_HEARD_S):  # it had its result a moment ago
+        raise lost(where(store), f"no answer within the timeout of {timeout:g} s")
+    return helper.outcome()

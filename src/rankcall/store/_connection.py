@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from rankcall._aside import Aside
+from rankcall.background import BackgroundCall
 from rankcall.store._errors import StoreLost
 from rankcall.store._link import READ, Link, lost, root_of, where
 
@@ -67,11 +67,11 @@ def _connect(store: Store, seconds: float) -> Link:
         client.set_timeout(READ)
         return Link(client, _socket_of(client))
 
-    helper = Aside(clone, "rankcall-store-connect")
+    helper = BackgroundCall(clone, "rankcall-store-connect")
     if not helper.ended(seconds):
         raise lost(where(store), f"no answer within {seconds:.0f} s")
     try:
-        return helper.result()
+        return helper.outcome()
     except StoreLost:
         raise
     except Exception as error:

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
-from rankcall._aside import Aside
+from rankcall.background import BackgroundCall
 from rankcall.store._bounded import within
 from rankcall.store._errors import StoreLost
 from rankcall.store._link import Link
@@ -97,11 +97,11 @@ def _connected(address: str, port: int, seconds: float) -> Store | None:
         wait = timedelta(seconds=max(1.0, seconds))
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
 
-    helper = Aside(connect, "rankcall-store-connect")
+    helper = BackgroundCall(connect, "rankcall-store-connect")
     if not helper.ended(seconds):
         return None
     try:
-        store = helper.result()
+        store = helper.outcome()
     except RuntimeError:
         return None
     store.set_timeout(timedelta(seconds=300))  # as torch's own default

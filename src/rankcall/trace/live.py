@@ -7,7 +7,6 @@ A thread of its own, not that of the hooks: a sink that is slow must not hold up
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rankcall import background
 from rankcall._handle import Removable
 from rankcall._whole import Rows, joined, picked
 from rankcall.capture import session
@@ -137,10 +137,10 @@ class Trace(Removable):
             self._followed[-1].recording.capture.mark(others[-1] if others else None)
         self._stopping = True
         self._wake.set()
-        self._thread.join(timeout)
+        ended = background.join(self._thread, timeout)
         self._close()
         session.drop(self._owner)
-        return not self._thread.is_alive()
+        return ended
 
     def in_flight(self) -> Descriptions:
         """Describe what is in flight now. May be called from any thread."""
@@ -310,7 +310,7 @@ def _remember(trace: Trace) -> None:
     _live.append(trace)
     if not _registered:
         _registered = True
-        atexit.register(_at_exit)
+        background.at_exit(_at_exit)
         os.register_at_fork(after_in_child=_in_forked_child)
 
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from rankcall._aside import Aside
 from rankcall.analysis.state.parts import Part, decode, encode, merge, part_of
 from rankcall.analysis.state.snapshot import RankState, Snapshot, no_calls
+from rankcall.background import BackgroundCall
 
 T = TypeVar("T")
 Member = tuple[int, str, int]  # rank, host, pid
@@ -171,11 +171,11 @@ class Exchange:
                 raise _NoStore("the default process group has not been made")
             return use(self._store)
 
-        aside = Aside(work, "rankcall-agree")
+        call = BackgroundCall(work, "rankcall-agree")
         why = f"no answer within {limit_s:g} s"
-        if aside.ended(limit_s):
+        if call.ended(limit_s):
             try:
-                return aside.result()
+                return call.outcome()
             except _NoStore as error:
                 raise Unreachable(str(error)) from error
             except BaseException as error:

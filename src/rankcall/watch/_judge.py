@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rankcall import _stacks
-from rankcall._hangs import Object, decode
+from rankcall._hangs import Object, decode, id_of
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.hang.find import find, patience, settles_in
@@ -42,11 +42,11 @@ class Judge:
         self._run_dir = run_dir
         self._hang_after = hang_after
         self._exchange = Exchange(_own_store)
-        self._began_ns = time.time_ns()
+        self._began_ns = time.monotonic_ns()
+        self._learned = _verdict.Learned(_verdict.written(run_dir))
         self._pause = _PAUSE_S[0]
         self._unclear = 0  # the hang that was looked at again because it was not clear yet
-        # What all nodes agreed on, and when that was by our clock: theirs may be an hour off.
-        self._heard: list[tuple[int, Object]] = []
+        self._heard: list[Object] = []  # the last verdicts that all nodes agreed on
         self.next_look = 0.0
 
     def rest(self) -> None:
@@ -75,9 +75,12 @@ class Judge:
         """
         mine = self._stand(headers)
         whole = not any(state.blind for state in mine.ranks)
-        since = max(time.time_ns() - (time.monotonic_ns() - first_ns), self._began_ns)
-        told = _verdict.written(self._run_dir, since)
-        told += [verdict for heard, verdict in self._heard if heard >= since]
+        since = max(first_ns, self._began_ns)
+
+        def of_this_hang(kept: Object) -> bool:
+            return self._learned.made_ns(kept) >= since
+
+        told = list(filter(of_this_hang, self._all_told()))
         self.next_look = self._again(mine, bool(told))
         if whole:
             found = self._hangs(mine)
@@ -94,13 +97,24 @@ class Judge:
             self.next_look = time.monotonic() + left
         if not _verdict.news(_verdict.findings_of(verdict), told):
             return False
-        self._heard = [*self._heard[-1:], (time.time_ns(), verdict)]
-        self._publish(verdict, dumped, since, loud)
+        self._heard = [*self._heard[-1:], verdict]
+        self._learned.made_ns(verdict)
+        self._publish(verdict, dumped, of_this_hang, loud)
         return True
 
     def told(self) -> list[Object]:
-        """Return the verdicts on this job so far."""
-        return _verdict.written(self._run_dir, self._began_ns)
+        """Return the verdicts on this job since this watcher began, oldest first."""
+        return [
+            verdict
+            for verdict in self._all_told()
+            if self._learned.made_ns(verdict) >= self._began_ns
+        ]
+
+    def _all_told(self) -> list[Object]:
+        """Return the verdicts in the run, and those that could not be kept there."""
+        kept = _verdict.written(self._run_dir)
+        names = {id_of(verdict) for verdict in kept}
+        return [*kept, *(verdict for verdict in self._heard if id_of(verdict) not in names)]
 
     # --- looking ---
 
@@ -176,15 +190,21 @@ class Judge:
     def _encoded(self, snapshot: Snapshot, found: list[Finding]) -> bytes:
         return _verdict.encode(Diagnosis(str(self._run_dir), snapshot, found, self._hang_after))
 
-    def _publish(self, verdict: Object, dumped: dict[int, str], since: int, loud: bool) -> None:
-        """Keep the verdict in the run, and print it where that is ours to do.
+    def _publish(
+        self,
+        verdict: Object,
+        dumped: dict[int, str],
+        of_this_hang: _verdict.OfThisHang,
+        loud: bool,
+    ) -> None:
+        """Keep the verdict in the run, and print it if that is ours to do.
 
         A rank that took itself for the leader, too, while this one was slow may have kept the
         same before.
         """
         where = ""
         try:
-            place = _verdict.write(self._run_dir, verdict, dumped, since)
+            place = _verdict.write(self._run_dir, verdict, dumped, of_this_hang)
             loud = loud and place is not None
             where = f"kept with all stacks in {place}\n"
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -10,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rankcall import _stacks
+from rankcall import _stacks, background
 from rankcall.analysis.finding import Finding
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
@@ -75,7 +74,7 @@ class Watcher:
         """End the thread; one that stands in a store that does not answer is left behind."""
         self._stopping.set()
         if self.thread is not threading.current_thread():
-            self.thread.join(2.0)
+            background.join(self.thread, 2.0)
 
     # --- on its thread ---
 
@@ -177,7 +176,7 @@ def _register_once() -> None:
     global _registered
     if not _registered:
         _registered = True
-        atexit.register(_at_exit)
+        background.at_exit(_at_exit)
         os.register_at_fork(after_in_child=_in_forked_child)
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,11 +16,13 @@ from rankcall._hangs import HANGS, Object
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
 from rankcall.report import diagnosis_json
+from rankcall.ring.writer import boot_id
 from rankcall.rundir import kept_hangs, live_dir
 
 _NAMES = {field.name for field in fields(Finding)}
 _LISTS = ("ranks", "victims", "hosts", "evidence")
 _AGAIN = "again_s"
+OfThisHang = Callable[[Object], bool]
 
 
 def encode(diagnosis: Diagnosis) -> bytes:
@@ -37,7 +39,7 @@ def put_off(seconds: float) -> bytes:
 
 
 def _encoded(found: Object) -> bytes:
-    about = {"epoch_ns": time.time_ns(), "by_pid": os.getpid()}
+    about = _hangs.origin(time.monotonic_ns(), time.time_ns(), boot_id(), os.getpid())
     return json.dumps({**found, "hang": about}).encode()
 
 
@@ -60,23 +62,29 @@ def _finding(found: Object) -> Finding:
     return Finding(**fields)
 
 
-def write(run_dir: Path, verdict: Object, stacks: Mapping[int, str], since: int) -> Path | None:
-    """Keep a verdict under the next number and return where; None where it is no news by now.
+def write(
+    run_dir: Path, verdict: Object, stacks: Mapping[int, str], of_this_hang: OfThisHang
+) -> Path | None:
+    """Keep a verdict under the next number and return where; None if it is no news by now.
 
-    ``since``: epoch ns from which on verdicts are of the same hang. Where another node has kept
-    this very one, on a file system that is shared, the stacks of our ranks are added to it. It
-    appears all at once, and one of two processes that write at the same time looks again. Where
-    the run directory cannot be written, it is kept beside the live rings; raises ``OSError`` where
-    that fails, too.
+    ``of_this_hang`` tells whether a verdict that is kept already is about the same hang. If another
+    node has kept this very verdict on a shared file system, the stacks of our ranks are added to
+    it. A verdict appears all at once; if two processes write at the same time, the second looks
+    again. If the run directory cannot be written, the verdict is kept beside the live rings. Raises
+    ``OSError`` if that fails, too.
     """
     try:
-        return _write(run_dir, run_dir, verdict, stacks, since)
+        return _write(run_dir, run_dir, verdict, stacks, of_this_hang)
     except OSError:
-        return _write(run_dir, live_dir(run_dir), verdict, stacks, since)
+        return _write(run_dir, live_dir(run_dir), verdict, stacks, of_this_hang)
 
 
 def _write(
-    run_dir: Path, where: Path, verdict: Object, stacks: Mapping[int, str], since: int
+    run_dir: Path,
+    where: Path,
+    verdict: Object,
+    stacks: Mapping[int, str],
+    of_this_hang: OfThisHang,
 ) -> Path | None:
     folder = where / HANGS
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -84,11 +92,12 @@ def _write(
     try:
         while True:
             place, all_kept = _hangs.next_free(folder), kept_hangs(run_dir)
-            same = [Path(each["place"]) for each in all_kept if each["hang"] == verdict["hang"]]
+            name = _hangs.id_of(verdict)
+            same = [Path(each["place"]) for each in all_kept if _hangs.id_of(each) == name]
             if same:
                 _add_stacks(same[0], stacks)
                 return same[0]
-            if not news(findings_of(verdict), _from(all_kept, since)):
+            if not news(findings_of(verdict), filter(of_this_hang, all_kept)):
                 return None
             if not scratch.exists():
                 _hangs.fill(scratch, verdict)
@@ -106,13 +115,33 @@ def _add_stacks(place: Path, stacks: Mapping[int, str]) -> None:
         (place / _hangs.STACKS / f"rank-{rank:05d}.txt").write_text(text + "\n")
 
 
-def written(run_dir: Path, since_epoch_ns: int = 0) -> list[Object]:
-    """Return the run's verdicts from a time on, oldest first; what cannot be read is left out."""
-    return _from(kept_hangs(run_dir), since_epoch_ns)
+def written(run_dir: Path) -> list[Object]:
+    """Return the run's verdicts, oldest first; one that cannot be read is left out."""
+    return kept_hangs(run_dir)
 
 
-def _from(verdicts: Iterable[Object], since_epoch_ns: int) -> list[Object]:
-    return [each for each in verdicts if each["hang"]["epoch_ns"] >= since_epoch_ns]
+class Learned:
+    """When this process learned of each verdict, by its own monotonic clock.
+
+    Wall clocks step, and those of two hosts differ, so a verdict is told from another by its id,
+    and whether it is about a hang by when it was made: exactly if that was on this host since it
+    booted, else when this process first saw it. Verdicts that are there at first came before
+    everything.
+    """
+
+    def __init__(
+        self, first: Iterable[Object], clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._clock = clock
+        self._boot_id = boot_id()
+        self._seen_ns = {_hangs.id_of(verdict): 0 for verdict in first}
+
+    def made_ns(self, verdict: Object) -> int:
+        """Return when a verdict was made, or else when it was first seen, by our clock."""
+        about = verdict["hang"]
+        if about.get("boot_id") and about["boot_id"] == self._boot_id:
+            return int(about["mono_ns"])
+        return self._seen_ns.setdefault(_hangs.id_of(verdict), self._clock())
 
 
 def news(findings: Iterable[Finding], told: Iterable[Object]) -> bool:

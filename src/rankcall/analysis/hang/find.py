@@ -86,6 +86,13 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
         findings = of_vanished(snapshot, gone.together)
     if snapshot.mixed:
         findings = [replace(each, confidence=less_sure(each.confidence, 2)) for each in findings]
+    nameless = {state.rank for state in snapshot.ranks if state.tables_lost}
+    findings = [
+        replace(each, confidence=less_sure(each.confidence))
+        if nameless & {*each.ranks, *each.victims}
+        else each
+        for each in findings
+    ]
     return in_order(findings)
 
 

@@ -71,6 +71,7 @@ class RankState:
     expected_s: float | None = None  # since that ended; negative: it ends in so many s
     steps: int = 0
     dropped: int = 0  # records overwritten or lost
+    tables_lost: int = 0  # names of groups, lines and error texts that found no room in its ring
     blind: bool = False  # it left no readable ring: nothing is known of its calls
     unheard: bool = False  # its node was asked where it stands, and did not answer
     stack: str = ""  # of its Python threads, where somebody wrote it down

@@ -256,6 +256,7 @@ class _Gathered:
             expected_s=(moment - head.expect_until_ns) / _S if head.expect_until_ns else None,
             steps=min(head.step, _LARGEST),
             dropped=self.dropped[rank],
+            tables_lost=min(head.tables_lost, _LARGEST),
         )  # fmt: skip
         if ended is not None:
             return replace(

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlparse
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.rpc import RpcBackendOptions, _is_current_rpc_agent_set, api
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
+from rankcall import background
+from rankcall.background import EXIT_S, exit_budget
 from rankcall.errors import AuthenticationFailed, BackendUnavailable, RpcTimeout
 from rankcall.rpc._group import (
     StaticGroup,
@@ -302,9 +304,15 @@ def _way_to_store(init_method: str) -> str:
         return "127.0.0.1"
 
 
+_close: Callable[[], None] | None = None
+
+
 def _end_at_exit() -> None:
-    atexit.unregister(_at_exit)
-    atexit.register(_at_exit)
+    """Close the agent at exit, before whatever is registered by now."""
+    global _close
+    if _close is not None:
+        atexit.unregister(_close)
+    _close = background.at_exit(_at_exit)
 
 
 def _at_exit() -> None:
@@ -312,4 +320,5 @@ def _at_exit() -> None:
     if _is_current_rpc_agent_set() and isinstance(
         api._get_current_rpc_agent(), agent_module().ZmqAgent
     ):
-        api._finalize_shutdown()  # type: ignore[no-untyped-call]
+        # The agent has a patience of its own; what it takes is not there for other waits.
+        exit_budget.spend(lambda _: api._finalize_shutdown(), EXIT_S)  # type: ignore[no-untyped-call]

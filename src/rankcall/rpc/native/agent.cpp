@@ -2,6 +2,12 @@
 #include "agent.h"
 
 namespace rankcall {
+namespace {
+
+// What requests get to end in a shutdown: less than all of rankcall may hold up an exit.
+constexpr std::chrono::seconds kPatience{1};
+
+}  // namespace
 
 ZmqAgent::ZmqAgent(const std::string& name, int64_t id, float timeout_s, Settings settings)
     : rpc::RpcAgent(rpc::WorkerInfo(name, id), std::make_unique<rpc::RequestCallbackImpl>(),
@@ -180,7 +186,7 @@ void ZmqAgent::shutdownImpl() {
   zmq_.ctx_shutdown(context_);
   deadlines_thread_.join();
   peers_thread_.join();
-  if (!crew_.stop(std::chrono::seconds(5))) {
+  if (!crew_.stop(kPatience)) {
     // A request does not come to an end. Its thread will look for this agent when it does.
     static std::vector<std::shared_ptr<rpc::RpcAgent>> kept;
     kept.push_back(rpc::RpcAgent::getCurrentRpcAgent());

@@ -15,6 +15,7 @@ from rankcall.trace.sinks.extras import imported
 if TYPE_CHECKING:
     from rankcall.trace.sinks.base import Origin
 
+_CLOSE_SECONDS = 1.0
 _LABELS = ("op", "group", "host", "rank")
 
 
@@ -83,7 +84,7 @@ class Prometheus:
             server, thread = self._server
             server.shutdown()
             server.server_close()
-            thread.join()
+            thread.join(_CLOSE_SECONDS)
             self._server = None
 
     # --- for prometheus_client, on the threads that scrape ---
