@@ -13,8 +13,8 @@ from rankcall.analysis.diagnosis import diagnose
 from rankcall.archive import unpack
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
+from rankcall.process import boot_id, process_start
 from rankcall.ring.layout import HEADER
-from rankcall.ring.writer import boot_id, process_start
 from rankcall.run import load
 from rankcall.testing.synthetic import Planted, synthetic_run
 

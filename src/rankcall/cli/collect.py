@@ -13,10 +13,10 @@ from rankcall._hangs import HANGS
 from rankcall.archive import FOLDERS, check_name, is_archive, pack, unpack
 from rankcall.cli._engine import say
 from rankcall.errors import CorruptRun, RankcallError
+from rankcall.process import boot_id
 from rankcall.processes import STATES, describe_states
 from rankcall.ring.header import Header
 from rankcall.ring.reader import read_head
-from rankcall.ring.writer import boot_id
 from rankcall.run import format_ranks
 from rankcall.rundir import find_run, host_name, ring_paths, settle
 
