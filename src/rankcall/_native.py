@@ -1,7 +1,7 @@
 """Build a native module: one C++ file, compiled once per source, torch and Python, then cached.
 
-The compiler runs under a file lock, into a scratch folder: ranks that start together build once, and
-a module has its name only when it is whole. A module that is there is never replaced.
+The compiler runs under a file lock, into a scratch folder: ranks that start together build once,
+and a module has its name only when it is whole. A module that is there is never replaced.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def link_flags() -> list[str]:
 
 
 def _is_built(target: Path) -> bool:
-    """Return whether the module is there. Raises ``UnsafeFolder`` if another user could write it."""
+    """Return whether the module is there. Raises ``UnsafeFolder`` if others could write it."""
     try:
         check_file(target, _SUPERUSER)
     except FileNotFoundError:
