@@ -207,16 +207,16 @@ def _place(built: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     """Hold the lock on a build, so that ranks that start together build once.
 
-    If it cannot be had for ``seconds``, go on without it: a lock on a network file system can
-    outlive its holder. The build then is made twice, which does no harm.
+    If it cannot be had in time, go on without it: a lock on a network file system can outlive its
+    holder. The build then is made twice, which does no harm.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _LOCK_SECONDS
         while not _try_lock(fd) and time.monotonic() < deadline:
             time.sleep(_LOCK_POLL_SECONDS)
         yield

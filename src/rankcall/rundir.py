@@ -259,14 +259,16 @@ def _clean_folder(folder: Path, rings: list[Path], everything: bool) -> list[str
         elif removed or _age_s(folder.stat().st_mtime) > _OLD_SECONDS:
             shutil.rmtree(folder / HANGS, ignore_errors=True)
         _remove_empty(folder)
-    lines = [
-        f"moved {count:,} of a killed job's rings to {place}" for place, count in moved.items()
-    ]
+    lines = [f"moved {_rings(count)} of a killed job to {place}" for place, count in moved.items()]
     if removed:
-        lines.append(f"removed {removed:,} rings of a killed job from {folder}")
+        lines.append(f"removed {_rings(removed)} of a killed job from {folder}")
     if freed:
         lines[-1] += f" ({freed / 1e6:,.1f} MB of memory freed)"
     return lines
+
+
+def _rings(count: int) -> str:
+    return "1 ring" if count == 1 else f"{count:,} rings"
 
 
 def has_old_rings(run_dir: Path) -> bool:

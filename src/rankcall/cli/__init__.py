@@ -11,8 +11,8 @@ from typing import Any
 
 import typer
 
+from rankcall import files
 from rankcall.errors import RankcallError
-from rankcall.files import clean
 
 __all__ = ["main"]
 
@@ -76,11 +76,11 @@ def _clean_up() -> None:
     from rankcall.rundir import clean_up
 
     for line in clean_up():
-        print(f"rankcall: {clean(line)}", file=sys.stderr)
+        print(f"rankcall: {files.clean(line)}", file=sys.stderr)
 
 
 def _fail(message: str) -> int:
-    line = clean(" ".join(message.split()))
+    line = files.clean(" ".join(message.split()))
     print(f"rankcall: error: {line}", file=sys.stderr)
     return _USAGE
 
