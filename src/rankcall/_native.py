@@ -85,7 +85,7 @@ class NativeModule:
         """
         target = self.path()
         try:
-            # Code in the cache is run. The superuser may have built it for everybody.
+            # Code in the cache is run. The superuser may have built it for all users.
             folder = Path(os.path.realpath(target.parent))
             target = folder / target.name
             make_folder(folder, _SUPERUSER)

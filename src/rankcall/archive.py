@@ -46,14 +46,14 @@ _MOST_BYTES = 1 << 33  # of one member: twice the largest ring
 _MOST_TOTAL = 1 << 37  # of all of them; the free space of the temporary folder is a limit, too
 _MOST_OF_FREE = 0.8
 _MOST_HEADER = 1 << 16  # of a member's extended header: its name, in our archives
-_MOST_WINDOW = 1 << 25  # what zstd may keep in memory; level 19 wants 8 MiB
+_MOST_WINDOW = 1 << 25  # bytes that zstd may keep in memory; level 19 needs 8 MiB
 # Rings that have just begun are mostly zeros: 560 kB of them need 1 kB. A bomb is all zeros, and
 # zstd needs 1 byte for 30,000 of them.
 _MOST_RATIO, _RATIO_FROM = 10_000, 1 << 30
 
 
 class _Refused(tarfile.ReadError):
-    """What no archive of a run holds."""
+    """Raised for content that an archive of a run never has."""
 
 
 class _Member(tarfile.TarInfo):
@@ -61,7 +61,7 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
-        """Decode a header block, and refuse what would take memory, or is no part of a run."""
+        """Decode a header block, and refuse types and sizes that our archives never have."""
         member = super().frombuf(buf, encoding, errors)
         if member.size < 0:
             raise _Refused("a member of negative size")
@@ -121,8 +121,8 @@ def check_name(path: Path) -> None:
 def pack(files: Sequence[tuple[str, Path]], target: Path, name: str) -> list[str]:
     """Write an archive of files, each given with its name inside a run; never half a file.
 
-    Of several files with one name the first is taken. Links, and what is no regular file, are left
-    out: what they lead to was not meant to be sent. The used part of a ring is taken.
+    Of several files with one name the first is taken. Only regular files are
+    packed: a link may lead to a file that was not meant to be sent. The used part of a ring is taken.
 
     Returns:
         A line for each file that was left out: its name, and why.

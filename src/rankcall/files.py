@@ -5,7 +5,7 @@ host. Three rules keep them from reading, forging or redirecting our files:
 
 * A folder that we make has mode 0700, whatever the umask. The mode of any other folder is left.
 * A folder that was there already must be a folder (no symbolic link), belong to an owner that the
-  caller trusts, and be writable for nobody else. Otherwise ``UnsafeFolder`` says which rule broke.
+  caller trusts, and not be writable for others. Otherwise ``UnsafeFolder`` says which rule broke.
 * A new file is created with ``O_EXCL`` under a name that cannot be guessed; a file that is read is
   opened without following a link, and must be a regular file.
 """
@@ -60,7 +60,7 @@ def reason(error: OSError) -> str:
 def make_folder(path: Path, owners: Collection[int] = (), *, private: bool = True) -> None:
     """Make a folder of mode 0700 if it is missing; otherwise check it as ``check_folder`` does.
 
-    Missing parents are made with mode 0755 at most, so that nobody else can rename the folder.
+    Missing parents are made with mode 0755 at most, so that other users cannot rename the folder.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -192,7 +192,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def scratch_beside(target: Path) -> Path:
-    """Return a hidden name beside ``target`` that nobody can guess and plant a link at."""
+    """Return a hidden name beside ``target``; a link cannot be planted at a name that is random."""
     return target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}")
 
 

@@ -2,7 +2,7 @@
 
 A process id means something in one pid namespace of one boot of one host only. Two containers that
 share a folder may look at the same number and mean different processes, so the answer has three
-values: a process that cannot be looked up from here is ``UNKNOWN``, never ``DEAD``.
+values: a process that is not visible from here is ``UNKNOWN``, never ``DEAD``.
 """
 
 from __future__ import annotations

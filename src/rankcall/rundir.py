@@ -78,7 +78,8 @@ def create_run(path: Path, about: dict[str, Any]) -> Path:
     A directory that is there already keeps its mode: it may be a folder that others use, too.
     """
     if not path.is_dir():
-        make_folder(path, private=False)
+        with contextlib.suppress(UnsafeFolder):  # another rank was first; "rings" is checked below
+            make_folder(path, private=False)
     run_folder(path, "rings")
     meta = path / "run.json"
     if not meta.exists():
@@ -137,7 +138,7 @@ def _owners(path: Path) -> set[int]:
 
 
 def _live_dirs(path: Path, problems: list[str] | None = None) -> list[Path]:
-    """Return the folders of a run's live rings that nobody else could have written.
+    """Return the folders of a run's live rings that no other user could have written.
 
     ``problems`` gets a line for each that is left out.
     """
@@ -166,8 +167,8 @@ def ring_name(rank: int, attempt: int, host: str, pid: int) -> str:
 def settle(path: Path) -> list[Path]:
     """Move the rings of ended processes of this host into the run directory; return their paths.
 
-    The ring of a process that may still run stays where it is: see ``_claim``. A ring that cannot
-    be moved stays, too, and can still be loaded. Only this user's rings are moved.
+    The ring of a process that may still run is left alone: see ``_claim``. A ring that cannot be
+    moved can still be loaded. Only this user's rings are moved.
     """
     moved: list[Path] = []
     source = live_dir(path)
@@ -213,7 +214,7 @@ def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:
         most: Look at so many rings at most.
 
     Returns:
-        A line for each run: what was moved or removed.
+        A line for each run, with the number of rings that were moved or removed.
     """
     base = live_base() / f"rankcall-{os.geteuid()}"
     try:
@@ -247,7 +248,7 @@ def _clean_folder(folder: Path, rings: list[Path], everything: bool) -> list[str
                 try:
                     _copy(file, ring, run_folder(run_dir, "rings") / ring.name)
                 except (OSError, CorruptRun):
-                    continue  # a full disk: it stays, and can be read where it is
+                    continue  # for example, the disk is full: the ring stays, and can still be read
                 moved[header.run_dir] = moved.get(header.run_dir, 0) + 1
             else:
                 ring.unlink()
@@ -314,11 +315,11 @@ def _claim(
     """Open and lock a ring that may be moved or removed; None and its header if it may not.
 
     A ring may be moved if it is closed, or if its writer is not known to live and its lock is
-    free. A writer in another pid namespace cannot be looked up, but it holds the lock. Rings of
+    free. A writer in another pid namespace is not visible, but it holds the lock. Rings of
     rankcall 0.1 have none; they are left for a minute after their last sign of life.
 
     If the writer is done, only another process that moves the ring can hold the lock: that is
-    waited for until ``deadline`` (``time.monotonic``). A file that is no ring has no header.
+    waited for until ``deadline`` (``time.monotonic``). If the file is not a ring, the header is None.
     """
     file = held.enter_context(open_file(ring))
     _check_own(file, ring)
@@ -337,7 +338,7 @@ def _claim(
         time.sleep(0.01)
     if not ring.exists():
         raise FileNotFoundError(errno.ENOENT, "moved by another process", str(ring))
-    # Whatever was written between the look at the header and the lock has to be seen.
+    # The header may have changed between the first look and the lock.
     file.seek(0)
     return file, parse_header(file.read(HEADER_BYTES), str(ring))
 
@@ -349,7 +350,7 @@ def _check_own(file: BinaryIO, ring: Path) -> None:
 
 
 def _move(ring: Path, run_dir: Path, deadline: float) -> Path | None:
-    """Move a ring into its run directory; return where it is, None if it may not be moved."""
+    """Move a ring into its run directory; return its new path, None if it may not be moved."""
     target = run_dir / "rings" / ring.name
     if target.exists() and target.samefile(ring):
         return target  # without a tmpfs it was written there; uncut, for it may still be mapped

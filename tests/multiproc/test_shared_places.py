@@ -1,4 +1,4 @@
-"""Where rings live: in folders that nobody else can reach, and safe from other containers."""
+"""Where rings live: in folders that other users cannot reach, and safe from other containers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_we_make_is_private(tmp_path: Path, env: dict[str, str | None], mas
 
 @pytest.mark.parametrize("how", ["writable", "link", "another user's"])
 def test_a_folder_that_was_planted(tmp_path: Path, env: dict[str, str | None], how: str) -> None:
-    """Another user can be first in /dev/shm: the ring goes to the run directory, and it is said."""
+    """Another user can be first in /dev/shm: the ring goes to the run directory, with one line on stderr."""
     ours = tmp_path / "shm" / f"rankcall-{os.geteuid()}"
     if how == "link":
         (tmp_path / "trap").mkdir()
@@ -160,7 +160,7 @@ def _clean_at_start(rank: int, world_size: int, folder: str) -> Any:
 def test_a_recording_frees_what_killed_jobs_left(
     tmp_path: Path, env: dict[str, str | None]
 ) -> None:
-    """Jobs that are killed with their launchers must not fill the memory for ever."""
+    """Jobs that are killed with their launchers must not fill the memory."""
     assert run_ranks(_clean_at_start, 1, str(tmp_path), env=env) == [["x.ring"]]
 
 
@@ -168,7 +168,7 @@ def test_a_recording_frees_what_killed_jobs_left(
 
 
 def _in_another_namespace(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command where this process's id means another process, or none."""
+    """Run a command in a new pid namespace, so that this process's id is unknown to it."""
     unshare = shutil.which("unshare")
     assert unshare is not None
     return subprocess.run(
@@ -207,7 +207,7 @@ def _read_from_another_container(rank: int, world_size: int, run_dir: str) -> An
 def test_a_rank_of_another_pid_namespace(
     tmp_path: Path, env: dict[str, str | None], namespaces: None
 ) -> None:
-    """Containers that share /dev/shm leave each other's live rings, and call nobody dead."""
+    """Containers that share /dev/shm leave each other's live rings, and report no rank as dead."""
     run_dir = tmp_path / "run"
     ((there, seen),) = run_ranks(
         _read_from_another_container, 1, str(run_dir), env=env, timeout=100

@@ -302,7 +302,7 @@ def test_a_huge_header_takes_no_memory(tmp_path: Path) -> None:
     ],
 )
 def test_headers_that_no_run_has(tmp_path: Path, kind: bytes, said: str) -> None:
-    """Whatever tarfile would read whole into memory is refused."""
+    """Headers that tarfile would read whole into memory are refused."""
     with pytest.raises(CorruptRun, match=said):
         unpack(bomb(tmp_path / "bomb.tar.zst", (of_type(kind), 1 << 20)))
 

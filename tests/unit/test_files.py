@@ -44,7 +44,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077, 0o777])
 def test_a_new_folder_is_private_whatever_the_umask(tmp_path: Path, mask: int) -> None:
-    """It has mode 0700; its parents can be written by nobody else."""
+    """It has mode 0700; other users cannot write its parents."""
     with umask(mask):
         make_folder(tmp_path / "a" / "b" / "c")
     assert mode_of(tmp_path / "a" / "b" / "c") == 0o700
@@ -186,12 +186,12 @@ def test_file_systems(path: str, kind: str, local: bool) -> None:
 
 
 def test_an_unknown_file_system_is_not_local() -> None:
-    """A type that nobody has listed, or no answer at all, counts as remote."""
+    """A type that is not listed, or no answer at all, counts as remote."""
     assert not is_local(Path("/x"), "21 1 0:1 / / rw - newfs new rw\n")
     assert not is_local(Path("/x"), "")
     assert not is_local(Path("/x"), "damaged\n")
 
 
 def test_text_from_files_is_safe_to_print() -> None:
-    """Line ends stay; whatever else a terminal would act on does not."""
+    """Line ends stay; other characters that a terminal acts on are replaced."""
     assert clean_lines("\x1b]0;owned\x07 a\nb\x9b2J\r") == "\ufffd]0;owned\ufffd a\nb\ufffd2J\ufffd"

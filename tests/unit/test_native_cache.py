@@ -40,7 +40,7 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str = ""
 
 
 def test_a_module_is_built_once(module: NativeModule) -> None:
-    """The folder is private, the module writable for nobody else, and nothing else is left."""
+    """The folder is private, others cannot write the module, and nothing else is left."""
     before = os.umask(0)
     try:
         target = module.prebuild()
@@ -54,7 +54,7 @@ def test_a_module_is_built_once(module: NativeModule) -> None:
 
 
 def test_a_cache_that_others_can_write(module: NativeModule) -> None:
-    """Code from it would be anybody's: it is refused, whether the module is there or not."""
+    """Any user could have put code into it: it is refused, whether the module is there or not."""
     target = module.prebuild()
     target.parent.chmod(0o777)
     with pytest.raises(CaptureUnavailable, match=r"can be written by other users.*RANKCALL_CACHE"):
@@ -69,7 +69,7 @@ def test_a_cache_of_another_user(module: NativeModule, monkeypatch: pytest.Monke
     module.prebuild()
     monkeypatch.setattr(files.os, "geteuid", lambda: 54321)
     if os.getuid() == 0:
-        module.prebuild()  # what root has built for everybody
+        module.prebuild()  # root may have built it for all users
         target = module.path()
         os.chown(target, 54322, 54322)
         with pytest.raises(CaptureUnavailable, match="belongs to user 54322"):
@@ -99,7 +99,7 @@ def test_a_cache_behind_a_link(module: NativeModule, tmp_path: Path) -> None:
 
 
 def test_a_stale_lock(module: NativeModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock that nobody gives back delays a build, and does not prevent it."""
+    """A lock that is never given back delays a build, and does not prevent it."""
     monkeypatch.setattr(_native, "_LOCK_SECONDS", 0.1)
     target = module.path()
     target.parent.mkdir(mode=0o700)

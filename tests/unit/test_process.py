@@ -77,7 +77,7 @@ def test_what_cannot_be_looked_up_is_unknown(elsewhere: dict[str, object]) -> No
 
 
 def test_a_ring_without_a_namespace() -> None:
-    """Rings of rankcall 0.1 name no namespace: a match is proof, the lack of one is none."""
+    """Rings of rankcall 0.1 name no namespace: a match is proof of life, but a mismatch proves nothing."""
     old = replace(Process.current(), pid_namespace=0)
     assert old.liveness() == ALIVE
     assert replace(old, start=1).liveness() == UNKNOWN
@@ -90,6 +90,6 @@ def test_a_hidden_process_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_proc_of_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If /proc lists another namespace's processes, nothing can be looked up in it."""
+    """If /proc lists another namespace's processes, its numbers are not used."""
     monkeypatch.setattr(process.os, "readlink", lambda path: "1234567")
     assert replace(Process.current(), start=1).liveness() == UNKNOWN

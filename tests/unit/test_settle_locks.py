@@ -206,7 +206,7 @@ def test_a_ring_from_memory(run_dir: Path) -> None:
 
 
 def test_a_live_folder_that_others_can_write(run_dir: Path) -> None:
-    """Rings and verdicts in it may be forged: they are ignored, and the reader is told."""
+    """Rings and verdicts in it may be forged: they are ignored, and ``problems`` says so."""
     _, lock = write_ring(run_dir)
     lock.release()
     folder = live_dir(run_dir)
@@ -259,7 +259,7 @@ def test_a_ring_of_another_user(run_dir: Path) -> None:
 
 
 def test_a_run_directory_keeps_its_mode(tmp_path: Path) -> None:
-    """A folder that others use, too, does not become private because a run is kept in it."""
+    """A folder that others use does not become private because a run is kept in it."""
     shared = tmp_path / "team"
     shared.mkdir()
     shared.chmod(0o2775)

@@ -56,7 +56,7 @@ class WriterLock:
 
 
 def try_lock(fd: int) -> bool:
-    """Take the lock on an open ring at once if nobody holds it; closing ``fd`` releases it."""
+    """Take the lock on an open ring at once if it is free; closing ``fd`` releases it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

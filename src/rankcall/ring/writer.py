@@ -83,7 +83,7 @@ def create_locked(
     """Make a ring file as ``create`` does, locked before its header can be read.
 
     The caller keeps the lock for as long as it writes the ring. ``run_dir`` is noted in the ring,
-    so that a later command knows where it belongs.
+    so that a later command can move the ring there.
     """
     fd = create_file(path)
     lock = WriterLock(fd)
