@@ -20,10 +20,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from rankcall.files import clean_lines, open_file, run_folder, scratch_beside
+
 HANGS = "hangs"
 STACKS = "stacks"
 _VERDICT, _TEXT = "verdict.json", "verdict.txt"
 _LATEST_NS = 1 << 62
+_MOST_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
 Object = dict[str, Any]
 
 
@@ -72,17 +75,23 @@ def kept(*places: Path) -> list[Object]:
     for place in places:
         for folder in numbered(place / HANGS):
             with contextlib.suppress(OSError, ValueError):
-                verdict = decode((folder / _VERDICT).read_bytes())
+                verdict = decode(_read(folder / _VERDICT))
                 found.append({**verdict, "place": str(folder)})
     return found
 
 
 def text_of(verdict: Object) -> str:
-    """Return what was printed of a verdict that ``kept`` found."""
+    """Return what was printed of a verdict that ``kept`` found, safe to print again."""
     try:
-        return (Path(verdict["place"]) / _TEXT).read_text()
+        text = _read(Path(verdict["place"]) / _TEXT).decode("utf-8", "replace")
     except OSError:
-        return f"verdict: {verdict.get('verdict')}"
+        text = f"verdict: {verdict.get('verdict')}"
+    return clean_lines(text)
+
+
+def _read(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read(_MOST_BYTES)
 
 
 def fill(folder: Path, verdict: Object) -> None:
@@ -139,10 +148,10 @@ def settle_hangs(source: Path, run_dir: Path) -> None:
 
 
 def _move(folder: Path, run_dir: Path) -> None:
-    target, scratch = run_dir / HANGS, run_dir / f".{HANGS}.{os.getpid()}"
-    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target = run_folder(run_dir, HANGS)
+    scratch = scratch_beside(target)
     try:
-        shutil.copytree(folder, scratch)
+        shutil.copytree(folder, scratch, symlinks=True)
         while not claim(scratch, next_free(target)):
             pass
     finally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from rankcall.files import append_line
 
 FILE = "joins.jsonl"
 
@@ -55,14 +57,8 @@ class JoinSummary:
 def append(run_dir: Path, join: JoinSummary) -> None:
     """Add a line to the run's list; a run that cannot be written to is left alone."""
     line = json.dumps(asdict(join)) + "\n"
-    try:
-        file = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        append_line(run_dir / FILE, line.encode())
 
 
 def read(run_dir: Path) -> tuple[list[JoinSummary], list[str]]:

@@ -1,7 +1,7 @@
 """Build a native module: one C++ file, compiled once per source, torch and Python, then cached.
 
-The compiler runs under a file lock that dies with its holder, into a scratch file that is renamed
-when whole: ranks that start together build once, and a killed build leaves nothing behind.
+The compiler runs under a file lock, into a scratch folder: ranks that start together build once,
+and a module has its name only when it is whole. A module that is there is never replaced.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ExtensionFileLoader
@@ -22,8 +23,12 @@ from pathlib import Path
 from types import ModuleType
 
 from rankcall.errors import RankcallError
+from rankcall.files import UnsafeFolder, check_file, make_folder
 
 _COMPILE_SECONDS = 600
+_LOCK_SECONDS = 180.0  # a build takes less than a minute on an idle machine
+_LOCK_POLL_SECONDS = 0.05
+_SUPERUSER = (0,)
 
 
 def cache_dir() -> Path:
@@ -68,22 +73,32 @@ class NativeModule:
             return ""
         import torch
 
-        return f"{torch.__version__} {sysconfig.get_config_var('SOABI')}"
+        # Two builds of one version, such as nightlies made again, differ in their headers.
+        built = f"{torch.__version__} {torch.version.git_version}"
+        return f"{built} {sysconfig.get_config_var('SOABI')}"
 
     def prebuild(self) -> Path:
         """Build it unless it is in the cache; return its path.
 
-        Raises ``error`` saying why where there is no compiler, it fails, or the cache cannot be
-        written.
+        Raises ``error`` saying why if there is no compiler, it fails, or the cache cannot be
+        written, or could have been written by another user.
         """
         target = self.path()
-        if target.exists():
-            return target
         try:
-            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Code in the cache is run. The superuser may have built it for all users.
+            folder = Path(os.path.realpath(target.parent))
+            target = folder / target.name
+            make_folder(folder, _SUPERUSER)
+            if _is_built(target):
+                return target
             with _lock(target.with_suffix(".lock")):
-                if not target.exists():
+                if not _is_built(target):
                     self._compile(target)
+        except UnsafeFolder as error:
+            raise self.error(
+                f"{error.strerror}: rankcall runs no code from there; remove it, or set "
+                "RANKCALL_CACHE to a folder that only you can write"
+            ) from error
         except OSError as error:
             raise self.error(
                 f"the cache {target.parent} cannot be written ({error.strerror}): "
@@ -145,7 +160,8 @@ class NativeModule:
                 lines = [line for line in done.stderr.splitlines() if "error" in line]
                 reason = (lines or done.stderr.splitlines() or ["no message"])[0]
                 raise self.error(f"the compiler {compiler} failed: {reason.strip()}")
-            built.replace(target)
+            built.chmod(0o755)  # the compiler leaves it to the umask
+            _place(built, target)
 
 
 def _torch_flags() -> list[str]:
@@ -167,11 +183,53 @@ def link_flags() -> list[str]:
     return [*(f"-L{path}" for path in library_paths()), *libraries]
 
 
+def _is_built(target: Path) -> bool:
+    """Return whether the module is there. Raises ``UnsafeFolder`` if others could write it."""
+    try:
+        check_file(target, _SUPERUSER)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _place(built: Path, target: Path) -> None:
+    """Give a new module its name unless it has been built meanwhile.
+
+    A file that is there is never replaced or changed: a process may have mapped it.
+    """
+    try:
+        os.link(built, target)
+    except FileExistsError:
+        _is_built(target)
+    except OSError:  # a file system without hard links
+        if not _is_built(target):
+            built.rename(target)
+
+
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    """Hold the lock on a build, so that ranks that start together build once.
+
+    If it cannot be had in time, go on without it: a lock on a network file system can outlive its
+    holder. The build then is made twice, which does no harm.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(fd) and time.monotonic() < deadline:
+            time.sleep(_LOCK_POLL_SECONDS)
         yield
     finally:
         os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    """Take the lock if it is free; a file system without locks counts as free."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

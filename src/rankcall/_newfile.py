@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from rankcall.errors import ExportFailed
+from rankcall.files import replacing
 
 
 @contextlib.contextmanager
@@ -39,12 +39,5 @@ def _opened(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
         with target.open("wb") as out:
             yield out
         return
-    target = target.resolve()
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with scratch.open("xb") as out:
-            yield out
-        scratch.replace(target)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    with replacing(target.resolve(), mode=None) as out:
+        yield out

@@ -2,13 +2,14 @@
 
 A tar file, compressed as its name says (``.tar.zst``, ``.tar.gz``, ``.tgz``, ``.tar``)::
 
-    <run>/run.json                     of the first place that has one
+    <run>/run.json                     of the first place that has one, without secrets
     <run>/rings/*.ring                 every rank's, moved or live
     <run>/exits/*.jsonl                how workers ended
     <run>/states/<host>.<boot>.json    what living processes were doing when it was collected
     <run>/hangs/*/...                  the watcher's verdicts, with stacks
 
-Nothing of it is executed, and nothing is extracted under a name of the archive's own choosing.
+Nothing of it is executed, and nothing is extracted under a name of the archive's own choosing. Who
+made it is not known, so reading it is limited: in memory, in members, and in bytes on disk.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 from rankcall._hangs import HANGS
 from rankcall.errors import CorruptRun
+from rankcall.files import UnsafeFolder, create_file, open_file, replacing
 from rankcall.processes import EXITS, STATES
+from rankcall.ring.header import parse_header
+from rankcall.ring.layout import HEADER_BYTES, offset_of
+from rankcall.rundir import used_bytes
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tgz", ".tar")
 FOLDERS = ("rings", EXITS, STATES)  # without folders in them, unlike HANGS
@@ -38,6 +43,62 @@ _NAME = re.compile(
 _ZSTD_MAGIC, _GZIP_MAGIC = b"\x28\xb5\x2f\xfd", b"\x1f\x8b"
 _MOST_MEMBERS = 1 << 21
 _MOST_BYTES = 1 << 33  # of one member: twice the largest ring
+_MOST_TOTAL = 1 << 37  # of all of them; the free space of the temporary folder is a limit, too
+_MOST_OF_FREE = 0.8
+_MOST_HEADER = 1 << 16  # of a member's extended header: its name, in our archives
+_MOST_WINDOW = 1 << 25  # bytes that zstd may keep in memory; level 19 needs 8 MiB
+# Rings that have just begun are mostly zeros: 560 kB of them need 1 kB. A bomb is all zeros, and
+# zstd needs 1 byte for 30,000 of them.
+_MOST_RATIO, _RATIO_FROM = 10_000, 1 << 30
+
+
+class _Refused(tarfile.ReadError):
+    """Raised for content that an archive of a run never has."""
+
+
+class _Member(tarfile.TarInfo):
+    """A member whose headers are not believed: ``tarfile`` reads them whole into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        """Decode a header block, and refuse types and sizes that our archives never have."""
+        member = super().frombuf(buf, encoding, errors)
+        if member.size < 0:
+            raise _Refused("a member of negative size")
+        if member.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE):
+            raise _Refused("a global or a sparse header")
+        extended = (
+            tarfile.XHDTYPE,
+            tarfile.SOLARIS_XHDTYPE,
+            tarfile.GNUTYPE_LONGNAME,
+            tarfile.GNUTYPE_LONGLINK,
+        )
+        if member.type in extended and member.size > _MOST_HEADER:
+            raise _Refused(f"an extended header of {member.size:,} bytes")
+        return member
+
+    def _refuse_sparse(self, *_: object) -> None:
+        raise _Refused("a sparse member")
+
+    # tarfile reads the maps of sparse files, of any length, for each of its three formats.
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
+
+
+class _Limited:
+    """Reads decompressed data, and refuses to go on beyond the limits."""
+
+    def __init__(self, data: IO[bytes], raw: IO[bytes]) -> None:
+        self._data, self._raw = data, raw
+        self._total = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._data.read(size)
+        self._total += len(data)
+        if self._total > _MOST_TOTAL:
+            raise _Refused(f"more than {_MOST_TOTAL >> 30:,} GiB")
+        if self._total > _RATIO_FROM and self._total > _MOST_RATIO * max(1, self._raw.tell()):
+            raise _Refused(f"data that was compressed to less than 1 in {_MOST_RATIO:,}")
+        return data
 
 
 def is_archive(path: Path) -> bool:
@@ -52,7 +113,7 @@ def is_archive(path: Path) -> bool:
 
 
 def check_name(path: Path) -> None:
-    """Raise ``ValueError`` where a name does not say how to compress."""
+    """Raise ``ValueError`` if a name does not say how to compress."""
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"{path}: an archive's name ends with one of {', '.join(SUFFIXES)}")
 
@@ -60,25 +121,33 @@ def check_name(path: Path) -> None:
 def pack(files: Sequence[tuple[str, Path]], target: Path, name: str) -> list[str]:
     """Write an archive of files, each given with its name inside a run; never half a file.
 
-    Returns the names of those that could not be read; of several files with one name the first is
-    taken. Raises ``OSError`` where the archive cannot be written.
+    Of several files with one name the first is taken. Only regular files are
+    packed: a link may lead to a file that was not meant to be sent. The used part of a ring is taken.
+
+    Returns:
+        A line for each file that was left out: its name, and why.
+
+    Raises:
+        OSError: The archive cannot be written.
     """
     check_name(target)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    left, seen = [], set()
-    try:
+    left: list[str] = []
+    seen: set[str] = set()
+    with replacing(target) as scratch:
         with _compressed(scratch, target.name) as out, _tar(out) as tar:
             for inside, path in files:
-                if inside in seen or not _NAME.fullmatch(inside):
+                if inside in seen:
+                    continue
+                if not _NAME.fullmatch(inside):
+                    left.append(f"{inside}: no name that a file of a run has")
                     continue
                 try:
                     _add(tar, f"{name}/{inside}", path)
                     seen.add(inside)
                 except FileNotFoundError:
-                    left.append(inside)  # it vanished meanwhile
-        scratch.replace(target)
-    finally:
-        scratch.unlink(missing_ok=True)
+                    left.append(f"{inside}: it vanished meanwhile")
+                except UnsafeFolder as error:
+                    left.append(f"{inside}: {error.strerror}")
     return left
 
 
@@ -88,55 +157,77 @@ def _tar(out: IO[bytes]) -> tarfile.TarFile:
 
 def _add(tar: tarfile.TarFile, name: str, path: Path) -> None:
     """Add a file as it is now: one that grows meanwhile is cut, one that shrinks is filled."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         about = os.fstat(file.fileno())
         info = tarfile.TarInfo(name)
         info.size, info.mtime, info.mode = about.st_size, int(about.st_mtime), 0o600
-        tar.addfile(info, cast(Any, _Exactly(file, info.size)))
+        head = b""
+        if path.name.endswith(".ring"):
+            head, info.size = _used(file, info.size)
+        tar.addfile(info, cast(Any, _Exactly(file, head, info.size)))
+
+
+def _used(ring: IO[bytes], size: int) -> tuple[bytes, int]:
+    """Return the header of a ring that ends after its last record, and its size then."""
+    raw = ring.read(HEADER_BYTES)
+    try:
+        used = used_bytes(parse_header(raw, ""))
+    except CorruptRun:
+        return raw, size
+    if used >= size:
+        return raw, size
+    at = offset_of("file_bytes")
+    return raw[:at] + used.to_bytes(8, "little") + raw[at + 8 :], used
 
 
 class _Exactly:
-    """Reads so many bytes of a file, whatever becomes of it."""
+    """Reads so many bytes: a head that is given, and the rest of a file, whatever becomes of it."""
 
-    def __init__(self, file: IO[bytes], size: int) -> None:
-        self._file, self._left = file, size
+    def __init__(self, file: IO[bytes], head: bytes, size: int) -> None:
+        self._file, self._head, self._left = file, head, size
 
     def read(self, size: int) -> bytes:
-        data = self._file.read(min(size, self._left)).ljust(min(size, self._left), b"\0")
-        self._left -= len(data)
-        return data
+        wanted = min(size, self._left)
+        data, self._head = self._head[:wanted], self._head[wanted:]
+        data += self._file.read(wanted - len(data))
+        self._left -= wanted
+        return data.ljust(wanted, b"\0")
 
 
 @contextlib.contextmanager
-def _compressed(path: Path, name: str) -> Iterator[IO[bytes]]:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as raw:
-        if name.endswith(".zst"):
-            import zstandard
+def _compressed(raw: BinaryIO, name: str) -> Iterator[IO[bytes]]:
+    if name.endswith(".zst"):
+        import zstandard
 
-            with zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as out:
-                yield cast(IO[bytes], out)
-        elif name.endswith(".tar"):
-            yield raw
-        else:
-            with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=4, mtime=0) as out:
-                yield cast(IO[bytes], out)
+        with zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as out:
+            yield cast(IO[bytes], out)
+    elif name.endswith(".tar"):
+        yield raw
+    else:
+        with gzip.GzipFile("", fileobj=raw, mode="wb", compresslevel=4, mtime=0) as out:
+            yield cast(IO[bytes], out)
 
 
 def unpack(archive: Path) -> Path:
     """Extract an archive into a new temporary folder, and return it; the caller removes it.
 
-    Raises ``CorruptRun`` where the file is no archive of a run, or is damaged.
+    Raises ``CorruptRun`` if the file is no archive of a run, is damaged, or is larger than any
+    run, or than the temporary folder has room for.
     """
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
         with archive.open("rb") as raw, _plain(raw) as data:
-            with tarfile.open(fileobj=data, mode="r|") as tar:
-                found = sum(_extract(tar, member, folder) for member in _members(tar, archive))
+            limited = cast(Any, _Limited(data, raw))
+            with tarfile.open(fileobj=limited, mode="r|", tarinfo=_Member) as tar:
+                found = _extract_all(tar, folder)
         if not found:
             raise CorruptRun(f"{archive}: an archive with no run in it")
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, (tarfile.TarError, EOFError, gzip.BadGzipFile)) or _is_zstd(error):
+        if isinstance(error, _Refused):
+            raise CorruptRun(f"{archive}: it holds {error}, as no run does") from error
+        damaged = isinstance(error, (tarfile.TarError, EOFError, gzip.BadGzipFile, RecursionError))
+        if damaged or _is_zstd(error):
             raise CorruptRun(f"{archive}: not an archive of a run, or damaged: {error}") from error
         raise
     return folder
@@ -155,7 +246,9 @@ def _plain(raw: IO[bytes]) -> Iterator[IO[bytes]]:
     if magic == _ZSTD_MAGIC:
         import zstandard
 
-        with zstandard.ZstdDecompressor().stream_reader(raw, closefd=False) as data:
+        with zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW).stream_reader(
+            raw, closefd=False
+        ) as data:
             yield cast(IO[bytes], data)
     elif magic.startswith(_GZIP_MAGIC):
         with gzip.GzipFile(fileobj=raw, mode="rb") as unzipped:
@@ -164,11 +257,22 @@ def _plain(raw: IO[bytes]) -> Iterator[IO[bytes]]:
         yield raw
 
 
-def _members(tar: tarfile.TarFile, archive: Path) -> Iterator[tarfile.TarInfo]:
-    for number, member in enumerate(tar):
-        if number >= _MOST_MEMBERS or member.size > _MOST_BYTES:
-            raise CorruptRun(f"{archive}: no run is that large")
-        yield member
+def _extract_all(tar: tarfile.TarFile, folder: Path) -> int:
+    """Extract the members of a run; return how many rings there were."""
+    room = shutil.disk_usage(folder).free * _MOST_OF_FREE
+    rings, members = 0, 0
+    while (member := tar.next()) is not None:
+        cast(Any, tar).members = []  # a stream needs no list, and it would grow with the archive
+        members += 1
+        room -= member.size
+        if members > _MOST_MEMBERS:
+            raise _Refused(f"more than {_MOST_MEMBERS:,} members")
+        if member.size > _MOST_BYTES:
+            raise _Refused(f"a member of {member.size:,} bytes")
+        if room < 0:
+            raise _Refused(f"more than {folder.parent} has room for")
+        rings += _extract(tar, member, folder)
+    return rings
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> bool:
@@ -182,7 +286,7 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> boo
         return False
     try:
         target.parent.mkdir(exist_ok=True, parents=True, mode=0o700)
-        out = open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
+        out = open(create_file(target), "wb")  # noqa: SIM115
     except (FileExistsError, NotADirectoryError):
         return False  # a second one of that name
     with out:

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rankcall.files import append_line, run_folder
+from rankcall.process import ALIVE, DEAD, boot_id
 from rankcall.ring.header import Header
-from rankcall.ring.writer import boot_id
 
 EXITS, STATES = "exits", "states"
 LAUNCHER = -1  # as a rank: the launcher itself was told to stop, by the signal in ``code``
@@ -47,16 +48,10 @@ class Exit:
 
 
 def note_exit(run_dir: Path, ended: Exit) -> None:
-    """Append an end to the run's list of them. Raises ``OSError`` where it cannot be written."""
-    folder = run_dir / EXITS
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Append an end to the run's list of them. Raises ``OSError`` if it cannot be written."""
+    folder = run_folder(run_dir, EXITS)
     name = f"{re.sub(r'[^A-Za-z0-9_-]+', '_', ended.host)}.{os.getpid()}.jsonl"
-    line = json.dumps(asdict(ended)).encode() + b"\n"
-    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.write(fd, line)
-    finally:
-        os.close(fd)
+    append_line(folder / name, json.dumps(asdict(ended)).encode() + b"\n")
 
 
 def read_exits(run_dir: Path) -> list[Exit]:
@@ -88,19 +83,12 @@ def _exit(fields: Any) -> Exit:
 def process_state(header: Header) -> str:
     """Return what a ring's process is doing: ``alive``, ``stopped``, ``gone`` or ``unknown``.
 
-    Unknown: it ran on another host. Field 3 of proc(5)'s stat: T and t are stopped, Z and X are
-    gone. A pid that started at another time is another process.
+    Unknown: it ran on another host or in another pid namespace.
     """
-    if header.boot_id != boot_id() or not header.boot_id:
-        return "unknown"
-    try:
-        with open(f"/proc/{header.pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return "gone"
-    if int(fields[19]) != header.process_start or fields[0] in (b"Z", b"X"):
-        return "gone"
-    return "stopped" if fields[0] in (b"T", b"t") else "alive"
+    process = header.process
+    if process.is_stopped():
+        return "stopped"
+    return {ALIVE: "alive", DEAD: "gone"}.get(process.liveness(), "unknown")
 
 
 @dataclass(frozen=True)

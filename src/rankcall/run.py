@@ -234,7 +234,8 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
 
 
 def _load(where: Path, source: Path, progress: Progress | None) -> Run:
-    paths, problems = ring_paths(where), []  # type: tuple[list[Path], list[str]]
+    problems: list[str] = []
+    paths = ring_paths(where, problems)
     heads = list(_read_heads(paths, problems, progress))
     if not heads:
         if problems:

@@ -193,11 +193,12 @@ def _said(results: list[Result]) -> list[str]:
 
 
 def test_no_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
-    """Recording goes on in memory; it is said once."""
+    """Recording goes on in memory; it is said once. The records reach the run in the end."""
     full = {**env, "RANKCALL_SHM": str(mounted("size=64k"))}
     (said,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=full))
     assert "No space left on device" in said
     assert said.endswith("recording goes on in memory only")
+    assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
 
 
 def test_little_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
@@ -211,9 +212,10 @@ def test_little_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], moun
 
 
 def test_read_only_tmpfs(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
-    """Without a place in memory the ring is a file of the run directory."""
+    """Without a place in memory the ring is a file of the run directory; it is said once."""
     ro = {**env, "RANKCALL_SHM": str(mounted("ro"))}
-    assert _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=ro)) == []
+    (said,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=ro))
+    assert said.endswith(f"Read-only file system: the ring is kept in {tmp_path / 'run' / 'rings'}")
     assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import subprocess
+import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.archive import unpack
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
-from rankcall.ring.layout import HEADER
-from rankcall.ring.writer import boot_id, process_start
+from rankcall.process import boot_id, process_start
+from rankcall.ring.layout import HEADER, Geometry
+from rankcall.ring.writer import Identity, create_locked
 from rankcall.run import load
+from rankcall.rundir import create_run, live_dir
 from rankcall.testing.synthetic import Planted, synthetic_run
 
 DEAD = Planted("dead", (2,), 21)
@@ -154,3 +161,188 @@ def test_no_run_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["collect", str(tmp_path / "empty"), "--to", str(tmp_path / "x.zip")]) == 2
     assert "ends with one of" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+# --- what goes into an archive ---
+
+
+def test_links_are_not_packed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link in somebody's run may lead to anything of the reader's: it is named and left out."""
+    private = run.parent / "private"
+    private.mkdir()
+    (private / "key.txt").write_text("-----BEGIN PRIVATE KEY-----")
+    (run / "rings" / "rank-9.ring").symlink_to(private / "key.txt")
+    (run / "hangs").mkdir()
+    (run / "hangs" / "0001").symlink_to(private)
+    (run / "states").symlink_to(private)
+    target = run.parent / "all.tar"
+    assert main(["collect", str(run), "--to", str(target)]) == 0
+    assert b"PRIVATE KEY" not in target.read_bytes()
+    err = capsys.readouterr().err
+    assert [f"{run / name}: it is a link" in err for name in (
+        "rings/rank-9.ring", "hangs/0001", "states",
+    )] == [True] * 3  # fmt: skip
+
+
+def test_secrets_are_not_packed(run: Path) -> None:
+    """The run.json of an older rankcall holds the whole command line; its archive does not."""
+    about = json.loads((run / "run.json").read_text())
+    about["command"] = ["train.py", "--hf-token=hf_SECRET", "--lr", "1"]
+    (run / "run.json").write_text(json.dumps(about))
+    target = run.parent / "all.tar"
+    assert main(["collect", str(run), "--to", str(target)]) == 0
+    assert b"hf_SECRET" not in target.read_bytes()
+    assert load(target).about["command"] == ["train.py", "--hf-token=[redacted]", "--lr", "1"]
+
+
+def test_names_are_printed_clean(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file name that acts on a terminal does not get there."""
+    (run / "rings" / "\x1b]0;owned\x07.ring").write_bytes(b"no ring")
+    assert main(["collect", str(run), "--to", str(run.parent / "all.tar")]) == 0
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert "owned" in err
+    assert main(["report", "\x1b]0;owned\x07"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_no_scratch_file_is_left(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive that cannot be finished leaves what was there."""
+    target = run.parent / "out" / "all.tar"
+    target.parent.mkdir()
+    target.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rankcall.archive._add", fail)
+    assert main(["collect", str(run), "--to", str(target)]) == 2
+    assert [path.name for path in target.parent.iterdir()] == ["all.tar"]
+    assert target.read_text() == "old"
+
+
+def test_a_live_ring_is_packed_without_its_unused_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive holds the records that were written, and reads like the ring."""
+    monkeypatch.setenv("RANKCALL_SHM", str(tmp_path / "shm"))
+    run_dir = create_run(tmp_path / "run", {})
+    live_dir(run_dir).mkdir(parents=True, mode=0o700)
+    ring = live_dir(run_dir) / "x.ring"
+    _, lock = create_locked(ring, Identity(rank=0, world_size=1, host="h"), Geometry(1 << 12))
+    target = tmp_path / "all.tar"
+    assert main(["collect", str(run_dir), "--to", str(target)]) == 0
+    found = load(target)
+    assert found.problems == []
+    assert found.heads[0].path.stat().st_size < ring.stat().st_size / 1.5
+    lock.release()
+    ring.unlink()
+
+
+# --- what reading an archive can cost ---
+
+
+def bomb(target: Path, *parts: tuple[tarfile.TarInfo, int]) -> Path:
+    """Write an archive of headers, each before so many zeros."""
+    with target.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as out:
+        for info, size in parts:
+            info.size = size
+            out.write(info.tobuf(tarfile.GNU_FORMAT))
+            for _ in range(size >> 20):
+                out.write(bytes(1 << 20))
+            out.write(bytes(size & 0xFFFFF))
+        out.write(bytes(1024))
+    return target
+
+
+def of_type(kind: bytes) -> tarfile.TarInfo:
+    """Return a member's header of some type."""
+    info = tarfile.TarInfo("run/rings/x.ring")
+    info.type = kind
+    return info
+
+
+_UNPACK = """
+import re, sys
+from pathlib import Path
+from rankcall.archive import unpack
+from rankcall.errors import CorruptRun
+import zstandard
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak()
+try:
+    unpack(Path(sys.argv[1]))
+except CorruptRun as error:
+    print(peak() - before, error)
+"""
+
+
+def test_a_huge_header_takes_no_memory(tmp_path: Path) -> None:
+    """22 kB that unpack to a header of 700 MiB are refused within 64 MiB."""
+    target = bomb(tmp_path / "bomb.tar.zst", (of_type(tarfile.XHDTYPE), 700 << 20))
+    assert target.stat().st_size < 1 << 16
+    done = subprocess.run(
+        [sys.executable, "-c", _UNPACK, target],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    extra_kib, _, said = done.stdout.partition(" ")
+    assert int(extra_kib) < 64 << 10
+    assert said == f"{target}: it holds an extended header of 734,003,200 bytes, as no run does\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (tarfile.XGLTYPE, "global or a sparse header"),
+        (tarfile.GNUTYPE_SPARSE, "global or a sparse header"),
+        (tarfile.GNUTYPE_LONGNAME, "extended header"),
+        (tarfile.GNUTYPE_LONGLINK, "extended header"),
+        (tarfile.SOLARIS_XHDTYPE, "extended header"),
+    ],
+)
+def test_headers_that_no_run_has(tmp_path: Path, kind: bytes, said: str) -> None:
+    """Headers that tarfile would read whole into memory are refused."""
+    with pytest.raises(CorruptRun, match=said):
+        unpack(bomb(tmp_path / "bomb.tar.zst", (of_type(kind), 1 << 20)))
+
+
+def test_a_sparse_member_in_a_pax_header(tmp_path: Path) -> None:
+    """Its map may be of any length, so it is refused before it is read."""
+    target = tmp_path / "bomb.tar"
+    with tarfile.open(target, "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("run/rings/x.ring")
+        info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+        tar.addfile(info)
+    with pytest.raises(CorruptRun, match="sparse member"):
+        unpack(target)
+
+
+def test_headers_without_an_end(tmp_path: Path) -> None:
+    """Headers that only announce further headers end in one clear error."""
+    part = of_type(tarfile.XHDTYPE), 0
+    with pytest.raises(CorruptRun, match="damaged"):
+        unpack(bomb(tmp_path / "bomb.tar.zst", *[part] * 5000))
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "said"),
+    [
+        ("_MOST_TOTAL", 1 << 22, "GiB"),
+        ("_RATIO_FROM", 1 << 20, "compressed to less"),
+        ("_MOST_MEMBERS", 2, "more than 2 members"),
+        ("_MOST_BYTES", 1 << 20, "a member of"),
+        ("_MOST_OF_FREE", 0.0, "has room for"),
+    ],
+)
+def test_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float, said: str
+) -> None:
+    """The sum, the ratio, the number of members, each member and the free space are limited."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(f"rankcall.archive.{limit}", value)
+    part = of_type(tarfile.REGTYPE), 64 << 20
+    target = bomb(tmp_path / "bomb.tar.zst", part, part, part)
+    with pytest.raises(CorruptRun, match=said):
+        unpack(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["bomb.tar.zst"]

@@ -14,8 +14,9 @@ ROOT = Path(rankcall.__file__).parent
 
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
-    ("errors", "background", "_handle", "_joins", "_hangs", "_clock", "record"),
-    ("_registry", "_native", "_whole"),
+    ("errors", "background", "_handle", "_clock", "record", "_redact"),
+    ("process", "files"),
+    ("_registry", "_native", "_whole", "_joins", "_hangs"),
     ("ring", "_newfile"),
     ("_rows", "processes"),
     ("rundir",),
@@ -33,7 +34,8 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
     "errors", "record", "_whole", "ring", "rundir", "run", "_frames", "archive", "_rows",
-    "_hangs", "_newfile", "processes", "_stacks", "analysis", "report", "export", "trace",
+    "_hangs", "_newfile", "_redact", "files", "process", "processes", "_stacks", "analysis",
+    "report", "export", "trace",
 )  # fmt: skip
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.

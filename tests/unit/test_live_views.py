@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from terminal import ALTERNATE, HIDDEN, NORMAL, SHOWN, Terminal, frames
 
+from rankcall.process import boot_id, process_start
 from rankcall.ring.layout import offset_of
-from rankcall.ring.writer import boot_id, process_start
 from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
 
 HUNG_S = 120

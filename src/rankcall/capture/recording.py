@@ -16,27 +16,35 @@ from rankcall import background
 from rankcall._handle import Scoped
 from rankcall.capture import declared
 from rankcall.capture.device_status import POLL_SECONDS, DeviceOp, DeviceStatus
+from rankcall.capture.keeper import Keeper
 from rankcall.capture.marks import Marks
 from rankcall.capture.notices import say
 from rankcall.capture.source import SourceLines
 from rankcall.errors import CaptureUnavailable
+from rankcall.files import UnsafeFolder, check_folder, file_system, is_local, make_folder, reason
 from rankcall.ring.layout import CAPTURES, Geometry
+from rankcall.ring.lock import WriterLock
 from rankcall.ring.tables import Group
 from rankcall.ring.writer import (
     Identity,
     PythonRing,
     create,
+    create_locked,
     create_unnamed,
     put,
+    put_run_dir,
     set_identity,
 )
 from rankcall.rundir import (
     about_job,
+    clean_up,
     create_run,
+    has_old_rings,
     host_name,
     live_base,
     live_dir,
     ring_name,
+    save_ring,
     settle_ring,
 )
 
@@ -85,6 +93,8 @@ class Recording(Scoped):
         self.geometry = Geometry(capacity) if capacity else Geometry()
         self._identity = _identity()
         self._fd = -1
+        self._lock = WriterLock(-1)
+        self._keeper: Keeper | None = None
         self._leave = leave
         self.ring = self._make_ring(run_dir)
         try:
@@ -122,37 +132,49 @@ class Recording(Scoped):
 
     def _make_ring(self, run_dir: Path | None) -> mmap.mmap:
         if run_dir is None:
-            ring, self._fd = create_unnamed(live_base(), self._identity, self.geometry)
+            if not is_local(live_base()):
+                return create(None, self._identity, self.geometry)
+            ring, self._fd, self._lock = create_unnamed(live_base(), self._identity, self.geometry)
             return ring
         self.run_dir = run_dir
         folder = self._prepare(run_dir)
-        reason: str | None = None
-        for fraction in _SMALLER:
-            geometry = self._shrunk(fraction)
-            try:
-                ring = self._make_file(folder, geometry)
-            except OSError as error:
-                reason, self.path = error.strerror, None
-                continue
-            if fraction > 1:
-                say(f"little room in {folder}: the ring holds {geometry.capacity:,} records")
-            self.geometry = geometry
-            return ring
-        say(f"no ring can be kept in {folder} ({reason}): recording goes on in memory only")
+        if folder is not None:
+            failure = ""
+            for fraction in _SMALLER:
+                geometry = self._shrunk(fraction)
+                try:
+                    ring = self._make_file(folder, geometry, run_dir)
+                except OSError as error:
+                    failure, self.path = str(error.strerror), None
+                    continue
+                if fraction > 1:
+                    say(f"little room in {folder}: the ring holds {geometry.capacity:,} records")
+                self.geometry = geometry
+                return ring
+            say(f"no ring can be kept in {folder} ({failure}): recording goes on in memory only")
+        self._keeper = self._keeper or Keeper(run_dir)
         return create(None, self._identity, self.geometry)
 
-    def _make_file(self, folder: Path, geometry: Geometry) -> mmap.mmap:
+    def _make_file(self, folder: Path, geometry: Geometry, run_dir: Path) -> mmap.mmap:
         try:
-            return create(self._file_in(folder), self._identity, geometry)
+            ring, self._lock = create_locked(
+                self._file_in(folder), self._identity, geometry, run_dir
+            )
         except FileNotFoundError:
             # Another launcher of this host has just settled its rings and removed the folder.
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return create(self._file_in(folder), self._identity, geometry)
+            make_folder(folder)
+            ring, self._lock = create_locked(
+                self._file_in(folder), self._identity, geometry, run_dir
+            )
+        return ring
 
     def _discard(self) -> None:
         """Leave no ring behind that nothing will be recorded in."""
         if self._fd >= 0:
             os.close(self._fd)
+        self._lock.release()
+        if self._keeper is not None:
+            self._keeper.discard()
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -161,6 +183,9 @@ class Recording(Scoped):
         if self._fd < 0:
             return False
         folder = self._prepare(run_dir)
+        if folder is None:
+            return False
+        put_run_dir(self.ring, run_dir)
         try:
             # The path is absolute: a descriptor only makes CPython call linkat, which follows.
             os.link(
@@ -182,8 +207,11 @@ class Recording(Scoped):
             return self.geometry
         return Geometry.fitting(self.geometry.file_bytes // fraction)
 
-    def _prepare(self, run_dir: Path) -> Path:
-        """Make the run directory and its live folder; say so where one cannot be written."""
+    def _prepare(self, run_dir: Path) -> Path | None:
+        """Make the run directory and return where its ring goes; None: in memory only.
+
+        Says so if one of them cannot be used.
+        """
         import torch
 
         try:
@@ -191,11 +219,26 @@ class Recording(Scoped):
         except OSError as error:
             say(f"the run directory {run_dir} cannot be written ({error.strerror}): "
                 f"records stay in {live_dir(run_dir)}")  # fmt: skip
+        if os.environ.get("LOCAL_RANK", "0") == "0" and has_old_rings(run_dir):
+            threading.Thread(target=clean_up, name="rankcall-clean", daemon=True).start()
+        if not os.environ.get(ARM):
+            self._keeper = self._keeper or Keeper(run_dir)
         folder = live_dir(run_dir)
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError:
-            folder = run_dir / "rings"  # no tmpfs here: better a disk file than none
+            _check_local(live_base())
+            make_folder(folder.parent)
+            make_folder(folder)
+            return folder
+        except OSError as error:
+            why = reason(error)
+        folder = run_dir / "rings"  # a local disk file is better than nothing
+        try:
+            _check_local(folder)
+            check_folder(folder)
+        except OSError as error:
+            say(f"{why}; {reason(error)}: recording goes on in memory only")
+            return None
+        say(f"{why}: the ring is kept in {folder}")
         return folder
 
     def _file_in(self, folder: Path) -> Path:
@@ -265,11 +308,20 @@ class Recording(Scoped):
     def close(self) -> None:
         """Say in the ring that it is complete; move it to the run unless the launcher will."""
         put(self.ring, "closed_ns", time.monotonic_ns())
+        self._lock.release()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if self.path is not None and self.run_dir is not None and not os.environ.get(ARM):
-            settle_ring(self.path, self.run_dir)
+        ring, path, run_dir = self.ring, self.path, self.run_dir
+        if self._keeper is None or run_dir is None:
+            return
+        if path is None:
+            name = ring_name(
+                self._identity.rank, self._identity.attempt, self._identity.host, os.getpid()
+            )
+            self._keeper.keep(lambda: save_ring(ring, run_dir, name))
+        else:
+            self._keeper.keep(lambda: settle_ring(path, run_dir))
 
     def forget(self) -> None:
         """Touch the ring no more: this is a forked child, and it is its parent's."""
@@ -320,6 +372,13 @@ class Recording(Scoped):
         if not self._left and not threading.main_thread().is_alive() and not failed:
             self._left = True
             put(self.ring, "left_ns", time.monotonic_ns())
+
+
+def _check_local(folder: Path) -> None:
+    """Raise ``UnsafeFolder`` if a page of a file in a folder could wait for another host."""
+    if not is_local(folder):
+        kind = file_system(folder) or "unknown"
+        raise UnsafeFolder(folder, f"is on a file system that is not local ({kind})")
 
 
 def _identity(rank: int | None = None, world_size: int | None = None) -> Identity:

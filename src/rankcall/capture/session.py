@@ -17,7 +17,7 @@ from rankcall.capture import declared
 from rankcall.capture.notices import say
 from rankcall.capture.recording import Recording as Recording
 from rankcall.errors import RankcallError, TorchMissing
-from rankcall.ring.writer import boot_seconds, process_start
+from rankcall.process import boot_seconds, process_start
 from rankcall.rundir import default_run_dir
 
 CAPTURES = ("auto", "native", "python")

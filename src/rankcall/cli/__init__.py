@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from rankcall import files
 from rankcall.errors import RankcallError
 
 __all__ = ["main"]
@@ -23,8 +24,10 @@ _COMMANDS = {
     "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
     "top": "Show live where every rank stands.",
     "collect": "Put a run that is spread over nodes into one file.",
+    "clean": "Free the memory that the records of killed jobs take on this host.",
     "build": "Build the native recorder and RPC agent ahead of time.",
 }
+_WORKING = ("run", "report", "diagnose", "export", "top", "collect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in _WORKING and "--help" not in arguments:
+        _clean_up()
     app = _application(arguments[0] if arguments else None)
     try:
         status = app(arguments, prog_name="rankcall", standalone_mode=False)
@@ -66,8 +71,16 @@ def _run(arguments: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _clean_up() -> None:
+    """Free what jobs that were killed more than a day ago left in memory."""
+    from rankcall.rundir import clean_up
+
+    for line in clean_up():
+        print(f"rankcall: {files.clean(line)}", file=sys.stderr)
+
+
 def _fail(message: str) -> int:
-    line = " ".join(message.split())
+    line = files.clean(" ".join(message.split()))
     print(f"rankcall: error: {line}", file=sys.stderr)
     return _USAGE
 

@@ -11,6 +11,8 @@ from typing import NoReturn
 
 import typer
 
+from rankcall.files import clean
+
 BOOT = Path(__file__).resolve().parents[1] / "_boot"
 OPTIONS = (
     "--run-dir",
@@ -25,7 +27,7 @@ USAGE_ERROR = 2  # what argparse and click exit with
 
 def say(text: str) -> None:
     """Write one line of ours to stderr: stdout belongs to the job."""
-    typer.echo(f"rankcall: {text}", err=True)
+    typer.echo(f"rankcall: {clean(text)}", err=True)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,17 +12,21 @@ from typing import Annotated
 import typer
 
 from rankcall._hangs import HANGS
+from rankcall._redact import redact
 from rankcall.archive import FOLDERS, check_name, is_archive, pack, unpack
 from rankcall.cli._engine import say
 from rankcall.errors import CorruptRun, RankcallError
+from rankcall.files import open_file
+from rankcall.process import boot_id
 from rankcall.processes import STATES, describe_states
 from rankcall.ring.header import Header
 from rankcall.ring.reader import read_head
-from rankcall.ring.writer import boot_id
 from rankcall.run import format_ranks
 from rankcall.rundir import find_run, host_name, ring_paths, settle
 
 __all__ = ["command"]
+
+_MOST_BYTES = 1 << 24  # of run.json
 
 
 def command(
@@ -66,8 +72,9 @@ def _folder(place: Path, extracted: list[Path]) -> Path:
 
 def _collect(folders: list[Path], first: Path, target: Path, scratch: Path) -> None:
     files: list[tuple[str, Path]] = []
-    for folder in folders:
-        files += _files(folder)
+    left: list[str] = []
+    for number, folder in enumerate(folders):
+        files += _files(folder, scratch / f"run-{number}.json", left)
     headers = _headers([path for inside, path in files if inside.startswith("rings/")])
     if not headers:
         raise CorruptRun(f"{first}: no ring files: not a run, or nothing was recorded in it")
@@ -76,9 +83,9 @@ def _collect(folders: list[Path], first: Path, target: Path, scratch: Path) -> N
         name = f"{STATES}/{_plain(host_name())}.{_plain(boot_id())}.json"
         (scratch / "states.json").write_bytes(describe_states(about))
         files.insert(0, (name, scratch / "states.json"))
-    left = pack(files, target, first.name.partition(".tar")[0] or "run")
-    for name in left:
-        say(f"left out, it vanished meanwhile: {name}")
+    left += pack(files, target, first.name.partition(".tar")[0] or "run")
+    for line in left:
+        say(f"left out: {line}")
     _tell(headers, target)
 
 
@@ -86,16 +93,44 @@ def _plain(text: str) -> str:
     return "".join(char if char.isalnum() else "_" for char in text)
 
 
-def _files(folder: Path) -> list[tuple[str, Path]]:
-    """Return what belongs to a run, with names inside the archive; rings may be elsewhere."""
-    found = [(f"rings/{ring.name}", ring) for ring in ring_paths(folder)]
-    if (folder / "run.json").is_file():
-        found.append(("run.json", folder / "run.json"))
+def _files(folder: Path, run_json: Path, left: list[str]) -> list[tuple[str, Path]]:
+    """Return what belongs to a run, with names inside the archive; rings may be elsewhere.
+
+    ``run_json`` is the path of a copy of ``run.json`` that is made without secrets. ``left`` gets a line
+    for each link, which is not followed: it may lead to anything of this user's.
+    """
+    found: list[tuple[str, Path]] = []
+    rings = ring_paths(folder, left)
+    for ring in rings:
+        if ring.is_symlink() or ring.parent.is_symlink():
+            left.append(f"{ring}: it is a link")
+        else:
+            found.append((f"rings/{ring.name}", ring))
+    if _write_redacted(folder / "run.json", run_json, left):
+        found.append(("run.json", run_json))
     for name in (*FOLDERS[1:], HANGS):
-        for file in sorted((folder / name).rglob("*")):
-            if file.is_file() and not file.is_symlink():
-                found.append((str(file.relative_to(folder)), file))
+        for place, folders, names in os.walk(folder / name):
+            links = [each for each in [*folders, *names, "."] if (Path(place) / each).is_symlink()]
+            left += [f"{Path(place) / each}: it is a link" for each in links]
+            if "." in links:
+                break
+            files = [Path(place) / each for each in sorted(names) if each not in links]
+            found += [(str(file.relative_to(folder)), file) for file in files]
     return found
+
+
+def _write_redacted(source: Path, target: Path, left: list[str]) -> bool:
+    """Copy ``run.json`` without the secrets of the command line; tell whether there is one."""
+    try:
+        with open_file(source) as file:
+            about = json.loads(file.read(_MOST_BYTES))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, RecursionError) as error:
+        left.append(f"{source}: it cannot be read: {error}")
+        return False
+    target.write_text(json.dumps(redact(about), indent=1) + "\n")
+    return True
 
 
 def _headers(rings: list[Path]) -> list[Header]:

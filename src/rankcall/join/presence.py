@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rankcall.ring.writer import boot_id, process_start
+from rankcall.process import boot_id, process_start
 from rankcall.rundir import host_name
 
 Presence = dict[str, Any]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from rankcall.files import clean as clean
+
 _TIMES = ((60_000.0 * 60, 3_600_000.0, "h"), (60_000.0 * 10, 60_000.0, "min"), (1e3, 1e3, "s"))
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
-
-
-def clean(text: str) -> str:
-    """Return a name from a file with nothing in it that a terminal would act on."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def digits(value: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rankcall.errors import CorruptRun
+from rankcall.process import Process
 from rankcall.record import RECORD
 from rankcall.ring.layout import (
     CAPTURES,
@@ -55,6 +56,20 @@ class Header:
     stack_fd: int = 0
     left_ns: int = 0
     aborted_ns: int = 0
+    locked: int = 0
+    pid_namespace: int = 0
+    run_dir: str = ""
+
+    @property
+    def process(self) -> Process:
+        """The process that writes the ring, or wrote it."""
+        return Process(self.boot_id, self.pid_namespace, self.pid, self.process_start, self.host)
+
+    @property
+    def last_sign_epoch_ns(self) -> int:
+        """The last time the process is known to have run, in ns of its host's wall clock."""
+        last = max(self.native_heartbeat_ns, self.python_heartbeat_ns, self.closed_ns)
+        return self.anchor_epoch_ns + last - self.anchor_mono_ns
 
 
 # All but what is made of several fields, or stands in the file as a code.

@@ -59,8 +59,10 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "anchor_mono_ns": ("<i8", 72),  # CLOCK_MONOTONIC and the epoch, read together at creation
     "anchor_epoch_ns": ("<i8", 80),
     "capture": ("u1", 88),
+    "locked": ("u1", 89),  # 1: the writer holds a flock on the file for as long as it lives
     "host": ("S64", 96),
     "boot_id": ("S40", 160),
+    "pid_namespace": ("<u8", 200),  # inode number; 0 in rings of rankcall 0.1
     # What changes while the job runs: a cache line each, away from what is only read.
     "head": ("<u8", 1024),  # records issued (a lower bound: commit words are exact)
     "tables_used": ("<u8", 1088),  # bytes
@@ -78,6 +80,7 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "stack_fd": ("<i4", 1984),  # its descriptor that stacks are dumped to on STACK_SIGNAL
     "left_ns": ("<i8", 2048),  # CLOCK_MONOTONIC; its program came to its end, without an error
     "aborted_ns": ("<i8", 2112),  # CLOCK_MONOTONIC; its watcher ended it, because the job hung
+    "run_dir": ("S1024", 2176),  # UTF-8: the run directory it belongs to; empty if that is longer
 }
 HEADER = np.dtype(
     {

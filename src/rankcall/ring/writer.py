@@ -6,7 +6,6 @@ writes with, byte for byte what the native recorder writes.
 
 from __future__ import annotations
 
-import functools
 import json
 import mmap
 import os
@@ -18,6 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankcall.files import create_file
+from rankcall.process import Process
+from rankcall.process import boot_id as boot_id
+from rankcall.process import process_start as process_start
 from rankcall.record import (
     COMMIT_CLOSING,
     COMMIT_DONE,
@@ -44,6 +47,7 @@ from rankcall.ring.layout import (
     Geometry,
     offset_of,
 )
+from rankcall.ring.lock import WriterLock
 from rankcall.ring.tables import CallSite, Group, compress_ranks
 
 _OPEN_OR_CLOSING = (COMMIT_OPEN, COMMIT_CLOSING)
@@ -67,97 +71,105 @@ def create(path: Path | None, identity: Identity, geometry: Geometry) -> mmap.mm
     """Make a ring file at ``path`` (mode 0600, must not exist) and map it, header written.
 
     ``None`` maps anonymous memory instead. All pages are reserved and touched here: an unbacked
-    page would be a SIGBUS in the training thread later. Raises ``OSError`` where there is no room.
+    page would be a SIGBUS in the training thread later. Raises ``OSError`` if there is no room.
     """
-    size = geometry.file_bytes
     if path is None:
-        return _prepared(mmap.mmap(-1, size), identity, geometry)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        return _prepared(mmap.mmap(-1, geometry.file_bytes), identity, geometry)
+    ring, lock = create_locked(path, identity, geometry)
+    lock.release()
+    put(ring, "locked", 0)
+    return ring
+
+
+def create_locked(
+    path: Path, identity: Identity, geometry: Geometry, run_dir: Path | None = None
+) -> tuple[mmap.mmap, WriterLock]:
+    """Make a ring file as ``create`` does, locked before its header can be read.
+
+    The caller keeps the lock for as long as it writes the ring. ``run_dir`` is noted in the ring,
+    so that a later command can move the ring there.
+    """
+    fd = create_file(path)
+    lock = WriterLock(fd)
     try:
-        os.posix_fallocate(fd, 0, size)
-        return _prepared(mmap.mmap(fd, size), identity, geometry)
+        os.posix_fallocate(fd, 0, geometry.file_bytes)
+        ring = mmap.mmap(fd, geometry.file_bytes)
+        return _prepared(ring, identity, geometry, lock, run_dir), lock
     except BaseException:
+        lock.release()
         os.unlink(path)
         raise
     finally:
         os.close(fd)
 
 
-def create_unnamed(folder: Path, identity: Identity, geometry: Geometry) -> tuple[mmap.mmap, int]:
+def create_unnamed(
+    folder: Path, identity: Identity, geometry: Geometry
+) -> tuple[mmap.mmap, int, WriterLock]:
     """Make a ring that vanishes with its process unless its descriptor is linked to a name.
 
-    Returns the map and the descriptor; anonymous memory and -1 where ``folder`` allows none.
+    Returns the map, the descriptor and the lock. If ``folder`` allows none, these are anonymous
+    memory, -1 and a lock on nothing.
     """
     try:
-        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     except OSError:
-        return create(None, identity, geometry), -1
+        return create(None, identity, geometry), -1, WriterLock(-1)
     try:
         os.posix_fallocate(fd, 0, geometry.file_bytes)
         ring = mmap.mmap(fd, geometry.file_bytes)
     except OSError:
         os.close(fd)
-        return create(None, identity, geometry), -1
-    return _prepared(ring, identity, geometry), fd
+        return create(None, identity, geometry), -1, WriterLock(-1)
+    lock = WriterLock(fd)
+    return _prepared(ring, identity, geometry, lock), fd, lock
 
 
-def _prepared(ring: mmap.mmap, identity: Identity, geometry: Geometry) -> mmap.mmap:
+def _prepared(
+    ring: mmap.mmap,
+    identity: Identity,
+    geometry: Geometry,
+    lock: WriterLock | None = None,
+    run_dir: Path | None = None,
+) -> mmap.mmap:
     for page in range(0, len(ring), mmap.PAGESIZE):
         ring[page] = 0
-    ring[:HEADER_BYTES] = _header(identity, geometry)
+    ring[:HEADER_BYTES] = _header(identity, geometry, lock is not None and lock.held)
+    if run_dir is not None:
+        put_run_dir(ring, run_dir)
     return ring
 
 
-def _header(identity: Identity, geometry: Geometry) -> bytes:
+def _header(identity: Identity, geometry: Geometry, locked: bool) -> bytes:
     epoch_ns, mono_ns = time.time_ns(), time.monotonic_ns()
+    process = Process.current()
     return make_header(geometry, {
         "rank": identity.rank,
         "world_size": identity.world_size,
         "local_rank": identity.local_rank,
         "node": identity.node,
         "attempt": identity.attempt,
-        "pid": os.getpid(),
-        "process_start": process_start(os.getpid()) or 0,
+        "pid": process.pid,
+        "process_start": process.start,
+        "pid_namespace": process.pid_namespace,
+        "locked": locked,
         "anchor_mono_ns": mono_ns,
         "anchor_epoch_ns": epoch_ns,
         "capture": CAPTURES.index(identity.capture),
         "host": identity.host.encode()[:63],
-        "boot_id": boot_id().encode(),
+        "boot_id": process.boot_id.encode(),
         "native_heartbeat_ns": mono_ns,
         "python_heartbeat_ns": mono_ns,
     })  # fmt: skip
 
 
-def process_start(pid: int) -> int | None:
-    """Return when a process of this host started, in clock ticks since boot; None if it is gone.
-
-    Field 22 of proc(5)'s stat; a zombie counts as gone.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def boot_seconds() -> int:
-    """Return when this host booted, in s since the epoch (0 where the kernel does not say)."""
-    try:
-        with open("/proc/stat") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("btime ")), 0)
-    except OSError:
-        return 0
-
-
-@functools.lru_cache(maxsize=1)
-def boot_id() -> str:
-    """Return the id of this boot of this host (empty where the kernel does not say)."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+def put_run_dir(ring: mmap.mmap, run_dir: Path) -> None:
+    """Note the run directory, unless its path is too long for the header or is not UTF-8."""
+    raw = os.fsencode(os.path.abspath(run_dir))
+    room = HEADER.fields["run_dir"][0].itemsize  # type: ignore[index]
+    if len(raw) < room and raw.decode("utf-8", "ignore").encode() == raw:
+        at = offset_of("run_dir")
+        ring[at : at + room] = raw.ljust(room, b"\0")
 
 
 def put(ring: mmap.mmap, field: str, value: int) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rankcall.capture.recording import Recording
 from rankcall.errors import CorruptRun
+from rankcall.process import boot_id
 from rankcall.processes import process_state
 from rankcall.ring.header import Header, parse_header
 from rankcall.ring.layout import HEADER_BYTES
-from rankcall.ring.writer import boot_id
 
 _LIST_S = 2.0  # how often the folder is looked through
 _FRESH_S = 2.5  # five heartbeats

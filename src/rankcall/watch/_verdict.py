@@ -15,6 +15,7 @@ from rankcall import _hangs
 from rankcall._hangs import HANGS, Object
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
+from rankcall.files import make_folder, run_folder
 from rankcall.report import diagnosis_json
 from rankcall.ring.writer import boot_id
 from rankcall.rundir import kept_hangs, live_dir
@@ -86,8 +87,10 @@ def _write(
     stacks: Mapping[int, str],
     of_this_hang: OfThisHang,
 ) -> Path | None:
-    folder = where / HANGS
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if where != run_dir:
+        make_folder(where.parent)
+        make_folder(where)
+    folder = run_folder(where, HANGS)
     scratch = where / f".hang.{os.getpid()}.{threading.get_native_id()}"
     try:
         while True:

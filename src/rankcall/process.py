@@ -1,0 +1,127 @@
+"""Which process something belongs to, and whether that process is still there.
+
+A process id means something in one pid namespace of one boot of one host only. Two containers that
+share a folder may look at the same number and mean different processes, so the answer has three
+values: a process that is not visible from here is ``UNKNOWN``, never ``DEAD``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+ALIVE, DEAD, UNKNOWN = "alive", "dead", "unknown"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the world.
+
+    ``pid_namespace`` is the inode number of its pid namespace, 0 if it is not known. ``start`` is
+    in clock ticks since boot; it tells two processes that had the same pid apart.
+    """
+
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    start: int
+    host: str = ""
+
+    @classmethod
+    def current(cls, host: str = "") -> Process:
+        """Return the calling process."""
+        stat = _stat("self")
+        return cls(boot_id(), pid_namespace(), os.getpid(), stat[1] if stat else 0, host)
+
+    def liveness(self) -> str:
+        """Return ``ALIVE``, ``DEAD`` or ``UNKNOWN``. A zombie is dead, a stopped process alive."""
+        return self._look()[0]
+
+    def is_stopped(self) -> bool:
+        """Return whether the process is alive and stopped, by a signal or a debugger."""
+        liveness, state = self._look()
+        return liveness == ALIVE and state in (b"T", b"t")
+
+    def _look(self) -> tuple[str, bytes]:
+        """Return the liveness and, if it is alive, the state letter of proc(5)'s stat."""
+        if not self.boot_id or self.boot_id != boot_id() or self.pid <= 0:
+            return UNKNOWN, b""
+        if self.pid_namespace not in (0, pid_namespace()) or not _proc_is_ours():
+            return UNKNOWN, b""
+        stat = _stat(str(self.pid))
+        if stat is not None and stat[1] == self.start and stat[0] not in (b"Z", b"X"):
+            return ALIVE, stat[0]
+        if self.pid_namespace == 0:
+            return UNKNOWN, b""  # the number may belong to another namespace
+        if stat is None and _is_hidden(self.pid):
+            return UNKNOWN, b""
+        return DEAD, b""
+
+
+def process_start(pid: int) -> int | None:
+    """Return when a process of this namespace started, in clock ticks since boot.
+
+    None if it is gone. A zombie counts as gone.
+    """
+    stat = _stat(str(pid))
+    return None if stat is None or stat[0] in (b"Z", b"X") else stat[1]
+
+
+def boot_seconds() -> int:
+    """Return when this host booted, in s since the epoch (0 if the kernel does not say)."""
+    try:
+        with open("/proc/stat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("btime ")), 0)
+    except OSError:
+        return 0
+
+
+@functools.lru_cache(maxsize=1)
+def boot_id() -> str:
+    """Return the id of this boot of this host (empty if the kernel does not say)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> int:
+    """Return the inode number of this process's pid namespace (0 if the kernel does not say)."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _proc_is_ours() -> bool:
+    """Return whether /proc lists the processes of our namespace: a container may mount another."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+def _stat(name: str) -> tuple[bytes, int] | None:
+    """Return the state letter and the start time (fields 3 and 22 of proc(5)'s stat)."""
+    try:
+        with open(f"/proc/{name}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError):
+        return None
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a pid that /proc does not list exists: /proc may hide other users' (hidepid).
+
+    Signal 0 is never delivered; the kernel only says whether it could be.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True

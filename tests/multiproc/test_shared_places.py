@@ -1,0 +1,218 @@
+"""Where rings live: in folders that other users cannot reach, and safe from other containers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Result, run_ranks, try_ranks
+from world import wait_until
+
+from rankcall import load
+from rankcall.rundir import live_dir
+
+pytestmark = pytest.mark.multiproc
+CAPTURES = ("native", "python")
+
+
+@pytest.fixture(params=CAPTURES)
+def env(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str | None]:
+    """Run on both captures, with live rings below tmp_path."""
+    (tmp_path / "shm").mkdir()
+    return {"RANKCALL_CAPTURE": request.param, "RANKCALL_SHM": str(tmp_path / "shm")}
+
+
+def _record(rank: int, world_size: int, run_dir: str, count: int = 5) -> Any:
+    """Record some ops and return where the ring was."""
+    import torch
+    import torch.distributed as dist
+
+    import rankcall
+
+    recording = rankcall.enable(run_dir)
+    for _ in range(count):
+        dist.all_reduce(torch.ones(2))
+    where = str(recording.path)
+    rankcall.disable()
+    return where
+
+
+def _one(results: list[Result]) -> tuple[Any, list[str]]:
+    """Return what the one rank returned, and what rankcall said on it."""
+    (result,) = results
+    assert result.ok, result.error
+    said = [line for line in result.stderr.splitlines() if line.startswith("rankcall: ")]
+    return result.value, said
+
+
+def _records(run_dir: Path) -> int:
+    return int(load(run_dir).records.height)
+
+
+# --- folders ---
+
+
+def _modes(rank: int, world_size: int, run_dir: str, mask: int) -> Any:
+    import rankcall
+
+    os.umask(mask)
+    recording = rankcall.enable(run_dir)
+    ring = recording.path
+    assert ring is not None
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (ring.parent.parent, ring.parent, ring)]
+    rankcall.disable()
+    return modes
+
+
+@pytest.mark.parametrize("mask", [0, 0o022])
+def test_what_we_make_is_private(tmp_path: Path, env: dict[str, str | None], mask: int) -> None:
+    """Folders and rings are this user's alone, whatever the umask."""
+    (modes,) = run_ranks(_modes, 1, str(tmp_path / "run"), mask, env=env)
+    assert modes == [0o700, 0o700, 0o600]
+
+
+@pytest.mark.parametrize("how", ["writable", "link", "another user's"])
+def test_a_folder_that_was_planted(tmp_path: Path, env: dict[str, str | None], how: str) -> None:
+    """Another user can be first in /dev/shm: the ring goes to the run directory, with one line on stderr."""
+    ours = tmp_path / "shm" / f"rankcall-{os.geteuid()}"
+    if how == "link":
+        (tmp_path / "trap").mkdir()
+        ours.symlink_to(tmp_path / "trap")
+    else:
+        ours.mkdir(mode=0o700)
+    if how == "writable":
+        ours.chmod(0o777)
+    if how == "another user's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(ours, 54321, 54321)
+    where, said = _one(try_ranks(_record, 1, str(tmp_path / "run"), env=env))
+    assert Path(where).parent == tmp_path / "run" / "rings"
+    assert len(said) == 1
+    assert said[0].startswith(f"rankcall: {ours} ")
+    assert said[0].endswith(f": the ring is kept in {tmp_path / 'run' / 'rings'}")
+    assert _records(tmp_path / "run") == 5
+    assert list(ours.iterdir()) == []
+
+
+def _record_on_nfs(rank: int, world_size: int, run_dir: str, disable: bool) -> Any:
+    """Record as if every file system were a server's."""
+    import threading
+
+    import torch
+    import torch.distributed as dist
+
+    import rankcall
+    from rankcall import files
+
+    files.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
+    recording = rankcall.enable(run_dir)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(2))
+    where = str(recording.path)
+    if disable:
+        rankcall.disable()
+        assert "rankcall-keep" not in {each.name for each in threading.enumerate()}
+    return where
+
+
+@pytest.mark.parametrize("disable", [True, False], ids=["disabled", "at exit"])
+def test_a_network_file_system(tmp_path: Path, env: dict[str, str | None], disable: bool) -> None:
+    """A page of such a file can block its writer: recording stays in memory until the end."""
+    where, said = _one(try_ranks(_record_on_nfs, 1, str(tmp_path / "run"), disable, env=env))
+    assert where == "None"
+    assert len(said) == 1
+    assert "is on a file system that is not local (nfs4)" in said[0]
+    assert said[0].endswith("recording goes on in memory only")
+    assert _records(tmp_path / "run") == 5
+
+
+def _clean_at_start(rank: int, world_size: int, folder: str) -> Any:
+    """Start to record beside a ring that a killed job left two days ago."""
+    import time
+
+    import rankcall
+    from rankcall.ring import Geometry, Identity
+    from rankcall.ring.writer import create_locked, put
+    from rankcall.rundir import create_run
+
+    old = create_run(Path(folder) / "old", {})
+    left = live_dir(old)
+    left.mkdir(parents=True, mode=0o700)
+    ring, lock = create_locked(left / "x.ring", Identity(rank=0, host="h"), Geometry(64), old)
+    two_days_ago = time.time() - 2 * 86_400
+    put(ring, "pid_namespace", 1)
+    put(ring, "anchor_epoch_ns", int(two_days_ago * 1e9))
+    lock.release()
+    os.utime(left, (two_days_ago, two_days_ago))
+    rankcall.enable(f"{folder}/new")
+    wait_until(lambda: not left.exists())
+    rankcall.disable()
+    return sorted(path.name for path in (old / "rings").iterdir())
+
+
+def test_a_recording_frees_what_killed_jobs_left(
+    tmp_path: Path, env: dict[str, str | None]
+) -> None:
+    """Jobs that are killed with their launchers must not fill the memory."""
+    assert run_ranks(_clean_at_start, 1, str(tmp_path), env=env) == [["x.ring"]]
+
+
+# --- pid namespaces ---
+
+
+def _in_another_namespace(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a new pid namespace, so that this process's id is unknown to it."""
+    unshare = shutil.which("unshare")
+    assert unshare is not None
+    return subprocess.run(
+        [unshare, "--pid", "--fork", "--mount-proc", "--kill-child", *command],
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def namespaces() -> None:
+    """Skip the test if this process may not make a pid namespace."""
+    if shutil.which("unshare") is None or _in_another_namespace("true").returncode != 0:
+        pytest.skip("a pid namespace cannot be made here")
+
+
+def _read_from_another_container(rank: int, world_size: int, run_dir: str) -> Any:
+    """Have another container diagnose and clean the run while it records."""
+    import torch
+    import torch.distributed as dist
+
+    import rankcall
+
+    recording = rankcall.enable(run_dir)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2))
+    rankcall_command = str(Path(sys.executable).with_name("rankcall"))
+    seen = _in_another_namespace(rankcall_command, "diagnose", "--json", run_dir)
+    _in_another_namespace(rankcall_command, "clean", "--all")
+    there = recording.path is not None and recording.path.exists()
+    for _ in range(4):
+        dist.all_reduce(torch.ones(2))
+    rankcall.disable()
+    return there, seen.stdout
+
+
+def test_a_rank_of_another_pid_namespace(
+    tmp_path: Path, env: dict[str, str | None], namespaces: None
+) -> None:
+    """Containers that share /dev/shm leave each other's live rings, and report no rank as dead."""
+    run_dir = tmp_path / "run"
+    ((there, seen),) = run_ranks(
+        _read_from_another_container, 1, str(run_dir), env=env, timeout=100
+    )
+    assert there
+    assert '"state": "unknown"' in seen
+    assert '"verdict": "dead"' not in seen
+    assert _records(run_dir) == 7

@@ -1,0 +1,340 @@
+"""A ring is moved or removed only if its writer is done with it, wherever that writer runs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rankcall._hangs import text_of
+from rankcall.cli import main
+from rankcall.ring import Geometry, Identity
+from rankcall.ring.lock import WriterLock, try_lock
+from rankcall.ring.writer import create_locked, put
+from rankcall.run import load
+from rankcall.rundir import (
+    clean_up,
+    create_run,
+    kept_hangs,
+    live_dir,
+    ring_paths,
+    save_ring,
+    settle,
+)
+
+DAY_NS = 86_400 * 10**9
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty run whose live rings are kept below tmp_path too."""
+    monkeypatch.setenv("RANKCALL_SHM", str(tmp_path / "shm"))
+    return create_run(tmp_path / "run", {})
+
+
+def write_ring(
+    run_dir: Path, name: str = "x.ring", *, elsewhere: bool = True, quiet_s: float = 0.0
+) -> tuple[mmap.mmap, WriterLock]:
+    """Make a live ring that this process writes.
+
+    ``elsewhere``: as it looks from another pid namespace. ``quiet_s``: so long ago its writer was
+    last heard of.
+    """
+    folder = live_dir(run_dir)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    who = Identity(rank=0, world_size=1, host="h")
+    ring, lock = create_locked(folder / name, who, Geometry(64), run_dir)
+    if elsewhere:
+        put(ring, "pid_namespace", 1)
+    if quiet_s:
+        put(ring, "anchor_epoch_ns", time.time_ns() - int(quiet_s * 1e9))
+    return ring, lock
+
+
+def names(folder: Path) -> list[str]:
+    """Return what is in a folder; nothing if it is gone."""
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+# --- settle ---
+
+
+def test_a_writer_of_another_pid_namespace(run_dir: Path) -> None:
+    """Its ring stays while it holds the lock, and is moved once it does not."""
+    _, lock = write_ring(run_dir)
+    assert settle(run_dir) == []
+    assert names(live_dir(run_dir)) == ["x.ring"]
+    lock.release()
+    assert settle(run_dir) == [run_dir / "rings" / "x.ring"]
+    assert not live_dir(run_dir).exists()
+
+
+def test_a_writer_that_lives_here(run_dir: Path) -> None:
+    """A process that is known to live keeps its ring, whatever became of its lock."""
+    _, lock = write_ring(run_dir, elsewhere=False)
+    lock.release()
+    assert settle(run_dir) == []
+    (live_dir(run_dir) / "x.ring").unlink()
+
+
+def test_a_closed_ring(run_dir: Path) -> None:
+    """A ring that says that it is complete is moved."""
+    ring, lock = write_ring(run_dir)
+    put(ring, "closed_ns", time.monotonic_ns())
+    lock.release()
+    assert len(settle(run_dir)) == 1
+
+
+def test_a_ring_of_an_old_rankcall(run_dir: Path) -> None:
+    """Without a lock or a namespace it counts as abandoned a minute after its last sign of life."""
+    ring, lock = write_ring(run_dir)
+    lock.release()
+    for field in ("pid_namespace", "locked", "process_start"):
+        put(ring, field, 0)
+    assert settle(run_dir) == []
+    put(ring, "anchor_epoch_ns", time.time_ns() - 120 * 10**9)
+    (moved,) = settle(run_dir)
+    assert load(moved).heads[0].header.rank == 0
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from rankcall.ring import Geometry, Identity
+from rankcall.ring.writer import create_locked
+kept = create_locked(Path(sys.argv[1]), Identity(rank=0, host="h"), Geometry(64))
+print("ready", flush=True)
+input()
+"""
+
+
+def test_a_killed_writer(run_dir: Path) -> None:
+    """The kernel drops the lock of a process that is killed; its ring is moved."""
+    folder = live_dir(run_dir)
+    folder.mkdir(parents=True, mode=0o700)
+    command = [sys.executable, "-c", _WRITER, str(folder / "x.ring")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+            assert settle(run_dir) == []
+        finally:
+            writer.kill()
+    assert len(settle(run_dir)) == 1
+
+
+def test_a_forked_child_neither_keeps_nor_drops_the_lock(run_dir: Path) -> None:
+    """The lock is its parent's: it lasts as long as the parent holds it, and no longer."""
+    _, lock = write_ring(run_dir)
+    out_end, in_end = os.pipe()
+    child = os.fork()
+    if child == 0:  # a data loader's worker, which waits until its parent has done all below
+        os.close(in_end)
+        os.read(out_end, 1)
+        os._exit(0)
+    try:
+        assert settle(run_dir) == []
+        lock.release()
+        with (live_dir(run_dir) / "x.ring").open("rb") as ring:
+            assert try_lock(ring.fileno())
+        assert len(settle(run_dir)) == 1
+    finally:
+        os.close(in_end)
+        os.close(out_end)
+        os.waitpid(child, 0)
+
+
+def test_a_child_that_ends_leaves_the_lock(run_dir: Path) -> None:
+    """A forked child's end does not give its parent's ring away."""
+    _, lock = write_ring(run_dir)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert settle(run_dir) == []
+    lock.release()
+    settle(run_dir)
+
+
+def test_a_descriptor_that_was_closed_under_us(run_dir: Path) -> None:
+    """A program that closes all descriptors may have its own file at our number: it stays open."""
+    _, lock = write_ring(run_dir)
+    number = lock._fd
+    own = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(own, number)
+    lock.release()
+    os.fstat(number)
+    os.close(number)
+    os.close(own)
+    settle(run_dir)
+
+
+def test_two_movers(run_dir: Path) -> None:
+    """A ring that another process is moving is waited for, and only for so long."""
+    _, lock = write_ring(run_dir, elsewhere=False)
+    path = live_dir(run_dir) / "x.ring"
+    lock.release()
+    with path.open("r+b") as mover, path.open("r+b") as file:
+        file.seek(64)  # process_start: the writer is dead
+        file.write((1).to_bytes(8, "little"))
+        file.flush()
+        assert try_lock(mover.fileno())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rankcall.rundir._MOVER_SECONDS", 0.05)
+            assert settle(run_dir) == []
+    assert len(settle(run_dir)) == 1
+
+
+def test_a_ring_from_memory(run_dir: Path) -> None:
+    """A ring that had no file while it was recorded is saved whole, without its unused end."""
+    ring, lock = write_ring(run_dir)
+    saved = save_ring(ring, run_dir, "saved.ring")
+    assert load(saved).heads[0].header.rank == 0
+    assert saved.stat().st_size <= len(ring)
+    assert names(run_dir / "rings") == ["saved.ring"]
+    lock.release()
+    settle(run_dir)
+
+
+# --- whose files are believed ---
+
+
+def test_a_live_folder_that_others_can_write(run_dir: Path) -> None:
+    """Rings and verdicts in it may be forged: they are ignored, and ``problems`` says so."""
+    _, lock = write_ring(run_dir)
+    lock.release()
+    folder = live_dir(run_dir)
+    hang = folder / "hangs" / "0001"
+    hang.mkdir(parents=True)
+    (hang / "verdict.json").write_text('{"findings": [], "hang": {"epoch_ns": 5}}')
+    (hang / "verdict.txt").write_text("\x1b]0;owned\x07 forged\n")
+    (found,) = kept_hangs(run_dir)
+    assert text_of(found) == "\ufffd]0;owned\ufffd forged\n"
+    folder.chmod(0o777)
+    problems: list[str] = []
+    assert ring_paths(run_dir, problems) == []
+    assert kept_hangs(run_dir) == []
+    assert settle(run_dir) == []
+    assert names(folder) == ["hangs", "x.ring"]
+    assert [str(folder) in problem for problem in problems] == [True]
+    assert "can be written by other users" in problems[0]
+
+
+def test_a_live_folder_that_is_a_link(run_dir: Path, tmp_path: Path) -> None:
+    """Another user can plant a link where our folder will be: it is not followed."""
+    _, lock = write_ring(run_dir)
+    lock.release()
+    base = live_dir(run_dir).parent
+    base.rename(tmp_path / "trap")
+    base.symlink_to(tmp_path / "trap")
+    problems: list[str] = []
+    assert ring_paths(run_dir, problems) == []
+    assert "symbolic link" in problems[0]
+    assert settle(run_dir) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_ring_of_another_user(run_dir: Path) -> None:
+    """A ring of neither the reader nor the run directory's owner is ignored, also by root."""
+    _, lock = write_ring(run_dir)
+    lock.release()
+    ring = live_dir(run_dir) / "x.ring"
+    os.chown(ring, 54321, 54321)
+    problems: list[str] = []
+    assert ring_paths(run_dir, problems) == []
+    assert problems == [f"{ring} belongs to user 54321, not to user 0: it is ignored"]
+    assert settle(run_dir) == []
+    os.chown(run_dir, 54321, 54321)  # the owner of the run: root reads it, and leaves it there
+    assert ring_paths(run_dir) == [ring]
+    assert settle(run_dir) == []
+
+
+# --- the run directory ---
+
+
+def test_a_run_directory_keeps_its_mode(tmp_path: Path) -> None:
+    """A folder that others use does not become private because a run is kept in it."""
+    shared = tmp_path / "team"
+    shared.mkdir()
+    shared.chmod(0o2775)
+    create_run(shared, {})
+    assert shared.stat().st_mode & 0o7777 == 0o2775
+    assert (shared / "rings").stat().st_mode & 0o777 == 0o700
+
+
+# --- clean ---
+
+
+def test_rings_of_a_killed_job_are_kept_for_a_day(run_dir: Path) -> None:
+    """Before that nothing is touched; after it they are moved to the run directory."""
+    ring, lock = write_ring(run_dir)
+    lock.release()
+    assert clean_up() == []
+    put(ring, "anchor_epoch_ns", time.time_ns() - DAY_NS - 10**9)
+    (said,) = clean_up()
+    assert said.startswith(f"moved 1 ring of a killed job to {run_dir} (")
+    assert names(run_dir / "rings") == ["x.ring"]
+    assert not live_dir(run_dir).parent.exists()
+
+
+def test_rings_without_a_run_directory_are_removed(run_dir: Path) -> None:
+    """There is nowhere to move them to; one whose lock is held stays all the same."""
+    _, lock = write_ring(run_dir, quiet_s=2 * 86_400)
+    _, held = write_ring(run_dir, "y.ring", quiet_s=2 * 86_400)
+    lock.release()
+    folder = live_dir(run_dir)
+    shutil.rmtree(run_dir)
+    (said,) = clean_up()
+    assert said.startswith(f"removed 1 ring of a killed job from {folder}")
+    assert names(folder) == ["y.ring"]
+    held.release()
+    assert len(clean_up()) == 1
+    assert not folder.exists()
+
+
+def test_rings_that_may_be_written_are_never_cleaned(run_dir: Path) -> None:
+    """Not those of a living process, and not one whose lock is held, however old they look."""
+    _, elsewhere = write_ring(run_dir, quiet_s=9 * 86_400)
+    _, here = write_ring(run_dir, "y.ring", elsewhere=False, quiet_s=9 * 86_400)
+    here.release()
+    assert clean_up(everything=True) == []
+    assert names(live_dir(run_dir)) == ["x.ring", "y.ring"]
+    elsewhere.release()
+
+
+def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``rankcall clean`` waits for a day, ``--all`` does not; both say what they did."""
+    _, lock = write_ring(run_dir)
+    lock.release()
+    assert main(["clean"]) == 0
+    assert capsys.readouterr().err == "rankcall: there is nothing to clean up\n"
+    assert main(["clean", "--all"]) == 0
+    assert f"moved 1 ring of a killed job to {run_dir}" in capsys.readouterr().err
+
+
+def test_any_command_cleans_up(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that reads some other run frees what a killed job left a day ago."""
+    _, lock = write_ring(run_dir, quiet_s=2 * 86_400)
+    lock.release()
+    assert main(["report", str(run_dir / "nothing")]) == 2
+    assert "moved 1 ring of a killed job" in capsys.readouterr().err
+    assert names(run_dir / "rings") == ["x.ring"]
+
+
+def test_what_is_no_ring_is_kept_for_a_day(run_dir: Path) -> None:
+    """A file that was never finished goes by its own age."""
+    folder = live_dir(run_dir)
+    folder.mkdir(parents=True, mode=0o700)
+    junk = folder / "junk.ring"
+    junk.write_bytes(b"junk")
+    assert clean_up() == []
+    old = time.time() - 2 * 86_400
+    os.utime(junk, (old, old))
+    assert len(clean_up()) == 1
+    assert not folder.exists()
