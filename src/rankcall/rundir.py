@@ -319,7 +319,7 @@ def _claim(
     rankcall 0.1 have none; they are left for a minute after their last sign of life.
 
     If the writer is done, only another process that moves the ring can hold the lock: that is
-    waited for until ``deadline`` (``time.monotonic``). If the file is not a ring, the header is None.
+    waited for until ``deadline`` (``time.monotonic``). The header of what is not a ring is None.
     """
     file = held.enter_context(open_file(ring))
     _check_own(file, ring)

@@ -42,10 +42,18 @@ capture/native/groups.h: lock: mutex_
     a table look-up
 capture/native/marks.h: lock: mutex_
     copies a shared pointer
-capture/native/recorder.h: lock: mutex_ | shapes_mutex_ | lock
+_whole.py: lock: _fence
+    nothing is done under it: it orders reads
+capture/native/device_ops.h: lock: mutex_
+    adds a note, or takes them all
+capture/native/device_times.h: lock: mutex_
+    queries events that were recorded, which does not block; times are opt-in
+capture/native/recorder.h: lock: mutex_ | shapes_mutex_
     sets a flag, or looks up a shape
 capture/native/ring.h: lock: tables_mutex_
     copies an entry
+capture/native/ring.h: lock: late_mutex_
+    adds an end, or takes them all
 rpc/native/agent.cpp: lock: devices_mutex_
     reads or swaps a map
 rpc/native/send.cpp: lock: devices_mutex_
@@ -68,10 +76,10 @@ capture/delivery.py: lock: self._lock
     held while the recorder is built, which has a deadline; exits use background.holding()
 capture/session.py: lock: _state.lock
     held while the recorder is built, which has a deadline; exits use background.holding()
-capture/hostnames.py: store: self._store.set | store.check | store.get | store.multi_get
+capture/hostnames.py: store: store.set | store.check | store.get | store.multi_get
     inside init_process_group, which has just used the same store, or on the trace thread,
     for which callers wait with a deadline
-capture/python/waited.py: result: inner.result | self._inner.result
+capture/python/waited.py: result: self._inner.result
     delegates the user's own call
 capture/python/waited.py: synchronize: self._inner.synchronize
     delegates the user's own call
@@ -83,6 +91,12 @@ capture/native/callsite.h: gil: PyGILState_Ensure
     once for each new line; the thread issues ops from Python and takes the GIL anyway
 capture/native/ring.h: yield: sched_yield
     at most 1,000 times
+capture/native/kernels.h: yield: sched_yield
+    at most 2 ms, at the first op of a group on a device
+capture/native/recorder.h: join: thread_
+    wait_for has seen its last line
+capture/keeper.py: wait: self._wanted.wait
+    a daemon thread of its own, woken at the end of the recording
 cli/diagnose.py: sleep: True
     the user asked to watch until Ctrl-C
 join/batches.py: wait: Exchange([*facts, *join.settings()], join.group, join.device).wait
@@ -187,22 +201,6 @@ rpc/native/watch.cpp: lock: peer->mutex
 
 # Waits that are wrong, and have not been mended yet: the table is to become empty.
 DEFECTS = """
-_native.py: flock: fcntl.flock
-    A9: a stale lock of a shared file system is waited for
-rundir.py: flock: fcntl.flock
-    a ring that another process keeps locked is waited for
-capture/native/recorder.h: join: thread_
-    A8: the thread may be in a device
-capture/native/device.h: synchronize: event
-    A8: a device may hang
-capture/native/device.h: lock: mutex_
-    A8: held over queries of a device
-capture/python/device.py: synchronize: anchor.synchronize
-    A8: a device may hang
-capture/python/device.py: lock: self._changed
-    A16: held over long lists
-capture/python/device.py: wait: self._changed.wait
-    A8: a thread that is only woken
 rpc/_members.py: lock: self._lock
     C2: held over requests of a store
 rpc/backends/_zmq_dynamic.py: lock: self._lock

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from rankcall.background import exit_budget
 from rankcall.capture.notices import say
 from rankcall.files import is_local, reason
 
@@ -30,15 +31,15 @@ class Keeper:
             self._thread.start()
 
     def keep(self, work: Callable[[], object]) -> None:
-        """Do the work; say so if it fails or takes longer than ten seconds."""
+        """Do the work; say so if it fails, or takes longer than ten seconds (at exit, two)."""
         if self._thread is None:
             self._do(work)
             return
         self._work = work
         self._wanted.set()
-        if not self._done.wait(_SECONDS):
+        if not exit_budget.spend(self._done.wait, _SECONDS):
             say(
-                f"the run directory {self._run_dir} does not answer for {_SECONDS:.0f} s: "
+                f"the run directory {self._run_dir} does not answer in time: "
                 "the process goes on without having moved its records there"
             )
 
