@@ -123,6 +123,14 @@ def live_dir(path: Path) -> Path:
     return _live_dir_of(path, os.geteuid())
 
 
+def make_live_dir(path: Path) -> Path:
+    """Make or check the folder of a run's live rings, and return it. Raises ``OSError``."""
+    folder = live_dir(path)
+    make_folder(folder.parent)
+    make_folder(folder)
+    return folder
+
+
 def _live_dir_of(path: Path, owner: int) -> Path:
     real = path.resolve()
     digest = hashlib.sha1(str(real).encode(), usedforsecurity=False).hexdigest()[:8]
@@ -319,7 +327,7 @@ def _claim(
     rankcall 0.1 have none; they are left for a minute after their last sign of life.
 
     If the writer is done, only another process that moves the ring can hold the lock: that is
-    waited for until ``deadline`` (``time.monotonic``). If the file is not a ring, the header is None.
+    waited for until ``deadline`` (``time.monotonic``). A file that is damaged has no header.
     """
     file = held.enter_context(open_file(ring))
     _check_own(file, ring)

@@ -40,6 +40,7 @@ from rankcall.rundir import (
     host_name,
     live_base,
     live_dir,
+    make_live_dir,
     ring_name,
     save_ring,
     settle_ring,
@@ -155,6 +156,7 @@ class Recording(Scoped):
             )
         except FileNotFoundError:
             # Another launcher of this host has just settled its rings and removed the folder.
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
             make_folder(folder)
             ring, self._lock = create_locked(
                 self._file_in(folder), self._identity, geometry, run_dir
@@ -216,12 +218,9 @@ class Recording(Scoped):
             threading.Thread(target=clean_up, name="rankcall-clean", daemon=True).start()
         if not os.environ.get(ARM):
             self._keeper = self._keeper or Keeper(run_dir)
-        folder = live_dir(run_dir)
         try:
             _check_local(live_base())
-            make_folder(folder.parent)
-            make_folder(folder)
-            return folder
+            return make_live_dir(run_dir)
         except OSError as error:
             why = reason(error)
         folder = run_dir / "rings"  # a local disk file is better than nothing

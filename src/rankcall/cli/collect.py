@@ -96,8 +96,8 @@ def _plain(text: str) -> str:
 def _files(folder: Path, run_json: Path, left: list[str]) -> list[tuple[str, Path]]:
     """Return what belongs to a run, with names inside the archive; rings may be elsewhere.
 
-    ``run_json`` is the path of a copy of ``run.json`` that is made without secrets. ``left`` gets a line
-    for each link, which is not followed: it may lead to anything of this user's.
+    ``run_json`` is the path of a copy of ``run.json`` that is made without secrets. ``left`` gets a
+    line for each link, which is not followed: it may lead to anything of this user's.
     """
     found: list[tuple[str, Path]] = []
     rings = ring_paths(folder, left)

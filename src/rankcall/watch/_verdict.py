@@ -15,9 +15,9 @@ from rankcall import _hangs
 from rankcall._hangs import HANGS, Object
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
-from rankcall.files import make_folder, run_folder
+from rankcall.files import run_folder
 from rankcall.report import diagnosis_json
-from rankcall.rundir import kept_hangs, live_dir
+from rankcall.rundir import kept_hangs, make_live_dir
 
 _NAMES = {field.name for field in fields(Finding)}
 _LISTS = ("ranks", "victims", "hosts", "evidence")
@@ -73,15 +73,12 @@ def write(run_dir: Path, verdict: Object, stacks: Mapping[int, str], since: int)
     try:
         return _write(run_dir, run_dir, verdict, stacks, since)
     except OSError:
-        return _write(run_dir, live_dir(run_dir), verdict, stacks, since)
+        return _write(run_dir, make_live_dir(run_dir), verdict, stacks, since)
 
 
 def _write(
     run_dir: Path, where: Path, verdict: Object, stacks: Mapping[int, str], since: int
 ) -> Path | None:
-    if where != run_dir:
-        make_folder(where.parent)
-        make_folder(where)
     folder = run_folder(where, HANGS)
     scratch = where / f".hang.{os.getpid()}.{threading.get_native_id()}"
     try:
