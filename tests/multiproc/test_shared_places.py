@@ -184,6 +184,22 @@ def test_a_ring_that_gets_a_name_later(tmp_path: Path, env: dict[str, str | None
     assert run_ranks(_name_a_ring, 1, run_dir, env=env) == [[True, [run_dir]]]
 
 
+def _record_twice(rank: int, world_size: int, run_dir: str, nfs: bool) -> Any:
+    from rankcall import files
+
+    if nfs:
+        files.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
+    for count in (3, 5):
+        _record(rank, world_size, run_dir, count)
+
+
+@pytest.mark.parametrize("nfs", [False, True], ids=["tmpfs", "memory"])
+def test_recording_twice(tmp_path: Path, env: dict[str, str | None], nfs: bool) -> None:
+    """Recording that is switched off and on again keeps the records of both times."""
+    run_ranks(_record_twice, 1, str(tmp_path / "run"), nfs, env=env)
+    assert _records(tmp_path / "run") == 8
+
+
 # --- pid namespaces ---
 
 
