@@ -120,7 +120,7 @@ def _check_owner(
         raise UnsafeFolder(path, f"belongs to user {about.st_uid}, not to user {os.geteuid()}")
     if private and about.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(about.st_mode)
-        raise UnsafeFolder(path, f"can be written by other users (mode {mode:04o})")
+        raise UnsafeFolder(path, f"can be written by other users (mode {mode:04o}; chmod go-w)")
 
 
 def _make_parents(path: Path) -> None:

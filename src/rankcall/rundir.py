@@ -123,6 +123,14 @@ def live_dir(path: Path) -> Path:
     return _live_dir_of(path, os.geteuid())
 
 
+def make_live_dir(path: Path) -> Path:
+    """Make or check the folder of a run's live rings, and return it. Raises ``OSError``."""
+    folder = live_dir(path)
+    make_folder(folder.parent)
+    make_folder(folder)
+    return folder
+
+
 def _live_dir_of(path: Path, owner: int) -> Path:
     real = path.resolve()
     digest = hashlib.sha1(str(real).encode(), usedforsecurity=False).hexdigest()[:8]
@@ -164,6 +172,18 @@ def ring_name(rank: int, attempt: int, host: str, pid: int) -> str:
     return f"{who}.attempt-{attempt}.{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{pid}.ring"
 
 
+def unused_ring(name: str, *folders: Path) -> str:
+    """Return a ring's name, with a number if one of the folders has a ring of that name.
+
+    A process that records, stops and records again has several rings in one run.
+    """
+    stem, number, candidate = name.removesuffix(".ring"), 1, name
+    while any((folder / candidate).exists() for folder in folders):
+        number += 1
+        candidate = f"{stem}-{number}.ring"
+    return candidate
+
+
 def settle(path: Path) -> list[Path]:
     """Move the rings of ended processes of this host into the run directory; return their paths.
 
@@ -196,7 +216,8 @@ def settle_ring(ring: Path, run_dir: Path) -> None:
 
 def save_ring(ring: mmap.mmap, run_dir: Path, name: str) -> Path:
     """Write a ring that was kept in memory into its run directory. Raises ``OSError``."""
-    target = run_folder(run_dir, "rings") / name
+    folder = run_folder(run_dir, "rings")
+    target = folder / unused_ring(name, folder)
     with replacing(target) as file, memoryview(ring) as data:
         file.write(data)
         _cut(file)
@@ -319,7 +340,11 @@ def _claim(
     rankcall 0.1 have none; they are left for a minute after their last sign of life.
 
     If the writer is done, only another process that moves the ring can hold the lock: that is
+<<<<<<< HEAD
     waited for until ``deadline`` (``time.monotonic``). The header of what is not a ring is None.
+=======
+    waited for until ``deadline`` (``time.monotonic``). A file that is damaged has no header.
+>>>>>>> files
     """
     file = held.enter_context(open_file(ring))
     _check_own(file, ring)

@@ -15,7 +15,6 @@ from ranks import Result, run_ranks, try_ranks
 from world import wait_until
 
 from rankcall import load
-from rankcall.rundir import live_dir
 
 pytestmark = pytest.mark.multiproc
 CAPTURES = ("native", "python")
@@ -79,7 +78,11 @@ def test_what_we_make_is_private(tmp_path: Path, env: dict[str, str | None], mas
 
 @pytest.mark.parametrize("how", ["writable", "link", "another user's"])
 def test_a_folder_that_was_planted(tmp_path: Path, env: dict[str, str | None], how: str) -> None:
+<<<<<<< HEAD
     """Another user can be first in /dev/shm: the ring goes to the run directory, which is said."""
+=======
+    """Another user can be first in /dev/shm: the ring then goes to the run directory."""
+>>>>>>> files
     ours = tmp_path / "shm" / f"rankcall-{os.geteuid()}"
     if how == "link":
         (tmp_path / "trap").mkdir()
@@ -140,11 +143,10 @@ def _clean_at_start(rank: int, world_size: int, folder: str) -> Any:
     import rankcall
     from rankcall.ring import Geometry, Identity
     from rankcall.ring.writer import create_locked, put
-    from rankcall.rundir import create_run
+    from rankcall.rundir import create_run, make_live_dir
 
     old = create_run(Path(folder) / "old", {})
-    left = live_dir(old)
-    left.mkdir(parents=True, mode=0o700)
+    left = make_live_dir(old)
     ring, lock = create_locked(left / "x.ring", Identity(rank=0, host="h"), Geometry(64), old)
     two_days_ago = time.time() - 2 * 86_400
     put(ring, "pid_namespace", 1)
@@ -162,6 +164,44 @@ def test_a_recording_frees_what_killed_jobs_left(
 ) -> None:
     """Jobs that are killed with their launchers must not fill the memory."""
     assert run_ranks(_clean_at_start, 1, str(tmp_path), env=env) == [["x.ring"]]
+
+
+def _name_a_ring(rank: int, world_size: int, run_dir: str) -> Any:
+    """Begin with hooks alone, whose ring has no name, and give it one."""
+    import rankcall
+    from rankcall import hooks
+    from rankcall.ring.lock import try_lock
+
+    with hooks.register_collective_end_hook(lambda status: None):
+        recording = rankcall.enable(run_dir)
+        assert recording.path is not None
+        with recording.path.open("rb") as ring:
+            locked = not try_lock(ring.fileno())
+        named = [head.header.run_dir for head in rankcall.load(run_dir).heads]
+        rankcall.disable()
+    return locked, named
+
+
+def test_a_ring_that_gets_a_name_later(tmp_path: Path, env: dict[str, str | None]) -> None:
+    """It is locked by the time that others can see it, and knows its run directory."""
+    run_dir = str(tmp_path / "run")
+    assert run_ranks(_name_a_ring, 1, run_dir, env=env) == [[True, [run_dir]]]
+
+
+def _record_twice(rank: int, world_size: int, run_dir: str, nfs: bool) -> Any:
+    from rankcall import files
+
+    if nfs:
+        files.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
+    for count in (3, 5):
+        _record(rank, world_size, run_dir, count)
+
+
+@pytest.mark.parametrize("nfs", [False, True], ids=["tmpfs", "memory"])
+def test_recording_twice(tmp_path: Path, env: dict[str, str | None], nfs: bool) -> None:
+    """Recording that is switched off and on again keeps the records of both times."""
+    run_ranks(_record_twice, 1, str(tmp_path / "run"), nfs, env=env)
+    assert _records(tmp_path / "run") == 8
 
 
 # --- pid namespaces ---

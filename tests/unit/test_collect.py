@@ -22,7 +22,7 @@ from rankcall.process import boot_id, process_start
 from rankcall.ring.layout import HEADER, Geometry
 from rankcall.ring.writer import Identity, create_locked
 from rankcall.run import load
-from rankcall.rundir import create_run, live_dir
+from rankcall.rundir import create_run, make_live_dir
 from rankcall.testing.synthetic import Planted, synthetic_run
 
 DEAD = Planted("dead", (2,), 21)
@@ -227,8 +227,7 @@ def test_a_live_ring_is_packed_without_its_unused_end(
     """The archive holds the records that were written, and reads like the ring."""
     monkeypatch.setenv("RANKCALL_SHM", str(tmp_path / "shm"))
     run_dir = create_run(tmp_path / "run", {})
-    live_dir(run_dir).mkdir(parents=True, mode=0o700)
-    ring = live_dir(run_dir) / "x.ring"
+    ring = make_live_dir(run_dir) / "x.ring"
     _, lock = create_locked(ring, Identity(rank=0, world_size=1, host="h"), Geometry(1 << 12))
     target = tmp_path / "all.tar"
     assert main(["collect", str(run_dir), "--to", str(target)]) == 0

@@ -65,7 +65,7 @@ def test_a_folder_that_others_can_write(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
-    with pytest.raises(UnsafeFolder, match=r"can be written by other users \(mode 2775\)"):
+    with pytest.raises(UnsafeFolder, match=r"other users \(mode 2775; chmod go-w\)"):
         make_folder(shared)
     make_folder(shared, private=False)
     assert mode_of(shared) == 0o2775

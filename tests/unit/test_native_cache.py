@@ -113,7 +113,7 @@ def test_a_module_that_is_there_is_never_replaced(
 ) -> None:
     """A builder that comes second leaves the file: a process may have mapped it."""
     target = module.path()
-    use_compiler(tmp_path, monkeypatch, f"echo first > {target}")
+    use_compiler(tmp_path, monkeypatch, f"(umask 022; echo first > {target})")
     assert module.prebuild().read_text() == "first\n"
 
 

@@ -22,6 +22,7 @@ from rankcall.rundir import (
     default_run_dir,
     find_run,
     live_dir,
+    make_live_dir,
     ring_name,
     ring_paths,
     settle,
@@ -37,8 +38,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def live_ring(run: Path, name: str = "rank-00001.attempt-0.a.1.ring", *, alive: bool) -> Path:
     """Put a ring where a living process's would be; a dead one's pid is of another start."""
-    folder = live_dir(run)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_live_dir(run)
     write_sound(folder / name)
     if not alive:
         with (folder / name).open("r+b") as file:
@@ -94,8 +94,7 @@ def test_settle_moves_what_ended(run_dir: Path) -> None:
 
 def test_settle_cuts_what_was_never_written(run_dir: Path) -> None:
     """The moved file holds the records that were written and little more."""
-    folder = live_dir(run_dir)
-    folder.mkdir(parents=True)
+    folder = make_live_dir(run_dir)
     write_sound(folder / "x.ring", records=2)
     with (folder / "x.ring").open("r+b") as file:
         file.seek(offset_of("closed_ns"))

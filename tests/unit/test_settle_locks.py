@@ -23,6 +23,7 @@ from rankcall.rundir import (
     create_run,
     kept_hangs,
     live_dir,
+    make_live_dir,
     ring_paths,
     save_ring,
     settle,
@@ -46,8 +47,7 @@ def write_ring(
     ``elsewhere``: as it looks from another pid namespace. ``quiet_s``: so long ago its writer was
     last heard of.
     """
-    folder = live_dir(run_dir)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = make_live_dir(run_dir)
     who = Identity(rank=0, world_size=1, host="h")
     ring, lock = create_locked(folder / name, who, Geometry(64), run_dir)
     if elsewhere:
@@ -116,8 +116,7 @@ input()
 
 def test_a_killed_writer(run_dir: Path) -> None:
     """The kernel drops the lock of a process that is killed; its ring is moved."""
-    folder = live_dir(run_dir)
-    folder.mkdir(parents=True, mode=0o700)
+    folder = make_live_dir(run_dir)
     command = [sys.executable, "-c", _WRITER, str(folder / "x.ring")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         try:
@@ -133,20 +132,23 @@ def test_a_forked_child_neither_keeps_nor_drops_the_lock(run_dir: Path) -> None:
     """The lock is its parent's: it lasts as long as the parent holds it, and no longer."""
     _, lock = write_ring(run_dir)
     out_end, in_end = os.pipe()
+    ready_out, ready_in = os.pipe()
     child = os.fork()
     if child == 0:  # a data loader's worker, which waits until its parent has done all below
         os.close(in_end)
+        os.write(ready_in, b"x")
         os.read(out_end, 1)
         os._exit(0)
     try:
+        assert os.read(ready_out, 1) == b"x"
         assert settle(run_dir) == []
         lock.release()
         with (live_dir(run_dir) / "x.ring").open("rb") as ring:
             assert try_lock(ring.fileno())
         assert len(settle(run_dir)) == 1
     finally:
-        os.close(in_end)
-        os.close(out_end)
+        for end in (in_end, out_end, ready_in, ready_out):
+            os.close(end)
         os.waitpid(child, 0)
 
 
@@ -329,8 +331,7 @@ def test_any_command_cleans_up(run_dir: Path, capsys: pytest.CaptureFixture[str]
 
 def test_what_is_no_ring_is_kept_for_a_day(run_dir: Path) -> None:
     """A file that was never finished goes by its own age."""
-    folder = live_dir(run_dir)
-    folder.mkdir(parents=True, mode=0o700)
+    folder = make_live_dir(run_dir)
     junk = folder / "junk.ring"
     junk.write_bytes(b"junk")
     assert clean_up() == []

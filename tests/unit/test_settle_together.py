@@ -8,13 +8,12 @@ from pathlib import Path
 from rankcall.ring import Geometry, Identity, create
 from rankcall.ring.writer import put
 from rankcall.run import load
-from rankcall.rundir import live_dir, ring_name, settle
+from rankcall.rundir import live_dir, make_live_dir, ring_name, settle
 
 
 def make_rings(run: Path, count: int) -> None:
     """Leave closed rings where living processes keep theirs."""
-    live = live_dir(run)
-    live.mkdir(parents=True, exist_ok=True)
+    live = make_live_dir(run)
     for rank in range(count):
         who = Identity(rank=rank, world_size=count, local_rank=rank, host="h")
         ring = create(live / ring_name(rank, 0, "h", 1), who, Geometry(1 << 10))

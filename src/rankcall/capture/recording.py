@@ -42,10 +42,11 @@ from rankcall.rundir import (
     has_old_rings,
     host_name,
     live_base,
-    live_dir,
+    make_live_dir,
     ring_name,
     save_ring,
     settle_ring,
+    unused_ring,
 )
 
 ARM = "RANKCALL_ARM"  # set by the launcher, which settles rings itself
@@ -157,15 +158,14 @@ class Recording(Scoped):
 
     def _make_file(self, folder: Path, geometry: Geometry, run_dir: Path) -> mmap.mmap:
         try:
-            ring, self._lock = create_locked(
-                self._file_in(folder), self._identity, geometry, run_dir
-            )
+            path = self._file_in(folder, run_dir)
+            ring, self._lock = create_locked(path, self._identity, geometry, run_dir)
         except FileNotFoundError:
             # Another launcher of this host has just settled its rings and removed the folder.
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
             make_folder(folder)
-            ring, self._lock = create_locked(
-                self._file_in(folder), self._identity, geometry, run_dir
-            )
+            path = self._file_in(folder, run_dir)
+            ring, self._lock = create_locked(path, self._identity, geometry, run_dir)
         return ring
 
     def _discard(self) -> None:
@@ -190,7 +190,7 @@ class Recording(Scoped):
             # The path is absolute: a descriptor only makes CPython call linkat, which follows.
             os.link(
                 f"/proc/self/fd/{self._fd}",
-                self._file_in(folder),
+                self._file_in(folder, run_dir),
                 src_dir_fd=self._fd,
                 follow_symlinks=True,
             )
@@ -214,20 +214,20 @@ class Recording(Scoped):
         """
         import torch
 
+        unwritable = ""
         try:
             create_run(run_dir, about_job(sys.argv, torch.__version__))
         except OSError as error:
-            say(f"the run directory {run_dir} cannot be written ({error.strerror}): "
-                f"records stay in {live_dir(run_dir)}")  # fmt: skip
+            unwritable = f"the run directory {run_dir} cannot be written ({error.strerror})"
         if os.environ.get("LOCAL_RANK", "0") == "0" and has_old_rings(run_dir):
             threading.Thread(target=clean_up, name="rankcall-clean", daemon=True).start()
         if not os.environ.get(ARM):
             self._keeper = self._keeper or Keeper(run_dir)
-        folder = live_dir(run_dir)
         try:
             _check_local(live_base())
-            make_folder(folder.parent)
-            make_folder(folder)
+            folder = make_live_dir(run_dir)
+            if unwritable:
+                say(f"{unwritable}: records stay in {folder}")
             return folder
         except OSError as error:
             why = reason(error)
@@ -236,20 +236,19 @@ class Recording(Scoped):
             _check_local(folder)
             check_folder(folder)
         except OSError as error:
-            say(f"{why}; {reason(error)}: recording goes on in memory only")
+            also = unwritable or reason(error)
+            say(f"{why}; {also}: recording goes on in memory only")
             return None
         say(f"{why}: the ring is kept in {folder}")
         return folder
 
-    def _file_in(self, folder: Path) -> Path:
-        self.path = folder / ring_name(
-            self._identity.rank, self._identity.attempt, self._identity.host, os.getpid()
-        )
-        number = 1
-        while self.path.exists():  # recording was switched off and on again
-            number += 1
-            self.path = self.path.with_name(f"{self.path.stem}-{number}.ring")
+    def _file_in(self, folder: Path, run_dir: Path) -> Path:
+        self.path = folder / unused_ring(self._name(), folder, run_dir / "rings")
         return self.path
+
+    def _name(self) -> str:
+        who = self._identity
+        return ring_name(who.rank, who.attempt, who.host, os.getpid())
 
     def _make_capture(self, wanted: str, call_sites: bool) -> Capture:
         from rankcall.capture.python import PythonCapture
@@ -316,10 +315,7 @@ class Recording(Scoped):
         if self._keeper is None or run_dir is None:
             return
         if path is None:
-            name = ring_name(
-                self._identity.rank, self._identity.attempt, self._identity.host, os.getpid()
-            )
-            self._keeper.keep(lambda: save_ring(ring, run_dir, name))
+            self._keeper.keep(lambda: save_ring(ring, run_dir, self._name()))
         else:
             self._keeper.keep(lambda: settle_ring(path, run_dir))
 
@@ -342,9 +338,9 @@ class Recording(Scoped):
             return
         self._identity = _identity(rank, len(group.ranks))
         set_identity(self.ring, self._identity)
-        if self.path is not None:
+        if self.path is not None and self.run_dir is not None:
             old = self.path
-            new = self._file_in(old.parent)
+            new = self._file_in(old.parent, self.run_dir)
             try:
                 os.rename(old, new)
             except OSError:

@@ -15,10 +15,14 @@ from rankcall import _hangs
 from rankcall._hangs import HANGS, Object
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
-from rankcall.files import make_folder, run_folder
+from rankcall.files import run_folder
 from rankcall.report import diagnosis_json
+<<<<<<< HEAD
 from rankcall.ring.writer import boot_id
 from rankcall.rundir import kept_hangs, live_dir
+=======
+from rankcall.rundir import kept_hangs, make_live_dir
+>>>>>>> files
 
 _NAMES = {field.name for field in fields(Finding)}
 _LISTS = ("ranks", "victims", "hosts", "evidence")
@@ -77,7 +81,11 @@ def write(
     try:
         return _write(run_dir, run_dir, verdict, stacks, of_this_hang)
     except OSError:
+<<<<<<< HEAD
         return _write(run_dir, live_dir(run_dir), verdict, stacks, of_this_hang)
+=======
+        return _write(run_dir, make_live_dir(run_dir), verdict, stacks, since)
+>>>>>>> files
 
 
 def _write(
@@ -87,9 +95,6 @@ def _write(
     stacks: Mapping[int, str],
     of_this_hang: OfThisHang,
 ) -> Path | None:
-    if where != run_dir:
-        make_folder(where.parent)
-        make_folder(where)
     folder = run_folder(where, HANGS)
     scratch = where / f".hang.{os.getpid()}.{threading.get_native_id()}"
     try:
