@@ -121,13 +121,8 @@ def check_name(path: Path) -> None:
 def pack(files: Sequence[tuple[str, Path]], target: Path, name: str) -> list[str]:
     """Write an archive of files, each given with its name inside a run; never half a file.
 
-<<<<<<< HEAD
-    Of several files with one name the first is taken. Only regular files are packed, because a link
-    may lead to a file that was not meant to be sent. The used part of a ring is taken.
-=======
     Of several files with one name the first is taken. Only regular files are packed: a link may
     lead to a file that was not meant to be sent. The used part of a ring is taken.
->>>>>>> files
 
     Returns:
         A line for each file that was left out: its name, and why.

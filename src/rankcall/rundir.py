@@ -340,11 +340,7 @@ def _claim(
     rankcall 0.1 have none; they are left for a minute after their last sign of life.
 
     If the writer is done, only another process that moves the ring can hold the lock: that is
-<<<<<<< HEAD
-    waited for until ``deadline`` (``time.monotonic``). The header of what is not a ring is None.
-=======
     waited for until ``deadline`` (``time.monotonic``). A file that is damaged has no header.
->>>>>>> files
     """
     file = held.enter_context(open_file(ring))
     _check_own(file, ring)

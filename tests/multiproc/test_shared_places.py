@@ -78,11 +78,7 @@ def test_what_we_make_is_private(tmp_path: Path, env: dict[str, str | None], mas
 
 @pytest.mark.parametrize("how", ["writable", "link", "another user's"])
 def test_a_folder_that_was_planted(tmp_path: Path, env: dict[str, str | None], how: str) -> None:
-<<<<<<< HEAD
-    """Another user can be first in /dev/shm: the ring goes to the run directory, which is said."""
-=======
     """Another user can be first in /dev/shm: the ring then goes to the run directory."""
->>>>>>> files
     ours = tmp_path / "shm" / f"rankcall-{os.geteuid()}"
     if how == "link":
         (tmp_path / "trap").mkdir()

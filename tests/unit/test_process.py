@@ -77,11 +77,7 @@ def test_what_cannot_be_looked_up_is_unknown(elsewhere: dict[str, object]) -> No
 
 
 def test_a_ring_without_a_namespace() -> None:
-<<<<<<< HEAD
-    """Rings of rankcall 0.1 name no namespace: only a match proves anything."""
-=======
     """Rings of rankcall 0.1 name none: a match is proof of life, a mismatch proves nothing."""
->>>>>>> files
     old = replace(Process.current(), pid_namespace=0)
     assert old.liveness() == ALIVE
     assert replace(old, start=1).liveness() == UNKNOWN

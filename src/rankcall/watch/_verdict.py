@@ -17,12 +17,8 @@ from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
 from rankcall.files import run_folder
 from rankcall.report import diagnosis_json
-<<<<<<< HEAD
-from rankcall.ring.writer import boot_id
-from rankcall.rundir import kept_hangs, live_dir
-=======
+from rankcall.process import boot_id
 from rankcall.rundir import kept_hangs, make_live_dir
->>>>>>> files
 
 _NAMES = {field.name for field in fields(Finding)}
 _LISTS = ("ranks", "victims", "hosts", "evidence")
@@ -81,11 +77,7 @@ def write(
     try:
         return _write(run_dir, run_dir, verdict, stacks, of_this_hang)
     except OSError:
-<<<<<<< HEAD
-        return _write(run_dir, live_dir(run_dir), verdict, stacks, of_this_hang)
-=======
-        return _write(run_dir, make_live_dir(run_dir), verdict, stacks, since)
->>>>>>> files
+        return _write(run_dir, make_live_dir(run_dir), verdict, stacks, of_this_hang)
 
 
 def _write(
