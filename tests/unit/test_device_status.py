@@ -51,8 +51,12 @@ class Bench:
         self._issued: list[DeviceOp] = []
         self.status = DeviceStatus(self, self._read, lambda: self.now_ns)
 
-    def issue(self, record: int, number: int, p2p: bool = False, group: int = 1) -> None:
-        self._issued.append(DeviceOp(record, group, number, p2p))
+    def issue(
+        self, record: int, number: int = NO_NUMBER, p2p: bool = False, group: int = 1,
+        block: int | None = None,
+    ) -> None:  # fmt: skip
+        block = record if block is None else block
+        self._issued.append(DeviceOp(record, group, number, p2p, block))
 
     def look(self, completed: int | None = None) -> list[tuple[int, bool]]:
         """Poll with this number completed last by group 1's back end; return the ends."""
@@ -90,7 +94,7 @@ def group() -> ProcessGroup:
 def bench(group: ProcessGroup) -> Bench:
     """A bench whose group 1 is ``group``."""
     made = Bench()
-    made.status.add_group(1, group)
+    made.status.add_group(1, group, new=False)
     return made
 
 
@@ -137,8 +141,8 @@ def test_the_status_is_not_read_beside_a_first_op(bench: Bench) -> None:
 def test_groups_are_told_apart_by_their_back_ends_number() -> None:
     """Two groups count their collectives apart."""
     bench, first, second = Bench(), ProcessGroup(7), ProcessGroup(8)
-    bench.status.add_group(1, first)
-    bench.status.add_group(2, second)
+    bench.status.add_group(1, first, new=False)
+    bench.status.add_group(2, second, new=False)
     bench.issue(0, 5, group=1)
     bench.issue(1, 5, group=2)
     bench.completed = {7: 4, 8: 5}
@@ -149,7 +153,7 @@ def test_groups_are_told_apart_by_their_back_ends_number() -> None:
 def test_without_a_status_the_end_is_unknown(uid: int | None) -> None:
     """If a back end keeps no status its ops are closed after a few looks, not completed."""
     bench, group = Bench(), ProcessGroup(uid)
-    bench.status.add_group(1, group)
+    bench.status.add_group(1, group, new=False)
     bench.issue(0, 1)
     looks = [bench.look(5) for _ in range(3)]
     assert looks == [[], [], [(0, False)]]
@@ -158,7 +162,7 @@ def test_without_a_status_the_end_is_unknown(uid: int | None) -> None:
 def test_a_group_that_is_gone_keeps_nothing_in_flight() -> None:
     """A group is not kept alive, and the ends of its ops are unknown once it is gone."""
     bench, group = Bench(), ProcessGroup(7)
-    bench.status.add_group(1, group)
+    bench.status.add_group(1, group, new=False)
     bench.issue(0, 1)
     bench.look(0)
     del group
@@ -180,6 +184,56 @@ def test_an_op_without_a_number_ends_with_what_was_enqueued_before_the_next_look
     bench.enqueued = 9
     assert bench.look(4) == []
     assert bench.look(5) == [(0, True), (1, True), (2, True)]
+
+
+def test_ops_without_a_number_are_counted(bench: Bench, group: ProcessGroup) -> None:
+    """Synchronous collectives of a new group have no Work: the one that hangs is known exactly."""
+    bench.status.add_group(1, group, new=True)
+    for record in range(6):
+        bench.issue(record)
+    bench.enqueued = 6
+    assert bench.look(4) == [(0, True), (1, True), (2, True), (3, True)]
+    for record in range(6, 9):
+        bench.issue(record)
+    bench.enqueued = 9
+    assert bench.look(7) == [(4, True), (5, True), (6, True)]
+    for _ in range(10):
+        assert bench.look(7) == []
+
+
+def test_counting_goes_on_from_a_known_number(bench: Bench) -> None:
+    """Ops with and without a Work take turns."""
+    bench.issue(0, 10)
+    bench.issue(1)
+    bench.issue(2, 12)
+    bench.issue(3)
+    bench.enqueued = 13
+    assert bench.look(11) == [(0, True), (1, True)]
+    assert bench.look(12) == [(2, True)]
+    assert bench.look(13) == [(3, True)]
+
+
+def test_the_ops_of_a_block_count_as_one(bench: Bench) -> None:
+    """A batch of sends and receives is launched under one number."""
+    bench.issue(0, 4, p2p=True)
+    for record in range(1, 4):
+        bench.issue(record, p2p=True, block=1)
+    for record in range(4, 6):
+        bench.issue(record, p2p=True, block=4)
+    bench.enqueued = 6
+    assert bench.look(5) == [(0, True), (1, True), (2, True), (3, True)]
+    assert bench.look(6) == [(4, True), (5, True)]
+
+
+def test_counting_gives_up_if_it_does_not_fit(bench: Bench) -> None:
+    """The back end launched something that was not seen: no op ends before all may have."""
+    bench.issue(0, 10)
+    bench.issue(1)
+    bench.issue(2)
+    bench.enqueued = 15
+    assert bench.look(12) == [(0, True)]
+    assert bench.look(14) == []
+    assert bench.look(15) == [(1, True), (2, True)]
 
 
 def test_a_block_that_hangs_stays_in_flight(bench: Bench) -> None:

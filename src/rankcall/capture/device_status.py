@@ -6,8 +6,10 @@ of the last collective that was enqueued and of the last that was found complete
 Reading that touches no stream and no event. The rest of a Flight Recorder dump is never read: torch
 queries events to make it.
 
-An op inside a coalescing block has no number of its own. It has completed once everything has that
-was enqueued by the next look.
+Which number an op has is known from its Work. Synchronous ops on NCCL and ops inside a coalescing
+block have no Work, and the Python capture cannot ask a Work. They get their numbers by counting: if
+the group has enqueued as many since the last known number as were issued, each is known. If not,
+an op has completed once everything has that was enqueued by the next look.
 
 ``pg_status`` has one number for collectives and for sends and receives, which are counted apart. If
 a group issues both, a number that can be of either kind decides nothing. An op that stays undecided
@@ -29,12 +31,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 POLL_SECONDS = 1.0
+NO_NUMBER = -1
 _MOST_MISSES = 3  # looks without any status of a group: its back end keeps none
 _MOST_MOVES = 3  # times that a group went on while an op of it stayed undecided
 _SETTLED_NS = 2_000_000_000  # an op that is older was not overlooked between two looks
 _MOST_OPS = 1 << 16
-
-NO_NUMBER = -1
 
 
 class GroupStatus(NamedTuple):
@@ -48,12 +49,17 @@ Status = Mapping[int, GroupStatus]  # by the back end's own number of the group,
 
 
 class DeviceOp(NamedTuple):
-    """An op that was enqueued on a device. ``number`` is its sequence number in the back end."""
+    """An op that was enqueued on a device.
+
+    ``number`` is its sequence number in the back end, if that is known. Ops of one ``block`` were
+    issued by one public call and may share a number.
+    """
 
     record: int
     group: int
     number: int
     p2p: bool
+    block: int
 
 
 class Ending(Protocol):
@@ -66,39 +72,52 @@ class Ending(Protocol):
 
 @dataclass
 class _Op:
-    """An op that is not known to have completed. ``looks``: how often it was looked for."""
+    """An op that is not known to have completed.
+
+    ``looks`` counts how often it was looked for, ``moves`` how often its group had gone on when it
+    was noted.
+    """
 
     number: int
     record: int
+    block: int
     noted_ns: int
+    moves: int
     looks: int = 0
 
 
 @dataclass
 class _Waiting:
-    """The ops of one kind of one group that are not known to have completed, oldest first."""
+    """The ops of one kind of one group that are not known to have completed, oldest first.
 
+    ``anchor`` is the number of the op before the oldest, if that is known.
+    """
+
+    anchor: int
     ops: deque[_Op] = field(default_factory=deque)
     met: bool = False  # whether the group issues this kind of op
-    issued: int = -1  # the highest number so far
-    completed: int = -1  # the highest number that is known to have completed
+    issued: int = NO_NUMBER  # the highest number so far
+    completed: int = NO_NUMBER  # the highest number that is known to have completed
 
-    def add(self, op: DeviceOp, now_ns: int) -> None:
+    def add(self, op: _Op) -> None:
         self.met = True
-        self.ops.append(_Op(op.number, op.record, now_ns))
+        self.ops.append(op)
         self.issued = max(self.issued, op.number)
 
-    def number(self, enqueued: int) -> None:
-        """Give the ops without a number the highest that they can have.
-
-        An op that was noted since the last look may be enqueued only after this one, when its
-        coalescing block ends: it gets its number at the next look.
-        """
+    def count_up_to(self, enqueued: int) -> None:
+        """Give numbers to the ops without one: ``enqueued`` is the last number of this kind."""
+        before, unknown = self.anchor, list[_Op]()
         for op in self.ops:
-            if op.number == NO_NUMBER and op.looks > 0:
-                op.number = enqueued
-                self.issued = max(self.issued, enqueued)
+            if op.number == NO_NUMBER:
+                unknown.append(op)
+            elif unknown:
+                _count(unknown, before, op.number - 1)
+                unknown = []
+            if op.number != NO_NUMBER:
+                before = op.number
             op.looks += 1
+        _count(unknown, before, enqueued)
+        self.issued = max(self.issued, enqueued)
 
     def may_have_completed(self, number: int) -> bool:
         """Tell whether the op completed last can be the one of this kind with this number."""
@@ -109,53 +128,85 @@ class _Waiting:
         self.completed = max(self.completed, number)
         ended = []
         while self.ops and NO_NUMBER < self.ops[0].number <= number:
-            ended.append(self.ops.popleft().record)
+            op = self.ops.popleft()
+            self.anchor = op.number
+            ended.append(op.record)
         return ended
 
-    def take_all(self, noted_after_ns: int = 0) -> list[int]:
-        """Take out the ops that were noted after a time, and return their records."""
-        taken = [op.record for op in self.ops if op.noted_ns >= noted_after_ns]
-        self.ops = deque(op for op in self.ops if op.noted_ns < noted_after_ns)
-        return taken
+    def take(self, wanted: Callable[[_Op], bool]) -> list[int]:
+        """Take out the ops that are wanted, and return their records."""
+        taken = [op for op in self.ops if wanted(op)]
+        if taken:
+            self.ops = deque(op for op in self.ops if not wanted(op))
+            self.anchor = NO_NUMBER
+        return [op.record for op in taken]
+
+
+def _count(ops: list[_Op], before: int, last: int) -> None:
+    """Number ops that were issued after ``before``, up to ``last``.
+
+    An op that was noted since the last look may be enqueued only later, when its coalescing block
+    ends. So an op that was noted earlier, and that counting does not settle, gets the last number.
+    """
+    blocks = list(dict.fromkeys(op.block for op in ops))
+    if before != NO_NUMBER and len(blocks) == last - before:
+        numbers = {block: before + 1 + at for at, block in enumerate(blocks)}
+        for op in ops:
+            op.number = numbers[op.block]
+        return
+    for op in ops:
+        if op.looks > 1:
+            op.number = last
 
 
 class _GroupOps:
-    """The ops of one group on a device."""
+    """The ops of one group on a device. ``new``: all ops since the group was made are seen."""
 
-    def __init__(self) -> None:
-        self.collectives, self.p2p = _Waiting(), _Waiting()
+    def __init__(self, new: bool) -> None:
+        first = 0 if new else NO_NUMBER
+        self.collectives, self.p2p = _Waiting(first), _Waiting(first)
+        self._last_added = self.collectives
         self._misses = 0
-        self._last, self._moves = -1, 0
+        self._completed, self._moves = NO_NUMBER, 0
 
     @property
     def is_idle(self) -> bool:
         return not self.collectives.ops and not self.p2p.ops
 
+    def add(self, op: DeviceOp, now_ns: int) -> list[int]:
+        """Add an op; return the records of those that there are too many of."""
+        kind = self._last_added = self.p2p if op.p2p else self.collectives
+        kind.add(_Op(op.number, op.record, op.block, now_ns, self._moves))
+        if len(kind.ops) <= _MOST_OPS:
+            return []
+        kind.anchor = NO_NUMBER
+        return [kind.ops.popleft().record]
+
     def complete(self, status: GroupStatus) -> list[int]:
         """Return the records that end, given what the back end says."""
         self._misses, number = 0, status.completed
+        if number != self._completed:
+            self._completed, self._moves = number, self._moves + 1
         kinds = [kind for kind in (self.collectives, self.p2p) if kind.met]
-        for kind in kinds:
-            kind.number(status.enqueued)
+        # The op enqueued last was of the kind that was noted last, so that is the kind counted.
+        self._last_added.count_up_to(status.enqueued)
         possible = [kind for kind in kinds if len(kinds) == 1 or kind.may_have_completed(number)]
-        if len(possible) == 1:
-            self._last, self._moves = number, 0
-            return possible[0].complete(number)
-        if number != self._last:
-            self._last, self._moves = number, self._moves + 1
-        return []
+        return possible[0].complete(number) if len(possible) == 1 else []
 
     def overlook(self) -> None:
         """Note that the back end said nothing of this group."""
         self._misses += 1
 
-    @property
-    def is_undecidable(self) -> bool:
-        return self._misses >= _MOST_MISSES or self._moves >= _MOST_MOVES
+    def take_undecidable(self) -> list[int]:
+        """Take out the ops whose end will not be known, and return their records."""
+        if self._misses >= _MOST_MISSES:
+            return self.take(lambda op: True)
+        if self.collectives.met and self.p2p.met:
+            return self.take(lambda op: self._moves - op.moves >= _MOST_MOVES)
+        return []
 
-    def take_all(self, noted_after_ns: int = 0) -> list[int]:
-        self._moves = 0
-        return self.collectives.take_all(noted_after_ns) + self.p2p.take_all(noted_after_ns)
+    def take(self, wanted: Callable[[_Op], bool]) -> list[int]:
+        return self.collectives.take(wanted) + self.p2p.take(wanted)
 
 
 class DeviceStatus:
@@ -172,10 +223,20 @@ class DeviceStatus:
         self._clock_ns = clock_ns
         self._waiting: dict[int, _GroupOps] = {}
         self._groups: dict[int, weakref.ref[Any]] = {}
+        self._new: set[int] = set()  # groups that were made since recording began, without ops yet
 
-    def add_group(self, number: int, process_group: Any) -> None:
-        """Remember which group has an id, for as long as the group lives."""
-        self._groups[number] = weakref.ref(process_group, lambda _: self._groups.pop(number, None))
+    def add_group(self, number: int, process_group: Any, new: bool) -> None:
+        """Remember which group has an id, for as long as the group lives.
+
+        ``new``: no op was issued on it before.
+        """
+        self._groups[number] = weakref.ref(process_group, lambda _: self._forget(number))
+        if new:
+            self._new.add(number)
+
+    def _forget(self, number: int) -> None:
+        self._groups.pop(number, None)
+        self._new.discard(number)
 
     def poll(self) -> None:
         """End the records of the ops that have completed since the last call."""
@@ -193,8 +254,7 @@ class DeviceStatus:
                 self._capture.end_device_ops(ops.complete(status[uid]), now_ns)
             else:
                 ops.overlook()
-            if ops.is_undecidable:
-                self._capture.end_device_ops(ops.take_all(), 0)
+            self._capture.end_device_ops(ops.take_undecidable(), 0)
             if ops.is_idle and number not in self._groups:
                 del self._waiting[number]
 
@@ -206,16 +266,16 @@ class DeviceStatus:
         self.poll()
         since_ns = self._clock_ns() - _SETTLED_NS
         for ops in self._waiting.values():
-            self._capture.end_device_ops(ops.take_all(since_ns), 0)
+            self._capture.end_device_ops(ops.take(lambda op: op.noted_ns >= since_ns), 0)
 
     def _take(self) -> None:
         now_ns = self._clock_ns()
         for op in self._capture.take_device_ops():
-            ops = self._waiting.setdefault(op.group, _GroupOps())
-            waiting = ops.p2p if op.p2p else ops.collectives
-            waiting.add(op, now_ns)
-            if len(waiting.ops) > _MOST_OPS:
-                self._capture.end_device_ops([waiting.ops.popleft().record], 0)
+            ops = self._waiting.get(op.group)
+            if ops is None:
+                ops = self._waiting[op.group] = _GroupOps(op.group in self._new)
+                self._new.discard(op.group)
+            self._capture.end_device_ops(ops.add(op, now_ns), 0)
 
 
 def device_times_wanted() -> bool:

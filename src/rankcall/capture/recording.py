@@ -106,7 +106,7 @@ class Recording(Scoped):
         put(self.ring, "capture", CAPTURES.index(self.capture.name))
         self._devices = DeviceStatus(self.capture)
         self._stopped = threading.Event()
-        self._left = False
+        self._left = self._is_started = False
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
         self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._step_handle: Any = None
@@ -275,7 +275,8 @@ class Recording(Scoped):
 
         self.capture.start()
         declared.publish(ring=self.ring)
-        watch.add(self._on_group)
+        watch.add(self._on_group)  # which reports the groups that exist
+        self._is_started = True
         self._step_handle = _count_steps(self.capture)
         self._heart.start()
         self._lines.start()
@@ -328,7 +329,8 @@ class Recording(Scoped):
     def _on_group(self, process_group: Any, group: Group) -> None:
         if group.description == "default_pg" or self._identity.rank < 0:
             self._learn_rank(process_group, group)
-        self._devices.add_group(self.capture.add_group(group, process_group.rank()), process_group)
+        number = self.capture.add_group(group, process_group.rank())
+        self._devices.add_group(number, process_group, new=self._is_started)
 
     def _learn_rank(self, process_group: Any, group: Group) -> None:
         rank = group.ranks[process_group.rank()]

@@ -16,8 +16,8 @@ from rankcall._hangs import HANGS, Object
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
 from rankcall.files import run_folder
-from rankcall.report import diagnosis_json
 from rankcall.process import boot_id
+from rankcall.report import diagnosis_json
 from rankcall.rundir import kept_hangs, make_live_dir
 
 _NAMES = {field.name for field in fields(Finding)}

@@ -17,6 +17,7 @@ struct DeviceOp {
   uint32_t group;   // side-table id
   int64_t number;   // what the back end calls it: a collective or a p2p sequence number; or kNoNumber
   bool p2p;
+  uint64_t block;   // ops of one public call, which may share a number
   static constexpr int64_t kNoNumber = -1;
 };
 

@@ -47,6 +47,8 @@ void follow_on_device(c10d::Work* work, torch::jit::Stack& stack, const Issued& 
     auto inner = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(work);
     stack.back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(
         c10::make_intrusive<TimedWork>(std::move(inner), issued.recorder, issued.span)));
+  } else if (issued.span) {
+    recorder.device_times.end(issued.span);  // synchronous: the caller's stream stands behind it already
   }
   int64_t number = DeviceOp::kNoNumber;
   if (work && !g_without_number.has(typeid(*work))) {
@@ -56,7 +58,7 @@ void follow_on_device(c10d::Work* work, torch::jit::Stack& stack, const Issued& 
       g_without_number.add(typeid(*work));
     }
   }
-  const bool noted = !issued.captured && recorder.device_ops.add({issued.index, issued.group, number, issued.p2p});
+  const bool noted = !issued.captured && recorder.device_ops.add({issued.index, issued.group, number, issued.p2p, issued.block});
   if (!noted) abandon(recorder, issued.index, layout::kEnqueued);
 }
 

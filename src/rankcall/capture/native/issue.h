@@ -114,6 +114,7 @@ void fill_call_site(Recorder& recorder, Record& record, uint64_t index) {
 
 void write_record(Recorder& recorder, const Op& op, Record& record, Issued& issued, c10::Device device) {
   fill_call_site(recorder, record, issued.index);
+  issued.block = record.correlation;
   if (issued.on_device) record.flags |= layout::kFlagDevice;
   record.status = issued.on_device ? layout::kEnqueued : layout::kStarted;
   record.enqueued_ns = now_ns();

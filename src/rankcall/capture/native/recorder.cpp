@@ -171,14 +171,15 @@ PyObject* py_sleep(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Take the notes of ops on devices that were issued since the last call: (index, group, number, p2p).
+// Take the notes of ops on devices that were issued since the last call: (index, group, number, p2p, block).
 PyObject* py_take_device_ops(PyObject*, PyObject* capsule) {
   const std::vector<DeviceOp> ops = holder_of(capsule)->recorder->device_ops.take();
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(ops.size()));
   if (!list) return nullptr;
   for (size_t i = 0; i < ops.size(); i++) {
-    PyObject* op = Py_BuildValue("KILO", static_cast<unsigned long long>(ops[i].index), ops[i].group,
-                                 static_cast<long long>(ops[i].number), ops[i].p2p ? Py_True : Py_False);
+    PyObject* op = Py_BuildValue("KILOK", static_cast<unsigned long long>(ops[i].index), ops[i].group,
+                                 static_cast<long long>(ops[i].number), ops[i].p2p ? Py_True : Py_False,
+                                 static_cast<unsigned long long>(ops[i].block));
     if (!op) {
       Py_DECREF(list);
       return nullptr;

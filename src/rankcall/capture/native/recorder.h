@@ -122,6 +122,7 @@ struct Issued {
   std::shared_ptr<Group> receiver;  // the group of a receive from any source, which is counted at its end
   std::shared_ptr<DeviceTimes::Span> span;
   int64_t tag = 0;
+  uint64_t block = 0;  // what its record has as correlation
   uint32_t group = 0;
   bool p2p = false;
   bool on_device = false;  // runs on a device, which the host only enqueues it on

@@ -33,6 +33,7 @@ class Issued(NamedTuple):
     flags: int  # of the record
     p2p: bool
     first: bool  # the first op of its group
+    block: int  # what its record has as correlation
 
 
 class Ends:
@@ -91,7 +92,9 @@ class Ends:
         if _is_captured() or len(self._device_ops) >= _MOST_DEVICE_OPS:
             self.abandon(issued)
         else:
-            self._device_ops.append(DeviceOp(issued.number, issued.group.id, NO_NUMBER, issued.p2p))
+            self._device_ops.append(
+                DeviceOp(issued.number, issued.group.id, NO_NUMBER, issued.p2p, issued.block)
+            )
 
     def take_device_ops(self) -> list[DeviceOp]:
         """Return the ops on devices that were issued since the last call."""

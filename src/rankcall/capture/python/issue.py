@@ -124,7 +124,7 @@ class Issuer:
             if waker.wanted == 2:
                 waker.wake(2)
             is_first, group.is_met = not group.is_met, True
-            return Issued(record, group, tag, flags, p2p, is_first)
+            return Issued(record, group, tag, flags, p2p, is_first, local.correlation)
 
         return issue
 
