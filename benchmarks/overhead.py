@@ -168,7 +168,6 @@ def measure(rounds: int, calls: int) -> Figures:
         "native": (recording("native"), rounds, calls),
         "native_nocallsite": (recording("native", call_sites=False), rounds, calls),
         "native_hooked": (hooked, rounds, calls),
-        "python": (recording("python"), rounds, calls // 4),
         "profiler": (profiler, max(3, rounds // 4), calls // 4),
         "commdebug": (comm_debug, max(3, rounds // 4), calls // 20),
     }
@@ -186,49 +185,63 @@ def measure(rounds: int, calls: int) -> Figures:
     return figures
 
 
-_GLOO_CALL = """
+_CHILD = """
 import os, statistics, sys, tempfile, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # Gloo hands over between threads
 import torch, torch.distributed as dist
-chunks, calls = 20, int(sys.argv[1]) // 20
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+backend, capture, calls = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if backend == "fake":
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+else:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 tensor = torch.ones(1)
-if sys.argv[2] == "native":
+if capture != "off":
     import rankcall
     folder = tempfile.TemporaryDirectory(prefix="rankcall-bench-")
-    rankcall.enable(folder.name, capture="native")
+    rankcall.enable(folder.name, capture=capture)
 took = []
-for _ in range(chunks + 2):
+for _ in range(22):
     began = time.perf_counter_ns()
-    for _ in range(calls):
+    for _ in range(calls // 20):
         dist.all_reduce(tensor)
-    took.append((time.perf_counter_ns() - began) / calls / 1e3)
+    took.append((time.perf_counter_ns() - began) / (calls // 20) / 1e3)
 print(statistics.median(took[2:]))
 dist.destroy_process_group()
-if sys.argv[2] == "native":
+if capture != "off":
     rankcall.disable()
 """
 
 
-def gloo_figures(rounds: int, calls: int) -> Figures:
-    """Measure Flight Recorder, and rankcall beside it, on a Gloo group of one.
+def child_figures(rounds: int, calls: int) -> Figures:
+    """Measure what can be switched only once in a process, each time in a process of its own.
 
-    Flight Recorder does not record the fake group, and its switch is read once: each figure is a
-    process of its own.
+    The Python capture's kernels stay, and still cost something when it is off. Flight Recorder
+    reads its switch once; it does not record the fake group, so rankcall is measured beside it on
+    a Gloo group of one.
     """
-    added: dict[str, list[float]] = {"flight_recorder_added_us": [], "native_gloo_added_us": []}
+    added: dict[str, list[float]] = {
+        "python_added_us": [],
+        "flight_recorder_added_us": [],
+        "native_gloo_added_us": [],
+    }
     for _ in range(rounds):
-        plain = _gloo_call_us(calls, "plain", "0")
-        added["flight_recorder_added_us"].append(_gloo_call_us(calls, "plain", "2000") - plain)
-        added["native_gloo_added_us"].append(_gloo_call_us(calls, "native", "0") - plain)
+        python = _child_call_us("fake", "python", calls) - _child_call_us("fake", "off", calls)
+        added["python_added_us"].append(python)
+        plain = _child_call_us("gloo", "off", calls)
+        recorder = _child_call_us("gloo", "off", calls, flight_recorder_entries=2000)
+        added["flight_recorder_added_us"].append(recorder - plain)
+        added["native_gloo_added_us"].append(_child_call_us("gloo", "native", calls) - plain)
     return {name: statistics.median(values) for name, values in added.items()}
 
 
-def _gloo_call_us(calls: int, how: str, entries: str) -> float:
-    switches = {"TORCH_FR_BUFFER_SIZE": entries, "TORCH_NCCL_TRACE_BUFFER_SIZE": entries}
+def _child_call_us(
+    backend: str, capture: str, calls: int, flight_recorder_entries: int = 0
+) -> float:
+    switches = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     done = subprocess.run(
-        [sys.executable, "-c", _GLOO_CALL, str(calls), how],
-        env={**os.environ, **switches},
+        [sys.executable, "-c", _CHILD, backend, capture, str(calls)],
+        env={**os.environ, **dict.fromkeys(switches, str(flight_recorder_entries))},
         capture_output=True,
         text=True,
         check=True,
@@ -245,7 +258,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000)
     options = parser.parse_args()
     figures = measure(options.rounds, options.calls)
-    figures |= gloo_figures(7, options.calls)
+    figures |= child_figures(7, options.calls)
     for name in ("flight_recorder", "profiler", "commdebug"):
         if figures["native_added_us"] > 0:
             ratio = figures[f"{name}_added_us"] / figures["native_added_us"]
