@@ -22,6 +22,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Figures = dict[str, float]
+# Within one process, recording is compared with recording switched off, whose kernels stay and
+# pass ops on. What these add is measured apart, and added.
+OURS = ("native", "native_nocallsite", "native_hooked", "native_many_sites")
 
 
 def per_call_us(call: Callable[[], object], calls: int) -> float:
@@ -185,63 +188,79 @@ def measure(rounds: int, calls: int) -> Figures:
     return figures
 
 
-_CHILD = """
+_CALL = """
 import os, statistics, sys, tempfile, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # Gloo hands over between threads
 import torch, torch.distributed as dist
-backend, capture, calls = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if backend == "fake":
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-else:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+from torch.testing._internal.distributed.fake_pg import FakeStore
+chunks, calls, backend, how = 20, int(sys.argv[1]) // 20, sys.argv[2], sys.argv[3]
+store = FakeStore() if backend == "fake" else dist.HashStore()
+dist.init_process_group(backend, rank=0, world_size=8 if backend == "fake" else 1, store=store)
 tensor = torch.ones(1)
-if capture != "off":
+if how != "plain":
     import rankcall
     folder = tempfile.TemporaryDirectory(prefix="rankcall-bench-")
-    rankcall.enable(folder.name, capture=capture)
+    rankcall.enable(folder.name, capture="native" if how == "off" else how)
+    if how == "off":
+        rankcall.disable()
 took = []
-for _ in range(22):
+for _ in range(chunks + 2):
     began = time.perf_counter_ns()
-    for _ in range(calls // 20):
+    for _ in range(calls):
         dist.all_reduce(tensor)
-    took.append((time.perf_counter_ns() - began) / (calls // 20) / 1e3)
+    took.append((time.perf_counter_ns() - began) / calls / 1e3)
 print(statistics.median(took[2:]))
 dist.destroy_process_group()
-if capture != "off":
+if how in ("native", "python"):
     rankcall.disable()
 """
 
 
-def child_figures(rounds: int, calls: int) -> Figures:
-    """Measure what can be switched only once in a process, each time in a process of its own.
+def gloo_figures(rounds: int, calls: int) -> Figures:
+    """Measure Flight Recorder, and rankcall beside it, on a Gloo group of one.
 
-    The Python capture's kernels stay, and still cost something when it is off. Flight Recorder
-    reads its switch once; it does not record the fake group, so rankcall is measured beside it on
-    a Gloo group of one.
+    Flight Recorder does not record the fake group, and its switch is read once: each figure is a
+    process of its own.
     """
-    added: dict[str, list[float]] = {
-        "python_added_us": [],
-        "flight_recorder_added_us": [],
-        "native_gloo_added_us": [],
-    }
+    added: dict[str, list[float]] = {"flight_recorder_added_us": [], "native_gloo_added_us": []}
     for _ in range(rounds):
-        python = _child_call_us("fake", "python", calls) - _child_call_us("fake", "off", calls)
-        added["python_added_us"].append(python)
-        plain = _child_call_us("gloo", "off", calls)
-        recorder = _child_call_us("gloo", "off", calls, flight_recorder_entries=2000)
-        added["flight_recorder_added_us"].append(recorder - plain)
-        added["native_gloo_added_us"].append(_child_call_us("gloo", "native", calls) - plain)
+        plain = _call_us(calls, "gloo", "plain", "0")
+        added["flight_recorder_added_us"].append(_call_us(calls, "gloo", "plain", "2000") - plain)
+        added["native_gloo_added_us"].append(_call_us(calls, "gloo", "native", "0") - plain)
     return {name: statistics.median(values) for name, values in added.items()}
 
 
-def _child_call_us(
-    backend: str, capture: str, calls: int, flight_recorder_entries: int = 0
-) -> float:
-    switches = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+def python_added_us(rounds: int, calls: int) -> float:
+    """Return what the Python capture adds, against a process that never recorded.
+
+    Its kernels stay, too, and cost several microseconds even if they only pass ops on.
+    """
+    added = []
+    for _ in range(rounds):
+        before = _call_us(calls, "fake", "plain", "0")
+        python = _call_us(calls, "fake", "python", "0")
+        added.append(python - (before + _call_us(calls, "fake", "plain", "0")) / 2)
+    return statistics.median(added)
+
+
+def switched_off_added_us(rounds: int, calls: int) -> float:
+    """Return what is left of recording after it was switched off: its kernels pass ops on.
+
+    A process that never recorded is compared with one that did, because kernels stay.
+    """
+    added = []
+    for _ in range(rounds):
+        before = _call_us(calls, "fake", "plain", "0")
+        off = _call_us(calls, "fake", "off", "0")
+        added.append(off - (before + _call_us(calls, "fake", "plain", "0")) / 2)
+    return statistics.median(added)
+
+
+def _call_us(calls: int, backend: str, how: str, entries: str) -> float:
+    switches = {"TORCH_FR_BUFFER_SIZE": entries, "TORCH_NCCL_TRACE_BUFFER_SIZE": entries}
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, backend, capture, str(calls)],
-        env={**os.environ, **dict.fromkeys(switches, str(flight_recorder_entries))},
+        [sys.executable, "-c", _CALL, str(calls), backend, how],
+        env={**os.environ, **switches},
         capture_output=True,
         text=True,
         check=True,
@@ -258,7 +277,11 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000)
     options = parser.parse_args()
     figures = measure(options.rounds, options.calls)
-    figures |= child_figures(7, options.calls)
+    figures |= gloo_figures(7, options.calls)
+    figures["python_added_us"] = python_added_us(7, options.calls)
+    off = figures["switched_off_added_us"] = switched_off_added_us(7, 10 * options.calls)
+    for name in OURS:
+        figures[f"{name}_added_us"] += max(0.0, off)
     for name in ("flight_recorder", "profiler", "commdebug"):
         if figures["native_added_us"] > 0:
             ratio = figures[f"{name}_added_us"] / figures["native_added_us"]

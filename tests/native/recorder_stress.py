@@ -90,7 +90,7 @@ class Issuing(threading.Thread):
 
 
 def fork_child(work: Any) -> None:
-    """Fork a child that drops what it inherited."""
+    """Fork a child that drops its copy of a Work."""
     child = os.fork()
     if child == 0:
         del work

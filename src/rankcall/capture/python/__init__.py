@@ -73,7 +73,7 @@ class PythonCapture:
 
     @contextlib.contextmanager
     def reading_status(self) -> Iterator[bool]:
-        """Yield False: nobody has to read what has completed on devices."""
+        """Yield False: there are no ops on devices to follow."""
         yield False
 
     def forget(self) -> None:
@@ -142,7 +142,7 @@ class PythonCapture:
             if self.recording:
                 try:
                     issued = issue(args)
-                except Exception:  # an argument nobody foresaw: the user's op goes on, unrecorded
+                except Exception:  # an unforeseen argument: the user's op goes on, unrecorded
                     issued = None
             if issued is None:
                 return redispatch(keys & KEYS_AFTER, *args, **kwargs)
