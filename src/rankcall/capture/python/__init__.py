@@ -73,7 +73,7 @@ class PythonCapture:
 
     @contextlib.contextmanager
     def reading_status(self) -> Iterator[bool]:
-        """Yield False: there are no ops on devices to follow."""
+        """Yield False: nobody has to read what has completed on devices."""
         yield False
 
     def forget(self) -> None:
