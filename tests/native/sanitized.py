@@ -37,3 +37,15 @@ def run_sanitized(
         pytest.skip("ThreadSanitizer does not run on this kernel")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def runtime_library(name: str) -> str:
+    """Return the path of a library of the compiler's, to be preloaded; skips if it has none."""
+    compiler = shutil.which("c++") or "c++"
+    found = subprocess.run(
+        [compiler, f"-print-file-name=lib{name}.so"],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout.strip()  # fmt: skip
+    if not Path(found).is_absolute():
+        pytest.skip(f"this compiler has no lib{name}.so")
+    return str(Path(found).resolve())

@@ -74,7 +74,7 @@ def statuses(recording: Recording) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_a_dropped_work_dies_with_its_tensors(recording: Recording) -> None:
-    """By the next op a Work that nobody refers to is gone, and its record closed as abandoned."""
+    """By the next op a dropped Work is gone, and its record closed as abandoned."""
     dead = []
     for _ in range(100):
         output = torch.zeros(4)
@@ -229,7 +229,7 @@ def test_the_future_of_a_python_work_is_followed(following: Any) -> None:
     assert ended()["status"] == ends._FAILED
 
 
-# --- what observes an op cannot break it ---
+# --- a defect of the recorder is not the job's ---
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

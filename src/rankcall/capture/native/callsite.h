@@ -143,7 +143,7 @@ class CallSites {
   struct Walk {
     PyCodeObject* user = nullptr;
     PyCodeObject* api = nullptr;  // the outermost function of torch that is not a mere wrapper
-    Code* user_known = nullptr;   // what is remembered of them: null if there was no room for it
+    Code* user_known = nullptr;   // their entries in codes_: null if there was no room
     Code* api_known = nullptr;
     Frame api_frame = nullptr;
     intptr_t offset = 0;  // of the instruction in `user`, in bytes
@@ -215,7 +215,7 @@ class CallSites {
     return walk;
   }
 
-  // Find out what a new code object is, and remember it.
+  // Classify a new code object, and remember it.
   Kind learn(PyCodeObject* code, Code*& known) {
     GilGuard gil;
     if (!gil.held()) return kHidden;

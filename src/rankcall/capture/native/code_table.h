@@ -1,8 +1,8 @@
 // What is remembered of code objects, and of the lines in them that issued ops.
 //
-// Written with the GIL, read without a lock. No code object is kept alive: a weak reference says
-// when one is about to be freed, and what is remembered of it goes with it. A reader only looks up
-// code objects of running frames, so no entry that it finds can be freed while it reads it.
+// Written with the GIL, read without a lock. No code object is kept alive: the callback of a weak
+// reference removes its entry just before it is freed. A reader only looks up code objects of
+// running frames, so no entry that it finds can be freed while it reads it.
 #pragma once
 
 #include <Python.h>
@@ -90,7 +90,7 @@ class CodeTable {
   static constexpr size_t kMaxCodes = 1 << 16, kMaxLines = 1 << 16;
   static constexpr uint32_t kNoSerial = 1;  // of a code object that is not there; serials are larger
 
-  // What is remembered of a code object of a running frame; null if nothing is.
+  // The entry of a code object of a running frame; null if it has none.
   Code* find(PyCodeObject* code) const {
     const Table* table = table_.load(std::memory_order_acquire);
     if (!table) return nullptr;
@@ -122,7 +122,7 @@ class CodeTable {
     return code;
   }
 
-  // Remember a line, or replace what was remembered of it. Nothing once kMaxLines are there.
+  // Remember a line, or replace its value. Does nothing once kMaxLines are there.
   void remember(Code& code, uint64_t key, uint64_t value) {
     LineTable* table = code.tables.empty() ? nullptr : code.tables.back().get();
     if (table && table->find(key)) {

@@ -147,7 +147,7 @@ class PythonCapture:
             if self.recording:
                 try:
                     issued = issue(args)
-                except Exception:  # an argument nobody foresaw: the user's op goes on, unrecorded
+                except Exception:  # an unforeseen argument: the user's op goes on, unrecorded
                     issued = None
             if issued is None:
                 return redispatch(keys & KEYS_AFTER, *args, **kwargs)

@@ -50,7 +50,7 @@ class Ends:
         self.marks: PythonMarks | None = None  # kept when they are off: open ranges still end
 
     def follow(self, op: Op, issued: Issued, result: Any) -> Any:
-        """Arrange for the end of an op that was issued; return what its caller is to get."""
+        """Arrange for the end of an op that was issued, and return the result for its caller."""
         try:
             if stand_ins:
                 release_dropped()
@@ -141,7 +141,7 @@ class Ends:
             self._end(issued, _COMPLETED, peer=peer, seq=seq)
 
     def abandon(self, issued: Issued) -> None:
-        """Close a record whose end nobody can know."""
+        """Close a record whose end cannot be known."""
         status = _ENQUEUED if issued.flags & FLAG_DEVICE else _STARTED
         self._end(issued, status, flags=issued.flags | FLAG_ABANDONED)
 

@@ -67,7 +67,7 @@ class Issuer:
         self.marks: PythonMarks | None = None  # of the tool that is told
 
     def of(self, op: Op, variant: int) -> Callable[[tuple[Any, ...]], Issued | None]:
-        """Return the function that records one op: what the schema settles is settled here."""
+        """Return the function that records one op. It reads the op's schema once, here."""
         ring, local, waker = self._ring, self._local, self._waker
         code, p2p, group_at = op.code, op.p2p, op.process_group
         root_at = op.positions.get("root_rank")
@@ -145,7 +145,7 @@ class Issuer:
         where = self._call_sites.known(site) if self._call_sites is not None else None
         try:
             marks.issued(record, fields, public_name(op.name), where, state.group, state.rank)
-        except Exception:  # the tool's: the op is recorded already, and its end is to be, too
+        except Exception:  # the tool failed; the op is recorded already, and its end must be, too
             pass
 
 

@@ -17,7 +17,7 @@ from rankcall.capture.installed import must_install
 from rankcall.capture.python import waited
 from rankcall.capture.python.ops import Op
 
-# What stands behind a kernel: called with the dispatcher's keys for the op and its arguments.
+# Records an op and issues it. Its arguments are the dispatcher's keys and those of the op.
 Recorder = Callable[..., Any]
 
 KEYS_AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)

@@ -2,7 +2,7 @@
 
 The return of such a Work's ``wait()`` is the end of its op. A stand-in made in Python has two
 halves. If the Python half is freed first, ``wait()`` of the C++ half blocks for ever, because it is
-the base class's. So every Python half is kept until nothing refers to either half any more.
+the base class's. So a Python half is kept until there is no reference to either half.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_AT_ONCE = 4  # stand-ins that one op looks at
 
 
 class End(Protocol):
-    """Writes down how an op ended. Each may be called by any thread, and none raises."""
+    """Writes down the end of an op. Any thread may call its methods, and they do not raise."""
 
     def waited(self, error: BaseException | None, peer: int) -> None: ...
     def abandoned(self) -> None: ...
@@ -56,7 +56,7 @@ class WaitedWork(dist.Work):
         return completed
 
     def abandon(self) -> None:
-        """Note that nobody can wait for the op any more."""
+        """Note that the Work is dropped: there will be no wait for the op."""
         end, self._end = self._end, None
         if end is not None:
             end.abandoned()
@@ -99,11 +99,11 @@ class WaitedWork(dist.Work):
         self._inner.block_current_stream()
 
     def get_future(self) -> Any:
-        """Raise what the Work raises: it has no future."""
+        """Raise the error of the Work that has no future."""
         return self._inner.get_future()
 
     def get_future_result(self) -> Any:
-        """Return the future of the op's result, or raise what the Work raises."""
+        """Return the future of the op's result, if the Work has one; else raise its error."""
         return self._inner.get_future_result()
 
     def _get_op_type(self) -> Any:
@@ -129,7 +129,7 @@ def stand_in(work: dist.Work, end: End, any_source: bool) -> Any:
 
 
 def release_dropped(most: int = _MOST_AT_ONCE) -> None:
-    """Let go of the stand-ins that nobody refers to, with the Works and tensors that they hold.
+    """Let go of the stand-ins without other references, and of the Works and tensors they hold.
 
     Looks at ``most`` of them, first at those that were looked at longest ago.
     """
@@ -151,7 +151,7 @@ def _take(works: dict[int, Any], number: int) -> tuple[Any, int]:
 
 @functools.cache
 def _python_references() -> int:
-    """Return what ``_take`` counts for a Work that nobody else refers to."""
+    """Return the number that ``_take`` counts for a Work without other references."""
     return _take({0: _Unused()}, 0)[1]
 
 

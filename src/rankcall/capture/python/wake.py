@@ -18,7 +18,7 @@ class Waker:
         self._fd, self.wanted = fd, wanted
 
     def wake(self, least: int) -> None:
-        """Wake the dispatcher where it wants ``least`` or more."""
+        """Wake the dispatcher if it wants ``least`` or more."""
         if self.wanted >= least:
             self.wanted = 0
             with contextlib.suppress(OSError):
