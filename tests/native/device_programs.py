@@ -270,7 +270,7 @@ def both_kinds(job: Job) -> Seen:
 
 
 def both_kinds_between_looks(job: Job) -> Seen:
-    """A send overwrites the collectives' number before anybody has seen it; then the job goes on."""
+    """A send overwrites the collectives' number before anybody sees it; then the job goes on."""
     sim.freeze()
     group = sim.new_group(job.backend)
     for _ in range(3):

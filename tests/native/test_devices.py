@@ -30,7 +30,7 @@ CHARGED_PROGRAMS = (
 )  # fmt: skip
 
 Seen = dict[str, Any]
-_seen: dict[tuple[str, str], dict[str, Seen]] = {}
+_seen: dict[tuple[str, str], dict[str, Seen] | str] = {}  # a text if the programs did not run
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_capture = pytest.mark.parametrize("capture", CAPTURES)
@@ -77,8 +77,13 @@ def run_programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if key not in _seen:
             folder = tmp_path_factory.mktemp(f"{backend}-{recording}")
             process = start("device_programs.py", backend, recording, str(folder / "run"))
-            _seen[key] = json.loads(finish(process, 400))
-        seen = _seen[key][program]
+            try:
+                _seen[key] = json.loads(finish(process, 300))
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                _seen[key] = str(error)
+        programs = _seen[key]
+        assert isinstance(programs, dict), programs
+        seen = programs[program]
         assert "error" not in seen, seen["error"]
         return seen
 
