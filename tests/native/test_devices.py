@@ -76,7 +76,10 @@ def run_programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         key = backend, recording
         if key not in _seen:
             folder = tmp_path_factory.mktemp(f"{backend}-{recording}")
-            process = start("device_programs.py", backend, recording, str(folder / "run"))
+            process = start(
+                "device_programs.py", backend, recording, str(folder / "run"),
+                env={**os.environ, "RANKCALL_SHM": str(folder)},  # its ring stays there
+            )  # fmt: skip
             try:
                 _seen[key] = json.loads(finish(process, 300))
             except (AssertionError, subprocess.TimeoutExpired) as error:
