@@ -284,14 +284,19 @@ def test_a_hung_device_holds_up_no_exit(
 
 @every_backend
 @every_capture
+@pytest.mark.parametrize("kind", ["async", "sync"])
 def test_diagnose_names_the_rank_that_did_not_issue(
-    capture: str, backend: str, tmp_path: Path
+    kind: str, capture: str, backend: str, tmp_path: Path
 ) -> None:
-    """Rank 0 hangs in an op that rank 1 has not issued: the verdict is about rank 1."""
+    """Rank 0 hangs in an op that rank 1 has not issued: the verdict is about rank 1.
+
+    The ops before it were issued in the same second and have completed. They must not count as in
+    flight, or the verdict is about the wrong op.
+    """
     run_dir = str(tmp_path / "run")
     ranks = [
         start(
-            "device_ending.py", "wait", backend, capture, run_dir, str(rank),
+            "device_ending.py", kind, backend, capture, run_dir, str(rank),
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
         )
         for rank in (0, 1)
