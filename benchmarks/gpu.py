@@ -1,4 +1,4 @@
-"""What to run first on a GPU: checks of recording on real devices, as a table to paste.
+"""Check recording on real devices, and print a table to paste.
 
 Runs the list in docs/performance.md ("What to run first on a GPU"). Each check runs in processes of
 its own. What the machine lacks is skipped with the reason; the exit status is 1 if a check failed.

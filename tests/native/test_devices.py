@@ -1,4 +1,4 @@
-"""What recording does to a job on devices, and what it knows of it, on the simulated accelerator.
+"""Recording of a job on devices, tested on the simulated accelerator.
 
 Each program of device_programs.py runs with recording off, native and in Python, on both kinds of
 back end; the runs are compared. Nothing here has run on a GPU: ``make gpu`` is for that.
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # each process runs f
 HERE = Path(__file__).parent
 BACKENDS = ("own", "caller")
 CAPTURES = ("native", "python")
-# What a program observed of the device: recording must not change any of it.
+# A program's observations of the device: recording must not change any of them.
 CHARGES = ("calls", "by other threads", "contexts", "dependencies", "stuck", "invalidated by")
 CHARGED_PROGRAMS = (
     "stuck_collective", "synchronous", "captured", "coalesced_collectives", "batched_messages",
@@ -206,7 +206,7 @@ def test_a_message_s_number_is_not_a_collective_s(
 def test_a_healthy_group_with_both_kinds_does_not_look_hung(
     program: str, backend: str, capture: str, run_programs: Any
 ) -> None:
-    """What has completed does not stay in flight, though both kinds' numbers share one field."""
+    """A completed op does not stay in flight, though both kinds' numbers share one field."""
     seen = run_programs(backend, capture, program)
     assert seen["after"] == []
     assert set(states(seen["records"])) <= {"completed", "abandoned"}

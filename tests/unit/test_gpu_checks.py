@@ -1,4 +1,4 @@
-"""``make gpu`` runs the list in docs/performance.md, and skips what the machine lacks."""
+"""``make gpu`` runs the list in docs/performance.md, and skips checks that need more GPUs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_check_that_hangs_is_ended(gpu: ModuleType, monkeypatch: pytest.Monkey
 
 
 def test_what_is_lacking(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with one GPU skips what needs two, and runs the rest."""
+    """A machine with one GPU skips the check that needs two, and runs the rest."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
