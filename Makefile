@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup browser demo test test-long test-upstream lint bench clean
+.PHONY: setup browser demo test test-long test-upstream lint bench gpu clean
 
 setup: $(INSTALLED)
 
@@ -56,6 +56,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/trace.py --json
 	$(BIN)/python benchmarks/rpc.py --json
 	$(BIN)/python benchmarks/store.py --json
+
+# What to run first on a GPU; see docs/performance.md. What the machine lacks is skipped.
+gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,9 @@
 """One rank on the simulated accelerator, whose device hangs; run as a script.
 
 ``device_ending.py HOW BACKEND RECORDING RUN_DIR [RANK]``: how it ends. "exit" leaves the
-interpreter with ops in flight, "disable" switches recording off before, "wait" says that it is
-there and waits for a line; rank 1 then has not issued the op that the others wait for.
+interpreter with ops in flight, and "disable" switches recording off before. "async" and "sync" say
+which kind of ops to issue; the rank then reports that it is there and waits for a line. Rank 1 does
+not issue the op in which rank 0 hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 import accelerator as sim
 import torch
 import torch.distributed as dist
+from accelerator import Stream
 
 import rankcall
 
@@ -29,13 +31,13 @@ def main() -> None:
     sim.freeze()
     group, tensor = sim.new_group(backend), torch.ones(16, device=sim.DEVICE)
     for _ in range(OPS - 1):
-        dist.all_reduce(tensor, group=group, async_op=True)
+        dist.all_reduce(tensor, group=group, async_op=how != "sync")
     sim.advance(1000.0)
     sim.tick()
     if rank == 0:
-        sim.hang(sim.own_stream(group))
-        dist.all_reduce(tensor, group=group, async_op=True)
-    if how == "wait":
+        sim.hang(Stream(0, 0))  # the stream that the op's input comes from
+        dist.all_reduce(tensor, group=group, async_op=how != "sync")
+    if how in ("async", "sync"):
         print("here", flush=True)
         sys.stdin.readline()
         rankcall.disable()

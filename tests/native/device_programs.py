@@ -26,7 +26,7 @@ import rankcall
 from rankcall import hooks
 
 LOOK_SECONDS = 8.0  # rankcall looks at the status once a second; a busy machine is slower
-# What a job is charged for: nothing of it may be done, or done more often, because of recording.
+# Calls that cost the job something: recording must not add any.
 CHARGED = (
     "recordEvent", "recordTimingEvent", "waitEvent", "recordStream", "getFuture", "setDevice",
     "getStreamFromGlobalPool", "getNewStream", "readEntries", *sim.QUERIES,
@@ -36,7 +36,7 @@ Seen = dict[str, Any]
 
 
 class Job:
-    """What a program needs: a back end, and rankcall's recording if it is on."""
+    """A program's back end, and rankcall's recording if it is on."""
 
     def __init__(self, backend: str, recording: Any) -> None:
         self.backend = backend
@@ -270,7 +270,7 @@ def both_kinds(job: Job) -> Seen:
 
 
 def both_kinds_between_looks(job: Job) -> Seen:
-    """A send overwrites the collectives' number before it was read; then the job goes on."""
+    """A send overwrites the collectives' number before it is read; then the job goes on."""
     sim.freeze()
     group = sim.new_group(job.backend)
     for _ in range(3):

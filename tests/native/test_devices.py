@@ -1,4 +1,4 @@
-"""What recording does to a job on devices, and what it knows of it, on the simulated accelerator.
+"""Recording of a job on devices, tested on the simulated accelerator.
 
 Each program of device_programs.py runs with recording off, native and in Python, on both kinds of
 back end; the runs are compared. Nothing here has run on a GPU: ``make gpu`` is for that.
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # each process runs f
 HERE = Path(__file__).parent
 BACKENDS = ("own", "caller")
 CAPTURES = ("native", "python")
-# What a program observed of the device: recording must not change any of it.
+# A program's observations of the device: recording must not change any of them.
 CHARGES = ("calls", "by other threads", "contexts", "dependencies", "stuck", "invalidated by")
 CHARGED_PROGRAMS = (
     "stuck_collective", "synchronous", "captured", "coalesced_collectives", "batched_messages",
@@ -30,7 +30,7 @@ CHARGED_PROGRAMS = (
 )  # fmt: skip
 
 Seen = dict[str, Any]
-_seen: dict[tuple[str, str], dict[str, Seen]] = {}
+_seen: dict[tuple[str, str], dict[str, Seen] | str] = {}  # a text if the programs did not run
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_capture = pytest.mark.parametrize("capture", CAPTURES)
@@ -76,9 +76,17 @@ def run_programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         key = backend, recording
         if key not in _seen:
             folder = tmp_path_factory.mktemp(f"{backend}-{recording}")
-            process = start("device_programs.py", backend, recording, str(folder / "run"))
-            _seen[key] = json.loads(finish(process, 400))
-        seen = _seen[key][program]
+            process = start(
+                "device_programs.py", backend, recording, str(folder / "run"),
+                env={**os.environ, "RANKCALL_SHM": str(folder)},  # its ring stays there
+            )  # fmt: skip
+            try:
+                _seen[key] = json.loads(finish(process, 300))
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                _seen[key] = str(error)
+        programs = _seen[key]
+        assert isinstance(programs, dict), programs
+        seen = programs[program]
         assert "error" not in seen, seen["error"]
         return seen
 
@@ -198,7 +206,7 @@ def test_a_message_s_number_is_not_a_collective_s(
 def test_a_healthy_group_with_both_kinds_does_not_look_hung(
     program: str, backend: str, capture: str, run_programs: Any
 ) -> None:
-    """What has completed does not stay in flight, though both kinds' numbers share one field."""
+    """A completed op does not stay in flight, though both kinds' numbers share one field."""
     seen = run_programs(backend, capture, program)
     assert seen["after"] == []
     assert set(states(seen["records"])) <= {"completed", "abandoned"}
@@ -276,14 +284,19 @@ def test_a_hung_device_holds_up_no_exit(
 
 @every_backend
 @every_capture
+@pytest.mark.parametrize("kind", ["async", "sync"])
 def test_diagnose_names_the_rank_that_did_not_issue(
-    capture: str, backend: str, tmp_path: Path
+    kind: str, capture: str, backend: str, tmp_path: Path
 ) -> None:
-    """Rank 0 hangs in an op that rank 1 has not issued: the verdict is about rank 1."""
+    """Rank 0 hangs in an op that rank 1 has not issued: the verdict is about rank 1.
+
+    The ops before it were issued in the same second and have completed. They must not count as in
+    flight, or the verdict is about the wrong op.
+    """
     run_dir = str(tmp_path / "run")
     ranks = [
         start(
-            "device_ending.py", "wait", backend, capture, run_dir, str(rank),
+            "device_ending.py", kind, backend, capture, run_dir, str(rank),
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
         )
         for rank in (0, 1)

@@ -104,7 +104,7 @@ def install() -> None:
 
 
 def _device_module() -> ModuleType:
-    """Return what torch expects to find as ``torch.privateuseone``."""
+    """Return the module that torch imports as ``torch.sim``."""
     import torch
 
     module: Any = ModuleType(f"torch.{DEVICE}")

@@ -18,7 +18,7 @@
 namespace simulated {
 namespace {
 
-// --- memory: the host's, counted by nobody ---
+// --- memory: the host's, not counted ---
 
 struct Allocator final : c10::Allocator {
   static c10::DataPtr make(size_t bytes) {

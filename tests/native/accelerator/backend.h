@@ -1,6 +1,6 @@
 // Two c10d back ends on the simulated accelerator, modelled on ProcessGroupNCCL.
 //
-// What they take over from it, by reading ProcessGroupNCCL.cpp of torch 2.13:
+// They behave as ProcessGroupNCCL.cpp of torch 2.13 does, as far as reading it can tell:
 // * A collective counts in one sequence, a point-to-point op in another; a coalesced block counts
 //   once, at its first op.
 // * A collective runs on the group's own stream, which waits for the caller's. Since torch 2.8 a
@@ -92,7 +92,7 @@ class Backend final : public c10d::Backend {
   std::atomic<int64_t> op_ns{1'000'000};  // how long each op takes on the device
   uint64_t uid() const { return uid_; }
 
-  // --- what the watchdog does, for all groups: see the top of the file ---
+  // --- the watchdog's work, for all groups: see the top of the file ---
   static void tick() {
     std::lock_guard<std::mutex> lock(all_mutex());
     for (Backend* backend : all()) backend->look();
@@ -231,7 +231,7 @@ class Backend final : public c10d::Backend {
       block_->stream = stream;
       block_->async = own;
       if (!own) return nullptr;
-      // NCCL returns a Work here that nobody completes; its number is the block's.
+      // NCCL returns a Work here that never completes; its number is the block's.
       auto work = c10::make_intrusive<Work>(op, collectives_, timing_);
       complete_at_issue(*work, stream, outputs);
       work->end = kNever;
@@ -307,7 +307,7 @@ class Backend final : public c10d::Backend {
   }
 
   // The status is in the list of all from the group's first op on, and stays there. With the Flight
-  // Recorder switched off (TORCH_FR_BUFFER_SIZE=0) nobody sees it.
+  // Recorder switched off (TORCH_FR_BUFFER_SIZE=0) it cannot be read.
   std::shared_ptr<c10d::ProcessGroupStatus> own_status() {
     std::lock_guard<std::mutex> lock(all_mutex());
     if (!keeps_status_) {

@@ -67,7 +67,7 @@ struct Dependency {
   bool stuck = false;  // the awaited work will never end
 };
 
-// What a captured graph replays: the work put on each stream meanwhile.
+// A captured graph: the work put on each stream meanwhile.
 struct Graph {
   std::vector<std::pair<StreamId, int64_t>> work;
 };
@@ -257,7 +257,7 @@ inline Machine& machine() {
   return *instance;
 }
 
-// What torch calls to use the device.
+// The device as torch uses it.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Device at(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
   static int index_of(c10::Device device) { return device.has_index() ? device.index() : machine().device(); }

@@ -38,9 +38,34 @@ Kinds g_without_future, g_without_number;
 // Whether a Work was made in Python. Its caller gets that very object, which may have any attributes.
 bool is_python_work(const std::type_info& type) { return std::strstr(type.name(), "PyWork") != nullptr; }
 
-// On a device: note the number that the back end gave the op, for capture/device_status.py. An op
-// inside a coalescing block has no Work, and so no number. One that is captured into a graph does not
-// run now, and nobody will see it end.
+int64_t last_number(c10d::Backend& back_end) {
+  static std::atomic<bool> can_tell{true};
+  if (!can_tell.load(std::memory_order_relaxed)) return DeviceOp::kNoNumber;
+  try {
+    return static_cast<int64_t>(back_end.getSequenceNumberForGroup());
+  } catch (const std::exception&) {
+    can_tell = false;  // to throw takes long
+    return DeviceOp::kNoNumber;
+  }
+}
+
+// The number that the back end gave an op: its Work's. NCCL returns no Work from a synchronous
+// collective or inside a coalescing block; the back end's own counter then has the number of its last
+// collective. If another thread issues one on the same group meanwhile, that is one too high, and the
+// op is found to have completed a little late. Batched sends and receives have none.
+int64_t number_of(c10d::Work* work, const Issued& issued) {
+  if (work && !g_without_number.has(typeid(*work))) {
+    try {
+      return static_cast<int64_t>(work->getSequencenumber());
+    } catch (const std::exception&) {
+      g_without_number.add(typeid(*work));
+    }
+  }
+  return issued.p2p ? DeviceOp::kNoNumber : issued.back_end ? last_number(*issued.back_end) : DeviceOp::kNoNumber;
+}
+
+// On a device: note the op's number, for capture/device_status.py. An op that is captured into a
+// graph does not run now, and nobody will see it end.
 void follow_on_device(c10d::Work* work, torch::jit::Stack& stack, const Issued& issued) {
   Recorder& recorder = *issued.recorder;
   if (work && issued.span) {
@@ -50,15 +75,8 @@ void follow_on_device(c10d::Work* work, torch::jit::Stack& stack, const Issued& 
   } else if (issued.span) {
     recorder.device_times.end(issued.span);  // synchronous: the caller's stream stands behind it already
   }
-  int64_t number = DeviceOp::kNoNumber;
-  if (work && !g_without_number.has(typeid(*work))) {
-    try {
-      number = static_cast<int64_t>(work->getSequencenumber());
-    } catch (const std::exception&) {
-      g_without_number.add(typeid(*work));
-    }
-  }
-  const bool noted = !issued.captured && recorder.device_ops.add({issued.index, issued.group, number, issued.p2p, issued.block});
+  const DeviceOp noted_op{issued.index, issued.group, number_of(work, issued), issued.p2p, issued.block};
+  const bool noted = !issued.captured && recorder.device_ops.add(noted_op);
   if (!noted) abandon(recorder, issued.index, layout::kEnqueued);
 }
 

@@ -100,6 +100,7 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   if (!device.is_cpu() && !group->ends_on_host(*process_group, device)) {
     issued.on_device = true;
     issued.captured = is_captured(device);
+    if (!op.p2p) issued.back_end = process_group->getBackend(device.type());
   }
 }
 

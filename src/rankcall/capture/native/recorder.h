@@ -121,6 +121,7 @@ struct Issued {
   uint64_t index = 0;
   std::shared_ptr<Group> receiver;  // the group of a receive from any source, which is counted at its end
   std::shared_ptr<DeviceTimes::Span> span;
+  c10::intrusive_ptr<c10d::Backend> back_end;  // of a collective on a device, for the time of the call
   int64_t tag = 0;
   uint64_t block = 0;  // what its record has as correlation
   uint32_t group = 0;
