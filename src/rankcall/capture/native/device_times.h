@@ -107,7 +107,7 @@ class DeviceTimes {
         // The stream may have reached the op only when the one before had ended.
         double ms = span->begin.elapsedTime(span->end);
         if (stream.last) ms = std::min(ms, stream.last->end.elapsedTime(span->end));
-        ring_.note_device_ms(span->index, ms);
+        if (ms >= 0) ring_.note_device_ms(span->index, ms);
         stream.last = std::move(span);
       }
     }

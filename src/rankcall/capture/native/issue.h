@@ -38,6 +38,14 @@ void fill_shape(Recorder& recorder, Record& record, const c10::IValue* tensors, 
   if (op.coalesced) recorder.note_shapes(record.shape_hash, *tensors);
 }
 
+c10::intrusive_ptr<c10d::Backend> back_end_of(c10d::ProcessGroup& group, c10::Device device) noexcept {
+  try {
+    return group.getBackend(device.type());
+  } catch (...) {  // it has none for this device, so the op is about to fail
+    return nullptr;
+  }
+}
+
 // Whether the caller's stream is being captured into a graph.
 bool is_captured(c10::Device device) noexcept {
   try {
@@ -100,7 +108,7 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   if (!device.is_cpu() && !group->ends_on_host(*process_group, device)) {
     issued.on_device = true;
     issued.captured = is_captured(device);
-    if (!op.p2p) issued.back_end = process_group->getBackend(device.type());
+    if (!op.p2p) issued.back_end = back_end_of(*process_group, device);
   }
 }
 
