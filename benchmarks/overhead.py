@@ -116,10 +116,13 @@ def fake_call(device: str = "cpu") -> Callable[[], object]:
     return lambda: dist.all_reduce(tensor)
 
 
-def calls_of(sites: int, call: Callable[[], object]) -> list[Callable[[], object]]:
-    """Return functions that make the same call, each from a line and a code object of its own."""
-    lines = "\n".join("  lambda: call()," for _ in range(sites))
-    space: dict[str, Any] = {"call": call}
+def all_reduces(sites: int) -> list[Callable[[], object]]:
+    """Return functions that issue an all_reduce, each from a line and a code object of its own."""
+    import torch
+    import torch.distributed as dist
+
+    lines = "\n".join("  lambda: all_reduce(tensor)," for _ in range(sites))
+    space: dict[str, Any] = {"all_reduce": dist.all_reduce, "tensor": torch.ones(1)}
     exec(compile(f"calls = [\n{lines}\n]", "many_sites.py", "exec"), space)
     calls: list[Callable[[], object]] = space["calls"]
     return calls
@@ -149,9 +152,9 @@ def busy_thread() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def many_sites_added_us(call: Callable[[], object], rounds: int) -> float:
+def many_sites_added_us(rounds: int) -> float:
     """Return what recording adds to a call if 2,000 lines take turns beside a busy thread."""
-    calls = calls_of(2000, call)
+    calls = all_reduces(2000)
 
     def all_calls() -> None:
         for each in calls:
@@ -177,7 +180,7 @@ def measure(rounds: int, calls: int) -> Figures:
     figures: Figures = {}
     for name, (switched, times, each) in ways.items():
         figures[f"{name}_added_us"], figures["plain_us"] = added_us(call, switched, times, each)
-    figures["native_many_sites_added_us"] = many_sites_added_us(call, rounds)
+    figures["native_many_sites_added_us"] = many_sites_added_us(rounds)
     if torch.cuda.is_available():
         tensor = torch.ones(1, device="cuda")
 

@@ -41,9 +41,6 @@ class LineTable {
     slots_[at & mask()].key.store(key, std::memory_order_release);
     used_++;
   }
-  void replace(uint64_t key, uint64_t value) {
-    const_cast<std::atomic<uint64_t>*>(find(key))->store(value, std::memory_order_release);
-  }
   bool full() const { return 2 * used_ > mask(); }
   std::unique_ptr<LineTable> grown() const {
     auto larger = std::make_unique<LineTable>(bits_ + 1);
@@ -66,11 +63,13 @@ class LineTable {
   std::unique_ptr<Slot[]> slots_;
 };
 
-// One code object that is alive.
-struct Code {
+// One code object that is alive. Most issue ops from one line, which is kept right here: with many
+// call sites in use, a look-up costs what it misses in the processor's caches.
+struct alignas(64) Code {
   PyCodeObject* object;
   uint32_t serial;  // never the same one twice: an address is used again, and this is not
   uint8_t kind;
+  std::atomic<uint64_t> first_key{0}, first_value{0};
   std::atomic<const LineTable*> lines{nullptr};
   // The last one is in use. Another thread may still read the others, so they stay as long as this.
   std::vector<std::unique_ptr<LineTable>> tables;
@@ -78,6 +77,7 @@ struct Code {
   Code(PyCodeObject* object, uint32_t serial, uint8_t kind) : object(object), serial(serial), kind(kind) {}
 
   const std::atomic<uint64_t>* line(uint64_t key) const {
+    if (first_key.load(std::memory_order_acquire) == key) return &first_value;
     const LineTable* table = lines.load(std::memory_order_acquire);
     return table ? table->find(key) : nullptr;
   }
@@ -124,19 +124,24 @@ class CodeTable {
 
   // Remember a line, or replace its value. Does nothing once kMaxLines are there.
   void remember(Code& code, uint64_t key, uint64_t value) {
-    LineTable* table = code.tables.empty() ? nullptr : code.tables.back().get();
-    if (table && table->find(key)) {
-      table->replace(key, value);
+    if (const auto* known = code.line(key)) {
+      const_cast<std::atomic<uint64_t>*>(known)->store(value, std::memory_order_release);
       return;
     }
     if (lines_ >= kMaxLines) return;
+    lines_++;
+    if (!code.first_key.load(std::memory_order_relaxed)) {
+      code.first_value.store(value, std::memory_order_relaxed);
+      code.first_key.store(key, std::memory_order_release);
+      return;
+    }
+    LineTable* table = code.tables.empty() ? nullptr : code.tables.back().get();
     if (!table || table->full()) {
       code.tables.push_back(table ? table->grown() : std::make_unique<LineTable>(3));
       table = code.tables.back().get();
       code.lines.store(table, std::memory_order_release);
     }
     table->add(key, value);
-    lines_++;
   }
 
   size_t size() const { return references_.size(); }
@@ -215,6 +220,7 @@ class CodeTable {
     if (known == references_.end()) return;
     Code* code = known->second;
     references_.erase(known);
+    if (code->first_key.load(std::memory_order_relaxed)) lines_--;
     if (!code->tables.empty()) lines_ -= code->tables.back()->used();
     remove(code->object);
     delete code;
