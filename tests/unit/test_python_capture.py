@@ -187,7 +187,7 @@ def following() -> tuple[Callable[[Any], Any], Callable[[], dict[str, Any]]]:
     """What follows a Work, and the record that it ends."""
     ring = PythonRing(create(None, Identity(rank=0), Geometry(64)), Geometry(64))
     op = next(op for op in c10d_ops() if op.name == "allreduce_")
-    group = GroupState(Group("0", 0, "mine", "", (0,)), 0, 0, 1)
+    group = GroupState(Group("0", 0, "mine", "", (0,)), 0, 0, 1, lambda: None)
     ended: dict[str, Any] = {}
 
     class Noting(PythonRing):
@@ -198,7 +198,9 @@ def following() -> tuple[Callable[[Any], Any], Callable[[], dict[str, Any]]]:
     ring.__class__ = Noting
     following = Ends(ring, Waker())
     return (
-        lambda work: following.follow(op, Issued(7, group, 0, 0), ([], work.boxed())),
+        lambda work: following.follow(
+            op, Issued(7, group, 0, 0, False, False, 1), ([], work.boxed())
+        ),
         lambda: ended,
     )
 
@@ -398,3 +400,21 @@ def test_code_is_not_kept_alive() -> None:
     assert [site.line for site in found] == list(range(1, 201))
     assert len(sites._codes) < 10
     assert len(sites._references) == len(sites._codes)
+
+
+def test_a_thread_that_comes_late_leaves_no_open_record(
+    gloo: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seen that recording is on, and writes its record once recording was switched off."""
+    recording = rankcall.enable(tmp_path / "run", capture="python")
+    capture: Any = recording.capture
+    issue = capture._ring.issue
+
+    def late(body: tuple[float, ...]) -> int:
+        rankcall.disable()
+        number: int = issue(body)
+        return number
+
+    monkeypatch.setattr(capture._ring, "issue", late)
+    dist.all_reduce(torch.ones(1))
+    assert rankcall.load(tmp_path / "run").records.is_empty()

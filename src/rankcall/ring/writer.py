@@ -265,6 +265,7 @@ class PythonRing:
         self._unlisted_groups = 0
         self._errors: dict[bytes, int] = {}
         self._errors_bytes = 0
+        self._is_closed = False
         self._parked: dict[int, int] = {}  # index -> offset in the in-flight table
         self._next_parking = 0
 
@@ -336,10 +337,20 @@ class PythonRing:
         """Add how many elements each tensor of a coalesced op has."""
         return self.append(ENTRY_SIZES, json.dumps({"hash": shape_hash, "numels": numels}).encode())
 
+    def close(self) -> None:
+        """Take no new records. Those in flight can still be finished."""
+        with self._lock:
+            self._is_closed = True
+
     def issue(self, body: tuple[float, ...]) -> int:
-        """Write a new record (all fields but commit and pad, in order); return its index."""
+        """Write a new record (all fields but commit and pad, in order); return its index.
+
+        Raises ``ValueError`` if the ring is closed.
+        """
         ring = self.map
         with self._lock:
+            if self._is_closed:
+                raise ValueError("the ring is closed")
             index = self.head
             self.head = index + 1
             at = self._records_at + (index & self._mask) * RECORD_BYTES

@@ -96,6 +96,11 @@ void install_each(torch::Library& library) {
 // the dispatcher raises "fallthrough_kernel was executed" in threads that issue an op meanwhile, and
 // a library that is destroyed at exit would do the same to daemon threads.
 void install() {
+  // torch warns on stderr if the Python capture's kernels are there already.
+  struct Silent final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   auto* library = new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   install_each(*library);
 }

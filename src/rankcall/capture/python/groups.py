@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ class GroupState:
     id: int
     rank: int
     size: int
-    alive: weakref.ref[dist.ProcessGroup]
+    alive: Callable[[], dist.ProcessGroup | None]  # a weak reference to it
     collectives: int = 0
     is_met: bool = False  # an op was issued on it
     # Messages of each (peer, tag, whether this rank is the source). A program may use a new tag for
