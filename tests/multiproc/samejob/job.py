@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -104,7 +105,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):
-        return {"float": value.hex()}
+        return {"float": struct.pack(">d", value).hex()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, dict):
@@ -133,9 +134,9 @@ _VARIES = [
     (re.compile(r"0x[0-9a-fA-F]+"), "ADDRESS"),
     (re.compile(r"\[([WEIF])\d{4} \d\d:\d\d:\d\d\.\d+(?: \d+)? "), r"[\1TIME "),
     (re.compile(r"([WEIF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ "), r"\1TIME "),
-    # Gloo names the step at which it noticed that the peer had closed the connection.
-    (re.compile(r"(?:\[[^\]]*gloo/transport/tcp[^\]]*\] )?(?:Read error|Connection closed|"
-                r"Write error|writev)[^\n]*?peer \[[^\]]*\]:\d+"), "PEER GONE"),
+    # How Gloo notices that the peer has closed the connection is a matter of chance.
+    (re.compile(r"(?:\[[^\]]*/gloo/transport/tcp[^\]]*\] )?(?:Read error|Connection closed|Write error|"
+                r"writev)[^\n]*(?:by peer|Broken pipe)[^\n]*"), "PEER GONE"),
     (re.compile(r"(\[?(?:127\.0\.0\.1|localhost|::1|::ffff:127\.0\.0\.1)\]?):\d+"), r"\1:PORT"),
     (re.compile(r"\b(pid:?|process) \d+"), r"\1 PID"),
 ]  # fmt: skip

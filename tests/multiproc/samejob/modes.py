@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 OFF = "off"
 MODES = ("native", "python", "late", "stopped")
@@ -39,7 +39,8 @@ class Recorded:
     def __init__(self, mode: str, run_dir: Path) -> None:
         self._mode = mode
         self._run_dir = run_dir
-        self._recordings: list[Any] = []
+        self._count = 0  # of records in recordings that have been switched off
+        self._switched_on = 0
 
     def start(self) -> None:
         """Switch recording on, unless that is to happen in the middle."""
@@ -47,34 +48,36 @@ class Recorded:
             self._enable()
 
     def toggle(self, times: int) -> None:
-        """Switch recording on late or off early, an odd number of times."""
-        import rankcall
-
-        for _ in range(times):
-            if self._mode == "late":
+        """Switch recording on late or off early, in the end; before that back and forth."""
+        if self._mode not in ("late", "stopped"):
+            return
+        for number in range(2 * times - 1):
+            if (self._mode == "late") == (number % 2 == 0):
                 self._enable()
-            elif self._mode == "stopped":
-                rankcall.disable()
-            if self._mode in ("late", "stopped") and times > 1:
-                self._switch_back()
+            else:
+                self._disable()
 
-    def _switch_back(self) -> None:
-        import rankcall
-
-        rankcall.disable()
-        self._enable()
-        if self._mode == "stopped":
-            rankcall.disable()
+    def recorded(self) -> int | None:
+        """Return how many collectives were recorded."""
+        return self._count + self._current_count()
 
     def _enable(self) -> None:
         import rankcall
 
-        run_dir = self._run_dir / str(len(self._recordings))
-        self._recordings.append(rankcall.enable(run_dir, capture=_CAPTURE[self._mode]))
+        self._switched_on += 1
+        rankcall.enable(self._run_dir / str(self._switched_on), capture=_CAPTURE[self._mode])
 
-    def recorded(self) -> int | None:
-        """Return how many collectives were recorded."""
-        return sum(recording.capture.counts()[0] for recording in self._recordings)
+    def _disable(self) -> None:
+        import rankcall
+
+        self._count += self._current_count()
+        rankcall.disable()
+
+    def _current_count(self) -> int:
+        from rankcall.capture import session
+
+        recording = session.current()
+        return 0 if recording is None else recording.capture.counts()[0]
 
 
 def mode_named(name: str, run_dir: Path) -> Mode:

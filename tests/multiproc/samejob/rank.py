@@ -53,7 +53,7 @@ def be_rank(order: dict[str, Any], rank: int) -> None:
     finally:
         observed["seen"] = _normalised(job.seen, folder)
         observed["recorded"] = mode.recorded()
-        observed["peak_kib"] = _peak_kib() - _ring_kib(Path(order["shm"]))
+        observed["peak_kib"] = _peak_kib()
         (folder / f"report.{rank}").write_text(json.dumps(observed))
 
 
@@ -165,22 +165,16 @@ def _reset_peak() -> None:
 
 
 def _peak_kib() -> int:
-    """Return the most memory that this process has had since the peak was reset."""
+    """Return the most memory that this process has had since the peak was reset.
+
+    Pages of files and of rings are left out: they are the system's to reclaim, and the recorder
+    makes torch read parts of its libraries that the program alone does not.
+    """
+    fields = {}
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1])
-    raise RuntimeError("/proc/self/status has no VmHWM")
-
-
-def _ring_kib(shm: Path) -> int:
-    """Return how much of this process's memory are pages of rings."""
-    total, is_ring = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            is_ring = str(shm) in line
-        elif is_ring and line.startswith("Rss:"):
-            total += int(line.split()[1])
-    return total
+        if line.startswith(("VmHWM:", "RssFile:", "RssShmem:")):
+            fields[line.partition(":")[0]] = int(line.split()[1])
+    return fields["VmHWM"] - fields["RssFile"] - fields["RssShmem"]
 
 
 def _normalised(value: Any, folder: Path) -> Any:
