@@ -92,7 +92,7 @@ def test_same_job(
         ("keeps_store", {"alive"}),
         ("keeps_tensor", {"alive"}),
         ("keeps_memory_of_tensor", {"alive"}),
-        ("keeps_work", {"alive"}),
+        ("keeps_work", {"alive", "threads", "descriptors"}),
         ("changes_bit", {"result"}),
         ("changes_work", {"result"}),
         ("changes_error", {"error"}),

@@ -70,8 +70,8 @@ def _of_rank(plain: RankReport, recorded: RankReport, mode: str) -> list[tuple[s
             extra = Counter(recorded.left[kind]) - Counter(usual)
             if extra:
                 found.append((kind, f"left after the program: {dict(extra)}"))
-    if mode == "stopped" and recorded.ours:
-        found.append(("ours", f"left after disable(): {recorded.ours}"))
+    if mode == "stopped" and recorded.our_threads:
+        found.append(("threads", f"of rankcall after disable(): {recorded.our_threads}"))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -16,12 +17,22 @@ from typing import Any
 from ports import free_port
 
 from samejob.job import normalised
-from samejob.modes import OFF
+from samejob.modes import MODES, OFF
 from samejob.programs import PROGRAMS
 
 _START_SECONDS = 400.0  # to import torch and to compile the native recorder on two busy cores
 _GRACE_SECONDS = 60.0  # from the deadline of a run to the answer
+# What is left after a program may go away for this long. Without recording a shorter time will do:
+# to take a thread that is about to end for a usual one only makes the comparison more lenient.
+_PATIENCE, _USUAL_PATIENCE, _MUTANT_PATIENCE = 10.0, 1.0, 1.0
 _REMARK = "rankcall: "  # begins each line that rankcall itself writes
+
+# A frame of the Python capture in a traceback, or of the torch function by which it goes on.
+_OUR_FRAME = re.compile(
+    r'^(?P<prefix>.*)  File "[^"]*(?:/rankcall/capture/python/\w+|/torch/_ops)\.py", line .*\n'
+    r"(?:(?P=prefix)    .*\n)+",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +40,8 @@ class RankReport:
     """What could be observed of one rank.
 
     ``seen`` holds the program's results. ``left`` holds the threads, descriptors and watched
-    objects after the program; it is empty if the program ended early. ``ours`` is what rankcall
-    had then. ``recorded`` is the number of records, or None if nothing recorded.
+    objects after the program; it is empty if the program ended early. ``our_threads`` are
+    rankcall's own at that time. ``recorded`` is the number of records, or None if nothing recorded.
     """
 
     status: int
@@ -38,7 +49,7 @@ class RankReport:
     stdout: str
     stderr: str
     left: dict[str, list[str]]
-    ours: list[str]
+    our_threads: list[str]
     recorded: int | None
     peak_kib: int
 
@@ -61,14 +72,14 @@ class Harness:
     def __init__(self, shm: Path) -> None:
         self._shm = shm
         self._runs = 0
-        here = Path(__file__).parents[1]
+        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "samejob.zygote"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
                 **os.environ,
-                "PYTHONPATH": str(here),
+                "PYTHONPATH": os.pathsep.join(paths),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 # One heap: which of several a thread allocates from is a matter of chance.
@@ -113,6 +124,7 @@ class Harness:
             "shm": str(shm),
             "port": free_port(),
             "usual": usual and [rank.left for rank in usual.ranks],
+            "patience": _patience(mode),
             "deadline": about.deadline,
         }
         assert self._zygote.stdin is not None
@@ -149,11 +161,17 @@ class Harness:
         return json.loads(text)
 
 
+def _patience(mode: str) -> float:
+    if mode == OFF:
+        return _USUAL_PATIENCE
+    return _PATIENCE if mode in MODES else _MUTANT_PATIENCE
+
+
 def _report(folder: Path, rank: int, status: int) -> RankReport:
     def output(name: str) -> str:
         lines = (folder / f"{name}.{rank}").read_text(errors="replace").splitlines(keepends=True)
         theirs = "".join(line for line in lines if not line.startswith(_REMARK))
-        return normalised(theirs, folder)
+        return normalised(_OUR_FRAME.sub("", theirs), folder)
 
     file = folder / f"report.{rank}"
     told = json.loads(file.read_text()) if file.exists() else {}
@@ -164,7 +182,7 @@ def _report(folder: Path, rank: int, status: int) -> RankReport:
         output("stdout"),
         output("stderr"),
         {kind: told[kind] for kind in kinds if kind in told},
-        told.get("ours", []),
+        told.get("our_threads", []),
         told.get("recorded"),
         told.get("peak_kib", 0),
     )

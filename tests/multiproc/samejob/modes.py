@@ -17,6 +17,7 @@ class Mode(Protocol):
     def start(self) -> None: ...
     def toggle(self, times: int) -> None: ...
     def recorded(self) -> int | None: ...
+    def ring_kib(self) -> int: ...
 
 
 class Off:
@@ -32,6 +33,10 @@ class Off:
         """Return None: there is no recording to count in."""
         return None
 
+    def ring_kib(self) -> int:
+        """Return 0: there are no rings."""
+        return 0
+
 
 class Recorded:
     """rankcall records, from the start or from the middle, up to the end or up to the middle."""
@@ -41,6 +46,7 @@ class Recorded:
         self._run_dir = run_dir
         self._count = 0  # of records in recordings that have been switched off
         self._switched_on = 0
+        self._ring_kib = 0
 
     def start(self) -> None:
         """Switch recording on, unless that is to happen in the middle."""
@@ -61,6 +67,11 @@ class Recorded:
         """Return how many collectives were recorded."""
         return self._count + self._current_count()
 
+    def ring_kib(self) -> int:
+        """Return how much memory rings took when it was most: several may be open for a moment."""
+        self._ring_kib = max(self._ring_kib, memory_kib("RssShmem"))
+        return self._ring_kib
+
     def _enable(self) -> None:
         import rankcall
 
@@ -71,6 +82,7 @@ class Recorded:
         import rankcall
 
         self._count += self._current_count()
+        self.ring_kib()
         rankcall.disable()
 
     def _current_count(self) -> int:
@@ -78,6 +90,14 @@ class Recorded:
 
         recording = session.current()
         return 0 if recording is None else recording.capture.counts()[0]
+
+
+def memory_kib(field: str) -> int:
+    """Return a field of /proc/self/status that is an amount of memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise ValueError(f"/proc/self/status has no {field}")
 
 
 def mode_named(name: str, run_dir: Path) -> Mode:

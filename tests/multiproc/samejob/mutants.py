@@ -45,6 +45,10 @@ class Mutant:
         """Return None: it counts nothing."""
         return None
 
+    def ring_kib(self) -> int:
+        """Return 0: it has no rings."""
+        return 0
+
 
 def _mutant(harm: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
     MUTANTS[harm.__name__] = lambda: Mutant(harm)

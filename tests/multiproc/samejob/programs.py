@@ -429,7 +429,8 @@ def tensor_parallel(job: Job) -> None:
     )
 
     mesh = init_device_mesh("cpu", (2,))
-    _train(job, parallelize_module(_model(2), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    _train(job, parallelize_module(_model(2), mesh, plan))
 
 
 @program()
@@ -690,31 +691,25 @@ def elastic(job: Job) -> None:
 @program()
 def errors(job: Job) -> None:
     """Wrong arguments, then a collective that works."""
-    world, rank = job.world_size, job.rank
+    two = torch.ones(2)
     for half in ("first", "second"):
         for async_op in (False, True):
             name = f"{half} {'async' if async_op else 'sync'}"
-            job.attempt(f"{name} average", dist.all_reduce, torch.ones(2), dist.ReduceOp.AVG,
-                        async_op=async_op)  # fmt: skip
-            job.attempt(f"{name} sizes of all_gather", dist.all_gather,
-                        [torch.empty(3) for _ in range(world)], torch.ones(2),
-                        async_op=async_op)  # fmt: skip
-            job.attempt(f"{name} dtype of all_gather", dist.all_gather,
-                        [torch.empty(2) for _ in range(world)], torch.ones(2, dtype=torch.int32),
-                        async_op=async_op)  # fmt: skip
-            job.attempt(f"{name} output of all_gather_into_tensor", all_gather_into_tensor,
-                        torch.empty(3), torch.ones(2), async_op=async_op)  # fmt: skip
-            job.attempt(f"{name} output of reduce_scatter_tensor", reduce_scatter_tensor,
-                        torch.empty(3), torch.ones(2), async_op=async_op)  # fmt: skip
-            job.attempt(f"{name} splits of all_to_all_single", dist.all_to_all_single,
-                        torch.empty(2), torch.ones(2), [5, 5], [1, 1], async_op=async_op)  # fmt: skip
-            job.attempt(f"{name} root", dist.broadcast, torch.ones(2), src=7, async_op=async_op)
-            job.attempt(f"{name} empty list", dist.all_gather, [], torch.ones(2),
-                        async_op=async_op)  # fmt: skip
-            job.attempt(f"{name} type", dist.all_reduce, "no tensor", async_op=async_op)
-            job.attempt(f"{name} bool sum", dist.all_reduce, torch.ones(2, dtype=torch.bool),
-                        dist.ReduceOp.PREMUL_SUM, async_op=async_op)  # fmt: skip
-        tensor = _random(rank, 3)
+            wrong: dict[str, tuple[Any, ...]] = {
+                "average": (dist.all_reduce, two, dist.ReduceOp.AVG),
+                "sizes of all_gather": (dist.all_gather, [torch.empty(3)] * 2, two),
+                "dtype of all_gather": (dist.all_gather, [two, two], two.int()),
+                "empty list": (dist.all_gather, [], two),
+                "output of all_gather_into_tensor": (all_gather_into_tensor, torch.empty(3), two),
+                "output of reduce_scatter": (reduce_scatter_tensor, torch.empty(3), two),
+                "splits": (dist.all_to_all_single, torch.empty(2), two, [5, 5], [1, 1]),
+                "root": (dist.broadcast, two, 7),
+                "type": (dist.all_reduce, "no tensor"),
+                "bool sum": (dist.all_reduce, two.bool(), dist.ReduceOp.PREMUL_SUM),
+            }
+            for what, (call, *arguments) in wrong.items():
+                job.attempt(f"{name} {what}", call, *arguments, async_op=async_op)
+        tensor = _random(job.rank, 3)
         dist.all_reduce(tensor)
         job.saw(f"{half} sum", tensor)
         if half == "first":
@@ -835,15 +830,15 @@ class _OwnGroup(dist.ProcessGroup):
         self.made: list[_OwnWork] = []
         self._label = ""
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802  # torch's name
+    def setGroupName(self, name: str) -> None:  # torch's name
         """Keep the name that torch gives the group."""
         self._label = name
 
-    def getGroupName(self) -> str:  # noqa: N802  # torch's name
+    def getGroupName(self) -> str:  # torch's name
         """Return the name that torch gave the group."""
         return self._label
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+    def getBackendName(self) -> str:  # torch's name
         """Return the name that this back end is registered by."""
         return "same_job_own"
 
@@ -918,7 +913,7 @@ def python_kernel(job: Job) -> None:
 # --- for the comparison's own tests ---
 
 
-@program(deadline=20.0)
+@program(deadline=10.0)
 def probe(job: Job) -> None:
     """A little of everything that fake recordings break."""
     tensor = job.watch("tensor", _random(job.rank, 3))

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,21 +19,20 @@ from typing import Any
 
 from samejob import programs
 from samejob.job import Job, normalised
-from samejob.modes import mode_named
+from samejob.modes import Mode, memory_kib, mode_named
 
-# What rankcall itself has while it records, beside the rings. Nothing else is left out.
+# What rankcall itself has while it records, beside the rings. Nothing else is left out. A ring stays
+# open after disable() until the ops that were in flight have ended.
 OUR_THREADS = frozenset({"rankcall", "rankcall-heart", "rankcall-lines"})
-# The longest wait for threads, sockets and objects that are going away. Without recording a shorter
-# one will do: counting one that is about to go as usual makes the comparison more lenient.
-_SETTLE_SECONDS, _USUAL_SETTLE_SECONDS = 5.0, 1.0
 _PR_SET_PDEATHSIG = 1
 
 
 def be_rank(order: dict[str, Any], rank: int) -> None:
     """Run the program of an order as one of its ranks. Ends as the program ends.
 
-    ``order`` holds ``program``, ``mode``, ``world_size``, ``folder``, ``shm``, ``port`` and
-    ``usual``, which is what ranks had left after the program without recording, or None.
+    ``order`` holds ``program``, ``mode``, ``world_size``, ``folder``, ``shm``, ``port``,
+    ``patience``, which is how long threads and objects may take to go away, and ``usual``, which
+    is what the ranks had left after the program without recording, or None.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # do not outlive the tests
     folder = Path(order["folder"])
@@ -53,7 +51,7 @@ def be_rank(order: dict[str, Any], rank: int) -> None:
     finally:
         observed["seen"] = _normalised(job.seen, folder)
         observed["recorded"] = mode.recorded()
-        observed["peak_kib"] = _peak_kib()
+        observed["peak_kib"] = _peak_kib(mode)
         (folder / f"report.{rank}").write_text(json.dumps(observed))
 
 
@@ -99,7 +97,7 @@ def _set_environment(order: dict[str, Any], rank: int) -> None:
 
 def _settled(job: Job, usual: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
     """Return what is left once that is no more than usual, or when the wait is over."""
-    deadline = time.monotonic() + (_SETTLE_SECONDS if order["usual"] else _USUAL_SETTLE_SECONDS)
+    deadline = time.monotonic() + order["patience"]
     while True:
         gc.collect()
         left = {**_possessions(order), "alive": job.alive()}
@@ -117,12 +115,11 @@ def _possessions(order: dict[str, Any]) -> dict[str, Any]:
     """Return the threads and descriptors of this process by name; rankcall's own apart."""
     threads = _threads()
     descriptors = [name.replace(order["folder"], "FOLDER") for name in _descriptors()]
-    our_threads = [name for name in threads if name in OUR_THREADS]
     rings = [name for name in descriptors if name.startswith(order["shm"])]
     return {
         "threads": sorted(name for name in threads if name not in OUR_THREADS),
         "descriptors": sorted(name for name in descriptors if name not in rings),
-        "ours": sorted(our_threads + rings),
+        "our_threads": sorted(name for name in threads if name in OUR_THREADS),
     }
 
 
@@ -164,17 +161,15 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_kib() -> int:
+def _peak_kib(mode: Mode) -> int:
     """Return the most memory that this process has had since the peak was reset.
 
     Pages of files and of rings are left out: they are the system's to reclaim, and the recorder
     makes torch read parts of its libraries that the program alone does not.
     """
-    fields = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(("VmHWM:", "RssFile:", "RssShmem:")):
-            fields[line.partition(":")[0]] = int(line.split()[1])
-    return fields["VmHWM"] - fields["RssFile"] - fields["RssShmem"]
+    return (
+        memory_kib("VmHWM") - memory_kib("RssFile") - max(memory_kib("RssShmem"), mode.ring_kib())
+    )
 
 
 def _normalised(value: Any, folder: Path) -> Any:
@@ -185,5 +180,3 @@ def _normalised(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {key: _normalised(item, folder) for key, item in value.items()}
     return value
-
-

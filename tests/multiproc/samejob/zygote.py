@@ -23,7 +23,6 @@ from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36
 _DUMP_SECONDS = 10.0  # to dump all stacks after the deadline
-_STRAY_SECONDS = 10.0  # for processes that a rank started, once the rank has ended
 
 
 def main() -> None:
@@ -78,7 +77,7 @@ def _finish(pids: dict[int, int], order: dict[str, Any]) -> dict[str, Any]:
     return {
         "hung": sorted(pids[pid] for pid in hung),
         "statuses": [statuses[pid] for pid in pids],
-        "strays": [name for pid in pids for name in _end_group(pid)],
+        "strays": [name for pid in pids for name in _end_group(pid, order["patience"])],
     }
 
 
@@ -96,9 +95,9 @@ def _wait(waiting: dict[int, int], statuses: dict[int, int], seconds: float) -> 
     return []
 
 
-def _end_group(leader: int) -> list[str]:
+def _end_group(leader: int, seconds: float) -> list[str]:
     """Give processes that a rank left behind a moment to end; end and return those that do not."""
-    deadline = time.monotonic() + _STRAY_SECONDS
+    deadline = time.monotonic() + seconds
     while (members := _members(leader)) and time.monotonic() < deadline:
         _reap(leader)
         time.sleep(0.002)
