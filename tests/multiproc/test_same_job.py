@@ -63,8 +63,17 @@ def _compare(
     return found + memory
 
 
+def _is_slow(about: programs.Program, mode: str) -> bool:
+    return about.slow or (about.heavy and mode in ("late", "stopped"))
+
+
 CASES = [
-    pytest.param(name, mode, marks=[pytest.mark.slow] if about.slow else [], id=f"{name}-{mode}")
+    pytest.param(
+        name,
+        mode,
+        marks=[pytest.mark.slow] if _is_slow(about, mode) else [],
+        id=f"{name}-{mode}",
+    )
     for name, about in programs.PROGRAMS.items()
     if name != "probe"
     for mode in MODES

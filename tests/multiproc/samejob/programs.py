@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 
 from samejob.job import TIMEOUT, Job
 
@@ -33,12 +34,18 @@ all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into
 
 @dataclass(frozen=True)
 class Program:
-    """A program and how it is run. ``quiet`` ones do not report how much was recorded."""
+    """A program and how it is run.
+
+    ``bare`` programs make their groups and start the recording by themselves. ``quiet`` ones do not
+    report how much was recorded. Of ``heavy`` ones only two modes are in the short tests, and
+    of ``slow`` ones none.
+    """
 
     function: Callable[[Job], None]
     world_size: int = 2
     bare: bool = False
     quiet: bool = False
+    heavy: bool = False
     slow: bool = False
     deadline: float = 90.0
 
@@ -408,7 +415,7 @@ def fsdp2(job: Job) -> None:
     _train(job, fully_shard(model), clip=True)
 
 
-@program(world_size=4)
+@program(world_size=4, heavy=True)
 def hsdp(job: Job) -> None:
     """Sharded in pairs, replicated across them."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -453,7 +460,7 @@ def pipeline(job: Job) -> None:
     job.saw("gradients", [parameter.grad for parameter in module.parameters()])
 
 
-@program()
+@program(heavy=True)
 def compiled(job: Job) -> None:
     """A graph with collectives in it, traced once and run several times."""
     import torch.distributed._functional_collectives as funcol
@@ -667,7 +674,7 @@ def _elastic_rank(folder: str, shape: list[Any]) -> list[str]:
     return results
 
 
-@program(world_size=1, bare=True, quiet=True)
+@program(world_size=1, bare=True, quiet=True, heavy=True)
 def elastic(job: Job) -> None:
     """An elastic agent restarts its two ranks once."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -716,42 +723,50 @@ def errors(job: Job) -> None:
             job.middle()
 
 
-@program()
+@program(heavy=True)
 def timeouts(job: Job) -> None:
     """Ops that a peer does not join, each on a group of its own: from the call and from wait()."""
 
-    def late_group() -> Any:
-        return dist.new_group([0, 1], timeout=timedelta(milliseconds=300))
+    def impatient_group() -> Any:
+        group = dist.new_group([0, 1])
+        # Only now: the time-out of new_group() is also the one of connecting, which takes longer.
+        c10d._set_pg_timeout(timedelta(milliseconds=50), group)
+        return group
 
     for half in ("first", "second"):
-        groups = [late_group() for _ in range(6)]
+        groups = [impatient_group() for _ in range(5)]
+        message = impatient_group()
         tensor = _random(job.rank, 2)
-        work = (dist.irecv, dist.isend)[job.rank](tensor, 1 - job.rank, groups[5])
+        work = (dist.irecv, dist.isend)[job.rank](tensor, 1 - job.rank, message)
         job.saw(f"{half} wait for a message", work.wait())
-        job.attempt(f"{half} second wait for a message", work.wait)
-        del work
+        job.attempt(f"{half} second wait for a message", work.wait, _MOMENT)
         if job.rank == 0:
-            job.attempt(f"{half} all_reduce", dist.all_reduce, torch.ones(2), group=groups[0])
-            work = dist.all_reduce(torch.ones(2), group=groups[1], async_op=True)
-            job.attempt(f"{half} wait", work.wait)
-            job.attempt(f"{half} is_success", work.is_success)
-            _saw_error(job, f"{half} exception", work)
-            work = reduce_scatter_tensor(
-                torch.empty(1), torch.ones(2), group=groups[2], async_op=True
-            )
-            job.attempt(f"{half} wait for reduce_scatter", work.wait)
-            job.attempt(f"{half} second wait for reduce_scatter", work.wait)
-            _saw_error(job, f"{half} exception of reduce_scatter", work)
-            job.attempt(f"{half} recv", dist.recv, torch.ones(2), src=1, group=groups[3])
-            job.attempt(f"{half} monitored_barrier", dist.monitored_barrier, groups[4],
-                        timedelta(milliseconds=300))  # fmt: skip
-            del work
+            _time_out(job, half, groups)
+        del work
         dist.barrier()
-        for group in groups:
+        for group in [*groups, message]:
             dist.destroy_process_group(group)
-        del group, groups
+        del group, groups, message
         if half == "first":
             job.middle()
+
+
+_MOMENT = timedelta(milliseconds=50)
+
+
+def _time_out(job: Job, half: str, groups: list[Any]) -> None:
+    job.attempt(f"{half} all_reduce", dist.all_reduce, torch.ones(2), group=groups[0])
+    work = dist.all_reduce(torch.ones(2), group=groups[1], async_op=True)
+    job.attempt(f"{half} wait", work.wait)
+    job.attempt(f"{half} is_success", work.is_success)
+    _saw_error(job, f"{half} exception", work)
+    work = reduce_scatter_tensor(torch.empty(1), torch.ones(2), group=groups[2], async_op=True)
+    job.attempt(f"{half} wait for reduce_scatter", work.wait)
+    job.attempt(f"{half} second wait for reduce_scatter", work.wait)
+    _saw_error(job, f"{half} exception of reduce_scatter", work)
+    work = dist.irecv(torch.ones(2), src=1, group=groups[3])
+    job.attempt(f"{half} recv", work.wait, _MOMENT)
+    job.attempt(f"{half} monitored_barrier", dist.monitored_barrier, groups[4], _MOMENT)
 
 
 def _saw_error(job: Job, name: str, work: dist.Work) -> None:
@@ -913,7 +928,7 @@ def python_kernel(job: Job) -> None:
 # --- for the comparison's own tests ---
 
 
-@program(deadline=10.0)
+@program(deadline=8.0)
 def probe(job: Job) -> None:
     """A little of everything that fake recordings break."""
     tensor = job.watch("tensor", _random(job.rank, 3))
@@ -925,10 +940,3 @@ def probe(job: Job) -> None:
     job.saw("type of the Work", type(work).__qualname__)
     job.attempt("root", dist.broadcast, tensor, src=7)
     print("probed")
-
-
-def names(slow: bool | None = None) -> Iterator[str]:
-    """Return the programs that are compared, all or by whether they are slow."""
-    for name, about in PROGRAMS.items():
-        if name != "probe" and slow in (None, about.slow):
-            yield name
