@@ -511,6 +511,10 @@ def reinit(job: Job) -> None:
         job.saw(f"sum {number}", tensor)
         dist.barrier()
         dist.destroy_process_group()
+        # Rank 0 has the store's server. Without this, rank 1 may still connect to the last one.
+        if job.rank == 0:
+            job.announce(f"store {number} is closed")
+        job.await_event(f"store {number} is closed")
         if number == 2:
             job.middle()
 
