@@ -1,0 +1,79 @@
+"""List the differences between a run without recording and the same program recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from samejob.harness import RankReport, RunReport
+
+# Peak memory may differ by 1 %, or by this much: what the recording itself needs and what threads
+# have in flight by chance. Measured: 0.2 to 2.4 MiB natively; 5 MiB in Python, which reads the
+# schemas of all ops of torch.
+MEMORY_FLOOR_KIB = {"python": 8 * 1024}
+OTHER_MEMORY_FLOOR_KIB = 5 * 1024
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way in which a recorded run is not the same. ``kind`` is one of a few fixed words."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def differences(plain: RunReport, recorded: RunReport) -> list[Difference]:
+    """Return how a recorded run differs from the run without recording, memory apart."""
+    found = [Difference("hang", f"ranks {recorded.hung} hung\n{recorded.stacks}")] * bool(
+        recorded.hung
+    )
+    extra = Counter(recorded.strays) - Counter(plain.strays)
+    if extra:
+        found.append(Difference("processes", f"left behind: {dict(extra)}"))
+    for number, (before, after) in enumerate(zip(plain.ranks, recorded.ranks, strict=True)):
+        found += [
+            Difference(kind, f"rank {number}: {text}")
+            for kind, text in _of_rank(before, after, recorded.mode)
+        ]
+    return found
+
+
+def memory_differences(plain: RunReport, recorded: RunReport) -> list[Difference]:
+    """Return which ranks needed more memory than without recording."""
+    found = []
+    floor = MEMORY_FLOOR_KIB.get(recorded.mode, OTHER_MEMORY_FLOOR_KIB)
+    for number, (before, after) in enumerate(zip(plain.ranks, recorded.ranks, strict=True)):
+        allowed = max(before.peak_kib // 100, floor)
+        if after.peak_kib > before.peak_kib + allowed:
+            text = f"rank {number}: peak {before.peak_kib:,} KiB became {after.peak_kib:,} KiB"
+            found.append(Difference("memory", text))
+    return found
+
+
+def _of_rank(plain: RankReport, recorded: RankReport, mode: str) -> list[tuple[str, str]]:
+    found = [
+        (kind, f"{getattr(plain, kind)!r} became {getattr(recorded, kind)!r}")
+        for kind in ("status", "stdout", "stderr")
+        if getattr(plain, kind) != getattr(recorded, kind)
+    ]
+    for name in sorted(plain.seen.keys() | recorded.seen.keys()):
+        before, after = plain.seen.get(name, "absent"), recorded.seen.get(name, "absent")
+        if before != after:
+            kind = "error" if _is_error(before) or _is_error(after) else "result"
+            found.append((kind, f"{name}: {before!r} became {after!r}"))
+    if recorded.left:
+        for kind, usual in plain.left.items():
+            extra = Counter(recorded.left[kind]) - Counter(usual)
+            if extra:
+                found.append((kind, f"left after the program: {dict(extra)}"))
+    if mode == "stopped" and recorded.our_threads:
+        found.append(("threads", f"of rankcall after disable(): {recorded.our_threads}"))
+    return found
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, dict) and "error" in value

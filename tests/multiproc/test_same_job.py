@@ -1,0 +1,139 @@
+"""A program behaves the same whether or not it is recorded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from samejob import programs
+from samejob.compare import Difference, differences, memory_differences
+from samejob.harness import Harness, RunReport
+from samejob.modes import MODES, OFF
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(500)]
+Run = Callable[[str, str], RunReport]
+_MEMORY_RUNS = 3  # what is in flight at once is a matter of chance, a leak is not
+
+
+@pytest.fixture(scope="session")
+def harness() -> Iterator[Harness]:
+    """Return what forks the ranks of all tests here."""
+    made = Harness(Path(os.environ["RANKCALL_SHM"]))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def usual_runs() -> dict[str, RunReport]:
+    """Return a table for the runs without recording: one a program is enough."""
+    return {}
+
+
+@pytest.fixture
+def usual(
+    harness: Harness, usual_runs: dict[str, RunReport], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], RunReport]:
+    """Return a function that returns how a program runs without recording."""
+
+    def run(program: str) -> RunReport:
+        if program not in usual_runs:
+            report = harness.run(program, OFF, tmp_path_factory.mktemp(program))
+            assert not report.hung, f"{program} hung without recording\n{report.stacks}"
+            usual_runs[program] = report
+        return usual_runs[program]
+
+    return run
+
+
+def _compare(
+    harness: Harness, before: RunReport, mode: str, factory: pytest.TempPathFactory
+) -> list[Difference]:
+    """Run a program in a mode and return how it differs; more than once only for its memory."""
+    found: list[Difference] = []
+    for _ in range(_MEMORY_RUNS):
+        after = harness.run(before.program, mode, factory.mktemp(before.program), before)
+        found = differences(before, after)
+        if mode in MODES and not programs.PROGRAMS[before.program].quiet:
+            assert any(rank.recorded for rank in after.ranks), "nothing was recorded"
+        memory = memory_differences(before, after)
+        if found or not memory:
+            break
+    return found + memory
+
+
+def _is_slow(about: programs.Program, mode: str) -> bool:
+    return about.slow or (about.heavy and mode in ("late", "stopped"))
+
+
+CASES = [
+    pytest.param(
+        name,
+        mode,
+        marks=[pytest.mark.slow] if _is_slow(about, mode) else [],
+        id=f"{name}-{mode}",
+    )
+    for name, about in programs.PROGRAMS.items()
+    if name != "probe"
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("program", "mode"), CASES)
+def test_same_job(
+    program: str,
+    mode: str,
+    harness: Harness,
+    usual: Callable[[str], RunReport],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Results, errors, output, exit, threads, descriptors, garbage and memory are the same."""
+    found = _compare(harness, usual(program), mode, tmp_path_factory)
+    assert not found, f"{program} is not the same in mode {mode}\n" + "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "kinds"),
+    [
+        ("nothing", set()),
+        ("keeps_group", {"alive", "threads", "descriptors"}),
+        ("keeps_store", {"alive"}),
+        ("keeps_tensor", {"alive"}),
+        ("keeps_memory_of_tensor", {"alive"}),
+        ("keeps_work", {"alive", "threads", "descriptors"}),
+        ("changes_bit", {"result"}),
+        ("changes_work", {"result"}),
+        ("changes_error", {"error"}),
+        ("prints", {"stdout"}),
+        ("warns", {"stderr"}),
+        ("leaves_thread", {"threads"}),
+        ("leaves_descriptor", {"descriptors"}),
+        ("leaves_socket", {"descriptors"}),
+        ("leaves_process", {"processes"}),
+        ("takes_memory", {"memory"}),
+        ("changes_status", {"status"}),
+    ],
+)
+def test_harm_is_reported(
+    mutant: str,
+    kinds: set[str],
+    harness: Harness,
+    usual: Callable[[str], RunReport],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A fake recording that breaks one rule is reported for that and for nothing else."""
+    found = _compare(harness, usual("probe"), f"mutant:{mutant}", tmp_path_factory)
+    assert {difference.kind for difference in found} == kinds, list(map(str, found))
+
+
+def test_a_hang_is_reported(
+    harness: Harness,
+    usual: Callable[[str], RunReport],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Ranks that hang are ended at the deadline, and the report has their stacks."""
+    found = _compare(harness, usual("probe"), "mutant:hangs", tmp_path_factory)
+    hang = next(difference for difference in found if difference.kind == "hang")
+    assert "in hangs" in hang.text
+    assert "rank 1:" in hang.text
