@@ -1,7 +1,7 @@
 """Programs on the simulated accelerator, each run with recording off, native and in Python.
 
-Run as a script with a back end and a way to record ("off", "native", "python"): prints what each
-program has seen, as JSON. With recording on, a program also says what is in flight and how the
+Run as a script with a back end, a way to record ("off", "native", "python"), a folder for the run
+and, if only some are wanted, names of programs: prints what each program has seen, as JSON. With recording on, a program also says what is in flight and how the
 records ended. A program that has failed says so under "error".
 """
 
@@ -414,13 +414,15 @@ PROGRAMS: dict[str, Callable[[Job], Seen]] = {
 
 
 def main() -> None:
-    """Run the programs one after the other, each on a device without work."""
-    backend, how, folder = sys.argv[1:]
+    """Run the programs (all, or those named) one after the other, each on a device without work."""
+    backend, how, folder, *names = sys.argv[1:]
     sim.start()
     recording = None if how == "off" else rankcall.enable(folder, capture=how)
     job = Job(backend, recording)
     seen: dict[str, Seen] = {}
     for name, program in PROGRAMS.items():
+        if names and name not in names:
+            continue
         sim.reset()
         try:
             seen[name] = program(job)
