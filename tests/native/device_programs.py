@@ -1,8 +1,9 @@
 """Programs on the simulated accelerator, each run with recording off, native and in Python.
 
 Run as a script with a back end, a way to record ("off", "native", "python"), a folder for the run
-and, if only some are wanted, names of programs: prints what each program has seen, as JSON. With recording on, a program also says what is in flight and how the
-records ended. A program that has failed says so under "error".
+and, if only some are wanted, names of programs. It prints what each program has seen, as JSON. With
+recording on, a program also says what is in flight and how the records ended. A program that has
+failed says so under "error".
 """
 
 from __future__ import annotations
