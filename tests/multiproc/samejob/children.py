@@ -46,19 +46,19 @@ def _load(job: Job, start_method: str) -> None:
 
 @program()
 def fork_loader(job: Job) -> None:
-    """Forked processes load what is trained on."""
+    """Forked processes load the batches."""
     _load(job, "fork")
 
 
 @program(slow=True)
 def spawn_loader(job: Job) -> None:
-    """Spawned processes load what is trained on."""
+    """Spawned processes load the batches."""
     _load(job, "spawn")
 
 
 @program()
 def forked_child(job: Job) -> None:
-    """A forked child drops what it inherits, and ends through the interpreter's exit handlers."""
+    """A forked child drops the Work that it inherits, and ends by os._exit."""
     work = reduce_scatter_tensor(torch.empty(2), torch.ones(4), async_op=True)
     pid = os.fork()
     if pid == 0:

@@ -280,7 +280,7 @@ def objects(job: Job) -> None:
 
 @program()
 def unwaited(job: Job) -> None:
-    """Asynchronous ops whose Works nobody waits for and whose tensors are dropped at once."""
+    """Asynchronous ops that are never waited for, and whose tensors are dropped at once."""
     for number in range(160):
         total, whole, part = torch.ones(1 << 15), torch.ones(1 << 16), torch.empty(1 << 15)
         works = [

@@ -1,7 +1,7 @@
-"""The programs of the same-job test: what training code does with torch.distributed.
+"""The programs of the same-job test: typical uses of torch.distributed.
 
 Each is a function of a ``Job``. It tells its results with ``job.saw``, names with ``job.watch``
-what must not outlive it, and calls ``job.middle`` where recording is switched on late or off early.
+the objects that must not outlive it, and calls ``job.middle`` where recording is switched on late or off early.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LISTED = (backends, children, collectives, failures, groups, training)  # by be
 
 
 def warm_up() -> None:
-    """Import what the programs and the recordings import, so that forked ranks have it."""
+    """Import all modules of the programs and the recordings, so that forked ranks have them."""
     import torch._dynamo
     import torch.distributed._functional_collectives
     import torch.distributed.device_mesh
