@@ -1,7 +1,8 @@
 """The programs of the same-job test: typical uses of torch.distributed.
 
-Each is a function of a ``Job``. It tells its results with ``job.saw``, names with ``job.watch``
-the objects that must not outlive it, and calls ``job.middle`` where recording is switched on late or off early.
+Each is a function of a ``Job``. It tells its results with ``job.saw`` and names with ``job.watch``
+the objects that must not outlive it. It calls ``job.middle`` at the place where recording is
+switched on late or off early.
 """
 
 from __future__ import annotations
