@@ -8,9 +8,9 @@ from typing import Any
 
 from samejob.harness import RankReport, RunReport
 
-# Peak memory may differ by 1 %, or by this much: what the recording itself needs and what threads
-# have in flight by chance. Measured: 0.2 to 2.4 MiB natively; 5 MiB in Python, which reads the
-# schemas of all ops of torch.
+# Peak memory may differ by 1 %, or by this much: the recording needs memory of its own, and the
+# number of ops in flight is a matter of chance. Measured: 0.2 to 2.4 MiB natively, and 5 MiB in
+# Python, because it reads the schemas of all ops of torch.
 MEMORY_FLOOR_KIB = {"python": 8 * 1024}
 OTHER_MEMORY_FLOOR_KIB = 5 * 1024
 

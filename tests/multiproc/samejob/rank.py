@@ -1,4 +1,4 @@
-"""Run a program in this process, one rank of a job, and write down what can be observed of it."""
+"""Run a program in this process, which is one rank of a job, and write down the observations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def be_rank(order: dict[str, Any], rank: int) -> None:
     """Run the program of an order as one of its ranks. Ends as the program ends.
 
     ``order`` holds ``program``, ``mode``, ``world_size``, ``folder``, ``shm``, ``port``,
-    ``patience``, which is how long threads and objects may take to go away, and ``usual``, which
-    is what the ranks had left after the program without recording, or None.
+    ``patience``, the seconds that threads and objects may take to go away, and ``usual``, the
+    threads, descriptors and objects that each rank had left without recording, or None.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # do not outlive the tests
     folder = Path(order["folder"])
@@ -92,11 +92,11 @@ def _set_environment(order: dict[str, Any], rank: int) -> None:
     )
 
 
-# --- what is left after a program ---
+# --- threads, descriptors and objects left after a program ---
 
 
 def _settled(job: Job, usual: dict[str, Any], order: dict[str, Any]) -> dict[str, Any]:
-    """Return what is left once that is no more than usual, or when the wait is over."""
+    """Wait until no more than usual is left, or until patience ends; return the rest."""
     deadline = time.monotonic() + order["patience"]
     while True:
         gc.collect()

@@ -65,7 +65,7 @@ def _build_recorder() -> None:
 
 
 def _finish(pids: dict[int, int], order: dict[str, Any]) -> dict[str, Any]:
-    """Wait for the ranks and for what they started; end all of it at the deadline."""
+    """Wait for the ranks and for the processes they started; end all of them at the deadline."""
     waiting = {os.pidfd_open(pid): pid for pid in pids}
     statuses: dict[int, int] = {}
     hung = _wait(waiting, statuses, order["deadline"])
@@ -117,7 +117,7 @@ def _reap(leader: int) -> None:
 
 
 def _members(leader: int) -> dict[int, str]:
-    """Return the processes of a process group, ended ones that nobody has reaped included."""
+    """Return the processes of a process group, including ended ones that are not reaped yet."""
     try:
         os.killpg(leader, 0)
     except ProcessLookupError:
