@@ -72,6 +72,28 @@ def test_groups_made_in_a_loop_are_let_go(tmp_path: Path, capture: str) -> None:
         assert [each() for each in kept] == [None] * 20
 
 
+def mapped_rings() -> int:
+    """Return how many rings this process has mapped."""
+    return Path("/proc/self/maps").read_text().count(".ring")
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_recording_that_is_over_leaves_no_ring_mapped(tmp_path: Path, capture: str) -> None:
+    """Its memory is free at once, not when the garbage collector runs next."""
+    with rankcall.enable(tmp_path / "run", capture=capture):
+        all_reduce()
+    gc.collect()
+    before = mapped_rings()
+    gc.disable()
+    try:
+        for _ in range(5):
+            with rankcall.enable(tmp_path / "run", capture=capture):
+                all_reduce()
+        assert mapped_rings() == before
+    finally:
+        gc.enable()
+
+
 # --- switched on and off while others issue ---
 
 

@@ -230,13 +230,15 @@ class DeviceStatus:
 
         ``new``: no op was issued on it before.
         """
-        self._groups[number] = weakref.ref(process_group, lambda _: self._forget(number))
-        if new:
-            self._new.add(number)
+        groups, new_groups = self._groups, self._new
 
-    def _forget(self, number: int) -> None:
-        self._groups.pop(number, None)
-        self._new.discard(number)
+        def forget(_: object) -> None:  # refers to no recording, which a cycle would keep mapped
+            groups.pop(number, None)
+            new_groups.discard(number)
+
+        groups[number] = weakref.ref(process_group, forget)
+        if new:
+            new_groups.add(number)
 
     def poll(self) -> None:
         """End the records of the ops that have completed since the last call."""

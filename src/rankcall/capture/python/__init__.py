@@ -59,6 +59,7 @@ class PythonCapture:
         """Record no new ops. Ops in flight still write their ends."""
         self.recording = False
         pass_on(self._recorders)
+        self._recorders = {}  # they refer to this capture, and it to the ring
         self._ring.close()
         release_dropped(len(stand_ins))
 

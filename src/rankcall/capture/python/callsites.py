@@ -80,14 +80,15 @@ class CallSites:
         known = _Code(self._classify(code.co_filename, code.co_name))
         address = id(code)
         if len(self._codes) < _MAX_CODES:
-            # Called before another object can have this address.
-            self._references[address] = weakref.ref(code, lambda _: self._forget(address))
-            self._codes[address] = known
-        return known
+            codes, references = self._codes, self._references
 
-    def _forget(self, address: int) -> None:
-        self._codes.pop(address, None)
-        self._references.pop(address, None)
+            def forget(_: object) -> None:  # before another object can have this address
+                codes.pop(address, None)
+                references.pop(address, None)
+
+            references[address] = weakref.ref(code, forget)
+            codes[address] = known
+        return known
 
     def _classify(self, file: str, name: str) -> int:
         if file.startswith(("<frozen ", "<eval_with_key>")) or "/torchinductor_" in file:

@@ -46,9 +46,9 @@ NOTHING = Sizes(0, [])
 def c10d_ops() -> list[Op]:
     """Return every c10d op that takes a process group, as the running torch declares it."""
     found = []
-    for schema in torch._C._jit_get_all_schemas():
-        if schema.name.startswith("c10d::"):
-            op = _describe(schema)
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("c10d::"):
+            op = _describe(torch._C._get_schema(*name.partition(".")[::2]))
             if op is not None:
                 found.append(op)
     return found
