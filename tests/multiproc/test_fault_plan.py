@@ -32,7 +32,7 @@ def _few(rank: int, world_size: int) -> Any:
         found.append(float(tensor[0]))
     dist.broadcast(torch.zeros(2), 0)
     if rank == 0:
-        dist.isend(torch.ones(4), 1, tag=5)
+        dist.isend(torch.ones(4), 1, tag=5).wait()
     elif rank == 1:
         dist.recv(torch.ones(4), 0, tag=5)
     return found

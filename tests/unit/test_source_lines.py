@@ -54,7 +54,7 @@ def test_a_file_that_was_edited_meanwhile_says_nothing(tmp_path: Path) -> None:
 @pytest.fixture
 def ring(tmp_path: Path) -> PythonRing:
     """Return a ring in a file, its side tables small."""
-    geometry = Geometry(64, tables_bytes=4096)
+    geometry = Geometry(64, tables_bytes=8192)
     return PythonRing(create(tmp_path / "x.ring", Identity(0, 1), geometry), geometry)
 
 
@@ -67,7 +67,7 @@ def test_sites_that_come_later_get_their_lines(ring: PythonRing, tmp_path: Path)
         added.append((site, text))
         ring.line(site, text)
 
-    lines = SourceLines(ring.map, Geometry(64, tables_bytes=4096), add)
+    lines = SourceLines(ring.map, Geometry(64, tables_bytes=8192), add)
     lines.look()
     ring.string("c10d::allreduce_")
     first = ring.site(at(file, 1))
@@ -82,9 +82,9 @@ def test_sites_that_come_later_get_their_lines(ring: PythonRing, tmp_path: Path)
 
 
 def test_lines_leave_room_for_what_counts(ring: PythonRing, tmp_path: Path) -> None:
-    """Half of the side tables at most; further sites are recorded, without their text."""
+    """A quarter of the side tables at most; further sites are recorded without their text."""
     file = written(tmp_path / "d.py", *("x" * 150 for _ in range(100)))
-    lines = SourceLines(ring.map, Geometry(64, tables_bytes=4096), ring.line)
+    lines = SourceLines(ring.map, Geometry(64, tables_bytes=8192), ring.line)
     for line in range(1, 19):
         assert ring.site(at(file, line))
         lines.look()

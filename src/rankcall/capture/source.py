@@ -27,8 +27,8 @@ _BEGAN = time.time()
 class SourceLines:
     """Follows the call sites of a ring that is being written and adds their lines to it.
 
-    ``add`` is given a call site's id and its text. Half of the side tables is left to what
-    records cannot do without.
+    ``add`` is given a call site's id and its text. Once a quarter of the side tables is full, no
+    more lines are added: the rest is for entries that records cannot do without.
     """
 
     def __init__(self, ring: mmap.mmap, geometry: Geometry, add: Callable[[int, str], None]):
@@ -62,7 +62,7 @@ class SourceLines:
         first = self._offset
         for entry in entries(fresh, self._number):
             self._offset, self._number = first + entry.end, entry.number
-            if entry.kind == ENTRY_SITE and used < self._geometry.tables_bytes // 2:
+            if entry.kind == ENTRY_SITE and used < self._geometry.tables_bytes // 4:
                 text = line_text(decode_site(entry.payload))
                 if text:
                     self._add(entry.number, text)
