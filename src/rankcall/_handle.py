@@ -1,4 +1,4 @@
-"""What a registration returns: ``remove()`` ends it, and so does leaving it as a context."""
+"""Handles: ``remove()`` ends a registration, and so does leaving it as a context manager."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T", bound="Scoped")
 
 
 class Scoped(ABC):
-    """Something that leaving it as a context manager ends."""
+    """An object that ends at the end of its ``with`` block."""
 
     @abstractmethod
     def _end(self) -> object:
-        """End it."""
+        """End the object."""
 
     def __enter__(self: T) -> T:
         return self
@@ -24,24 +24,24 @@ class Scoped(ABC):
 
 
 class Removable(Scoped):
-    """Something that ``remove()`` undoes, once; a second time does nothing."""
+    """An object that ``remove()`` ends. A second call does nothing."""
 
     @abstractmethod
     def remove(self) -> object:
-        """Undo it."""
+        """End the object."""
 
     def _end(self) -> None:
         self.remove()
 
 
 class Registered(Removable):
-    """Something that a function undoes."""
+    """A registration that a function ends."""
 
     def __init__(self, remove: Callable[[], None]) -> None:
         self._remove: Callable[[], None] | None = remove
 
     def remove(self) -> None:
-        """Undo it, once."""
+        """End the registration. A second call does nothing."""
         remove, self._remove = self._remove, None
         if remove is not None:
             remove()

@@ -1,4 +1,4 @@
-"""Names to values: registered at run time, built in, or found by entry point, each loaded once."""
+"""A table from names to values: registered at run time, built in, or found as entry points."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ T = TypeVar("T")
 
 
 class Registration(Registered):
-    """One registered name. ``remove()`` ends it, once; leaving it as a context manager does too.
+    """One registered name. ``remove()`` ends it, and so does leaving it as a context manager.
 
-    What has been handed out stays usable.
+    A value that a caller has already got stays usable.
     """
 
 
 class Registry(Generic[T]):
-    """A table of one kind of thing by name. Its methods may be called from any thread.
+    """A table of values of one kind, by name. Its methods may be called from any thread.
 
-    ``kind`` is what messages call it. ``builtin`` maps names to modules, imported when first asked
-    for. ``group`` is the entry-point group where other packages announce theirs. ``check`` is
-    given the name and what was loaded or registered; it returns the value or raises ``TypeError``.
+    Args:
+        kind: The word for such a value in messages.
+        group: The entry-point group in which other packages announce their values.
+        check: Gets a name and the object that was loaded or registered. It returns the value, or
+            raises ``TypeError`` if the object is not a valid one.
+        builtin: The modules of the built-in names; each is imported at its first use.
     """
 
     def __init__(
@@ -39,11 +42,14 @@ class Registry(Generic[T]):
         self._kind, self._group, self._check = kind, group, check
         self._builtin = dict(builtin or {})
         self._values: dict[str, T] = {}
-        # Never held while a value is loaded: that reads files and runs other people's code.
+        # Not held while a value is loaded: that reads files and runs code of other packages.
         self._lock = threading.Lock()
 
     def register(self, name: str, value: Any) -> Registration:
-        """Add a value under a new name. Raises ``DuplicateBackend``, and what ``check`` raises."""
+        """Add a value under a new name.
+
+        Raises ``DuplicateBackend`` if the name is taken, and any error of ``check``.
+        """
         if not isinstance(name, str) or not name:
             raise TypeError(f"the name of an {self._kind} is a non-empty string; got {name!r}")
         checked, is_known = self._check(name, value), name in self
@@ -54,13 +60,13 @@ class Registry(Generic[T]):
         return Registration(lambda: self._forget(name, checked))
 
     def get(self, name: str) -> T:
-        """Return the value of a name, loading it if need be. Raises ``BackendNotFound``."""
+        """Return the value of a name, loading it at the first use. Raises ``BackendNotFound``."""
         with self._lock:
             if name in self._values:
                 return self._values[name]
         loaded = self._check(name, self._load(name))
         with self._lock:
-            return self._values.setdefault(name, loaded)  # another thread may have loaded it, too
+            return self._values.setdefault(name, loaded)  # another thread may have been faster
 
     def __contains__(self, name: object) -> bool:
         return any(name == known for known in self)

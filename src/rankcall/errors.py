@@ -1,23 +1,23 @@
 """Every error rankcall raises on purpose.
 
 RankcallError
-├── AuthenticationFailed (RuntimeError)  workers that need a common secret have none, or several
-├── BackendNotFound      (ValueError, KeyError)  no back end has that name; lists those there are
-├── BackendUnavailable   (RuntimeError)  a back end that this installation or machine cannot run
-├── BarrierTimeout       (RuntimeError)  not all ranks came in time; also a DistStoreError
+├── AuthenticationFailed (RuntimeError)  workers need a common secret, but have none or several
+├── BackendNotFound      (ValueError, KeyError)  no back end has this name; lists the known names
+├── BackendUnavailable   (RuntimeError)  this installation or machine cannot run the back end
+├── BarrierTimeout       (RuntimeError)  a rank did not arrive in time; also a DistStoreError
 │   └── RpcTimeout       (TimeoutError)  an RPC group did not form or end in time
-├── CaptureUnavailable   (RuntimeError)  recording was asked for in a way this machine cannot do
-├── CorruptRun           (ValueError)    a ring or run directory that cannot be read as one
-├── DuplicateBackend     (RuntimeError)  a back end of that name is registered already
-├── ExportFailed         (OSError)       a report or an export that cannot be written
+├── CaptureUnavailable   (RuntimeError)  the capture that the user named cannot work here
+├── CorruptRun           (ValueError)    the file or directory is not a run, or it is damaged
+├── DuplicateBackend     (RuntimeError)  a back end with this name is registered already
+├── ExportFailed         (OSError)       a report or an export cannot be written
 ├── ExtraMissing         (ImportError)   a sink needs a package that is not installed
 ├── InvalidDeviceMap     (ValueError)    a worker's devices or device maps break a rule
-├── PeerError            (RuntimeError)  another rank failed, so that this one cannot go on
-├── RunNotFound          (FileNotFoundError)
+├── PeerError            (RuntimeError)  another rank failed, and this one cannot go on without it
+├── RunNotFound          (FileNotFoundError)  there is no run at this path
 ├── StoreLost            (RuntimeError)  the store's host is gone; also a DistNetworkError
 ├── TorchMissing         (ImportError)   torch is absent, or older than rankcall needs
 ├── UnevenInputs         (RuntimeError)  ranks have different numbers of batches, or left early
-└── WorldMismatch        (ValueError)    ranks disagree on the world size, or on who is which
+└── WorldMismatch        (ValueError)    ranks differ in the world size, or claim the same rank
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ __all__ = [
 
 
 class RankcallError(Exception):
-    """Catch this to catch whatever rankcall raises on purpose."""
+    """The base of all errors that rankcall raises on purpose."""
 
 
 class _Explained(RankcallError):
-    """An error with attributes, which it keeps when it is pickled."""
+    """An error that keeps its attributes when it is pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -66,27 +66,32 @@ def _rebuild(kind: type[_Explained], args: tuple[Any, ...], state: dict[str, Any
 
 
 class AuthenticationFailed(RankcallError, RuntimeError):
-    """Raised when workers that reach each other over a network do not share one secret."""
+    """Raised if workers on a network do not share one secret."""
 
 
 class BackendNotFound(RankcallError, ValueError, KeyError):
-    """Raised when no back end has the given name; the message lists those there are."""
+    """Raised if no back end has the given name; the message lists the known names."""
 
     # KeyError would show the message in quotes.
     __str__ = Exception.__str__
 
 
 class BackendUnavailable(RankcallError, RuntimeError):
-    """Raised when a known back end lacks a package or a compiler; the message says which."""
+    """Raised if a known back end lacks a package or a compiler; the message says which."""
 
 
 class BarrierTimeout(_Explained, RuntimeError):
-    """Raised when not every rank came to a barrier or an exchange in time.
+    """Raised if a rank did not arrive at a barrier or an exchange in time.
 
-    ``missing_ranks``: sorted and complete; empty where the barrier was called without ranks.
-    ``arrived``: how many came, of ``world_size``. ``hosts``: the host of each missing rank that is
-    known. ``key_prefix``, ``rank`` (None without), ``timeout`` in seconds and ``what`` are the
-    caller's own.
+    Attributes:
+        missing_ranks: All missing ranks, sorted; empty if the barrier was called without ranks.
+        arrived: How many ranks arrived.
+        world_size: How many ranks were expected.
+        hosts: The host of each missing rank whose host is known.
+        key_prefix: The prefix of the caller's keys in the store.
+        rank: The caller's rank, or None if the barrier was called without ranks.
+        timeout: The caller's timeout, in seconds.
+        what: The caller's name for the barrier or exchange, or None.
     """
 
     def __init__(
@@ -114,34 +119,40 @@ class BarrierTimeout(_Explained, RuntimeError):
 
 
 class CaptureUnavailable(RankcallError, RuntimeError):
-    """Raised when the capture that was asked for by name cannot work here."""
+    """Raised if the capture that the user named cannot work on this machine."""
 
 
 class CorruptRun(RankcallError, ValueError):
-    """Raised when a ring file or a run directory is not one, or is damaged beyond reading."""
+    """Raised if a path is not a ring file or a run directory, or is too damaged to be read."""
 
 
 class DuplicateBackend(RankcallError, RuntimeError):
-    """Raised when a back end is registered under a name that is taken."""
+    """Raised if a back end is registered under a name that is taken."""
 
 
 class ExportFailed(RankcallError, OSError):
-    """Raised when a report or an export cannot be written: the disk is full, the place is not."""
+    """Raised if a report or an export cannot be written.
+
+    For example, the disk is full or the directory does not exist.
+    """
 
 
 class ExtraMissing(RankcallError, ImportError):
-    """Raised when a part needs an optional package; names the extra to install."""
+    """Raised if an optional package is not installed; the message names the extra to install."""
 
 
 class InvalidDeviceMap(RankcallError, ValueError):
-    """Raised when a worker's devices, or its maps to other workers' devices, break a rule."""
+    """Raised if a worker's devices, or its maps to the devices of other workers, break a rule."""
 
 
 class PeerError(RankcallError, RuntimeError):
-    """Raised where another rank failed, with what it said before it went.
+    """Raised if another rank failed.
 
-    ``rank`` and ``host`` say who failed; ``cause`` is its error in one line, ``traceback`` its
-    traceback as text, empty where the rank was lost without a word.
+    Attributes:
+        rank: The rank that failed.
+        host: Its host.
+        cause: Its error in one line.
+        traceback: Its traceback as text; empty if the rank died without reporting an error.
     """
 
     def __init__(
@@ -155,24 +166,24 @@ class PeerError(RankcallError, RuntimeError):
 
 
 class RpcTimeout(BarrierTimeout, TimeoutError):
-    """Raised when the workers of an RPC group did not come together, or part, in time.
+    """Raised if an RPC group did not form, or did not end, in time.
 
     A ``BarrierTimeout``, with its attributes; the message names the missing workers.
     """
 
-    # Of its bases' the one that fits; without it pickle would take the first.
+    # TimeoutError's __new__ is the one that fits. Without this, pickle would call the first base's.
     def __new__(cls, *args: Any, **_: Any) -> RpcTimeout:
         return TimeoutError.__new__(cls, *args)
 
 
 class RunNotFound(RankcallError, FileNotFoundError):
-    """Raised when there is no run at the given path, or no run at all."""
+    """Raised if there is no run at the given path, or no run at all."""
 
 
 class StoreLost(_Explained, RuntimeError):
-    """Raised when the store's host has died, or does not answer (it may be stopped).
+    """Raised if the store's host has died, or does not answer because it is stopped.
 
-    ``host`` is where the store was.
+    ``host`` is the host of the store.
     """
 
     def __init__(self, message: str, *, host: str = "") -> None:
@@ -181,17 +192,17 @@ class StoreLost(_Explained, RuntimeError):
 
 
 class TorchMissing(RankcallError, ImportError):
-    """Raised when a part that needs torch finds none, or one older than 2.11."""
+    """Raised if torch is needed but not installed, or older than 2.11."""
 
 
 class UnevenInputs(RankcallError, RuntimeError):
-    """Raised where ranks have different numbers of batches and cannot, or must not, go on so."""
+    """Raised if ranks have different numbers of batches and cannot, or must not, go on."""
 
 
 class WorldMismatch(_Explained, ValueError):
-    """Raised when ranks disagree: on the world size, or because two processes are one rank.
+    """Raised if ranks expect different world sizes, or two processes claim the same rank.
 
-    ``claims`` is who said what: (rank, world size, host, pid) of each.
+    ``claims`` holds the (rank, world size, host, pid) of each process.
     """
 
     def __init__(self, message: str, *, claims: Sequence[tuple[int, int, str, int]] = ()) -> None:

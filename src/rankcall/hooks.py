@@ -1,7 +1,7 @@
-"""Be told about collectives: callbacks at their start and end, and at process-group creation.
+"""Callbacks at the start and end of collectives, and at the creation of process groups.
 
-Works on every backend. Start and end hooks run on one background thread, never on the thread that
-issues the collective, which never waits for them.
+They work on every back end. Start and end hooks run on one background thread. The thread that
+issues a collective never runs them and never waits for them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,20 @@ __all__ = [
 
 @dataclass(slots=True)
 class CollectiveStatus:
-    """One event of one collective or point-to-point op, as a hook gets it.
+    """One event of one collective or point-to-point op: its start or its end.
 
-    ``timestamp``: when it began (start) or ended (end), ns since the epoch. ``duration``: how long
-    it executed, ms, end events only; from the device where it ran on one. ``drop_count``: events
-    missed between the one delivered before and this one. ``status``: enqueued, started, completed
-    or failed. ``record``: every column of the record, by name.
+    Attributes:
+        pg_name: The name of the process group, unique within the job.
+        backend: The name of the group's back end.
+        sequence_number: The op's number within its group.
+        operation: The name of the op.
+        timestamp: When the op started (start event) or ended (end event), in ns since the epoch.
+        duration: How long the op took, in ms; only in end events. For an op on a device it is the
+            device's time, or None if that is not measured.
+        drop_count: How many events were missed between the last delivered event and this one.
+        status: enqueued, started, completed or failed.
+        error: The error of a failed op.
+        record: Every column of the record, by name.
     """
 
     pg_name: str = "unknown"
@@ -60,34 +68,35 @@ PG_HOOK_TYPE = Callable[["dist.ProcessGroup", str], None]
 
 
 class Handle(Registered):
-    """A registration. ``remove()`` ends it, once; leaving it as a context manager does too.
+    """A registration. ``remove()`` ends it, and so does leaving it as a context manager.
 
-    No call of the hook begins after that; one may be under way.
+    After that no call of the hook begins; a call that has begun may still run.
     """
 
 
 def register_collective_start_hook(hook: COLLECTIVE_HOOK_TYPE) -> Handle:
     """Call ``hook(status)`` for every collective and point-to-point op that starts.
 
-    Runs on the dispatcher thread. Recording is switched on if it is not. Raises ``TypeError`` where
-    ``hook`` cannot be called, and ``TorchMissing``.
+    The hook runs on the dispatcher thread. Registering it switches recording on. Raises
+    ``TypeError`` if ``hook`` is not callable, and ``TorchMissing``.
     """
     return Handle(_dispatcher.register(_checked(hook), ended=False))
 
 
 def register_collective_end_hook(hook: COLLECTIVE_HOOK_TYPE) -> Handle:
-    """Call ``hook(status)`` for every collective and point-to-point op that ended, well or not.
+    """Call ``hook(status)`` for every collective and point-to-point op that completed or failed.
 
-    Runs on the dispatcher thread; otherwise as ``register_collective_start_hook``.
+    Otherwise as ``register_collective_start_hook``.
     """
     return Handle(_dispatcher.register(_checked(hook), ended=True))
 
 
 def register_process_group_hook(hook: PG_HOOK_TYPE, *, existing: bool = True) -> Handle:
-    """Call ``hook(process_group, pg_name)`` inline for every new group this rank is a member of.
+    """Call ``hook(process_group, pg_name)`` for every new group that this rank is a member of.
 
-    ``pg_name`` is what ``CollectiveStatus.pg_name`` says; it is opaque and unique in the job.
-    Groups that exist are reported at once, unless ``existing`` is false. Raises ``TypeError`` and
+    The hook runs on the thread that creates the group. ``pg_name`` is an opaque name, unique within
+    the job, and equal to ``CollectiveStatus.pg_name``. Groups that exist already are reported at
+    once, unless ``existing`` is false. Raises ``TypeError`` if ``hook`` is not callable, and
     ``TorchMissing``.
     """
     session.check_torch()
@@ -103,9 +112,9 @@ def register_process_group_hook(hook: PG_HOOK_TYPE, *, existing: bool = True) ->
 
 
 def pending() -> list[CollectiveStatus]:
-    """Return what has started and not finished in this process, oldest first.
+    """Return the ops of this process that have started and not ended, the oldest first.
 
-    Empty where nothing is being recorded. May be called from any thread.
+    The list is empty if recording is off. May be called from any thread.
     """
     recording = session.current()
     if recording is None:

@@ -89,12 +89,12 @@ def trap_heart() -> None:
 
 def trap_join() -> None:
     """Leave the thread that listens for other ranks of a Join where it is: in the store."""
-    from rankcall.join.watch import Watch
+    from rankcall.join.error_channel import ErrorChannel
 
-    watch = Watch([0, 1], lambda: 0)
-    watch.start()
-    assert watch._thread is not None
-    assert watch._thread.is_alive()
+    channel = ErrorChannel([0, 1], lambda: 0)
+    channel.start()
+    assert channel._thread is not None
+    assert channel._thread.is_alive()
 
 
 def trap_agree() -> None:

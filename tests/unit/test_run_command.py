@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from rankcall.cli import run
-from rankcall.cli._engine import BOOT, Job, arming, environment
+from rankcall.cli._torchrun import BOOT, Job, arming, environment
 from rankcall.errors import CaptureUnavailable
 
 JOB = Job(("train.py",), "train.py", True, 1, 4, None, None)
@@ -114,7 +114,7 @@ def test_missing_ranks_are_those_of_the_last_attempt() -> None:
     [
         (["none.py"], "no such script: none.py"),
         (["--max-restarts", "1", "--run-dir", "x", "a.py"], "comes before torchrun's options"),
-        (["--nnodes=a", "a.py"], "--nnodes a is no number"),
+        (["--nnodes=a", "a.py"], "--nnodes a is neither a number nor MIN:MAX"),
         (["--nproc-per-node=many", "a.py"], "--nproc-per-node many: "),
         (["--standalone"], "training_script"),
     ],

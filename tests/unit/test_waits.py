@@ -117,10 +117,11 @@ join/shadow.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
 join/shadow.py: wait: future.wait
     the job's own collective: it ends as that of any program, by the group's timeout
-join/watch.py: store: self._own.check | self._own.delete_key | self._own.get | self._own.set
-join/watch.py: store: self._store.add | self._store.check | self._store.compare_set
-join/watch.py: store: self._store.get | self._store.multi_set | self._store.set | store.clone
-join/watch.py: store: store.delete_key
+join/error_channel.py: store: self._own.check | self._own.delete_key | self._own.get
+join/error_channel.py: store: self._own.set
+join/error_channel.py: store: self._store.add | self._store.check | self._store.compare_set
+join/error_channel.py: store: self._store.get | self._store.multi_set | self._store.set
+join/error_channel.py: store: store.clone | store.delete_key
     on the listening thread, or on a helper thread: the caller waits for it with a deadline
 store/_barrier.py: wait: one.wait
     Meeting.wait ends at its call's deadline

@@ -1,4 +1,4 @@
-"""The command line. One file a subcommand, loaded only when it is the one that is run."""
+"""The command line. Each subcommand is one file, which is loaded only if that command runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["main"]
 _USAGE, _INTERRUPTED = 2, 130
 _COMMANDS = {
     "run": "Run a script as torchrun does, and record every collective of every rank.",
-    "report": "Report who came last, who waited, and how fast the collectives were.",
+    "report": "Report which ranks came last, which waited, and how fast the collectives were.",
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
     "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
-    "top": "Show live where every rank stands.",
+    "top": "Show the state of every rank, live.",
     "collect": "Put a run that is spread over nodes into one file.",
     "clean": "Free the memory that the records of killed jobs take on this host.",
     "build": "Build the native recorder and RPC agent ahead of time.",
@@ -31,9 +31,10 @@ _WORKING = ("run", "report", "diagnose", "export", "top", "collect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status; errors are one line on stderr.
+    """Run one command and return the exit status. An error is one line on stderr.
 
-    0: done. 1: done, with problems (named on stderr). 2: not done. 130: interrupted.
+    The status is 0 if the command is done, 1 if it is done but met problems (they are on stderr), 2
+    if it failed, and 130 if it was interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read us has had enough; Python's own flush at exit must not complain either.
+        # The reader of the pipe has closed it. Python's own flush at exit must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -60,10 +61,10 @@ def _run(arguments: list[str]) -> int:
         return int(end.exit_code)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):
-            raise end.__context__ from None  # typer would end the process with 1
+            raise end.__context__ from None  # typer's own exit status would be 1
         raise
     except Exception as error:
-        # typer brings its own usage errors; all of them know how to describe themselves.
+        # typer raises its own usage errors, which have no public base. All have format_message.
         describe = getattr(error, "format_message", None)
         if describe is None:
             raise
@@ -72,7 +73,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _clean_up() -> None:
-    """Free what jobs that were killed more than a day ago left in memory."""
+    """Free the memory of jobs that were killed more than a day ago."""
     from rankcall.rundir import clean_up
 
     for line in clean_up():
@@ -86,7 +87,7 @@ def _fail(message: str) -> int:
 
 
 def _application(chosen: str | None) -> typer.Typer:
-    """Make the application with the chosen command's code and the other ones' names."""
+    """Make the application, with the code of the chosen command and the names of the others."""
     app = typer.Typer(
         add_completion=False, no_args_is_help=False, pretty_exceptions_enable=False,
         rich_markup_mode=None, help="Records every torch.distributed collective, and reports.",

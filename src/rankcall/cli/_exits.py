@@ -1,7 +1,8 @@
 """Note how each worker ends, in the run directory, while the launcher runs.
 
-Workers are the launcher's children that torchrun gave a RANK. A descriptor of each (pidfd) wakes
-one thread when it ends; its status is looked at without taking it from torchrun, which reaps it.
+A worker is a child of the launcher to which torchrun gave a RANK. A pidfd of each worker wakes one
+thread when the worker ends. The thread reads the exit status and leaves it there for torchrun,
+which reaps the worker.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from rankcall.processes import LAUNCHER, Exit, note_exit
 
-_LOOK_S = 0.1  # a worker needs longer than that to import torch
+_POLL_S = 0.1  # a worker needs longer than that to import torch
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _ENDED_BY_TORCHRUN = (-15, -9)
 _TO_STOP = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
@@ -33,29 +34,32 @@ class _Worker:
 
 
 class ExitWatch:
-    """Watches the children of this process from a thread of its own."""
+    """Watches the children of this process, from its own thread."""
 
     def __init__(self, run_dir: Path, host: str) -> None:
         self._run_dir, self._host = run_dir, host
         self._known: set[int] = set()
-        self._told = False  # to stop: the workers end with the launcher
-        self._failed = False  # one has: torchrun ends the others
+        self._stop_noted = False  # the launcher got a signal to stop, and its workers end with it
+        self._failed = False  # a worker has failed, so torchrun ends the others
         self._stopping = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="rankcall-exits", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch, from the main thread: Python wakes us by a byte for each signal."""
-        here, self._signals = socket.socketpair()
-        for end in (here, self._signals):
+        """Begin to watch. Call it on the main thread, because Python requires that for signals."""
+        reading, self._signals = socket.socketpair()
+        for end in (reading, self._signals):
             end.setblocking(False)
-        self._selector.register(here, selectors.EVENT_READ)
-        self._woken_before = signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
+        self._selector.register(reading, selectors.EVENT_READ)
+        # Python writes one byte into the descriptor for each signal that arrives.
+        self._wakeup_before = signal.set_wakeup_fd(
+            self._signals.fileno(), warn_on_full_buffer=False
+        )
         self._thread.start()
 
     def stop(self) -> None:
-        """Note who has ended since the last look, and end."""
-        signal.set_wakeup_fd(self._woken_before)
+        """Note the workers that ended since the last poll, and stop watching."""
+        signal.set_wakeup_fd(self._wakeup_before)
         self._stopping.set()
         self._thread.join(timeout=5)
         self._signals.close()
@@ -63,10 +67,10 @@ class ExitWatch:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._look(_LOOK_S)
-            self._look(0)
+                self._poll(_POLL_S)
+            self._poll(0)
         except OSError:
-            return  # no descriptors left, or a kernel without them: the job goes on
+            return  # no free descriptor, or a kernel without pidfds; the job goes on
         finally:
             for key in list(self._selector.get_map().values()):
                 if key.data is None:
@@ -75,7 +79,7 @@ class ExitWatch:
                     os.close(key.fd)
             self._selector.close()
 
-    def _look(self, seconds: float) -> None:
+    def _poll(self, seconds: float) -> None:
         for pid in _children() - self._known:
             worker = _worker(pid)
             if worker is not None:
@@ -94,17 +98,17 @@ class ExitWatch:
         os.close(fd)
 
     def _note_signals(self, arrived: bytes) -> None:
-        """Note that the launcher is told to stop: its workers end because of that."""
+        """Note that the launcher got a signal to stop, which is why its workers end."""
         for number in _TO_STOP.intersection(arrived):
-            if not self._told:
-                self._told = True
+            if not self._stop_noted:
+                self._stop_noted = True
                 self.write(LAUNCHER, 0, os.getpid(), -number)
 
     def _note(self, worker: _Worker) -> None:
         try:
             status = os.waitid(os.P_PID, worker.pid, _PEEK)
         except ChildProcessError:
-            return  # torchrun was faster, and tells in the end
+            return  # torchrun has reaped the worker already, and reports it at the end
         if status is None:
             return
         code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
@@ -115,31 +119,39 @@ class ExitWatch:
     def write(
         self, rank: int, attempt: int, pid: int, code: int, *, by_launcher: bool = False
     ) -> None:
-        """Note one end; where the run directory cannot be written, it is lost."""
+        """Note one exit; it is lost if the run directory cannot be written.
+
+        Args:
+            rank: The worker's rank, or ``LAUNCHER``.
+            attempt: The number of the elastic attempt.
+            pid: The process id.
+            code: The exit status, or the negative number of a signal.
+            by_launcher: Whether torchrun ended the worker because another one had failed.
+        """
         ended = Exit(rank, attempt, self._host, pid, code, time.time_ns(), by_launcher)
         with contextlib.suppress(OSError):
             note_exit(self._run_dir, ended)
 
 
 def _children() -> set[int]:
-    """Return this process's children; none on a kernel that does not list them."""
-    found: set[int] = set()
+    """Return the pids of this process's children; empty if the kernel does not list them."""
+    children: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
-            found.update(map(int, (task / "children").read_text().split()))
-    return found
+            children.update(map(int, (task / "children").read_text().split()))
+    return children
 
 
 def _worker(pid: int) -> _Worker | None:
-    """Return who a child is; None before it has become a worker, or where it is none."""
+    """Return the worker that a child is, or None if it is not a worker, or not yet."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return None
     pairs = (entry.partition(b"=") for entry in environ.split(b"\0"))
-    found = {name: value for name, _, value in pairs if name in _WANTED}
+    values = {name: value for name, _, value in pairs if name in _WANTED}
     try:
-        rank, attempt = (int(found[name]) for name in _WANTED)
+        rank, attempt = (int(values[name]) for name in _WANTED)
     except (KeyError, ValueError):
         return None
     return _Worker(pid, rank, attempt)
@@ -150,7 +162,7 @@ _WANTED = (b"RANK", b"TORCHELASTIC_RESTART_COUNT")
 
 @contextlib.contextmanager
 def noting_exits(run_dir: Path, host: str) -> Iterator[ExitWatch]:
-    """Note how the workers end, until the block is left."""
+    """Note how the workers end, until the end of the block."""
     watch = ExitWatch(run_dir, host)
     watch.start()
     try:

@@ -1,4 +1,4 @@
-"""What the reading commands share: opening a run, showing how far it is, telling what is wrong."""
+"""Helpers of the commands that read runs: open a run, show progress, report problems."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ HangAfter = Annotated[
     typer.Option(
         envvar="RANKCALL_HANG_AFTER",
         min=0.0,
-        help="Seconds that a call may be in flight before it counts as hung; without it, or 0: "
-        "as the job was started with, or 60.",
+        help="Seconds that a call may be in flight before it counts as hung. Without it, or with "
+        "0: the value that the job was started with, or 60.",
     ),
 ]
-_SHOW_FROM = 32  # rings; fewer are read before a bar could be drawn
+_SHOW_FROM = 32  # rings; fewer are read before a bar appears
 
 
 def open_run(path: Path | None) -> Run:
-    """Move what ended processes left on this host into the run, then load it."""
+    """Move the rings of this host's ended processes into the run, then load the run."""
     where = find_run(path)
     if where.is_dir():
         settle(where)
@@ -36,12 +36,12 @@ def open_run(path: Path | None) -> Run:
 
 
 def output(path: Path) -> Path | IO[bytes]:
-    """Return what to write to: ``-`` is stdout."""
+    """Return the file to write: the path, or stdout for ``-``."""
     return sys.stdout.buffer if str(path) == "-" else path
 
 
-def tell_problems(problems: Sequence[str]) -> None:
-    """Print what could not be read, a line each on stderr, and exit with 1 where there is any."""
+def report_problems(problems: Sequence[str]) -> None:
+    """Print each problem as a line on stderr; exit with 1 if there is any."""
     for problem in problems:
         typer.echo(f"rankcall: problem: {clean(problem)}", err=True)
     if problems:
@@ -50,7 +50,7 @@ def tell_problems(problems: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def bar(what: str) -> Iterator[Progress]:
-    """Draw a progress bar on stderr while a long load goes on; nothing without a terminal."""
+    """Draw a progress bar on stderr during a long load, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -1,4 +1,4 @@
-"""Stacks of ranks on this host: by py-spy where it is installed, else by their own watcher."""
+"""Stacks of the ranks on this host, from py-spy if it is installed, or else from their watcher."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ _MAIN = re.compile(r"<module>|^Thread .*\"MainThread\"$", re.MULTILINE)
 _OURS = re.compile(r"rankcall/(watch/_loop|capture/recording|capture/delivery)\.py")
 
 
-def of_interest(found: Diagnosis) -> list[int]:
-    """Return who is named, and one that waits for each; where nobody is, the first ranks."""
+def of_interest(diagnosis: Diagnosis) -> list[int]:
+    """Return the ranks that the findings name, and one victim of each; else the first ranks."""
     ranks: dict[int, None] = {}
-    for each in found.findings:
-        ranks.update(dict.fromkeys(each.ranks))
-        ranks.update(dict.fromkeys(each.victims[:1]))
-    if not found.findings:
-        ranks.update((each.rank, None) for each in found.snapshot.ranks)
+    for finding in diagnosis.findings:
+        ranks.update(dict.fromkeys(finding.ranks))
+        ranks.update(dict.fromkeys(finding.victims[:1]))
+    if not diagnosis.findings:
+        ranks.update((state.rank, None) for state in diagnosis.snapshot.ranks)
     return list(ranks)[:_MOST]
 
 
 def take(where: Path, ranks: Sequence[int]) -> dict[int, str]:
-    """Return the stacks of those of some ranks that run on this host now and can be looked into."""
+    """Return the stacks of those of the ranks that run on this host and can be inspected."""
     if not where.is_dir():
         return {}
     wanted = set(ranks)
     headers = [head.header for head in load(where).heads if head.header.rank in wanted]
     here = [header for header in headers if process_state(header) in ("alive", "stopped")]
-    found: dict[int, str] = {}
+    stacks: dict[int, str] = {}
     spy = _py_spy()
     if spy is not None and here:
         with ThreadPoolExecutor(4) as pool:
             texts = pool.map(lambda header: _spied(spy, header), here)
             for header, text in zip(here, texts, strict=True):
                 if text:
-                    found[header.rank] = text
-    found.update(_stacks.ask([each for each in here if each.rank not in found]))
-    return {rank: tidy(found[rank]) for rank in ranks if rank in found}
+                    stacks[header.rank] = text
+    stacks.update(_stacks.ask([header for header in here if header.rank not in stacks]))
+    return {rank: tidy(stacks[rank]) for rank in ranks if rank in stacks}
 
 
 def tidy(text: str) -> str:
     """Put the main thread first, and leave out rankcall's own threads, which only watch."""
-    threads = [each.rstrip() for each in _THREADS.split(text) if not _OURS.search(each)]
-    threads.sort(key=lambda each: _MAIN.search(each) is None)
+    threads = [stack.rstrip() for stack in _THREADS.split(text) if not _OURS.search(stack)]
+    threads.sort(key=lambda stack: _MAIN.search(stack) is None)
     return "\n\n".join(threads) or text
 
 
@@ -67,10 +67,10 @@ def _py_spy() -> str | None:
 
 
 def _spied(spy: str, header: Header) -> str:
-    """Dump one process, with native frames where that works; empty where it is not allowed.
+    """Dump one process, with native frames if that works; return "" if it is not allowed.
 
-    py-spy holds a process while it looks, and cannot hold one that is stopped: that is read as it
-    stands, without native frames.
+    py-spy pauses a process while it reads the stacks. It cannot pause a stopped process, so that
+    one is read without a pause and without native frames.
     """
     stopped = process_state(header) == "stopped"
     for options in [["--nonblocking"]] if stopped else [["--native"], []]:

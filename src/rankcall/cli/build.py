@@ -7,16 +7,16 @@ import importlib.util
 import typer
 
 from rankcall.capture.session import check_torch
-from rankcall.cli._engine import say
+from rankcall.cli._torchrun import say
 from rankcall.errors import BackendUnavailable, CaptureUnavailable
 
 
 def command() -> None:
-    """Build the native recorder and RPC agent for this Python and torch, and say where they are.
+    """Build the native recorder and RPC agent for this Python and torch, and print their paths.
 
-    Jobs that find them there start at once. Exits with 1 and the reason where one cannot be built;
+    Jobs that find them start without a delay. Exits with 1 and the reason if one cannot be built;
     jobs then record with the slower Python capture, and have no ZMQ back end. The agent is left out
-    where pyzmq is not installed.
+    if pyzmq is not installed.
     """
     check_torch()
     from rankcall.capture.native.build import prebuild

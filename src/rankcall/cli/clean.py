@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli._engine import say
+from rankcall.cli._torchrun import say
 from rankcall.rundir import clean_up
 
 __all__ = ["command"]
@@ -16,14 +16,14 @@ __all__ = ["command"]
 def command(
     everything: Annotated[
         bool,
-        typer.Option("--all", help="Also what was recorded less than a day ago."),
+        typer.Option("--all", help="Also free records that are less than a day old."),
     ] = False,
 ) -> None:
     """Free the memory that the records of this user's killed jobs take on this host.
 
-    A job that is killed together with its launcher leaves its records in shared memory. They are
-    moved to the job's run directory, or removed if that is gone. Records of processes that may
-    still run are never touched. Other commands do this for records that are older than a day.
+    A job that is killed together with its launcher leaves its records in shared memory. This moves
+    them to the job's run directory, or removes them if that is gone. It never touches records of
+    processes that may still run. Other commands do this for records that are older than a day.
     """
     lines = clean_up(everything, most=sys.maxsize)
     for line in lines:

@@ -1,4 +1,4 @@
-"""``rankcall collect``: one file of a run that is spread over nodes."""
+"""``rankcall collect``: put a run that is spread over nodes into one file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from rankcall._hangs import HANGS
 from rankcall._redact import redact
 from rankcall.archive import FOLDERS, check_name, is_archive, pack, unpack
-from rankcall.cli._engine import say
+from rankcall.cli._torchrun import say
 from rankcall.errors import CorruptRun, RankcallError
 from rankcall.files import open_file
 from rankcall.process import boot_id
@@ -26,7 +26,7 @@ from rankcall.rundir import find_run, host_name, ring_paths, settle
 
 __all__ = ["command"]
 
-_MOST_BYTES = 1 << 24  # of run.json
+_MOST_BYTES = 1 << 24  # run.json is not read beyond that
 
 
 def command(
@@ -34,15 +34,15 @@ def command(
         list[Path] | None,
         typer.Argument(
             metavar="RUN...",
-            help="A run directory, or several of one run: of other nodes, or their archives.",
+            help="A run directory, or the run directories or archives of several nodes of one run.",
         ),
     ] = None,
     to: Annotated[Path | None, typer.Option(help="The archive: .tar.zst, .tar.gz or .tar.")] = None,
 ) -> None:
-    """Put a run into one file, which report and diagnose read as they do a run directory.
+    """Put a run into one file, which report and diagnose read like a run directory.
 
-    Where the nodes of a job share no file system, run it on each, then once more over the
-    archives. Jobs that still run are collected as they stand.
+    If the nodes of a job share no file system, run this on each node, and then once more over the
+    archives. A job that still runs is collected in its current state.
     """
     places = [find_run(path) for path in runs] if runs else [find_run(None)]
     target = to or Path(f"{places[0].name.partition('.tar')[0]}.tar.zst")
@@ -78,15 +78,15 @@ def _collect(folders: list[Path], first: Path, target: Path, scratch: Path) -> N
     headers = _headers([path for inside, path in files if inside.startswith("rings/")])
     if not headers:
         raise CorruptRun(f"{first}: no ring files: not a run, or nothing was recorded in it")
-    about = [each for each in headers if each.boot_id == boot_id()]
-    if about:
+    on_this_host = [header for header in headers if header.boot_id == boot_id()]
+    if on_this_host:
         name = f"{STATES}/{_plain(host_name())}.{_plain(boot_id())}.json"
-        (scratch / "states.json").write_bytes(describe_states(about))
+        (scratch / "states.json").write_bytes(describe_states(on_this_host))
         files.insert(0, (name, scratch / "states.json"))
     left += pack(files, target, first.name.partition(".tar")[0] or "run")
     for line in left:
         say(f"left out: {line}")
-    _tell(headers, target)
+    _summarise(headers, target)
 
 
 def _plain(text: str) -> str:
@@ -94,33 +94,37 @@ def _plain(text: str) -> str:
 
 
 def _files(folder: Path, run_json: Path, left: list[str]) -> list[tuple[str, Path]]:
-    """Return what belongs to a run, with names inside the archive; rings may be elsewhere.
+    """Return the files of a run, each with its name inside the archive.
 
-    ``run_json`` is the path of a copy of ``run.json`` that is made without secrets. ``left`` gets a
-    line for each link, which is not followed: it may lead to anything of this user's.
+    Args:
+        folder: The run directory. Its rings may be elsewhere.
+        run_json: Where to write a copy of ``run.json`` without secrets.
+        left: Gets a line for each link. Links are not followed, because they may lead to any file
+            of this user.
     """
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     rings = ring_paths(folder, left)
     for ring in rings:
         if ring.is_symlink() or ring.parent.is_symlink():
             left.append(f"{ring}: it is a link")
         else:
-            found.append((f"rings/{ring.name}", ring))
+            files.append((f"rings/{ring.name}", ring))
     if _write_redacted(folder / "run.json", run_json, left):
-        found.append(("run.json", run_json))
-    for name in (*FOLDERS[1:], HANGS):
-        for place, folders, names in os.walk(folder / name):
-            links = [each for each in [*folders, *names, "."] if (Path(place) / each).is_symlink()]
-            left += [f"{Path(place) / each}: it is a link" for each in links]
+        files.append(("run.json", run_json))
+    for subfolder in (*FOLDERS[1:], HANGS):
+        for place, folders, names in os.walk(folder / subfolder):
+            parent = Path(place)
+            links = [name for name in [*folders, *names, "."] if (parent / name).is_symlink()]
+            left += [f"{parent / name}: it is a link" for name in links]
             if "." in links:
                 break
-            files = [Path(place) / each for each in sorted(names) if each not in links]
-            found += [(str(file.relative_to(folder)), file) for file in files]
-    return found
+            regular = [parent / name for name in sorted(names) if name not in links]
+            files += [(str(file.relative_to(folder)), file) for file in regular]
+    return files
 
 
 def _write_redacted(source: Path, target: Path, left: list[str]) -> bool:
-    """Copy ``run.json`` without the secrets of the command line; tell whether there is one."""
+    """Copy ``run.json`` without the secrets of the command line; return whether it exists."""
     try:
         with open_file(source) as file:
             about = json.loads(file.read(_MOST_BYTES))
@@ -134,16 +138,16 @@ def _write_redacted(source: Path, target: Path, left: list[str]) -> bool:
 
 
 def _headers(rings: list[Path]) -> list[Header]:
-    found = []
+    headers = []
     for ring in rings:
         try:
-            found.append(read_head(ring).header)
+            headers.append(read_head(ring).header)
         except CorruptRun as error:
             say(str(error))
-    return found
+    return headers
 
 
-def _tell(headers: list[Header], target: Path) -> None:
+def _summarise(headers: list[Header], target: Path) -> None:
     world = max(header.world_size for header in headers)
     ranks = sorted({header.rank for header in headers})
     missing = sorted(set(range(world)) - set(ranks))
@@ -154,6 +158,6 @@ def _tell(headers: list[Header], target: Path) -> None:
     )
     if missing:
         say(
-            f"no records of rank {format_ranks(missing)} here: collect on their nodes, too, then "
-            f"put the archives together: rankcall collect {target} OTHERS... --to ALL.tar.zst"
+            f"no records of rank {format_ranks(missing)} here: collect on their nodes as well, "
+            f"then merge the archives: rankcall collect {target} OTHERS... --to ALL.tar.zst"
         )

@@ -1,4 +1,4 @@
-"""``rankcall diagnose``: which rank, in which collective, at which line."""
+"""``rankcall diagnose``: name the rank, the collective and the source line behind a problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.cli._keys import LEAVE, keys
+from rankcall.cli._keyboard import LEAVE, keys
 from rankcall.cli._reading import HangAfter
 from rankcall.cli._stacks import of_interest, take
 from rankcall.report import diagnosis, diagnosis_json
@@ -30,40 +30,44 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Look again every 2 s, until the job ends, q or Ctrl-C.")
+        bool, typer.Option("--watch", help="Repeat every 2 s, until the job ends, q or Ctrl-C.")
     ] = False,
     stacks: Annotated[
         bool,
-        typer.Option("--stacks", help="Show the stacks of who is named, and of one who waits."),
+        typer.Option("--stacks", help="Show the stacks of the culprits, and of one waiting rank."),
     ] = False,
     hang_after: HangAfter = None,
 ) -> None:
     """Say which rank holds the others up, in which collective, called from which line.
 
-    Reads a job that runs, one that is dead, or a copy. Exits with 0 where all is healthy, with 1
-    where something was found, with 2 where there is nothing to read.
+    The job may still run or be dead, and the run may be a copy. Exits with 0 if the job is healthy,
+    with 1 if there are findings, and with 2 if there is nothing to read.
     """
-    found = read(run, hang_after)
+    result = read(run, hang_after)
     if watch:
-        found = _watch(run, hang_after, found, json)
+        result = _watch(run, hang_after, result, json)
     else:
-        _say(found, json, take(find_run(run), of_interest(found)) if stacks else {}, stacks)
+        dumped = take(find_run(run), of_interest(result)) if stacks else {}
+        _print(result, json, dumped)
+        if stacks and not dumped and not json:
+            _explain_no_stacks()
     sys.stdout.flush()
-    if found.findings:
+    if result.findings:
         raise typer.Exit(1)
 
 
 def read(path: Path | None, hang_after: float | None) -> Diagnosis:
-    """Move what ended processes left on this host into the run, then read and diagnose it."""
+    """Move the rings of this host's ended processes into the run, then diagnose the run."""
     where = find_run(path)
     if where.is_dir():
         settle(where)
     return diagnose(load(where), hang_after or None)
 
 
-def _say(found: Diagnosis, json: bool, dumped: dict[int, str], asked: bool) -> None:
+def _print(result: Diagnosis, json: bool, dumped: dict[int, str]) -> None:
+    """Print a diagnosis with the dumped stacks of some ranks."""
     if json:
-        sys.stdout.write(diagnosis_json.render(found, dumped))
+        sys.stdout.write(diagnosis_json.render(result, dumped))
         return
     from rich.console import Console
 
@@ -71,54 +75,59 @@ def _say(found: Diagnosis, json: bool, dumped: dict[int, str], asked: bool) -> N
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(highlight=False)
     if console.is_terminal:
-        diagnosis.show(found, console, dumped)
+        diagnosis.show(result, console, dumped)
     else:
-        sys.stdout.write(diagnosis.render(found, console.width, dumped))
-    if asked and not dumped:
-        typer.echo(
-            "rankcall: no stacks: the ranks run elsewhere, or have ended; or they are not watched "
-            "(rankcall run, rankcall.watch.start) and py-spy is not installed here "
-            "(pip install 'rankcall[stacks]')",
-            err=True,
-        )
+        sys.stdout.write(diagnosis.render(result, console.width, dumped))
 
 
-def _watch(path: Path | None, hang_after: float | None, found: Diagnosis, json: bool) -> Diagnosis:
-    """Look again and again; print anew what has changed, on a terminal in place."""
+def _explain_no_stacks() -> None:
+    typer.echo(
+        "rankcall: no stacks: the ranks run on other hosts, or have ended; or they are not watched "
+        "(rankcall run, rankcall.watch.start) and py-spy is not installed here "
+        "(pip install 'rankcall[stacks]')",
+        err=True,
+    )
+
+
+def _watch(path: Path | None, hang_after: float | None, result: Diagnosis, json: bool) -> Diagnosis:
+    """Diagnose repeatedly: update a terminal in place, otherwise print each change."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
     console = Console(highlight=False)
     if json or not console.is_terminal:
-        return _watch_changes(path, hang_after, found, json)
+        return _watch_changes(path, hang_after, result, json)
     live = Live(console=console, auto_refresh=False, screen=True)
     with keys() as left_within, live, contextlib.suppress(KeyboardInterrupt):
-        while found.snapshot.live:
+        while result.snapshot.live:
             foot = Text(f"\n{LEAVE}", "dim")
-            live.update(Group(diagnosis.body(found, console.width), foot), refresh=True)
+            live.update(Group(diagnosis.body(result, console.width), foot), refresh=True)
             if left_within(_WATCH_S):
                 break
-            found = read(path, hang_after)
-    _say(found, json, {}, asked=False)
-    return found
+            result = read(path, hang_after)
+    _print(result, json, {})
+    return result
 
 
 def _watch_changes(
-    path: Path | None, hang_after: float | None, found: Diagnosis, json: bool
+    path: Path | None, hang_after: float | None, result: Diagnosis, json: bool
 ) -> Diagnosis:
-    said: object = None
+    printed: object = None
     try:
         while True:
-            verdict = [(each.kind, each.ranks, each.group, each.seq) for each in found.findings]
-            if verdict != said:
-                _say(found, json, {}, asked=False)
+            verdict = [
+                (finding.kind, finding.ranks, finding.group, finding.seq)
+                for finding in result.findings
+            ]
+            if verdict != printed:
+                _print(result, json, {})
                 sys.stdout.flush()
-                said = verdict
-            if not found.snapshot.live:
+                printed = verdict
+            if not result.snapshot.live:
                 break
             time.sleep(_WATCH_S)
-            found = read(path, hang_after)
+            result = read(path, hang_after)
     except KeyboardInterrupt:
         pass
-    return found
+    return result

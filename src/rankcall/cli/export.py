@@ -1,4 +1,4 @@
-"""``rankcall export``: a run's records as a file for other tools."""
+"""``rankcall export``: write a run's records as a file for other tools."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli._reading import bar, open_run, output, tell_problems
+from rankcall.cli._reading import bar, open_run, output, report_problems
 from rankcall.errors import RankcallError
 from rankcall.export import FORMATS, export
 from rankcall.report._format import clean, plural, size
@@ -26,14 +26,14 @@ def command(
         typer.Option(
             "-o",
             "--output",
-            help="The file to write; - is stdout. Without it: named after the run, here.",
+            help="The file to write; - is stdout. Without it: a file named after the run, here.",
         ),
     ] = None,
 ) -> None:
     """Write all records of a run as a Perfetto trace, Parquet, JSON lines or CSV.
 
-    The run may still be going on, or have been killed. Exits with 1 where some of it could not
-    be read: the file then has the rest.
+    The job may still run, or have been killed. Exits with 1 if part of the run could not be read;
+    the file then has the rest.
     """
     if to not in FORMATS:
         raise RankcallError(f"--to {clean(to)}: no such format; one of {_NAMES}")
@@ -44,4 +44,4 @@ def command(
     if str(path) != "-":
         count = sum(opened.count(head)[0] for head in opened.heads)
         typer.echo(f"{path}: {plural(count, 'record')}, {size(path.stat().st_size)}")
-    tell_problems(opened.problems)
+    report_problems(opened.problems)

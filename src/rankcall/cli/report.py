@@ -1,4 +1,4 @@
-"""``rankcall report``: read a run and say where the time between ranks went."""
+"""``rankcall report``: read a run and report where the time between ranks went."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rankcall._newfile import new_file
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.timing.summary import Summary, summarise
-from rankcall.cli._reading import bar, open_run, output, tell_problems
+from rankcall.cli._reading import bar, open_run, output, report_problems
 from rankcall.errors import RankcallError
 from rankcall.report import json as json_report
 from rankcall.report import terminal
@@ -28,18 +28,18 @@ def command(
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="FILE", help="Write the report as one page that opens anywhere."
+            "--html", metavar="FILE", help="Write the report as one HTML page without other files."
         ),
     ] = None,
 ) -> None:
-    """Report who came last, how long the others waited, and how fast the collectives were.
+    """Report which ranks came last, how long the others waited, and how fast the collectives were.
 
-    Exits with 1 where some of the run could not be read: the report is then of the rest.
+    Exits with 1 if part of the run could not be read; the report then covers the rest.
     """
     if html is not None:
         if json:
             raise RankcallError("--json and --html: one of them")
-        tell_problems(_write_page(run, html))
+        report_problems(_write_page(run, html))
         return
     opened = open_run(run)
     with bar("reading records") as progress:
@@ -49,11 +49,11 @@ def command(
     else:
         _print(summary, _what_stopped(opened, summary))
     sys.stdout.flush()
-    tell_problems(summary.problems)
+    report_problems(summary.problems)
 
 
 def _what_stopped(run: Run, summary: Summary) -> Finding | None:
-    """Return what keeps a run from going on, or ended it; looked for where it did not end well."""
+    """Return the finding that explains why a run stopped; None if it ended normally."""
     if all(row.closed for row in summary.ranks) and not any(
         row.unfinished for row in summary.collectives
     ):
@@ -66,7 +66,7 @@ def _what_stopped(run: Run, summary: Summary) -> Finding | None:
 
 
 def _write_page(path: Path | None, target: Path) -> list[str]:
-    """Write the HTML report and say where; return the run's problems."""
+    """Write the HTML report, print its path, and return the run's problems."""
     from rankcall.analysis.details import detail
     from rankcall.analysis.diagnosis import diagnose
     from rankcall.report.html import render

@@ -1,7 +1,7 @@
-"""``rankcall run``: torchrun, with recording armed in every worker.
+"""``rankcall run``: torchrun, with recording switched on in every worker.
 
-The engine is torchrun itself, in this process: its options, rendezvous, restarts and exit status.
-Recording is armed by environment variables alone (see ``_boot/sitecustomize.py``), so the script
+torchrun itself runs in this process, with its options, rendezvous, restarts and exit status.
+Environment variables alone switch recording on (see ``_boot/sitecustomize.py``), so the script
 needs no change.
 """
 
@@ -20,8 +20,9 @@ import typer
 from rankcall import watch
 from rankcall.analysis.hang.find import HANG_AFTER_S
 from rankcall.capture.session import check_torch
-from rankcall.cli import _aftermath
-from rankcall.cli._engine import (
+from rankcall.cli import _postmortem
+from rankcall.cli._exits import noting_exits
+from rankcall.cli._torchrun import (
     USAGE_ERROR,
     Job,
     Outcome,
@@ -32,7 +33,6 @@ from rankcall.cli._engine import (
     torchrun,
     tracing,
 )
-from rankcall.cli._exits import noting_exits
 from rankcall.errors import CaptureUnavailable, CorruptRun
 from rankcall.ring.header import Header, parse_header
 from rankcall.ring.layout import HEADER_BYTES
@@ -50,19 +50,20 @@ from rankcall.rundir import (
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
-# Ours come first; from the first word that is no option on, everything is torchrun's.
+# rankcall's options come first. torchrun gets all unknown options, and everything after the first
+# word that is not an option.
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 class OnHang(str, Enum):
-    """What the watcher does after it has said who hangs the job."""
+    """The watcher's action after a verdict."""
 
     report = "report"
     abort = "abort"
 
 
 class Trace(str, Enum):
-    """Which collectives are described while the job runs."""
+    """The collectives that are described while the job runs."""
 
     all = "ALL"
     crossnode = "CROSSNODE"
@@ -70,7 +71,7 @@ class Trace(str, Enum):
 
 
 class Capture(str, Enum):
-    """Which recorder the workers use."""
+    """The recorder that the workers use."""
 
     auto = "auto"
     native = "native"
@@ -78,14 +79,20 @@ class Capture(str, Enum):
 
 
 def command(
-    args: Annotated[list[str], typer.Argument(metavar="SCRIPT", help="What torchrun gets.")],
+    args: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT", help="The arguments for torchrun.")
+    ],
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the records go; else to rankcall-runs/<UTC time>-<script>."),
+        typer.Option(
+            help="The directory for the records. Without it: rankcall-runs/<UTC time>-<script>."
+        ),
     ] = None,
     capture: Annotated[
         Capture,
-        typer.Option(envvar="RANKCALL_CAPTURE", help="The recorder; auto: native where it builds."),
+        typer.Option(
+            envvar="RANKCALL_CAPTURE", help="The recorder; auto: the native one if it can be built."
+        ),
     ] = Capture.auto,
     hang_after: Annotated[
         float,
@@ -98,30 +105,32 @@ def command(
     on_hang: Annotated[
         OnHang,
         typer.Option(
-            envvar="RANKCALL_ON_HANG", help="After the verdict: watch on, or end the job."
+            envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
         ),
     ] = OnHang.report,
     trace: Annotated[
         Trace | None,
         typer.Option(
             case_sensitive=False,
-            help="Describe collectives while the job runs, in the run directory's trace/; "
+            help="Describe collectives while the job runs, in trace/ of the run directory; "
             "RANKCALL_TRACE_SINKS names other sinks.",
         ),
     ] = None,
     history: Annotated[
         bool,
-        typer.Option("--history", help="Keep every record, as Parquet in history/ of the run."),
+        typer.Option(
+            "--history", help="Keep every record, as Parquet in history/ of the run directory."
+        ),
     ] = False,
 ) -> None:
     """Run a script as torchrun does, and record and watch every collective of every rank.
 
-    The options below come first; what follows is torchrun's: its options
-    (--nproc-per-node, -m, --nnodes, ...), the script and the script's own
-    arguments. Several nodes make one run where they have the same --rdzv-id,
-    or the same --run-dir, on a shared file system.
+    The options below come first. After them come torchrun's options
+    (--nproc-per-node, -m, --nnodes, ...), the script and the script's
+    arguments. Several nodes write one run if they have the same --rdzv-id or
+    the same --run-dir, on a shared file system.
     """
-    # A launcher inside a recorded worker is no worker, and its workers are not that one's children.
+    # This launcher may itself run inside a recorded worker. It must not count as that worker.
     with environment({"RANKCALL_ARM": None, "RANKCALL_WORKER": None}):
         check_torch()
         job = parse(args)
@@ -129,29 +138,29 @@ def command(
             say(f"no such script: {job.script} (for a module: -m, for a program: --no-python)")
             raise typer.Exit(USAGE_ERROR)
         recorder = _prepare(capture.value)
-        where = _run_dir(run_dir, job, hang_after)
-        before = {path.name for path in ring_paths(where)}
-        told_before = _aftermath.verdict_ids(where)
+        chosen_dir = _run_dir(run_dir, job, hang_after)
+        rings_before = {path.name for path in ring_paths(chosen_dir)}
+        verdicts_before = _postmortem.verdict_ids(chosen_dir)
         outcome = Outcome(1)
         variables = {
-            **arming(where, recorder, job),
+            **arming(chosen_dir, recorder, job),
             watch.HANG_AFTER: f"{hang_after:g}",
             watch.ON_HANG: on_hang.value,
             **tracing(trace.value if trace else None, history),
         }
         with environment(variables):
             try:
-                with noting_exits(where, host_name()):
+                with noting_exits(chosen_dir, host_name()):
                     outcome = torchrun(job.argv)
             finally:
                 with _undisturbed():
-                    _finish(where, job, before, outcome)
-                    _say_why(where, outcome, hang_after or HANG_AFTER_S, told_before)
+                    _finish(chosen_dir, job, rings_before, outcome)
+                    _say_why(chosen_dir, outcome, hang_after or HANG_AFTER_S, verdicts_before)
     raise typer.Exit(outcome.status)
 
 
 def _prepare(capture: str) -> str:
-    """Build the native recorder once, before all workers want it; return the capture they get."""
+    """Build the native recorder once for all workers; return the capture that they use."""
     if capture == "python":
         return capture
     try:
@@ -169,13 +178,13 @@ def _prepare(capture: str) -> str:
 
 
 def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
-    """Make the run directory and return its path; the job starts without one, too."""
+    """Make the run directory and return its path. The job starts even if that fails."""
     path = asked or _default(job)
     if path.exists() and not path.is_dir():
         say(f"--run-dir {path} is not a directory")
         raise typer.Exit(USAGE_ERROR)
     if job.max_nodes == 1 and ring_paths(path):
-        say(f"{path} holds a run already: its records and the new ones will be read as one run")
+        say(f"{path} already has a run: its records and the new ones will be read as one run")
     import torch
 
     about = about_job(
@@ -185,12 +194,12 @@ def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
     try:
         create_run(path, about)
     except OSError as error:
-        say(f"cannot write the run directory {path}: {error.strerror}; the job runs all the same")
+        say(f"cannot write the run directory {path}: {error.strerror}; the job runs anyway")
     return path
 
 
 def _default(job: Job) -> Path:
-    """Name a run: by its rendezvous where several nodes have to agree on it, else by the time."""
+    """Name a run by its rendezvous id if several nodes must agree on a name, else by the time."""
     path = default_run_dir(job.label)
     if job.max_nodes > 1 and job.rdzv_id:
         script = path.name.partition("-")[2]
@@ -198,13 +207,13 @@ def _default(job: Job) -> Path:
     if job.max_nodes > 1:
         say(
             "several nodes and neither --rdzv-id nor --run-dir: "
-            "each node's records go to a run directory of its own"
+            "each node writes a run directory of its own"
         )
     return _unused(path)
 
 
 def _unused(path: Path) -> Path:
-    """Return ``path``, or with a number behind it where a run of the same second has it."""
+    """Return ``path``, with a number appended if another run of the same second has taken it."""
     number, candidate = 1, path
     while True:
         try:
@@ -213,53 +222,53 @@ def _unused(path: Path) -> Path:
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")
         except OSError:
-            return candidate  # create_run says why
+            return candidate  # create_run reports the error
         else:
             return candidate
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let no further Ctrl-C or SIGTERM interrupt the moving of the records."""
-    kept = {
-        each: signal.signal(each, signal.SIG_IGN)
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """Ignore Ctrl-C and SIGTERM, so that they do not interrupt the moving of the records."""
+    handlers = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield
     finally:
-        for each, handler in kept.items():
-            signal.signal(each, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _say_why(
-    run_dir: Path, outcome: Outcome, hang_after: float, told_before: frozenset[str]
+    run_dir: Path, outcome: Outcome, hang_after: float, verdicts_before: frozenset[str]
 ) -> None:
-    """Say why workers failed: in our words, or by torchrun's table where we know no better."""
+    """Print why workers failed: rankcall's verdict if there is one, or else torchrun's table."""
     if outcome.failed:
-        why = _aftermath.verdict(run_dir, outcome, hang_after, told_before)
-        typer.echo(f"\n{why or outcome.table}", err=True)
+        reason = _postmortem.verdict(run_dir, outcome, hang_after, verdicts_before)
+        typer.echo(f"\n{reason or outcome.table}", err=True)
 
 
-def _finish(run_dir: Path, job: Job, before: set[str], outcome: Outcome) -> None:
-    """Move the records to the run directory; say where they are and whose are missing."""
+def _finish(run_dir: Path, job: Job, rings_before: set[str], outcome: Outcome) -> None:
+    """Move the records to the run directory; print their path and the ranks without records."""
     try:
         settle(run_dir)
-        headers = _headers(run_dir, before)
-        _aftermath.note_ends(run_dir, outcome, headers)
-        _summarise(run_dir, job, before, headers)
-    except OSError as error:  # the job's own exit status is worth more than this
-        say(f"cannot look after the records in {run_dir}: {error.strerror}")
+        headers = _headers(run_dir, rings_before)
+        _postmortem.note_ends(run_dir, outcome, headers)
+        _summarise(run_dir, job, rings_before, headers)
+    except OSError as error:  # must not replace the job's own exit status
+        say(f"cannot move the records in {run_dir}: {error.strerror}")
 
 
-def _headers(run_dir: Path, before: set[str]) -> list[Header]:
+def _headers(run_dir: Path, rings_before: set[str]) -> list[Header]:
     """Read the headers of the rings that this node's workers left."""
-    rings = [path for path in ring_paths(run_dir) if path.name not in before]
+    rings = [path for path in ring_paths(run_dir) if path.name not in rings_before]
     return [header for header in map(_header, rings) if header and header.host == host_name()]
 
 
-def _summarise(run_dir: Path, job: Job, before: set[str], headers: list[Header]) -> None:
-    rings = [path for path in ring_paths(run_dir) if path.name not in before]
+def _summarise(run_dir: Path, job: Job, rings_before: set[str], headers: list[Header]) -> None:
+    rings = [path for path in ring_paths(run_dir) if path.name not in rings_before]
     stuck = any(path.parent == live_dir(run_dir) for path in rings)
     ranks = sorted({header.rank for header in headers})
     place = run_dir if not stuck or (run_dir / "rings").is_dir() else live_dir(run_dir)
@@ -284,9 +293,9 @@ def _header(path: Path) -> Header | None:
 
 
 def _missing(job: Job, headers: list[Header]) -> str:
-    """Name the workers of this node's last attempt that left no ring; empty where all did."""
+    """Name the workers of this node's last attempt that left no ring; "" if all left one."""
     attempt = max((header.attempt for header in headers), default=0)
-    found = {header.rank for header in headers if header.attempt == attempt}
+    recorded = {header.rank for header in headers if header.attempt == attempt}
     firsts = [header.rank - header.local_rank for header in headers if header.local_rank >= 0]
     if job.max_nodes == 1:
         first = 0
@@ -294,5 +303,5 @@ def _missing(job: Job, headers: list[Header]) -> str:
         first = min(firsts)  # a node's ranks are consecutive
     else:
         return f"any of this node's {job.nproc} workers"
-    lost = set(range(first, first + job.nproc)) - found
-    return f"rank {format_ranks(sorted(lost))}" if lost else ""
+    missing = set(range(first, first + job.nproc)) - recorded
+    return f"rank {format_ranks(sorted(missing))}" if missing else ""

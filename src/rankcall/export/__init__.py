@@ -1,4 +1,4 @@
-"""A run as a file for other tools: Parquet, CSV, JSON lines, a Perfetto trace."""
+"""Write a run as a file for other tools: Parquet, CSV, JSON lines, or a Perfetto trace."""
 
 from rankcall.export.formats import FORMATS, export
 

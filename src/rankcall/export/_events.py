@@ -1,4 +1,4 @@
-"""A ring's ops as the begins and ends of Perfetto slices."""
+"""Encode a ring's ops as the begin and end events of Perfetto slices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PLAIN = ("seq", "step", "message_bytes")
 
 
 class Events:
-    """One ring's slices: times and tracks at once, packets as they are asked for."""
+    """The slices of one ring. The constructor computes times and tracks, ``encode`` the packets."""
 
     def __init__(
         self, ring: Ring, session: Session, clocks: RunClocks, tracks: Tracks, names: Interned
@@ -44,7 +44,8 @@ class Events:
         started, ended = records["started_ns"], records["completed_ns"]
         began = np.where(started == 0, records["enqueued_ns"], started)
         self._begin = clocks.epoch_ns(ring.header, began)
-        # Without device times only the issue of an op on a device is known: no length.
+        # Without device times, only the time of issue is known for an op on a device. Its slice
+        # has no length.
         timed = has_duration(records["flags"], records["device_ms"])
         ended_at = np.where(timed, clocks.epoch_ns(ring.header, ended), self._begin)
         self._end = np.where(ended == 0, _NEVER, np.maximum(ended_at, self._begin))
@@ -61,19 +62,19 @@ class Events:
         lane = np.empty(len(rows), np.intp)
         lane[np.searchsorted(rows, order)] = lanes(self._begin[order], self._end[order])
         header = self._ring.header
-        handed = [tracks.lane(header, group, at) for at in range(int(lane.max()) + 1)]
-        return np.array(handed, np.int64)[lane]
+        numbers = [tracks.lane(header, group, at) for at in range(int(lane.max()) + 1)]
+        return np.array(numbers, np.int64)[lane]
 
     def encode(self, rows: slice) -> bytes:
-        """Return the packets of some records; all with the same fields are written at once."""
+        """Return the packets of some records, encoding all with the same fields at once."""
         records = self._ring.records[rows]
-        found = _optional(records, self._ring)
-        keys = sum(mask.astype(np.int64) << bit for bit, mask in enumerate(found.values()))
+        present = _optional(records, self._ring)
+        keys = sum(mask.astype(np.int64) << bit for bit, mask in enumerate(present.values()))
         encoded = []
         for key in np.unique(keys):
-            some = np.flatnonzero(keys == key)
-            fields = [name for bit, name in enumerate(found) if int(key) >> bit & 1]
-            encoded.append(self._encode(records[some], some + rows.start, fields))
+            alike = np.flatnonzero(keys == key)
+            fields = [name for bit, name in enumerate(present) if int(key) >> bit & 1]
+            encoded.append(self._encode(records[alike], alike + rows.start, fields))
         return b"".join(encoded)
 
     def _encode(self, records: Records, at: npt.NDArray[np.intp], fields: list[str]) -> bytes:
@@ -104,7 +105,10 @@ class Events:
     def _annotations(
         self, records: Records, fields: list[str]
     ) -> Iterator[tuple[str, int, npt.NDArray[np.uint64]]]:
-        """Yield what a click on a slice shows: name, field of DebugAnnotation, values."""
+        """Yield the details of a slice: name, field of DebugAnnotation, values.
+
+        Perfetto shows them when the user clicks on the slice.
+        """
         strings, tables = self._names.strings, self._ring.tables
         for name in _PLAIN:
             yield name, _UINT, records[name].astype(np.uint64)
@@ -125,7 +129,7 @@ class Events:
 
 
 def _optional(records: Records, ring: Ring) -> dict[str, npt.NDArray[np.bool_]]:
-    """Return which records have what not all have."""
+    """Return for each optional field a mask of the records that have it."""
     tables = ring.tables
     sizes = {key: len(group.ranks) for key, group in tables.groups.items()}
     size = _codes(records["group"], lambda key: sizes.get(key, 0)).astype(np.int64)
@@ -146,13 +150,13 @@ def _packet(times: Ints, event: Rows) -> Rows:
 
 
 def _codes(column: npt.NDArray[np.generic], number_of: Callable[[int], int]) -> Hashes:
-    """Replace each value by a number; a column has few that differ."""
+    """Replace each value by its number, calling ``number_of`` once per distinct value."""
     values, which = np.unique(column, return_inverse=True)
     return np.array([number_of(int(value)) for value in values], np.uint64)[which]
 
 
 def _global(records: Records, name: str, groups: dict[int, Group]) -> Hashes:
-    """Translate ranks of a group to global ones."""
+    """Translate ranks within their groups to global ranks."""
     result = np.zeros(len(records), np.uint64)
     for key in np.unique(records["group"]):
         rows = records["group"] == key
@@ -161,9 +165,9 @@ def _global(records: Records, name: str, groups: dict[int, Group]) -> Hashes:
 
 
 def _flows(records: Records, group: Group, rank: int, session: Session) -> Hashes:
-    """Return the number that the members of a collective, or both ends of a message, share."""
-    lives = (session, group.name, group.epoch, group.ranks)
-    seed = hashlib.blake2b(repr(lives).encode("utf-8", "replace"), digest_size=8).digest()
+    """Return the flow id that the members of a collective, or both ends of a message, share."""
+    identity = (session, group.name, group.epoch, group.ranks)
+    seed = hashlib.blake2b(repr(identity).encode("utf-8", "replace"), digest_size=8).digest()
     p2p = records["kind"] == _P2P
     key = _mixed(records["seq"] ^ np.uint64(int.from_bytes(seed, "little")))
     if p2p.any():
@@ -173,15 +177,15 @@ def _flows(records: Records, group: Group, rank: int, session: Session) -> Hashe
         for column in (np.where(sends, own, peer), np.where(sends, peer, own), records["tag"]):
             both = _mixed(key ^ _mixed(column.astype(np.uint64) + np.uint64(1)))
             key = np.where(p2p, both, key)
-    # A receive from any source has no number before it ends: it is tied to nothing.
+    # A receive from any source has no sequence number before it ends. It gets an id of its own.
     alone = records["seq"] == 0
     own_key = _mixed(records["commit"] ^ np.uint64(rank & 0xFFFFFFFF) << np.uint64(32))
-    found: Hashes = np.where(alone, own_key, key) | np.uint64(1)
-    return found
+    flows: Hashes = np.where(alone, own_key, key) | np.uint64(1)
+    return flows
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Spread bits (the finaliser of splitmix64, https://prng.di.unimi.it/splitmix64.c)."""
+    """Mix the bits of each value: splitmix64's last step, see prng.di.unimi.it/splitmix64.c."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     spread: Hashes = values ^ (values >> np.uint64(31))

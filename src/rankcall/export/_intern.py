@@ -1,4 +1,4 @@
-"""Strings that a trace says once and then calls by number."""
+"""Interned strings: a trace contains each once, and then refers to it by number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CATEGORIES, _EVENTS, _ANNOTATIONS, _SITES, _STRINGS = 1, 2, 3, 4, 29
 
 @dataclass
 class Table:
-    """One kind of interned entry: ``entry`` encodes what follows the number."""
+    """The interned strings of one kind. ``entry`` encodes the part of an entry after its number."""
 
     tag: int
     entry: Callable[[str], bytes]
@@ -22,7 +22,7 @@ class Table:
     fresh: list[bytes] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> int:
-        """Return the number of a name; a new one is told in the next ``Interned.news``."""
+        """Return the number of a name; ``Interned.news`` returns the entries of new names."""
         known = self.numbers.get(name)
         if known is None:
             known = self.numbers[name] = len(self.numbers) + 1
@@ -52,7 +52,7 @@ class Interned:
         return text(2, site.file) + text(3, site.function) + number(4, site.line)
 
     def news(self) -> bytes:
-        """Return what was named since the last time, as fields of InternedData."""
+        """Return the entries added since the last call, as fields of InternedData."""
         out = []
         for table in (
             self.categories, self.events, self.annotations, self.strings, self._site_numbers,

@@ -18,12 +18,12 @@ Ints = npt.NDArray[np.int64]
 _PACKET, _TRACK = 1, 60
 _UUID, _NAME, _PROCESS, _PARENT, _ORDERING, _ORDER = 1, 2, 3, 5, 11, 12
 _PID, _PROCESS_NAME = 1, 6
-_EXPLICIT = 3  # children stand in the order of their _ORDER
-_MOST_RANKS = 40  # characters of a group's ranks in its track's name
+_EXPLICIT = 3  # Perfetto sorts the children by their _ORDER
+_MOST_RANKS = 40  # characters; a longer list of ranks is shown as a count
 
 
 class Tracks:
-    """Hands out track numbers; their descriptions are written before they are used."""
+    """Assigns track numbers. ``news`` returns the packets that must come before their first use."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -43,13 +43,19 @@ class Tracks:
         return self.news()
 
     def news(self) -> bytes:
-        """Return the packets that describe what was handed out since the last time."""
+        """Return the packets that describe the tracks assigned since the last call."""
         packets = b"".join(self._fresh)
         self._fresh.clear()
         return packets
 
     def lane(self, header: Header, group: Group, number_: int) -> int:
-        """Return the track of a rank's ops in a group; further numbers are for overlapping ops."""
+        """Return a track of a rank's ops in a group.
+
+        Args:
+            header: The header of the rank's ring.
+            group: The group.
+            number_: 0 for the first track; higher numbers hold ops that overlap with those.
+        """
         rank = self._rank(header)
         key = rank, group, number_
         if key not in self._lanes:
@@ -95,14 +101,15 @@ class Tracks:
 
 
 def lanes(start: Ints, end: Ints) -> npt.NDArray[np.intp]:
-    """Number intervals (by ascending start) so that no two of one number overlap or touch.
+    """Number intervals so that no two with the same number overlap or touch.
 
-    What a track shows must nest; two slices that touch would, by their order in the file.
+    The intervals are sorted by ``start``. Slices on one track must nest. Perfetto would nest two
+    slices that touch if the second began, by its order in the file, before the first ended.
     """
     result = np.zeros(len(start), np.intp)
     if np.all(start[1:] > np.maximum.accumulate(end)[:-1]):
         return result
-    busy: list[tuple[int, int]] = []  # (until, number), the first to be free on top
+    busy: list[tuple[int, int]] = []  # a heap of (end of the last interval, number)
     for row, (begins, ends) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
         if busy and busy[0][0] < begins:
             result[row] = busy[0][1]

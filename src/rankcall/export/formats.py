@@ -1,4 +1,4 @@
-"""The formats by name, and the file that is written."""
+"""The export formats by name, and the function that writes a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankcall.run import Progress, Run
 
 Writer = Callable[[Run, IO[bytes], Progress | None], None]
 
-# Name -> the end of a file's name.
+# Format -> suffix of the file's name.
 FORMATS = {
     "perfetto": "perfetto-trace",
     "parquet": "parquet",
@@ -23,12 +23,20 @@ FORMATS = {
 def export(run: Run, to: str, target: Path | IO[bytes], progress: Progress | None = None) -> None:
     """Write all records of a run to a file, ring by ring.
 
-    ``to`` is one of ``FORMATS``. Works on a live, killed or copied run; what cannot be read is
-    left out and noted in ``Run.problems``. A file appears under its name when it is whole; what
-    is no regular file (a pipe, an open stream) is written to as it is. Memory: one ring, and for
-    several hosts 24 bytes a record while their clocks are compared. ``progress``: (rings
-    written, rings in all). Raises ``ValueError`` for a format that there is not,
-    ``ExportFailed`` where the file cannot be written.
+    The run may be live, killed or copied. Records that cannot be read are left out and noted in
+    ``Run.problems``. The memory needed is that of one ring; for several hosts, 24 bytes per record
+    more while their clocks are compared.
+
+    Args:
+        run: The run.
+        to: A name in ``FORMATS``.
+        target: The file to write. A regular file gets its name once it is complete. Into a pipe
+            or an open stream the bytes go directly.
+        progress: Called with (rings written, all rings) after each ring.
+
+    Raises:
+        ValueError: The format is unknown.
+        ExportFailed: The file cannot be written.
     """
     if to not in FORMATS:
         raise ValueError(f"no format {to!r}: one of {', '.join(FORMATS)}")

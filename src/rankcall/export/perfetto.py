@@ -1,12 +1,12 @@
 """One Perfetto timeline of all ranks.
 
-A process for each host, in it a track for each rank, below that one for each of its groups;
-where ops of a group overlap, further tracks of the same name, which Perfetto shows as one. A slice
-is an op in flight, with its source line; an op that has not ended has no end. Arrows join the
-members of one collective in the order they came, and a send to its receive. Times are epoch ns,
-all hosts on one clock.
+Each host is a process, with one track for each rank, and below it one track for each group of the
+rank. If ops of a group overlap, the group has more tracks of the same name, and Perfetto shows them
+as one. A slice shows an op from its start to its end, with its source line; an op that has not
+ended has no end. Arrows connect the members of one collective in the order of arrival, and a send
+with its receive. Times are in ns since the epoch, and all hosts are on one clock.
 
-The file is a ``perfetto.protos.Trace``. Ops are encoded a ring at a time, column by column.
+The file is a ``perfetto.protos.Trace``. Ops are encoded one ring at a time, column by column.
 Source of the format: https://perfetto.dev/docs/reference/trace-packet-proto
 """
 
@@ -29,7 +29,7 @@ _CLOCK_SNAPSHOT, _SEQUENCE, _INTERNED, _FLAGS, _COMPRESSED = 6, 10, 12, 13, 50
 _CLEARED, _NEEDED = 1, 2
 _REALTIME, _BOOTTIME = 1, 6
 
-_CHUNK = 1 << 15  # records encoded at once: some 5 MiB
+_CHUNK = 1 << 15  # records encoded at once; they take about 5 MiB
 
 
 def write_perfetto(run: Run, out: IO[bytes], progress: Progress | None = None) -> None:
@@ -41,7 +41,7 @@ def write_perfetto(run: Run, out: IO[bytes], progress: Progress | None = None) -
         events = Events(ring, sessions[ring.path.name], clocks, tracks, names)
         for rows in _chunks(len(ring.records)):
             encoded = events.encode(rows)
-            # Packets refer only to what stands before them.
+            # A packet may refer only to tracks and strings that come before it.
             out.write(_packed(tracks.news() + _news(names) + encoded))
 
 
@@ -55,7 +55,7 @@ def _packed(packets: bytes) -> bytes:
 
 
 def _start() -> bytes:
-    """Return the packets that begin the sequence and say that its clock shows the epoch."""
+    """Return the packets that begin the sequence; its times count from the epoch."""
     flags = number(_SEQUENCE, 1) + number(_FLAGS, _CLEARED)
     clocks = [message(1, number(1, clock), number(2, 1)) for clock in (_BOOTTIME, _REALTIME)]
     return message(_PACKET, flags) + message(

@@ -1,4 +1,4 @@
-"""Records as a table in a file: the columns of docs/records.md and the moment on one clock."""
+"""Write records as a table: the columns of docs/records.md, and the time on a common clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%.9fZ"
 
 
 def write_parquet(run: Run, out: IO[bytes], progress: Progress | None = None) -> None:
-    """Write a Parquet file, zstd; a row group holds the records of some ranks."""
+    """Write a Parquet file, compressed with zstd; a row group holds the records of some ranks."""
     with _watched(out) as file:
         _stream(run, progress).sink_parquet(file, compression="zstd", compression_level=1)
 
@@ -36,14 +36,14 @@ def write_csv(run: Run, out: IO[bytes], progress: Progress | None = None) -> Non
 
 
 def write_jsonl(run: Run, out: IO[bytes], progress: Progress | None = None) -> None:
-    """Write one JSON object a record and line; an absent value is null."""
+    """Write one JSON object per record and line; an absent value is null."""
     text = pl.col("enqueued_at").dt.strftime(_TIME_FORMAT)
     with _watched(out) as file:
         _stream(run, progress).with_columns(text).sink_ndjson(file)
 
 
 class _Watched(io.RawIOBase):
-    """A file that remembers why it could not be written: Polars keeps some of the words only."""
+    """A file that keeps its last write error, because the error that Polars raises says less."""
 
     def __init__(self, out: IO[bytes]) -> None:
         self._out = out
@@ -60,12 +60,12 @@ class _Watched(io.RawIOBase):
             raise
 
     def flush(self) -> None:
-        pass  # whoever opened the file does
+        pass  # the code that opened the file flushes it
 
 
 @contextlib.contextmanager
 def _watched(out: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Raise what went wrong with the file itself, whatever Polars makes of it."""
+    """Raise the file's own error instead of the one that Polars makes of it."""
     file = _Watched(out)
     try:
         yield cast(IO[bytes], file)
@@ -74,7 +74,7 @@ def _watched(out: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _stream(run: Run, progress: Progress | None) -> pl.LazyFrame:
-    """Return the records of all rings, read one ring at a time as they are written."""
+    """Return the records of all rings. Polars reads one ring at a time while it writes."""
     from polars.io.plugins import register_io_source
 
     clocks = align(run)

@@ -1,7 +1,8 @@
-"""Uneven inputs with any parallelism: no hang, exact gradients, and no tax on even steps.
+"""Uneven inputs with any parallelism: no hang, exact gradients, no cost while inputs are even.
 
-``Join``, ``Joinable`` and ``JoinHook`` have the protocol of ``torch.distributed.algorithms.join``
-and work with its objects both ways.
+``Join``, ``Joinable`` and ``JoinHook`` follow the protocol of
+``torch.distributed.algorithms.join``. torch's joinables work with this ``Join``, and joinables
+written for this package work with torch's.
 """
 
 from __future__ import annotations

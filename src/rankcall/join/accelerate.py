@@ -1,4 +1,4 @@
-"""Uneven inputs under Accelerate: ``join_uneven_inputs`` with all that ``Join`` can do.
+"""Uneven inputs under Accelerate: ``join_uneven_inputs`` with all features of ``Join``.
 
 ::
 
@@ -22,13 +22,22 @@ from rankcall.join.context import Join
 def join_uneven_inputs(
     accelerator: Any, joinables: Sequence[Any], **options: Any
 ) -> Iterator[Join]:
-    """Enter ``Join`` with prepared objects; ``options`` are its own.
+    """Enter ``Join`` with objects that ``accelerator.prepare`` returned.
 
-    Inside, prepared loaders of map-style data hand out each sample once instead of repeating some
-    to be even (``even_batches``), and ``accumulate`` does not synchronise at the end of a loader,
-    which is not the same step on every rank. Outside a distributed job it changes nothing else.
+    Inside the block, prepared loaders of map-style data return each sample once, instead of
+    repeating some so that all ranks have the same number (``even_batches``). ``accumulate`` does
+    not synchronise at the end of a loader, because that is not the same step on every rank.
+
+    Args:
+        accelerator: The ``Accelerator``.
+        joinables: Prepared models, optimizers and schedulers.
+        options: Further arguments of ``Join``. ``enable`` is by default false outside a
+            distributed job.
+
+    Yields:
+        The ``Join``.
     """
-    inner = [getattr(each, "optimizer", each) for each in joinables]
+    inner = [getattr(prepared, "optimizer", prepared) for prepared in joinables]
     options.setdefault("enable", accelerator.num_processes > 1)
     with contextlib.ExitStack() as stack:
         for loader in accelerator._dataloaders:

@@ -1,8 +1,8 @@
-"""``join.batches()``: hand out batches in step with the other ranks, and know who has any left.
+"""``join.batches()``: yield batches in step with the other ranks, and know which have any left.
 
-What all ranks have is learnt window by window: a window is the whole of the input where every
-rank's length is known, and else a few batches of look-ahead, which ranks fetch while they work on
-those before. Their numbers are exchanged once a window; within a window nothing is sent.
+Ranks exchange how many batches they have once per window, and send nothing within a window. If
+every rank knows the length of its input, the window is the whole input. Otherwise it is a few
+batches of look-ahead, which a rank fetches while it works on the batches before them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ UNKNOWN = -1
 
 
 class Window(NamedTuple):
-    """How many batches each rank has, of those that the window looks at."""
+    """How many batches each rank has within one window."""
 
     counts: list[int]
-    last: bool  # nothing is known beyond it
+    last: bool  # no window follows
 
 
 class Batches(Generic[T]):
@@ -68,12 +68,12 @@ class Batches(Generic[T]):
         self._ahead: deque[T] = deque()
         self._taken = 0
         self._replayed: Any = self._example
-        self._known = False  # how many batches every rank has
+        self._known = False  # whether every rank knows its number of batches
 
-    # The four policies: what is handed out.
+    # The policies: which batches this rank yields.
 
     def _shadow(self) -> Iterator[T]:
-        """Hand out what there is; from the first rank's end on, answer and be answered."""
+        """Yield all batches; once the first rank has run dry, announce each iteration."""
         for window in self._windows():
             for batch in self._take(min(window.counts)):
                 yield self._join.hand_out(batch)
@@ -84,16 +84,16 @@ class Batches(Generic[T]):
         self._nothing_left()
 
     def _replay(self) -> Iterator[T]:
-        """Hand out the last batch again, with no weight, until every rank is done."""
-        mine = self._join.index
+        """Yield the last batch again, with weight zero, until every rank is done."""
+        index = self._join.index
         for window in self._windows():
             self._check_replayable(window)
-            own, steps = self._take(window.counts[mine]), max(window.counts)
+            own, steps = self._take(window.counts[index]), max(window.counts)
             for step in range(steps):
                 if window.last and step == steps - 1:
                     self._join.complete()
                 active = sum(step < count for count in window.counts)
-                if step < window.counts[mine]:
+                if step < window.counts[index]:
                     self._replayed = next(own)
                     yield self._join.hand_out(self._replayed, active)
                 else:
@@ -103,8 +103,8 @@ class Batches(Generic[T]):
         self._nothing_left()
 
     def _until_the_first(self, throws: bool) -> Iterator[T]:
-        """Hand out as many as every rank has; then end, or raise on all of them."""
-        mine = self._join.index
+        """Yield as many batches as every rank has; then end, or raise on every rank."""
+        index = self._join.index
         for window in self._windows():
             fewest = min(window.counts)
             for batch in self._take(fewest):
@@ -114,13 +114,13 @@ class Batches(Generic[T]):
                     r for r, n in zip(self._join.ranks, window.counts, strict=True) if n == fewest
                 ]
                 raise self._join.agreed(
-                    f"Rank {self._join.ranks[mine]} exhausted all inputs."
-                    if window.counts[mine] == fewest
+                    f"Rank {self._join.ranks[index]} exhausted all inputs."
+                    if window.counts[index] == fewest
                     else "Detected at least one rank that exhausted inputs. Throwing across all "
                     f"ranks. (Rank {format_ranks(dry)} had {self._taken} batches.)"
                 )
 
-    # What is known of the others.
+    # The windows: the numbers of batches of all ranks.
 
     def _windows(self) -> Iterator[Window]:
         join = self._join
@@ -148,7 +148,7 @@ class Batches(Generic[T]):
         return Exchange([len(self._ahead)], self._join.group, self._join.device)
 
     def _fetch(self, count: int) -> None:
-        """Fetch up to ``count`` batches ahead of their turn."""
+        """Fetch up to ``count`` batches in advance."""
         self._ahead.extend(itertools.islice(self._source, count))
 
     def _check_shared(self, count: int | None) -> None:
@@ -164,22 +164,22 @@ class Batches(Generic[T]):
             )
 
     def _check_replayable(self, window: Window) -> None:
-        """Raise on every rank where one has nothing to replay."""
+        """Raise on every rank if one of them has no batch to replay."""
         if not max(window.counts):
             return
         rows = zip(self._join.ranks, window.counts, self._replayable, strict=True)
-        nothing = [rank for rank, count, can in rows if not count and not can]
+        unable = [rank for rank, count, can in rows if not count and not can]
         self._replayable = [True] * len(window.counts)
-        if nothing:
+        if unable:
             raise self._join.agreed(
-                f"rank {format_ranks(nothing)} has no batch at all, so nothing to replay: "
+                f"rank {format_ranks(unable)} has no batch at all, so nothing to replay: "
                 "pass batches(..., example=a batch of the usual shape)"
             )
 
-    # What this rank has.
+    # The batches of this rank.
 
     def _take(self, count: int) -> Iterator[T]:
-        """Take ``count`` batches, which are there by what the window says."""
+        """Take ``count`` batches, which exist according to the window."""
         for _ in range(count):
             if self._known:
                 batch = self._next_or_raise(count)
@@ -199,7 +199,7 @@ class Batches(Generic[T]):
             ) from None
 
     def _rest(self) -> Iterator[T]:
-        """Take whatever is left; in the tail, fewer than promised do no harm."""
+        """Take the remaining batches; after the first rank has run dry, their number is free."""
         while self._ahead:
             self._taken += 1
             yield self._ahead.popleft()
@@ -214,13 +214,13 @@ class Batches(Generic[T]):
                 return
 
     def _nothing_left(self) -> None:
-        """Raise where a loader has more than it promised; they would be lost without a word."""
+        """Raise if a loader has more batches than it promised; they would be lost silently."""
         if self._known and self._taken == self._length and self._said is None:
             for _ in self._source:
                 raise self._too_many()
 
     def _capped(self) -> bool:
-        """Whether this rank has handed out as many as the user asked for."""
+        """Whether this rank has yielded as many batches as ``length`` says."""
         return self._said is not None and self._known and self._taken == self._length
 
     def _too_many(self) -> UnevenInputs:

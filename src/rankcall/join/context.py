@@ -18,11 +18,11 @@ from rankcall._joins import JoinSummary, RankSummary
 from rankcall.capture import session
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join.batches import Batches
+from rankcall.join.error_channel import ErrorChannel
 from rankcall.join.exchange import Exchange
 from rankcall.join.groups import Span
 from rankcall.join.joinables import Joined, sort_out
-from rankcall.join.protocol import DETECTED, announce, notify, tell
-from rankcall.join.watch import Watch
+from rankcall.join.protocol import DETECTED, add_up, announce, notify
 from rankcall.join.weight import Weight
 
 T = TypeVar("T")
@@ -39,26 +39,35 @@ _TRANSPORT = re.compile(
 class Join:
     """Let ranks with different numbers of inputs train together.
 
-    As torch's ``Join``, and more::
+    It does what torch's ``Join`` does, and more::
 
         with Join([model]) as join:
             for batch in join.batches(loader):
                 ...
 
-    ``joinables``: DistributedDataParallel models, ZeroRedundancyOptimizers, plain optimizers and
-    schedulers, and objects of your own that are ``Joinable``; FSDP2 models for the policies that
-    need no shadow. ``group``: where inputs may differ (a process group or a device mesh; default:
-    the joinables' own). ``on_exhausted``: what a rank without inputs does: ``shadow`` (answer the
-    others' collectives), ``replay`` (go on with its last batch, at ``weight`` 0), ``stop`` (all
-    ranks end with the first), ``raise`` (all raise at the same step). ``divide_by``: whether
-    gradients are divided by the ``world`` or by the ``active`` ranks. ``enable=False`` switches all
-    of it off. ``throw_on_early_termination=True`` is ``on_exhausted="raise"``. ``same_data``: a
-    group or mesh of ranks that get the same batches, as in tensor parallelism: they are checked to
-    run dry together. Other keywords go to each ``join_hook``.
+    Every rank must enter the block, iterate over ``batches()`` and leave the block.
 
-    Enter, iterate and leave it on every rank alike. Raises ``ValueError`` and ``TypeError`` for
-    arguments that make no sense, ``UnevenInputs`` where that is the policy or ranks are out of
-    step, and ``PeerError`` where another rank failed inside the block.
+    Args:
+        joinables: DistributedDataParallel models, ZeroRedundancyOptimizers, plain optimizers and
+            schedulers, and your own ``Joinable`` objects. FSDP2 models work with every policy but
+            ``shadow``.
+        enable: False switches everything off.
+        throw_on_early_termination: True means ``on_exhausted="raise"``, as in torch.
+        group: The ranks whose inputs may differ, as a process group or a device mesh. The default
+            is the joinables' own group.
+        on_exhausted: The policy for a rank without inputs: ``shadow`` (answer the collectives of
+            the other ranks), ``replay`` (go on with its last batch, with ``weight`` 0), ``stop``
+            (all ranks end with the first one) or ``raise`` (all raise at the same step).
+        divide_by: Whether gradients are divided by the ``world`` or by the ``active`` ranks.
+        same_data: A group or mesh of ranks that get the same batches, as in tensor parallelism.
+            ``Join`` checks that they run dry together.
+        **kwargs: Passed to each ``join_hook``.
+
+    Raises:
+        ValueError: An argument is invalid, or ranks use different settings.
+        TypeError: An argument has the wrong type.
+        UnevenInputs: The policy is ``raise`` and a rank ran dry, or ranks are out of step.
+        PeerError: Another rank failed inside the block.
     """
 
     def __init__(
@@ -84,7 +93,7 @@ class Join:
         )
         self._entered = False
 
-    # Where it stands.
+    # Properties.
 
     @property
     def group(self) -> Any:
@@ -93,12 +102,12 @@ class Join:
 
     @property
     def ranks(self) -> list[int]:
-        """The world's ranks in that group."""
+        """The global ranks of that group."""
         return self._joined.span.ranks
 
     @property
     def device(self) -> torch.device:
-        """The device of what they exchange."""
+        """The device of the tensors that the ranks exchange."""
         return self._joined.span.device
 
     @property
@@ -108,17 +117,17 @@ class Join:
 
     @property
     def rank(self) -> int:
-        """This rank, in the world."""
+        """This process's global rank."""
         return dist.get_rank()
 
     @property
     def index(self) -> int:
-        """This rank, in the group."""
+        """This process's rank within the group."""
         return self.ranks.index(self.rank)
 
     @property
     def weight_tensor(self) -> torch.Tensor:
-        """``weight`` as a tensor of no dimensions, always the same one: for torch.compile."""
+        """``weight`` as a scalar tensor, always the same object, for use in torch.compile."""
         return self._weight_tensor
 
     def __enter__(self) -> Join:
@@ -130,19 +139,19 @@ class Join:
         self.own = RankSummary(self.rank)
         self.summary = None
         self._steps = 0
-        self._open = False  # a batches() iteration is under way
-        self._tail = False  # notifications are on
+        self._open = False  # a batches() iteration is running
+        self._tail = False  # each iteration is announced, because a rank may have run dry
         self._posted = False  # the post hooks have run since the last batch
         self._weight_tensor = torch.ones((), device=self.device)
         self._set_weight(1.0, True)
         scope = self.ranks if self.same_data is None else range(dist.get_world_size())
-        self._watch = Watch(scope, lambda: self._steps)
+        self._channel = ErrorChannel(scope, lambda: self._steps)
         self._call_site = _caller()
         self._entered = True
         self._joined.attach(self._announce)
-        self._watch.start()
+        self._channel.start()
         if self.policy in ("shadow", "raise"):
-            self._switch(True)  # until batches() tells more
+            self._switch(True)  # until batches() begins
         return self
 
     def __exit__(
@@ -164,15 +173,17 @@ class Join:
                 self._fail(error)
         finally:
             self._entered = False
-            self._watch.close()
+            self._channel.close()
             self._joined.detach()
 
     @staticmethod
     def notify_join_context(joinable: Any) -> Any:
-        """Say that this rank begins an iteration; a joinable calls it before its collectives.
+        """Announce that this rank begins an iteration.
 
-        Returns the Work of the notification for the first joinable of an enabled ``Join``, else
-        None. Raises ``RuntimeError`` where a rank ran out of inputs and the policy is ``raise``.
+        A joinable calls this before its collectives.
+
+        Returns the Work of the announcement for the first joinable of an enabled ``Join``, else
+        None. Raises ``RuntimeError`` if a rank ran out of inputs and the policy is ``raise``.
         """
         return notify(joinable)
 
@@ -184,19 +195,29 @@ class Join:
         window: int = 8,
         example: T | None = None,
     ) -> Batches[T]:
-        """Return an iterable over ``loader`` that keeps the ranks in step; use it in the block.
+        """Return an iterable over ``loader`` that keeps the ranks in step.
 
-        ``length``: how many to take, where ``len(loader)`` does not say or is wrong. Where
-        any rank does not know, ranks look ``window`` batches ahead and exchange what they see once
-        a window. ``example``: what ``replay`` hands out on a rank that has no batch at all. It may
-        be called several times in a block, on every rank alike.
+        Use it inside the block. It may be used several times in a block, equally on every rank.
+
+        Args:
+            loader: The batches of this rank.
+            length: How many batches to take; needed if ``len(loader)`` fails or is wrong.
+            window: If a rank does not know its length, ranks look this many batches ahead, and
+                exchange how many they have once per window.
+            example: The batch that ``replay`` yields on a rank that has no batch at all.
+
+        Returns:
+            An iterable over the batches.
+
+        Raises:
+            ValueError: ``length`` is negative, or ``window`` is below 1.
         """
         return Batches(self, loader, length, window, example)
 
-    # What batches() calls.
+    # Called by batches().
 
     def begin(self) -> None:
-        """Begin an iteration over batches: nothing is sent until the first rank runs dry."""
+        """Begin an iteration over batches; announce nothing until the first rank has run dry."""
         if not self._entered:
             raise RuntimeError("batches() works inside the block: with Join(...) as join:")
         if self._open:
@@ -205,10 +226,19 @@ class Join:
         self._switch(False)
 
     def hand_out(self, batch: T, active: int | None = None, replayed: bool = False) -> T:
-        """Note that a batch is handed out, and check that the other ranks are still there."""
+        """Count a batch that is about to be yielded; raise if another rank failed or left.
+
+        Args:
+            batch: The batch.
+            active: How many ranks still have inputs; None if the policy is not ``replay``.
+            replayed: Whether this rank has yielded the batch before.
+
+        Returns:
+            ``batch``.
+        """
         self._steps += 1
         self._posted = False
-        self._watch.check()
+        self._channel.check()
         self.own.batches += not replayed
         self.own.replayed += replayed
         if active is not None:
@@ -218,15 +248,15 @@ class Join:
         return batch
 
     def begin_tail(self) -> None:
-        """Switch notifications on: some rank has run dry."""
+        """Announce each iteration from now on, because a rank has run dry."""
         self._switch(True)
 
     def complete(self) -> None:
-        """Note that the next batch is the last on every rank: leaving after it is not early."""
+        """Note that the next batch is the last on every rank; leaving after it is not early."""
         self._open = False
 
     def end(self) -> None:
-        """End an iteration over batches on this rank; answer the others until all have ended."""
+        """End an iteration over batches; shadow the other ranks until all of them have ended it."""
         self._open = False
         self._set_weight(1.0, True)
         if self._tail:
@@ -234,24 +264,24 @@ class Join:
             self._switch(False)
 
     def agreed(self, message: str) -> UnevenInputs:
-        """Return an error that every rank raises at this point by itself."""
+        """Return an error that every rank raises here; no rank has to send it to the others."""
         error = UnevenInputs(message)
         error.agreed = True  # type: ignore[attr-defined]
         return error
 
     def settings(self) -> list[int]:
-        """Return what must be the same on every rank, as numbers."""
+        """Return the settings that must be the same on every rank, as numbers."""
         return [POLICIES.index(self.policy), DIVISORS.index(self.divide_by)]
 
     def compare_settings(self, rows: Iterable[list[int]]) -> None:
-        """Raise ``ValueError`` on every rank where they are not."""
-        found = [(POLICIES[policy], DIVISORS[divide]) for policy, divide in rows]
-        if len(set(found)) > 1:
-            each = "; ".join(
+        """Raise ``ValueError`` on every rank if the ranks' settings differ."""
+        settings = [(POLICIES[policy], DIVISORS[divide]) for policy, divide in rows]
+        if len(set(settings)) > 1:
+            listed = "; ".join(
                 f"rank {rank}: on_exhausted={policy!r}, divide_by={divide!r}"
-                for rank, (policy, divide) in zip(self.ranks, found, strict=True)
+                for rank, (policy, divide) in zip(self.ranks, settings, strict=True)
             )
-            error = ValueError(f"ranks entered Join with different settings: {each}")
+            error = ValueError(f"ranks entered Join with different settings: {listed}")
             error.agreed = True  # type: ignore[attr-defined]
             raise error
 
@@ -270,11 +300,11 @@ class Join:
             self._weight_tensor.fill_(weight)
 
     def _settle(self) -> None:
-        """Shadow the others' iterations until there are none, then run the post hooks."""
+        """Shadow the iterations of the other ranks until they end; then run the post hooks."""
         began, rounds = time.perf_counter(), 0
-        while tell(0, self.device, self.group):
+        while add_up(0, self.device, self.group):
             if self.policy == "raise":
-                tell(1, self.device, self.group)
+                add_up(1, self.device, self.group)
                 raise self.agreed(f"Rank {self.rank} exhausted all inputs.")
             self._joined.shared.begin()
             for hook in self._joined.hooks:
@@ -298,13 +328,13 @@ class Join:
             hook.post_hook(is_last_joiner)
 
     def _end_early(self) -> None:
-        """End an iteration that was left by ``break``."""
+        """End an iteration that the user left with ``break``."""
         self._open = False
         self._set_weight(1.0, True)
         if self._tail:
             self._settle()
         else:
-            self._watch.leave()
+            self._channel.leave()
 
     def _finish(self) -> None:
         """Leave the block without an error."""
@@ -312,7 +342,7 @@ class Join:
             self._end_early()
         elif self._tail:
             self._settle()
-        self._watch.check()
+        self._channel.check()
         if not self._posted:
             self._post(is_last_joiner=True)
         table = Exchange(self.own.pack(), self.group, self.device).wait()
@@ -323,18 +353,18 @@ class Join:
             _joins.append(recording.run_dir, self.summary)
 
     def _fail(self, error: BaseException) -> None:
-        """Leave the block with an error: tell the others, or say what it comes from."""
+        """Leave the block with an error: report it to the other ranks, or raise its cause."""
         if getattr(error, "agreed", False) or isinstance(error, PeerError):
             return
         if str(error) == DETECTED:
             return
         if _from_a_collective(error):
-            cause = self._watch.explain(error)
+            cause = self._channel.explain(error)
             if cause is not None:
                 if isinstance(cause, UnevenInputs):
-                    self._watch.publish(cause)
+                    self._channel.publish(cause)
                 raise cause from error
-        self._watch.publish(error)
+        self._channel.publish(error)
 
 
 def _policy(on_exhausted: str | None, throws: bool) -> Policy:
@@ -348,20 +378,20 @@ def _policy(on_exhausted: str | None, throws: bool) -> Policy:
 
 
 def _divisor(divide_by: str | None, kwargs: dict[str, Any]) -> Literal["world", "active"]:
-    """Return what to divide by; torch's keyword for it counts as well."""
+    """Return the divisor from ``divide_by`` or from torch's own keyword."""
     if divide_by is not None and divide_by not in DIVISORS:
         raise ValueError(f"divide_by must be 'world' or 'active'; got {divide_by!r}")
-    torchs = kwargs.get("divide_by_initial_world_size")
-    if torchs is None:
+    by_world = kwargs.get("divide_by_initial_world_size")
+    if by_world is None:
         return divide_by or "world"  # type: ignore[return-value]
-    meant: Literal["world", "active"] = "world" if torchs else "active"
+    meant: Literal["world", "active"] = "world" if by_world else "active"
     if divide_by not in (None, meant):
-        raise ValueError(f"divide_by_initial_world_size={torchs} is divide_by={meant!r}")
+        raise ValueError(f"divide_by_initial_world_size={by_world} is divide_by={meant!r}")
     return meant
 
 
 def _from_a_collective(error: BaseException) -> bool:
-    """Whether an error is that of a collective whose peer went away, or that was aborted."""
+    """Whether a collective raised this error because its peer went away or it was aborted."""
     kind = isinstance(error, (RuntimeError, dist.DistError))
     return kind and _TRANSPORT.search(str(error)) is not None
 

@@ -1,4 +1,4 @@
-"""What each rank of a group says to all others: a few whole numbers, in one small all-reduce."""
+"""An exchange of a few integers between all ranks of a group, in one small all-reduce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Table = list[list[int]]
 
 
 class Exchange:
-    """An exchange under way. Issued in the same place on every rank; ``wait`` for its table."""
+    """An exchange in flight. Every rank must make it at the same point of its program."""
 
     def __init__(self, numbers: Sequence[int], group: Any, device: torch.device) -> None:
         self._table = torch.zeros(
@@ -22,14 +22,14 @@ class Exchange:
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
 
     def wait(self) -> Table:
-        """Return one row a rank, in group order."""
+        """Return one row per rank, in group order."""
         self._work.wait()
         table: Table = self._table.tolist()
         return table
 
 
 def device_of(group: Any) -> torch.device:
-    """Return a device on which a group's collectives take a tensor."""
+    """Return a device whose tensors a group's collectives accept."""
     kinds = {device.type for device in group._device_types}
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Which ranks a ``Join`` spans, and through which group they speak."""
+"""Find the ranks that a ``Join`` covers, and the group through which they communicate."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Span:
     @classmethod
     def of(cls, group: Any, device: torch.device | None = None) -> Span:
         """Describe a group, or the group of a device mesh."""
-        found = group_of(group)
-        return cls(found, dist.get_process_group_ranks(found), device or device_of(found))
+        process_group = group_of(group)
+        ranks = dist.get_process_group_ranks(process_group)
+        return cls(process_group, ranks, device or device_of(process_group))
 
 
 def group_of(group: Any) -> Any:
-    """Return a process group: as given, or one over all ranks of a mesh."""
+    """Return the process group itself, or the group of all ranks of a mesh."""
     if not isinstance(group, DeviceMesh):
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
@@ -47,9 +48,9 @@ def group_of(group: Any) -> Any:
 
 
 def covering(groups: Sequence[Any]) -> Any:
-    """Return the first group that has every rank of all the others.
+    """Return the first group that contains every rank of all groups.
 
-    Raises ``ValueError`` where there is none.
+    Raises ``ValueError`` if no group does.
     """
     members = [set(dist.get_process_group_ranks(group)) for group in groups]
     every = set().union(*members)
@@ -63,24 +64,24 @@ def covering(groups: Sequence[Any]) -> Any:
     )
 
 
-def is_fsdp(each: Any) -> bool:
-    """Whether this is an FSDP2 module. Where there is one, its package has been imported."""
+def is_fsdp(joinable: Any) -> bool:
+    """Whether this is an FSDP2 module. If it is, the user has imported its package already."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(each, fsdp.FSDPModule)
+    return fsdp is not None and isinstance(joinable, fsdp.FSDPModule)
 
 
-def is_zero(each: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer, whose import is slow and warns."""
+def is_zero(joinable: Any) -> bool:
+    """Whether this is a ZeroRedundancyOptimizer. Its package is slow to import and warns."""
     optim = sys.modules.get("torch.distributed.optim")
-    return optim is not None and isinstance(each, optim.ZeroRedundancyOptimizer)
+    return optim is not None and isinstance(joinable, optim.ZeroRedundancyOptimizer)
 
 
 def fsdp_mesh(model: Any) -> tuple[DeviceMesh, Any]:
     """Return an FSDP2 model's data-parallel mesh, and the group of the ranks that share its data.
 
-    The latter is None without tensor parallelism (or another dimension beside the data's).
+    Without a further mesh dimension, such as tensor parallelism, the second value is ``None``.
     """
-    states = [each._get_fsdp_state() for each in model.modules() if is_fsdp(each)]
+    states = [module._get_fsdp_state() for module in model.modules() if is_fsdp(module)]
     groups: list[Any] = [state._fsdp_param_group for state in states]
     mesh = next(group for group in groups if group is not None).mesh_info.mesh
     whole = next(model.parameters()).device_mesh

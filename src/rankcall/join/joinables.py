@@ -1,4 +1,4 @@
-"""Sort out what was given to ``Join``: hooks, groups, and what is set on each object meanwhile."""
+"""Check the joinables of a ``Join``: make their hooks, find their group, configure each of them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Joined:
 
     @property
     def models(self) -> list[ModelShadow]:
-        """The hooks that watch a model."""
+        """The hooks that shadow a model."""
         return [hook for hook in self.hooks if isinstance(hook, ModelShadow)]
 
     def check_free(self) -> None:
-        """Raise ``RuntimeError`` where a joinable is in another ``Join`` already."""
+        """Raise ``RuntimeError`` if a joinable is in another ``Join`` already."""
         for joinable in self.joinables:
             if getattr(joinable, "_rankcall_joined", False):
                 raise RuntimeError(
@@ -45,7 +45,7 @@ class Joined:
                 )
 
     def attach(self, announce: Callable[[], Any]) -> None:
-        """Remember each joinable's configuration and watch the models."""
+        """Save each joinable's configuration and start to observe the models."""
         self.saved = [(joinable, joinable._join_config) for joinable in self.joinables]
         for joinable in self.joinables:
             joinable._rankcall_joined = True
@@ -53,7 +53,7 @@ class Joined:
             model.attach(announce, self.span.ranks)
 
     def switch(self, on: bool, throws: bool) -> None:
-        """Switch notifications on or off."""
+        """Switch announcements on or off; with ``throws`` they raise if a rank has run dry."""
         for joinable in self.joinables:
             first = joinable is self.notifier
             group = self.span.group if first else None
@@ -62,7 +62,7 @@ class Joined:
             model.switch(on)
 
     def detach(self) -> None:
-        """Leave each joinable as it was."""
+        """Restore each joinable."""
         for model in self.models:
             model.detach()
         for joinable, config in self.saved:
@@ -79,7 +79,23 @@ def sort_out(
     divide_by_active: bool,
     kwargs: dict[str, Any],
 ) -> Joined:
-    """Check what was given to ``Join`` and make its hooks."""
+    """Check the arguments of ``Join`` and make its hooks.
+
+    Args:
+        given: The joinables.
+        group: The caller's group or mesh, or None.
+        same_data: The caller's group or mesh of ranks with the same batches, or None.
+        policy: The policy for a rank without inputs.
+        divide_by_active: Whether gradients are divided by the number of active ranks.
+        kwargs: Passed to the ``join_hook`` of joinables that have their own.
+
+    Returns:
+        The joinables with their group and their hooks.
+
+    Raises:
+        ValueError: The arguments do not fit together; the message says how.
+        TypeError: An argument has the wrong type.
+    """
     listed = _checked(given)
     if not listed and (group is None or policy == "shadow"):
         raise ValueError(
@@ -87,26 +103,26 @@ def sort_out(
             + (": the policy 'shadow' answers their collectives" if group is not None else
                " or a group")
         )  # fmt: skip
-    # Steps come after the passes that they need, in whichever order they were given.
-    listed.sort(key=lambda each: isinstance(each, (Optimizer, LRScheduler)))
+    # A step needs the gradients of its model's pass. So models come first, in any order of input.
+    listed.sort(key=lambda joinable: isinstance(joinable, (Optimizer, LRScheduler)))
     groups = [] if group is None else [group_of(group)]
     shared_by = None if same_data is None else Span.of(same_data)
-    for each in listed:
-        if is_fsdp(each):
-            mesh, others = fsdp_mesh(each)
+    for joinable in listed:
+        if is_fsdp(joinable):
+            mesh, others = fsdp_mesh(joinable)
             groups.append(group_of(mesh))
             if others is not None and shared_by is None:
                 shared_by = Span.of(others)
-        elif isinstance(each, Joinable):
-            groups.append(each.join_process_group or _default_group())
+        elif isinstance(joinable, Joinable):
+            groups.append(joinable.join_process_group or _default_group())
     if not groups:
         raise ValueError("Join cannot tell the process group from these joinables: pass group=")
-    found = covering(groups)
-    if group is not None and found is not groups[0]:
+    common = covering(groups)
+    if group is not None and common is not groups[0]:
         _check_covers(groups)
-    members = [each for each in listed if isinstance(each, Joinable)]
-    device = members[0].join_device if members else None
-    joined = Joined(Span.of(found, device), shared_by)
+    with_device = [joinable for joinable in listed if isinstance(joinable, Joinable)]
+    device = with_device[0].join_device if with_device else None
+    joined = Joined(Span.of(common, device), shared_by)
     if policy in ("shadow", "raise"):
         _make_hooks(joined, listed, divide_by_active, policy, kwargs)
     return joined
@@ -118,33 +134,33 @@ def _checked(given: Sequence[Any]) -> list[Any]:
     ):
         raise TypeError(f"joinables is a list: Join([{type(given).__name__.lower()}])")
     listed = list(given)
-    for each in listed:
-        kind = type(each).__name__
-        if isinstance(each, (DistributedDataParallel, LRScheduler)) or is_fsdp(each):
+    for joinable in listed:
+        kind = type(joinable).__name__
+        if isinstance(joinable, (DistributedDataParallel, LRScheduler)) or is_fsdp(joinable):
             continue
-        if isinstance(each, Joinable) and not hasattr(each, "_join_config"):
+        if isinstance(joinable, Joinable) and not hasattr(joinable, "_join_config"):
             raise ValueError(
                 f"{kind} is not set up as a joinable: its constructor must call "
                 "Joinable.__init__(self)"
             )
-        if not isinstance(each, (Joinable, Optimizer)):
+        if not isinstance(joinable, (Joinable, Optimizer)):
             raise TypeError(
                 f"{kind} is not a joinable: a DistributedDataParallel or FSDP2 model, an "
                 "optimizer, a scheduler or a subclass of rankcall.join.Joinable is"
             )
-    if len({id(each) for each in listed}) < len(listed):
+    if len({id(joinable) for joinable in listed}) < len(listed):
         raise ValueError("the same joinable is given twice")
     return listed
 
 
 def _check_covers(groups: Sequence[Any]) -> None:
-    """Raise ``ValueError`` where the given group, the first, lacks ranks of a joinable's."""
-    mine = set(dist.get_process_group_ranks(groups[0]))
-    for each in groups[1:]:
-        lacking = set(dist.get_process_group_ranks(each)) - mine
+    """Raise ``ValueError`` if the caller's group, the first, lacks ranks of a joinable's group."""
+    ranks = set(dist.get_process_group_ranks(groups[0]))
+    for group in groups[1:]:
+        lacking = set(dist.get_process_group_ranks(group)) - ranks
         if lacking:
             raise ValueError(
-                f"group has ranks {format_ranks(sorted(mine))}; a joinable's process group also "
+                f"group has ranks {format_ranks(sorted(ranks))}; a joinable's process group also "
                 f"has {format_ranks(sorted(lacking))}: pass a group with all of them"
             )
 
@@ -153,17 +169,17 @@ def _make_hooks(
     joined: Joined, listed: Sequence[Any], divide_by_active: bool, policy: str, kwargs: Any
 ) -> None:
     shared = joined.shared
-    shared.keeps_gradients = any(isinstance(each, Optimizer) for each in listed)
-    for each in listed:
-        if is_fsdp(each):
+    shared.keeps_gradients = any(isinstance(joinable, Optimizer) for joinable in listed)
+    for joinable in listed:
+        if is_fsdp(joinable):
             if policy == "shadow":
                 raise ValueError(
                     "an FSDP2 model's collectives cannot be shadowed: use on_exhausted='replay'"
                 )
             continue
-        if isinstance(each, Joinable):
-            joined.joinables.append(each)
-        joined.hooks.append(_hook(each, divide_by_active, not joined.hooks, shared, kwargs))
+        if isinstance(joinable, Joinable):
+            joined.joinables.append(joinable)
+        joined.hooks.append(_hook(joinable, divide_by_active, not joined.hooks, shared, kwargs))
     shared.has_models = bool(joined.models)
     model = joined.hooks and isinstance(joined.hooks[0], ModelShadow)
     joined.notifier = None if model else next(iter(joined.joinables), None)

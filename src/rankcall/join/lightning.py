@@ -1,4 +1,4 @@
-"""Uneven inputs under Lightning: a callback, and what to wrap the training loader in.
+"""Uneven inputs under Lightning: a callback, and a wrapper for the training loader.
 
 ::
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Loader(Generic[T]):
-    """A training loader that goes on until every rank's is done; its length is the longest one."""
+    """A training loader that goes on until all ranks are done; its length is the longest one's."""
 
     def __init__(self, callback: JoinCallback, loader: Iterable[T]) -> None:
         self._callback = callback
@@ -48,17 +48,17 @@ class Loader(Generic[T]):
         return self._longest
 
     def __iter__(self) -> Iterator[T]:
-        # Lightning asks for the iterator before it says that training starts.
+        # Lightning makes the iterator before it calls on_train_start, so read ``join`` only here.
         join = self._callback.join
         yield from self._loader if join is None else join.batches(self._loader)
 
 
 class JoinCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Keep ranks in step during ``Trainer.fit``, whatever number of batches each has.
+    """Keep ranks in step during ``Trainer.fit``, even if their numbers of batches differ.
 
-    ``join`` is the block while training runs (``join.active``, ``join.summary``). With automatic
-    optimization the loss is multiplied with ``join.weight`` for you; in a manual
-    ``training_step`` do it yourself. Every loader needs a length.
+    While training runs, ``join`` is the block, with ``join.active`` and ``join.summary``. With
+    automatic optimization, this callback multiplies the loss with ``join.weight``. In manual
+    optimization, ``training_step`` has to do that. Every loader needs a length.
     """
 
     def __init__(self, divide_by: Literal["world", "active"] = "world", group: Any = None) -> None:
@@ -69,19 +69,19 @@ class JoinCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._undo: Callable[[], None] | None = None
 
     def loader(self, loader: Iterable[T]) -> Loader[T]:
-        """Return what to give to ``fit`` in place of ``loader``."""
+        """Return a loader to pass to ``fit`` instead of ``loader``."""
         return Loader(self, loader)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Enter the block, and weigh the loss from here on."""
+        """Enter the block, and weight the loss from here on."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.join = Join(
             group=self.group or dist.group.WORLD, on_exhausted="replay", divide_by=self.divide_by
         ).__enter__()
         plugin = trainer.strategy.precision_plugin
-        weigh, join = plugin.pre_backward, self.join
-        plugin.pre_backward = lambda loss, module: weigh(loss, module) * join.weight
+        pre_backward, join = plugin.pre_backward, self.join
+        plugin.pre_backward = lambda loss, module: pre_backward(loss, module) * join.weight
         self._undo = lambda: delattr(plugin, "pre_backward")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -89,7 +89,7 @@ class JoinCallback(Callback):  # type: ignore[misc, unused-ignore]
         self._leave(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the block with the error: the other ranks hear of it."""
+        """Leave the block with the error, which the other ranks then raise as ``PeerError``."""
         self._leave(exception)
 
     def _leave(self, error: BaseException | None) -> None:

@@ -1,7 +1,7 @@
-"""The join protocol: what a joinable is, and how it says that its rank is still at work.
+"""The join protocol: the joinable classes, and the announcement that a rank still has inputs.
 
-The classes are torch's own, so that torch's joinables work under our ``Join`` and those written
-for ours work under torch's. Notifications have torch's form on the wire as well.
+The classes are torch's own, so that torch's joinables work under rankcall's ``Join``, and joinables
+written for rankcall work under torch's. An announcement is the same collective as in torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ DETECTED = "Detected at least one rank that exhausted inputs. Throwing across al
 
 
 class Config(NamedTuple):
-    """What a joinable is told while a ``Join`` is on; read by torch's own objects too.
+    """The settings of a joinable inside a ``Join``. torch's own objects also read them.
 
-    ``group`` is where notifications go where that is not the joinable's own group.
+    ``group`` is the group for announcements, if that is not the joinable's own group.
     """
 
     enable: bool = False
@@ -29,10 +29,11 @@ class Config(NamedTuple):
 
 
 def notify(joinable: Any) -> Any:
-    """Say that this rank begins an iteration; return the Work of doing so, or None.
+    """Announce that this rank begins an iteration; return the Work of the announcement, or None.
 
     Only the first joinable of an enabled ``Join`` communicates. Raises ``ValueError`` for an object
-    that is no joinable, and ``RuntimeError`` where a rank ran out of inputs and that is an error.
+    that is not a joinable, and ``RuntimeError`` if a rank ran out of inputs and the policy is
+    ``raise``.
     """
     config = getattr(joinable, "_join_config", None)
     if config is None:
@@ -47,15 +48,33 @@ def notify(joinable: Any) -> Any:
 
 
 def announce(device: torch.device, group: Any, throw: bool) -> Any:
-    """Count this rank as active in one round, as ``notify`` does."""
+    """Count this rank as active in one iteration.
+
+    Args:
+        device: The device of the announcement's tensor.
+        group: The group of the announcement.
+        throw: Whether to find out if a rank has run dry.
+
+    Returns:
+        The Work of the announcement.
+
+    Raises:
+        RuntimeError: ``throw`` is true and a rank has run dry.
+    """
     work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
-    if throw and tell(0, device, group):
+    if throw and add_up(0, device, group):
         raise RuntimeError(DETECTED)
     return work
 
 
-def tell(number: int, device: torch.device, group: Any) -> int:
-    """Add up one small number over the ranks of a group and wait for the sum."""
+def add_up(number: int, device: torch.device, group: Any) -> int:
+    """Return the sum of one small number over the ranks of a group.
+
+    Args:
+        number: This rank's summand.
+        device: The device of the tensor to reduce.
+        group: The group.
+    """
     total = torch.full((1,), float(number), device=device)
     dist.all_reduce(total, group=group)
     return int(total.item())

@@ -1,9 +1,9 @@
-"""Shadow hooks: what a rank without inputs does in place of one iteration of the others.
+"""Shadow hooks: a rank without inputs runs them once for each iteration of the other ranks.
 
-``ModelShadow`` answers the collectives of a DistributedDataParallel model, ``StepShadow`` does the
-steps of optimizers and schedulers. Each differs from torch's own hook where that one is wrong:
-stale gradients in ZeRO's shards, stale maps of used parameters, a static graph's first iteration,
-communication hooks that know nothing of the number of active ranks, forward-only steps.
+``ModelShadow`` answers the collectives of a DistributedDataParallel model. ``StepShadow`` steps
+optimizers and schedulers. torch's own hooks are wrong in these cases, which these hooks get right:
+stale gradients in ZeRO's shards, stale maps of used parameters, the first iteration of a static
+graph, communication hooks that do not know the number of active ranks, and forward-only steps.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ _OFF = Config()
 
 @dataclass
 class Round:
-    """What the hooks of one ``Join`` share about the iteration that they shadow."""
+    """The state that the hooks of one ``Join`` share about the iteration that they shadow."""
 
     has_models: bool = False
-    keeps_gradients: bool = False  # an optimizer is stepped with them afterwards
-    synced: bool = True  # gradients were reduced in it (not so under ``no_sync``)
+    keeps_gradients: bool = False  # an optimizer steps with them afterwards
+    synced: bool = True  # gradients were reduced in this iteration; false under ``no_sync``
 
     def begin(self) -> None:
-        """Begin a round: with models, one of them must reduce gradients for a step to follow."""
+        """Begin an iteration. With models, a step follows only if one of them reduces gradients."""
         self.synced = not self.has_models
 
 
 class StepShadow(JoinHook):
-    """Step an optimizer or a scheduler with each iteration whose gradients were reduced.
+    """Step an optimizer or a scheduler in each iteration whose gradients were reduced.
 
-    A rank without inputs has the reduced gradients too (``ModelShadow`` keeps them): its optimizer
-    state stays that of the others, and a sharded optimizer's shard gets the right update.
+    A rank without inputs also has the reduced gradients, because ``ModelShadow`` keeps them. So its
+    optimizer state stays equal to that of the other ranks, and the shard of a sharded optimizer
+    gets the right update.
     """
 
     def __init__(self, step: Callable[[], Any], shared: Round) -> None:
@@ -55,9 +56,9 @@ class StepShadow(JoinHook):
 class ModelShadow(JoinHook):
     """Shadow the forward and backward pass of a DistributedDataParallel model.
 
-    Between ``attach`` and ``detach`` it also watches the model's own passes: it announces them
-    (``announce``, for the first joinable), counts the active ranks where gradients are divided by
-    their number, and keeps forward-only passes out of it.
+    Between ``attach`` and ``detach`` it also observes the model's own passes. It announces them, if
+    the model is the first joinable. It counts the active ranks, if gradients are divided by their
+    number. It does not announce forward-only passes.
     """
 
     def __init__(
@@ -73,24 +74,24 @@ class ModelShadow(JoinHook):
         self._announces = announces
         self._shared = shared
         self._world = dist.get_world_size(ddp.process_group)
-        self._counts = divide_by_active  # active ranks, in a collective of its own
+        self._counts = divide_by_active  # whether to count the active ranks in a collective
         self._shadowed = 0
         self._on = False
         self._muted: tuple[Any, bool] | None = None
         self._unsynced = False  # gradients were accumulated under no_sync and not yet reduced
         self._static_began = False
-        self._kept = False  # reduced gradients were left in the parameters
-        self._count: torch.Tensor | None = None  # of active ranks, summed up since the forward pass
+        self._kept = False  # the parameters hold reduced gradients
+        self._count: torch.Tensor | None = None  # the active ranks, reduced in the forward pass
         self._pending: list[Any] = []  # Works of notifications, kept until the next pass
         self._order: dict[Any, int] = {}
         self._before: Any = None  # handles of the hooks on the model
         self._after: Any = None
 
     def attach(self, announce: Callable[[], Any], ranks: Sequence[int]) -> None:
-        """Begin to watch the model. ``detach`` leaves it as it was.
+        """Begin to observe the model. ``detach`` restores it.
 
-        ``announce`` counts this rank as active among ``ranks``; those of the model's own group may
-        be fewer, and then all of them may have run dry while others are at work.
+        ``announce`` counts this rank as active among ``ranks``. If the model's own group has fewer
+        ranks, all of these may have run dry while other ranks still have inputs.
         """
         ddp = self.ddp
         self._announce = announce
@@ -103,10 +104,10 @@ class ModelShadow(JoinHook):
             self._order = {parameter: at for at, parameter in enumerate(parameters)}
 
     def switch(self, on: bool) -> None:
-        """Take part in the protocol from the next pass on, or no longer."""
+        """Start or stop to announce the model's passes."""
         self._on = on
         self.ddp._join_config = Config(enable=on)
-        if on and self._after is None:  # only then: in the module's call it costs microseconds
+        if on and self._after is None:  # not before: the hook costs microseconds in each call
             self._after = self.ddp.register_forward_hook(
                 self._after_forward, prepend=True, always_call=True
             )
@@ -117,12 +118,12 @@ class ModelShadow(JoinHook):
                 self._divide_by_world()
 
     def detach(self) -> None:
-        """Stop watching."""
+        """Stop observing the model."""
         self.switch(False)
         self._before.remove()
 
     def _divide_by_world(self) -> None:
-        """Replace the last Work that the reducer has: it would go on dividing by its number."""
+        """Replace the reducer's last Work, or the reducer would go on dividing by its result."""
         done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         done.set_result([torch.tensor(float(self._world))])
         work = torch._C._distributed_c10d._create_work_from_future(done)  # type: ignore[attr-defined]
@@ -130,10 +131,10 @@ class ModelShadow(JoinHook):
 
     @property
     def _hooked(self) -> bool:
-        """Whether a communication hook is registered: such a hook divides as it likes."""
+        """Whether a communication hook is registered. Such a hook divides the gradients itself."""
         return bool(self.ddp._comm_hooks or self.ddp._get_ddp_logging_data().get("comm_hook"))
 
-    # On a rank that is at work.
+    # On a rank that still has inputs.
 
     def _before_forward(self, module: Any, args: Any) -> None:
         ddp = self.ddp
@@ -143,7 +144,7 @@ class ModelShadow(JoinHook):
         if not self._on:
             return
         if not trains:
-            # Nobody shadows a forward-only pass: no notification, no exchange of buffers.
+            # No rank shadows a forward-only pass, so it must not announce or exchange buffers.
             self._muted = (ddp._join_config, ddp.require_forward_param_sync)
             ddp._join_config, ddp.require_forward_param_sync = _OFF, False
             return
@@ -166,7 +167,7 @@ class ModelShadow(JoinHook):
                 self._rescale_after_backward(output)
 
     def _rescale_after_backward(self, output: Any) -> None:
-        """Divide by the active ranks what a communication hook divided by all."""
+        """Divide by the active ranks the gradients that a communication hook divided by all."""
         engine, began = torch.autograd.Variable._execution_engine, False
 
         def begins(_: torch.Tensor) -> None:
@@ -190,7 +191,7 @@ class ModelShadow(JoinHook):
     # On a rank that has no inputs left.
 
     def main_hook(self) -> None:
-        """Answer what one iteration of the others issues."""
+        """Answer the collectives of one iteration of the other ranks."""
         ddp, active = self.ddp, self._world
         if self._counts:
             count = torch.zeros(1, device=ddp.device)
@@ -205,28 +206,28 @@ class ModelShadow(JoinHook):
         ddp.require_forward_param_sync = synced
         if synced:
             self._shared.synced = True
-            # The iteration in which a static graph is learnt reduces the map of used parameters
-            # first, and notes no order for the buckets.
+            # The iteration in which the reducer learns a static graph reduces the map of used
+            # parameters first, and keeps no order of buckets.
             learns = self._learns_static_graph()
             self._reduce(active if self._divide_by_active else self._world, learns)
             if not learns:
                 ddp.reducer._push_all_rebuilt_params()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of a round that is over, as the others do before their next."""
+        """Drop the gradients of the last iteration, as the other ranks do before their next one."""
         if self._kept:
             self._kept = False
             for parameter in self.ddp.parameters():
                 parameter.grad = None
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the model of a rank that was at work to the end."""
-        # Among the ranks of this model, which need not have been among the last of all.
+        """Take over the model of a rank that had inputs to the end."""
+        # The last among the ranks of this model; other ranks of the Join may have had more inputs.
         self.ddp._sync_final_model(self._shadowed == 0)
         self._shadowed = 0
 
     def _reduce(self, active: int, learns: bool) -> None:
-        """Take part in reducing the gradients, with zeros or what was accumulated unreduced."""
+        """Take part in reducing the gradients, with zeros or with accumulated gradients."""
         ddp = self.ddp
         dynamic = ddp.find_unused_parameters and not ddp.static_graph
         used = ddp.reducer._get_local_used_map() if learns or dynamic else None
@@ -250,7 +251,7 @@ class ModelShadow(JoinHook):
         self._unsynced = False
 
     def _learns_static_graph(self) -> bool:
-        """Whether this is the iteration in which the reducers learn the static graph."""
+        """Whether the reducers learn the static graph in this iteration."""
         ddp = self.ddp
         if not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued:
             return False
@@ -258,7 +259,7 @@ class ModelShadow(JoinHook):
         return not began
 
     def _mark_used(self, used: torch.Tensor) -> None:
-        """Say which parameters this rank has gradients of; the map has the last round's sums."""
+        """Mark the parameters with gradients; the map holds the sums of the last iteration."""
         used.zero_()
         if self._unsynced:
             for parameter, at in self._order.items():
@@ -274,7 +275,7 @@ class ModelShadow(JoinHook):
     def _keep(
         self, buckets: Sequence[Any], results: Sequence[Any], factor: float, used: Any
     ) -> None:
-        """Leave the reduced gradients where the backward pass would have left them."""
+        """Store the reduced gradients as the backward pass would have stored them."""
         for bucket, result in zip(buckets, results, strict=True):
             reduced = result[0] if isinstance(result, (list, tuple)) else result
             if reduced.data_ptr() != bucket.buffer().data_ptr():

@@ -1,7 +1,7 @@
 """Break the connections to the other ranks, so that a collective that waits for them ends.
 
-Gloo offers no way to end a collective from outside: ``abort()`` wakes nobody, a closed connection
-does. NCCL's abort does what it says.
+Gloo cannot end a collective from outside: its ``abort()`` does not wake a waiting thread, but a
+closed connection does. NCCL's abort works.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 
 def endpoints() -> list[str]:
-    """Return the local ends of this process's TCP connections; none where there is no /proc."""
+    """Return the local ends of this process's TCP connections; empty without /proc."""
     return sorted(local for _, local, _ in _connections())
 
 
 def break_connections(theirs: Iterable[str], but_ports: Iterable[int] = ()) -> int:
     """Shut down each connection whose far end is in ``theirs``; return how many there were.
 
-    ``but_ports`` are left alone, at either end: the store's, which the causes go through. All
-    process groups of this process are dead afterwards; their collectives raise.
+    Connections with a port of ``but_ports`` at either end stay open: ranks report causes through
+    the store. Afterwards this process's process groups are unusable, and their collectives raise.
     """
     far, spared = set(theirs), {f"{port:04X}" for port in but_ports}
     broken = 0
@@ -40,25 +40,27 @@ def break_connections(theirs: Iterable[str], but_ports: Iterable[int] = ()) -> i
 
 
 def abort_devices(groups: Iterable[Any] | None = None) -> int:
-    """Abort the collectives of groups on devices, whose abort works; return how many back ends.
+    """Abort the collectives of groups on devices; return the number of back ends aborted.
 
-    ``groups``: by default all of this process. The newest first, and NCCL's between a start and an
-    end, as torch does it: the abort of one communicator can wait for that of another.
+    ``groups`` is by default every group of this process. The newest group comes first, and NCCL's
+    aborts stand between a group start and a group end, as in torch, because the abort of one
+    communicator can wait for the abort of another.
     """
     if groups is None:
         groups = reversed(list(dist.distributed_c10d._world.pg_map))
-    backends = list({id(each): each for group in groups for each in _on_devices(group)}.values())
-    together = next((each for each in backends if hasattr(each, "_group_start")), None)
+    found = [backend for group in groups for backend in _on_devices(group)]
+    backends = list({id(backend): backend for backend in found}.values())
+    grouping = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
     aborted = 0
     with contextlib.suppress(Exception):
-        if together is not None:
-            together._group_start()
-        for each in backends:
+        if grouping is not None:
+            grouping._group_start()
+        for backend in backends:
             with contextlib.suppress(Exception):
-                each.abort()
+                backend.abort()
                 aborted += 1
-        if together is not None:
-            together._group_end()
+        if grouping is not None:
+            grouping._group_end()
     return aborted
 
 
@@ -66,43 +68,43 @@ def _on_devices(group: Any) -> Iterator[Any]:
     """Yield the back ends of a group for devices other than the CPU."""
     for device in getattr(group, "_device_types", ()):
         if device.type != "cpu":
-            with contextlib.suppress(RuntimeError):  # it has none for this one
+            with contextlib.suppress(RuntimeError):  # the group has no back end for this device
                 yield group._get_backend(device)
 
 
 def _connections() -> Iterator[tuple[int, str, str]]:
     """Yield inode, local and remote end of each established connection of this process."""
-    mine = _own_sockets()
+    own_inodes = _own_sockets()
     for table in _TABLES:
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
                 fields = line.split()
                 inode = int(fields[9])
-                if fields[3] == _ESTABLISHED and inode in mine:
+                if fields[3] == _ESTABLISHED and inode in own_inodes:
                     yield inode, _plain(fields[1]), _plain(fields[2])
 
 
 def _plain(end: str) -> str:
-    """Write an IPv4 address that came as IPv6 (::ffff:a.b.c.d) as IPv4."""
+    """Return an IPv4 address that is written as IPv6 (::ffff:a.b.c.d) in its IPv4 form."""
     address, _, port = end.partition(":")
     mapped = "0000000000000000FFFF0000"
     return f"{address.removeprefix(mapped)}:{port}"
 
 
 def _own_sockets() -> dict[int, int]:
-    """Return this process's sockets: inode to file descriptor."""
-    found = {}
+    """Return this process's sockets, as inode -> file descriptor."""
+    descriptors = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{name}")
                 if target.startswith("socket:["):
-                    found[int(target[8:-1])] = int(name)
-    return found
+                    descriptors[int(target[8:-1])] = int(name)
+    return descriptors
 
 
 def _shut_down(inode: int) -> bool:
-    """Shut one socket down, unless its descriptor means another one by now."""
+    """Shut one socket down, unless its descriptor now belongs to another socket."""
     descriptor = _own_sockets().get(inode)
     if descriptor is None:
         return False

@@ -1,4 +1,4 @@
-"""``join.weight``: a float to multiply the loss with, which keeps a zero zero."""
+"""``join.weight``: a float to multiply the loss with. Zero times any loss is zero."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _PRODUCTS = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "mult
 
 
 class Weight(float):
-    """A float; zero times a loss that is not finite is zero, and so are the gradients.
+    """A float. Zero times a loss that is not finite is zero, and its gradients are zero.
 
-    The first time that happens it warns: in the loss of a replayed batch nobody is interested, but
-    the same batch may do it again when it counts.
+    It warns the first time. The loss of a replayed batch is not used, but the same batch may also
+    have a loss that is not finite when it counts.
     """
 
     @classmethod
@@ -27,19 +27,20 @@ class Weight(float):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` with plain floats; a product with zero silences the tensor first."""
+        """Run ``func`` with plain floats; for a product with zero, make the tensor finite first."""
         if getattr(func, "__name__", "") in _PRODUCTS and any(
-            isinstance(each, cls) and each == 0.0 for each in args
+            isinstance(arg, cls) and arg == 0.0 for arg in args
         ):
-            args = [silenced(each) if isinstance(each, torch.Tensor) else each for each in args]
-        plain = tree_map(lambda each: float(each) if isinstance(each, cls) else each, list(args))
+            args = [silenced(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        plain = tree_map(lambda arg: float(arg) if isinstance(arg, cls) else arg, list(args))
         return func(*plain, **dict(kwargs or {}))
 
 
 def silenced(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss that is finite and has zero gradients only; as it is where it is finite.
+    """Return ``loss`` if it is finite, else a finite loss whose gradients are all zero.
 
-    Zero times infinity is NaN in each backward step as well, so every step's result is made zero.
+    Zero times infinity is NaN in each backward step as well. So a hook sets the result of every
+    step to zero.
     """
     if bool(torch.isfinite(loss.detach()).all()):
         return loss
@@ -60,4 +61,4 @@ def silenced(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
-    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)

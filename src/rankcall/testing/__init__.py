@@ -1,4 +1,4 @@
-"""What rankcall is tested with, for its users' tests too."""
+"""Tools that test rankcall, and that its users can test with: real ranks, faults, made-up runs."""
 
 from rankcall.testing._ranks import RankResult, Ranks, RanksFailed, spawn_ranks, start_ranks
 from rankcall.testing.faults import Fault, FaultPlan, InjectedFault

@@ -1,4 +1,4 @@
-"""Be one rank: what a process of ``spawn_ranks`` does, and what it leaves for its parent."""
+"""One rank of ``spawn_ranks``: the program of its process, and the output for the parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class Job:
-    """What a rank's process is told."""
+    """The work of a rank's process. The parent pickles it."""
 
     target: Callable[..., Any] | Path | None
     args: tuple[Any, ...]
@@ -36,12 +36,12 @@ class Job:
     run_dir: str
     faults: FaultPlan | None
     watch: dict[str, Any] | None
-    file: str = field(init=False)  # of the function, or the script
-    name: str = field(init=False)  # of the function within it; "" for a script
+    file: str = field(init=False)  # the file with the function, or the script
+    name: str = field(init=False)  # the function's name; "" for a script
     module: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Put a place in the target's stead: test files cannot be pickled by name."""
+        """Replace the target by its file and name: pickle cannot import a test file by name."""
         target, self.target = self.target, None
         if isinstance(target, Path):
             self.file, self.name, self.module = str(target), "", ""
@@ -53,8 +53,8 @@ class Job:
             self.module = target.__module__
 
 
-class Told(NamedTuple):
-    """What a rank left."""
+class RankOutput(NamedTuple):
+    """The output of a rank."""
 
     value: Any
     error: str | None
@@ -62,22 +62,30 @@ class Told(NamedTuple):
     stderr: str
 
 
-def read_told(folder: Path, rank: int) -> Told:
-    """Return what a rank left in the folder of its job."""
+def read_output(folder: Path, rank: int) -> RankOutput:
+    """Return the output that a rank left in the folder of its job."""
 
     def read(name: str) -> str:
         file = folder / f"{name}.{rank}"
         return file.read_text(errors="replace") if file.exists() else ""
 
-    told = json.loads(read("result") or '{"error": null, "value": null}')
-    return Told(told["value"], told["error"], read("stdout"), read("stderr"))
+    result = json.loads(read("result") or '{"error": null, "value": null}')
+    return RankOutput(result["value"], result["error"], read("stdout"), read("stderr"))
 
 
 def be_rank(
     job: Job, rank: int, world_size: int, env: dict[str, str | None], path: tuple[str, ...]
 ) -> None:
-    """Be one rank (in its own process)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # do not outlive the tests
+    """Run as one rank, in its own process.
+
+    Args:
+        job: The work.
+        rank: The rank.
+        world_size: The number of ranks.
+        env: Environment variables to set; None removes one.
+        path: The parent's ``sys.path``.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
     folder = Path(job.folder)
     for fd, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(folder / f"{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -86,10 +94,8 @@ def be_rank(
     faulthandler.enable(file=2, all_threads=True)
     _set_environment(rank, world_size, env)
     sys.path[:] = path
-    told: dict[str, Any] = {"value": None, "error": None}
     try:
-        told["value"] = _call(job, rank, world_size)
-        text = json.dumps(told)
+        text = json.dumps({"value": _call(job, rank, world_size), "error": None})
     except SystemExit as left:
         text = json.dumps({"value": None, "error": traceback.format_exc() if left.code else None})
         raise
@@ -98,7 +104,7 @@ def be_rank(
         raise
     finally:
         (folder / f"result.{rank}").write_text(text)
-        atexit._run_exitfuncs()  # multiprocessing's children leave by os._exit
+        atexit._run_exitfuncs()  # multiprocessing ends its children with os._exit
 
 
 def _set_environment(rank: int, world_size: int, env: dict[str, str | None]) -> None:
@@ -141,7 +147,7 @@ def _call(job: Job, rank: int, world_size: int) -> Any:
 
 
 def _module(job: Job) -> Any:
-    """Import the module a function stands in by name, or by its path: test files have no name."""
+    """Import a function's module by name, or by path if it is a test file without a name."""
     if job.module != "__main__":
         try:
             module = importlib.import_module(job.module)

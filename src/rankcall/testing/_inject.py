@@ -24,14 +24,14 @@ _NAP_S = 3600.0
 
 
 class _Call(NamedTuple):
-    """An op as it is about to be issued."""
+    """An op that is about to be issued."""
 
     op: Op
     issue: Callable[..., Any]
     args: tuple[Any, ...]
 
-    def go(self, args: tuple[Any, ...] | None = None) -> Any:
-        return self.issue(*(self.args if args is None else args))
+    def run(self) -> Any:
+        return self.issue(*self.args)
 
 
 @dataclass
@@ -43,21 +43,21 @@ class _Planted:
         self.left = self.fault.times
 
     def meets(self, op: str, numbered: Numbered) -> bool:
-        """Tell whether this op is the one; count it where it is."""
+        """Tell whether the fault strikes at this op, and if so, count that."""
         fault = self.fault
-        here = (
+        strikes = (
             self.left > 0
             and fault.at in (None, op)
             and numbered.seq >= fault.seq
             and fault.group in (None, numbered.name, numbered.description)
             and (fault.kind != "slow_link" or numbered.peer == fault.number)
         )
-        self.left -= here
-        return here
+        self.left -= strikes
+        return strikes
 
 
 class Injection(Removable):
-    """A plan at work in this process. ``remove()`` ends it; leaving it as a context manager too."""
+    """A plan armed in this process. ``remove()`` disarms it, and so does leaving the context."""
 
     def __init__(self, plan: FaultPlan, rank: int | None) -> None:
         from rankcall.capture import session
@@ -71,30 +71,30 @@ class Injection(Removable):
                 "the native capture is recording: set RANKCALL_CAPTURE=python"
             )  # fmt: skip
             raise CaptureUnavailable(f"faults cannot be planted: {why}")
-        mine = recording.rank() if rank is None else rank
+        own_rank = recording.rank() if rank is None else rank
         self._planted = [
             _Planted(fault)
             for fault in plan.faults
-            if fault.rank == mine and fault.kind != "exhaust"
+            if fault.rank == own_rank and fault.kind != "exhaust"
         ]
         self._boxing: list[Any] | None = None
         self._held: list[_Call] = []
-        self._kept: list[Any] = []  # Works of ops that nobody waits for
+        self._kept: list[Any] = []  # Works of ops that the program does not wait for
         self._capture = capture
-        capture.interposer = self._met
+        capture.interposer = self._issue
 
     def remove(self) -> None:
-        """Take the faults out again. Once is enough; a second time does nothing."""
+        """Remove the faults. A second call does nothing."""
         from rankcall.capture import session
 
-        if self._capture.interposer == self._met:
+        if self._capture.interposer == self._issue:
             self._capture.interposer = None
             session.drop("faults")
 
     # --- on the thread that issues the op ---
 
-    def _met(self, op: Op, numbered: Numbered, issue: Callable[..., Any], args: Any) -> Any:
-        """Issue the op as the plan wants it."""
+    def _issue(self, op: Op, numbered: Numbered, issue: Callable[..., Any], args: Any) -> Any:
+        """Issue the op with the faults that strike at it."""
         from rankcall.record import OPS
 
         if self._boxing is not None:
@@ -114,14 +114,14 @@ class Injection(Removable):
             elif fault.kind == "slow_link":
                 after.append(fault)
             else:
-                _befall(fault)
-        result = self._late(call.go(), after)
+                _carry_out(fault)
+        result = self._delayed(call.run(), after)
         while self._held:
             self._issue_held(call, result)
         return result
 
     def _changed(self, op: Op, args: tuple[Any, ...], what: str, size: int) -> tuple[Any, ...]:
-        """Return an op's arguments with one thing other than the program has it."""
+        """Return an op's arguments with one of them changed; ``what`` names it."""
         if what == "reduce_op" and what in op.positions:
             return _put(op, args, what, lambda _: self._other_reduce_op(op, args))
         if what in ("root", "tag", "reduce_op"):
@@ -137,7 +137,10 @@ class Injection(Removable):
         return args
 
     def _other_reduce_op(self, op: Op, args: tuple[Any, ...]) -> Any:
-        """Box another reduce op: torch does that in an op only, so one is begun and caught."""
+        """Return another reduce op, boxed: begin an op and take its argument.
+
+        torch offers no other way to box one.
+        """
         import torch
         import torch.distributed as dist
 
@@ -153,14 +156,14 @@ class Injection(Removable):
         return caught[0]
 
     def _issue_held(self, call: _Call, result: Any) -> None:
-        """Issue what was held back, once the op before which it belonged is over."""
+        """Issue an op that was held back, after the op that it should have preceded."""
         at = call.op.positions.get("async_op")
         waits = at is None or (at < len(call.args) and call.args[at] is False)
         if waits and (work := _work_of(call.op, result)) is not None:
             work.wait()
-        self._kept.append(self._held.pop(0).go())
+        self._kept.append(self._held.pop(0).run())
 
-    def _late(self, result: Any, faults: list[Fault]) -> Any:
+    def _delayed(self, result: Any, faults: list[Fault]) -> Any:
         if not faults:
             return result
         late = _late_work()(result, sum(fault.seconds for fault in faults))
@@ -170,7 +173,7 @@ class Injection(Removable):
 
 @functools.cache
 def _late_work() -> Any:
-    """Return the class of a Work that is over later than the op's own: it takes torch to make."""
+    """Return the class of a Work that completes later than the op's own. Its base needs torch."""
     import torch.distributed as dist
 
     class LateWork(dist.Work):
@@ -191,11 +194,11 @@ def _late_work() -> Any:
     return LateWork
 
 
-def _befall(fault: Fault) -> None:
-    """Do to this process what the fault says."""
+def _carry_out(fault: Fault) -> None:
+    """Do what the fault says to this process."""
     if fault.kind == "signal":
-        # To this thread, which takes it here: sent to the process, another thread might take it and
-        # this one would go on for a moment.
+        # Send it to this thread. If it went to the process, another thread might take it, and this
+        # one would go on for a moment.
         signal.pthread_kill(threading.get_ident(), fault.number)
         if fault.number != signal.SIGSTOP:
             time.sleep(10)  # until it arrives
@@ -204,7 +207,7 @@ def _befall(fault: Fault) -> None:
     elif fault.kind == "fail":
         raise InjectedFault(fault.text)
     elif fault.kind == "hold_gil":
-        # Not pause() nor sleep(): any signal that is handled would end those.
+        # pause() and sleep() are no use: any signal with a handler ends them.
         mutex = ctypes.create_string_buffer(128)
         for _ in range(2):
             ctypes.PyDLL(None).pthread_mutex_lock(mutex)
@@ -223,7 +226,7 @@ def _work_of(op: Op, result: Any) -> Any:
 
 
 def _as_if_done(call: _Call) -> Any:
-    """Return what the op would have returned, with a Work that is over."""
+    """Return the value that the op would have returned, with a completed Work."""
     import torch
     from torch._C import _distributed_c10d as c10d
 

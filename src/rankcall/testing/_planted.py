@@ -1,4 +1,4 @@
-"""Faults planted in a run that never ran: who stops where, and who hangs because of it."""
+"""Faults planted in a synthetic run: where each one strikes, and which ranks hang because of it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ if TYPE_CHECKING:
     from rankcall.testing.synthetic import Op
 
 Times = npt.NDArray[np.int64]
-OPEN = -2  # as an end: there is none
-NEVER = -1  # as an arrival: it was never issued
+OPEN = -2  # as an end: the op has not ended
+NEVER = -1  # as an arrival: the rank never issued the op
 
-# Those that keep their ranks from issuing the call; with the others all issue it and hang in it.
+# Faults that keep their ranks from issuing the op. With the other kinds, all ranks issue it and
+# hang in it.
 _HALTING = ("missing", "dead", "stopped", "exhausted")
 KINDS = (*_HALTING, "desync", "mismatch", "deadlock")
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault: its kind, as a finding has it, its culprits, and the so-manieth op it is at.
+    """A planted fault.
 
-    A deadlock's ranks wait, in the world, to receive each from the next.
+    Attributes:
+        kind: The kind of the finding that the fault must lead to.
+        ranks: The culprits. In a deadlock, each of them waits to receive from the next one.
+        at: The index of the op at which the fault strikes.
     """
 
     kind: str
@@ -36,7 +40,9 @@ class Planted:
         if self.kind not in KINDS:
             raise ValueError(f"a fault is one of {', '.join(KINDS)}; got {self.kind!r}")
         if not self.ranks or self.at < 0:
-            raise ValueError("a fault has ranks, and a place that is not negative")
+            raise ValueError(
+                f"a fault needs ranks, and an op's index from 0 on; got {self.ranks} and {self.at}"
+            )
 
 
 def plant(
@@ -46,7 +52,15 @@ def plant(
     ends: Times,
     faults: Sequence[Planted],
 ) -> int:
-    """Cut the truth down to what happens with the faults; return when the last thing happened."""
+    """Remove the arrivals and ends that the faults prevent; return the time of the last event.
+
+    Args:
+        issued: The ops of the program, in order.
+        families: The groups of each family.
+        arrivals: When each rank arrived at each op, ``[op, rank]``; changed in place.
+        ends: When each rank left each op, ``[op, rank]``; changed in place.
+        faults: The faults.
+    """
     stuck = np.zeros(arrivals.shape[1], bool)
     for row, op in enumerate(issued):
         changed = np.zeros_like(stuck)

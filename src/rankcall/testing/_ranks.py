@@ -1,9 +1,9 @@
-"""Run a function on several real ranks, each a process of its own, under a hard timeout.
+"""Run a function on several real ranks, each in a process of its own, under a hard timeout.
 
-The processes are forked from a server that has imported torch already, so that a test pays tens of
-milliseconds and not torch's import on every rank; they share nothing with the caller or with each
-other. When time is up, every rank still there dumps its threads' stacks, and all are reaped by
-their own pid.
+The processes are forked from a server that has imported torch already. So a rank starts in tens of
+milliseconds, without importing torch. It shares nothing with the caller or with other ranks. At the
+deadline, every rank that still runs dumps the stacks of its threads. Each process is reaped by its
+pid.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any
 from rankcall._handle import Scoped
 from rankcall.processes import Exit, note_exit
 from rankcall.rundir import host_name, settle
-from rankcall.testing._child import Job, be_rank, read_told
+from rankcall.testing._child import Job, be_rank, read_output
 from rankcall.testing.faults import FaultPlan
 
-GRACE_S = 5.0  # what the other ranks get, unless told, to end by themselves once one has failed
+GRACE_S = 5.0  # how long the other ranks may still run after one has failed, by default
 Environment = Mapping[str, str | None]
 Target = Callable[..., Any] | Path
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended. ``exitcode`` is negative for a signal, None where it never began."""
+    """How one rank ended. ``exitcode`` is negative for a signal, and None if it never began."""
 
     rank: int
     pid: int
@@ -47,19 +47,20 @@ class RankResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself and well."""
+        """Whether it ended without an error or a signal."""
         return self.error is None and self.exitcode == 0
 
 
 class RanksFailed(AssertionError):
-    """Raised when a rank failed or time was up; the message holds every rank's output."""
+    """Raised if a rank failed or missed the deadline; the message holds every rank's output."""
 
     def __init__(self, reason: str, results: Sequence[RankResult]) -> None:
         self.results = list(results)
         parts = [reason]
-        for each in results:
-            parts.append(f"--- rank {each.rank} (pid {each.pid}, exit code {each.exitcode})")
-            parts += [text for text in (each.stdout, each.stderr[-6000:], each.error) if text]
+        for result in results:
+            parts.append(f"--- rank {result.rank} (pid {result.pid}, exit code {result.exitcode})")
+            texts = (result.stdout, result.stderr[-6000:], result.error)
+            parts += [text for text in texts if text]
         super().__init__("\n".join(parts))
 
 
@@ -76,20 +77,29 @@ def spawn_ranks(
     run_dir: str | os.PathLike[str] | None = None,
     watch: Mapping[str, Any] | None = None,
 ) -> list[RankResult]:
-    """Run ``target`` on every rank and return how each ended, in rank order.
+    """Run ``target`` on every rank and return how each rank ended.
 
-    ``target`` is a module-level function, called as ``fn(rank, world_size, *args)`` in a process
-    of its own with a Gloo default group over ``env://``; or the path of a script that is run as
-    ``__main__`` with ``args`` as its arguments. What the function returns (anything JSON can
-    carry) is the result's ``value``. ``init=False`` leaves creating the process group to it.
-    ``env`` is laid over the environment (None removes a variable), for all ranks or by rank.
-    ``faults`` are planted in the ranks. With ``run_dir`` the ranks record into it, and how each
-    ended is noted there; with ``watch`` they are watched, and it holds ``rankcall.watch.start``'s
-    arguments.
+    Args:
+        target: A module-level function, called as ``fn(rank, world_size, *args)`` in a process of
+            its own, with a Gloo default group over ``env://``. It may return any value that JSON
+            can represent. Or the path of a script, which runs as ``__main__``.
+        world_size: The number of ranks.
+        *args: Further arguments of the function, or the script's arguments.
+        timeout: After this many seconds, the ranks that still run dump their stacks to stderr and
+            are killed. It is also the timeout of the default group.
+        env: Environment variables to add (None removes one), for all ranks or by rank.
+        init: False leaves it to the function to create the process group.
+        check: False returns results even if a rank failed.
+        grace: If a rank fails, the deadline of the others is this many seconds later.
+        faults: Faults to plant in the ranks.
+        run_dir: A run directory. The ranks record into it, and it notes how each of them ended.
+        watch: Arguments of ``rankcall.watch.start``. The ranks start the watcher with them.
 
-    After ``timeout`` seconds, and ``grace`` seconds after a rank has failed, the ranks still there
-    dump their stacks to stderr and are killed. Raises ``RanksFailed`` where time was up, and,
-    unless ``check`` is false, where any rank failed.
+    Returns:
+        One result per rank, in rank order.
+
+    Raises:
+        RanksFailed: The time was up, or a rank failed and ``check`` is true.
     """
     with start_ranks(
         target, world_size, *args, timeout=timeout, env=env, init=init, faults=faults,
@@ -98,7 +108,7 @@ def spawn_ranks(
         late = not ranks.wait(timeout, grace)
     if late:
         raise RanksFailed(f"not done after {timeout:g} s", ranks.results)
-    failed = [each.rank for each in ranks.results if not each.ok]
+    failed = [result.rank for result in ranks.results if not result.ok]
     if failed and check:
         raise RanksFailed(f"failed on rank {', '.join(map(str, failed))}", ranks.results)
     return ranks.results
@@ -115,15 +125,29 @@ def start_ranks(
     run_dir: str | os.PathLike[str] | None = None,
     watch: Mapping[str, Any] | None = None,
 ) -> Ranks:
-    """Start ranks as ``spawn_ranks`` does and return while they run.
+    """Start ranks as ``spawn_ranks`` does, and return while they run.
 
-    Use it in a ``with`` statement: at its end whatever still runs is killed and ``results`` are
-    there. ``timeout`` is that of the default process group.
+    Use it in a ``with`` statement. At its end, ranks that still run are killed, and the results are
+    gathered.
+
+    Args:
+        target: A function or a script, as for ``spawn_ranks``.
+        world_size: The number of ranks.
+        *args: Further arguments of the function, or the script's arguments.
+        timeout: The timeout of the default process group.
+        env: Environment variables to add, for all ranks or by rank.
+        init: False leaves it to the function to create the process group.
+        faults: Faults to plant in the ranks.
+        run_dir: A run directory to record into.
+        watch: Arguments of ``rankcall.watch.start``.
+
+    Returns:
+        The running ranks.
     """
-    where = Path(run_dir).absolute() if run_dir is not None else None
-    ranks = Ranks(where)
+    absolute = Path(run_dir).absolute() if run_dir is not None else None
+    ranks = Ranks(absolute)
     job = Job(
-        target, args, init, timeout, str(ranks.folder), str(where or ""), faults,
+        target, args, init, timeout, str(ranks.folder), str(absolute or ""), faults,
         dict(watch) if watch is not None else None,
     )  # fmt: skip
     by_rank = env if callable(env) else lambda rank: env or {}
@@ -132,12 +156,13 @@ def start_ranks(
 
 
 class Ranks(Scoped):
-    """Ranks that run. ``results`` are there once the ``with`` statement has been left."""
+    """Ranks that run. ``results`` is filled at the end of the ``with`` statement."""
 
     def __init__(self, run_dir: Path | None) -> None:
         from torch.distributed import TCPStore
 
-        # Bound here on a port the kernel chose: nothing can take it between choosing and using it.
+        # The kernel chooses the port and the store binds it at once. So no other process can take
+        # it before the ranks connect.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = int(self._store.port)
         self._folder = tempfile.TemporaryDirectory(prefix="rankcall-ranks-")
@@ -148,12 +173,14 @@ class Ranks(Scoped):
         self._noted: set[int] = set()
 
     def start(self, job: Job, env: Sequence[Environment]) -> None:
-        """Start a process for each rank's environment."""
+        """Start one process per environment."""
         self._processes = [
             _server().Process(
-                target=be_rank, args=(job, rank, len(env), dict(each), tuple(sys.path)), daemon=True
+                target=be_rank,
+                args=(job, rank, len(env), dict(variables), tuple(sys.path)),
+                daemon=True,
             )
-            for rank, each in enumerate(env)
+            for rank, variables in enumerate(env)
         ]
         try:
             for process in self._processes:
@@ -168,7 +195,11 @@ class Ranks(Scoped):
         return [process.pid or 0 for process in self._processes]
 
     def wait(self, timeout: float, grace: float = GRACE_S) -> bool:
-        """Wait for all to end, once one has failed ``grace`` at most; False where time is up."""
+        """Wait for all ranks to end; return False at the deadline.
+
+        The deadline is ``timeout`` seconds from now, or ``grace`` seconds after a rank has failed.
+        In the latter case the result is True.
+        """
         deadline, failed = time.monotonic() + timeout, False
         while any(process.is_alive() for process in self._processes):
             self.note_exits()
@@ -182,7 +213,10 @@ class Ranks(Scoped):
         return True
 
     def note_exits(self, by_us: bool = False) -> None:
-        """Write into the run who has ended since the last time, and how; ``wait`` does it too."""
+        """Write into the run which ranks ended since the last call, and how.
+
+        ``wait`` calls this. With ``by_us`` the exits are noted as caused by this process.
+        """
         for rank, process in enumerate(self._processes):
             code, pid = process.exitcode, process.pid
             if code is None or pid is None or rank in self._noted:
@@ -194,23 +228,28 @@ class Ranks(Scoped):
                 )
 
     def end(self) -> None:
-        """End what is left and gather the results; a second time it does nothing."""
+        """Kill the ranks that still run and gather the results. A second call does nothing."""
         if self.results:
             return
         self.note_exits()
         _reap(self._processes)
         self.note_exits(by_us=True)
-        self.results = [self._result(rank, each) for rank, each in enumerate(self._processes)]
+        self.results = [self._result(rank, process) for rank, process in enumerate(self._processes)]
         if self.run_dir is not None and self.run_dir.is_dir():
             settle(self.run_dir)
         self._folder.cleanup()
 
     def _result(self, rank: int, process: BaseProcess) -> RankResult:
-        told = read_told(self.folder, rank)
+        output = read_output(self.folder, rank)
         result = RankResult(
-            rank, process.pid or 0, told.value, told.error, process.exitcode, told.stdout,
-            told.stderr,
-        )  # fmt: skip
+            rank=rank,
+            pid=process.pid or 0,
+            value=output.value,
+            error=output.error,
+            exitcode=process.exitcode,
+            stdout=output.stdout,
+            stderr=output.stderr,
+        )
         if process.pid:
             process.close()
         return result
@@ -231,13 +270,13 @@ def _base(port: int) -> dict[str, str | None]:
     }
 
 
-# DDP, FSDP, DTensor and pipelines all import dynamo, which takes as long as torch itself.
+# DDP, FSDP, DTensor and pipelines import dynamo, which takes as long to import as torch itself.
 _PRELOADED = ("numpy", "torch.distributed", "torch._dynamo", "rankcall.testing._child")
 _context: Any = None
 
 
 def _server() -> Any:
-    """Return the fork server's context; started once, with what ranks would import each."""
+    """Return the context of the fork server, which imports once what every rank needs."""
     global _context
     if _context is None:
         _context = multiprocessing.get_context("forkserver")
@@ -246,13 +285,13 @@ def _server() -> Any:
 
 
 def _reap(ranks: Sequence[BaseProcess]) -> None:
-    """End what is left: SIGABRT makes faulthandler dump all stacks, SIGKILL ends the rest."""
+    """Kill the ranks that still run, with SIGABRT for faulthandler's dump, then with SIGKILL."""
     for sig, wait_s in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 10.0)):
         alive = [process for process in ranks if process.pid and process.is_alive()]
         for process in alive:
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, sig)
-                os.kill(process.pid or 0, signal.SIGCONT)  # a stopped one takes no SIGABRT
+                os.kill(process.pid or 0, signal.SIGCONT)  # a stopped process takes no SIGABRT
         deadline = time.monotonic() + wait_s
         for process in alive:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Write a whole ring file at once, as ``settle`` leaves one behind."""
+"""Write a complete ring file at once, of the form that ``settle`` leaves in a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rankcall.ring.tables import CallSite, Group
 from rankcall.ring.writer import encode_group, encode_line, encode_site
 from rankcall.rundir import ring_name
 
-# All ranks of a large world enter the same group, one ring after the other.
+# The rings of a large world are written one after the other, and all contain the same groups.
 _encoded = functools.lru_cache(maxsize=64)(encode_group)
 
 
@@ -43,40 +43,40 @@ class RingSpec:
     capture: str = "native"
     anchor_mono_ns: int = 0
     anchor_epoch_ns: int = 0
-    closed: bool = True  # False: it was recording to the last
-    left: bool = False  # its program came to its end
-    aborted: bool = False  # its watcher ended it
-    native_beat_ns: int = 0  # 0: when its last op ended
+    closed: bool = True  # False: recording was never switched off
+    left: bool = False  # the program reached its end
+    aborted: bool = False  # the watcher ended the process
+    native_beat_ns: int = 0  # 0: the time when the last op ended
     python_beat_ns: int = 0
     records: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RECORD))
     entries: dict[tuple[int, bytes], int] = field(default_factory=dict)
 
     @property
     def pid(self) -> int:
-        """A number that tells ranks and attempts apart."""
+        """A number that differs between ranks and attempts."""
         return 1000 + self.rank + (self.attempt << 20)
 
     def string(self, text: str) -> int:
-        """Return the id of a string, entered once."""
+        """Return the id of a string, adding it if it is new."""
         return self._entry(ENTRY_STRING, text.encode())
 
     def group(self, group: Group) -> int:
-        """Return the id of a process group, entered once."""
+        """Return the id of a process group, adding it if it is new."""
         return self._entry(ENTRY_GROUP, _encoded(group))
 
     def site(self, site: CallSite) -> int:
-        """Return the id of a call site, entered once."""
+        """Return the id of a call site, adding it if it is new."""
         return self._entry(ENTRY_SITE, encode_site(site))
 
     def line(self, site: CallSite, text: str) -> int:
-        """Return the id of what the source says at a call site, entered once."""
+        """Return the id of a call site's source line, adding it if it is new."""
         return self._entry(ENTRY_LINE, encode_line(self.site(site), text))
 
     def _entry(self, kind: int, payload: bytes) -> int:
         return self.entries.setdefault((kind, payload), len(self.entries) + 1)
 
     def tables(self) -> bytes:
-        """Return the side tables as they stand in the file."""
+        """Return the bytes of the side tables."""
         parts = []
         for (kind, payload), number in self.entries.items():
             parts.append(struct.pack("<IIII", number, kind, len(payload), zlib.crc32(payload)))
@@ -85,9 +85,16 @@ class RingSpec:
 
 
 def write_ring(folder: Path, spec: RingSpec, capacity: int | None = None) -> Path:
-    """Write a closed ring into ``folder`` and return its path.
+    """Write a ring into a folder.
 
-    ``capacity`` (a power of two) makes the ring lap; without it the ring holds everything.
+    Args:
+        folder: The folder.
+        spec: The ring's contents.
+        capacity: How many records the ring holds, a power of two; older records are overwritten.
+            By default it holds all of them.
+
+    Returns:
+        The path of the ring.
     """
     count, tables = len(spec.records), spec.tables()
     fitting = 1 << max(count - 1, 63).bit_length()

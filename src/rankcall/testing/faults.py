@@ -1,8 +1,8 @@
 """Faults as a plan: which rank does what, at which collective.
 
-A plan is applied where the Python capture records: before an op is numbered and issued. So no
-function of torch is wrapped, every way to issue a collective is reached (DDP's reducer, FSDP,
-DTensor, pipelines), and without a plan nothing is there.
+The Python capture applies a plan to an op before it records and issues the op. So no function of
+torch is wrapped, and faults strike however a collective is issued (by DDP's reducer, FSDP, DTensor
+or a pipeline). Without a plan nothing is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One entry of a plan. ``at``, ``seq`` and ``group`` say at which op; None: at any."""
+    """One entry of a plan. ``at``, ``seq`` and ``group`` select the op; None means any."""
 
     kind: str
     rank: int
@@ -36,37 +36,40 @@ class Fault:
     seq: int = 1
     group: str | None = None
     times: int = 1
-    number: int = 0  # what the kind needs: a signal, an exit code, batches, a peer
+    number: int = 0  # depends on the kind: a signal, an exit code, a number of batches, a peer
     seconds: float = 0.0
     text: str = ""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a job."""
+        """Check the fields, as far as possible without a job."""
         if self.rank < 0:
             raise ValueError(f"a fault needs a rank from 0 on; got {self.rank}")
         if self.at is not None and self.at not in OPS[1:]:
-            raise ValueError(f"unknown op {self.at!r}; there are {', '.join(OPS[1:])}")
+            raise ValueError(f"unknown op {self.at!r}; the known ones are {', '.join(OPS[1:])}")
         if self.seq < 1:
             raise ValueError(f"sequence numbers count from 1; got {self.seq}")
         if self.times < 1:
-            raise ValueError(f"a fault happens once or more often; got times={self.times}")
+            raise ValueError(f"times must be 1 or more; got {self.times}")
         if not self.seconds >= 0:
             raise ValueError(f"seconds must not be negative; got {self.seconds}")
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Faults to plant. Each method returns a plan with one more; a plan never changes.
+    """Faults to plant. Each method returns a new plan with one more fault; a plan never changes.
 
-    ``FaultPlan().stop(rank=2, at="all_reduce", seq=17)``: rank 2 stops itself where it would
-    issue its 17th collective, at the first all_reduce from there on. ``at`` is a name of
-    ``rankcall.record.OPS`` (any op without it), ``seq`` the number that the record has in its
-    group (the first that is as large), ``group`` a group's name or description. Each happens
-    once, or ``times``.
+    For example, ``FaultPlan().stop(rank=2, at="all_reduce", seq=17)`` stops rank 2 before it issues
+    its 17th collective, or the first all_reduce after that. Every method that plants a fault at an
+    op takes these arguments:
 
-    Faults are planted where the Python capture records, so that is what records; the native one
-    hands each op on in C++. Apply a plan by ``spawn_ranks(..., faults=plan)``, or in each rank by
-    ``plan.arm()``.
+    * ``rank``: the rank at which the fault strikes.
+    * ``at``: the op, a name of ``rankcall.record.OPS``. By default any op.
+    * ``seq``: the lowest sequence number, as the record has it in its group.
+    * ``group``: a group's name or description. By default any group.
+
+    A fault strikes once, or ``times`` times. The Python capture applies the faults, so it does the
+    recording; the native capture passes each op on in C++. Apply a plan with
+    ``spawn_ranks(..., faults=plan)``, or call ``plan.arm()`` in each rank.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -106,7 +109,7 @@ class FaultPlan:
         group: str | None = None,
         code: int = 0,
     ) -> FaultPlan:
-        """Leave the program by ``SystemExit`` where the op would be issued."""
+        """Raise ``SystemExit`` instead of issuing the op; ``code`` is the exit status."""
         return self._with(Fault("exit", rank, at, seq, group, number=code))
 
     def fail(
@@ -118,7 +121,7 @@ class FaultPlan:
         group: str | None = None,
         message: str = "injected",
     ) -> FaultPlan:
-        """Raise ``InjectedFault`` where the op would be issued."""
+        """Raise ``InjectedFault`` instead of issuing the op."""
         return self._with(Fault("fail", rank, at, seq, group, text=message))
 
     def hang(
@@ -130,7 +133,7 @@ class FaultPlan:
         group: str | None = None,
         hold_gil: bool = False,
     ) -> FaultPlan:
-        """Hang before the op is issued: in Python, or in C with the GIL held."""
+        """Hang before the op is issued, in Python, or in C with the GIL held."""
         kind = "hold_gil" if hold_gil else "delay"
         return self._with(Fault(kind, rank, at, seq, group, seconds=FOR_EVER))
 
@@ -144,7 +147,7 @@ class FaultPlan:
         seconds: float,
         times: int = 1,
     ) -> FaultPlan:
-        """Sleep before the op is issued: with many ``times`` the rank is a straggler."""
+        """Sleep before the op is issued. With a large ``times`` the rank is a straggler."""
         return self._with(Fault("delay", rank, at, seq, group, times, seconds=seconds))
 
     # --- what is issued ---
@@ -158,16 +161,16 @@ class FaultPlan:
         group: str | None = None,
         times: int = 1,
     ) -> FaultPlan:
-        """Leave the op out; the program goes on as if it had completed.
+        """Do not issue the op; the program goes on as if it had completed.
 
-        A send left out is an unmatched receive on its peer.
+        A skipped send leaves an unmatched receive on its peer.
         """
         return self._with(Fault("skip", rank, at, seq, group, times))
 
     def swap(
         self, rank: int, at: str | None = None, seq: int = 1, *, group: str | None = None
     ) -> FaultPlan:
-        """Issue the op after the next one, of whatever group: the wrong order."""
+        """Issue the op after the next one of any group, which is the wrong order."""
         return self._with(Fault("swap", rank, at, seq, group))
 
     def change(
@@ -181,16 +184,17 @@ class FaultPlan:
     ) -> FaultPlan:
         """Issue the op with another ``shape``, ``dtype``, ``root``, ``reduce_op`` or ``tag``.
 
-        Tensors become twice as long; float64 takes the place of another dtype (float32 that of
-        float64); root and tag count one further; max takes the place of another reduce op (min
-        that of max). The op works on copies: the program's own tensors keep what they hold.
+        ``what`` names the argument to change. Tensors become twice as long. The dtype becomes
+        float64, or float32 if it is float64. The root and the tag increase by one. The reduce op
+        becomes max, or min if it is max. The op works on copies, so the program's own tensors keep
+        their contents.
         """
         if what not in CHANGES:
-            raise ValueError(f"{what!r} cannot be changed; there are {', '.join(CHANGES)}")
+            raise ValueError(f"cannot change {what!r}; choose one of {', '.join(CHANGES)}")
         return self._with(Fault("change", rank, at, seq, group, text=what))
 
     def slow_link(self, src: int, dst: int, *, seconds: float) -> FaultPlan:
-        """Have every receive of ``dst`` from ``src`` take ``seconds`` longer."""
+        """Make every receive of ``dst`` from ``src`` take ``seconds`` longer."""
         return self._with(
             Fault("slow_link", dst, "recv", times=1 << 62, number=src, seconds=seconds)
         )
@@ -198,27 +202,29 @@ class FaultPlan:
     # --- its data ---
 
     def exhaust(self, rank: int, after: int) -> FaultPlan:
-        """Let the rank's data run out ``after`` so many batches of ``FaultPlan.batches``."""
+        """End the rank's data after ``after`` batches of ``FaultPlan.batches``."""
         if after < 0:
-            raise ValueError(f"a rank has no fewer than 0 batches; got {after}")
+            raise ValueError(f"after must be 0 or more batches; got {after}")
         return self._with(Fault("exhaust", rank, number=after))
 
     def batches(self, data: Iterable[T], rank: int) -> Iterator[T]:
-        """Yield the data as this rank gets them under the plan."""
-        most = [each.number for each in self.faults if (each.kind, each.rank) == ("exhaust", rank)]
+        """Yield the batches that this rank gets under the plan."""
+        limits = [
+            fault.number for fault in self.faults if (fault.kind, fault.rank) == ("exhaust", rank)
+        ]
         for done, batch in enumerate(data):
-            if most and done >= min(most):
+            if limits and done >= min(limits):
                 return
             yield batch
 
     # --- applying it ---
 
     def arm(self, rank: int | None = None) -> Injection:
-        """Plant this rank's faults in this process, from now on; ``remove()`` takes them out.
+        """Plant this rank's faults in this process; ``remove()`` of the result removes them.
 
-        ``rank`` is found out where the environment or torch says it. Recording goes on with the
-        Python capture, which is started where there is none. Raises ``CaptureUnavailable`` where
-        the native one is recording (set ``RANKCALL_CAPTURE=python``) or another plan is armed.
+        ``rank`` is by default the rank that the environment or torch says. This starts recording
+        with the Python capture if nothing is recording. Raises ``CaptureUnavailable`` if the native
+        capture is recording (set ``RANKCALL_CAPTURE=python``) or another plan is armed.
         """
         from rankcall.testing._inject import Injection
 

@@ -1,8 +1,8 @@
-"""Runs that never ran: real ring files of a world of any size, with known times.
+"""Synthetic runs: real ring files of a world of any size, with known times.
 
-The model is a job in lock step. Before each op every rank computes for a while (jittered; longer
-on a straggler), then the op synchronises its members. All times are made in one true clock and
-written in each host's own, so that a test knows what the analysis has to find.
+The model is a job in lock step. Before each op every rank computes for some time, with a jitter,
+and longer on a straggler. Then the op synchronises its members. All times are computed in one true
+clock and written in the clock of each host. So a test knows the result that the analysis must have.
 """
 
 from __future__ import annotations
@@ -39,10 +39,16 @@ BOOT_NS = 5_000_000_000_000
 class Op:
     """One line of a synthetic program.
 
-    ``message_bytes`` is one rank's tensor (for all_gather: the whole output). ``op`` is a name
-    of ``record.OPS``, or ``exchange``: each member sends to the next and receives from the one
-    before. ``family`` names a set of disjoint groups; each runs the op among its members. ``code``
-    is what the source says at ``line``.
+    Attributes:
+        op: A name of ``record.OPS``, or ``exchange``: each member sends to the next member and
+            receives from the previous one.
+        message_bytes: The size of one rank's tensor; for all_gather, of the whole output.
+        family: The name of a set of disjoint groups. Each group runs the op among its members.
+        root: The root's rank within its group.
+        line: The number of the source line.
+        function: The function around it.
+        transfer_ms: The time that the op takes; by default it follows from ``Pace``.
+        code: The text of the source line.
     """
 
     op: str = "all_reduce"
@@ -60,14 +66,14 @@ PROGRAM = (Op(message_bytes=25 << 20), Op(message_bytes=25 << 20, line=11), Op(m
 
 @dataclass
 class Synthetic:
-    """What was written, and the truth behind it, in ns of the true clock."""
+    """The run that was written, and its true times, in ns of the true clock."""
 
     path: Path
-    hosts: list[str]  # of each rank
+    hosts: list[str]  # the host of each rank
     clock_offsets_ns: dict[str, int]
-    program: list[Op]  # what was issued, in order
-    arrivals: Times  # [issued, rank]; -1: not a member
-    ends: Times  # [issued, rank]; -1: not a member
+    program: list[Op]  # the ops that were issued, in order
+    arrivals: Times  # [op, rank]; -1: not a member
+    ends: Times  # [op, rank]; -1: not a member
     families: dict[str, list[list[int]]] = field(default_factory=dict)
     planted: tuple[Planted, ...] = ()
     over_ns: int = 0  # when the job was last seen
@@ -75,7 +81,7 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things take."""
+    """How long computing and transfers take."""
 
     compute_ms: float = 2.0
     jitter_ms: float = 0.05
@@ -84,7 +90,7 @@ class Pace:
     latency_ms: float = 0.05
 
     def transfer_ns(self, op: Op) -> float:
-        """Return the time that an op takes once all members have come."""
+        """Return the time that an op takes after all members have arrived."""
         if op.transfer_ms is not None:
             return op.transfer_ms * 1e6
         return self.latency_ms * 1e6 + op.message_bytes / self.gbps
@@ -112,16 +118,31 @@ def synthetic_run(
     hung_s: float = 120.0,
     seed: int = 0,
 ) -> Synthetic:
-    """Write the rings of a run that issued ``collectives`` ops of ``program``, over and over.
+    """Write the rings of a run that repeats ``program`` until it has issued ``collectives`` ops.
 
-    ``hosts``: how many, or their names; ranks are spread over them in blocks.
-    ``straggler``: rank(s) that compute ``straggler_ms`` longer before each op.
-    ``clock_offsets_ns``: per host, how far its clock is ahead of the true one, both monotonic
-    and epoch; ``clock_drift_ppm``: per host; ``epoch_errors_ns``: per host, of the epoch alone.
-    ``groups``: further families of disjoint groups.
-    ``per_step``: ops per optimizer step, 0 for a job without one. ``capacity``: records a ring
-    holds, when it shall lap. ``without_ranks`` leave no ring. ``planted`` are faults that hang the
-    job, for ``hung_s`` until it is last seen. Returns the truth.
+    Args:
+        path: The run directory to write.
+        ranks: The number of ranks.
+        collectives: The number of ops.
+        hosts: The number of hosts, or their names. Each host has a block of consecutive ranks.
+        straggler: The rank or ranks that compute ``straggler_ms`` longer before each op.
+        straggler_ms: See ``straggler``.
+        clock_offsets_ns: Per host, how far both of its clocks are ahead of the true one.
+        clock_drift_ppm: Per host, how fast its clock runs away from the true one.
+        epoch_errors_ns: Per host, the error of its epoch clock alone.
+        groups: Further families of disjoint groups.
+        program: The ops of one repetition.
+        per_step: The number of ops per optimizer step, or 0 for a job without an optimizer.
+        pace: How long computing and transfers take.
+        capacity: How many records a ring holds, if older ones are to be overwritten.
+        attempt: The number of the elastic attempt.
+        without_ranks: Ranks that leave no ring.
+        planted: Faults that hang the job.
+        hung_s: How long the job has hung when it is last seen.
+        seed: The seed of the jitter.
+
+    Returns:
+        The run with its true times.
     """
     names = _host_names(hosts)
     host_of = [rank * len(names) // ranks for rank in range(ranks)]
@@ -149,14 +170,14 @@ def synthetic_run(
 
 
 def _end(truth: Synthetic, spec: RingSpec, rank: int) -> None:
-    """Let a rank of a job that hangs live on, stand still, or be gone, as was planted."""
+    """Set the heartbeats and the exit of a rank in a job that hangs, as its fault demands."""
     if not truth.planted:
         return
-    fault = next((each for each in truth.planted if rank in each.ranks), None)
+    fault = next((planted for planted in truth.planted if rank in planted.ranks), None)
     spec.closed = False
     last = truth.over_ns
     if fault is not None and fault.kind in ("dead", "stopped", "exhausted"):
-        # It came to its end on the way to the first call that it did not issue.
+        # The rank ended or stopped on the way to the first op that it did not issue.
         last = int(max(truth.arrivals[:, rank].max(), truth.ends[:, rank].max(), 0)) + 1_000_000
     spec.native_beat_ns = spec.python_beat_ns = spec.anchor_mono_ns + last
     if fault is not None and fault.kind in ("dead", "exhausted"):
@@ -172,9 +193,13 @@ def _host_names(hosts: int | Sequence[str]) -> list[str]:
     return [f"node-{i}" for i in range(hosts)] if isinstance(hosts, int) else list(hosts)
 
 
-def _straggling(ranks: int, who: int | Sequence[int] | None, ms: float) -> npt.NDArray[np.float64]:
+def _straggling(
+    ranks: int, stragglers: int | Sequence[int] | None, ms: float
+) -> npt.NDArray[np.float64]:
+    """Return by how many ns each rank is slow."""
     slow = np.zeros(ranks)
-    slow[[] if who is None else [who] if isinstance(who, int) else list(who)] = ms * 1e6
+    if stragglers is not None:
+        slow[[stragglers] if isinstance(stragglers, int) else list(stragglers)] = ms * 1e6
     return slow
 
 
@@ -192,7 +217,7 @@ def _simulate(
     pace: Pace,
     rng: np.random.Generator,
 ) -> tuple[Times, Times]:
-    """Return when each rank came to each op and when it left, in true ns."""
+    """Return when each rank arrived at each op and when it left, in true ns."""
     arrivals = np.full((len(issued), len(slow)), -1, np.int64)
     ends = np.full_like(arrivals, -1)
     now = rng.uniform(0, 1e6, len(slow))
@@ -200,47 +225,47 @@ def _simulate(
     for row, op in enumerate(issued):
         for ranks in members[op.family]:
             compute = pace.compute_ms * 1e6 + slow[ranks]
-            came = now[ranks] + compute + rng.exponential(pace.jitter_ms * 1e6, len(ranks))
-            left = _leave(op, came, pace.transfer_ns(op))
+            arrived = now[ranks] + compute + rng.exponential(pace.jitter_ms * 1e6, len(ranks))
+            left = _leave(op, arrived, pace.transfer_ns(op))
             left = left + rng.exponential(pace.end_jitter_ms * 1e6 + 1e-9, len(ranks))
-            arrivals[row, ranks], ends[row, ranks] = came, left
+            arrivals[row, ranks], ends[row, ranks] = arrived, left
             now[ranks] = left
     return arrivals, ends
 
 
-def _leave(op: Op, came: npt.NDArray[np.float64], transfer: float) -> npt.NDArray[np.float64]:
-    """Return when each member leaves, by what it has to wait for."""
+def _leave(op: Op, arrived: npt.NDArray[np.float64], transfer: float) -> npt.NDArray[np.float64]:
+    """Return when each member leaves, from the arrivals of the members that it waits for."""
     if op.op in _FROM_ROOT:
-        return np.asarray(np.maximum(came, came[op.root]) + transfer)
+        return np.asarray(np.maximum(arrived, arrived[op.root]) + transfer)
     left: npt.NDArray[np.float64]
     if op.op in _TO_ROOT:
-        left = came + transfer
-        left[op.root] = came.max() + transfer
+        left = arrived + transfer
+        left[op.root] = arrived.max() + transfer
         return left
     if op.op == "exchange":
-        return np.maximum(came, np.roll(came, 1)) + transfer
+        return np.maximum(arrived, np.roll(arrived, 1)) + transfer
     if op.op not in SYNCHRONISING:
         raise ValueError(f"a synthetic run has no op {op.op!r}")
-    together: npt.NDArray[np.float64] = np.full(len(came), float(came.max()) + transfer)
+    together: npt.NDArray[np.float64] = np.full(len(arrived), float(arrived.max()) + transfer)
     return together
 
 
 def _ring_spec(
     truth: Synthetic, rank: int, per_step: int, drift_ppm: float, attempt: int
 ) -> RingSpec:
-    """Gather one rank's records, in its host's own clock."""
+    """Return one rank's records, in the clock of its host."""
     host = truth.hosts[rank]
     rows = np.flatnonzero(truth.arrivals[:, rank] >= 0)
-    mine = {key: _group_of(rank, value) for key, value in truth.families.items()}
+    own_groups = {key: _group_of(rank, value) for key, value in truth.families.items()}
     spec = RingSpec(rank, len(truth.hosts), host, attempt)
     clock = BOOT_NS + truth.clock_offsets_ns[host]
     spec.anchor_mono_ns, spec.anchor_epoch_ns = clock, EPOCH_NS + truth.clock_offsets_ns[host]
-    spec.records = _records(truth.program, rows, mine, rank, per_step, spec)
+    spec.records = _records(truth.program, rows, own_groups, rank, per_step, spec)
     repeat = [2 if truth.program[row].op == "exchange" else 1 for row in rows]
     for name, times in (("enqueued_ns", truth.arrivals), ("completed_ns", truth.ends)):
         true = np.repeat(times[rows, rank], repeat)
-        there = true + clock + (true * (drift_ppm * 1e-6)).astype(np.int64)
-        spec.records[name] = np.where(true == OPEN, 0, there)
+        on_host = true + clock + (true * (drift_ppm * 1e-6)).astype(np.int64)
+        spec.records[name] = np.where(true == OPEN, 0, on_host)
     spec.records["status"][spec.records["completed_ns"] == 0] = STATUSES.index("started")
     spec.records["started_ns"] = spec.records["enqueued_ns"]
     for fault in truth.planted:
@@ -250,7 +275,7 @@ def _ring_spec(
 
 
 def _change(record: Any, fault: Planted, rank: int) -> None:
-    """Let a rank do something else than the others do."""
+    """Change a rank's record so that it differs from those of the other ranks."""
     if fault.kind == "desync":
         record["op"], record["message_bytes"] = OPS.index("barrier"), 1
     elif fault.kind == "mismatch":
@@ -268,16 +293,18 @@ def _group_of(rank: int, groups: list[list[int]]) -> list[int]:
 def _records(
     program: list[Op],
     rows: npt.NDArray[np.intp],
-    mine: dict[str, list[int]],
+    own_groups: dict[str, list[int]],
     rank: int,
     per_step: int,
     spec: RingSpec,
 ) -> npt.NDArray[Any]:
-    """Fill in everything but the times."""
+    """Return the records of one rank without their times."""
     kinds = list(dict.fromkeys(program[row] for row in rows))
-    groups = {op.family: _group(op.family, mine[op.family]) for op in kinds}
+    groups = {op.family: _group(op.family, own_groups[op.family]) for op in kinds}
     families = list(groups)
-    lines = {op: _template(op, mine[op.family], rank, groups[op.family], spec) for op in kinds}
+    lines = {
+        op: _template(op, own_groups[op.family], rank, groups[op.family], spec) for op in kinds
+    }
     which = np.array([kinds.index(program[row]) for row in rows], np.intp)
     counts = np.array([len(lines[op]) for op in kinds], np.intp)
     stacked = np.concatenate([lines[op] for op in kinds]) if kinds else np.zeros(0, RECORD)
@@ -333,7 +360,7 @@ def _template(op: Op, members: list[int], rank: int, group: Group, spec: RingSpe
 
 
 def _in_out(op: Op, size: int, own: int) -> tuple[int, int]:
-    """Return the bytes of inputs and outputs, as capture records them."""
+    """Return the sizes of the inputs and outputs, as the capture records them."""
     data, root = op.message_bytes, own == op.root
     return {
         "all_gather": (data // size, data),

@@ -1,7 +1,7 @@
-"""Describe every collective while the job runs, and send the descriptions where people look.
+"""Describe every collective while the job runs, and send the descriptions to sinks.
 
-One call, ``enable()``, on every rank; or no call: ``rankcall run --trace ALL``. The descriptions'
-fields, who describes what, and the sinks are in docs/guides/trace.md.
+Call ``enable()`` on every rank, or start the job with ``rankcall run --trace ALL``. The fields of a
+description, the rank that describes an op, and the sinks are in docs/guides/trace.md.
 """
 
 from __future__ import annotations
@@ -54,16 +54,27 @@ def enable(
     print_: bool | None = None,
     sinks: Sequence[Sink | RecordSink | str] | None = None,
 ) -> Trace:
-    """Describe every collective of this process from now on; return what switches it off again.
+    """Describe every collective of this process from now on.
 
-    Call it on every rank, before or after ``init_process_group``. ``mode`` is ``ALL``,
-    ``CROSSNODE`` (only ops between hosts) or ``NONE``, in any case (default:
-    ``TORCH_DISTRIBUTED_TRACING``, or ``CROSSNODE``). ``print_`` prints descriptions on stdout
-    (default: ``TORCH_DISTRIBUTED_TRACING_PRINT``, or not). ``sinks`` get all of them, on a thread
-    of rankcall's: sinks, or names of installed ones.
+    Call it on every rank, before or after ``init_process_group``. Rank 0 says on stderr which ops
+    are traced. This switches recording on if it is off.
 
-    Rank 0 says on stderr what is traced. Recording is switched on if it is not. Raises
-    ``ValueError`` for an unknown mode or sink, ``TypeError`` for what is no sink, ``TorchMissing``.
+    Args:
+        mode: ``ALL``, ``CROSSNODE`` (only ops between hosts) or ``NONE``, in upper or lower case.
+            The default is the value of ``TORCH_DISTRIBUTED_TRACING``, or else ``CROSSNODE``.
+        print_: Whether to print descriptions on stdout. The default is the value of
+            ``TORCH_DISTRIBUTED_TRACING_PRINT``, or else no.
+        sinks: Sinks, or names of installed sinks. They get every description, on a thread that
+            rankcall owns.
+
+    Returns:
+        The trace; its ``remove()`` switches tracing off.
+
+    Raises:
+        ValueError: The mode or the name of a sink is unknown.
+        TypeError: An element of ``sinks`` is neither a sink nor a name.
+        ExtraMissing: A sink needs a package that is not installed.
+        TorchMissing: torch is absent or too old.
     """
     switches = settle(mode, print_)
     chosen = _chosen(switches, sinks)
@@ -87,9 +98,9 @@ shunt_torch_communication = enable
 
 
 def arm() -> None:
-    """Trace, and keep the history, as the launcher asked by environment.
+    """Trace, and keep the history, as the launcher's environment variables say.
 
-    Never raises; says on stderr what went wrong.
+    Never raises; prints errors on stderr.
     """
     try:
         if os.environ.get("RANKCALL_HISTORY"):
@@ -97,13 +108,13 @@ def arm() -> None:
         if os.environ.get("RANKCALL_TRACE"):
             named = os.environ.get("RANKCALL_TRACE_SINKS", "jsonl")
             names = [name.strip() for name in named.split(",") if name.strip()]
-            enable(sinks=[*names, *([] if "nvtx" in names else _listened_to())])
+            enable(sinks=[*names, *([] if "nvtx" in names else _nvtx_sinks())])
     except Exception as error:
         say(f"not tracing: {error}")
 
 
 class _Off(Trace):
-    """What ``enable`` returns where nothing is traced."""
+    """The trace that ``enable`` returns for the mode ``NONE``."""
 
     def flush(self, timeout: float = 2.0) -> bool:
         """Do nothing."""
@@ -121,27 +132,27 @@ class _Off(Trace):
 def _chosen(
     switches: Switches, sinks: Sequence[Sink | RecordSink | str] | None
 ) -> list[Sink | RecordSink]:
-    """Return the sinks that were asked for, in one way or another."""
+    """Return the sinks that the caller named, and those that the environment asks for."""
     if isinstance(sinks, (str, Sink, RecordSink)):
         raise TypeError("sinks must be a list: sinks=[...]")
     chosen: list[Sink | RecordSink] = []
     for sink in sinks or ():
-        found = made(sink) if isinstance(sink, str) else sink
-        if not isinstance(found, (Sink, RecordSink)) or isinstance(found, type):
+        made_sink = made(sink) if isinstance(sink, str) else sink
+        if not isinstance(made_sink, (Sink, RecordSink)) or isinstance(made_sink, type):
             raise TypeError(
-                f"a sink is an object with the methods open, write and close; got {found!r}"
+                f"a sink is an object with the methods open, write and close; got {made_sink!r}"
             )
-        chosen.append(found)
+        chosen.append(made_sink)
     prints = any(isinstance(sink, Stdout) for trace in live() for sink in trace.sinks)
     if switches.print_ and not prints and not any(isinstance(sink, Stdout) for sink in chosen):
         chosen.insert(0, Stdout())
     if sinks is None:
-        chosen += _listened_to()
+        chosen += _nvtx_sinks()
     return chosen
 
 
-def _listened_to() -> list[Sink]:
-    """Return a sink for the tool that listens to NVTX, if there is one; say where it cannot be."""
+def _nvtx_sinks() -> list[Sink]:
+    """Return a sink for the tool that listens to NVTX, or no sink if no tool listens."""
     if not os.environ.get("NVTX_INJECTION64_PATH"):
         return []
     sink = Nvtx()
@@ -154,7 +165,7 @@ def _listened_to() -> list[Sink]:
 
 
 def _hosts() -> tuple[Hosts, Callable[[], Any]]:
-    """Return who knows which ranks are on other hosts, and what lets go of the store it asks."""
+    """Return the table of the ranks' hosts, and the function that closes its store connection."""
     from rankcall.rundir import host_name
 
     here = ranks_of_this_node()

@@ -1,4 +1,4 @@
-"""Turn records into descriptions: names, sizes, bandwidths, and whose business they are."""
+"""Turn records into descriptions: names, sizes, bandwidths, and the rank that prints each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIZED = ("op", "message_bytes", "in_bytes", "out_bytes")
 
 
 class _Known(NamedTuple):
-    """What a (variant, call site, group) means."""
+    """The fields that all records of one (variant, call site, group) share."""
 
     kind: Kind
     group: Group
@@ -40,21 +40,21 @@ class _Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Describer:
-    """Describes the records of one ring. ``span`` is asked only where the mode is CROSSNODE."""
+    """Describes the records of one ring. ``span`` is used only if the mode is ``CROSSNODE``."""
 
     teller: Teller
-    epoch_ns: int  # of the monotonic clock's zero
+    epoch_ns: int  # when the monotonic clock read zero
     mode: Mode = Mode.ALL
     span: Span | None = None
 
     def describe(self, rows: Rows, issued: Flags, tables: Tables, dropped: int = 0) -> Descriptions:
-        """Describe records in their order; ``issued`` tells which of them are in flight.
+        """Describe records in their order; ``issued`` marks those that are still in flight.
 
-        What others describe, and what the mode leaves out, is left out.
+        The result has no descriptions of ops that another rank describes or that the mode excludes.
         """
         rank = self.teller.rank
         known, which = _known(rows, tables)
-        place = _by(known, which, lambda each: _place(each.group.ranks, rank))
+        place = _by(known, which, lambda meaning: _place(meaning.group.ranks, rank))
         wanted = ~np.isin(rows["op"], ROOT_ONLY) | (rows["root"] == place) | (place < 0)
         if self.mode is Mode.CROSSNODE and self.span is not None:
             wanted &= self._crossing(rows, known, which)
@@ -64,10 +64,11 @@ class Describer:
         return self._columns(rows, issued, tables, known, which, place, dropped)
 
     def _crossing(self, rows: Rows, known: list[_Known], which: Column) -> Flags:
-        """Tell which ops cross hosts: by their peer, else (and from any source) by their group."""
+        """Mark the ops that cross hosts: by their peer, or by their group if no peer is known."""
         assert self.span is not None
         span = self.span
-        wanted = _by(known, which, lambda each: span.crosses(each.group.ranks)).astype(np.bool_)
+        crosses = _by(known, which, lambda meaning: span.crosses(meaning.group.ranks))
+        wanted = crosses.astype(np.bool_)
         named = (rows["kind"] == _P2P) & (rows["peer"] >= 0)
         named &= rows["flags"] & FLAG_ANY_SOURCE == 0
         for at in np.flatnonzero(named).tolist():
@@ -85,16 +86,17 @@ class Describer:
         place: Column,
         dropped: int,
     ) -> Descriptions:
-        objects = _by(known, which, lambda each: each.is_object).astype(np.bool_)
-        lengths = objects & (rows["dtype"] != PICKLES)  # of pickles: no message of the caller's
+        objects = _by(known, which, lambda meaning: meaning.is_object).astype(np.bool_)
+        # An object function first sends the lengths of its pickles. The caller sent no such bytes.
+        lengths = objects & (rows["dtype"] != PICKLES)
         duration = _durations(rows, issued)
         moved, factor = _moved(rows, known, which, lengths)
         with np.errstate(divide="ignore", invalid="ignore"):
             algbw = np.where((duration > 0) & (moved > 0), moved / duration / 1e-3, np.nan)
         algbw /= BYTES_PER_GB
-        coalesced = _by(known, which, lambda each: each.coalesced).astype(np.bool_)
+        coalesced = _by(known, which, lambda meaning: meaning.coalesced).astype(np.bool_)
         together = (coalesced & (rows["tensors"] > 1)) | _by(
-            known, which, lambda each: each.correlates
+            known, which, lambda meaning: meaning.correlates
         ).astype(np.bool_)
         p2p, root = rows["kind"] == _P2P, rows["root"]
         columns: dict[str, Column] = {
@@ -116,7 +118,7 @@ class Describer:
             "prints": p2p | np.where(root >= 0, root == place, place <= 0),
             "first": np.ones(len(rows), np.bool_),
         }
-        kinds = tuple(each.kind for each in known)
+        kinds = tuple(meaning.kind for meaning in known)
         if (coalesced & (rows["tensors"] > 1)).any():
             columns = _each_tensor(columns, rows, coalesced, tables)
         return Descriptions(self.teller, kinds, columns, dropped)
@@ -125,12 +127,21 @@ class Describer:
 def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) -> Descriptions:
     """Describe all records of a ring that was read (``rankcall.load(...).rings``).
 
-    ``CROSSNODE`` needs ``span``. ``gpu_serial`` and ``vm_id`` are not recorded: ``unknown``. Raises
-    ``ValueError`` for an unknown mode.
+    Args:
+        ring: The ring.
+        mode: ``ALL``, ``CROSSNODE`` (only ops between hosts) or ``NONE``.
+        span: Knows which ranks are on other hosts; ``CROSSNODE`` needs it.
+
+    Returns:
+        The descriptions, in issue order per group. Their ``gpu_serial`` and ``vm_id`` are
+        ``unknown``, because records do not have them.
+
+    Raises:
+        ValueError: The mode is unknown, or it is ``CROSSNODE`` and ``span`` is missing.
     """
     chosen = mode_of(mode)
     if chosen is Mode.CROSSNODE and span is None:
-        raise ValueError("CROSSNODE needs span: who is on which host")
+        raise ValueError("the mode CROSSNODE needs span=, which knows each rank's host")
     header = ring.header
     rows = ring.records[:0] if chosen is Mode.NONE else ring.records
     over = rows["status"] >= STATUSES.index("completed")
@@ -143,11 +154,11 @@ def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) 
 
 
 def _known(rows: Rows, tables: Tables) -> tuple[list[_Known], Column]:
-    """Return what the distinct (variant, call site, group) mean, and each row's place there."""
+    """Return the meaning of each distinct (variant, call site, group), and each row's index."""
     code = rows["variant"].astype(np.int64)
     for name in ("call_site", "group"):
         ids = rows[name]
-        if ids.max(initial=0) > _MANY:  # ids count from 1: a damaged file
+        if ids.max(initial=0) > _MANY:  # ids count up from 1, so this file is damaged
             ids = np.unique(ids, return_inverse=True)[1]
         code = code * (int(ids.max(initial=0)) + 1) + ids
     _, first, which = np.unique(code, return_index=True, return_inverse=True)
@@ -166,9 +177,9 @@ def _meaning(row: Rows, tables: Tables) -> _Known:
 
 
 def _by(known: list[_Known], which: Column, value: object) -> Column:
-    """Return a value that depends on the meaning only, for each row."""
+    """Return a value for each row that depends only on the row's meaning."""
     assert callable(value)
-    return np.array([value(each) for each in known], np.int64)[which]
+    return np.array([value(meaning) for meaning in known], np.int64)[which]
 
 
 def _place(ranks: tuple[int, ...], rank: int) -> int:
@@ -176,7 +187,7 @@ def _place(ranks: tuple[int, ...], rank: int) -> int:
 
 
 def _durations(rows: Rows, issued: Flags) -> npt.NDArray[np.float64]:
-    """Return how long each op took, in ms: the device's time where there is one, NaN if unknown."""
+    """Return each op's duration in ms: the device's time if it was measured, NaN if unknown."""
     started = np.where(rows["started_ns"] == 0, rows["enqueued_ns"], rows["started_ns"])
     took = np.round((rows["completed_ns"] - started) / 1e6, 6)
     took = np.where(np.isnan(rows["device_ms"]), took, rows["device_ms"])
@@ -188,26 +199,26 @@ def _durations(rows: Rows, issued: Flags) -> npt.NDArray[np.float64]:
 def _moved(
     rows: Rows, known: list[_Known], which: Column, lengths: Flags
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return S (bytes) and f, as nccl-tests has them, of each row."""
+    """Return S (in bytes) and f of each row, as nccl-tests defines them."""
     moved, factor = np.zeros(len(rows)), np.zeros(len(rows))
-    members = _by(known, which, lambda each: len(each.group.ranks))
+    members = _by(known, which, lambda meaning: len(meaning.group.ranks))
     for n in np.unique(members).tolist():
-        mine = members == n
-        part = {name: np.ascontiguousarray(rows[name][mine]) for name in _SIZED}
-        moved[mine] = sizes(part, n)
+        of_size = members == n
+        part = {name: np.ascontiguousarray(rows[name][of_size]) for name in _SIZED}
+        moved[of_size] = sizes(part, n)
         for op in np.unique(part["op"]).tolist():
-            factor[mine & (rows["op"] == op)] = bus_factor(OPS[op], n)
+            factor[of_size & (rows["op"] == op)] = bus_factor(OPS[op], n)
     moved[lengths] = 0
     return moved, factor
 
 
 def _global(local: Column, known: list[_Known], which: Column) -> Column:
-    """Translate ranks within their groups to global ones; -1 where none applies."""
+    """Translate ranks within their groups to global ranks; -1 stays -1 (no such rank)."""
     result = np.full(len(local), -1, np.int64)
     if (local < 0).all():
         return result
-    for number, each in enumerate(known):
-        ranks = np.array(each.group.ranks, np.int64)
+    for number, meaning in enumerate(known):
+        ranks = np.array(meaning.group.ranks, np.int64)
         rows = (which == number) & (local >= 0) & (local < len(ranks))
         result[rows] = ranks[local[rows]]
     return result
@@ -216,7 +227,7 @@ def _global(local: Column, known: list[_Known], which: Column) -> Column:
 def _each_tensor(
     columns: dict[str, Column], rows: Rows, coalesced: Column, tables: Tables
 ) -> dict[str, Column]:
-    """Make one description of each tensor of a coalesced op, its bytes by its elements."""
+    """Make one description for each tensor of a coalesced op; split the bytes by element counts."""
     times = np.ones(len(rows), np.int64)
     shares: dict[int, list[int]] = {}
     for at in np.flatnonzero(coalesced & (rows["tensors"] > 1)).tolist():

@@ -1,4 +1,4 @@
-"""Descriptions, many at a time: columns for sinks that count, lines and dicts for the others."""
+"""A batch of descriptions: columns for sinks that add up, lines and dicts for the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_RANK = -1
 
 @dataclass(frozen=True)
 class Kind:
-    """What all descriptions of one op, from one line, in one group have in common."""
+    """The fields that all descriptions of one op, from one source line, in one group share."""
 
     name: str
     source_line: str
@@ -34,7 +34,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Teller:
-    """Whose descriptions they are."""
+    """The rank that describes, with the names of its device and machine."""
 
     rank: int
     gpu_serial: str = "unknown"
@@ -45,23 +45,28 @@ class Teller:
 class Descriptions:
     """Some descriptions of one rank, in issue order per group. Iterating yields them as dicts.
 
-    ``columns`` has one element for each: ``kind`` (a place in ``kinds``), ``message_size``,
-    ``device`` (-1: cpu), ``issued_ns`` (since the epoch), ``peer_rank``, ``root_rank`` (-1: none),
-    ``correlation_id`` (0: none), ``seq``, ``dtype`` (a code), ``duration_ms``, ``algbw_gbps``,
-    ``busbw_gbps`` (NaN: not known), ``step``, ``in_flight``, ``failed``, ``prints`` (this rank is
-    the one that prints it) and ``first`` (false for the further tensors of one coalesced op).
+    Attributes:
+        teller: The rank that describes.
+        kinds: The distinct kinds, to which the column ``kind`` refers.
+        columns: Arrays with one element for each description: ``kind`` (an index into ``kinds``),
+            ``message_size``, ``device`` (-1: cpu), ``issued_ns`` (since the epoch), ``peer_rank``
+            and ``root_rank`` (-1: no such rank), ``correlation_id`` (0: not correlated), ``seq``,
+            ``dtype`` (a code), ``duration_ms``, ``algbw_gbps``, ``busbw_gbps`` (NaN: unknown),
+            ``step``, ``in_flight``, ``failed``, ``prints`` (whether this rank prints it) and
+            ``first`` (false for the second and later tensors of one coalesced op).
+        dropped: How many ops were missed before the first of these.
     """
 
     teller: Teller
     kinds: tuple[Kind, ...]
     columns: dict[str, Column]
-    dropped: int = 0  # ops missed before the first of these
+    dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.columns["kind"])
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Descriptions:
-        """Return the wanted ones."""
+        """Return the descriptions whose element of ``wanted`` is true."""
         if wanted.all():
             return self
         columns = {name: column[wanted] for name, column in self.columns.items()}
@@ -89,7 +94,7 @@ class Descriptions:
             "gpu_serial": teller.gpu_serial,
             "vm_id": teller.vm_id,
             "group_ranks": list(kind.group_ranks),
-            **{name: row[name] for name, there in applies.items() if there},
+            **{name: row[name] for name, has_value in applies.items() if has_value},
             "seq": row["seq"],
             "group": kind.group,
             "dtype": DTYPES[row["dtype"]],
@@ -97,7 +102,7 @@ class Descriptions:
             "step": row["step"],
         }
 
-    # --- as a table and as text: by Polars, which does not hold the GIL meanwhile ---
+    # --- as a table and as text, made by Polars, which does not hold the GIL while it works ---
 
     def frame(self) -> pl.DataFrame:
         """Return a table with a column for each field (``device`` as text, ranks as ``0-3,8``)."""
@@ -132,7 +137,7 @@ class Descriptions:
         )
 
     def lines(self) -> bytes:
-        """Return one JSON object a line, as ``json.dumps`` of each dict would be."""
+        """Return one JSON object per line, with the same text as ``json.dumps`` of each dict."""
         import polars as pl
 
         if not len(self):
@@ -141,12 +146,12 @@ class Descriptions:
         if len(parts) == 1 and isinstance(parts[0], str):
             return f"{parts[0]}\n".encode() * len(self)
         line = pl.concat_str([pl.lit(part) for part in parts])
-        text = io.BytesIO()  # no text has a line break in it: they are escaped
+        text = io.BytesIO()  # JSON escapes line breaks, so each description stays on one line
         pl.select(line).write_csv(text, include_header=False, quote_style="never")
         return text.getvalue()
 
     def _parts(self) -> Iterator[Part]:
-        """Yield what a line is made of, one after the other."""
+        """Yield the parts of a line from left to right."""
         columns = self.columns
         yield self._shared(self._head)
         yield from (', "message_size": ', _numbers(columns["message_size"]))
@@ -180,7 +185,7 @@ class Descriptions:
         return _chosen([text(kind) for kind in self.kinds], self.columns["kind"])
 
     def _of_kind(self, text: Callable[[Kind], str]) -> pl.Series:
-        """Return a text that depends on the kind only, made once for each."""
+        """Return a text for each description that depends only on its kind."""
         import polars as pl
 
         texts = pl.Series([text(kind) for kind in self.kinds], dtype=pl.String)
@@ -190,18 +195,19 @@ class Descriptions:
 NOTHING = Descriptions(Teller(NO_RANK), (), {"kind": np.empty(0, np.int64)})
 
 
-# --- parts of lines: where all of a batch are alike, a text; each column of texts costs ---
+# --- Parts of lines. A part that is the same in the whole batch is one string, because a column of
+# --- strings costs time.
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Make one of neighbouring texts."""
-    found: list[Part] = []
+    """Join strings that stand next to each other."""
+    merged: list[Part] = []
     for part in parts:
-        if isinstance(part, str) and found and isinstance(found[-1], str):
-            found[-1] += part
+        if isinstance(part, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += part
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged
 
 
 def _chosen(texts: list[str], which: Column) -> Part:

@@ -1,6 +1,8 @@
-"""Which ranks are on other hosts: by torchrun's variables, else by names told over the store.
+"""Find out which ranks are on other hosts.
 
-Never by the number of devices: jobs on the CPU, uneven hosts and divided GPUs would be misjudged.
+torchrun's variables say it. Without torchrun, ranks announce their host names through the store.
+The number of devices on a host is never used: it is wrong for jobs on the CPU, for hosts of
+different sizes and for GPUs that are divided between jobs.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ def ranks_of_this_node() -> range | None:
 
 
 class Hosts:
-    """Answers whether a group crosses hosts; each group and rank is looked up once.
+    """Answers whether a group crosses hosts; looks each group and rank up once.
 
-    ``lookup`` returns the hosts of ranks, as far as they have been told yet. A rank whose host
-    nobody told counts as elsewhere: better one description too many than one that is missing.
+    ``lookup`` returns the hosts of those ranks that have announced theirs. A rank that has not
+    counts as being on another host: a surplus description is better than a missing one.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Hosts:
         self._crossing: dict[tuple[int, ...], bool] = {}
 
     def crosses(self, ranks: tuple[int, ...]) -> bool:
-        """Tell whether a group this rank is in has members on more than one host."""
+        """Tell whether a group of this rank has members on more than one host."""
         known = self._crossing.get(ranks)
         if known is None:
             known = any(self.is_elsewhere(rank) for rank in ranks) or not ranks

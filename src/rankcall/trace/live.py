@@ -1,8 +1,8 @@
 """Follow this process's recording and hand descriptions to sinks, from one thread.
 
-It looks at the ring twenty times a second, or more often while much comes, and takes what has come
-as one batch: described column by column, so that the thread that trains gives up little of the GIL.
-A thread of its own, not that of the hooks: a sink that is slow must not hold up a hook.
+The thread reads the ring twenty times a second, and more often if many ops end. It describes all
+new records as one batch, column by column, so that the training thread gives up little of the GIL.
+Hooks run on another thread, so that a slow sink does not delay a hook.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from rankcall.trace.switches import Switches
 logger = logging.getLogger("rankcall.trace")
 
 _TURN_SECONDS = 0.05
-_SHARE = 0.25  # of the ring that may be written between two looks, where that is sooner
+_SHARE = 0.25  # read the ring again before more than this share of it has been written
 _REPEAT_SECONDS = 60.0
-_GRACE_SECONDS = 0.06  # an op that was waited for may be about to record its end
+_GRACE_SECONDS = 0.06  # an op whose wait() has returned may be about to record its end
 _NAP_SECONDS = 0.001
 _NO_ROWS: Rows = np.empty(0, RECORD)
 
 
 @dataclass
 class _Followed:
-    """A recording, and how far it was read."""
+    """A recording, and how far this thread has read it."""
 
     recording: session.Recording
     tail: RingTail
@@ -62,14 +62,14 @@ class _Followed:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an op is in flight, or more is known to come soon."""
+        """Whether an op is in flight, or a record is about to be complete."""
         return self.tail.has_open or self.tail.unsettled
 
 
 class Trace(Removable):
     """Tracing that is switched on. ``remove()`` ends it; leaving it as a context manager does too.
 
-    ``mode`` is what is described, ``sinks`` are those that take it and were not dropped.
+    ``mode`` says which ops are described.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Trace(Removable):
 
     @property
     def sinks(self) -> tuple[Sink | RecordSink, ...]:
-        """The sinks that take descriptions: those that were dropped are not among them."""
+        """The sinks, without those that were dropped because they failed."""
         return tuple(guard.sink for guard in self._guards if not guard.is_dropped)
 
     def start(self) -> None:
-        """Begin with what is issued from now on (and the ends of what is in flight)."""
+        """Trace ops that are issued from now on, and those in flight as they end."""
         marks = self._marks_at_issue()
         recording = session.claim(self._owner, None)
         self._followed = [_Followed.of(recording, recording.capture.counts()[0])]
@@ -115,7 +115,7 @@ class Trace(Removable):
         self._thread.start()
 
     def flush(self, timeout: float = 2.0) -> bool:
-        """Wait until all ops that have ended are with the sinks; tell whether that was in time."""
+        """Wait until the sinks have every op that ended; return whether ``timeout`` was enough."""
         deadline = time.monotonic() + timeout
         self._await_turn(deadline)
         settled = time.monotonic() + _GRACE_SECONDS
@@ -124,9 +124,9 @@ class Trace(Removable):
         return self._await_turn(deadline)
 
     def remove(self, timeout: float = 2.0) -> bool:
-        """Hand over what there is, close the sinks, stop; tell whether all that was in time.
+        """Deliver the rest, close the sinks and stop; return whether ``timeout`` was enough.
 
-        Recording goes on only if something else asked for it. Removing twice does nothing.
+        Recording goes on only if another user of it remains. A second call does nothing.
         """
         if self._removed:
             return True
@@ -143,14 +143,14 @@ class Trace(Removable):
         return ended
 
     def in_flight(self) -> Descriptions:
-        """Describe what is in flight now. May be called from any thread."""
+        """Describe the ops that are in flight now. May be called from any thread."""
         recording = self._followed[-1].recording
         rows = RingTail(recording.ring, recording.geometry).open()
         describer = self._describer(recording)
         return describer.describe(rows, np.ones(len(rows), np.bool_), LiveTables(recording).now())
 
     def _marks_at_issue(self) -> Marks | None:
-        """Return what is to be called at issue, where a sink wants that and a tool listens."""
+        """Return the functions to call at issue; None if no sink wants that or no tool listens."""
         for guard in self._guards:
             functions = guard.sink.functions() if isinstance(guard.sink, AtIssue) else None
             if functions is not None:
@@ -193,17 +193,21 @@ class Trace(Removable):
         for followed in self._followed:
             records, descriptions = self._look(followed, last)
             if origin.rank < 0 and records is None and descriptions is None:
-                continue  # whose they will be is not known yet
+                continue  # this process does not know its rank yet
             for guard in self._guards:
                 wanted = descriptions if guard.takes_descriptions else None
                 guard.deliver(records if guard.takes_records else wanted, origin)
-        earlier = [each for each in self._followed[:-1] if each.is_busy or each.order.waiting]
+        earlier = [
+            followed
+            for followed in self._followed[:-1]
+            if followed.is_busy or followed.order.waiting
+        ]
         self._followed = [*earlier, self._followed[-1]]
 
     def _look(self, followed: _Followed, last: bool) -> tuple[Ring | None, Descriptions | None]:
-        """Return the records that ended since the last look, and describe those whose turn it is.
+        """Return the records that ended since the last call, and the descriptions that are due.
 
-        ``last``: also the records of what is still in flight.
+        With ``last``, the records of ops still in flight are also returned.
         """
         issued = followed.recording.capture.counts()[0]
         ended, missed = _ended(followed.tail, issued)
@@ -223,7 +227,7 @@ class Trace(Removable):
         return ring, describer.describe(rows, in_flight, tables, missed)
 
     def _note_load(self, ended: int, missed: int, capacity: int) -> None:
-        """Look again sooner while much comes; say so where that was not soon enough."""
+        """Read again sooner if many ops end; log a warning if that was not soon enough."""
         now = time.monotonic()
         elapsed, self._looked_at = now - self._looked_at, now
         filled = max(ended + missed, 1) / capacity
@@ -239,7 +243,7 @@ class Trace(Removable):
     def _ring(
         self, recording: session.Recording, records: Rows, tables: Tables, missed: int
     ) -> Ring | None:
-        """Return records as a part of a ring that was read, where a sink takes them."""
+        """Return records as part of a ring; None if no sink takes records."""
         if not any(guard.takes_records for guard in self._guards):
             return None
         path = recording.path or Path("unnamed.ring")
@@ -253,29 +257,34 @@ class Trace(Removable):
 
     def _origin(self) -> Origin:
         recording = self._followed[-1].recording
-        who = recording.identity
+        identity = recording.identity
         return Origin(
-            who.rank, who.world_size, who.local_rank, who.attempt, who.host, recording.run_dir,
-            self.in_flight,
-        )  # fmt: skip
+            rank=identity.rank,
+            world_size=identity.world_size,
+            local_rank=identity.local_rank,
+            attempt=identity.attempt,
+            host=identity.host,
+            run_dir=recording.run_dir,
+            in_flight=self.in_flight,
+        )
 
     def _follow_another(self) -> None:
-        """Follow the recording that took the place of the last one, if there is such."""
-        now = session.current()
-        if now is not None and now is not self._followed[-1].recording:
-            self._followed.append(_Followed.of(now))
+        """Follow the current recording if it is not the one that is followed already."""
+        current = session.current()
+        if current is not None and current is not self._followed[-1].recording:
+            self._followed.append(_Followed.of(current))
             if self._marks is not None:
-                now.capture.mark(self._marks)
+                current.capture.mark(self._marks)
         elif self._marks is not None and self._marks.span is not None:
             self._followed[-1].recording.capture.learn_spans(self._marks)
 
     def _is_busy(self) -> bool:
-        return any(each.is_busy for each in self._followed)
+        return any(followed.is_busy for followed in self._followed)
 
     def _await_turn(self, deadline: float) -> bool:
-        """Wait for a turn that has begun after this call."""
+        """Wait for the end of a turn that began after this call."""
         with self._turned:
-            wanted = self._turns + 2  # the one under way may have looked already
+            wanted = self._turns + 2  # the turn under way may have read the ring already
             while self._turns < wanted and self._thread.is_alive():
                 self._wake.set()
                 if not self._turned.wait(max(0.0, deadline - time.monotonic())):
@@ -284,24 +293,24 @@ class Trace(Removable):
 
 
 def _ended(tail: RingTail, issued: int) -> tuple[Rows, int]:
-    """Return the records that ended since the last look, and how many ops were missed."""
-    found: list[Rows] = []
+    """Return the records that ended since the last call, and how many ops were missed."""
+    ended: list[Rows] = []
     dropped = 0
     while (batch := tail.poll(issued)) is not None:
         ends: Flags = batch.ends
-        found.append(batch.rows if ends.all() else picked(batch.rows, ends))
+        ended.append(batch.rows if ends.all() else picked(batch.rows, ends))
         dropped += batch.dropped
-    return joined(found or [_NO_ROWS]), (dropped + 1) // 2  # of each a start and an end
+    return joined(ended or [_NO_ROWS]), (dropped + 1) // 2  # each op drops a start and an end
 
 
-# --- all that are on in this process ---
+# --- all traces that are switched on in this process ---
 
 _live: list[Trace] = []
 _registered = False
 
 
 def live() -> tuple[Trace, ...]:
-    """Return the traces that are on."""
+    """Return the traces that are switched on."""
     return tuple(_live)
 
 
@@ -325,12 +334,13 @@ def _at_exit() -> None:
 
 
 def _in_forked_child() -> None:
-    """Traces belong to the parent: its thread is not here, and its sinks' files are not ours."""
+    """Switch the parent's traces off: the child has no trace thread, and must not use the files."""
     for trace in _live:
         trace._removed = True
-        trace._turned = threading.Condition()  # its thread may have held the old one
+        trace._turned = threading.Condition()  # the parent's thread may have held the old one
     _inherited.extend(_live)
     _live.clear()
 
 
-_inherited: list[Trace] = []  # kept so that nothing of the parent's is torn down in a child
+# The parent's traces, kept alive so that no destructor of a sink runs in a child.
+_inherited: list[Trace] = []

@@ -1,7 +1,7 @@
-"""Bring ended ops into issue order per group, and the ops of an object function's call together.
+"""Put ended ops into issue order per group, and merge the ops of one call of an object function.
 
-An op that ended waits here while an earlier one of its group is in flight, but no longer than until
-that one has been in flight for ``OVERDUE_NS``: then it is described as issued, and blocks no more.
+An op that ended waits here while an earlier op of its group is in flight. An op that has been in
+flight for ``OVERDUE_NS`` is described as issued, and no longer blocks the later ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rankcall.record import RECORD, STATUSES
 from rankcall.ring.tables import Tables
 
 OVERDUE_NS = 5_000_000_000
-_STALE_NS = 1_000_000_000  # a call with fewer ops than we know of is whole after that
+_STALE_NS = 1_000_000_000  # a call with fewer ops than expected counts as complete after that
 _MOST_WAITING = 1 << 16
 
 _STARTED, _FAILED = STATUSES.index("started"), STATUSES.index("failed")
@@ -24,25 +24,25 @@ _NONE: Rows = np.empty(0, RECORD)
 
 
 def index_of(rows: Rows) -> Indexes:
-    """Return the number of each record."""
+    """Return the sequence number of each record in its ring."""
     index: Indexes = (rows["commit"] >> 2).astype(np.int64) - 1
     return index
 
 
 def _in_order(rows: Rows) -> Rows:
     """Return records in issue order; an earlier op may have ended while later ones were read."""
-    words = rows["commit"]
-    if not np.any(words[1:] < words[:-1]):
+    commits = rows["commit"]
+    if not np.any(commits[1:] < commits[:-1]):
         return rows
-    return picked(rows, np.argsort(words, kind="stable"))
+    return picked(rows, np.argsort(commits, kind="stable"))
 
 
 class Order:
-    """Holds back what must wait; one for each recording, used from one thread."""
+    """Holds back the ops that must wait. Each recording has its own; use it from one thread."""
 
     def __init__(self) -> None:
         self._waiting = _NONE
-        self._told: set[int] = set()  # in flight, described as issued
+        self._described: set[int] = set()  # ops in flight that were described as issued
         self._tables: Tables | None = None
         self._object_sites: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
         self._calls: dict[int, int] = {}
@@ -57,12 +57,17 @@ class Order:
     ) -> tuple[Rows, Flags]:
         """Return the rows to describe now, in issue order, and which of them are still in flight.
 
-        ``awaited`` is what is in flight. ``last`` lets go of everything that waits.
+        Args:
+            ended: The ops that ended since the last call.
+            awaited: The ops that are in flight.
+            tables: The side tables of the recording.
+            now_ns: The monotonic clock.
+            last: Whether to return everything that waits.
         """
         self._learn(tables)
         objects = self._are_objects(ended)
         if not (len(awaited) or len(self._waiting) or objects.any()):
-            self._told.clear()
+            self._described.clear()
             return _in_order(ended), np.zeros(len(ended), np.bool_)
         rows = _in_order(joined([self._waiting, ended]))
         overdue, blocking = self._split(awaited, now_ns)
@@ -77,7 +82,7 @@ class Order:
         return picked(ready, order), issued[order]
 
     def _learn(self, tables: Tables) -> None:
-        """Note which call sites call a function that sends pickles."""
+        """Note the call sites of functions that send pickles."""
         if tables is self._tables:
             return
         self._tables = tables
@@ -94,18 +99,18 @@ class Order:
         return np.isin(rows["call_site"], self._object_sites)
 
     def _split(self, awaited: Rows, now_ns: int) -> tuple[Rows, Rows]:
-        """Return the ops in flight that are to be described as issued now, and those that block."""
+        """Return the ops in flight to describe as issued now, and the ops that block later ones."""
         index = index_of(awaited)
-        self._told &= set(index.tolist())
-        told = np.isin(index, list(self._told)) if self._told else np.zeros(len(index), np.bool_)
-        overdue = ~told & (awaited["enqueued_ns"] < now_ns - OVERDUE_NS)
-        self._told.update(index[overdue].tolist())
-        return picked(awaited, overdue), picked(awaited, ~told & ~overdue)
+        self._described &= set(index.tolist())
+        described = np.isin(index, list(self._described))
+        overdue = ~described & (awaited["enqueued_ns"] < now_ns - OVERDUE_NS)
+        self._described.update(index[overdue].tolist())
+        return picked(awaited, overdue), picked(awaited, ~described & ~overdue)
 
     def _hold(self, rows: Rows, awaited: Rows, blocking: Rows, now_ns: int) -> tuple[Rows, Flags]:
-        """Tell which rows have to wait."""
+        """Return the rows, and a mask of those that have to wait."""
         held = np.zeros(len(rows), np.bool_)
-        first: dict[int, int] = {}  # of each group: the earliest record that is not over
+        first: dict[int, int] = {}  # group -> its earliest record that has not ended
         for group, index in zip(blocking["group"].tolist(), index_of(blocking), strict=True):
             first[group] = min(first.get(group, int(index)), int(index))
         calls = self._calls_in(rows)
@@ -122,7 +127,7 @@ class Order:
         return rows, held
 
     def _calls_in(self, rows: Rows) -> list[list[int]]:
-        """Return where the ops of each call of an object function are."""
+        """Return the indexes of the ops of each call of an object function."""
         calls: dict[int, list[int]] = {}
         for at in np.flatnonzero(self._are_objects(rows)).tolist():
             calls.setdefault(int(rows["correlation"][at]), []).append(at)
@@ -137,7 +142,7 @@ class Order:
         return not more and int(parts["completed_ns"].max()) < now_ns - _STALE_NS
 
     def _merged(self, rows: Rows) -> Rows:
-        """Make one row of each call: that of the pickles, from the first start to the last end."""
+        """Merge each call into the row of its pickles, from the first start to the last end."""
         calls = self._calls_in(rows)
         if not calls:
             return rows
@@ -146,10 +151,10 @@ class Order:
             pickles = [at for at in parts if rows["dtype"][at] == PICKLES]
             chosen = (pickles or parts)[-1]
             kept[parts], kept[chosen] = False, True
-            over = rows["completed_ns"][parts]
+            ends = rows["completed_ns"][parts]
             for name in ("enqueued_ns", "started_ns"):
                 rows[name][chosen] = rows[name][parts[0]]
-            rows["completed_ns"][chosen] = over.max() if over.all() else 0
+            rows["completed_ns"][chosen] = ends.max() if ends.all() else 0
             if (rows["status"][parts] == _FAILED).any():
                 rows["status"][chosen] = _FAILED
         return picked(rows, kept)

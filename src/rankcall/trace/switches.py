@@ -1,4 +1,4 @@
-"""What is traced and what a description says of this process: arguments first, then variables."""
+"""The settings of a trace, from arguments, or else from environment variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mode(str, Enum):
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches of one ``enable``, settled."""
+    """The settings of one call of ``enable``."""
 
     mode: Mode
     print_: bool
@@ -30,23 +30,23 @@ class Switches:
 
 
 def settle(mode: str | Mode | None, print_: bool | None) -> Switches:
-    """Return the switches; arguments win over variables.
+    """Return the settings; arguments win over variables.
 
-    Raises ``ValueError`` where a mode is not one of the three, saying where it came from.
+    Raises ``ValueError`` for an unknown mode; the message names the argument or the variable.
     """
     if print_ is not None and not isinstance(print_, bool):
         raise TypeError(f"print_ must be True, False or None; got {print_!r}")
-    said = os.environ.get(PRINT_VARIABLE, "").strip().lower()
+    variable = os.environ.get(PRINT_VARIABLE, "").strip().lower()
     return Switches(
         mode=mode_of(mode),
-        print_=said in _YES if print_ is None else print_,
+        print_=variable in _YES if print_ is None else print_,
         gpu_serial=os.environ.get("GPU_SERIAL") or "unknown",
         vm_id=os.environ.get("VM_ID") or "unknown",
     )
 
 
 def mode_of(given: str | Mode | None) -> Mode:
-    """Return a mode by its name, in any case; None: as the variable says, or ``CROSSNODE``."""
+    """Return the mode of a name, in any case; for None the variable's, or else ``CROSSNODE``."""
     where, text = "mode", given
     if given is None:
         where, text = MODE_VARIABLE, os.environ.get(MODE_VARIABLE) or Mode.CROSSNODE

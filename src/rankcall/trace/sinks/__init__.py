@@ -1,1 +1,1 @@
-"""Where descriptions go: one module a destination, and what all of them have in common."""
+"""The destinations of descriptions: one module per sink, and the code that sinks share."""

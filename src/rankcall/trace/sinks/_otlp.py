@@ -1,4 +1,4 @@
-"""OTLP exporters that say once when the collector is away, and give up before long."""
+"""OTLP exporters that log one error if the collector does not answer, and soon stop trying."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ _TRIES = 3
 
 
 def exporter(module: str, name: str, endpoint: str | None, path: str) -> Any:
-    """Return an exporter over HTTP, to ``endpoint`` or where the SDK's own variables say."""
+    """Return an exporter over HTTP.
+
+    Args:
+        module: The exporter's module in the OTLP package.
+        name: The exporter's class.
+        endpoint: The collector's address; None leaves it to the SDK's environment variables.
+        path: The path of this kind of data below ``endpoint``.
+
+    Raises:
+        ExtraMissing: The OTLP package is not installed.
+    """
     base = getattr(imported(f"{_PACKAGE}.{module}", "otel"), name)
     made = type(name, (_ReportsOnce, base), {})
     where = {} if endpoint is None else {"endpoint": f"{endpoint.rstrip('/')}/{path}"}
@@ -23,13 +33,13 @@ def exporter(module: str, name: str, endpoint: str | None, path: str) -> Any:
 
 
 class _ReportsOnce:
-    """Stands in front of an exporter: three failures in a row, and it is dropped."""
+    """Wraps an exporter's ``export``; after three failures in a row it exports no more."""
 
     _failures = 0
     _result: Any = None
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
-        """Export; quietly, for this class does the talking."""
+        """Export without the SDK's log messages; log the first failure."""
         if self._failures >= _TRIES:
             return self._result
         with _Quiet():
@@ -48,21 +58,21 @@ class _ReportsOnce:
 
 
 class _Quiet:
-    """Keeps what the SDK logs on this thread, at each retry, from whoever reads the log."""
+    """Suppresses the messages that the SDK logs on this thread at each retry."""
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
         self._loggers = [
-            each
-            for name, each in list(logging.Logger.manager.loggerDict.items())
-            if name.startswith("opentelemetry.exporter.otlp") and isinstance(each, logging.Logger)
+            known
+            for name, known in list(logging.Logger.manager.loggerDict.items())
+            if name.startswith("opentelemetry.exporter.otlp") and isinstance(known, logging.Logger)
         ]
-        for each in self._loggers:
-            each.addFilter(self._passes)
+        for sdk_logger in self._loggers:
+            sdk_logger.addFilter(self._passes)
 
     def __exit__(self, *exception: object) -> None:
-        for each in self._loggers:
-            each.removeFilter(self._passes)
+        for sdk_logger in self._loggers:
+            sdk_logger.removeFilter(self._passes)
 
     def _passes(self, record: logging.LogRecord) -> bool:
         return record.thread != self._thread

@@ -1,4 +1,4 @@
-"""What a sink is, what it is told at first, and the guard that keeps a failing one from harm."""
+"""The sink protocols, the origin that a sink gets first, and the guard around a failing sink."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_KEPT = 1 << 16
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose descriptions a sink is going to get. ``in_flight`` may be called from any thread."""
+    """The rank that the descriptions come from. ``in_flight`` may be called from any thread."""
 
     rank: int
     world_size: int
@@ -37,29 +37,30 @@ class Origin:
 class Sink(Protocol):
     """Takes descriptions. All three methods run on rankcall's trace thread, one at a time.
 
-    What ``open`` or ``write`` raises is not the end: the same is tried again, a few times, then the
-    sink is dropped and that is logged once. So a ``write`` that raises should have written nothing.
+    If ``open`` or ``write`` raises, rankcall calls it again with the same argument, a few times.
+    Then it drops the sink and logs that once. So a ``write`` that raises should leave nothing
+    written.
     """
 
     def open(self, origin: Origin) -> None:
-        """Prepare; called once before the first ``write``, as soon as the rank is known."""
+        """Prepare. Called once before the first ``write``, as soon as the rank is known."""
 
     def write(self, descriptions: Descriptions) -> None:
-        """Take the next descriptions: iterate for dicts, or use their columns, frame or lines."""
+        """Take the next descriptions: iterate over them, or use their columns, frame or lines."""
 
     def close(self) -> None:
-        """Finish. Called once after ``open``, also when the sink is dropped."""
+        """Finish. Called once after ``open``, even if the sink is dropped."""
 
 
 @runtime_checkable
 class RecordSink(Protocol):
-    """A sink that takes the records themselves, as they end, whatever the mode is."""
+    """A sink that takes the records themselves, as they end, in every mode."""
 
     def open(self, origin: Origin) -> None:
         """Prepare; see ``Sink``."""
 
     def write_records(self, ring: Ring) -> None:
-        """Take the next records of this rank, with what names their numbers."""
+        """Take the next records of this rank, with the side tables that give names to their ids."""
 
     def close(self) -> None:
         """Finish; see ``Sink``."""
@@ -67,13 +68,13 @@ class RecordSink(Protocol):
 
 @runtime_checkable
 class AtIssue(Protocol):
-    """A sink that is told on the issuing thread, by C functions, and gets no descriptions.
+    """A sink whose C functions are called on the issuing thread. It gets no descriptions.
 
-    Asked once, within ``enable``.
+    ``enable`` calls ``functions`` once.
     """
 
     def functions(self) -> Functions | None:
-        """Return what to call at issue; None for nothing."""
+        """Return the functions to call at issue, or None."""
 
 
 class MemorySink:
@@ -85,20 +86,20 @@ class MemorySink:
         self.closed = False
 
     def open(self, origin: Origin) -> None:
-        """Note whose descriptions they are."""
+        """Keep the origin."""
         self.origin = origin
 
     def write(self, descriptions: Descriptions) -> None:
-        """Keep them."""
+        """Keep the descriptions."""
         self.descriptions.extend(descriptions)
 
     def close(self) -> None:
-        """Note that it is over."""
+        """Set ``closed``."""
         self.closed = True
 
 
 class Guarded:
-    """One sink with what it has not taken yet. Nothing it raises gets out."""
+    """One sink and the batches it has not taken yet. No exception of the sink leaves this class."""
 
     def __init__(
         self, sink: Sink | RecordSink, clock: Callable[[], float] = time.monotonic
@@ -119,7 +120,7 @@ class Guarded:
         self._lost = 0
 
     def deliver(self, batch: Descriptions | Ring | None, origin: Origin) -> None:
-        """Hand over a batch, after those that are left from before, unless it is too soon."""
+        """Queue a batch and write the queue, unless the sink failed a moment ago."""
         if self.is_dropped:
             return
         if batch is not None and _size(batch):
@@ -129,7 +130,7 @@ class Guarded:
             self._try(origin)
 
     def close(self, origin: Origin) -> None:
-        """Try once more to hand over what is left, then close the sink."""
+        """Try once more to write the queue, then close the sink."""
         if self.is_dropped or not (self._is_open or self._queue):
             return
         self._try(origin)
@@ -175,11 +176,11 @@ class Guarded:
         if self._is_open:
             try:
                 self.sink.close()
-            except BaseException:  # it has been reported
+            except BaseException:  # the failure that dropped the sink is logged already
                 logger.debug("closing the dropped sink %s failed", self.name, exc_info=True)
 
     def _bound(self) -> None:
-        """Let go of the oldest where a sink that is to be tried again would keep too many."""
+        """Drop the oldest batches if the queue of a sink that keeps failing grows too long."""
         while len(self._queue) > 1 and sum(map(_size, self._queue)) > _MOST_KEPT:
             self._lost += _size(self._queue.popleft())
 

@@ -1,4 +1,4 @@
-"""Histograms and counts by op and group, added up a batch at a time: what metrics are made of."""
+"""Histograms and counts by op and group, added up one batch at a time, for metrics."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OTHER = "other"
 
 
 class Key(NamedTuple):
-    """What is told apart."""
+    """The labels by which metrics are counted."""
 
     op: str
     group: str
 
 
 class Batch(NamedTuple):
-    """What one batch adds to one key. ``seconds`` are of those whose duration is known."""
+    """The figures that one batch adds to one key. ``seconds`` leaves out unknown durations."""
 
     calls: int
     failed: int
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class Histogram:
-    """Counts by upper bound, and the sum."""
+    """Counts of values by upper bound, and the sum of the values."""
 
     bounds: tuple[float, ...]
     counts: npt.NDArray[np.int64] = field(init=False)
@@ -44,14 +44,14 @@ class Histogram:
         self.counts = np.zeros(len(self.bounds) + 1, np.int64)
 
     def add(self, values: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> None:
-        """Count values; one that equals a bound is below it."""
-        places = np.searchsorted(self.bounds, values, side="left")
-        self.counts += np.bincount(places, minlength=len(self.counts))
+        """Count values; a value that equals a bound counts as below it."""
+        buckets = np.searchsorted(self.bounds, values, side="left")
+        self.counts += np.bincount(buckets, minlength=len(self.counts))
         self.total += float(values.sum())
 
 
 class Keys:
-    """Names keys, a bounded number: the groups beyond the first ``most`` are one, ``other``."""
+    """Makes a bounded number of keys: groups after the first ``most`` share the name ``other``."""
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
@@ -66,15 +66,15 @@ class Keys:
         return Key(name, group)
 
     def split(self, descriptions: Descriptions) -> Iterator[tuple[Key, Batch]]:
-        """Yield what a batch adds, by key; ops in flight are left out."""
+        """Yield the figures that a batch adds to each key, without ops in flight."""
         columns = descriptions.columns
         keys = [self.of(kind.name, kind.group) for kind in descriptions.kinds]
         different = sorted(set(keys))
         code = np.array([different.index(key) for key in keys], np.int64)[columns["kind"]]
         done = ~columns["in_flight"]
         for number, key in enumerate(different):
-            mine = done & (code == number)
-            whole = mine & columns["first"]  # a coalesced op took its time once
+            of_key = done & (code == number)
+            whole = of_key & columns["first"]  # count the time of a coalesced op once
             took = columns["duration_ms"][whole] / 1e3
             calls = int(np.count_nonzero(whole))
             if calls:
@@ -83,7 +83,7 @@ class Keys:
                     Batch(
                         calls,
                         int(np.count_nonzero(columns["failed"] & whole)),
-                        columns["message_size"][mine],
+                        columns["message_size"][of_key],
                         took[~np.isnan(took)],
                     ),
                 )

@@ -1,4 +1,4 @@
-"""Import what only some sinks need, and say how to install what is absent."""
+"""Import the packages that only some sinks need; name the pip extra if one is missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rankcall.errors import ExtraMissing
 
 
 def imported(module: str, extra: str) -> Any:
-    """Return a module of an optional package; raises ``ExtraMissing`` with the pip extra."""
+    """Return a module of an optional package. Raises ``ExtraMissing``; it names the pip extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -17,5 +17,5 @@ def imported(module: str, extra: str) -> Any:
 
 
 def load_polars() -> None:
-    """Import Polars now: on the trace thread that would keep the GIL from a job that runs."""
+    """Import Polars now: a later import, on the trace thread, would hold the GIL in training."""
     importlib.import_module("polars")

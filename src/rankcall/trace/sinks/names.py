@@ -1,4 +1,4 @@
-"""Sinks by name: ours, and what installed packages offer as ``rankcall.sinks`` entry points."""
+"""Sinks by name: rankcall's own, and the ``rankcall.sinks`` entry points of other packages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OURS = {
 def made(name: str) -> Sink | RecordSink:
     """Make the sink of a name, with its defaults.
 
-    Raises ``ValueError`` for a name that there is not, with those that there are; ``TypeError``
-    where an entry point makes no sink; what making it raises.
+    Raises ``ValueError`` for an unknown name (the message lists the known ones), ``TypeError`` if
+    an entry point makes an object that is not a sink, and any error of the sink's constructor.
     """
     if name in _OURS:
         module, _, attribute = _OURS[name].partition(":")
@@ -36,8 +36,8 @@ def made(name: str) -> Sink | RecordSink:
 
 
 def _offered(name: str) -> Any:
-    found: dict[str, EntryPoint] = {each.name: each for each in entry_points(group=GROUP)}
-    if name not in found:
-        names = ", ".join(sorted({*_OURS, *found}))
+    offered: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in offered:
+        names = ", ".join(sorted({*_OURS, *offered}))
         raise ValueError(f"no trace sink {name!r}: one of {names}")
-    return found[name].load()()
+    return offered[name].load()()

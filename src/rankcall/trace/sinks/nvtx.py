@@ -1,4 +1,4 @@
-"""NVTX: a mark as an op is issued, and a range until it has ended, in the domain ``rankcall``."""
+"""NVTX: a mark when an op is issued, and a range until it ends, in the domain ``rankcall``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _DOMAIN = b"rankcall"
 
 
 class Nvtx:
-    """Marks every op on the thread that issues it, DDP's and compiled code's as well.
+    """Marks every op on the thread that issues it, also the ops of DDP and of compiled code.
 
-    The mark's message is the description as JSON, with null times; the range bears the op's name.
-    Needs ``nvidia-nvtx`` (the extra ``rankcall[nvtx]``), and a C++ compiler once. Without a tool
-    that listens (``NVTX_INJECTION64_PATH``, as Nsight Systems sets it) it does nothing.
+    The mark's message is the description as JSON, with null times. The range has the op's name.
+    This sink needs ``nvidia-nvtx`` (the extra ``rankcall[nvtx]``), and a C++ compiler at its first
+    use. If no tool listens, it does nothing; Nsight Systems sets ``NVTX_INJECTION64_PATH``.
     """
 
     def functions(self) -> Functions | None:
-        """Return the C functions to call at issue; None where no tool listens.
+        """Return the C functions to call at issue, or None if no tool listens.
 
-        Raises ``CaptureUnavailable`` where the bridge to NVTX cannot be built.
+        Raises ``CaptureUnavailable`` if the bridge to NVTX cannot be built or loaded.
         """
         from rankcall.capture.native.build import nvtx_bridge
 
@@ -35,9 +35,9 @@ class Nvtx:
         if not bridge.rankcall_nvtx_open(_DOMAIN):
             logger.info("no tool listens to NVTX: there will be no marks")
             return None
-        names = ("mark", "begin", "end")
-        each = (getattr(bridge, f"rankcall_nvtx_{name}") for name in names)
-        return Functions(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in each))
+        functions = [getattr(bridge, f"rankcall_nvtx_{name}") for name in ("mark", "begin", "end")]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]
+        return Functions(*addresses)
 
     def open(self, origin: Origin) -> None:
         """Do nothing: marks are made at issue."""

@@ -20,18 +20,30 @@ if TYPE_CHECKING:
 _SCOPE = "rankcall"
 _DURATIONS_PER_SECOND = 1000
 _SPANS_PER_STEP = 2000
-_LATE = 2  # steps after which a step's ops are taken to have all been described
+_LATE = 2  # a step is complete once this many later steps have begun
 _SHUTDOWN_MS = 1000
 
 
 class OpenTelemetry:
-    """Feeds the meter and tracer providers it is given; without any, its own over OTLP (HTTP).
+    """Writes to OpenTelemetry: metrics, and some steps as spans with their ops as children.
 
-    Counters ``rankcall.collective.calls`` and ``.bytes``, the histogram ``.duration`` (s; beyond
-    1,000 ops a second a sample of them), the gauge ``.in_flight.age`` (s). Attributes: op, group,
-    host, rank. Every ``span_every``-th step (0: none) becomes a span with its ops as children.
-    Providers of its own are configured by OTEL_EXPORTER_OTLP_ENDPOINT, or ``endpoint``, and shut
-    down at the end; they need ``opentelemetry-sdk`` and ``opentelemetry-exporter-otlp-proto-http``.
+    The metrics are the counters ``rankcall.collective.calls`` and ``.bytes``, the histogram
+    ``.duration`` (in seconds; a sample if there are more than 1,000 ops per second) and the gauge
+    ``.in_flight.age`` (in seconds). Their attributes are op, group, host and rank.
+
+    Args:
+        meter_provider: Where the metrics go.
+        tracer_provider: Where the spans go. If both providers are None, the sink makes its own,
+            which export over OTLP (HTTP), and shuts them down at the end. They need
+            ``opentelemetry-sdk`` and ``opentelemetry-exporter-otlp-proto-http``.
+        endpoint: The collector for the sink's own providers; the default is the value of
+            OTEL_EXPORTER_OTLP_ENDPOINT.
+        span_every: Every how many steps one step becomes a span; 0 makes no spans.
+        clock: For tests.
+
+    Raises:
+        ValueError: ``span_every`` is negative.
+        ExtraMissing: OpenTelemetry is not installed.
     """
 
     def __init__(
@@ -61,7 +73,7 @@ class OpenTelemetry:
         self._budget, self._budget_at = float(_DURATIONS_PER_SECOND), clock()
 
     def open(self, origin: Origin) -> None:
-        """Make the instruments, and the providers where none were given."""
+        """Make the instruments, and the providers if the caller gave none."""
         self._origin = origin
         self._common = {"host": origin.host, "rank": origin.rank}
         meters, tracers = self._given
@@ -72,7 +84,7 @@ class OpenTelemetry:
         self._instruments = None if meters is None else self._made(meters.get_meter(_SCOPE))
 
     def write(self, descriptions: Descriptions) -> None:
-        """Add to the metrics; keep the ops of steps that become spans until those are over."""
+        """Add to the metrics; keep the ops of a step that becomes a span until it is complete."""
         if self._instruments is not None:
             calls, sizes, durations = self._instruments
             for key, added in self._keys.split(descriptions):
@@ -86,7 +98,7 @@ class OpenTelemetry:
             self._end_spans(self._newest - _LATE)
 
     def close(self) -> None:
-        """Write the spans that are left; shut down what is ours."""
+        """Write the remaining spans; shut down the sink's own providers."""
         self._is_closed = True
         if self._tracer is not None:
             self._end_spans(self._newest)
@@ -101,14 +113,14 @@ class OpenTelemetry:
         )
         return (
             meter.create_counter("rankcall.collective.calls", "{op}", "Ops that have ended"),
-            meter.create_counter("rankcall.collective.bytes", "By", "What their messages carried"),
+            meter.create_counter("rankcall.collective.bytes", "By", "Message bytes of the ops"),
             meter.create_histogram("rankcall.collective.duration", "s", "How long ops took here"),
         )
 
     def _sampled(self, seconds: Any) -> list[float]:
-        """Return the durations to record: all, unless there are more than the budget allows.
+        """Return the durations to record: all, or a sample if the budget allows no more.
 
-        Each costs the SDK some microseconds with the GIL, which the training thread wants.
+        For each duration the SDK holds the GIL for some microseconds; the training thread needs it.
         """
         now = self._clock()
         more = (now - self._budget_at) * _DURATIONS_PER_SECOND
@@ -120,8 +132,8 @@ class OpenTelemetry:
         return sample
 
     def _ages(self, options: Any) -> Iterator[Any]:
-        """Yield the age of the oldest op in flight of each key; called by the SDK's reader."""
-        if self._is_closed:  # but the provider, which is not ours, goes on asking
+        """Yield the age of the oldest op in flight of each key. The SDK's reader calls it."""
+        if self._is_closed:  # a provider of the user calls this for as long as it lives
             return
         descriptions, now = self._origin.in_flight(), time.time_ns()
         oldest: dict[Any, int] = {}
@@ -145,9 +157,9 @@ class OpenTelemetry:
             kept = self._steps[step]
             if len(kept) >= _SPANS_PER_STEP:
                 continue
-            mine = np.flatnonzero(wanted & (columns["step"] == step))
+            of_step = np.flatnonzero(wanted & (columns["step"] == step))
             chosen = np.zeros(len(wanted), np.bool_)
-            chosen[mine[: _SPANS_PER_STEP - len(kept)]] = True
+            chosen[of_step[: _SPANS_PER_STEP - len(kept)]] = True
             more = descriptions.only(chosen)
             kept += zip(more, more.columns["issued_ns"].tolist(), strict=True)
 
@@ -156,24 +168,22 @@ class OpenTelemetry:
             self._span_of_step(step, self._steps.pop(step))
 
     def _span_of_step(self, step: int, ops: list[tuple[Description, int]]) -> None:
-        times = [(issued, issued + int((each["duration_ms"] or 0) * 1e6)) for each, issued in ops]
+        times = [(issued, issued + int((op["duration_ms"] or 0) * 1e6)) for op, issued in ops]
         parent = self._tracer.start_span(
             f"step {step}",
             start_time=min(begin for begin, _ in times),
             attributes={"rankcall.step": step, **self._common},
         )
         within = self._traces.set_span_in_context(parent)
-        for (each, _), (begin, end) in zip(ops, times, strict=True):
-            values = {
-                f"rankcall.{name}": value for name, value in each.items() if value is not None
-            }
+        for (op, _), (begin, end) in zip(ops, times, strict=True):
+            values = {f"rankcall.{name}": value for name, value in op.items() if value is not None}
             span = self._tracer.start_span(
-                each["name"], context=within, start_time=begin, attributes=values
+                op["name"], context=within, start_time=begin, attributes=values
             )
             span.end(end_time=end)
         parent.end(end_time=max(end for _, end in times))
 
-    # --- providers of its own ---
+    # --- the sink's own providers ---
 
     def _own_providers(self, origin: Origin) -> list[Any]:
         sdk_metrics = imported("opentelemetry.sdk.metrics", "otel")

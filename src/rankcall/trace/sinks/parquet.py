@@ -1,4 +1,4 @@
-"""The complete history: every record, in Parquet files that are whole or not there."""
+"""The complete history: every record, in Parquet files that are complete once they exist."""
 
 from __future__ import annotations
 
@@ -18,12 +18,21 @@ from rankcall.trace.sinks.extras import load_polars
 
 
 class Parquet:
-    """Keeps every record of this rank, whatever the mode, in segments ``NAME.000000.parquet``.
+    """Keeps every record of this rank, in every mode, in segments ``NAME.000000.parquet``.
 
-    The columns are those of docs/records.md. ``folder`` is made; the default is ``history/`` in the
-    run directory. A segment is written (zstd) when it has ``rows`` records, or at the first record
-    that comes ``seconds`` after its first; it gets its name when it is whole. What is not in a
-    segment yet when a process is killed is in the ring, which holds the newest.
+    The columns are those of docs/records.md. A segment is compressed with zstd and gets its name
+    once it is complete. If the process is killed, the records of the unfinished segment are still
+    in the ring, which holds the newest ones.
+
+    Args:
+        folder: Where to write; the folder is made. The default is ``history/`` in the run
+            directory.
+        rows: The number of records at which a segment is written.
+        seconds: A segment is also written at the first record that comes this long after its first.
+        clock: For tests.
+
+    Raises:
+        ValueError: ``rows`` or ``seconds`` is not positive.
     """
 
     def __init__(
@@ -60,16 +69,16 @@ class Parquet:
         if not self._held:
             self._since = now
         self._held.append(ring)
-        full = sum(len(each.records) for each in self._held) >= self._rows
+        full = sum(len(held.records) for held in self._held) >= self._rows
         if full or now - self._since >= self._seconds:
             try:
                 self._write_segment()
             except BaseException:
-                self._held.pop()  # it will come again
+                self._held.pop()  # the caller passes it again
                 raise
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining records."""
         if self._held:
             self._write_segment()
 
@@ -79,16 +88,16 @@ class Parquet:
         from rankcall._frames import ring_frame
 
         rings = [_as_one(list(parts)) for _, parts in groupby(self._held, _recording_of)]
-        run = Run(self.folder, {}, [Head(each.path, each.header, each.tables) for each in rings])
+        run = Run(self.folder, {}, [Head(ring.path, ring.header, ring.tables) for ring in rings])
         frames = [ring_frame(run, ring) for ring in rings]
         table = pl.concat(frames, how="vertical") if len(frames) > 1 else frames[0]
-        data = io.BytesIO()  # what the disk says comes from Python then, not in words of Polars'
+        data = io.BytesIO()  # Python writes the file: its OSError says more than Polars' error
         table.write_parquet(data, compression="zstd", compression_level=1)
         self._put(self._unused(), data)
         self._held.clear()
 
     def _put(self, target: Path, data: io.BytesIO) -> None:
-        """Make a file that is whole or not there, also after a crash of the machine."""
+        """Write a file that is either complete or absent, even after a crash of the machine."""
         scratch = target.with_name(f".{target.name}.part")
         try:
             with scratch.open("wb", buffering=0) as file:
@@ -112,12 +121,12 @@ class Parquet:
 
 
 def _recording_of(ring: Ring) -> Hashable:
-    """Return what tells apart the recordings that a process makes, one after the other."""
+    """Return a key that differs between the successive recordings of a process."""
     return ring.path, ring.header.anchor_mono_ns
 
 
 def _as_one(parts: Sequence[Ring]) -> Ring:
-    """Put parts of one recording together: its side tables only grow, so the newest has all."""
+    """Join parts of one recording. Its side tables only grow, so the newest ones are complete."""
     newest, records = parts[-1], joined([part.records for part in parts])
     dropped = sum(part.dropped for part in parts)
     return Ring(newest.path, newest.header, records, newest.tables, dropped)

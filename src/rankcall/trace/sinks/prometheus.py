@@ -1,4 +1,4 @@
-"""Prometheus: durations, bytes, counts and what is in flight, for a scraper to fetch."""
+"""Prometheus: durations, bytes, counts and ops in flight, for a scraper to fetch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,19 @@ class _Sums:
 
 
 class Prometheus:
-    """Serves metrics over HTTP, each rank of a host on a port of its own: ``port`` + local rank.
+    """Serves metrics over HTTP; each rank of a host listens on ``port`` + its local rank.
 
-    ``port`` 0 takes a free one (``.port`` tells). ``address`` is what to listen on: this host only,
-    unless you say ``"0.0.0.0"``. Or give a ``registry`` of your own: then nothing is served.
-    Labels: op, group (a bounded number), host, rank. Needs ``prometheus-client``.
+    The labels are op, group (a bounded number of values), host and rank.
+
+    Args:
+        port: The port of local rank 0. With 0 each rank takes a free port, shown by ``.port``.
+        address: The address to listen on. The default accepts connections from this host only;
+            ``"0.0.0.0"`` accepts them from every host.
+        registry: A registry of your own, to which the metrics are added. Then nothing is served.
+
+    Raises:
+        ValueError: ``port`` is not a port.
+        ExtraMissing: ``prometheus-client`` is not installed.
     """
 
     def __init__(
@@ -52,7 +60,7 @@ class Prometheus:
         self.port: int | None = None
 
     def open(self, origin: Origin) -> None:
-        """Register the metrics, and listen."""
+        """Register the metrics and listen."""
         self._origin = origin
         if self._serves:
             self._registry = self._client.CollectorRegistry()
@@ -66,7 +74,7 @@ class Prometheus:
         self._registry.register(self)
 
     def write(self, descriptions: Descriptions) -> None:
-        """Add up."""
+        """Add the descriptions to the metrics."""
         batch = list(self._keys.split(descriptions))
         with self._lock:
             self._dropped += descriptions.dropped
@@ -78,7 +86,7 @@ class Prometheus:
                 sums.sizes.add(added.sizes)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Remove the metrics and stop listening."""
         self._registry.unregister(self)
         if self._server is not None:
             server, thread = self._server
@@ -87,10 +95,10 @@ class Prometheus:
             thread.join(_CLOSE_SECONDS)
             self._server = None
 
-    # --- for prometheus_client, on the threads that scrape ---
+    # --- prometheus_client calls these on its server's threads ---
 
     def describe(self) -> list[Any]:
-        """Return no names ahead of time."""
+        """Return no metric names in advance."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -106,15 +114,15 @@ class Prometheus:
             "rankcall_collective_duration_seconds", "How long ops took here.", labels=_LABELS
         )
         sizes = core.HistogramMetricFamily(
-            "rankcall_collective_bytes", "What their messages carried.", labels=_LABELS
+            "rankcall_collective_bytes", "Message bytes of the ops.", labels=_LABELS
         )
         with self._lock:
             for key, sums in self._sums.items():
                 labels = self._labels(key)
                 calls.add_metric(labels, sums.calls)
                 failed.add_metric(labels, sums.failed)
-                for family, each in ((seconds, sums.seconds), (sizes, sums.sizes)):
-                    family.add_metric(labels, _buckets(each), each.total)
+                for family, histogram in ((seconds, sums.seconds), (sizes, sums.sizes)):
+                    family.add_metric(labels, _buckets(histogram), histogram.total)
             dropped = self._dropped
         yield from (calls, failed, seconds, sizes, *self._in_flight(core))
         lost = core.CounterMetricFamily(
@@ -131,13 +139,14 @@ class Prometheus:
             "rankcall_in_flight_age_seconds", "Age of the oldest op in flight.", labels=_LABELS
         )
         now = time.time_ns()
-        found: dict[Key, list[float]] = {}
+        ages_by_key: dict[Key, list[float]] = {}
         descriptions = self._origin.in_flight()
         columns = descriptions.columns
         for at, issued in zip(columns["kind"].tolist(), columns["issued_ns"].tolist(), strict=True):
             kind = descriptions.kinds[at]
-            found.setdefault(self._keys.of(kind.name, kind.group), []).append((now - issued) / 1e9)
-        for key, ages in found.items():
+            key = self._keys.of(kind.name, kind.group)
+            ages_by_key.setdefault(key, []).append((now - issued) / 1e9)
+        for key, ages in ages_by_key.items():
             count.add_metric(self._labels(key), len(ages))
             age.add_metric(self._labels(key), max(ages))
         return [count, age]

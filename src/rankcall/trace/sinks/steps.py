@@ -1,4 +1,4 @@
-"""Totals of each training step, to the TensorBoard or W&B writer that the user has."""
+"""Totals of each training step, written with the user's TensorBoard or W&B writer."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import numpy as np
 from rankcall.trace.descriptions import Descriptions
 from rankcall.trace.sinks.base import Origin
 
-_LATE = 2  # steps after which a step's ops are taken to have all been described
+_LATE = 2  # a step is complete once this many later steps have begun
 
 
 class StepTotals:
-    """Writes, for each optimizer step, how often each op ran, how long, and how many bytes.
+    """Writes for each optimizer step how often each op ran, its total time and its bytes.
 
     ``writer`` is a TensorBoard ``SummaryWriter`` (anything with ``add_scalar(tag, value, step)``)
-    or a W&B run (anything with ``log(values)``); it is called on rankcall's trace thread and stays
-    the user's to close. Tags: ``rankcall/<op>/ms``, ``/calls`` and ``/mib``, and those of ``all``.
-    To W&B the step goes as ``rankcall/step``, since its own steps are the user's.
+    or a W&B run (anything with ``log(values)``). rankcall calls it on its trace thread and does not
+    close it. The tags are ``rankcall/<op>/ms``, ``/calls`` and ``/mib``, and the same for the op
+    ``all``. W&B gets the step as ``rankcall/step``, because the user counts W&B's own steps.
     """
 
     def __init__(self, writer: Any) -> None:
         if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
             raise TypeError(
-                f"a writer has add_scalar (TensorBoard) or log (W&B); {type(writer).__name__} has "
-                "neither"
+                "a writer has add_scalar (TensorBoard) or log (W&B); "
+                f"{type(writer).__name__} has neither"
             )
         self._writer = writer
         self._open: dict[int, dict[str, float]] = {}
         self._newest = -1
 
     def open(self, origin: Origin) -> None:
-        """Tell W&B which values go by which step."""
+        """Make ``rankcall/step`` the step of rankcall's values in W&B."""
         if hasattr(self._writer, "define_metric"):
             self._writer.define_metric("rankcall/*", step_metric="rankcall/step")
 
     def write(self, descriptions: Descriptions) -> None:
-        """Add up; write the steps that are over."""
+        """Add the descriptions to the totals; write the steps that are complete."""
         done = descriptions.only(~descriptions.columns["in_flight"])
         if len(done):
             self._add(done)
         self._write_until(self._newest - _LATE)
 
     def close(self) -> None:
-        """Write the steps that are left."""
+        """Write the remaining steps."""
         self._write_until(self._newest)
 
     def _add(self, done: Descriptions) -> None:
@@ -53,7 +53,7 @@ class StepTotals:
         names = sorted({kind.name for kind in done.kinds})
         codes = np.array([names.index(kind.name) for kind in done.kinds])[columns["kind"]]
         self._newest = max(self._newest, int(columns["step"].max()))
-        # What comes later than late counts in the oldest step that is still open.
+        # An op of a step that is written already counts in the oldest step that is still open.
         step = np.maximum(columns["step"], min(self._open, default=0))
         key = step * len(names) + codes
         values, which = np.unique(key, return_inverse=True)
@@ -65,9 +65,9 @@ class StepTotals:
         }
         for at, value in enumerate(values.tolist()):
             totals = self._open.setdefault(value // len(names), defaultdict(float))
-            for what, each in sums.items():
+            for unit, column in sums.items():
                 for name in (names[value % len(names)], "all"):
-                    totals[f"rankcall/{name}/{what}"] += float(each[at])
+                    totals[f"rankcall/{name}/{unit}"] += float(column[at])
 
     def _write_until(self, last: int) -> None:
         for step in sorted(step for step in self._open if step <= last):

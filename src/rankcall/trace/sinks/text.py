@@ -1,4 +1,4 @@
-"""One JSON object a line: on stdout, or in a file that is rotated by size."""
+"""One JSON object per line, on stdout or in a file that is rotated by size."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MIB = 1 << 20
 
 
 class Stdout:
-    """Prints the descriptions that are this rank's to print: see the guide for who prints what.
+    """Prints the descriptions that this rank has to print; docs/guides/trace.md has the rule.
 
-    ``stream`` is what to print to (default: ``sys.stdout`` at that time).
+    ``stream`` is the file to print to; the default is the ``sys.stdout`` of that moment.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -31,23 +31,31 @@ class Stdout:
 
     def write(self, descriptions: Descriptions) -> None:
         """Print whole lines in one call."""
-        mine = descriptions.only(descriptions.columns["prints"])
-        if len(mine):
+        printed = descriptions.only(descriptions.columns["prints"])
+        if len(printed):
             stream = self._stream or sys.stdout
-            stream.write(mine.lines().decode())
+            stream.write(printed.lines().decode())
             stream.flush()
 
     def close(self) -> None:
-        """Do nothing: the stream is not ours."""
+        """Do nothing: the stream belongs to the user."""
 
 
 class JsonLines:
-    """Writes every description of this rank to a file, one JSON object a line.
+    """Writes every description of this rank to a file, one JSON object per line.
 
-    ``path`` may hold ``{rank}``, ``{host}`` and ``{attempt}``; without ``{rank}`` each rank's file
-    gets ``.rank-N`` before its suffix. The default is ``trace/`` in the run directory (in the
-    working directory, without one). A file that reaches ``max_mib`` becomes ``NAME.1``, that one
-    ``NAME.2`` ...; ``keep`` of these are kept. A line is written whole or not at all.
+    A line is written completely or not at all.
+
+    Args:
+        path: The file. It may contain ``{rank}``, ``{host}`` and ``{attempt}``; without ``{rank}``
+            each rank's file gets ``.rank-N`` before its suffix. The default is a file in ``trace/``
+            in the run directory, or in the working directory if there is no run directory.
+        max_mib: The size at which the file is renamed to ``NAME.1``, the one before it to
+            ``NAME.2``, and so on.
+        keep: How many renamed files to keep.
+
+    Raises:
+        ValueError: ``max_mib`` is not positive, or ``keep`` is negative.
     """
 
     def __init__(
@@ -62,17 +70,18 @@ class JsonLines:
         self._max_bytes = max(1, int(max_mib * _MIB))
         self._keep = keep
         self._fd = -1
-        self._written: tuple[Descriptions | None, int] = (None, 0)  # of a batch that broke off
+        # The batch whose writing failed, and how many bytes of it are written.
+        self._written: tuple[Descriptions | None, int] = (None, 0)
         self.path: Path | None = None
 
     def open(self, origin: Origin) -> None:
-        """Open the file for appending; makes its folder."""
+        """Make the folder and open the file for appending."""
         self.path = place(self._asked, "jsonl", origin)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = self._opened()
 
     def write(self, descriptions: Descriptions) -> None:
-        """Append; what cannot be written whole is taken back, and tried again later."""
+        """Append the lines. If that fails, remove the incomplete line; the caller tries again."""
         data = memoryview(descriptions.lines())
         batch, done = self._written
         done = done if batch is descriptions else 0
@@ -103,7 +112,7 @@ class JsonLines:
                 written += os.write(self._fd, data[written:])
         except OSError as error:
             error.filename = str(self.path)
-            with contextlib.suppress(OSError):  # a pipe or device cannot take it back
+            with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
                 os.ftruncate(self._fd, before)
             raise
 
@@ -123,7 +132,7 @@ class JsonLines:
 
 
 def _whole_lines(data: memoryview, room: int, fresh: bool) -> memoryview:
-    """Return as many lines as there is room for; at least one where the file is ``fresh``."""
+    """Return as many lines as there is room for, but at least one if the file is ``fresh``."""
     if len(data) <= room:
         return data
     cut = bytes(data[: max(room, 0)]).rfind(b"\n") + 1
@@ -133,7 +142,7 @@ def _whole_lines(data: memoryview, room: int, fresh: bool) -> memoryview:
 
 
 def place(asked: Path | None, suffix: str, origin: Origin) -> Path:
-    """Return the path of this rank's file: as asked, or in the run directory."""
+    """Return the path of this rank's file, from the user's pattern or in the run directory."""
     host = re.sub(r"[^A-Za-z0-9_.-]+", "_", origin.host)
     if asked is None:
         name = f"rank-{origin.rank:05d}.attempt-{origin.attempt}.{suffix}"

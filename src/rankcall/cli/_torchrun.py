@@ -1,4 +1,4 @@
-"""torchrun as an engine: read its arguments, arm the environment, run it, keep its exit status."""
+"""Run torchrun in this process: parse its arguments, set the environment, keep its exit status."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ OPTIONS = (
     "--history",
     "--hang-after",
     "--on-hang",
-)  # ours, not torchrun's
-USAGE_ERROR = 2  # what argparse and click exit with
+)  # rankcall's own options; all others are torchrun's
+USAGE_ERROR = 2  # the exit status that argparse and click use
 
 
 def say(text: str) -> None:
-    """Write one line of ours to stderr: stdout belongs to the job."""
+    """Write one line of rankcall's to stderr. stdout belongs to the job."""
     typer.echo(f"rankcall: {clean(text)}", err=True)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What torchrun's arguments say of a job."""
+    """A job as torchrun's arguments describe it."""
 
     argv: tuple[str, ...]
     script: str
-    is_file: bool  # the script is a file that Python runs; else a module, or any program
+    is_file: bool  # the script is a Python file, not a module or another program
     max_nodes: int
     nproc: int
     rdzv_id: str | None
@@ -44,20 +44,22 @@ class Job:
 
     @property
     def label(self) -> str:
-        """What a run of it is called after."""
+        """The part of a run's name that comes from the script."""
         return self.script if "/" in self.script or self.is_file else self.script.replace(".", "-")
 
 
 def _refuse(message: str) -> NoReturn:
-    """End with one line; argparse would print torchrun's two dozen options before it."""
-    ours = [name for name in OPTIONS if name in message]
-    hint = f" ({ours[0]} is rankcall's: it comes before torchrun's options)" if ours else ""
+    """Exit with a message of one line. argparse would print torchrun's two dozen options first."""
+    own_options = [name for name in OPTIONS if name in message]
+    hint = ""
+    if own_options:
+        hint = f" ({own_options[0]} is rankcall's: it comes before torchrun's options)"
     say(f"torchrun does not take these arguments: {message}{hint}")
     raise typer.Exit(USAGE_ERROR)
 
 
 def parse(argv: Sequence[str]) -> Job:
-    """Read torchrun's arguments with torchrun's own parser; exits with 2 where they are wrong."""
+    """Parse torchrun's arguments with torchrun's own parser. Exits with 2 if they are wrong."""
     from torch.distributed import run
 
     parser = run.get_args_parser()
@@ -66,7 +68,7 @@ def parse(argv: Sequence[str]) -> Job:
     try:
         _, max_nodes = run.parse_min_max_nnodes(args.nnodes)
     except (ValueError, RuntimeError):
-        _refuse(f"--nnodes {args.nnodes} is no number and no MIN:MAX")
+        _refuse(f"--nnodes {args.nnodes} is neither a number nor MIN:MAX")
     try:
         nproc = run.determine_local_world_size(args.nproc_per_node)
     except (ValueError, RuntimeError) as error:
@@ -83,7 +85,7 @@ def parse(argv: Sequence[str]) -> Job:
 
 
 def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
-    """Return the variables that make every worker below this process record."""
+    """Return the environment variables that make every worker of this process record."""
     path = os.environ.get("PYTHONPATH")
     variables = {
         # An empty entry would put the working directory on every worker's path.
@@ -98,14 +100,14 @@ def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
 
 
 def tracing(mode: str | None, history: bool) -> dict[str, str]:
-    """Return the variables that make every worker trace, or keep its history; empty for neither."""
+    """Return the environment variables that make every worker trace, or keep its history."""
     variables = {} if mode is None else {"RANKCALL_TRACE": "1", "TORCH_DISTRIBUTED_TRACING": mode}
     return {**variables, **({"RANKCALL_HISTORY": "1"} if history else {})}
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables (None removes one) and put back what was there."""
+    """Set environment variables (None removes one), and restore them at the end."""
     before = {name: os.environ.get(name) for name in variables}
     try:
         _set(variables)
@@ -127,12 +129,12 @@ class Outcome:
     """How torchrun ended. ``failed``: this node's workers that failed, by (rank, pid)."""
 
     status: int
-    failed: Mapping[tuple[int, int], int] = field(default_factory=dict)  # codes; < 0: a signal
-    table: str = ""  # torchrun's own, of who failed
+    failed: Mapping[tuple[int, int], int] = field(default_factory=dict)  # exit codes; < 0: signals
+    table: str = ""  # torchrun's table of failed workers
 
 
 def torchrun(argv: Sequence[str]) -> Outcome:
-    """Run torchrun in this process; what went wrong, but for failed workers, is on stderr."""
+    """Run torchrun in this process. Errors go to stderr, except failed workers."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -141,13 +143,13 @@ def torchrun(argv: Sequence[str]) -> Outcome:
         main(list(argv))
         return Outcome(0)
     except ChildFailedError as failed:
-        codes = {(rank, each.pid): each.exitcode for rank, each in failed.failures.items()}
+        codes = {(rank, failure.pid): failure.exitcode for rank, failure in failed.failures.items()}
         return Outcome(1, codes, str(failed))
     except SignalException as ended:
         say(f"the job was ended by {ended.sigval.name}")
     except KeyboardInterrupt:
         say("the job was interrupted before its workers ran")
     except Exception as error:
-        text = " ".join(str(error).split())
-        say(f"torchrun could not run the job: {type(error).__name__}: {text}")
+        reason = " ".join(str(error).split())
+        say(f"torchrun could not run the job: {type(error).__name__}: {reason}")
     return Outcome(1)

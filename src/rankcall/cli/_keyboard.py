@@ -1,4 +1,4 @@
-"""Leaving a live view by a key: ``q``, as everywhere."""
+"""Leave a live view with the key ``q``."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _QUITS = frozenset(b"qQ")
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], bool]]:
-    """Yield what waits so many s, and tells whether the user wants to leave.
+    """Yield a function that waits some seconds, and returns whether the user pressed ``q``.
 
-    Where the terminal is the user's, keys are taken as they are pressed and not shown, and the
-    terminal is as it was afterwards. Without one, nobody can press any.
+    If this process may use a terminal, the block reads keys at once and does not echo them. At the
+    end it restores the terminal. Without a terminal the function only waits.
     """
     try:
         fd = sys.stdin.fileno()
         before = termios.tcgetattr(fd)
-        ours = os.tcgetpgrp(fd) == os.getpgrp()
+        in_foreground = os.tcgetpgrp(fd) == os.getpgrp()
     except (OSError, ValueError, AttributeError, termios.error):
-        ours = False
-    if not ours:  # or it runs in the background, where to change the terminal would stop it
+        in_foreground = False
+    if not in_foreground:  # a background process that changes the terminal is stopped
         yield _sleeps
         return
     try:
@@ -47,6 +47,6 @@ def _pressed(fd: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
         typed = os.read(fd, 64)
-        if not typed or not _QUITS.isdisjoint(typed):  # the terminal is gone, or it was pressed
+        if not typed or not _QUITS.isdisjoint(typed):  # no bytes: the terminal is gone
             return True
     return False

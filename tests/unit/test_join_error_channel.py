@@ -12,45 +12,45 @@ import pytest
 import torch.distributed as dist
 
 from rankcall.errors import PeerError, UnevenInputs
-from rankcall.join import watch as watching
+from rankcall.join import error_channel
+from rankcall.join.error_channel import ErrorChannel
 from rankcall.join.presence import is_gone, own_presence
-from rankcall.join.watch import Watch
 
 CLOSED = RuntimeError("Connection closed by peer")
 
 
 class Played:
-    """A watch of rank 0, which is at its third batch, and what rank 1 does."""
+    """The channel of rank 0, which is at its third batch; the test does what rank 1 would do."""
 
     def __init__(self) -> None:
-        self.watch = Watch([0, 1], lambda: 3)
-        self.watch.start()
-        self.store: Any = self.watch._store
+        self.channel = ErrorChannel([0, 1], lambda: 3)
+        self.channel.start()
+        self.store: Any = self.channel._store
         self.said = 0
 
     def say(self, kind: str, **more: Any) -> None:
-        """Write to the log, without ringing anybody's bell."""
+        """Append to the log as rank 1, without waking rank 0."""
         entry = {"rank": 1, "host": "node-b", "kind": kind, "ends": [], **more}
         self.store.add("n", 1)
         self.store.set(f"log/{self.said}", json.dumps(entry))
         self.said += 1
 
     def fail(self) -> None:
-        """Say that rank 1 raised."""
+        """Report that rank 1 raised."""
         self.say("raised", cause="KeyError: 7", traceback="there, line 3")
 
     def runs(self, **other: Any) -> None:
-        """Say where rank 1 runs."""
+        """Publish where rank 1 runs."""
         self.store.set("host/1", json.dumps({**own_presence(), **other}))
 
     def hears(self) -> None:
-        """Answer for rank 1."""
-        self.store.set("heard/1", "[]")
+        """Answer as rank 1."""
+        self.store.set("answer/1", "[]")
 
     def ring(self) -> None:
-        """Ring the bell of rank 0, and wait until it has read all there is."""
-        self.store.set("bell/0", "1")
-        wait_for(lambda: self.watch._read == self.said)
+        """Wake rank 0, and wait until it has read the whole log."""
+        self.store.set("wake/0", "1")
+        wait_for(lambda: self.channel._read == self.said)
 
 
 def wait_for(so: Callable[[], Any]) -> None:
@@ -72,18 +72,18 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def played(group: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    """Return a watch that waits for long where it waits at all."""
-    monkeypatch.setattr(watching, "_ANSWER_S", 60.0)
+    """Return a channel whose waits for answers last a minute, so that a needless one is seen."""
+    monkeypatch.setattr(error_channel, "_ANSWER_S", 60.0)
     made = Played()
     yield made
     made.hears()
-    made.watch.close()
+    made.channel.close()
 
 
 def test_the_cause_is_read_before_anybody_is_asked(played: Played) -> None:
     """It is in the log when connections break, whether this rank has heard of it or not."""
     played.fail()
-    found = played.watch.explain(CLOSED)
+    found = played.channel.explain(CLOSED)
     assert isinstance(found, PeerError)
     assert (found.rank, found.host, found.cause) == (1, "node-b", "KeyError: 7")
     assert "there, line 3" in str(found)
@@ -95,19 +95,19 @@ def test_a_cause_replaces_a_lost_connection(played: Played) -> None:
     played.say("lost", cause="Connection closed by peer")
     played.fail()
     played.ring()
-    found = played.watch.explain(CLOSED)
+    found = played.channel.explain(CLOSED)
     assert isinstance(found, PeerError)
     assert found.cause == "KeyError: 7"
     played.say("lost", cause="Connection closed by peer")
     played.ring()
     with pytest.raises(PeerError, match="KeyError: 7"):
-        played.watch.check()
+        played.channel.check()
 
 
 def test_a_process_that_ended_is_not_waited_for(played: Played) -> None:
     """On this host its end is seen."""
     played.runs(start=1)
-    found = played.watch.explain(CLOSED)
+    found = played.channel.explain(CLOSED)
     assert isinstance(found, PeerError)
     assert found.rank == 1
     assert "is gone without a word" in str(found)
@@ -118,19 +118,19 @@ def test_a_process_that_ended_after_it_answered_is_not_gone(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was there when the connection broke: the collective failed by itself."""
-    monkeypatch.setattr(watching, "_WORD_S", 0.0)
+    monkeypatch.setattr(error_channel, "_WORD_S", 0.0)
     played.runs(start=1)
     played.hears()
-    assert played.watch.explain(CLOSED) is None
+    assert played.channel.explain(CLOSED) is None
 
 
 def test_a_rank_elsewhere_that_does_not_answer(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can see whether it is gone, so nobody says so."""
-    monkeypatch.setattr(watching, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(error_channel, "_ANSWER_S", 0.05)
     played.runs(where="another boot", host="node-b")
-    found = played.watch.explain(CLOSED)
+    found = played.channel.explain(CLOSED)
     assert isinstance(found, PeerError)
     assert "rank 1 (node-b) has not answered for 0.05 s" in str(found)
 
@@ -141,7 +141,7 @@ def test_a_rank_that_left_is_named_before_those_it_left_behind(played: Played) -
     played.fail()
     played.ring()
     with pytest.raises(UnevenInputs, match="rank 1 left the loop after 2 batches"):
-        played.watch.check()
+        played.channel.check()
 
 
 def test_what_fails_here_is_told_though_another_lost_its_connection(played: Played) -> None:
@@ -149,7 +149,7 @@ def test_what_fails_here_is_told_though_another_lost_its_connection(played: Play
     played.say("lost", cause="Connection closed by peer")
     played.ring()
     played.hears()
-    played.watch.publish(KeyError("here"))
+    played.channel.publish(KeyError("here"))
     entry = json.loads(played.store.get("log/1"))
     assert (entry["rank"], entry["kind"], entry["cause"]) == (0, "raised", "KeyError: 'here'")
 
@@ -165,8 +165,8 @@ def test_the_store_may_end_once_the_cause_is_known(
     played.fail()
     played.ring()
     with monkeypatch.context() as patched:
-        patched.setattr(played.watch, "_store", type("Ended", (), {"add": ended})())
-        found = played.watch.explain(CLOSED)
+        patched.setattr(played.channel, "_store", type("Ended", (), {"add": ended})())
+        found = played.channel.explain(CLOSED)
     assert isinstance(found, PeerError)
     assert found.cause == "KeyError: 7"
 
@@ -184,13 +184,13 @@ def test_connections_are_broken_until_the_training_thread_is_out(
             seen.set()
         return 0
 
-    monkeypatch.setattr(watching, "break_connections", breaks)
-    monkeypatch.setattr(watching, "_TURNS", 1)
+    monkeypatch.setattr(error_channel, "break_connections", breaks)
+    monkeypatch.setattr(error_channel, "_TURNS", 1)
     played.say("raised", cause="KeyError: 7", traceback="", ends=["first"])
     played.ring()
     wait_for(lambda: broken)
     assert "first" in broken[0]
-    played.store.set("heard/1", '["late"]')
+    played.store.set("answer/1", '["late"]')
     assert seen.wait(60)
 
 
@@ -209,11 +209,11 @@ def test_a_rank_that_is_out_still_says_where_its_connections_end(played: Played)
     """Another rank may be waiting on one of them."""
     played.fail()
     played.ring()
-    wait_for(lambda: played.store.check(["heard/0"]))
-    ends = json.loads(played.store.get("heard/0"))
+    wait_for(lambda: played.store.check(["answer/0"]))
+    ends = json.loads(played.store.get("answer/0"))
     assert ends
-    played.watch.close()
-    assert json.loads(played.store.get("heard/0")) == ends
+    played.channel.close()
+    assert json.loads(played.store.get("answer/0")) == ends
 
 
 class Silent:
@@ -234,21 +234,21 @@ def test_a_store_that_does_not_answer_holds_nobody_up(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request of the training thread ends after ``_STORE_S``: the job goes on."""
-    monkeypatch.setattr(watching, "_STORE_S", 0.05)
-    monkeypatch.setattr(watching, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(error_channel, "_STORE_S", 0.05)
+    monkeypatch.setattr(error_channel, "_ANSWER_S", 0.05)
     silent = Silent()
-    monkeypatch.setattr(played.watch, "_store", silent)
-    cause = played.watch.explain(CLOSED)
+    monkeypatch.setattr(played.channel, "_store", silent)
+    cause = played.channel.explain(CLOSED)
     assert isinstance(cause, PeerError)
     assert "gave no answer" in str(cause)
     with pytest.raises(PeerError, match="cannot agree with the other ranks"):
-        played.watch.leave()
-    played.watch.publish(ValueError("ours"))
-    thread = played.watch._thread
-    played.watch.close()
+        played.channel.leave()
+    played.channel.publish(ValueError("ours"))
+    thread = played.channel._thread
+    played.channel.close()
     assert thread is not None
     assert thread.is_alive()  # it is left behind
     silent.release.set()
-    watching._spent.clear()
-    played.store.set("bell/0", "1")
+    error_channel._spent.clear()
+    played.store.set("wake/0", "1")
     thread.join(60)

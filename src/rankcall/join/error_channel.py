@@ -1,17 +1,20 @@
-"""Tell the other ranks that this one failed or left, and be told, also inside a collective.
+"""Report to the other ranks that this one failed or left, and learn the same of them.
 
-Through the job's store: a log that every rank may append to, and a bell for each rank. A thread
-waits for this rank's bell through a store client of its own and reads the log. Where another rank
-failed it lets the training thread a moment to come out by itself; then it breaks the connections
-that its collective waits on. Whoever breaks connections has said why before: a rank whose
-collective fails reads the log to its end, and what is not in it was said by nobody. Keys, below one
-prefix for each ``Join``:
+The ranks of a ``Join`` share a log in the job's store, and each rank has a wake-up key. A thread
+waits for this rank's wake-up key through a store client of its own, and then reads the log. If
+another rank failed, the thread gives the training thread a moment to fail or leave. Then it breaks
+the connections of the collective in which the training thread waits.
 
-    n, log/<i>   the entries and their number
-    bell/<rank>  rings for one rank; the rank takes it away again
-    heard/<rank> that rank's answer to the first entry: where its connections end
-    host/<rank>  where that rank runs, and as which process
-    left/<k>, gone/<k>  at which step the first left its loop for the kth time, and how many did
+A rank reports its error before it breaks connections. So a rank whose collective fails reads the
+whole log; an error that is not in the log was never reported. The keys, below one prefix for each
+``Join``:
+
+    n, log/<i>     the number of log entries, and the entries
+    wake/<rank>    wakes that rank, which then removes the key
+    answer/<rank>  that rank's answer to the first failure: the local ends of its connections
+    host/<rank>    the host and the process of that rank
+    left/<k>       the step and the rank of the first to leave its loop for the kth time
+    gone/<k>       how many ranks left their loop at that step
 """
 
 from __future__ import annotations
@@ -40,23 +43,23 @@ from rankcall.rundir import host_name
 _log = logging.getLogger("rankcall.join")
 _DAY = timedelta(days=1)
 T = TypeVar("T")
-# What the training thread gets to fail or leave by itself: so many turns of the watching thread,
-# because on a busy machine both get fewer of them.
+# The time in which the training thread may fail or leave before its connections are broken. It is
+# counted in turns of the listening thread: on a busy machine both threads run less often.
 _TURNS, _TURN_S = 20, 0.01
-_ANSWER_S = 5.0  # what the other ranks get to answer; those whose process is gone get none
-_STORE_S = 10.0  # what the store gets to answer: one whose host is stopped never does
-_WORD_S = 0.5  # what the cause gets to arrive where connections broke and all ranks are there
+_ANSWER_S = 5.0  # for the answers of the other ranks; a rank whose process has ended needs none
+_STORE_S = 10.0  # for the answer of the store, which may be on a stopped host
+_WORD_S = 0.5  # for a report to arrive, after connections broke although all ranks are alive
 Entry = dict[str, Any]
 
-_spent: list[Any] = []  # the store of the block before, with its prefix
-_joins: dict[tuple[int, ...], int] = {}  # how many there were, by their ranks: the same on each
+_spent: list[Any] = []  # the store of the last block, with its prefix
+_joins: dict[tuple[int, ...], int] = {}  # ranks -> number of Joins so far, equal on each of them
 
 
-class Watch:
+class ErrorChannel:
     """Connects the ranks of one ``Join`` from ``start`` to ``close``.
 
-    ``steps`` returns how many batches this rank has begun. All methods but the thread's own run on
-    the training thread.
+    ``steps`` returns how many batches this rank has begun. All methods run on the training thread,
+    except those in the section of the listening thread.
     """
 
     def __init__(self, ranks: Sequence[int], steps: Callable[[], int]) -> None:
@@ -65,17 +68,17 @@ class Watch:
         self._steps = steps
         self._out = threading.Event()  # the training thread has left the block
         self._failure: Entry | None = None
-        self._failed = threading.Event()  # there is a failure
-        self._settled = threading.Event()  # there is, or all have left
+        self._failed = threading.Event()  # a rank has failed
+        self._settled = threading.Event()  # a rank has failed, or all ranks have left
         self._left: tuple[int, int] | None = None  # rank and step of the first to leave
         self._leaves = 0
-        self._read = 0  # entries of the log
-        self._present: dict[int, Presence] = {}  # where the other ranks run, as far as asked
+        self._read = 0  # how many entries of the log the thread has read
+        self._present: dict[int, Presence] = {}  # the ranks whose host and process are known
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to listen; nothing to do where there is nobody else."""
+        """Begin to listen, unless this is the only rank."""
         if len(self._ranks) < 2:
             return
         key = tuple(self._ranks)
@@ -87,13 +90,13 @@ class Watch:
         def connect() -> None:
             own: Any = store.clone()  # type: ignore[attr-defined]
             self._store: Any = dist.PrefixStore(f"{name}/{number}", store)
-            self._own: Any = dist.PrefixStore(f"{name}/{number}", own)  # the thread's
+            self._own: Any = dist.PrefixStore(f"{name}/{number}", own)  # for the thread alone
             self._store.set(f"host/{self.rank}", json.dumps(own_presence()))
 
         try:
             _bounded(connect)
         except (RuntimeError, AttributeError) as error:
-            _log.warning("errors of other ranks cannot be told inside this Join: %s", error)
+            _log.warning("this Join cannot report the errors of other ranks: %s", error)
             return
         self._thread = threading.Thread(target=self._listen, name="rankcall-join", daemon=True)
         self._thread.start()
@@ -107,7 +110,7 @@ class Watch:
         self._closing = True
         try:
             _bounded(self._wake)
-        except Exception:  # the store is gone or silent, and the thread ends by that
+        except Exception:  # the store is gone or does not answer; either ends the thread
             thread.join(_WORD_S)
         else:
             thread.join(2 * _ANSWER_S)
@@ -116,42 +119,42 @@ class Watch:
         _spent[:] = [self._store]
 
     def _wake(self) -> None:
-        """Let the thread see that the training thread has left the block."""
-        # Not over an answer with ends: another rank may still be waiting on one of them.
-        self._store.compare_set(f"heard/{self.rank}", "", "[]")
-        self._store.set(f"bell/{self.rank}", "1")
+        """Wake the thread, which then sees that the training thread has left the block."""
+        # Keep an answer that names connections: another rank may still wait on one of them.
+        self._store.compare_set(f"answer/{self.rank}", "", "[]")
+        self._store.set(f"wake/{self.rank}", "1")
 
     def _forget(self) -> None:
-        """Remove this rank's keys of the block before.
+        """Remove this rank's keys of the last block.
 
-        Every rank has left that block before this one, so no rank reads them any more.
+        Every rank left that block before it entered this one, so no rank reads them any more.
         """
         for store in _spent:
-            for what in ("host", "heard", "bell"):
-                store.delete_key(f"{what}/{self.rank}")
+            for kind in ("host", "answer", "wake"):
+                store.delete_key(f"{kind}/{self.rank}")
 
-    # What this rank has to say.
+    # Reports of this rank.
 
     def publish(self, error: BaseException) -> None:
-        """Tell all others why this rank fails, and wait until they have heard, or some seconds."""
+        """Report why this rank fails; wait until all ranks have answered, or for some seconds."""
         self._out.set()
-        told = self._failure is not None and self._failure["kind"] == "raised"
-        if self._thread is None or told:
+        other_raised = self._failure is not None and self._failure["kind"] == "raised"
+        if self._thread is None or other_raised:
             return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         cause = traceback.format_exception_only(type(error), error)[-1].strip()
 
-        def tell() -> None:
+        def report() -> None:
             self._append("raised", cause=cause, traceback=text[-20_000:])
             self._silent(_ANSWER_S)
 
         try:
-            _bounded(tell, _ANSWER_S)
+            _bounded(report, _ANSWER_S)
         except RuntimeError as problem:  # the store is gone: the error itself must not be lost
-            _log.warning("the other ranks could not be told of %s: %s", cause, problem)
+            _log.warning("could not report to the other ranks: %s: %s", cause, problem)
 
     def explain(self, error: BaseException) -> RuntimeError | None:
-        """Return what is behind a collective that failed; None where it failed by itself."""
+        """Return the cause of a collective that failed; None if no other rank caused it."""
         if self._thread is None:
             return None
         try:
@@ -162,7 +165,7 @@ class Watch:
             return PeerError(f"{error}; and the store, on which ranks agree, is gone: {problem}")
 
     def _cause_of(self, error: BaseException) -> RuntimeError | None:
-        """Ask the other ranks and the log what made a collective fail."""
+        """Find the cause of a failed collective in the log, or in a rank that does not answer."""
         self._catch_up()
         if self._failure is None:
             self._append("lost", cause=str(error))
@@ -173,78 +176,78 @@ class Watch:
         return self._explained(self._failure)
 
     def leave(self) -> None:
-        """Leave the loop early; return when all ranks did so at the same step.
+        """Leave the loop early; return once all ranks have left it at the same step.
 
-        Raises ``UnevenInputs`` or ``PeerError`` where another rank goes on.
+        Raises ``UnevenInputs`` or ``PeerError`` if another rank goes on or fails.
         """
         if self._thread is None:
             return
-        mine = self._steps()
+        own_step = self._steps()
         self._leaves += 1
         try:
-            step, rank = _bounded(lambda: self._announce_leaving(mine))
+            step, rank = _bounded(lambda: self._announce_leaving(own_step))
         except dist.DistError as problem:
             raise PeerError(
-                f"rank {self.rank} left the loop after {mine} batches and cannot agree with the "
-                f"other ranks: {problem}"
+                f"rank {self.rank} left the loop after {own_step} batches and cannot agree with "
+                f"the other ranks: {problem}"
             ) from problem
-        if step != mine:
+        if step != own_step:
             raise UnevenInputs(
-                f"rank {self.rank} left the loop after {mine} batches, rank {rank} after {step}: "
-                "ranks must leave it together, or let it end by itself"
+                f"rank {self.rank} left the loop after {own_step} batches, rank {rank} after "
+                f"{step}: all ranks must leave it at the same step, or run it to its end"
             )
         if not self._settled.wait(default_pg_timeout.total_seconds()):
             raise UnevenInputs(
-                f"rank {self.rank} left the loop after {mine} batches; other ranks neither left it "
-                f"nor failed within {default_pg_timeout}"
+                f"rank {self.rank} left the loop after {own_step} batches; other ranks neither "
+                f"left it nor failed within {default_pg_timeout}"
             )
         self._settled.clear()
         self.check()
         self._left = None
 
-    def _announce_leaving(self, mine: int) -> tuple[int, int]:
-        """Say when this rank leaves; return the step and the rank of the first to leave."""
-        word = f"{mine} {self.rank}"
-        first = self._store.compare_set(f"left/{self._leaves}", "", word).decode()
+    def _announce_leaving(self, own_step: int) -> tuple[int, int]:
+        """Announce that this rank leaves; return the step and the rank of the first to leave."""
+        own_entry = f"{own_step} {self.rank}"
+        first = self._store.compare_set(f"left/{self._leaves}", "", own_entry).decode()
         step, rank = map(int, first.split())
-        if first == word:
-            self._append("left", at=mine)
-        if step == mine and self._store.add(f"gone/{self._leaves}", 1) == len(self._ranks):
+        if first == own_entry:
+            self._append("left", at=own_step)
+        if step == own_step and self._store.add(f"gone/{self._leaves}", 1) == len(self._ranks):
             self._append("all-left")
         return step, rank
 
     def check(self) -> None:
-        """Raise where another rank left before the step that this one begins, or failed."""
+        """Raise if another rank failed, or left before the step that this rank begins."""
         left = self._left
         if left is not None and left[1] < self._steps():
             raise self._left_behind(*left)
         if self._failure is not None:
             raise self._explained(self._failure)
 
-    # The thread.
+    # On the listening thread.
 
     def _listen(self) -> None:
-        bell = f"bell/{self.rank}"
+        wake_key = f"wake/{self.rank}"
         while not self._closing:
             try:
-                self._own.wait([bell], _DAY)
-                self._own.delete_key(bell)
+                self._own.wait([wake_key], _DAY)
+                self._own.delete_key(wake_key)
                 self._read_log()
                 if self._failure is not None:
                     self._break_out()
             except dist.DistStoreError:
-                continue  # a day without news
-            except Exception:  # the store is gone: there will be no more news
+                continue  # a day without an entry
+            except Exception:  # the store is gone: no entry can come any more
                 if self._failure is not None:
                     self._break_out()
                 return
 
     def _read_log(self) -> None:
         while not self._closing and self._own.check([f"log/{self._read}"]):
-            self._hear(json.loads(self._own.get(f"log/{self._read}")))
+            self._take_in(json.loads(self._own.get(f"log/{self._read}")))
             self._read += 1
 
-    def _hear(self, entry: Entry) -> None:
+    def _take_in(self, entry: Entry) -> None:
         kind = entry["kind"]
         if kind == "all-left":
             self._settled.set()
@@ -258,36 +261,37 @@ class Watch:
             self._note(entry)
 
     def _note(self, entry: Entry) -> None:
-        """Note another rank's failure, then answer it: what was heard is known here."""
+        """Note another rank's failure, then answer it. An answer promises that it was noted."""
         self._failure = entry
         self._failed.set()
         self._settled.set()
-        self._own.set(f"heard/{self.rank}", json.dumps(endpoints()))
+        self._own.set(f"answer/{self.rank}", json.dumps(endpoints()))
 
     def _break_out(self) -> None:
-        """Get the training thread out of the collective that it may be waiting in."""
+        """Interrupt the collective in which the training thread may be waiting."""
         if any(self._out.wait(_TURN_S) for _ in range(_TURNS)):
             return
         assert self._failure is not None
-        far, unheard, pause = set(self._failure["ends"]), set(self._ranks), _TURN_S
+        far_ends, unanswered, pause = set(self._failure["ends"]), set(self._ranks), _TURN_S
         abort_devices()
         while not self._closing:
             with contextlib.suppress(RuntimeError):  # the store may end with the rank that failed
                 self._read_log()
-                for rank in [each for each in unheard if self._own.check([f"heard/{each}"])]:
-                    far |= set(json.loads(self._own.get(f"heard/{rank}")))
-                    unheard.discard(rank)
-            break_connections(far, self._spared)
+                for rank in sorted(unanswered):
+                    if self._own.check([f"answer/{rank}"]):
+                        far_ends |= set(json.loads(self._own.get(f"answer/{rank}")))
+                        unanswered.discard(rank)
+            break_connections(far_ends, self._spared)
             if self._out.wait(pause):
                 return
             pause = min(2 * pause, 1.0)
 
-    # Helpers of both.
+    # On either thread.
 
     def _catch_up(self) -> None:
-        """Wait until the thread has read what the log has now."""
+        """Wait until the thread has read all entries that are in the log now."""
         end, deadline = self._store.add("n", 0), time.monotonic() + _ANSWER_S
-        self._store.set(f"bell/{self.rank}", "1")
+        self._store.set(f"wake/{self.rank}", "1")
         while self._failure is None and self._read < end and time.monotonic() < deadline:
             time.sleep(0.005)
 
@@ -295,46 +299,46 @@ class Watch:
         ends = endpoints()
         entry = {"rank": self.rank, "host": host_name(), "kind": kind, "ends": ends, **more}
         if kind in ("raised", "lost"):
-            self._store.set(f"heard/{self.rank}", json.dumps(ends))
-        at = self._store.add("n", 1) - 1
-        self._store.set(f"log/{at}", json.dumps(entry))
-        bells = [f"bell/{rank}" for rank in self._ranks]
-        self._store.multi_set(bells, ["1"] * len(bells))
+            self._store.set(f"answer/{self.rank}", json.dumps(ends))
+        index = self._store.add("n", 1) - 1
+        self._store.set(f"log/{index}", json.dumps(entry))
+        wake_keys = [f"wake/{rank}" for rank in self._ranks]
+        self._store.multi_set(wake_keys, ["1"] * len(wake_keys))
 
     def _silent(self, seconds: float) -> list[int]:
-        """Return the ranks that did not answer in time; who is gone is not waited for."""
+        """Return the ranks that did not answer in time; do not wait for ended processes."""
         deadline = time.monotonic() + seconds
         silent = [rank for rank in self._ranks if rank != self.rank]
         while True:
-            silent = self._unheard(silent)
+            silent = self._unanswered(silent)
             if all(self._is_gone(rank) for rank in silent):
-                return self._unheard(silent)  # a rank answers before it ends
+                return self._unanswered(silent)  # a rank may have answered and then ended
             if time.monotonic() > deadline:
                 return silent
             time.sleep(0.005)
 
-    def _unheard(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if not self._store.check([f"heard/{rank}"])]
+    def _unanswered(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([f"answer/{rank}"])]
 
     def _is_gone(self, rank: int) -> bool:
-        about = self._presence(rank)
-        return about is not None and is_gone(about)
+        presence = self._presence(rank)
+        return presence is not None and is_gone(presence)
 
     def _presence(self, rank: int) -> Presence | None:
-        """Return where a rank runs; None where it never entered the block."""
+        """Return the host and process of a rank; None if it never entered the block."""
         if rank not in self._present and self._store.check([f"host/{rank}"]):
             self._present[rank] = json.loads(self._store.get(f"host/{rank}"))
         return self._present.get(rank)
 
-    # What is said on this rank.
+    # The errors that this rank raises.
 
     def _explained(self, entry: Entry) -> RuntimeError:
-        """Return the error that another rank's entry means on this one."""
+        """Return the error to raise here because of another rank's entry."""
         if entry["kind"] == "lost":
             silent = self._silent(_ANSWER_S)
             if silent:
                 return self._gone(silent, entry["cause"])
-            entry = self._failure or entry  # by now it may be known why
+            entry = self._failure or entry  # the cause may have arrived by now
         rank, host, cause = entry["rank"], entry["host"], entry.get("cause", "")
         if entry["kind"] == "behind":
             return self._left_behind(rank, entry["at"])
@@ -345,44 +349,44 @@ class Watch:
         return PeerError(text, rank=rank, host=host, cause=cause, traceback=entry["traceback"])
 
     def _gone(self, silent: Sequence[int], error: str) -> PeerError:
-        """Name who is gone; where nobody surely is, who does not answer."""
-        surely = [rank for rank in silent if self._is_gone(rank)]
-        ranks = surely or list(silent)
-        about = [self._presence(rank) for rank in ranks]
-        hosts = [each["host"] for each in about if each is not None]
+        """Return an error that names the ranks that are gone, or else those that do not answer."""
+        gone_ranks = [rank for rank in silent if self._is_gone(rank)]
+        ranks = gone_ranks or list(silent)
+        presences = [self._presence(rank) for rank in ranks]
+        hosts = [presence["host"] for presence in presences if presence is not None]
         where = f" ({', '.join(sorted(set(hosts)))})" if hosts else ""
-        what = (
+        state = (
             "is gone without a word (killed, or out of memory?)"
-            if surely
+            if gone_ranks
             else f"has not answered for {_ANSWER_S:g} s (stopped, or its host is gone?)"
         )
         return PeerError(
-            f"rank {format_ranks(ranks)}{where} {what}; the collective that needed it failed with: "
-            f"{error}",
+            f"rank {format_ranks(ranks)}{where} {state}; the collective that needed it failed "
+            f"with: {error}",
             rank=ranks[0],
             host=hosts[0] if hosts else "",
-            cause="gone without a word" if surely else "does not answer",
+            cause="gone without a word" if gone_ranks else "does not answer",
         )
 
     def _left_behind(self, rank: int, step: int) -> UnevenInputs:
         return UnevenInputs(
             f"rank {rank} left the loop after {step} batches, rank {self.rank} went on to its "
-            f"batch {self._steps()}: ranks must leave it together, or let it end by itself"
+            f"batch {self._steps()}: all ranks must leave it at the same step, or run it to its end"
         )
 
 
 def _ports(store: Any) -> list[int]:
-    """Return the port of the TCP store behind a store, if there is one."""
+    """Return the port of the TCP store behind a store, or an empty list."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return [store.port] if isinstance(store, dist.TCPStore) else []
 
 
 def _bounded(call: Callable[[], T], waits_s: float = 0.0) -> T:
-    """Return ``call()``, which asks the store, from a helper thread.
+    """Return ``call()``, which makes requests to the store, from a helper thread.
 
-    ``waits_s`` is what it may wait besides. Raises ``DistNetworkError`` if it has not ended by
-    then; the thread is left behind.
+    ``waits_s`` is how long ``call`` itself may wait for other ranks. Raises ``DistNetworkError`` at
+    the deadline, and abandons the thread.
     """
     seconds = _STORE_S + waits_s
     helper = BackgroundCall(call, "rankcall-join-store")
