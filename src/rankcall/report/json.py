@@ -7,8 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from rankcall.analysis.timing.summary import Summary
-from rankcall.analysis.timing.table import size_name
+from rankcall.analysis.timing.summary import Summary, size_name
 from rankcall.report.headline import headline
 
 SCHEMA = 1

@@ -8,7 +8,7 @@ import numpy as np
 
 from rankcall.analysis.finding import Finding, less_sure
 from rankcall.analysis.hang import explain
-from rankcall.analysis.slowness.lanes import lanes_of
+from rankcall.analysis.slowness.call_tables import tables_of
 from rankcall.analysis.slowness.links import SlowLink, slow_links
 from rankcall.analysis.slowness.straggler import Straggler, straggler
 from rankcall.analysis.state.snapshot import Calls, Snapshot
@@ -21,12 +21,12 @@ _RECENT = 384  # calls of a rank
 def find_slow(snapshot: Snapshot) -> list[Finding]:
     """Return the straggler and the slow links of a job in which nothing hangs."""
     snapshot = replace(snapshot, calls=_recent(snapshot.calls))
-    lanes, clocks = lanes_of(snapshot)
+    tables, clocks = tables_of(snapshot)
     found = []
-    late = straggler(snapshot, lanes, clocks)
+    late = straggler(snapshot, tables, clocks)
     if late is not None:
         found.append(_of_straggler(snapshot, late))
-    links = slow_links(snapshot, lanes, clocks)
+    links = slow_links(snapshot, tables, clocks)
     return [*found, *(_of_link(snapshot, link) for link in links[:_MOST_LINKS])]
 
 
@@ -41,17 +41,17 @@ def _recent(calls: Calls) -> Calls:
 
 
 def _of_straggler(snapshot: Snapshot, late: Straggler) -> Finding:
-    lane, column = late.lane, late.column
-    group = snapshot.groups.index(lane.group)
+    table, column = late.table, late.column
+    group = snapshot.groups.index(table.group)
     calls = snapshot.calls
-    seq = int(lane.seq[column])
+    seq = int(table.seq[column])
     there = (calls["group"] == group) & (calls["seq"] == seq) & (calls["rank"] == late.ranks[0])
     site = snapshot.site(int(calls["site"][there.argmax()])) if there.any() else ""
-    op = OPS[int(lane.op[column])]
+    op = OPS[int(table.op[column])]
     name = explain.who(snapshot, late.ranks)
     verb = "comes" if len(late.ranks) == 1 else "come"
     since = f", since step {late.since_step:,}" if late.since_step is not None else ""
-    victims = tuple(rank for rank in lane.ranks.tolist() if rank not in late.ranks)
+    victims = tuple(rank for rank in table.ranks.tolist() if rank not in late.ranks)
     return Finding(
         "straggler", late.ranks, victims,
         tuple(dict.fromkeys(snapshot.ranks[r].host for r in late.ranks if snapshot.ranks[r].host)),
@@ -61,7 +61,7 @@ def _of_straggler(snapshot: Snapshot, late: Straggler) -> Finding:
         f"{f' at {site}' if site else ''}, by {explain.ms(late.late_s)} at the median, last of all "
         f"in {late.last_in:.0%}{since}: {late.share:.0%} of all waiting, which costs the others "
         f"{late.cost:.0%} of their time.",
-        (f"on record: {len(lane.seq):,} collectives of the group, {explain.lasts(late.span_s)}",),
+        (f"on record: {len(table.seq):,} collectives of the group, {explain.lasts(late.span_s)}",),
         f"Look at what rank {late.ranks[0]} does before that line: its data, its CPU, its GPU's "
         "clock; rankcall report has the figures.",
     )  # fmt: skip

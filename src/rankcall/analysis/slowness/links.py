@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rankcall.analysis.hang.waits import P2P, SEND
 from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.timing.clocks import HostClock, RowClocks
-from rankcall.analysis.timing.collectives import Lane, present
+from rankcall.analysis.timing.collectives import CollectiveTable, present
 from rankcall.record import OPS, SYNCHRONISING
 
 _TIMES = 2.5  # slower than the median link of the kind
@@ -41,12 +41,14 @@ class SlowLink:
     compared: int
 
 
-def slow_links(snapshot: Snapshot, lanes: list[Lane], clocks: list[HostClock]) -> list[SlowLink]:
+def slow_links(
+    snapshot: Snapshot, tables: list[CollectiveTable], clocks: list[HostClock]
+) -> list[SlowLink]:
     """Return the links that are slow against others of the same op, size class and member count."""
     kinds: dict[Key, dict[tuple[int, ...], list[float]]] = defaultdict(dict)
-    for lane in lanes:
-        for kind, times in _transfers(lane, clocks).items():
-            kinds[kind].setdefault(tuple(lane.ranks.tolist()), []).extend(times)
+    for table in tables:
+        for kind, times in _transfers(table, clocks).items():
+            kinds[kind].setdefault(tuple(table.ranks.tolist()), []).extend(times)
     for pair, by_kind in _messages(snapshot, clocks).items():
         for kind, times in by_kind.items():
             kinds[kind].setdefault(pair, []).extend(times)
@@ -82,21 +84,21 @@ def _outliers(
     return found
 
 
-def _transfers(lane: Lane, clocks: list[HostClock]) -> dict[Key, list[float]]:
+def _transfers(table: CollectiveTable, clocks: list[HostClock]) -> dict[Key, list[float]]:
     """Return how long a group's collectives took once all had come, by op and size class."""
     columns = np.flatnonzero(
-        _SYNC[lane.op] & present(lane.arrival).all(axis=0) & present(lane.completed).all(axis=0)
+        _SYNC[table.op] & present(table.arrival).all(axis=0) & present(table.completed).all(axis=0)
     )
-    if not len(columns) or len(lane.ranks) < 2:
+    if not len(columns) or len(table.ranks) < 2:
         return {}
-    clock = RowClocks([clocks[host] for host in lane.hosts])
-    came = clock.align(np.ascontiguousarray(lane.arrival[:, columns].T))
-    ended = clock.align(np.ascontiguousarray(lane.completed[:, columns].T))
+    clock = RowClocks([clocks[host] for host in table.hosts])
+    came = clock.align(np.ascontiguousarray(table.arrival[:, columns].T))
+    ended = clock.align(np.ascontiguousarray(table.completed[:, columns].T))
     lasted = (np.median(ended, axis=1) - came.max(axis=1)) / 1e9
     found: dict[Key, list[float]] = defaultdict(list)
     for column, seconds in zip(columns.tolist(), lasted.tolist(), strict=True):
-        size = int(lane.bytes[column]).bit_length()
-        found[int(lane.op[column]), size, len(lane.ranks)].append(max(seconds, 0.0))
+        size = int(table.bytes[column]).bit_length()
+        found[int(table.op[column]), size, len(table.ranks)].append(max(seconds, 0.0))
     return found
 
 

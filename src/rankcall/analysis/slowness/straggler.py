@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.timing.clocks import HostClock
-from rankcall.analysis.timing.collectives import Lane, present
-from rankcall.analysis.timing.measure import Blame, measure_lane
+from rankcall.analysis.timing.collectives import CollectiveTable, present
+from rankcall.analysis.timing.waiting import WaitTotals, measure_collectives
 from rankcall.record import OPS, SYNCHRONISING
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ _SYNC = np.array([name in SYNCHRONISING for name in OPS])
 class Straggler:
     """Ranks that come late. ``cost`` is the share of the time on record that others wait for them.
 
-    ``lane`` and ``column``: the group and the call that they are latest to. ``since_step``: None
+    ``table`` and ``column``: the group and the call that they are latest to. ``since_step``: None
     where they have been late for as long as is on record.
     """
 
@@ -40,28 +40,30 @@ class Straggler:
     cost: float
     late_s: float
     last_in: float
-    lane: Lane
+    table: CollectiveTable
     column: int
     since_step: int | None
     span_s: float
 
 
-def straggler(snapshot: Snapshot, lanes: list[Lane], clocks: list[HostClock]) -> Straggler | None:
+def straggler(
+    snapshot: Snapshot, tables: list[CollectiveTable], clocks: list[HostClock]
+) -> Straggler | None:
     """Find who comes late all along; None where nobody does, or too little is on record."""
-    blame = Blame(len(snapshot.ranks))
-    waited = sum(float(measure_lane(lane, clocks, blame).waited.sum()) for lane in lanes)
+    totals = WaitTotals(len(snapshot.ranks))
+    waited = sum(float(measure_collectives(table, clocks, totals).waited.sum()) for table in tables)
     span = _span(snapshot)
-    total = float(blame.caused.sum())
+    total = float(totals.caused.sum())
     if total <= 0 or waited <= 0 or span <= 0:
         return None
-    late = _stand_out(blame)
+    late = _stand_out(totals)
     if not late:
         return None
     others = max(1, len(snapshot.ranks) - len(late))
-    share = float(blame.caused[late].sum()) / total
-    cost = float(blame.caused[late].sum()) / others / 1e9 / span
-    lane = max(lanes, key=lambda each: _lateness(each, late, clocks)[0].sum())
-    lateness, last, columns = _lateness(lane, late, clocks)
+    share = float(totals.caused[late].sum()) / total
+    cost = float(totals.caused[late].sum()) / others / 1e9 / span
+    table = max(tables, key=lambda each: _lateness(each, late, clocks)[0].sum())
+    lateness, last, columns = _lateness(table, late, clocks)
     if len(columns) < _ENOUGH or share < _SHARE or cost < _COST:
         return None
     # In both halves: a single pause, however long, is no habit; one that began midway is.
@@ -69,9 +71,9 @@ def straggler(snapshot: Snapshot, lanes: list[Lane], clocks: list[HostClock]) ->
     if tail.mean() < _ALONG or np.median(lateness[len(last) // 2 :]) <= 0:
         return None
     return Straggler(
-        tuple(late), share, cost, float(np.median(lateness[last])) / 1e9, float(last.mean()), lane,
-        int(columns[_worst(lane, columns, lateness)]),
-        _since(snapshot, lane, columns, lateness, late[0]), span,
+        tuple(late), share, cost, float(np.median(lateness[last])) / 1e9, float(last.mean()), table,
+        int(columns[_worst(table, columns, lateness)]),
+        _since(snapshot, table, columns, lateness, late[0]), span,
     )  # fmt: skip
 
 
@@ -82,46 +84,46 @@ def _span(snapshot: Snapshot) -> float:
     return float(calls["age_s"].max() - ended.min()) if len(ended) else 0.0
 
 
-def _stand_out(blame: Blame) -> list[int]:
+def _stand_out(totals: WaitTotals) -> list[int]:
     """Return the ranks that cause far more than the others do; none where they are many."""
-    order = np.argsort(-blame.caused)
+    order = np.argsort(-totals.caused)
     most = max(1, int(len(order) * _MOST))
     for count in range(1, most + 1):
         ranks, rest = order[:count], order[count:]
-        fair = float(np.median(blame.caused[rest])) if len(rest) else 0.0
-        clear = blame.caused[ranks].min() > _TIMES_OTHERS * fair
-        next_one = float(blame.caused[rest].max()) if len(rest) else 0.0
-        if clear and next_one < blame.caused[ranks].min() / 2:
+        fair = float(np.median(totals.caused[rest])) if len(rest) else 0.0
+        clear = totals.caused[ranks].min() > _TIMES_OTHERS * fair
+        next_one = float(totals.caused[rest].max()) if len(rest) else 0.0
+        if clear and next_one < totals.caused[ranks].min() / 2:
             return sorted(ranks.tolist())
     return []
 
 
 def _lateness(
-    lane: Lane, late: list[int], clocks: list[HostClock]
+    table: CollectiveTable, late: list[int], clocks: list[HostClock]
 ) -> tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
     """Return by how much the last of ``late`` came after all others, and whether; by column, ns."""
-    mine = np.isin(lane.ranks, late)
-    columns = np.flatnonzero(_SYNC[lane.op] & present(lane.arrival).all(axis=0))
+    mine = np.isin(table.ranks, late)
+    columns = np.flatnonzero(_SYNC[table.op] & present(table.arrival).all(axis=0))
     nothing = np.zeros(0)
     if not mine.any() or mine.all() or not len(columns):
         return nothing, nothing.astype(bool), columns[:0]
     came = np.stack([
-        clocks[host].align(lane.arrival[row, columns]) for row, host in enumerate(lane.hosts)
+        clocks[host].align(table.arrival[row, columns]) for row, host in enumerate(table.hosts)
     ])  # fmt: skip
     behind = (came[mine].max(axis=0) - came[~mine].max(axis=0)).astype(np.float64)
     return np.maximum(behind, 0.0), behind > 0, columns
 
 
-def _worst(lane: Lane, columns: npt.NDArray[np.intp], lateness: Floats) -> int:
+def _worst(table: CollectiveTable, columns: npt.NDArray[np.intp], lateness: Floats) -> int:
     """Return a column of the kind (op and size) that is come to latest in all."""
-    kinds = np.stack([lane.op[columns].astype(np.int64), lane.bytes[columns]])
+    kinds = np.stack([table.op[columns].astype(np.int64), table.bytes[columns]])
     _, first, which = np.unique(kinds, axis=1, return_index=True, return_inverse=True)
     return int(first[np.argmax(np.bincount(which.ravel(), weights=lateness))])
 
 
 def _since(
     snapshot: Snapshot,
-    lane: Lane,
+    table: CollectiveTable,
     columns: npt.NDArray[np.intp],
     lateness: Floats,
     rank: int,
@@ -131,7 +133,7 @@ def _since(
     if edge == 0:
         return None
     calls = snapshot.calls
-    rows = (calls["rank"] == rank) & (calls["seq"] == lane.seq[columns[edge]])
+    rows = (calls["rank"] == rank) & (calls["seq"] == table.seq[columns[edge]])
     steps = calls["step"][rows]
     return int(steps[0]) if len(steps) else None
 

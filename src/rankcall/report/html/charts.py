@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rankcall.analysis.details import Details
-from rankcall.analysis.timing.split import RankSplit
-from rankcall.analysis.timing.table import size_name
+from rankcall.analysis.details import Details, RankSplit
+from rankcall.analysis.timing.summary import size_name
 from rankcall.report._format import clean, plural, rate, size, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, Point

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from rankcall.analysis.timing.summary import Summary
-from rankcall.analysis.timing.table import size_name
+from rankcall.analysis.timing.summary import Summary, size_name
 
 MOST_CURVES = 240
 _SLOW, _LEAST_PEERS, _LEAST_COUNT = 0.6, 3, 5

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from rankcall.analysis.details import Details
 from rankcall.analysis.finding import Finding
-from rankcall.analysis.timing.lines import LateLine
+from rankcall.analysis.timing.lateness import LateLine
 from rankcall.report._format import percent, plural, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, below_peers

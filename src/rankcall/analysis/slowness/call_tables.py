@@ -1,4 +1,4 @@
-"""A snapshot's calls as lanes and clocks, for what is measured over many collectives."""
+"""A snapshot's calls as tables and clocks, for what is measured over many collectives."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from rankcall.analysis.hang.waits import COLLECTIVE
 from rankcall.analysis.state.snapshot import Calls, Snapshot
 from rankcall.analysis.timing.bandwidth import sizes
 from rankcall.analysis.timing.clocks import HostClock, align_hosts
-from rankcall.analysis.timing.collectives import Lane, assemble
-from rankcall.analysis.timing.extract import Columns, Part, Session
+from rankcall.analysis.timing.collectives import (
+    CollectiveTable,
+    Columns,
+    RankCollectives,
+    Session,
+    collective_table,
+)
 
 _S = 1e9
 _ONE_LIFE = Session(0, 0)
 
 
-def lanes_of(snapshot: Snapshot) -> tuple[list[Lane], list[HostClock]]:
+def tables_of(snapshot: Snapshot) -> tuple[list[CollectiveTable], list[HostClock]]:
     """Line up all collectives by group, with clocks that make hosts' times comparable.
 
     Ages become ns since the oldest call of all, by each host's own moment; what hosts' moments are
@@ -29,14 +34,16 @@ def lanes_of(snapshot: Snapshot) -> tuple[list[Lane], list[HostClock]]:
     calls = calls[np.lexsort((calls["seq"], calls["rank"], calls["group"]))]
     keys = np.stack([calls["group"], calls["rank"]])
     cuts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
-    parts: dict[int, list[Part]] = {}
+    parts: dict[int, list[RankCollectives]] = {}
     for piece in np.split(calls, cuts):
         group = int(piece["group"][0])
         ranks = snapshot.groups[group].ranks
         parts.setdefault(group, []).append(_part(piece, ranks, host_of, oldest))
-    lanes = [assemble(_ONE_LIFE, snapshot.groups[key], each) for key, each in parts.items()]
-    align_hosts(clocks, lanes)
-    return lanes, clocks
+    tables = [
+        collective_table(_ONE_LIFE, snapshot.groups[key], each) for key, each in parts.items()
+    ]
+    align_hosts(clocks, tables)
+    return tables, clocks
 
 
 def _clocks(snapshot: Snapshot) -> tuple[list[int], list[HostClock]]:
@@ -45,7 +52,9 @@ def _clocks(snapshot: Snapshot) -> tuple[list[int], list[HostClock]]:
     return host_of, [HostClock(name, 0) for name in numbers]
 
 
-def _part(calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: float) -> Part:
+def _part(
+    calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: float
+) -> RankCollectives:
     """Return one rank's calls in one group; a seq that comes twice is damage, and left out."""
     calls = calls[np.concatenate([[True], calls["seq"][1:] > calls["seq"][:-1]])]
     rank = int(calls["rank"][0])
@@ -61,4 +70,4 @@ def _part(calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: floa
         "size": sizes(columns, len(ranks)),
         "bytes": calls["message_bytes"],
     }
-    return Part(rank, host_of[rank], calls["seq"], came, came, ended, agreed)
+    return RankCollectives(rank, host_of[rank], calls["seq"], came, came, ended, agreed)
