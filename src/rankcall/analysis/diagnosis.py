@@ -11,8 +11,8 @@ from rankcall._hangs import Object, stacks_in
 from rankcall.analysis.finding import HEALTHY, Finding
 from rankcall.analysis.hang.find import HANG_AFTER_S, find
 from rankcall.analysis.slowness.find import find_slow
+from rankcall.analysis.state.run_snapshot import ProcessState, snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.state.standing import ProcessState, stand
 from rankcall.processes import process_state
 from rankcall.run import Progress, Run
 from rankcall.rundir import kept_hangs
@@ -59,7 +59,7 @@ def diagnose(
     ``hang_after``, s: see ``find``; None is what the job was started with. For the rest see
     ``stand``.
     """
-    snapshot = stand(run, progress, state_of=state_of, now_ns=now_ns)
+    snapshot = snapshot_of_run(run, progress, state_of=state_of, now_ns=now_ns)
     found = judge(run, snapshot, hang_after)
     return replace(found, kept=[_kept(run, each) for each in kept_hangs(run.path)])
 

@@ -18,10 +18,14 @@ from rankcall.analysis.diagnosis import Diagnosis, Kept
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.hang import explain
 from rankcall.analysis.hang.find import patience
-from rankcall.analysis.hang.places import Place, places
-from rankcall.analysis.hang.waits import unfinished
-from rankcall.analysis.state.pace import pace
-from rankcall.analysis.state.snapshot import STOPPED, Snapshot
+from rankcall.analysis.state.snapshot import (
+    STOPPED,
+    RankPosition,
+    Snapshot,
+    pace,
+    rank_positions,
+    unfinished,
+)
 from rankcall.report._format import clean, digits, percent, plural
 from rankcall.report._tables import cut, fitted
 from rankcall.report._text import wrapped
@@ -192,8 +196,8 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
         label: len(group.ranks)
         for label, group in zip(diagnosis.snapshot.labels, diagnosis.snapshot.groups, strict=True)
     }
-    alike: dict[tuple[object, ...], list[Place]] = {}
-    for place in places(diagnosis.snapshot):
+    alike: dict[tuple[object, ...], list[RankPosition]] = {}
+    for place in rank_positions(diagnosis.snapshot):
         key = (
             place.rank in culprits, place.state, place.exit, place.in_call, place.failed, place.op,
             place.seq, place.call_site, sizes.get(place.group),
@@ -208,7 +212,7 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
     )  # fmt: skip
 
 
-def _row(alike: Sequence[Place], culprits: set[int], sizes: dict[str, int]) -> Row:
+def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int]) -> Row:
     first = alike[0]
     labels = {place.group for place in alike}
     state = first.state

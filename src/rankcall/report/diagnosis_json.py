@@ -8,7 +8,7 @@ from typing import Any
 
 from rankcall.analysis.diagnosis import Diagnosis, Kept
 from rankcall.analysis.finding import Finding
-from rankcall.analysis.hang.places import Place, places
+from rankcall.analysis.state.snapshot import RankPosition, rank_positions
 
 SCHEMA = 1
 Object = dict[str, Any]
@@ -27,7 +27,7 @@ def as_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = None) -> 
         "verdict": diagnosis.verdict,
         "hang_after_s": diagnosis.hang_after,
         "findings": [_finding(each) for each in diagnosis.findings],
-        "ranks": [_rank(each) for each in places(diagnosis.snapshot)],
+        "ranks": [_rank(each) for each in rank_positions(diagnosis.snapshot)],
         "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
         "problems": diagnosis.snapshot.problems,
         "hangs": [_hang(each) for each in diagnosis.kept],
@@ -52,7 +52,7 @@ def _finding(found: Finding) -> Object:
     return {**fields, "since_s": round(found.since_s, 3)}
 
 
-def _rank(place: Place) -> Object:
+def _rank(place: RankPosition) -> Object:
     return {
         "rank": place.rank,
         "host": place.host or None,

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.hang.places import Place, places
-from rankcall.analysis.state.pace import pace
+from rankcall.analysis.state.snapshot import RankPosition, pace, rank_positions
 from rankcall.report._format import clean, digits, percent, plural
 from rankcall.report._tables import cut
 from rankcall.report._text import wrapped
@@ -32,7 +31,7 @@ _COLOURS = {"dead": "red", "stopped": "red", "missing": "red", "straggler": "yel
 class _Line:
     """Ranks that are at the same line, in the same op; their sequence numbers may differ."""
 
-    places: tuple[Place, ...]
+    places: tuple[RankPosition, ...]
     named: bool
 
     @property
@@ -125,8 +124,8 @@ def _culprits(ranks: Sequence[int]) -> str:
 def _lines(diagnosis: Diagnosis) -> list[_Line]:
     """Put ranks at the same line together: culprits first, then the many, then the few."""
     culprits = {rank for found in diagnosis.findings for rank in found.ranks}
-    alike: dict[tuple[object, ...], list[Place]] = {}
-    for place in places(diagnosis.snapshot):
+    alike: dict[tuple[object, ...], list[RankPosition]] = {}
+    for place in rank_positions(diagnosis.snapshot):
         # Between two calls and in the next one is the same to the eye, while all go on.
         moving = not diagnosis.findings
         key = (

@@ -18,9 +18,8 @@ from rankcall._hangs import Object, decode, id_of
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.finding import Finding
 from rankcall.analysis.hang.find import find, patience, settles_in
-from rankcall.analysis.hang.waits import unfinished
-from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.state.standing import stand
+from rankcall.analysis.state.run_snapshot import snapshot_of_run
+from rankcall.analysis.state.snapshot import Snapshot, unfinished
 from rankcall.ring.header import Header
 from rankcall.run import load
 from rankcall.watch import _verdict
@@ -122,7 +121,7 @@ class Judge:
         run = load(self._run_dir)
         attempt = max(header.attempt for header in headers.values())
         run.heads = [head for head in run.heads if head.header.attempt == attempt]
-        snapshot = stand(run, window=_WINDOW)
+        snapshot = snapshot_of_run(run, window=_WINDOW)
         snapshot.problems = [text for text in snapshot.problems if _NO_RING not in text]
         return snapshot
 

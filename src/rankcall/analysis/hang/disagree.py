@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.hang.waits import COLLECTIVE, P2P, RECV, SEND, Wait
-from rankcall.analysis.state.snapshot import Calls, Snapshot
+from rankcall.analysis.hang.waits import Wait
+from rankcall.analysis.state.snapshot import COLLECTIVE, P2P, RECV, SEND, Calls, Snapshot
 from rankcall.record import OPS
 
 Ints = npt.NDArray[np.int64]

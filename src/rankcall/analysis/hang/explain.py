@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rankcall.analysis.hang.disagree import SIZE_IN
-from rankcall.analysis.hang.waits import FAILED, SEND, Wait
-from rankcall.analysis.state.snapshot import RankState, Snapshot
+from rankcall.analysis.hang.waits import Wait
+from rankcall.analysis.state.snapshot import FAILED, SEND, RankState, Snapshot
 from rankcall.record import DTYPES, OPS, REDUCE_OPS
 from rankcall.run import format_ranks
 

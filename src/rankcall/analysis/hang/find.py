@@ -16,17 +16,15 @@ from rankcall.analysis.hang.disagree import Disagreement, disagreements, slipped
 from rankcall.analysis.hang.graph import Graph
 from rankcall.analysis.hang.tell import of_cases, of_vanished
 from rankcall.analysis.hang.tell_clash import of_cycle, of_disagreement, of_stuck
-from rankcall.analysis.hang.waits import (
-    BLOCKING,
+from rankcall.analysis.hang.waits import BLOCKING, Wait, waits
+from rankcall.analysis.state.snapshot import (
     COMPLETED,
     P2P,
-    Wait,
+    Snapshot,
     failed_for_good,
+    median_step_s,
     unfinished,
-    waits,
 )
-from rankcall.analysis.state.pace import median_step_s
-from rankcall.analysis.state.snapshot import Snapshot
 
 HANG_AFTER_S = 60.0
 _FIRST_STEP = 5.0  # so many times longer may the first step take

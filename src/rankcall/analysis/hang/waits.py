@@ -14,15 +14,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.state.snapshot import Calls, Snapshot
-from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
+from rankcall.analysis.state.snapshot import (
+    COLLECTIVE,
+    COMPLETED,
+    P2P,
+    RECV,
+    SEND,
+    Bools,
+    Calls,
+    Snapshot,
+)
+from rankcall.record import OPS
 
-Bools = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 
-COLLECTIVE, P2P = KINDS.index("collective"), KINDS.index("p2p")
-COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
-SEND, RECV = OPS.index("send"), OPS.index("recv")
 _FROM_ROOT = [OPS.index(name) for name in ("broadcast", "scatter")]
 _TO_ROOT = [OPS.index(name) for name in ("reduce", "gather")]
 # The public functions that return only when their message has gone; others are waited for later.
@@ -53,25 +58,6 @@ class Wait:
     soft: bool = False  # nobody need be waiting for it: an isend
     any_source: bool = False  # one of the absent would do
     presumed: list[int] = field(default_factory=list)  # left no records; may well be in it
-
-
-def unfinished(calls: Calls) -> Bools:
-    """Return which calls are in flight: not ended, and still of interest to their rank."""
-    result: Bools = (calls["status"] < COMPLETED) & (calls["flags"] & FLAG_ABANDONED == 0)
-    return result
-
-
-def failed_for_good(calls: Calls) -> Bools:
-    """Return which calls failed with nothing of their rank completed since."""
-    failed: Bools = calls["status"] == FAILED
-    if not failed.any():
-        return failed
-    size = int(calls["rank"].max()) + 1
-    newest = np.full(size, -1, np.int64)
-    done = calls["status"] == COMPLETED
-    np.maximum.at(newest, calls["rank"][done], calls["index"][done])
-    result: Bools = failed & (calls["index"] > newest[calls["rank"]])
-    return result
 
 
 def waits(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rankcall.analysis.hang.waits import COLLECTIVE
-from rankcall.analysis.state.snapshot import Calls, Snapshot
+from rankcall.analysis.state.snapshot import COLLECTIVE, Calls, Snapshot
 from rankcall.analysis.timing.bandwidth import sizes
 from rankcall.analysis.timing.clocks import HostClock, align_hosts
 from rankcall.analysis.timing.collectives import (

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.hang.waits import P2P, SEND
-from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.analysis.state.snapshot import P2P, SEND, Snapshot
 from rankcall.analysis.timing.clocks import HostClock, RowClocks
 from rankcall.analysis.timing.collectives import CollectiveTable, present
 from rankcall.record import OPS, SYNCHRONISING
