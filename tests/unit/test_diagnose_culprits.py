@@ -11,9 +11,9 @@ import pytest
 from worlds import MS, START, Call, group_of, together, write_world
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.analysis.hang.find import find
 from rankcall.analysis.state.node_snapshot import decode, encode, merge, node_snapshot_of
 from rankcall.analysis.state.snapshot import RankState, Snapshot
+from rankcall.analysis.verdicts import find
 from rankcall.processes import Exit, note_exit
 from rankcall.report.diagnosis import render
 from rankcall.ring.header import Header

@@ -10,9 +10,9 @@ import pytest
 from test_diagnose_culprits import WAITING, look
 from worlds import write_world
 
-from rankcall.analysis.hang.find import find
 from rankcall.analysis.state.node_snapshot import decode, encode, merge, node_snapshot_of
 from rankcall.analysis.timing.summary import summarise
+from rankcall.analysis.verdicts import find
 from rankcall.cli import main
 from rankcall.report import json as json_report
 from rankcall.ring.layout import offset_of

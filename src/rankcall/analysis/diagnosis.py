@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rankcall._hangs import Object, stacks_in
-from rankcall.analysis.finding import HEALTHY, Finding
-from rankcall.analysis.hang.find import HANG_AFTER_S, find
-from rankcall.analysis.slowness.find import find_slow
 from rankcall.analysis.state.run_snapshot import ProcessState, snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.analysis.verdicts import find, find_slow
+from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
+from rankcall.analysis.verdicts.finding import HEALTHY, Finding
 from rankcall.processes import process_state
 from rankcall.run import Progress, Run
 from rankcall.rundir import kept_hangs

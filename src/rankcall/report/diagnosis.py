@@ -15,9 +15,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis, Kept
-from rankcall.analysis.finding import Finding
-from rankcall.analysis.hang import explain
-from rankcall.analysis.hang.find import patience
 from rankcall.analysis.state.snapshot import (
     STOPPED,
     RankPosition,
@@ -26,6 +23,8 @@ from rankcall.analysis.state.snapshot import (
     rank_positions,
     unfinished,
 )
+from rankcall.analysis.verdicts.evidence import patience
+from rankcall.analysis.verdicts.finding import Finding, begin_sentence, duration, name_ranks
 from rankcall.report._format import clean, digits, percent, plural
 from rankcall.report._tables import cut, fitted
 from rankcall.report._text import wrapped
@@ -154,21 +153,21 @@ def _longest(diagnosis: Diagnosis) -> str:
     if not len(ages) or ages.max() < _LONG * diagnosis.hang_after:
         return ""
     allowed = float(patience(snapshot, diagnosis.hang_after)[ages.argmax()])
-    lasts = f" The longest call has been in flight for {explain.lasts(float(ages.max()))}"
+    lasts = f" The longest call has been in flight for {duration(float(ages.max()))}"
     if allowed == math.inf:
         return f"{lasts}: its rank declared to take long (rankcall.expect)."
     more = "" if allowed <= diagnosis.hang_after else ", more in the first step or for long steps"
     given = f"(--hang-after {diagnosis.hang_after:g}{more})"
-    return f"{lasts}; it counts as hung from {explain.lasts(allowed)} on {given}."
+    return f"{lasts}; it counts as hung from {duration(allowed)} on {given}."
 
 
 def _halted(snapshot: Snapshot, ranks: Sequence[int]) -> str:
     """Say who is stopped though nobody has waited for long yet."""
     if not ranks:
         return ""
-    name = explain.who(snapshot, ranks)
+    name = name_ranks(snapshot, ranks)
     verb = "is" if len(ranks) == 1 else "are"
-    return f" {name[0].upper()}{name[1:]} {verb} stopped just now (SIGSTOP, or a debugger)."
+    return f" {begin_sentence(name)} {verb} stopped just now (SIGSTOP, or a debugger)."
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from rankcall.analysis.diagnosis import Diagnosis, Kept
-from rankcall.analysis.finding import Finding
 from rankcall.analysis.state.snapshot import RankPosition, rank_positions
+from rankcall.analysis.verdicts.finding import Finding
 
 SCHEMA = 1
+_FINDING = (
+    "kind", "ranks", "victims", "hosts", "group", "seq", "op", "call_site", "since_s", "confidence",
+    "summary", "evidence", "advice",
+)  # fmt: skip
 Object = dict[str, Any]
 
 
@@ -44,7 +48,7 @@ def _hang(kept: Kept) -> Object:
 
 
 def _finding(found: Finding) -> Object:
-    fields = dict(vars(found))
+    fields: Object = {name: getattr(found, name) for name in _FINDING}
     for name in ("ranks", "victims", "hosts", "evidence"):
         fields[name] = list(fields[name])
     for name in ("group", "seq", "op", "call_site"):

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rankcall._joins import RankSummary, total
-from rankcall.analysis.finding import Finding
 from rankcall.analysis.timing.run_tables import StepShare
 from rankcall.analysis.timing.summary import Straggler, Summary, size_name
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.report._format import clean, percent, plural, rate, size, time
 from rankcall.report._tables import cut, fitted, listed
 from rankcall.report._text import wrapped

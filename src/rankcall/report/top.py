@@ -22,9 +22,6 @@ from rankcall.report.diagnosis import named, ranks_cell, world
 _ROWS = 12
 _BAR = 12
 _FILL = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█")
-_GOING = ("healthy", "straggler", "slow_link")
-_COLOURS = {"dead": "red", "stopped": "red", "missing": "red", "straggler": "yellow",
-            "slow_link": "yellow"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,8 @@ def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
     found = pace(diagnosis.snapshot)
     steps = max((each.steps for each in diagnosis.snapshot.ranks), default=0)
     facts = [f"step {steps:,}" if steps else ""]
-    if diagnosis.verdict in _GOING:  # how fast a job went says nothing once it hangs
+    # The pace of a job says nothing once it hangs.
+    if not diagnosis.findings or not diagnosis.findings[0].stops:
         if found.steps_per_s is not None:
             facts.append(f"{digits(found.steps_per_s)} steps/s")
         elif found.calls_per_s is not None:
@@ -101,7 +99,7 @@ def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
         words = "all ranks go on" if diagnosis.snapshot.live else "the job has ended"
         return Text.assemble(("● ", "green"), ("healthy", "bold green"), (f"  {words}", "dim"))
     first = diagnosis.findings[0]
-    colour = _COLOURS.get(first.kind, "red")
+    colour = "red" if first.stops else "yellow"
     text = Text.assemble(("● ", colour), (first.kind, f"bold {colour}"))
     if first.confidence != "certain":
         text.append(f"  {first.confidence}", "dim")

@@ -14,7 +14,7 @@ from pathlib import Path
 from rankcall import _hangs
 from rankcall._hangs import HANGS, Object
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.files import run_folder
 from rankcall.process import boot_id
 from rankcall.report import diagnosis_json

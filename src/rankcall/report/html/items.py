@@ -7,23 +7,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from rankcall.analysis.details import Details
-from rankcall.analysis.finding import Finding
 from rankcall.analysis.timing.lateness import LateLine
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.report._format import percent, plural, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, below_peers
 from rankcall.run import format_ranks
 
-# What is said of a finding's ranks where the run does not go on.
-_STOPPED = {
-    "dead": "died",
-    "stopped": "does not run",
-    "exhausted": "left the loop",
-    "mismatch": "differ in one call",
-    "desync": "call different things",
-    "deadlock": "wait for each other",
-    "missing": "did not come",
-}
 _MOST_OPS = 3
 _WORTH_A_LINE = 0.1  # of what a rank's being last cost
 
@@ -79,7 +69,7 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
 def _stopped(found: Finding) -> Verdict:
     """Say what the likeliest root cause of a hang is."""
     who = None
-    title = _STOPPED[found.kind]
+    title = found.predicate
     if found.ranks:
         ranks = plural(len(found.ranks), "rank").split(" ")[1] + f" {format_ranks(found.ranks)}"
         who = ranks, "on " + ", ".join(found.hosts) if found.hosts else ""

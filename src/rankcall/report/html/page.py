@@ -12,8 +12,8 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall.analysis.details import Details
-from rankcall.analysis.finding import Finding
 from rankcall.analysis.timing.summary import Summary, size_name
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.errors import ExtraMissing
 from rankcall.report._format import clean, percent, plural, rate, size, time
 from rankcall.report.html import charts

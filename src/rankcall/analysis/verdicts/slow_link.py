@@ -1,12 +1,13 @@
-"""Links that are persistently slow: transfers, not waiting, against others of the same kind.
+"""The verdict ``slow_link``: a transfer between some ranks is slow, or stuck.
 
-A transfer begins when both ends (all members) have come. Even the quick ones of a slow link are
-slow, so the lower quartile is compared: a busy moment says nothing of a link.
+A transfer begins when both ends (all members) have come. Even the quick transfers of a slow link
+are slow, so the lower quartile is compared: a busy moment says nothing about a link.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,20 +16,80 @@ import numpy.typing as npt
 from rankcall.analysis.state.snapshot import P2P, SEND, Snapshot
 from rankcall.analysis.timing.clocks import HostClock, RowClocks
 from rankcall.analysis.timing.collectives import CollectiveTable, present
-from rankcall.record import OPS, SYNCHRONISING
+from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.finding import (
+    Finding,
+    common_site,
+    count_of,
+    duration,
+    hosts_of,
+    name_ranks,
+    name_wait,
+    short_duration,
+)
+from rankcall.analysis.verdicts.kinds import Verdict
+from rankcall.analysis.verdicts.slowness import SYNC, RecentCalls
+from rankcall.record import OPS
 
 _TIMES = 2.5  # slower than the median link of the kind
-_LEAST_S = 1e-3  # and by so much: less is not worth a finding
+_LEAST_S = 1e-3  # slower by so much; a smaller difference is not worth a finding
 _ENOUGH = 12  # transfers of a link
-_PEERS = 2  # other links of the kind, at least
+_MOST_LINKS = 4  # in one diagnosis
+_PEERS = 2  # least number of other links of the kind
 
-_SYNC = np.array([name in SYNCHRONISING for name in OPS])
 Key = tuple[int, ...]
 
 
+class SlowLink(Verdict):
+    """The transfer itself takes long: all ranks have arrived, and it does not end soon."""
+
+    kind = "slow_link"
+    order = 90
+    stops = False
+    predicate = "are linked slowly"
+
+    def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield the longest wait that all ranks have arrived at, if a call is overdue."""
+        snapshot, wait = evidence.snapshot, evidence.stuck
+        if wait is None:
+            return
+        ranks = count_of(len(wait.present), "rank")
+        yield self.finding(
+            (), victims=tuple(sorted(evidence.graph.victims([wait]))),
+            group=snapshot.labels[wait.group], seq=wait.seq,
+            op=OPS[int(snapshot.calls[wait.rows[0]]["op"])],
+            call_site=common_site(snapshot, wait), since_s=wait.age_s, confidence="possible",
+            summary=f"All {ranks} have come to {name_wait(snapshot, wait)}, and "
+            f"{count_of(len(wait.waiters), 'rank')} did not get out for "
+            f"{duration(wait.age_s)}: the transfer itself is stuck.",
+            evidence=(f"{name_ranks(snapshot, wait.waiters)} still in it",),
+            advice="Look at the network between their hosts, and at the back end's log.",
+        )  # fmt: skip
+
+    def in_running_job(self, recent: RecentCalls) -> Iterator[Finding]:
+        """Yield the slowest links."""
+        snapshot = recent.snapshot
+        for link in slow_links(recent)[:_MOST_LINKS]:
+            ends, subject = f"between {name_ranks(snapshot, link.ranks)}", link.op
+            if link.op == "send":
+                source, target = link.ranks[:1], link.ranks[1:]
+                ends = f"{name_ranks(snapshot, source)} to {name_ranks(snapshot, target)}"
+                subject = "messages from"
+            hosts = " and ".join(link.hosts) if len(link.hosts) > 1 else "these ranks"
+            yield self.finding(
+                sorted(link.ranks), hosts=link.hosts, op=link.op, since_s=link.seconds,
+                confidence="likely",
+                summary=f"Slow: {subject} {ends} take {short_duration(link.seconds)} once both "
+                f"ends have come, {link.seconds / link.usual:.1f} times the "
+                f"{short_duration(link.usual)} of {link.compared} others like it.",
+                evidence=(f"over {link.count:,} transfers of up to {link.bytes:,} bytes",),
+                advice=f"Look at the network between {hosts}: errors, speed, a shared uplink.",
+            )  # fmt: skip
+
+
 @dataclass(frozen=True)
-class SlowLink:
-    """``ranks`` are the ends (all members of a group); times in s."""
+class LinkTimes:
+    """Transfer times of a link, in s. ``ranks`` are its ends, or all members of a group."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
@@ -40,10 +101,9 @@ class SlowLink:
     compared: int
 
 
-def slow_links(
-    snapshot: Snapshot, tables: list[CollectiveTable], clocks: list[HostClock]
-) -> list[SlowLink]:
-    """Return the links that are slow against others of the same op, size class and member count."""
+def slow_links(recent: RecentCalls) -> list[LinkTimes]:
+    """Return the links that are slower than others of the same op, size class and member count."""
+    snapshot, tables, clocks = recent.snapshot, recent.tables, recent.clocks
     kinds: dict[Key, dict[tuple[int, ...], list[float]]] = defaultdict(dict)
     for table in tables:
         for kind, times in _transfers(table, clocks).items():
@@ -52,7 +112,7 @@ def slow_links(
         for kind, times in by_kind.items():
             kinds[kind].setdefault(pair, []).extend(times)
     found = [each for kind, links in kinds.items() for each in _outliers(snapshot, kind, links)]
-    best: dict[tuple[int, ...], SlowLink] = {}
+    best: dict[tuple[int, ...], LinkTimes] = {}
     for each in sorted(found, key=lambda each: -each.seconds / each.usual):
         best.setdefault(each.ranks, each)
     return list(best.values())
@@ -60,7 +120,7 @@ def slow_links(
 
 def _outliers(
     snapshot: Snapshot, kind: Key, links: dict[tuple[int, ...], list[float]]
-) -> list[SlowLink]:
+) -> list[LinkTimes]:
     typical = {
         ranks: float(np.quantile(times, 0.25))
         for ranks, times in links.items()
@@ -73,10 +133,9 @@ def _outliers(
             continue
         usual = float(np.median(others))
         if seconds > _TIMES * max(usual, 1e-9) and seconds - usual > _LEAST_S:
-            hosts = dict.fromkeys(snapshot.ranks[rank].host for rank in ranks)
             found.append(
-                SlowLink(
-                    ranks, tuple(host for host in hosts if host), OPS[kind[0]], 1 << kind[1],
+                LinkTimes(
+                    ranks, hosts_of(snapshot, ranks), OPS[kind[0]], 1 << kind[1],
                     seconds, usual, len(links[ranks]), len(others),
                 )
             )  # fmt: skip
@@ -84,9 +143,9 @@ def _outliers(
 
 
 def _transfers(table: CollectiveTable, clocks: list[HostClock]) -> dict[Key, list[float]]:
-    """Return how long a group's collectives took once all had come, by op and size class."""
+    """Return how long a group's collectives took once all had arrived, by op and size class."""
     columns = np.flatnonzero(
-        _SYNC[table.op] & present(table.arrival).all(axis=0) & present(table.completed).all(axis=0)
+        SYNC[table.op] & present(table.arrival).all(axis=0) & present(table.completed).all(axis=0)
     )
     if not len(columns) or len(table.ranks) < 2:
         return {}
@@ -104,7 +163,7 @@ def _transfers(table: CollectiveTable, clocks: list[HostClock]) -> dict[Key, lis
 def _messages(
     snapshot: Snapshot, clocks: list[HostClock]
 ) -> dict[tuple[int, int], dict[Key, list[float]]]:
-    """Return how long messages took once both ends had come, by pair and size class."""
+    """Return how long messages took once both ends had arrived, by pair and size class."""
     calls = snapshot.calls[(snapshot.calls["kind"] == P2P) & (snapshot.calls["peer"] >= 0)]
     found: dict[tuple[int, int], dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
     if not len(calls):

@@ -1,6 +1,8 @@
-"""A snapshot's calls as tables and clocks, for what is measured over many collectives."""
+"""The newest calls of a job that goes on, lined up: evidence of slow ranks and slow links."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,16 +16,39 @@ from rankcall.analysis.timing.collectives import (
     Session,
     collective_table,
 )
+from rankcall.record import OPS, SYNCHRONISING
 
+SYNC = np.array([name in SYNCHRONISING for name in OPS])
+_RECENT = 384  # calls of a rank
 _S = 1e9
 _ONE_LIFE = Session(0, 0)
 
 
-def tables_of(snapshot: Snapshot) -> tuple[list[CollectiveTable], list[HostClock]]:
+@dataclass
+class RecentCalls:
+    """Each rank's newest calls, as a snapshot and by group, on clocks that agree."""
+
+    snapshot: Snapshot
+    tables: list[CollectiveTable]
+    clocks: list[HostClock]
+
+
+def recent_calls(snapshot: Snapshot) -> RecentCalls:
+    """Line up each rank's newest calls. Older ones say nothing about what is slow now."""
+    calls = snapshot.calls
+    if len(calls):
+        newest = np.zeros(int(calls["rank"].max()) + 1, np.int64)
+        np.maximum.at(newest, calls["rank"], calls["index"])
+        calls = calls[calls["index"] > newest[calls["rank"]] - _RECENT]
+    recent = replace(snapshot, calls=calls)
+    return RecentCalls(recent, *_line_up(recent))
+
+
+def _line_up(snapshot: Snapshot) -> tuple[list[CollectiveTable], list[HostClock]]:
     """Line up all collectives by group, with clocks that make hosts' times comparable.
 
-    Ages become ns since the oldest call of all, by each host's own moment; what hosts' moments are
-    apart is found from the ends of the collectives they share.
+    Ages become ns since the oldest call of all, by each host's own moment. The offset between two
+    hosts' moments follows from the ends of the collectives that they share.
     """
     calls = snapshot.calls[snapshot.calls["kind"] == COLLECTIVE]
     host_of, clocks = _clocks(snapshot)
@@ -54,7 +79,7 @@ def _clocks(snapshot: Snapshot) -> tuple[list[int], list[HostClock]]:
 def _part(
     calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: float
 ) -> RankCollectives:
-    """Return one rank's calls in one group; a seq that comes twice is damage, and left out."""
+    """Return one rank's calls in one group. A seq that occurs twice is damage, and left out."""
     calls = calls[np.concatenate([[True], calls["seq"][1:] > calls["seq"][:-1]])]
     rank = int(calls["rank"][0])
     came = np.rint((oldest - calls["came_s"]) * _S).astype(np.int64)
