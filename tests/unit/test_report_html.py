@@ -22,7 +22,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli import main
 from rankcall.errors import ExtraMissing
 from rankcall.report.html import render
-from rankcall.report.html.png import ABSENT, levels, picture
+from rankcall.report.html.charts import ABSENT, levels, picture
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run import load
 from rankcall.rundir import create_run

@@ -2,12 +2,12 @@
 
 At any moment a rank is in some collective or message, or in none. The time in none is computing
 (or whatever else the script does). Of the time in some, waiting is until the op could begin: for
-ops that no member leaves before the last has come, what goes beyond the shortest duration over
-the members; at a root or a receiver, until the others or the sender have come. The rest is
+ops that no member leaves before the last has come, it is the part beyond the shortest duration
+of all members; at a root or a receiver, until the others or the sender have come. The rest is
 transfer. Ops that overlap count once, so the three add up to the rank's time.
 
-Messages go where they say. What a collective sends between any two hosts is the back end's own
-affair and is not recorded; the figures here are what the plainest algorithm sends, in the group's
+A message's two hosts are recorded. The bytes that a collective sends between two hosts are not:
+they depend on the back end. The figures here are those of the plainest algorithm, in the group's
 order: a ring for all_reduce, all_gather and reduce_scatter (each member sends S * f to the next,
 with S and f of nccl-tests), a chain from or to the root for broadcast and reduce, one message a
 member for gather and scatter, an equal slice to each for all_to_all.

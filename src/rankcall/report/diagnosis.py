@@ -25,9 +25,8 @@ from rankcall.analysis.state.snapshot import (
 )
 from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.finding import Finding, begin_sentence, duration, name_ranks
-from rankcall.report._format import clean, digits, percent, plural
+from rankcall.report._format import clean, digits, percent, plural, wrapped
 from rankcall.report._tables import cut, fitted
-from rankcall.report._text import wrapped
 from rankcall.run import format_ranks
 
 _ROWS = 16
@@ -35,7 +34,7 @@ _INDENT = 2
 _RANKS_WIDE, _LINE_WIDE = 22, 32
 _MOST_PROBLEMS = 4
 _MOST_KEPT = 3
-_LONG = 0.1  # of what counts as hung
+_LONG = 0.1  # of the age at which a call counts as hung
 
 
 def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | None = None) -> str:
@@ -93,7 +92,7 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
 
 
 def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:
-    """Say what the job's own watcher said while it hung, and where stacks of that moment are."""
+    """Yield the verdicts of the job's own watcher, with the places of the stacks that it kept."""
     if kept:
         yield Text()
         yield Text("What the job's own watcher said", "bold")
@@ -144,9 +143,9 @@ def _healthy(diagnosis: Diagnosis) -> str:
 
 
 def _longest(diagnosis: Diagnosis) -> str:
-    """Say of a call that has been in flight for long when it will count as hung.
+    """Write when the call that has been in flight longest will count as hung.
 
-    Whoever asks because a job stands still must not read that it goes on, and nothing else.
+    A user who asks because the job stands still must not only read that it goes on.
     """
     snapshot = diagnosis.snapshot
     ages = np.where(unfinished(snapshot.calls), snapshot.calls["age_s"], -np.inf)
@@ -162,7 +161,7 @@ def _longest(diagnosis: Diagnosis) -> str:
 
 
 def _halted(snapshot: Snapshot, ranks: Sequence[int]) -> str:
-    """Say who is stopped though nobody has waited for long yet."""
+    """Write which ranks are stopped although no rank has waited for long yet."""
     if not ranks:
         return ""
     name = name_ranks(snapshot, ranks)
@@ -185,10 +184,10 @@ class Row:
 
 
 def rows(diagnosis: Diagnosis) -> list[Row]:
-    """Put ranks that stand in the same place together: culprits first, then who waits longest.
+    """Group the ranks by their position: culprits first, then the ranks that wait longest.
 
-    Groups of the same size count as the same place: of 128 tensor-parallel groups that all do the
-    same, one row tells.
+    Groups of the same size count as one position: 128 tensor-parallel groups that all do the same
+    take one row.
     """
     culprits = {rank for found in diagnosis.findings for rank in found.ranks}
     sizes = {
@@ -246,7 +245,7 @@ def _table(stand: Sequence[Row], room: int) -> RenderableType:
 
 
 def ranks_cell(ranks: Sequence[int]) -> str:
-    """Write ranks, or how many there are where they do not fit."""
+    """Write ranks, or their number if they do not fit."""
     text = format_ranks(ranks)
     return text if len(text) <= _RANKS_WIDE else plural(len(ranks), "rank")
 

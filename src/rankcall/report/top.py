@@ -1,4 +1,4 @@
-"""The live view: one calm screen that says first whether anything is wrong, then who is where."""
+"""The live view: one calm screen with the verdict first, and then where the ranks are."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.state.snapshot import RankPosition, pace, rank_positions
-from rankcall.report._format import clean, digits, percent, plural
+from rankcall.report._format import clean, digits, percent, plural, wrapped
 from rankcall.report._tables import cut
-from rankcall.report._text import wrapped
 from rankcall.report.diagnosis import named, ranks_cell, world
 
 _ROWS = 12
@@ -124,7 +123,7 @@ def _lines(diagnosis: Diagnosis) -> list[_Line]:
     culprits = {rank for found in diagnosis.findings for rank in found.ranks}
     alike: dict[tuple[object, ...], list[RankPosition]] = {}
     for place in rank_positions(diagnosis.snapshot):
-        # Between two calls and in the next one is the same to the eye, while all go on.
+        # While all ranks go on, "between two calls" and "in the next one" are one row.
         moving = not diagnosis.findings
         key = (
             place.rank in culprits, place.state, place.exit, place.failed,
@@ -189,6 +188,6 @@ def _age(seconds: float) -> str:
 
 
 def bar(share: float) -> str:
-    """Draw a share as a bar of at most twelve columns; what is not nothing is seen."""
+    """Draw a share as a bar of at most twelve columns; a share above 0 is always visible."""
     eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
     return _FILL[8] * (eighths // 8) + _FILL[eighths % 8]

@@ -79,7 +79,7 @@ class RankState:
     dropped: int = 0  # records overwritten or lost
     tables_lost: int = 0  # groups, lines and error texts that did not fit into its ring
     blind: bool = False  # it left no readable ring, so its calls are not known
-    unheard: bool = False  # its node was asked for its state, and did not answer
+    unheard: bool = False  # its node did not answer when asked for its state
     stack: str = ""  # of its Python threads, if it was dumped
 
     @property
@@ -119,6 +119,10 @@ class Snapshot:
     def live(self) -> bool:
         """Whether any of the job's processes still exists."""
         return any(each.state in (ALIVE, STOPPED) for each in self.ranks)
+
+    def op(self, row: int) -> str:
+        """Return the name of a call's op."""
+        return OPS[int(self.calls["op"][row])]
 
     def site(self, number: int) -> str:
         """Return a call site as ``file:line``; empty if it is not known."""

@@ -2,7 +2,7 @@
 
 A rank is as late to a collective as it came after the median member (the lower one of the two, if
 their number is even), and not late if it came before. Only ops that no member leaves before the
-last has come are looked at, because in the others the members need not meet.
+last has come count, because in the others the members need not meet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LastSeen:
 
     table: CollectiveTable
     last: npt.NDArray[np.intp]  # rank; -1: no rank came last
-    cost_ns: Floats  # what the others waited for that rank alone
+    cost_ns: Floats  # waiting of the others for that rank alone
 
 
 @dataclass
@@ -183,7 +183,7 @@ def _map(title: str, sums: _Sums) -> LateMap:
     return LateMap(title, late, fold)
 
 
-# By line and op: what each time cost (ns), and the line of the op before.
+# By line and op: the cost of each time (ns), and the line of the op before.
 Costs = dict[tuple[CallSite, str], list[tuple[float, CallSite | None]]]
 
 _COLLECTIVE = KINDS.index("collective")

@@ -122,7 +122,7 @@ def _ms(times: npt.NDArray[np.float64], percent: float) -> float | None:
 
 @dataclass(frozen=True)
 class Straggler:
-    """What one rank cost the others by coming late."""
+    """The cost of one rank's late arrivals to the others."""
 
     rank: int
     host: str

@@ -1,4 +1,4 @@
-"""What is wrong with a job: each kind of verdict is one class in one module.
+"""The verdicts about a job: each kind is one class in one module.
 
 ::
 
@@ -6,9 +6,9 @@
     mismatch desync                  members of a group that do not issue the same call
     deadlock                         ranks that wait for each other
     straggler slow_link              a rank or a link that slows a job that goes on
-    kinds                            what a kind is, and what kinds of one family share
-    evidence, slowness               what the kinds read: a hang's waits, a running job's times
-    wait_graph culprits disagreements  how that evidence is worked out
+    kinds                            the base class of all kinds, and two families of kinds
+    evidence slowness                the input of the kinds: a hang's waits, a running job's times
+    wait_graph culprits disagreements    the parts of that evidence
     finding                          a finding, and the words that findings share
 
 To add a kind, write its module and put its class into ``KINDS``.
@@ -40,18 +40,15 @@ KINDS: tuple[Verdict, ...] = (
 )  # fmt: skip
 
 
-def find(
-    snapshot: Snapshot, hang_after: float = HANG_AFTER_S, kinds: Sequence[Verdict] = KINDS
-) -> list[Finding]:
+def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     """Return what holds a job up, the likeliest root cause first; empty if nothing does.
 
     Args:
         snapshot: Where the ranks stand.
         hang_after: How long a call must be in flight before it counts as hung, in s; see
             ``hang_evidence``.
-        kinds: The kinds to ask.
     """
-    kinds = sorted(kinds, key=lambda kind: kind.order)
+    kinds = sorted(KINDS, key=lambda kind: kind.order)
     culprits = [kind for kind in kinds if isinstance(kind, CulpritVerdict)]
     evidence = hang_evidence(snapshot, hang_after, culprits)
     findings = [each for kind in kinds for each in kind.in_hang(evidence)]
@@ -72,23 +69,18 @@ def find(
     )  # fmt: skip
 
 
-def find_slow(snapshot: Snapshot, kinds: Sequence[Verdict] = KINDS) -> list[Finding]:
+def find_slow(snapshot: Snapshot) -> list[Finding]:
     """Return what slows a job in which nothing hangs: by kind, the worst first."""
     recent = recent_calls(snapshot)
-    ordered = sorted(kinds, key=lambda kind: kind.order)
-    return [each for kind in ordered for each in kind.in_running_job(recent)]
+    kinds = sorted(KINDS, key=lambda kind: kind.order)
+    return [each for kind in kinds for each in kind.in_running_job(recent)]
 
 
-def settles_in(
-    snapshot: Snapshot,
-    findings: Sequence[Finding],
-    hang_after: float,
-    kinds: Sequence[Verdict] = KINDS,
-) -> float:
+def settles_in(snapshot: Snapshot, findings: Sequence[Finding], hang_after: float) -> float:
     """Return in how many s it will be clear whether findings hold; 0: they do now."""
     named = {
         kind: [rank for each in findings if each.kind == kind.kind for rank in each.ranks]
-        for kind in kinds
+        for kind in KINDS
     }
     return max(
         (kind.settles_in(snapshot, hang_after, ranks) for kind, ranks in named.items() if ranks),

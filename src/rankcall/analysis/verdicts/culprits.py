@@ -2,7 +2,7 @@
 
 A process that fails takes the job with it: its peers' collectives fail, and the launcher ends the
 rest. If the job hangs, its own watchers may end it: the processes that they end were waiting, or
-were waited for. If a launcher is told to stop, its node's ranks end with it. In a job on several
+were waited for. A launcher that a signal stops takes its node's ranks with it. In a job on several
 nodes those may be the first to end, for example on a node that is preempted.
 """
 
@@ -15,11 +15,11 @@ from typing import Protocol
 from rankcall.analysis.state.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, RankState, Snapshot
 from rankcall.analysis.verdicts.wait_graph import Wait, WaitGraph
 
-# Ends of processes that a launcher or a person asked to end: the signal, or 128 + n.
+# Exit codes of processes that a launcher or a person ended: the signal, or 128 + n.
 _ASKED = (-2, -15, 130, 143)
 _KILLED = (-9, 137)
-_KILLED_LATER_S = 20.0  # torchrun kills a worker that has not ended 30 s after it was asked
-_AT_ONCE_S = 0.02  # processes that are asked to end together end within that time
+_KILLED_LATER_S = 20.0  # torchrun sends SIGKILL 30 s after SIGTERM
+_AT_ONCE_S = 0.02  # processes that get a signal together end within that time
 BEATS_S = 1.5  # three heartbeats: times of death without a noted end are no more exact
 # A heartbeat comes twice a second. If it is this old, and older than half of the time that the
 # others have waited, it stopped when the waiting began. Otherwise the machine is only busy.
@@ -132,18 +132,29 @@ class Suspects:
 
 
 @dataclass
-class Case:
-    """One rank that others wait for and that waits for no other rank."""
+class Suspect:
+    """One rank that others wait for and that waits for no other rank, with the waits for it."""
 
-    rank: int
-    kind: CulpritKind
-    confidence: str
-    waits: list[Wait] = field(default_factory=list)
+    state: RankState
+    waits: list[Wait]
+
+    @property
+    def rank(self) -> int:
+        """The rank's number."""
+        return self.state.rank
 
     @property
     def longest(self) -> Wait | None:
         """The wait for it that has lasted longest."""
         return max(self.waits, key=lambda wait: wait.age_s, default=None)
+
+
+@dataclass
+class Case(Suspect):
+    """A suspect with the kind of verdict that fits it."""
+
+    kind: CulpritKind
+    confidence: str
 
 
 class CulpritKind(Protocol):
@@ -152,8 +163,8 @@ class CulpritKind(Protocol):
     may_have_skipped: bool
     """Whether the rank may be out of step with the others: its calls are compared with theirs."""
 
-    def confidence(self, suspects: Suspects, rank: int, waits: Sequence[Wait]) -> str | None:
-        """Return how sure it is that this is the matter with a rank; None if it is not."""
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
+        """Return how sure it is that this kind fits a suspect; None if it does not."""
 
     def counts(self, suspects: Suspects, case: Case) -> bool:
         """Tell whether a case is a cause that must be reported."""
@@ -187,10 +198,11 @@ def _case(suspects: Suspects, rank: int, kinds: Sequence[CulpritKind]) -> Case |
         # other ranks are halted, too.
         waits = list({id(wait): wait for wait in [*waits, *graph.joined(rank)]}.values())
         waits = [wait for wait in waits if not halted.issuperset(wait.waiters)] or waits
+    suspect = Suspect(suspects.snapshot.ranks[rank], waits)
     for kind in kinds:
-        confidence = kind.confidence(suspects, rank, waits)
+        confidence = kind.confidence(suspects, suspect)
         if confidence is not None:
-            return Case(rank, kind, confidence, waits)
+            return Case(suspect.state, waits, kind, confidence)
     return None
 
 

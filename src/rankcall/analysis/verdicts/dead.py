@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator, Sequence
 
 from rankcall.analysis.state.snapshot import UNKNOWN, RankState, Snapshot
-from rankcall.analysis.verdicts.culprits import Case, Suspects
+from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.finding import (
     SHOWN,
@@ -18,7 +18,6 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
 )
 from rankcall.analysis.verdicts.kinds import CulpritVerdict
-from rankcall.analysis.verdicts.wait_graph import Wait
 
 # Signals that come from outside. Other ends come of the call that the process was in.
 _SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
@@ -31,19 +30,18 @@ class Dead(CulpritVerdict):
     order = 10
     predicate = "died"
 
-    def confidence(self, suspects: Suspects, rank: int, waits: Sequence[Wait]) -> str | None:
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit ranks that ended of their own signal or error."""
-        if rank not in suspects.exits.own:
+        if suspect.rank not in suspects.exits.own:
             return None
-        noted = suspects.snapshot.ranks[rank].exit is not None
-        return "certain" if noted or suspects.snapshot.live else "likely"
+        return "certain" if suspect.state.exit is not None or suspects.snapshot.live else "likely"
 
     def counts(self, suspects: Suspects, case: Case) -> bool:
         """Report every death, except one that a call may have caused.
 
         Back ends abort a process if the members of a group do not agree.
         """
-        code = suspects.snapshot.ranks[case.rank].exit
+        code = case.state.exit
         aborted = code is not None and code not in _SENT_FROM_OUTSIDE
         return not (aborted and case.rank in suspects.clashing)
 
@@ -76,7 +74,7 @@ class Dead(CulpritVerdict):
         return f"{text} {ago(snapshot, gone)}"
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write where the cause of the end can be found."""
+        """Write where to find the cause of the end."""
         first = states[0]
         on = f" on {first.host}" if first.host else ""
         if first.launcher_signal:

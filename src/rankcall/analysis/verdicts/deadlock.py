@@ -16,7 +16,6 @@ from rankcall.analysis.verdicts.finding import (
 )
 from rankcall.analysis.verdicts.kinds import Verdict
 from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
-from rankcall.record import OPS
 
 
 class Deadlock(Verdict):
@@ -44,7 +43,7 @@ class Deadlock(Verdict):
             cycle.ranks,
             victims=tuple(sorted(evidence.graph.victims(cycle.waits) - set(cycle.ranks))),
             hosts=hosts_of(snapshot, cycle.ranks), group=snapshot.labels[longest.group],
-            seq=longest.seq, op=OPS[int(snapshot.calls[longest.rows[0]]["op"])],
+            seq=longest.seq, op=snapshot.op(int(longest.rows[0])),
             call_site=common_site(snapshot, longest), since_s=longest.age_s,
             confidence="likely" if any(wait.soft for wait in cycle.waits) else "certain",
             summary=f"{name} wait for each other: "

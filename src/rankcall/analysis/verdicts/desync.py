@@ -6,7 +6,6 @@ from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import Disagreement, Side
 from rankcall.analysis.verdicts.finding import begin_sentence, count_of, name_ranks
 from rankcall.analysis.verdicts.kinds import DisagreementVerdict
-from rankcall.record import OPS
 
 
 class Desync(DisagreementVerdict):
@@ -18,7 +17,7 @@ class Desync(DisagreementVerdict):
     order_differs = True
 
     def summary(self, snapshot: Snapshot, found: Disagreement) -> str:
-        """Write who is out of step with whom, and since which call."""
+        """Write which ranks are out of step, and since which call."""
         first, last = found.sides[0], found.sides[-1]
         text = (
             f"{begin_sentence(name_ranks(snapshot, first.ranks))} "
@@ -43,6 +42,5 @@ class Desync(DisagreementVerdict):
 
 def _call(snapshot: Snapshot, side: Side) -> str:
     """Write a side's op with its line."""
-    call = snapshot.calls[side.row]
-    site = snapshot.site(int(call["site"]))
-    return OPS[int(call["op"])] + (f" ({site})" if site else "")
+    site = snapshot.site(int(snapshot.calls["site"][side.row]))
+    return snapshot.op(side.row) + (f" ({site})" if site else "")

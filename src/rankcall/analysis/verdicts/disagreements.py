@@ -28,7 +28,7 @@ SIZE_IN = {
 }  # fmt: skip
 _BARRIER = OPS.index("barrier")
 FIELDS = ("op", "dtype", "root", "reduce_op", "size")
-_FARTHEST = 8  # calls that a member is looked for ahead or behind
+_FARTHEST = 8  # calls that a member can be ahead or behind
 _UNKNOWN = -1
 
 History = dict[int, tuple[int, ...]]
@@ -215,11 +215,11 @@ def _history(calls: Calls, group: int, row: int) -> History:
 
 
 def _shifted_run(mine: History, theirs: History, shift: int, last: int) -> tuple[int, int]:
-    """Return where a run begins in which ``mine`` equals ``theirs`` ``shift`` calls later.
+    """Return the start of a run in which ``mine`` equals ``theirs`` ``shift`` calls later.
 
     The second value is the number of calls in it that only the shift explains. The run ends at
-    ``last``, or at the others' newest call. A rank is not behind if it never makes the calls that
-    the others make in place of its own: then the call itself is wrong.
+    ``last``, or at the newest call of the others. A rank is not behind if it never makes the calls
+    that the others make in place of its own: then the call itself is wrong.
     """
     begun = explained = known = 0
     seq = min(last, max(theirs, default=0) - shift)

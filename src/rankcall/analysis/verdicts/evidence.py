@@ -1,4 +1,4 @@
-"""What is known of a hang: which calls are overdue, and what the waits behind them show.
+"""The evidence of a hang: the calls that are overdue, and the waits behind them.
 
 It is worked out once for a snapshot. Every kind of verdict that can be behind a hang reads it.
 """
@@ -55,7 +55,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass
 class HangEvidence:
-    """What the waits of a job show. All lists are empty if nothing hangs."""
+    """The waits of a job, and their likely causes. All lists are empty if nothing hangs."""
 
     snapshot: Snapshot
     in_flight: Bools  # by call

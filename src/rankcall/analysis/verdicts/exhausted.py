@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot
-from rankcall.analysis.verdicts.culprits import Case, Suspects
+from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
 from rankcall.analysis.verdicts.finding import ago, verbs_for
 from rankcall.analysis.verdicts.kinds import CulpritVerdict
-from rankcall.analysis.verdicts.wait_graph import Wait
 
 
 class Exhausted(CulpritVerdict):
@@ -19,11 +18,11 @@ class Exhausted(CulpritVerdict):
     predicate = "left the loop"
     may_have_skipped = True
 
-    def confidence(self, suspects: Suspects, rank: int, waits: Sequence[Wait]) -> str | None:
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit ranks whose program has ended well, or is ending."""
-        if not suspects.has_left(rank):
+        if not suspects.has_left(suspect.rank):
             return None
-        return "certain" if suspects.snapshot.ranks[rank].exit == 0 else "likely"
+        return "certain" if suspect.state.exit == 0 else "likely"
 
     def has_waited_long(self, suspects: Suspects, case: Case) -> bool:
         """Tell whether others wait for a rank. Another one's death did not end this one."""

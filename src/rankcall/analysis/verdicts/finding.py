@@ -13,7 +13,6 @@ import numpy as np
 
 from rankcall.analysis.state.snapshot import FAILED, SEND, Snapshot
 from rankcall.analysis.verdicts.wait_graph import Wait
-from rankcall.record import OPS
 from rankcall.run import format_ranks
 
 HEALTHY = "healthy"
@@ -132,7 +131,7 @@ def hosts_of(snapshot: Snapshot, ranks: Iterable[int]) -> tuple[str, ...]:
 def name_call(snapshot: Snapshot, row: int, *, line: bool = True) -> str:
     """Name a call: ``all_reduce #51 of group 0 at train.py:13``."""
     found = snapshot.calls[row]
-    text = f"{OPS[int(found['op'])]} #{int(found['seq'])} of group {group_label(snapshot, found)}"
+    text = f"{snapshot.op(row)} #{int(found['seq'])} of group {group_label(snapshot, found)}"
     site = snapshot.site(int(found["site"]))
     return f"{text} at {site}" if line and site else text
 

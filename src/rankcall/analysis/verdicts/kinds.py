@@ -1,4 +1,4 @@
-"""What a kind of verdict is, and what kinds of one family share.
+"""The base class of all kinds of verdict, and two families that share their words.
 
 A kind finds its cause in the evidence, says how likely it is to be the root cause, words it, and
 gives the next step to take. Reports take all of that from the finding.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot
-from rankcall.analysis.verdicts.culprits import Case, Suspects
+from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
 from rankcall.analysis.verdicts.disagreements import Disagreement, Side, values
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.finding import (
@@ -29,7 +29,6 @@ from rankcall.analysis.verdicts.finding import (
 )
 from rankcall.analysis.verdicts.slowness import RecentCalls
 from rankcall.analysis.verdicts.wait_graph import Wait
-from rankcall.record import OPS
 
 
 class Verdict:
@@ -68,12 +67,12 @@ class CulpritVerdict(Verdict):
 
     may_have_skipped = False
 
-    def confidence(self, suspects: Suspects, rank: int, waits: Sequence[Wait]) -> str | None:
-        """Return how sure it is that this is the matter with a rank; None if it is not."""
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
+        """Return how sure it is that this kind fits a suspect; None if it does not."""
         raise NotImplementedError
 
     def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write what is the matter with ranks, after their names."""
+        """Write the state of the ranks, to follow their names."""
         raise NotImplementedError
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
@@ -85,9 +84,9 @@ class CulpritVerdict(Verdict):
         return self.has_waited_long(suspects, case) and not all(map(suspects.explained, case.waits))
 
     def has_waited_long(self, suspects: Suspects, case: Case) -> bool:
-        """Tell whether other ranks have waited for a rank for long enough."""
+        """Tell whether other ranks have waited for a rank long enough."""
         overdue, first_s = suspects.overdue(case.waits), suspects.exits.first_s
-        if first_s is None or suspects.snapshot.ranks[case.rank].state != GONE:
+        if first_s is None or case.state.state != GONE:
             return bool(overdue)
         # Another process died first and ended this one, which may have been on its way. It is a
         # cause only if others had waited for it for long before.
@@ -139,9 +138,8 @@ class CulpritVerdict(Verdict):
 
 def _place(snapshot: Snapshot, wait: Wait) -> dict[str, Any]:
     """Return the fields of a finding that name the call that the victims are in."""
-    call = snapshot.calls[wait.rows[0]]
     return {
-        "group": snapshot.labels[wait.group], "seq": wait.seq, "op": OPS[int(call["op"])],
+        "group": snapshot.labels[wait.group], "seq": wait.seq, "op": snapshot.op(int(wait.rows[0])),
         "call_site": common_site(snapshot, wait), "since_s": wait.age_s,
     }  # fmt: skip
 
@@ -202,7 +200,7 @@ class DisagreementVerdict(Verdict):
     order_differs = False
 
     def summary(self, snapshot: Snapshot, found: Disagreement) -> str:
-        """Write who differs from whom, where, and in what."""
+        """Write which ranks differ, at which call, and in which fields."""
         raise NotImplementedError
 
     def advice(self, found: Disagreement) -> str:
@@ -222,7 +220,7 @@ class DisagreementVerdict(Verdict):
             wait for wait in graph.waits if wait.group == found.group and wait.seq >= found.seq
         ] if found.open else []  # fmt: skip
         victims = (members | graph.victims(behind)) - set(culprits)
-        call = snapshot.calls[found.sides[-1].row]
+        row = found.sides[-1].row
         likely = not culprits or (found.shift and "op" not in found.differing)
         confidence = "likely" if likely else "certain"
         unseen = _blind(snapshot, set(snapshot.groups[found.group].ranks) - members)
@@ -234,8 +232,8 @@ class DisagreementVerdict(Verdict):
         sides = [_side(snapshot, found, side) for side in found.sides[:SHOWN]]
         return self.finding(
             culprits, victims=tuple(sorted(victims)), hosts=hosts_of(snapshot, culprits),
-            group=snapshot.labels[found.group], seq=found.seq, op=OPS[int(call["op"])],
-            call_site=snapshot.site(int(call["site"])),
+            group=snapshot.labels[found.group], seq=found.seq, op=snapshot.op(row),
+            call_site=snapshot.site(int(snapshot.calls["site"][row])),
             since_s=float(snapshot.calls["age_s"][found.rows].max()), confidence=confidence,
             summary=self.summary(snapshot, found), evidence=(*sides, *gaps),
             advice=self.advice(found),
@@ -243,8 +241,8 @@ class DisagreementVerdict(Verdict):
 
 
 def _side(snapshot: Snapshot, found: Disagreement, side: Side) -> str:
-    """Write what one side does: its ranks, its op, its line and the fields that differ."""
+    """Write one side: its ranks, its op, its line and the fields that differ."""
     site = snapshot.site(int(snapshot.calls["site"][side.row]))
-    op = OPS[int(snapshot.calls["op"][side.row])]
+    op = snapshot.op(side.row)
     fields = "" if found.differing == ("op",) else f", {values(snapshot, found, side)}"
     return f"{name_ranks(snapshot, side.ranks)}: {op}{f' at {site}' if site else ''}{fields}"

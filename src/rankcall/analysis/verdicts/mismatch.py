@@ -6,7 +6,6 @@ from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import Disagreement, values
 from rankcall.analysis.verdicts.finding import begin_sentence, name_ranks
 from rankcall.analysis.verdicts.kinds import DisagreementVerdict
-from rankcall.record import OPS
 
 
 class Mismatch(DisagreementVerdict):
@@ -18,7 +17,7 @@ class Mismatch(DisagreementVerdict):
     order_differs = False
 
     def summary(self, snapshot: Snapshot, found: Disagreement) -> str:
-        """Write who differs from whom, in which fields."""
+        """Write which ranks differ, and in which fields."""
         first, last = found.sides[0], found.sides[-1]
         place = f"#{found.seq} of group {snapshot.labels[found.group]}"
         mine, theirs = (values(snapshot, found, side) for side in (first, last))
@@ -32,7 +31,7 @@ class Mismatch(DisagreementVerdict):
         return (
             f"{begin_sentence(name_ranks(snapshot, first.ranks))} and "
             f"{name_ranks(snapshot, last.ranks)} differ in {fields} in "
-            f"{OPS[int(snapshot.calls['op'][last.row])]} {place}: {mine} against {theirs}.{done}"
+            f"{snapshot.op(last.row)} {place}: {mine} against {theirs}.{done}"
         )
 
     def advice(self, found: Disagreement) -> str:

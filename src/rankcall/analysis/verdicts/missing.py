@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot, unfinished
-from rankcall.analysis.verdicts.culprits import Suspects
+from rankcall.analysis.verdicts.culprits import Suspect, Suspects
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
 from rankcall.analysis.verdicts.finding import SHOWN, hosts_of, verbs_for
 from rankcall.analysis.verdicts.kinds import CulpritVerdict
-from rankcall.analysis.verdicts.wait_graph import Wait
 
 
 class Missing(CulpritVerdict):
@@ -22,9 +21,9 @@ class Missing(CulpritVerdict):
     predicate = "did not come"
     may_have_skipped = True
 
-    def confidence(self, suspects: Suspects, rank: int, waits: Sequence[Wait]) -> str | None:
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit every rank that is waited for."""
-        state = suspects.snapshot.ranks[rank]
+        state = suspect.state
         unseen = (state.blind and not state.unheard) or (state.closed and state.state != GONE)
         return "possible" if unseen else "certain"
 
@@ -40,7 +39,7 @@ class Missing(CulpritVerdict):
         return float(np.max(left[mine], initial=0.0))
 
     def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write what is known of the ranks instead of a call."""
+        """Write where the ranks are instead, as far as that is known."""
         first, verbs = states[0], verbs_for(snapshot, len(states))
         if first.unheard:
             return f"{verbs.do} not answer: no word has come from where {verbs.they} ran"

@@ -57,7 +57,7 @@ class SlowLink(Verdict):
         yield self.finding(
             (), victims=tuple(sorted(evidence.graph.victims([wait]))),
             group=snapshot.labels[wait.group], seq=wait.seq,
-            op=OPS[int(snapshot.calls[wait.rows[0]]["op"])],
+            op=snapshot.op(int(wait.rows[0])),
             call_site=common_site(snapshot, wait), since_s=wait.age_s, confidence="possible",
             summary=f"All {ranks} have come to {name_wait(snapshot, wait)}, and "
             f"{count_of(len(wait.waiters), 'rank')} did not get out for "

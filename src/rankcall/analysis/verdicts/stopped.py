@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankcall.analysis.state.snapshot import GONE, STOPPED, RankState, Snapshot
-from rankcall.analysis.verdicts.culprits import FROZEN_S, Case, Suspects, frozen_after_s
+from rankcall.analysis.verdicts.culprits import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
 from rankcall.analysis.verdicts.finding import SHOWN, duration, verbs_for
 from rankcall.analysis.verdicts.kinds import CulpritVerdict
-from rankcall.analysis.verdicts.wait_graph import Wait
 
 
 class Stopped(CulpritVerdict):
@@ -18,14 +17,14 @@ class Stopped(CulpritVerdict):
     order = 20
     predicate = "does not run"
 
-    def confidence(self, suspects: Suspects, rank: int, waits: Sequence[Wait]) -> str | None:
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit stopped processes, and those whose heartbeat froze when the waiting began."""
-        state = suspects.snapshot.ranks[rank]
+        state = suspect.state
         if state.state == STOPPED:
             return "certain"
-        if suspects.has_left(rank) or state.closed or state.blind:
+        if suspects.has_left(suspect.rank) or state.closed or state.blind:
             return None
-        frozen = max(state.mute_s, state.gil_held_s) > frozen_after_s(waits)
+        frozen = max(state.mute_s, state.gil_held_s) > frozen_after_s(suspect.waits)
         return "likely" if frozen else None
 
     def counts(self, suspects: Suspects, case: Case) -> bool:

@@ -34,7 +34,7 @@ _TIMES_OTHERS = 4.0  # waiting caused by each straggler, over the median of the 
 _COST = 0.1  # of the time on record: the others wait for them so long
 _ALONG = 0.6  # of the collectives: one of the stragglers is last to them
 _ENOUGH = 24  # collectives; fewer do not show a habit
-_MOST = 0.25  # of the ranks; if more come late, that is no exception
+_MOST = 0.25  # of the ranks; if more come late, they are the rule
 
 
 class Straggler(Verdict):
