@@ -30,8 +30,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from torch.distributed import PrefixStore, TCPStore
 
+from rankcall.analysis.state.run_snapshot import snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.state.standing import stand
 from rankcall.run import Run, load
 from rankcall.testing import synthetic_run
 from rankcall.testing.synthetic import Planted
@@ -140,7 +140,7 @@ def _own(run: Run, node: int) -> Snapshot:
     first = node * RANKS_PER_NODE
     own = range(first, first + RANKS_PER_NODE)
     run.heads = [head for head in run.heads if head.header.rank in own]
-    snapshot = stand(run)
+    snapshot = snapshot_of_run(run)
     snapshot.problems = []
     snapshot.ranks = [
         replace(state, stack=STACK) if state.rank in own else state for state in snapshot.ranks

@@ -10,8 +10,8 @@ from worlds import MS, Call, group_of, together, write_world
 
 from rankcall.analysis import Summary, summarise
 from rankcall.analysis.timing.bandwidth import bus_factor
-from rankcall.analysis.timing.skew import Arrivals, wait_for_all
-from rankcall.analysis.timing.table import Row, size_name
+from rankcall.analysis.timing.summary import Row, size_name
+from rankcall.analysis.timing.waiting import Arrivals, wait_for_all
 from rankcall.record import FLAG_ANY_SOURCE, FLAG_DEVICE
 from rankcall.ring.tables import Group
 from rankcall.run import load

@@ -11,9 +11,9 @@ import pytest
 from worlds import MS, START, Call, group_of, together, write_world
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.analysis.hang.find import find
-from rankcall.analysis.state.parts import decode, encode, merge, part_of
+from rankcall.analysis.state.node_snapshot import decode, encode, merge, node_snapshot_of
 from rankcall.analysis.state.snapshot import RankState, Snapshot
+from rankcall.analysis.verdicts import find
 from rankcall.processes import Exit, note_exit
 from rankcall.report.diagnosis import render
 from rankcall.ring.header import Header
@@ -248,5 +248,5 @@ def test_nodes_tell_each_other(tmp_path: Path) -> None:
         ]
         mine = np.isin(whole.calls["rank"], [each.rank for each in ranks if not each.blind])
         part = Snapshot(ranks, whole.calls[mine], whole.groups, whole.labels, whole.sites)
-        parts.append(decode(encode(part_of(part))))
+        parts.append(decode(encode(node_snapshot_of(part))))
     assert find(merge(parts)) == find(whole) != []

@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankcall.analysis.hang.find import find
 from rankcall.analysis.state.snapshot import CALL, RankState, Snapshot, labels_of
+from rankcall.analysis.verdicts import find
 from rankcall.record import OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group
 

@@ -18,11 +18,11 @@ from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
 from rankcall.analysis.details import Details, detail
-from rankcall.analysis.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli import main
 from rankcall.errors import ExtraMissing
 from rankcall.report.html import render
-from rankcall.report.html.png import ABSENT, levels, picture
+from rankcall.report.html.charts import ABSENT, levels, picture
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run import load
 from rankcall.rundir import create_run
@@ -319,6 +319,7 @@ def test_findings_come_first(tmp_path: Path) -> None:
     missing = Finding(
         "missing", (3,), (0, 1, 2), ("node-c",), "0", 17, "all_reduce", "/job/train.py:41", 65.0,
         "likely", "rank 3 (node-c) never issued it", ("it was last in step 4",), "get its stack",
+        predicate="did not come",
     )  # fmt: skip
     first, _, after = words(render(found, [missing])).partition("What to look at")
     assert "Rank 3 did not come" in first
@@ -326,7 +327,7 @@ def test_findings_come_first(tmp_path: Path) -> None:
     assert "65.0 s\n3 ranks held up\n" in first
     line = "rank 3 (node-c) never issued it (likely) /job/train.py:41\nit was last in step 4."
     assert after.index(line) < after.index("rank 1 (node-a) is late")
-    slow = Finding("straggler", (1,), summary="rank 1 is slow since step 3")
+    slow = Finding("straggler", (1,), stops=False, summary="rank 1 is slow since step 3")
     first, _, after = words(render(found, [slow])).partition("What to look at")
     assert "Rank 1 on node-a makes the others wait" in first
     assert after.startswith("\nrank 1 is slow since step 3\n")

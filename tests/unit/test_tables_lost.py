@@ -10,9 +10,9 @@ import pytest
 from test_diagnose_culprits import WAITING, look
 from worlds import write_world
 
-from rankcall.analysis.hang.find import find
-from rankcall.analysis.state.parts import decode, encode, merge, part_of
+from rankcall.analysis.state.node_snapshot import decode, encode, merge, node_snapshot_of
 from rankcall.analysis.timing.summary import summarise
+from rankcall.analysis.verdicts import find
 from rankcall.cli import main
 from rankcall.report import json as json_report
 from rankcall.ring.layout import offset_of
@@ -73,5 +73,5 @@ def test_a_verdict_on_ranks_without_names_is_less_sure(tmp_path: Path) -> None:
         ]
         nameless = replace(snapshot, ranks=ranks)
         assert [each.confidence for each in find(nameless, 60)] == ["likely"]
-        sent = merge([decode(encode(part_of(nameless)))])
+        sent = merge([decode(encode(node_snapshot_of(nameless)))])
         assert [each.confidence for each in find(sent, 60)] == ["likely"]

@@ -15,8 +15,8 @@ from test_diagnose_culprits import WAITING, S, look, stuck
 from torch.distributed import HashStore
 
 from rankcall._hangs import decode, id_of
-from rankcall.analysis.hang.find import settles_in
 from rankcall.analysis.state.snapshot import RankState, Snapshot
+from rankcall.analysis.verdicts import settles_in
 from rankcall.ring.tables import Group
 from rankcall.watch import _verdict
 from rankcall.watch._exchange import Exchange

@@ -11,8 +11,8 @@ import pytest
 
 from rankcall._hangs import Object, decode, text_of
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.finding import Finding
 from rankcall.analysis.state.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.rundir import live_dir, settle
 from rankcall.watch import _verdict
 

@@ -1,15 +1,34 @@
-"""What a page can show beyond the summary: pictures over time, by rank and by host."""
+"""What a page shows beyond the summary: where each rank's time went, its lateness, and traffic.
+
+At any moment a rank is in some collective or message, or in none. The time in none is computing
+(or whatever else the script does). Of the time in some, waiting is until the op could begin: for
+ops that no member leaves before the last has come, it is the part beyond the shortest duration
+of all members; at a root or a receiver, until the others or the sender have come. The rest is
+transfer. Ops that overlap count once, so the three add up to the rank's time.
+
+A message's two hosts are recorded. The bytes that a collective sends between two hosts are not:
+they depend on the back end. The figures here are those of the plainest algorithm, in the group's
+order: a ring for all_reduce, all_gather and reduce_scatter (each member sends S * f to the next,
+with S and f of nccl-tests), a chain from or to the root for broadcast and reduce, one message a
+member for gather and scatter, an equal slice to each for all_to_all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rankcall.analysis.timing.gather import gather
-from rankcall.analysis.timing.lateness import Lateness, lateness
-from rankcall.analysis.timing.lines import LateLine, late_lines
-from rankcall.analysis.timing.split import RankSplit, split
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.timing.bandwidth import bus_factor
+from rankcall.analysis.timing.clocks import HostClock
+from rankcall.analysis.timing.collectives import CollectiveTable, MessageTable, present
+from rankcall.analysis.timing.lateness import LateLine, Lateness, late_lines, lateness
+from rankcall.analysis.timing.run_tables import RunTables, gather
 from rankcall.analysis.timing.summary import Summary, conclude
-from rankcall.analysis.timing.traffic import Traffic, traffic
+from rankcall.analysis.timing.waiting import FROM_ROOT, SYNC, TO_ROOT, blocks
+from rankcall.record import OPS
 from rankcall.run import Progress, Run
 
 _SUSPECTS = 3
@@ -22,15 +41,232 @@ class Details:
     summary: Summary
     splits: list[RankSplit]
     lateness: Lateness
-    late_lines: list[LateLine]  # of the ranks that caused most waiting, by rank
+    late_lines: list[LateLine]  # of the ranks that caused most waiting
     traffic: Traffic
 
 
 def detail(run: Run, progress: Progress | None = None) -> Details:
     """Read all rings of a run once and analyse them in depth (``summarise`` is part of it)."""
-    gathered = gather(run, progress)
-    splits, late = split(gathered), lateness(gathered)
-    sent = traffic(gathered, run.hosts)
-    summary = conclude(run, gathered)
+    run_tables = gather(run, progress)
+    splits, late = split(run_tables), lateness(run_tables)
+    sent = traffic(run_tables, run.hosts)
+    summary = conclude(run, run_tables)
     suspects = [each.rank for each in summary.stragglers[:_SUSPECTS] if each.came_last]
     return Details(summary, splits, late, late_lines(run, late.lasts, suspects), sent)
+
+
+Ints = npt.NDArray[np.int64]
+Spans = tuple[Ints, Ints, Ints]  # begin, end (the host's own ns) and how long of it was waiting
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """One rank's time, over all its attempts. ``steps``: optimizer steps it finished."""
+
+    rank: int
+    compute_ms: float
+    waiting_ms: float
+    transfer_ms: float
+    steps: int
+
+    @property
+    def total_ms(self) -> float:
+        """From its first op to the end of its last."""
+        return self.compute_ms + self.waiting_ms + self.transfer_ms
+
+
+def split(run_tables: RunTables) -> list[RankSplit]:
+    """Split every rank's time; leave out ranks without a finished op."""
+    spans: dict[tuple[int, object], list[Spans]] = {}
+    for table in run_tables.tables:
+        for rank, found in _of_collectives(table, run_tables.clocks.hosts):
+            spans.setdefault((rank, table.session), []).append(found)
+    for messages in run_tables.messages:
+        for rank, found in _of_messages(messages, run_tables.clocks.hosts):
+            spans.setdefault((rank, messages.session), []).append(found)
+    totals: dict[int, npt.NDArray[np.float64]] = {}
+    for (rank, _), parts in spans.items():
+        totals[rank] = totals.get(rank, np.zeros(3)) + _measure(parts)
+    steps: dict[int, int] = {}
+    for ring in run_tables.ranks:
+        steps[ring.rank] = steps.get(ring.rank, 0) + ring.steps
+    rows = []
+    for rank in sorted(totals):
+        compute, waiting, transfer = (totals[rank] / 1e6).tolist()
+        rows.append(RankSplit(rank, compute, waiting, transfer, steps.get(rank, 0)))
+    return rows
+
+
+def _measure(parts: Sequence[Spans]) -> npt.NDArray[np.float64]:
+    """Return computing, waiting and transferring, ns."""
+    begin, end, waited = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if not len(begin):
+        return np.zeros(3)
+    order = np.argsort(begin, kind="stable")
+    begin, end, waited = begin[order], end[order], waited[order]
+    busy, waiting = covered(begin, end), covered(begin, begin + waited)
+    return np.array([end.max() - begin[0] - busy, waiting, busy - waiting], np.float64)
+
+
+def covered(begin: Ints, end: Ints) -> float:
+    """Return how much time intervals cover together; ``begin`` ascends."""
+    reach = np.maximum.accumulate(end)
+    fresh = end.copy()
+    fresh -= begin
+    fresh[1:] = end[1:] - np.maximum(begin[1:], reach[:-1])
+    return float(np.maximum(fresh, 0).sum(dtype=np.float64))
+
+
+def _of_collectives(
+    table: CollectiveTable, clocks: Sequence[HostClock]
+) -> Iterable[tuple[int, Spans]]:
+    waited = np.zeros(table.started.shape, np.int64)
+    for kind in (SYNC, FROM_ROOT, TO_ROOT):
+        for block in blocks(table, np.flatnonzero(kind[table.op]), clocks):
+            if kind is SYNC:
+                part = block.duration - np.fmin.reduce(block.duration, axis=1)[:, None]
+            else:
+                part = _wait_for_root(table, block.columns, block.came.times, block.came.here, kind)
+            whole = np.nan_to_num(block.duration)
+            # NaN: the op did not end. It is not counted below.
+            waited[:, block.columns] = np.clip(np.nan_to_num(part), 0, whole).T.astype(np.int64)
+    done = present(table.completed) & present(table.arrival) & (table.completed >= table.started)
+    for row, rank in enumerate(table.ranks.tolist()):
+        some = done[row]
+        yield rank, (table.started[row, some], table.completed[row, some], waited[row, some])
+
+
+def _wait_for_root(
+    table: CollectiveTable,
+    columns: npt.NDArray[np.intp],
+    came: Ints,
+    here: npt.NDArray[np.bool_],
+    kind: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.float64]:
+    """Return how long each member waited: all for the root, or the root for all."""
+    root = table.root[columns]
+    known = (root >= 0) & here[np.arange(len(root)), root]
+    is_root = np.arange(came.shape[1]) == root[:, None]
+    at_root = came[np.arange(len(root)), root]
+    if kind is FROM_ROOT:
+        waited = (at_root[:, None] - came).astype(np.float64)
+    else:
+        last = np.where(here, came, np.iinfo(np.int64).min).max(axis=1)
+        waited = np.where(is_root, last[:, None] - came, 0).astype(np.float64)
+    return np.where(known[:, None] & here, waited, 0.0)
+
+
+def _of_messages(
+    messages: MessageTable, clocks: Sequence[HostClock]
+) -> Iterable[tuple[int, Spans]]:
+    columns = messages.columns
+    aligned = columns["arrival"].copy()
+    for host in np.unique(columns["host"]):
+        rows = columns["host"] == host
+        aligned[rows] = clocks[host].align(aligned[rows])
+    waited = np.zeros(len(aligned), np.int64)
+    both = (messages.sent >= 0) & (messages.received >= 0)
+    sent, received = messages.sent[both], messages.received[both]
+    lasted = columns["completed"] - columns["started"]
+    waited[received] = np.clip(
+        aligned[sent] - aligned[received], 0, np.maximum(lasted[received], 0)
+    )
+    done = present(columns["completed"]) & (lasted >= 0)
+    for rank in np.unique(columns["rank"]).tolist():
+        rows = (columns["rank"] == rank) & done
+        yield rank, (columns["started"][rows], columns["completed"][rows], waited[rows])
+
+
+Floats = npt.NDArray[np.float64]
+
+_SEND = OPS.index("send")
+
+
+@dataclass
+class Traffic:
+    """Bytes from host i to host j, as ``sent[i, j]``; i and j may be equal."""
+
+    hosts: list[str]
+    sent: Floats
+
+
+def traffic(run_tables: RunTables, host_of: dict[int, str]) -> Traffic:
+    """Add up what all finished collectives and messages sent."""
+    hosts = list(dict.fromkeys(host_of[rank] for rank in sorted(host_of)))
+    index = {host: number for number, host in enumerate(hosts)}
+    found = Traffic(hosts, np.zeros((len(hosts), len(hosts))))
+    for table in run_tables.tables:
+        places = [index.get(host_of.get(rank, "\0"), -1) for rank in table.group.ranks]
+        _add_collectives(table, np.array(places, np.intp), found.sent)
+    for messages in run_tables.messages:
+        places = [index.get(host_of.get(rank, "\0"), -1) for rank in messages.group.ranks]
+        _add_messages(messages, np.array(places, np.intp), found.sent)
+    return found
+
+
+def _add_collectives(table: CollectiveTable, place: npt.NDArray[np.intp], sent: Floats) -> None:
+    members = len(place)
+    done = present(table.completed).any(axis=0)
+    for code in np.unique(table.op[done]):
+        op, rows = OPS[code], done & (table.op == code)
+        size = table.size[rows]
+        if op in ("all_reduce", "all_gather", "reduce_scatter"):
+            ring = float(size.sum()) * bus_factor(op, members)
+            if members > 1:
+                _hops(place, np.roll(place, -1), ring, sent)
+        elif op == "all_to_all":
+            _to_all(place, float(size.sum()) / members, sent)
+        elif op in ("broadcast", "reduce", "gather", "scatter"):
+            _add_rooted(op, table, rows, place, sent)
+
+
+def _hops(
+    source: npt.NDArray[np.intp], target: npt.NDArray[np.intp], amount: float, sent: Floats
+) -> None:
+    """Add an amount for each pair of members; leave out members on unknown hosts."""
+    known = (source >= 0) & (target >= 0)
+    np.add.at(sent, (source[known], target[known]), amount)
+
+
+def _to_all(place: npt.NDArray[np.intp], amount: float, sent: Floats) -> None:
+    on_host = np.bincount(place[place >= 0], minlength=len(sent)).astype(np.float64)
+    pairs = np.outer(on_host, on_host)
+    np.fill_diagonal(pairs, on_host * (on_host - 1))
+    sent += pairs * amount
+
+
+def _add_rooted(
+    op: str,
+    table: CollectiveTable,
+    rows: npt.NDArray[np.bool_],
+    place: npt.NDArray[np.intp],
+    sent: Floats,
+) -> None:
+    rank_of = table.ranks.tolist()
+    for row in np.unique(table.root[rows]):
+        if row < 0:
+            continue
+        at = table.group.ranks.index(rank_of[row])
+        amount = float(table.size[rows & (table.root == row)].sum())
+        others = np.roll(place, -at)
+        root = np.full(len(others) - 1, others[0])
+        if op in ("broadcast", "reduce"):
+            ends = others[:-1], others[1:]
+        else:
+            ends, amount = (root, others[1:]), amount / len(place)
+        _hops(*(ends if op in ("broadcast", "scatter") else ends[::-1]), amount, sent)
+
+
+def _add_messages(messages: MessageTable, place: npt.NDArray[np.intp], sent: Floats) -> None:
+    """Count each message once: as sent, or as received if its sender left no record."""
+    columns = messages.columns
+    rows = np.where(messages.sent >= 0, messages.sent, messages.received)
+    rows = rows[present(columns["completed"][rows]) & (columns["peer"][rows] >= 0)]
+    rows = rows[columns["peer"][rows] < len(place)]
+    is_send = columns["op"][rows] == _SEND
+    own, peer = place[columns["own"][rows]], place[columns["peer"][rows]]
+    source, target = np.where(is_send, own, peer), np.where(is_send, peer, own)
+    known = (source >= 0) & (target >= 0)
+    np.add.at(
+        sent, (source[known], target[known]), columns["bytes"][rows][known].astype(np.float64)
+    )

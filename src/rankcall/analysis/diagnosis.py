@@ -8,21 +8,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rankcall._hangs import Object, stacks_in
-from rankcall.analysis.finding import HEALTHY, Finding
-from rankcall.analysis.hang.find import HANG_AFTER_S, find
-from rankcall.analysis.slowness.find import find_slow
+from rankcall.analysis.state.run_snapshot import ProcessState, snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.state.standing import ProcessState, stand
+from rankcall.analysis.verdicts import find, find_slow
+from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
+from rankcall.analysis.verdicts.finding import HEALTHY, Finding
 from rankcall.processes import process_state
 from rankcall.run import Progress, Run
 from rankcall.rundir import kept_hangs
 
-_LONGEST_S = 1e9  # no threshold beyond this is believed
+_LONGEST_S = 1e9  # a larger threshold is damage
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the job's own watcher said once. ``place`` holds it, and ``stacks`` ranks' stacks."""
+    """An earlier verdict of the job's own watcher, kept in ``place`` with ``stacks`` stacks."""
 
     place: str
     epoch_ns: int
@@ -32,7 +32,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a run, and where its ranks stand. ``kept``: what was said before."""
+    """The findings about a run, and where its ranks stand. ``kept``: its watcher's verdicts."""
 
     run: str
     snapshot: Snapshot
@@ -54,25 +54,25 @@ def diagnose(
     state_of: ProcessState = process_state,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Diagnosis:
-    """Read a run and say what is wrong with it.
+    """Read a run and find out what is wrong with it.
 
-    ``hang_after``, s: see ``find``; None is what the job was started with. For the rest see
-    ``stand``.
+    ``hang_after``, in s: see ``verdicts.find``; None: the threshold of the job's own watcher. For
+    the other arguments see ``snapshot_of_run``.
     """
-    snapshot = stand(run, progress, state_of=state_of, now_ns=now_ns)
+    snapshot = snapshot_of_run(run, progress, state_of=state_of, now_ns=now_ns)
     found = judge(run, snapshot, hang_after)
     return replace(found, kept=[_kept(run, each) for each in kept_hangs(run.path)])
 
 
 def judge(run: Run, snapshot: Snapshot, hang_after: float | None = None) -> Diagnosis:
-    """Say what is wrong with a job: what holds it up, or where nothing does, what slows it."""
+    """Find out what holds a job up or, if nothing does, what slows it."""
     patience = own_hang_after(run) if hang_after is None else hang_after
     findings = find(snapshot, patience) or find_slow(snapshot)
     return Diagnosis(str(run.source or run.path), snapshot, findings, patience)
 
 
 def own_hang_after(run: Run) -> float:
-    """Return the threshold that a job's own watcher has, s; the usual one where it has none."""
+    """Return the threshold of the job's own watcher, s; without a watcher the usual one."""
     given = run.about.get("hang_after_s")
     if isinstance(given, (int, float)) and 0 < given < _LONGEST_S:
         return float(given)
@@ -82,7 +82,10 @@ def own_hang_after(run: Run) -> float:
 def _kept(run: Run, verdict: Object) -> Kept:
     place = Path(verdict["place"])
     stacks = len(stacks_in(place))
-    if run.source not in (None, run.path):  # an archive: where it was extracted says nothing
+    if run.source not in (
+        None,
+        run.path,
+    ):  # an archive, extracted anywhere
         place = place.relative_to(run.path)
     causes = []
     for each in verdict["findings"]:

@@ -14,7 +14,8 @@ from rankcall.analysis.diagnosis import Diagnosis, diagnose
 from rankcall.cli._keyboard import LEAVE, keys
 from rankcall.cli._reading import HangAfter
 from rankcall.cli._stacks import of_interest, take
-from rankcall.report import diagnosis, diagnosis_json
+from rankcall.report import diagnosis
+from rankcall.report.json import render_diagnosis
 from rankcall.run import load
 from rankcall.rundir import find_run, settle
 
@@ -67,7 +68,7 @@ def read(path: Path | None, hang_after: float | None) -> Diagnosis:
 def _print(result: Diagnosis, json: bool, dumped: dict[int, str]) -> None:
     """Print a diagnosis with the dumped stacks of some ranks."""
     if json:
-        sys.stdout.write(diagnosis_json.render(result, dumped))
+        sys.stdout.write(render_diagnosis(result, dumped))
         return
     from rich.console import Console
 

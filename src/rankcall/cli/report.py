@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from rankcall._newfile import new_file
-from rankcall.analysis.finding import Finding
 from rankcall.analysis.timing.summary import Summary, summarise
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli._reading import bar, open_run, output, report_problems
 from rankcall.errors import RankcallError
 from rankcall.report import json as json_report

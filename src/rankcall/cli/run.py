@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from rankcall import watch
-from rankcall.analysis.hang.find import HANG_AFTER_S
+from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.capture.session import check_torch
 from rankcall.cli import _postmortem
 from rankcall.cli._exits import noting_exits

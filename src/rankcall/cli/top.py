@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, judge
-from rankcall.analysis.state.standing import stand
+from rankcall.analysis.state.run_snapshot import snapshot_of_run
 from rankcall.cli._keyboard import LEAVE, keys
 from rankcall.cli._reading import HangAfter
 from rankcall.report import top
@@ -53,7 +53,7 @@ def look(run_dir: Path, hang_after: float | None) -> Diagnosis:
     """Read the newest records of every rank and judge them."""
     run = load(run_dir)
     window = max(32, min(256, _WINDOW // max(1, len(run.heads))))
-    snapshot = stand(run, window=window, newest=_NEWEST)
+    snapshot = snapshot_of_run(run, window=window, newest=_NEWEST)
     return judge(run, snapshot, hang_after or None)
 
 

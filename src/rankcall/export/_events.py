@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.timing.clocks import RunClocks
-from rankcall.analysis.timing.extract import Session
+from rankcall.analysis.timing.collectives import Session
 from rankcall.export._intern import Interned
 from rankcall.export._tracks import Tracks, lanes
 from rankcall.export._wire import Rows, number

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO
 
-from rankcall.analysis.timing.gather import align, sessions_of
+from rankcall.analysis.timing.run_tables import align, sessions_of
 from rankcall.export._events import Events
 from rankcall.export._intern import Interned
 from rankcall.export._tracks import Tracks

@@ -13,7 +13,7 @@ from polars.exceptions import PolarsError
 
 from rankcall._frames import ring_frame
 from rankcall.analysis.timing.clocks import RunClocks
-from rankcall.analysis.timing.gather import align
+from rankcall.analysis.timing.run_tables import align
 from rankcall.record import RECORD
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import Tables

@@ -1,6 +1,9 @@
-"""Numbers and names the way a person reads them, safe to put on a terminal."""
+"""Numbers, names and paragraphs for a reader, safe to print on a terminal."""
 
 from __future__ import annotations
+
+import re
+import textwrap
 
 from rankcall.files import clean as clean
 
@@ -9,7 +12,7 @@ _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def digits(value: float) -> str:
-    """Write a number with three digits that count: ``1.23``, ``45.6``, ``789``, ``12,345``."""
+    """Write a number with three significant digits: ``1.23``, ``45.6``, ``789``, ``12,345``."""
     if value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
@@ -46,7 +49,7 @@ def rate(gbps: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Write a share: ``88 %``; ``<1 %`` for what is not nothing."""
+    """Write a share: ``88 %``; ``<1 %`` for a small share that is not 0."""
     if share is None:
         return "-"
     if 0 < share < 0.01:
@@ -57,3 +60,9 @@ def percent(share: float | None) -> str:
 def plural(count: int, one: str, many: str = "") -> str:
     """Write a count with its noun: ``1 rank``, ``1,024 ranks``."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break a text into lines, but not between a number and its unit, nor inside a path."""
+    glued = re.sub(r"(?<=\d) (?=%|\w{1,3}\b)", "\N{NO-BREAK SPACE}", text)
+    return textwrap.fill(glued, width, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ")

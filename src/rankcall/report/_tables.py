@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rankcall.report._format import clean
 
-_LEAST = 6  # what is left of a name at least
+_LEAST = 6  # columns that a shortened name keeps
 
 
 def cut(text: str, room: int, *, keep_end: bool = False) -> str:

@@ -15,16 +15,18 @@ from rich.padding import Padding
 from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis, Kept
-from rankcall.analysis.finding import Finding
-from rankcall.analysis.hang import explain
-from rankcall.analysis.hang.find import patience
-from rankcall.analysis.hang.places import Place, places
-from rankcall.analysis.hang.waits import unfinished
-from rankcall.analysis.state.pace import pace
-from rankcall.analysis.state.snapshot import STOPPED, Snapshot
-from rankcall.report._format import clean, digits, percent, plural
+from rankcall.analysis.state.snapshot import (
+    STOPPED,
+    RankPosition,
+    Snapshot,
+    pace,
+    rank_positions,
+    unfinished,
+)
+from rankcall.analysis.verdicts.evidence import patience
+from rankcall.analysis.verdicts.finding import Finding, begin_sentence, duration, name_ranks
+from rankcall.report._format import clean, digits, percent, plural, wrapped
 from rankcall.report._tables import cut, fitted
-from rankcall.report._text import wrapped
 from rankcall.run import format_ranks
 
 _ROWS = 16
@@ -32,7 +34,7 @@ _INDENT = 2
 _RANKS_WIDE, _LINE_WIDE = 22, 32
 _MOST_PROBLEMS = 4
 _MOST_KEPT = 3
-_LONG = 0.1  # of what counts as hung
+_LONG = 0.1  # of the age at which a call counts as hung
 
 
 def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | None = None) -> str:
@@ -90,7 +92,7 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
 
 
 def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:
-    """Say what the job's own watcher said while it hung, and where stacks of that moment are."""
+    """Yield the verdicts of the job's own watcher, with the places of the stacks that it kept."""
     if kept:
         yield Text()
         yield Text("What the job's own watcher said", "bold")
@@ -141,30 +143,30 @@ def _healthy(diagnosis: Diagnosis) -> str:
 
 
 def _longest(diagnosis: Diagnosis) -> str:
-    """Say of a call that has been in flight for long when it will count as hung.
+    """Write when the call that has been in flight longest will count as hung.
 
-    Whoever asks because a job stands still must not read that it goes on, and nothing else.
+    A user who asks because the job stands still must not only read that it goes on.
     """
     snapshot = diagnosis.snapshot
     ages = np.where(unfinished(snapshot.calls), snapshot.calls["age_s"], -np.inf)
     if not len(ages) or ages.max() < _LONG * diagnosis.hang_after:
         return ""
     allowed = float(patience(snapshot, diagnosis.hang_after)[ages.argmax()])
-    lasts = f" The longest call has been in flight for {explain.lasts(float(ages.max()))}"
+    lasts = f" The longest call has been in flight for {duration(float(ages.max()))}"
     if allowed == math.inf:
         return f"{lasts}: its rank declared to take long (rankcall.expect)."
     more = "" if allowed <= diagnosis.hang_after else ", more in the first step or for long steps"
     given = f"(--hang-after {diagnosis.hang_after:g}{more})"
-    return f"{lasts}; it counts as hung from {explain.lasts(allowed)} on {given}."
+    return f"{lasts}; it counts as hung from {duration(allowed)} on {given}."
 
 
 def _halted(snapshot: Snapshot, ranks: Sequence[int]) -> str:
-    """Say who is stopped though nobody has waited for long yet."""
+    """Write which ranks are stopped although no rank has waited for long yet."""
     if not ranks:
         return ""
-    name = explain.who(snapshot, ranks)
+    name = name_ranks(snapshot, ranks)
     verb = "is" if len(ranks) == 1 else "are"
-    return f" {name[0].upper()}{name[1:]} {verb} stopped just now (SIGSTOP, or a debugger)."
+    return f" {begin_sentence(name)} {verb} stopped just now (SIGSTOP, or a debugger)."
 
 
 @dataclass(frozen=True)
@@ -182,18 +184,18 @@ class Row:
 
 
 def rows(diagnosis: Diagnosis) -> list[Row]:
-    """Put ranks that stand in the same place together: culprits first, then who waits longest.
+    """Group the ranks by their position: culprits first, then the ranks that wait longest.
 
-    Groups of the same size count as the same place: of 128 tensor-parallel groups that all do the
-    same, one row tells.
+    Groups of the same size count as one position: 128 tensor-parallel groups that all do the same
+    take one row.
     """
     culprits = {rank for found in diagnosis.findings for rank in found.ranks}
     sizes = {
         label: len(group.ranks)
         for label, group in zip(diagnosis.snapshot.labels, diagnosis.snapshot.groups, strict=True)
     }
-    alike: dict[tuple[object, ...], list[Place]] = {}
-    for place in places(diagnosis.snapshot):
+    alike: dict[tuple[object, ...], list[RankPosition]] = {}
+    for place in rank_positions(diagnosis.snapshot):
         key = (
             place.rank in culprits, place.state, place.exit, place.in_call, place.failed, place.op,
             place.seq, place.call_site, sizes.get(place.group),
@@ -208,7 +210,7 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
     )  # fmt: skip
 
 
-def _row(alike: Sequence[Place], culprits: set[int], sizes: dict[str, int]) -> Row:
+def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int]) -> Row:
     first = alike[0]
     labels = {place.group for place in alike}
     state = first.state
@@ -243,7 +245,7 @@ def _table(stand: Sequence[Row], room: int) -> RenderableType:
 
 
 def ranks_cell(ranks: Sequence[int]) -> str:
-    """Write ranks, or how many there are where they do not fit."""
+    """Write ranks, or their number if they do not fit."""
     text = format_ranks(ranks)
     return text if len(text) <= _RANKS_WIDE else plural(len(ranks), "rank")
 

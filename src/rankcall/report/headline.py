@@ -1,4 +1,4 @@
-"""What a report says first: who makes the others wait, or that nobody does."""
+"""The first sentence of a report: which ranks make the others wait, if any do."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rankcall.analysis.timing.summary import Straggler, Summary
 from rankcall.report._format import clean, percent, plural, time
 from rankcall.run import format_ranks
 
-# A straggler is named when it causes this share of all waiting, and one and a half times its
-# fair part; and when waiting costs the ranks at least this share of the run.
+# A straggler is named if it causes this share of all waiting, and one and a half times its
+# fair part, and if waiting costs the ranks at least this share of the run.
 _NAMED_SHARE = 0.2
 _TIMES_FAIR = 1.5
 _WORTH_IT = 0.01
@@ -18,7 +18,7 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Headline:
-    """``text`` names what to look at; ``detail`` says what it costs. ``alarm``: act on it."""
+    """``text`` names the cause, ``detail`` its cost. ``alarm``: the user should act on it."""
 
     text: str
     detail: str
@@ -27,7 +27,7 @@ class Headline:
 
 
 def headline(summary: Summary) -> Headline:
-    """Find the one thing to say about a run."""
+    """Return the most important sentence about a run."""
     if not summary.collectives:
         return Headline(
             "No collectives were recorded.",

@@ -1,17 +1,27 @@
-"""A summary as JSON; docs/report-json.md documents the keys."""
+"""A summary or a diagnosis as JSON.
+
+The keys are documented in docs/report-json.md and docs/diagnose-json.md.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rankcall.analysis.timing.summary import Summary
-from rankcall.analysis.timing.table import size_name
+from rankcall.analysis.diagnosis import Diagnosis, Kept
+from rankcall.analysis.state.snapshot import RankPosition, rank_positions
+from rankcall.analysis.timing.summary import Summary, size_name
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.report.headline import headline
 
-SCHEMA = 1
+SCHEMA = 1  # of both objects
+_FINDING = (
+    "kind", "ranks", "victims", "hosts", "group", "seq", "op", "call_site", "since_s", "confidence",
+    "summary", "evidence", "advice",
+)  # fmt: skip
 Object = dict[str, Any]
 
 
@@ -41,7 +51,7 @@ def as_object(summary: Summary) -> Object:
 
 
 def _finite(value: Any) -> Any:
-    """Replace what JSON cannot say (damaged rings can hold it) by null."""
+    """Replace NaN and infinity, which damaged rings can hold, by null."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -119,4 +129,59 @@ def _comm_share(summary: Summary) -> Object:
             for row in summary.ranks
         ],
         "steps": [dict(vars(step)) for step in summary.steps],
+    }
+
+
+def render_diagnosis(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = None) -> str:
+    """Return the diagnosis as one JSON object; ``stacks`` are texts by rank."""
+    return json.dumps(diagnosis_object(diagnosis, stacks), indent=1, allow_nan=False) + "\n"
+
+
+def diagnosis_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = None) -> Object:
+    """Return the diagnosis as plain dicts and lists; times in s, no NaN."""
+    return {
+        "schema": SCHEMA,
+        "run": diagnosis.run,
+        "verdict": diagnosis.verdict,
+        "hang_after_s": diagnosis.hang_after,
+        "findings": [_finding(each) for each in diagnosis.findings],
+        "ranks": [_rank(each) for each in rank_positions(diagnosis.snapshot)],
+        "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
+        "problems": diagnosis.snapshot.problems,
+        "hangs": [_hang(each) for each in diagnosis.kept],
+    }
+
+
+def _hang(kept: Kept) -> Object:
+    return {
+        "place": kept.place,
+        "epoch_ns": kept.epoch_ns,
+        "causes": [{"kind": kind, "ranks": list(ranks)} for kind, ranks in kept.causes],
+        "stacks": kept.stacks,
+    }
+
+
+def _finding(found: Finding) -> Object:
+    fields: Object = {name: getattr(found, name) for name in _FINDING}
+    for name in ("ranks", "victims", "hosts", "evidence"):
+        fields[name] = list(fields[name])
+    for name in ("group", "seq", "op", "call_site"):
+        fields[name] = fields[name] or None
+    return {**fields, "since_s": round(found.since_s, 3)}
+
+
+def _rank(place: RankPosition) -> Object:
+    return {
+        "rank": place.rank,
+        "host": place.host or None,
+        "pid": place.pid or None,
+        "state": place.state,
+        "in_call": place.in_call,
+        "failed": place.failed,
+        "group": place.group or None,
+        "seq": place.seq or None,
+        "op": place.op or None,
+        "call_site": place.call_site or None,
+        "age_s": round(place.age_s, 3),
+        "exit": place.exit,
     }

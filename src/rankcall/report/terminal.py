@@ -14,13 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from rankcall._joins import RankSummary, total
-from rankcall.analysis.finding import Finding
-from rankcall.analysis.timing.commshare import StepShare
-from rankcall.analysis.timing.summary import Straggler, Summary
-from rankcall.analysis.timing.table import size_name
-from rankcall.report._format import clean, percent, plural, rate, size, time
+from rankcall.analysis.timing.run_tables import StepShare
+from rankcall.analysis.timing.summary import Straggler, Summary, size_name
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.report._format import clean, percent, plural, rate, size, time, wrapped
 from rankcall.report._tables import cut, fitted, listed
-from rankcall.report._text import wrapped
 from rankcall.report.headline import Headline, headline
 from rankcall.run import format_ranks
 
@@ -28,7 +26,7 @@ _ROWS, _SITES, _RANKS, _GROUPS = 20, 8, 8, 4
 _FEW = 4  # ranks that are listed however little they matter
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDE = 100  # columns from which on there is room for more
-_SOURCE = 40  # columns for what a line says
+_SOURCE = 40  # columns for a source line
 _INDENT = 2
 _MORE = "Where each rank stands: rankcall diagnose."
 _LABEL = 9
@@ -44,7 +42,7 @@ def render(summary: Summary, width: int = 80, stopped: Finding | None = None) ->
 def show(summary: Summary, console: Console, stopped: Finding | None = None) -> None:
     """Print the report; ``console`` decides on width and colour.
 
-    ``stopped`` is what keeps the run from going on: it is said before all else.
+    ``stopped`` is the finding that keeps the run from going on; it is printed first.
     """
     first = headline(summary)
     if stopped is not None:
@@ -208,7 +206,7 @@ def _joins(uneven: Sequence[RankSummary], room: int) -> RenderableType:
 
 
 def _sites(summary: Summary, room: int) -> RenderableType:
-    """Show where time goes by line; what the line says, too, where there is room for it."""
+    """Return the time by call site, with the source line if there is room for it."""
     shown = summary.call_sites[:_SITES]
     source = room >= _WIDE and any(row.code for row in shown)
     heads = ("call site", "function", *(["source"] * source), "op", "calls", "total", "median",

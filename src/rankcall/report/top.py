@@ -1,4 +1,4 @@
-"""The live view: one calm screen that says first whether anything is wrong, then who is where."""
+"""The live view: one calm screen with the verdict first, and then where the ranks are."""
 
 from __future__ import annotations
 
@@ -13,26 +13,21 @@ from rich.table import Table
 from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.hang.places import Place, places
-from rankcall.analysis.state.pace import pace
-from rankcall.report._format import clean, digits, percent, plural
+from rankcall.analysis.state.snapshot import RankPosition, pace, rank_positions
+from rankcall.report._format import clean, digits, percent, plural, wrapped
 from rankcall.report._tables import cut
-from rankcall.report._text import wrapped
 from rankcall.report.diagnosis import named, ranks_cell, world
 
 _ROWS = 12
 _BAR = 12
 _FILL = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█")
-_GOING = ("healthy", "straggler", "slow_link")
-_COLOURS = {"dead": "red", "stopped": "red", "missing": "red", "straggler": "yellow",
-            "slow_link": "yellow"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Line:
     """Ranks that are at the same line, in the same op; their sequence numbers may differ."""
 
-    places: tuple[Place, ...]
+    places: tuple[RankPosition, ...]
     named: bool
 
     @property
@@ -76,7 +71,8 @@ def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
     found = pace(diagnosis.snapshot)
     steps = max((each.steps for each in diagnosis.snapshot.ranks), default=0)
     facts = [f"step {steps:,}" if steps else ""]
-    if diagnosis.verdict in _GOING:  # how fast a job went says nothing once it hangs
+    # The pace of a job says nothing once it hangs.
+    if not diagnosis.findings or not diagnosis.findings[0].stops:
         if found.steps_per_s is not None:
             facts.append(f"{digits(found.steps_per_s)} steps/s")
         elif found.calls_per_s is not None:
@@ -102,7 +98,7 @@ def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
         words = "all ranks go on" if diagnosis.snapshot.live else "the job has ended"
         return Text.assemble(("● ", "green"), ("healthy", "bold green"), (f"  {words}", "dim"))
     first = diagnosis.findings[0]
-    colour = _COLOURS.get(first.kind, "red")
+    colour = "red" if first.stops else "yellow"
     text = Text.assemble(("● ", colour), (first.kind, f"bold {colour}"))
     if first.confidence != "certain":
         text.append(f"  {first.confidence}", "dim")
@@ -125,9 +121,9 @@ def _culprits(ranks: Sequence[int]) -> str:
 def _lines(diagnosis: Diagnosis) -> list[_Line]:
     """Put ranks at the same line together: culprits first, then the many, then the few."""
     culprits = {rank for found in diagnosis.findings for rank in found.ranks}
-    alike: dict[tuple[object, ...], list[Place]] = {}
-    for place in places(diagnosis.snapshot):
-        # Between two calls and in the next one is the same to the eye, while all go on.
+    alike: dict[tuple[object, ...], list[RankPosition]] = {}
+    for place in rank_positions(diagnosis.snapshot):
+        # While all ranks go on, "between two calls" and "in the next one" are one row.
         moving = not diagnosis.findings
         key = (
             place.rank in culprits, place.state, place.exit, place.failed,
@@ -192,6 +188,6 @@ def _age(seconds: float) -> str:
 
 
 def bar(share: float) -> str:
-    """Draw a share as a bar of at most twelve columns; what is not nothing is seen."""
+    """Draw a share as a bar of at most twelve columns; a share above 0 is always visible."""
     eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
     return _FILL[8] * (eighths // 8) + _FILL[eighths % 8]

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 
 from rankcall._handle import Scoped
-from rankcall.analysis.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.capture import session
 from rankcall.capture.notices import say
 from rankcall.errors import RankcallError

@@ -21,7 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from rankcall.analysis.state.parts import Part, decode, encode, merge, part_of
+from rankcall.analysis.state.node_snapshot import (
+    NodeSnapshot,
+    decode,
+    encode,
+    merge,
+    node_snapshot_of,
+)
 from rankcall.analysis.state.snapshot import RankState, Snapshot, no_calls
 from rankcall.background import BackgroundCall
 
@@ -111,7 +117,7 @@ class Exchange:
     ) -> Agreed:
         number = _round(store)
         store.add(f"{number}/open", 1)
-        post, own = int(store.add(f"{number}/posts", 1)), part_of(mine)
+        post, own = int(store.add(f"{number}/posts", 1)), node_snapshot_of(mine)
         store.set(f"{number}/post/{post}", encode(own))
         verdict, settled = f"{number}/verdict", time.monotonic() + self._settle_s
         heard = {post: own}
@@ -130,7 +136,7 @@ class Exchange:
         self,
         store: Any,
         number: int,
-        heard: dict[int, Part],
+        heard: dict[int, NodeSnapshot],
         judge: Callable[[Snapshot, bytes], bytes],
     ) -> Agreed:
         """Judge by what has been posted; whoever is first to is the one who has."""
@@ -143,7 +149,7 @@ class Exchange:
         self._forget(store, number, len(heard))
         return Agreed(agreed, agreed == proposed)
 
-    def _hear(self, store: Any, number: int, heard: dict[int, Part]) -> None:
+    def _hear(self, store: Any, number: int, heard: dict[int, NodeSnapshot]) -> None:
         """Read the summaries that have come since."""
         for post in range(1, int(store.add(f"{number}/posts", 0)) + 1):
             key = f"{number}/post/{post}"
@@ -151,7 +157,7 @@ class Exchange:
                 try:
                     heard[post] = decode(bytes(store.get(key)))
                 except ValueError:
-                    heard[post] = Part(0, [], no_calls())
+                    heard[post] = NodeSnapshot(0, [], no_calls())
 
     def _forget(self, store: Any, number: int, posts: int) -> None:
         """Delete the round before the last one: a long job must not fill the store."""
@@ -223,5 +229,5 @@ def _with_unheard(store: Any, snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, ranks=ranks)
 
 
-def _covered(heard: dict[int, Part], world_size: int) -> bool:
+def _covered(heard: dict[int, NodeSnapshot], world_size: int) -> bool:
     return len({state.rank for part in heard.values() for state in part.ranks}) >= world_size > 0

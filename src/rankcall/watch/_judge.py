@@ -16,11 +16,11 @@ import numpy as np
 from rankcall import _stacks
 from rankcall._hangs import Object, decode, id_of
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.finding import Finding
-from rankcall.analysis.hang.find import find, patience, settles_in
-from rankcall.analysis.hang.waits import unfinished
-from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.state.standing import stand
+from rankcall.analysis.state.run_snapshot import snapshot_of_run
+from rankcall.analysis.state.snapshot import Snapshot, unfinished
+from rankcall.analysis.verdicts import find, settles_in
+from rankcall.analysis.verdicts.evidence import patience
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.ring.header import Header
 from rankcall.run import load
 from rankcall.watch import _verdict
@@ -31,7 +31,6 @@ logger = logging.getLogger("rankcall.watch")
 _WINDOW = 64  # calls kept of each rank
 _PAUSE_S = (1.0, 15.0)  # between looks at what is overdue and healthy, at first and at most
 _TOLD_S = 60.0  # between looks at a hang that has been told, for what comes on top of it
-_NO_HANGS = ("straggler", "slow_link")
 _NO_RING = "no ring for rank"  # other nodes' are elsewhere
 
 
@@ -122,13 +121,13 @@ class Judge:
         run = load(self._run_dir)
         attempt = max(header.attempt for header in headers.values())
         run.heads = [head for head in run.heads if head.header.attempt == attempt]
-        snapshot = stand(run, window=_WINDOW)
+        snapshot = snapshot_of_run(run, window=_WINDOW)
         snapshot.problems = [text for text in snapshot.problems if _NO_RING not in text]
         return snapshot
 
     def _hangs(self, snapshot: Snapshot) -> list[Finding]:
         found = find(snapshot, self._hang_after)
-        return [each for each in found if each.kind not in _NO_HANGS]
+        return [each for each in found if each.stops]
 
     def _becomes_clear(self, snapshot: Snapshot, found: list[Finding], first_ns: int) -> bool:
         """Tell whether to look again in a moment, once in a hang: on a busy machine all come late.

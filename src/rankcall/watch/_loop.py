@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from rankcall import _stacks, background
-from rankcall.analysis.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
 from rankcall.capture.tail import RingTail

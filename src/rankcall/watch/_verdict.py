@@ -14,10 +14,10 @@ from pathlib import Path
 from rankcall import _hangs
 from rankcall._hangs import HANGS, Object
 from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.files import run_folder
 from rankcall.process import boot_id
-from rankcall.report import diagnosis_json
+from rankcall.report.json import diagnosis_object
 from rankcall.rundir import kept_hangs, make_live_dir
 
 _NAMES = {field.name for field in fields(Finding)}
@@ -31,7 +31,7 @@ def encode(diagnosis: Diagnosis) -> bytes:
     from rankcall.report import diagnosis as report  # rich comes with it: only where it is needed
 
     words = report.render(diagnosis) if diagnosis.findings else ""
-    return _encoded({**diagnosis_json.as_object(diagnosis), "text": words})
+    return _encoded({**diagnosis_object(diagnosis), "text": words})
 
 
 def put_off(seconds: float) -> bytes:

@@ -1,1 +1,1 @@
-"""Where every rank stands at one moment, read from its ring or told by another node."""
+"""Where every rank stands at one moment: read from rings, or received from other nodes."""

@@ -1,8 +1,8 @@
-"""Where every rank of a job stands at one moment: what diagnosis works on.
+"""Where every rank of a job stands at one moment: the input of a diagnosis.
 
-It is made from ring files (``standing.py``), or put together from what several nodes say of their
-own ranks (``parts.py``). Times are ages in s before the moment, by each host's own clock, so that
-hosts' clocks do not matter.
+``run_snapshot`` makes a snapshot from ring files, and ``node_snapshot`` joins what several nodes
+report about their own ranks. Times are ages in s before the moment, by each host's own clock, so
+that differences between hosts' clocks do not matter.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run import label_groups
 
-# What a rank's process is doing. Unknown: it is on another host, or left no ring.
+# States of a rank's process. Unknown: it is on another host, or left no ring.
 ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
 
+COLLECTIVE, P2P = KINDS.index("collective"), KINDS.index("p2p")
+COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
+SEND, RECV = OPS.index("send"), OPS.index("recv")
+
+Bools = npt.NDArray[np.bool_]
 Calls = npt.NDArray[Any]
 CALL = np.dtype(
     [
@@ -32,7 +38,7 @@ CALL = np.dtype(
         ("seq", "<i8"),
         ("tag", "<i8"),
         ("step", "<i8"),
-        ("index", "<i8"),  # the how-many-th record of its rank, from 0
+        ("index", "<i8"),  # number of the record among its rank's, from 0
         ("message_bytes", "<i8"),
         ("in_bytes", "<i8"),
         ("out_bytes", "<i8"),
@@ -51,7 +57,7 @@ CALL = np.dtype(
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's process. Ages in s; None where there is nothing to measure."""
+    """One rank's process. Ages in s; None if there is nothing to measure."""
 
     rank: int
     host: str = ""
@@ -60,36 +66,36 @@ class RankState:
     state: str = UNKNOWN
     exit: int | None = None  # exit code; negative: the signal that ended it
     gone_s: float | None = None  # since it was gone
-    ended_by_launcher: bool = False  # which ended it because another had failed
-    launcher_signal: int = 0  # which told its launcher to stop, and took it along
-    aborted: bool = False  # its watcher ended it because the job hung
+    ended_by_launcher: bool = False  # the launcher ended it because another had failed
+    launcher_signal: int = 0  # the signal that stopped its launcher, and so this process
+    aborted: bool = False  # its own watcher ended it because the job hung
     silent_s: float = 0.0  # since its last sign of life
     gil_s: float = 0.0  # since a Python thread last ran
-    closed: bool = False  # it stopped recording of its own accord, as at a normal exit
-    leaving: bool = False  # its program came to its end; the process may still be closing down
-    expects: str = ""  # what it declared to take long, while that lasts
-    expected_s: float | None = None  # since that ended; negative: it ends in so many s
+    closed: bool = False  # it stopped recording itself, as at a normal exit
+    leaving: bool = False  # its program has ended; the process may still be closing down
+    expects: str = ""  # the phase that it declared to take long, while that phase lasts
+    expected_s: float | None = None  # since that phase ended; negative: until it ends
     steps: int = 0
     dropped: int = 0  # records overwritten or lost
-    tables_lost: int = 0  # names of groups, lines and error texts that found no room in its ring
-    blind: bool = False  # it left no readable ring: nothing is known of its calls
-    unheard: bool = False  # its node was asked where it stands, and did not answer
-    stack: str = ""  # of its Python threads, where somebody wrote it down
+    tables_lost: int = 0  # groups, lines and error texts that did not fit into its ring
+    blind: bool = False  # it left no readable ring, so its calls are not known
+    unheard: bool = False  # its node did not answer when asked for its state
+    stack: str = ""  # of its Python threads, if it was dumped
 
     @property
     def mute_s(self) -> float:
-        """How long it has given no sign of life; of one that is gone, up to its end."""
+        """Seconds since its last sign of life; for a process that is gone, before its end."""
         return self.silent_s - (self.gone_s or 0.0)
 
     @property
     def gil_held_s(self) -> float:
-        """How long none of its Python threads has run; of one that is gone, up to its end."""
+        """Seconds in which no Python thread has run; for a process that is gone, before its end."""
         return self.gil_s - (self.gone_s or 0.0)
 
     def may_be_silent(self, hang_after: float) -> bool:
-        """Tell whether it is in a declared phase, or was less than ``hang_after`` s ago.
+        """Tell whether it is in a declared phase, or left one less than ``hang_after`` s ago.
 
-        Who waited for it all the while has the usual patience from the end of it on.
+        Ranks that waited for it meanwhile have the usual patience, from the end of the phase.
         """
         return bool(self.expects) or (self.expected_s is not None and self.expected_s < hang_after)
 
@@ -98,7 +104,7 @@ class RankState:
 class Snapshot:
     """A job at one moment. ``ranks`` holds one state for each rank of the world, in order.
 
-    ``calls`` holds, of each rank, its newest calls, and whatever has not ended or has failed.
+    ``calls`` holds each rank's newest calls, and all calls that have not ended or have failed.
     """
 
     ranks: list[RankState]
@@ -111,11 +117,15 @@ class Snapshot:
 
     @property
     def live(self) -> bool:
-        """Whether any of its processes still runs, or may."""
+        """Whether any of the job's processes still exists."""
         return any(each.state in (ALIVE, STOPPED) for each in self.ranks)
 
+    def op(self, row: int) -> str:
+        """Return the name of a call's op."""
+        return OPS[int(self.calls["op"][row])]
+
     def site(self, number: int) -> str:
-        """Return a call site as ``file:line``; empty where it is not known."""
+        """Return a call site as ``file:line``; empty if it is not known."""
         return str(self.sites[number]) if 0 < number < len(self.sites) else ""
 
 
@@ -125,6 +135,141 @@ def no_calls() -> Calls:
 
 
 def labels_of(groups: Sequence[Group], ranks: Iterable[RankState]) -> list[str]:
-    """Return a label for each group that no other has."""
+    """Return a label for each group, different from all others."""
     known = label_groups(groups, {each.rank: each.host for each in ranks})
     return [known[group].label for group in groups]
+
+
+def unfinished(calls: Calls) -> Bools:
+    """Return which calls are in flight: not ended, and still of interest to their rank."""
+    result: Bools = (calls["status"] < COMPLETED) & (calls["flags"] & FLAG_ABANDONED == 0)
+    return result
+
+
+def failed_for_good(calls: Calls) -> Bools:
+    """Return which calls failed without a later call of their rank that completed."""
+    failed: Bools = calls["status"] == FAILED
+    if not failed.any():
+        return failed
+    size = int(calls["rank"].max()) + 1
+    newest = np.full(size, -1, np.int64)
+    done = calls["status"] == COMPLETED
+    np.maximum.at(newest, calls["rank"][done], calls["index"][done])
+    result: Bools = failed & (calls["index"] > newest[calls["rank"]])
+    return result
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """The call that a rank is in, or its last one.
+
+    ``in_call``: the rank has not left ``op`` yet; else ``op`` is the last one that it left.
+    ``age_s``: since it came to the call, or left it; 0 without any call.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+    exit: int | None
+    blind: bool = False  # its calls are not known
+    in_call: bool = False
+    failed: bool = False
+    group: str = ""
+    seq: int = 0
+    op: str = ""
+    call_site: str = ""
+    age_s: float = 0.0
+
+
+def rank_positions(snapshot: Snapshot) -> list[RankPosition]:
+    """Return the position of every rank, in rank order."""
+    calls = snapshot.calls
+    at: dict[int, int] = {}
+    stuck = unfinished(calls) | failed_for_good(calls)
+    order = np.lexsort((calls["index"], ~stuck, calls["rank"]))
+    # For each rank the oldest call that it is stuck in, or else its newest one.
+    ranks, first = np.unique(calls["rank"][order], return_index=True)
+    if not len(order):
+        return [_position(snapshot, rank, None, stuck) for rank in range(len(snapshot.ranks))]
+    last = np.concatenate([first[1:], [len(order)]]) - 1
+    for rank, head, tail in zip(ranks.tolist(), order[first], order[last], strict=True):
+        at[rank] = int(head) if stuck[head] else int(tail)
+    return [_position(snapshot, rank, at.get(rank), stuck) for rank in range(len(snapshot.ranks))]
+
+
+def _position(snapshot: Snapshot, rank: int, row: int | None, stuck: Bools) -> RankPosition:
+    state = snapshot.ranks[rank]
+    about = (rank, state.host, state.pid, state.state, state.exit, state.blind)
+    if row is None:
+        return RankPosition(*about)
+    call = snapshot.calls[row]
+    in_call = bool(stuck[row])
+    age = call["age_s"] if in_call or np.isnan(call["ended_s"]) else call["ended_s"]
+    return RankPosition(
+        *about,
+        in_call,
+        in_call and bool(call["status"] == FAILED),
+        snapshot.labels[int(call["group"])],
+        int(call["seq"]),
+        OPS[int(call["op"])],
+        snapshot.site(int(call["site"])),
+        float(age),
+    )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a job goes. None: too little is on record.
+
+    ``share``: of the time, spent in communication.
+    """
+
+    steps_per_s: float | None
+    calls_per_s: float | None
+    share: float | None
+
+
+def pace(snapshot: Snapshot) -> Pace:
+    """Measure the calls on record; each figure is the median over the ranks."""
+    step = median_step_s(snapshot)
+    return Pace(1 / step if step else None, *_busy(snapshot))
+
+
+def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
+    """Return calls/s and the share of the time in which any call is in flight."""
+    calls = snapshot.calls
+    done = calls[~np.isnan(calls["ended_s"])]
+    if not len(done):
+        return None, None
+    # Ages count backwards. Each rank gets a time line of its own, one after the other.
+    far = float(done["age_s"].max()) + 1.0
+    begin = done["rank"] * far + (far - done["age_s"])
+    end = done["rank"] * far + (far - done["ended_s"])
+    order = np.argsort(begin, kind="stable")
+    begin, end, rank = begin[order], end[order], done["rank"][order]
+    reach = np.concatenate([[0.0], np.maximum.accumulate(end)[:-1]])
+    inside = np.maximum(end - np.maximum(begin, reach), 0.0)
+    ranks, first, count = np.unique(rank, return_index=True, return_counts=True)
+    span = np.maximum.reduceat(end, first) - begin[first]
+    enough = (count >= 2) & (span > 0)
+    if not enough.any():
+        return None, None
+    busy = np.bincount(rank, weights=inside)[ranks]
+    return (
+        float(np.median(count[enough] / span[enough])),
+        float(np.median(np.minimum(busy[enough] / span[enough], 1.0))),
+    )
+
+
+def median_step_s(snapshot: Snapshot) -> float:
+    """Return the median length of a step, s; 0 if fewer than three are on record."""
+    calls = snapshot.calls
+    if not len(calls):
+        return 0.0
+    order = np.lexsort((calls["index"], calls["rank"]))
+    rank, step, age = (calls[name][order] for name in ("rank", "step", "age_s"))
+    begins = np.concatenate([[True], (rank[1:] != rank[:-1]) | (step[1:] > step[:-1])])
+    rank, step, age = rank[begins], step[begins], age[begins]
+    lasts = (age[:-1] - age[1:])[(rank[1:] == rank[:-1]) & (step[1:] == step[:-1] + 1)]
+    return float(np.median(lasts)) if len(lasts) >= 2 else 0.0

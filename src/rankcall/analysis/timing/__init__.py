@@ -1,1 +1,1 @@
-"""Figures of a run: bandwidth, who waits for whom and how long, on clocks made comparable."""
+"""Figures of a run: bandwidth, waiting and lateness, on clocks that agree."""

@@ -37,7 +37,7 @@ _CODE = {name: code for code, name in enumerate(OPS)}
 
 
 def bus_factor(op: str, n: int) -> float:
-    """Return f: what turns an op's algbw into the bandwidth its hardware has to carry."""
+    """Return f, the factor from an op's algbw to the bandwidth that its hardware carries."""
     if op in ("broadcast", "reduce", "send", "recv"):
         return 1.0
     if op in _NO_DATA or n < 1:
@@ -48,8 +48,8 @@ def bus_factor(op: str, n: int) -> float:
 def sizes(columns: dict[str, npt.NDArray[Any]], n: int) -> npt.NDArray[np.float64]:
     """Return each record's S in bytes, as far as its own rank can know it (0: moves no data).
 
-    Of the members of one collective the largest S holds: at a gather only the destination knows
-    its output, and an uneven all_to_all has as many sizes as members.
+    The largest S of all members is the collective's: in a gather only the destination knows its
+    output, and in an uneven all_to_all each member has a size of its own.
     """
     op = columns["op"]
     result = columns["message_bytes"].astype(np.float64)

@@ -1,10 +1,10 @@
 """One clock for all hosts.
 
-Ranks of one host share CLOCK_MONOTONIC. Between hosts the header's anchors say what the epoch was,
-but epoch clocks are apart by up to seconds. A synchronising collective ends on all members within
-its transfer time; so the median difference of its ends on two hosts, over many collectives, is
-how far their clocks are apart, and a line through the medians of stretches of the run is their
-drift. Hosts that share no group are linked over those that do.
+Ranks of one host share CLOCK_MONOTONIC. Between hosts, the anchors in the rings' headers relate it
+to the epoch, but the epoch clocks of two hosts differ by up to seconds. A synchronising collective
+ends on all members within its transfer time. So the median difference of its ends on two hosts,
+over many collectives, is the offset of their clocks, and a line through the medians of stretches
+of the run is their drift. Hosts that share no group are linked through hosts that do.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.timing.collectives import Lane, present
-from rankcall.analysis.timing.extract import Ints
+from rankcall.analysis.timing.collectives import CollectiveTable, Ints, present
 from rankcall.record import OPS, SYNCHRONISING
 from rankcall.ring.header import Header
 
 Floats = npt.NDArray[np.float64]
 
 _SYNC = np.array([name in SYNCHRONISING for name in OPS])
-_SAMPLE = 2048  # collectives looked at per group: the median's error falls with the root of it
+_SAMPLE = 2048  # collectives read of a group: the median's error falls with the square root
 _STRETCHES, _PER_STRETCH = 24, 16
 _LATEST, _LATEST_EPOCH = 1 << 60, 1 << 62  # ns: 36 years of uptime, the year 2116
-_LARGEST_DRIFT = 5e-4  # 500 ppm; what fits worse is no quartz
+_LARGEST_DRIFT = 5e-4  # 500 ppm; no quartz clock drifts more
 
 
 @dataclass
 class HostClock:
-    """How one host's monotonic ns become ns since the run's origin: ``t + shift + slope * t``."""
+    """Translates a host's monotonic ns to ns since the run's origin: ``t + shift + slope * t``."""
 
     host: str
     base: int  # added first: the anchors' epoch less the run's origin
     shift: float = 0.0
     slope: float = 0.0
-    linked: bool = True  # False: no collective links it to the first host; the epoch is all
+    linked: bool = True  # False: no collective links it to the first host; only the epoch does
     error_ns: float = 0.0  # median distance of single collectives from the fit
     ranks: int = 0
 
@@ -53,7 +52,7 @@ class HostClock:
 
 
 class RowClocks:
-    """The clocks of several ranks, one a column of the times to align."""
+    """The clocks of several ranks, for times with one column for each rank."""
 
     def __init__(self, clocks: Sequence[HostClock]) -> None:
         self._base = np.array([clock.base for clock in clocks], np.int64)
@@ -71,8 +70,8 @@ class RowClocks:
 
 
 @dataclass(frozen=True)
-class Link:
-    """How host ``other``'s clock reads against ``ref``'s: ``t + offset + slope * t``."""
+class ClockLink:
+    """Host ``other``'s clock against ``ref``'s: it reads ``t + offset + slope * t``."""
 
     ref: int
     other: int
@@ -84,7 +83,7 @@ class Link:
 
 @dataclass
 class RunClocks:
-    """The clocks of a run's hosts, and which ring goes by which."""
+    """The clocks of a run's hosts, and the clock of each ring."""
 
     hosts: list[HostClock]
     of: dict[tuple[str, str], int]  # by host and boot
@@ -97,7 +96,7 @@ class RunClocks:
     def epoch_ns(self, header: Header, mono: Ints) -> Ints:
         """Translate a ring's monotonic ns to epoch ns of the one clock; 0 stays 0.
 
-        What a damaged ring says is kept within what a date can be.
+        A damaged ring's times are clipped to the range of a date.
         """
         known = np.clip(mono, 0, _LATEST)
         times = self.hosts[self.of_ring(header)].align(known)
@@ -128,22 +127,22 @@ def _within(value: int) -> int:
     return max(-(1 << 61), min(1 << 61, value))
 
 
-def align_hosts(clocks: list[HostClock], lanes: Iterable[Lane]) -> None:
+def align_hosts(clocks: list[HostClock], tables: Iterable[CollectiveTable]) -> None:
     """Set shift and slope of every clock but the first from the collectives that hosts share."""
-    best: dict[tuple[int, int], Link] = {}
+    best: dict[tuple[int, int], ClockLink] = {}
     if len(clocks) < 2:
         return
-    for lane in lanes:
-        for link in _links(lane, clocks):
+    for table in tables:
+        for link in _links(table, clocks):
             key = min(link.ref, link.other), max(link.ref, link.other)
             if key not in best or link.count > best[key].count:
                 best[key] = link
-    _walk(clocks, list(best.values()))
+    _follow_links(clocks, list(best.values()))
 
 
-def _walk(clocks: list[HostClock], links: Sequence[Link]) -> None:
-    """Carry the first host's clock over the links, best ones first."""
-    around: dict[int, list[tuple[int, Link]]] = {}
+def _follow_links(clocks: list[HostClock], links: Sequence[ClockLink]) -> None:
+    """Set all clocks by the first host's, over the links, best links first."""
+    around: dict[int, list[tuple[int, ClockLink]]] = {}
     for link in sorted(links, key=lambda link: -link.count):
         around.setdefault(link.ref, []).append((link.other, link))
         around.setdefault(link.other, []).append((link.ref, link))
@@ -154,13 +153,13 @@ def _walk(clocks: list[HostClock], links: Sequence[Link]) -> None:
             if there not in done:
                 done.add(there)
                 queue.append(there)
-                _carry(clocks[here], clocks[there], link, forward=link.ref == here)
+                _set_clock(clocks[here], clocks[there], link, forward=link.ref == here)
     for index, clock in enumerate(clocks):
         clock.linked = index in done
 
 
-def _carry(here: HostClock, there: HostClock, link: Link, *, forward: bool) -> None:
-    """Set ``there`` so that its times come out as ``here``'s do."""
+def _set_clock(here: HostClock, there: HostClock, link: ClockLink, *, forward: bool) -> None:
+    """Set ``there`` so that its aligned times agree with those of ``here``."""
     if forward:  # there reads t + offset + slope * t: undo that
         slope = -link.slope / (1 + link.slope)
         shift = -link.offset / (1 + link.slope)
@@ -171,34 +170,36 @@ def _carry(here: HostClock, there: HostClock, link: Link, *, forward: bool) -> N
     there.error_ns = here.error_ns + link.error
 
 
-def _links(lane: Lane, clocks: Sequence[HostClock]) -> Iterable[Link]:
+def _links(table: CollectiveTable, clocks: Sequence[HostClock]) -> Iterable[ClockLink]:
     """Compare every host of a group with the one that has most of its members."""
-    hosts, counts = np.unique(lane.hosts, return_counts=True)
+    hosts, counts = np.unique(table.hosts, return_counts=True)
     if len(hosts) < 2:
         return
-    columns = np.flatnonzero(_SYNC[lane.op])
+    columns = np.flatnonzero(_SYNC[table.op])
     columns = columns[:: max(1, len(columns) // _SAMPLE)]
-    ends = lane.completed[:, columns]
+    ends = table.completed[:, columns]
     ends = ends[:, np.flatnonzero(present(ends).all(axis=0))]
     if not ends.size:
         return
     ref = int(hosts[np.argmax(counts)])
-    reference = _host_ends(lane, ends, ref, clocks)
+    reference = _host_ends(table, ends, ref, clocks)
     for host in hosts:
         if host != ref:
-            theirs = _host_ends(lane, ends, int(host), clocks)
+            theirs = _host_ends(table, ends, int(host), clocks)
             yield _fit(ref, int(host), reference, theirs - reference)
 
 
-def _host_ends(lane: Lane, ends: Ints, host: int, clocks: Sequence[HostClock]) -> Floats:
+def _host_ends(
+    table: CollectiveTable, ends: Ints, host: int, clocks: Sequence[HostClock]
+) -> Floats:
     """Return when each collective ended on a host: the median of its ranks."""
     base = np.int64(clocks[host].base)
-    middle: Floats = np.median(ends[lane.hosts == host] + base, axis=0)
+    middle: Floats = np.median(ends[table.hosts == host] + base, axis=0)
     return middle
 
 
-def _fit(ref: int, other: int, times: Floats, apart: Floats) -> Link:
-    """Fit a line through the medians of stretches; a level where there is no drift to be seen."""
+def _fit(ref: int, other: int, times: Floats, apart: Floats) -> ClockLink:
+    """Fit a line through the medians of stretches; a constant if no drift is visible."""
     slope, offset = 0.0, float(np.median(apart))
     stretches = min(_STRETCHES, len(times) // _PER_STRETCH)
     if stretches >= 4:
@@ -211,7 +212,7 @@ def _fit(ref: int, other: int, times: Floats, apart: Floats) -> Link:
         if 4 * noise < abs(steep) * (x[-1] - x[0]) and abs(steep) < _LARGEST_DRIFT:
             slope, offset = steep, float(np.median(apart - steep * times))
     error = float(np.median(np.abs(apart - offset - slope * times)))
-    return Link(ref, other, len(times), offset, slope, error)
+    return ClockLink(ref, other, len(times), offset, slope, error)
 
 
 def _theil_sen(x: Floats, y: Floats) -> float:

@@ -1,27 +1,197 @@
-"""All members' records of one group as dense matrices, one column a collective."""
+"""The collectives and messages of one group, lined up over its members.
+
+``columns_of`` copies the columns that analysis needs out of a ring, ``split_by_group`` splits them
+by group, and ``collective_table`` and ``message_table`` line up what all members left. A record
+takes 192 bytes in the ring and some 24 here: what the members of a collective agree on (op, sizes,
+root) is kept once for all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.timing.extract import MISSING, Ints, Part, Session
-from rankcall.ring.tables import Group
+from rankcall.analysis.timing.bandwidth import sizes
+from rankcall.record import FLAG_DEVICE, KINDS, OPS, STATUSES, has_duration
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import CallSite, Group
 
-# Beyond this many columns for each that is used, sequence numbers are numbered anew: a damaged
-# one must not cost memory.
+Ints = npt.NDArray[np.int64]
+Columns = dict[str, npt.NDArray[Any]]
+
+# In all time columns: there is no such record, or the op has not got that far. CLOCK_MONOTONIC is
+# never 0 in a process.
+MISSING = 0
+UNKNOWN_SITE = CallSite("unknown", 0, "", "")
+
+_COLLECTIVE, _P2P = KINDS.index("collective"), KINDS.index("p2p")
+_FAILED = STATUSES.index("failed")
+_RECV = OPS.index("recv")
+_WANTED = (
+    "seq", "enqueued_ns", "started_ns", "completed_ns", "message_bytes", "in_bytes", "out_bytes",
+    "step", "tag", "group", "call_site", "root", "peer", "kind", "op", "status", "flags",
+    "device_ms",
+)  # fmt: skip
+_LARGEST = 1 << 62  # no count or size beyond this is believed
+_LATEST = 1 << 60  # ns; 36 years of uptime. Differences and sums of such times cannot overflow
+_NOTHING = np.zeros(0, np.int64)
+# If there are more columns than this for each one in use, the columns are numbered anew: a damaged
+# sequence number must not cost memory.
 _SPARSE = 4
 
 
+@dataclass(frozen=True)
+class Session:
+    """One life of the job's processes. Sequence numbers of two sessions never belong together."""
+
+    attempt: int
+    incarnation: int  # of the same rank and attempt, in order of start
+
+
 @dataclass
-class Lane:
+class RankCollectives:
+    """One rank's records in one group, by ascending ``seq``. Times are its host's monotonic ns."""
+
+    rank: int
+    host: int  # index of the host's clock
+    seq: Ints
+    arrival: Ints  # when the rank arrived: enqueued, or started on a device
+    started: Ints
+    completed: Ints
+    agreed: Columns  # op, root, size (S), bytes; shared with other members where equal
+
+
+@dataclass
+class RankMessages:
+    """One rank's sends and receives in one group. Ranks are the group's own."""
+
+    rank: int
+    host: int
+    columns: Columns  # seq, arrival, started, completed, own, peer, tag, op, size, bytes
+
+
+@dataclass
+class ByGroup:
+    """One ring's records by group."""
+
+    collectives: dict[Group, RankCollectives] = field(default_factory=dict)
+    messages: dict[Group, RankMessages] = field(default_factory=dict)
+
+
+def columns_of(ring: Ring) -> Columns:
+    """Copy the columns that analysis needs out of a ring; fill in ``started_ns`` and ``arrival``.
+
+    A failed op has no completion here, because the length of a timeout says nothing about a
+    transfer. An op on a device without device times has none either: the time at which its end
+    was noticed is not the time at which it ended.
+    """
+    records = ring.records
+    columns: Columns = {name: np.ascontiguousarray(records[name]) for name in _WANTED}
+    for name in ("seq", "message_bytes", "in_bytes", "out_bytes", "step"):
+        np.minimum(columns[name], np.uint64(_LARGEST), out=columns[name])
+        columns[name] = columns[name].view(np.int64)
+    for name in ("enqueued_ns", "started_ns", "completed_ns"):
+        np.clip(columns[name], MISSING, _LATEST, out=columns[name])
+    enqueued, started = columns["enqueued_ns"], columns["started_ns"]
+    if not started.all():
+        columns["started_ns"] = np.where(started == 0, enqueued, started)
+    on_device = (columns["flags"] & FLAG_DEVICE) != 0
+    columns["arrival"] = (
+        np.where(on_device, columns["started_ns"], enqueued) if on_device.any() else enqueued
+    )
+    untimed = columns["status"] == _FAILED
+    if on_device.any():
+        untimed |= ~has_duration(columns["flags"], columns["device_ms"])
+        _end_on_device(columns, on_device & ~untimed & (columns["completed_ns"] != MISSING))
+    if untimed.any():
+        columns["completed_ns"][untimed] = MISSING
+    return columns
+
+
+def _end_on_device(columns: Columns, timed: npt.NDArray[np.bool_]) -> None:
+    """Set the ends of ops by their device times: the ends were noticed some time later."""
+    took_ns = np.clip(np.where(timed, columns["device_ms"], 0.0) * 1e6, 0, _LATEST).astype(np.int64)
+    ended = np.minimum(columns["started_ns"] + took_ns, _LATEST)
+    columns["completed_ns"][timed] = ended[timed]
+
+
+def split_by_group(ring: Ring, columns: Columns, host: int) -> ByGroup:
+    """Split one ring's columns by group and kind; leave out groups that the ring does not name."""
+    found = ByGroup()
+    rank, kind = ring.header.rank, columns["kind"]
+    only_collectives = bool((kind == _COLLECTIVE).all())
+    for key, group in ring.tables.groups.items():
+        mine = columns["group"] == key
+        if rank not in group.ranks or not mine.any():
+            continue
+        rows = mine if only_collectives else mine & (kind == _COLLECTIVE)
+        if rows.any():
+            found.collectives[group] = _rank_collectives(
+                rank, host, _only(columns, rows), len(group.ranks)
+            )
+        rows = mine & (kind == _P2P)
+        if not only_collectives and rows.any():
+            own = group.ranks.index(rank)
+            found.messages[group] = _rank_messages(rank, host, own, _only(columns, rows))
+    return found
+
+
+def _only(columns: Columns, rows: npt.NDArray[np.bool_]) -> Columns:
+    if rows.all():
+        return columns
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def _rank_collectives(rank: int, host: int, columns: Columns, size: int) -> RankCollectives:
+    seq = columns["seq"]
+    if np.any(seq[1:] <= seq[:-1]):
+        # Several threads may commit out of order. A number that occurs twice is damage.
+        order = np.unique(seq, return_index=True)[1]
+        columns = {name: column[order] for name, column in columns.items()}
+    agreed = {
+        "op": columns["op"],
+        "root": columns["root"],
+        "size": sizes(columns, size),
+        "bytes": columns["message_bytes"],
+    }
+    return RankCollectives(
+        rank,
+        host,
+        columns["seq"],
+        columns["arrival"],
+        columns["started_ns"],
+        columns["completed_ns"],
+        agreed,
+    )
+
+
+def _rank_messages(rank: int, host: int, own: int, columns: Columns) -> RankMessages:
+    kept = {name: columns[name] for name in ("seq", "arrival", "peer", "tag", "op")}
+    kept["started"], kept["completed"] = columns["started_ns"], columns["completed_ns"]
+    kept["size"] = columns["message_bytes"].astype(np.float64)
+    kept["bytes"] = columns["message_bytes"]
+    kept["own"] = np.full(len(columns["seq"]), own, np.int32)
+    return RankMessages(rank, host, kept)
+
+
+def share_agreed(member: RankCollectives, other: RankCollectives) -> None:
+    """Make ``member`` use ``other``'s arrays if both hold the same values."""
+    if np.array_equal(member.seq, other.seq):
+        member.seq = other.seq
+        for name, column in other.agreed.items():
+            if np.array_equal(member.agreed[name], column):
+                member.agreed[name] = column
+
+
+@dataclass
+class CollectiveTable:
     """One group's collectives in one session: ``[member, collective]``, times in host ns.
 
-    Only members that left records have a row; ``MISSING`` stands where one has no record of a
+    Only members that left records have a row. ``MISSING`` means that a member has no record of a
     collective, or has not finished it.
     """
 
@@ -40,32 +210,33 @@ class Lane:
 
     @property
     def members(self) -> int:
-        """The group's size, with those that left no records."""
+        """The group's size, members without records included."""
         return len(self.group.ranks)
 
 
-def assemble(session: Session, group: Group, parts: list[Part]) -> Lane:
-    """Line up the members' parts by sequence number; ``parts`` is emptied as it goes."""
-    seq = _columns([part.seq for part in parts])
-    shape = len(parts), len(seq)
-    places = [_place(part.seq, seq) for part in parts]
+def collective_table(
+    session: Session, group: Group, members: list[RankCollectives]
+) -> CollectiveTable:
+    """Line up the members' records by sequence number; empty ``members`` on the way."""
+    seq = _columns([member.seq for member in members])
+    shape = len(members), len(seq)
+    places = [_place(member.seq, seq) for member in members]
     whole = all(isinstance(at, slice) and at == slice(0, shape[1]) for at in places)
     make = np.empty if whole else np.zeros
     arrival, started, completed = (make(shape, np.int64) for _ in range(3))
-    agreed = _agreed(parts, places, shape[1])
-    ranks = np.array([part.rank for part in parts], np.intp)
-    hosts = np.array([part.host for part in parts], np.intp)
+    agreed = _agreed(members, places, shape[1])
+    ranks = np.array([member.rank for member in members], np.intp)
+    hosts = np.array([member.host for member in members], np.intp)
     for row, at in enumerate(places):
-        part = parts[row]
-        arrival[row, at], started[row, at] = part.arrival, part.started
-        completed[row, at] = part.completed
-        part.arrival = part.started = part.completed = _NOTHING
-    parts.clear()
+        member = members[row]
+        arrival[row, at], started[row, at] = member.arrival, member.started
+        completed[row, at] = member.completed
+        member.arrival = member.started = member.completed = _NOTHING
+    members.clear()
     root = _rows_of_roots(agreed.pop("root"), group, ranks)
-    return Lane(session, group, ranks, hosts, seq, arrival, started, completed, root=root, **agreed)
-
-
-_NOTHING = np.zeros(0, np.int64)
+    return CollectiveTable(
+        session, group, ranks, hosts, seq, arrival, started, completed, root=root, **agreed
+    )
 
 
 def _columns(seqs: Sequence[Ints]) -> Ints:
@@ -77,7 +248,7 @@ def _columns(seqs: Sequence[Ints]) -> Ints:
 
 
 def _place(own: Ints, seq: Ints) -> slice | npt.NDArray[np.intp]:
-    """Return which columns a part fills: a slice where it has no gaps."""
+    """Return which columns a member fills: a slice if it has no gaps."""
     start = int(np.searchsorted(seq, own[0]))
     end = start + len(own)
     if end <= len(seq) and seq[end - 1] == own[-1] and np.array_equal(seq[start:end], own):
@@ -86,16 +257,16 @@ def _place(own: Ints, seq: Ints) -> slice | npt.NDArray[np.intp]:
 
 
 def _agreed(
-    parts: Sequence[Part], places: Sequence[slice | npt.NDArray[np.intp]], width: int
+    members: Sequence[RankCollectives], places: Sequence[slice | npt.NDArray[np.intp]], width: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return what members agree on, by column: the largest value where they do not."""
+    """Return what members agree on, by column: the largest value if they do not."""
     result: dict[str, npt.NDArray[Any]] = {}
-    for name, like in parts[0].agreed.items():
+    for name, like in members[0].agreed.items():
         lowest = -1 if name == "root" else 0
         merged = result[name] = np.full(width, lowest, like.dtype)
         seen: set[int] = set()
-        for part, at in zip(parts, places, strict=True):
-            column = part.agreed[name]
+        for member, at in zip(members, places, strict=True):
+            column = member.agreed[name]
             if id(column) not in seen:
                 seen.add(id(column))
                 merged[at] = np.maximum(merged[at], column)
@@ -113,6 +284,61 @@ def _rows_of_roots(
 
 
 def present(times: Ints) -> npt.NDArray[np.bool_]:
-    """Return where there is a record (of ``arrival``) or an end (of ``completed``)."""
+    """Return which elements hold a record (of ``arrival``) or an end (of ``completed``)."""
     found: npt.NDArray[np.bool_] = times != MISSING
     return found
+
+
+@dataclass
+class MessageTable:
+    """One group's messages in one session; ``sent[i]`` and ``received[i]`` are one message.
+
+    Both are row numbers of ``columns``, which has those of ``RankMessages`` and ``rank`` and
+    ``host``; -1 stands for an end that left no record.
+    """
+
+    session: Session
+    group: Group
+    columns: Columns
+    sent: npt.NDArray[np.intp]
+    received: npt.NDArray[np.intp]
+
+
+def message_table(session: Session, group: Group, messages: Sequence[RankMessages]) -> MessageTable:
+    """Find both ends of every message of a group."""
+    names = list(messages[0].columns)
+    columns: Columns = {
+        name: np.concatenate([each.columns[name] for each in messages]) for name in names
+    }
+    lengths = [len(each.columns["seq"]) for each in messages]
+    columns["rank"] = np.repeat([each.rank for each in messages], lengths)
+    columns["host"] = np.repeat([each.host for each in messages], lengths)
+    is_recv = columns["op"] == _RECV
+    source = np.where(is_recv, columns["peer"], columns["own"])
+    target = np.where(is_recv, columns["own"], columns["peer"])
+    order = np.lexsort((is_recv, columns["seq"], columns["tag"], target, source))
+    sent, received = _pairs(order, is_recv, columns, source, target)
+    return MessageTable(session, group, columns, sent, received)
+
+
+def _pairs(
+    order: npt.NDArray[np.intp],
+    is_recv: npt.NDArray[np.bool_],
+    columns: Columns,
+    source: npt.NDArray[np.int32],
+    target: npt.NDArray[np.int32],
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Pair neighbours in ``order`` that are a send and a receive of the same message."""
+    first, second = order[:-1], order[1:]
+    same = ~is_recv[first] & is_recv[second]
+    for column in (columns["seq"], columns["tag"], source, target):
+        same &= column[first] == column[second]
+    # An any-source receive in flight has no peer and no number yet, so it matches nothing.
+    same &= (source[first] >= 0) & (columns["seq"][first] > 0)
+    alone = np.ones(len(order), bool)
+    alone[first[same]] = alone[second[same]] = False
+    lonely = np.flatnonzero(alone)
+    sends, receives = lonely[~is_recv[lonely]], lonely[is_recv[lonely]]
+    sent = np.concatenate([first[same], sends, np.full(len(receives), -1)])
+    received = np.concatenate([second[same], np.full(len(sends), -1), receives])
+    return sent, received

@@ -1,20 +1,26 @@
-"""How late each rank came, over time: what a map of rank by time is drawn from.
+"""How late each rank came, over time and by line: where to look for what slows it.
 
-A rank is as late to a collective as it came after the median member (the lower one, where their
-number is even), and not late where it came before. Only ops that no member leaves before the last
-has come are looked at: in the others the members need not meet.
+A rank is as late to a collective as it came after the median member (the lower one of the two, if
+their number is even), and not late if it came before. Only ops that no member leaves before the
+last has come count, because in the others the members need not meet.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.timing.collectives import Lane, present
-from rankcall.analysis.timing.gather import Gathered
-from rankcall.analysis.timing.measure import SYNC, Block, blocks
+from rankcall.analysis.timing.collectives import UNKNOWN_SITE, CollectiveTable, present
+from rankcall.analysis.timing.run_tables import RunTables, sessions_of
+from rankcall.analysis.timing.waiting import SYNC, Block, blocks
+from rankcall.record import KINDS, OPS
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import CallSite
+from rankcall.run import Run
 
 Floats = npt.NDArray[np.float64]
 
@@ -26,9 +32,9 @@ _MOST_FAMILIES = 12
 
 @dataclass
 class LateMap:
-    """Mean lateness in ms, ``[row, bin]``; NaN where no such collective began.
+    """Mean lateness in ms, ``[row, bin]``; NaN if no such collective began in a bin.
 
-    A row is ``fold`` ranks from ``row * fold`` on, the latest of them shown.
+    A row stands for the ``fold`` ranks from ``row * fold`` on, and shows the latest of them.
     """
 
     title: str
@@ -38,16 +44,16 @@ class LateMap:
 
 @dataclass
 class LastSeen:
-    """One lane's collectives, by who came last: for finding the lines it came late to."""
+    """The rank that came last to each of a group's collectives, and what that cost the others."""
 
-    lane: Lane
-    last: npt.NDArray[np.intp]  # rank; -1: nobody was last
-    cost_ns: Floats  # what the others waited for that rank alone
+    table: CollectiveTable
+    last: npt.NDArray[np.intp]  # rank; -1: no rank came last
+    cost_ns: Floats  # waiting of the others for that rank alone
 
 
 @dataclass
 class Lateness:
-    """The maps (all groups first), the time they span, and who was last to what."""
+    """The maps (all groups first), the time they span, and the ranks that came last."""
 
     begin_ns: int
     bin_ns: float
@@ -57,78 +63,81 @@ class Lateness:
 
 @dataclass
 class _Sums:
-    """Lateness and how many collectives, by rank and bin."""
+    """Lateness and number of collectives, by rank and bin."""
 
     late: Floats
     count: Floats
-    lanes: list[str] = field(default_factory=list)
 
 
-def lateness(gathered: Gathered) -> Lateness:
-    """Draw the maps of a run: one of all groups, one for each set of groups of one purpose."""
-    ranks = 1 + max((row.rank for row in gathered.ranks), default=-1)
-    families = _families(gathered.lanes)
+def lateness(run_tables: RunTables) -> Lateness:
+    """Draw the maps of a run: one of all groups, and one for each set of groups of one purpose."""
+    ranks = 1 + max((row.rank for row in run_tables.ranks), default=-1)
+    families = _families(run_tables.tables)
     rows = max(1, ranks) * (len(families) + 1)
-    most = max((len(lane.seq) for lane in gathered.lanes), default=0)
+    most = max((len(table.seq) for table in run_tables.tables), default=0)
     bins = int(np.clip(min(_MOST_CELLS // rows, most // 2), _LEAST_BINS, _MOST_BINS))
-    begin, end = _span(gathered)
+    begin, end = _span(run_tables)
     width = max(1.0, (end - begin) / bins)
     every = _Sums(np.zeros((ranks, bins)), np.zeros((ranks, bins)))
     sums = {name: _Sums(np.zeros((ranks, bins)), np.zeros((ranks, bins))) for name in families}
     lasts = []
-    for lane in gathered.lanes:
-        mine = [every, *(sums[name] for name in [_family(lane)] if name in sums)]
-        lasts.append(_add(lane, gathered, mine, begin, width))
+    for table in run_tables.tables:
+        mine = [every, *(sums[name] for name in [_family(table)] if name in sums)]
+        lasts.append(_add_table(table, run_tables, mine, begin, width))
     maps = [_map("all groups", every)]
     maps += [_map(name, sums[name]) for name in families] if len(families) > 1 else []
     return Lateness(begin, width, maps, lasts)
 
 
-def _span(gathered: Gathered) -> tuple[int, int]:
+def _span(run_tables: RunTables) -> tuple[int, int]:
     """Return the first and the last arrival at any collective, aligned ns."""
     first, last = [], []
-    for lane in gathered.lanes:
-        for row, host in enumerate(lane.hosts):
-            here = lane.arrival[row][present(lane.arrival[row])]
+    for table in run_tables.tables:
+        for row, host in enumerate(table.hosts):
+            here = table.arrival[row][present(table.arrival[row])]
             if len(here):
                 ends = np.array([here.min(), here.max()])
-                aligned = gathered.clocks.hosts[host].align(ends)
+                aligned = run_tables.clocks.hosts[host].align(ends)
                 first.append(int(aligned[0]))
                 last.append(int(aligned[1]))
     return (min(first), max(last)) if first else (0, 0)
 
 
-def _family(lane: Lane) -> str:
-    """Name the purpose of a lane's group: its description, or else its size."""
-    about = lane.group.description
+def _family(table: CollectiveTable) -> str:
+    """Name the purpose of a group: its description, or else its size."""
+    about = table.group.description
     if not about or about == "undefined":
         about = "groups"
-    return f"{about} ({len(lane.group.ranks)} ranks)"
+    return f"{about} ({len(table.group.ranks)} ranks)"
 
 
-def _families(lanes: list[Lane]) -> list[str]:
+def _families(tables: list[CollectiveTable]) -> list[str]:
     """Return the purposes of all groups in which members meet, the most used first."""
     used: dict[str, int] = {}
-    for lane in lanes:
-        if SYNC[lane.op].any() and len(lane.ranks) > 1:
-            used[_family(lane)] = used.get(_family(lane), 0) + lane.arrival.size
+    for table in tables:
+        if SYNC[table.op].any() and len(table.ranks) > 1:
+            used[_family(table)] = used.get(_family(table), 0) + table.arrival.size
     return sorted(used, key=lambda name: -used[name])[:_MOST_FAMILIES]
 
 
-def _add(lane: Lane, gathered: Gathered, sums: list[_Sums], begin: int, width: float) -> LastSeen:
-    found = LastSeen(lane, np.full(len(lane.seq), -1, np.intp), np.zeros(len(lane.seq), np.float64))
-    if len(lane.ranks) < 2:
+def _add_table(
+    table: CollectiveTable, run_tables: RunTables, sums: list[_Sums], begin: int, width: float
+) -> LastSeen:
+    found = LastSeen(
+        table, np.full(len(table.seq), -1, np.intp), np.zeros(len(table.seq), np.float64)
+    )
+    if len(table.ranks) < 2:
         return found
-    for block in blocks(lane, np.flatnonzero(SYNC[lane.op]), gathered.clocks.hosts):
+    for block in blocks(table, np.flatnonzero(SYNC[table.op]), run_tables.clocks.hosts):
         came = block.came
         members = came.times.shape[1] - came.absent
         together = members > 1
-        found.last[block.columns] = np.where(together, lane.ranks[came.last_member], -1)
+        found.last[block.columns] = np.where(together, table.ranks[came.last_member], -1)
         found.cost_ns[block.columns] = np.where(together, came.behind * (members - 1), 0.0)
         late, middle = _late(block)
         rows = np.flatnonzero(together)
         bins = np.clip((middle[rows] - begin) / width, 0, sums[0].late.shape[1] - 1).astype(np.intp)
-        _accumulate(late[rows], came.here[rows], bins, lane.ranks, sums)
+        _accumulate(late[rows], came.here[rows], bins, table.ranks, sums)
     return found
 
 
@@ -172,3 +181,77 @@ def _map(title: str, sums: _Sums) -> LateMap:
         padded[:ranks] = late
         late = np.fmax.reduce(padded.reshape(-1, fold, late.shape[1]), axis=1)
     return LateMap(title, late, fold)
+
+
+# By line and op: the cost of each time (ns), and the line of the op before.
+Costs = dict[tuple[CallSite, str], list[tuple[float, CallSite | None]]]
+
+_COLLECTIVE = KINDS.index("collective")
+
+
+@dataclass(frozen=True)
+class LateLine:
+    """One line at which a rank came last, and what that cost the others.
+
+    The cause lies before that line: after ``since``, the line of the op that the rank issued
+    before (None: it differs, or there is none).
+    """
+
+    rank: int
+    site: CallSite
+    op: str
+    since: CallSite | None
+    times: int
+    cost_ms: float
+    share: float  # of all that this rank cost by coming last
+
+
+def late_lines(run: Run, lasts: Iterable[LastSeen], ranks: Iterable[int]) -> list[LateLine]:
+    """Find the lines at which some ranks came last, the most costly first; read their rings."""
+    lasts, sessions, found = list(lasts), sessions_of(run), []
+    for rank in ranks:
+        costs: Costs = {}
+        for head in run.heads:
+            if head.header.rank == rank:
+                ring = run.read(head)
+                mine = [each for each in lasts if each.table.session == sessions[head.path.name]]
+                if ring is not None:
+                    _add_ring(ring, mine, costs)
+        lines = [_line(rank, *key, each) for key, each in costs.items()]
+        total = sum(line.cost_ms for line in lines)
+        lines = [replace(line, share=line.cost_ms / total) for line in lines if total]
+        found += sorted(lines, key=lambda line: (-line.cost_ms, str(line.site), line.op))
+    return found
+
+
+def _line(
+    rank: int, site: CallSite, op: str, each: list[tuple[float, CallSite | None]]
+) -> LateLine:
+    since, times = Counter(before for _, before in each).most_common(1)[0]
+    usual = since if 2 * times > len(each) else None
+    return LateLine(rank, site, op, usual, len(each), sum(cost for cost, _ in each) / 1e6, 0.0)
+
+
+def _add_ring(ring: Ring, lasts: list[LastSeen], costs: Costs) -> None:
+    records = ring.records
+    sites, before = records["call_site"], np.roll(records["call_site"], 1)
+    before[:1] = 0
+    for key, group in ring.tables.groups.items():
+        rows = np.flatnonzero((records["group"] == key) & (records["kind"] == _COLLECTIVE))
+        for seen in lasts:
+            if seen.table.group != group or not len(rows):
+                continue
+            cost = _cost(seen, ring.header.rank, records["seq"][rows].astype(np.int64))
+            for row, each in zip(rows[cost > 0].tolist(), cost[cost > 0].tolist(), strict=True):
+                since = ring.tables.sites.get(int(before[row]))
+                site = ring.tables.sites.get(int(sites[row]), UNKNOWN_SITE)
+                costs.setdefault((site, OPS[records["op"][row]]), []).append((each, since))
+
+
+def _cost(seen: LastSeen, rank: int, seq: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return what a rank cost the others by coming last to each collective; 0 if it did not."""
+    table = seen.table
+    at = np.minimum(np.searchsorted(table.seq, seq), len(table.seq) - 1)
+    its = (table.seq[at] == seq) & (seen.last[at] == rank)
+    cost: npt.NDArray[np.float64] = np.where(its, seen.cost_ns[at], 0.0)
+    return cost

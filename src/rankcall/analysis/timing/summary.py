@@ -1,23 +1,128 @@
-"""One call from a run to everything that a report says of it."""
+"""Everything that a report says of a run: ``summarise``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rankcall._joins import JoinSummary
-from rankcall.analysis.timing.callsites import SiteRow
+from rankcall.analysis.timing.bandwidth import BYTES_PER_GB, bus_factor
 from rankcall.analysis.timing.clocks import HostClock
-from rankcall.analysis.timing.commshare import StepShare, by_step, median_share
-from rankcall.analysis.timing.gather import Gathered, RankRow, gather
-from rankcall.analysis.timing.measure import Blame, measure_lane, measure_mail
-from rankcall.analysis.timing.table import Row, Source, rows
+from rankcall.analysis.timing.run_tables import (
+    RankRow,
+    RunTables,
+    SiteRow,
+    StepShare,
+    by_step,
+    gather,
+    median_share,
+)
+from rankcall.analysis.timing.waiting import (
+    Measured,
+    WaitTotals,
+    measure_collectives,
+    measure_messages,
+)
+from rankcall.record import OPS
 from rankcall.run import Progress, Run, RunGroup, label_groups
+
+_BUCKETS = 64
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+@dataclass(frozen=True)
+class Row:
+    """All collectives of one op, group and size bucket. None: nothing could be measured."""
+
+    op: str
+    group: str
+    bucket: int  # the smallest size in it, in bytes: a power of two, or 0
+    count: int
+    unfinished: int  # collectives that no member finished
+    bytes: int
+    total_ms: float  # what one member spent in them, on average over the members
+    median_ms: float | None  # of the members' mean durations
+    p95_ms: float | None
+    transfer_ms: float | None  # median t
+    algbw_gbps: float | None  # median; GB/s, 1 GB = 1e9 bytes
+    busbw_gbps: float | None
+    waiting_share: float | None  # of the time that all members spent
+
+
+def size_name(size: int) -> str:
+    """Return a bucket's human name: ``4 KiB``."""
+    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    return f"{size >> (10 * power)} {_UNITS[power]}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Measured collectives of one group, with its label and size."""
+
+    label: str
+    members: int
+    measured: Measured
+
+
+def rows_by_size(sources: Sequence[Source]) -> list[Row]:
+    """Return the table by op, group and size; the rows that took longest come first."""
+    found: dict[tuple[str, int], list[tuple[Source, npt.NDArray[np.intp]]]] = {}
+    for source in sources:
+        key = source.measured.op.astype(np.intp) * _BUCKETS + _bucket(source.measured.bytes)
+        order = np.argsort(key, kind="stable")
+        edges = np.flatnonzero(np.diff(key[order])) + 1
+        for part in np.split(order, edges) if len(order) else []:
+            found.setdefault((source.label, int(key[part[0]])), []).append((source, part))
+    table = [_row(label, key, parts) for (label, key), parts in found.items()]
+    return sorted(table, key=lambda row: (-row.total_ms, row.group, row.op, row.bucket))
+
+
+def _bucket(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+    """Return 0 for no bytes, else 1 + the power of two at or below."""
+    # frexp is exact up to 2**53, and no message is longer.
+    return np.frexp(np.maximum(sizes, 0).astype(np.float64))[1].astype(np.intp)
+
+
+def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]]) -> Row:
+    op, power = OPS[key // _BUCKETS], key % _BUCKETS
+    mean, transfer, size, spent, waited, count_bytes = (
+        np.concatenate([getattr(source.measured, name)[part] for source, part in parts])
+        for name in ("mean", "transfer", "size", "spent", "waited", "bytes")
+    )
+    finished = mean[~np.isnan(mean)]
+    usable = (transfer > 0) & (size > 0)
+    rates = size[usable] / transfer[usable] * (1e9 / BYTES_PER_GB)
+    algbw = float(np.median(rates)) if len(rates) else None
+    factor = bus_factor(op, parts[0][0].members)
+    total = float(spent.sum())
+    return Row(
+        op,
+        label,
+        1 << (power - 1) if power else 0,
+        len(mean),
+        len(mean) - len(finished),
+        sum(count_bytes.tolist()),
+        float(finished.sum()) / 1e6,
+        _ms(finished, 50),
+        _ms(finished, 95),
+        _ms(transfer[~np.isnan(transfer)], 50),
+        algbw,
+        None if algbw is None else algbw * factor,
+        min(1.0, float(waited.sum()) / total) if total > 0 else None,
+    )
+
+
+def _ms(times: npt.NDArray[np.float64], percent: float) -> float | None:
+    return float(np.percentile(times, percent)) / 1e6 if len(times) else None
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """What one rank's coming late cost the others."""
+    """The cost of one rank's late arrivals to the others."""
 
     rank: int
     host: str
@@ -25,13 +130,13 @@ class Straggler:
     share: float  # of all waiting
     suffered_wait_ms: float
     came_last: int
-    collectives: int  # that it took part in and that have a last one
-    late_by_ms: float | None  # mean lead of the second-latest where it came last
+    collectives: int  # that it took part in and that a rank can be last to
+    late_by_ms: float | None  # after the second-latest rank, on average, if it came last
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything a report says. Lists are ordered: what matters most comes first."""
+    """Everything that a report says. Each list begins with what matters most."""
 
     path: str
     about: dict[str, Any]
@@ -54,12 +159,12 @@ class Summary:
 
     @property
     def records(self) -> int:
-        """How many records were read."""
+        """Number of records that were read."""
         return sum(row.records for row in self.ranks)
 
     @property
     def dropped(self) -> int:
-        """How many records were overwritten or lost before they could be read."""
+        """Number of records that were overwritten or lost before they could be read."""
         return sum(row.dropped for row in self.ranks)
 
 
@@ -68,79 +173,76 @@ def summarise(run: Run, progress: Progress | None = None) -> Summary:
     return conclude(run, gather(run, progress))
 
 
-def conclude(run: Run, gathered: Gathered) -> Summary:
-    """Analyse what was read of a run."""
-    lanes, mail, clocks = gathered.lanes, gathered.mail, gathered.clocks.hosts
-    used = {lane.group for lane in lanes} | {each.group for each in mail}
+def conclude(run: Run, run_tables: RunTables) -> Summary:
+    """Return the summary of a run whose rings have been read."""
+    tables, messages, clocks = run_tables.tables, run_tables.messages, run_tables.clocks.hosts
+    used = {table.group for table in tables} | {each.group for each in messages}
     groups = label_groups(used, run.hosts)
-    highest = max((row.rank for row in gathered.ranks), default=-1)
-    blame = Blame(highest + 1)
+    highest = max((row.rank for row in run_tables.ranks), default=-1)
+    totals = WaitTotals(highest + 1)
     sources = [
-        Source(groups[lane.group].label, lane.members, measure_lane(lane, clocks, blame))
-        for lane in lanes
+        Source(groups[table.group].label, table.members, measure_collectives(table, clocks, totals))
+        for table in tables
     ]
     sources += [
         Source(
             groups[each.group].label,
             len(each.group.ranks),
-            measure_mail(each, clocks, blame),
+            measure_messages(each, clocks, totals),
         )
-        for each in mail
+        for each in messages
     ]
-    started, duration = _when(run, gathered)
+    started, duration = _when(run, run_tables)
     return Summary(
         path=str(run.path),
         about=run.about,
         world_size=run.world_size,
         started_epoch_ns=started,
         duration_ms=duration,
-        ranks=sorted(gathered.ranks, key=lambda row: (row.rank, row.attempt, row.pid)),
+        ranks=sorted(run_tables.ranks, key=lambda row: (row.rank, row.attempt, row.pid)),
         missing_ranks=run.missing_ranks,
         groups=list(groups.values()),
         hosts=clocks,
-        collectives=rows(sources),
-        stragglers=_stragglers(blame, run.hosts),
-        waiting_ms=float(blame.caused.sum()) / 1e6,
+        collectives=rows_by_size(sources),
+        stragglers=_stragglers(totals, run.hosts),
+        waiting_ms=float(totals.caused.sum()) / 1e6,
         spent_ms=sum(float(source.measured.spent.sum()) for source in sources) / 1e6,
-        call_sites=gathered.sites.rows(),
-        comm_share=median_share(gathered.shares),
-        steps=by_step(gathered.shares),
+        call_sites=run_tables.sites.rows(),
+        comm_share=median_share(run_tables.shares),
+        steps=by_step(run_tables.shares),
         joins=run.joins,
         problems=list(run.problems),
     )
 
 
-def _when(run: Run, gathered: Gathered) -> tuple[int | None, float]:
-    """Return when the first op was issued (epoch ns) and how long it was to the last end (ms)."""
-    if not gathered.first_ns:
+def _when(run: Run, run_tables: RunTables) -> tuple[int | None, float]:
+    """Return the epoch ns at which the first op was issued and the ms from then to the last end."""
+    if not run_tables.first_ns:
         return None, 0.0
-    first = min(gathered.first_ns)
+    first = min(run_tables.first_ns)
     head = run.heads[0].header
-    base = gathered.clocks.hosts[gathered.clocks.of_ring(head)].base
+    base = run_tables.clocks.hosts[run_tables.clocks.of_ring(head)].base
     epoch = first - base + head.anchor_epoch_ns - head.anchor_mono_ns
-    return epoch, (max(gathered.last_ns) - first) / 1e6
+    return epoch, (max(run_tables.last_ns) - first) / 1e6
 
 
-def _stragglers(blame: Blame, hosts: dict[int, str]) -> list[Straggler]:
-    """List the ranks that anybody waited for, or that came last at all, worst first."""
-    total = float(blame.caused.sum())
+def _stragglers(totals: WaitTotals, hosts: dict[int, str]) -> list[Straggler]:
+    """List the ranks by the waiting that they caused, most first."""
+    total = float(totals.caused.sum())
     found = [
         Straggler(
             rank,
             hosts.get(rank, ""),
-            float(blame.caused[rank]) / 1e6,
-            float(blame.caused[rank]) / total if total else 0.0,
-            float(blame.suffered[rank]) / 1e6,
-            int(blame.came_last[rank]),
-            int(blame.took_part[rank]),
-            float(blame.late_by[rank]) / int(blame.came_last[rank]) / 1e6
-            if blame.came_last[rank]
+            float(totals.caused[rank]) / 1e6,
+            float(totals.caused[rank]) / total if total else 0.0,
+            float(totals.suffered[rank]) / 1e6,
+            int(totals.came_last[rank]),
+            int(totals.took_part[rank]),
+            float(totals.late_by[rank]) / int(totals.came_last[rank]) / 1e6
+            if totals.came_last[rank]
             else None,
         )
         for rank in sorted(hosts)
-        if 0 <= rank < blame.ranks  # a ring that went away since it was found has no records
+        if 0 <= rank < totals.ranks  # a ring that was removed since it was found has no records
     ]
     return sorted(found, key=lambda each: (-each.caused_wait_ms, each.rank))
-
-
-__all__ = ["RankRow", "RunGroup", "Straggler", "Summary", "conclude", "summarise"]

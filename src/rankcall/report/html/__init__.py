@@ -1,9 +1,184 @@
-"""A run as one page: no network, no server; opens from a mail attachment.
+"""A run as one page: no network, no server; it opens from a mail attachment.
 
-Charts are SVG and PNG made here, so that the page reads without its script, in print too. The
-script (some 8 KiB) adds hovering, choosing and zooming.
+The charts are SVG and PNG made here, so that the page can be read without its script, and in
+print. The script (some 8 KiB) adds hovering, choosing and zooming.
 """
 
-from rankcall.report.html.page import render
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from functools import partial
+from importlib import resources
+from pathlib import PurePath
+from typing import Any
+
+from rankcall.analysis.details import Details
+from rankcall.analysis.timing.summary import Summary, size_name
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.errors import ExtraMissing
+from rankcall.report._format import clean, percent, plural, rate, size, time
+from rankcall.report.html import charts
+from rankcall.report.html.items import curves, items, verdict
+from rankcall.run import format_ranks
 
 __all__ = ["render"]
+
+_MOST_SITES, _MOST_ROWS = 200, 400
+
+
+def render(details: Details, findings: Sequence[Finding] = ()) -> str:
+    """Return the page as HTML text.
+
+    Every name is escaped, and control characters are replaced. The page's policy lets no other
+    script run and nothing be fetched.
+
+    Args:
+        details: The figures of the run.
+        findings: The diagnosis, root cause first. One that stops the run comes before the figures.
+
+    Raises:
+        ExtraMissing: jinja2 is not installed.
+    """
+    template = _template()
+    script, style = _asset("page.js"), _asset("page.css")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    html: str = template.render(
+        **_content(details, findings), script=script, style=style, script_digest=digest
+    )
+    return html
+
+
+def _template() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ExtraMissing(
+            "the HTML report needs jinja2: pip install 'rankcall[report]'"
+        ) from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        finalize=_readable,
+    )  # fmt: skip
+    environment.filters.update(
+        clean=clean, percent=percent, size=size, time=time, rate=rate, size_name=size_name,
+        px=partial(round, ndigits=2),
+    )  # fmt: skip
+    return environment.from_string(_asset("page.html.j2"))
+
+
+def _readable(value: Any) -> Any:
+    """Replace control characters in a name; markup of the template itself stays."""
+    return clean(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
+    summary = details.summary
+    found = curves(summary)
+    columns, maps = charts.columns(details), charts.late_maps(details)
+    traffic = charts.host_matrix(details)
+    return {
+        "run": clean(PurePath(summary.path).name),
+        "verdict": verdict(details, findings),
+        "items": items(details, found, findings),
+        "facts": _facts(summary),
+        "stats": _stats(summary),
+        "overall": charts.overall(details.splits),
+        "columns": columns,
+        "maps": maps,
+        "bandwidth": charts.bandwidth(found),
+        "traffic": traffic,
+        "sites": _sites(summary),
+        "code": {str(row.site): row.code for row in summary.call_sites if row.code},
+        "more_sites": max(0, len(summary.call_sites) - _MOST_SITES),
+        "collectives": summary.collectives[:_MOST_ROWS],
+        "more_rows": max(0, len(summary.collectives) - _MOST_ROWS),
+        "groups": [known.label for known in summary.groups],
+        "stragglers": summary.stragglers,
+        "data": _data(details, columns, maps, traffic),
+        "version": _version(),
+    }
+
+
+def _version() -> str:
+    from rankcall import __version__
+
+    return __version__
+
+
+def _data(
+    details: Details,
+    columns: dict[str, Any] | None,
+    maps: dict[str, Any] | None,
+    traffic: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the data that the script needs and that is not in the page already."""
+    host_of = {row.rank: clean(row.host) for row in details.summary.ranks}
+    data: dict[str, Any] = {"hosts": host_of}
+    if columns:
+        data["columns"] = {key: columns[key] for key in ("left", "wide", "rows", "height", "unit")}
+    if maps:
+        keys = ("rows", "bins", "fold", "bin_s", "highest_ms")
+        data["map"] = {key: maps[key] for key in keys}
+    if traffic and traffic["src"]:
+        data["traffic"] = {key: traffic[key] for key in ("hosts", "highest")}
+    return data
+
+
+def _facts(summary: Summary) -> list[tuple[str, str]]:
+    numbers = {row.rank for row in summary.ranks}
+    hosts = {row.host for row in summary.ranks}
+    world = f" of {summary.world_size:,}" if summary.missing_ranks else ""
+    lost = f", {summary.dropped:,} lost" if summary.dropped else ""
+    torch = summary.about.get("torch")
+    captures = "/".join(sorted({row.capture for row in summary.ranks}))
+    facts = [
+        ("ranks", f"{len(numbers):,}{world} on {plural(len(hosts), 'host')}"),
+        ("records", f"{summary.records:,}{lost}"),
+        ("groups", f"{len(summary.groups):,}"),
+        ("capture", captures + (f", torch {torch}" if isinstance(torch, str) else "")),
+        ("started", _started(summary)),
+    ]
+    if summary.missing_ranks:
+        facts.insert(1, ("missing", f"rank {format_ranks(summary.missing_ranks)}"))
+    return facts
+
+
+def _started(summary: Summary) -> str:
+    if summary.started_epoch_ns is None:
+        return "not known"
+    try:
+        moment = datetime.fromtimestamp(summary.started_epoch_ns / 1e9, timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return "at an impossible date"
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _stats(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return the figures beside the verdict, each as value, name and details."""
+    steps = max((row.steps for row in summary.ranks), default=0)
+    lasts = sorted(step.ms for step in summary.steps)
+    found = [(time(summary.duration_ms), "run", plural(steps, "step") if steps else "")]
+    if lasts:
+        found.append((time(lasts[len(lasts) // 2]), "a step", f"median; longest {time(lasts[-1])}"))
+    if summary.comm_share is not None:
+        found.append((percent(summary.comm_share), "in communication", "of a rank's time, median"))
+    return found
+
+
+def _sites(summary: Summary) -> list[dict[str, Any]]:
+    longest = max((row.total_ms for row in summary.call_sites), default=0.0)
+    return [
+        {
+            "where": str(row.site) if row.site.line else "(not known)",
+            "row": row,
+            "share": row.total_ms / longest if longest else 0.0,
+        }
+        for row in summary.call_sites[:_MOST_SITES]
+    ]

@@ -1,22 +1,36 @@
-"""The charts as what the template draws: positions, paths and words; no markup."""
+"""The charts: the positions, paths, texts and pictures that the template draws; no markup.
+
+A picture has one pixel for each cell and one hue. The value is the opacity, so that one picture
+serves light and dark pages; an absent value is grey. Source of the format:
+https://www.w3.org/TR/png/
+"""
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from rankcall.analysis.details import Details
-from rankcall.analysis.timing.split import RankSplit
-from rankcall.analysis.timing.table import size_name
+from rankcall.analysis.details import Details, RankSplit
+from rankcall.analysis.timing.summary import size_name
 from rankcall.report._format import clean, plural, rate, size, time
 from rankcall.report.headline import headline
-from rankcall.report.html.curves import Curve, Point
-from rankcall.report.html.png import Floats, levels, picture
+from rankcall.report.html.items import Curve, Point
 
+Floats = npt.NDArray[np.float64]
+
+ABSENT = 255
+_STRONGEST = 254
+_HUE = (213, 94, 0)  # vermillion of Okabe and Ito's palette, told apart by colour-blind people
+_BLUE = (0, 114, 178)
+_GREY, _GREY_ALPHA = (128, 128, 128), 36
 WIDTH = 960
 _LEFT, _RIGHT = 64, 8  # of a chart: room for the axis
 _MOST_COLUMNS, _WIDEST = 1024, 96
@@ -181,14 +195,14 @@ def late_maps(details: Details) -> dict[str, Any] | None:
 
 
 def _strongest(late: Floats) -> float:
-    """Return what is drawn at full strength: a few bad moments must not make all others pale."""
+    """Return the value to draw at full strength: not that of a few outliers."""
     worst = np.fmax.reduce(late, axis=0)
     usual, highest = float(np.nanquantile(worst, 0.95)), float(np.nanmax(worst))
     return usual if usual > highest * 1e-3 else highest
 
 
 def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:
-    """Name the rows of a map: its ranks where they are few, else their hosts."""
+    """Name the rows of a map: its ranks if they are few, else their hosts."""
     if rows > _MOST_NAMED_ROWS or fold > 1:
         hosts = bands(details, list(range(0, rows * fold, fold)))
         step = -(-len(hosts) // _MOST_LABELS)
@@ -305,3 +319,35 @@ def host_matrix(details: Details) -> dict[str, Any] | None:
         shown = np.where(sent > 0, apart, np.nan)
         found["src"] = picture(levels(shown, highest), blue=True)
     return found
+
+
+def levels(values: Floats, highest: float) -> npt.NDArray[np.uint8]:
+    """Return 0 to 254 by the square root of the value's share of the highest; 255: absent."""
+    with np.errstate(invalid="ignore"):
+        share = np.sqrt(np.clip(values / highest, 0, 1)) if highest > 0 else values * 0.0
+        found = np.rint(share * _STRONGEST)
+    return np.where(np.isnan(values), ABSENT, np.nan_to_num(found)).astype(np.uint8)
+
+
+def picture(cells: npt.NDArray[np.uint8], *, blue: bool = False) -> str:
+    """Return a data: URI of a PNG, ``[row, column]`` of levels."""
+    height, width = cells.shape
+    hue = _BLUE if blue else _HUE
+    palette = bytes(hue) * ABSENT + bytes(_GREY)
+    alphas = bytes(round(255 * level / _STRONGEST) for level in range(ABSENT)) + bytes(
+        [_GREY_ALPHA]
+    )
+    lines = np.zeros((height, width + 1), np.uint8)  # each begins with its filter: none
+    lines[:, 1:] = cells
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        (b"PLTE", palette),
+        (b"tRNS", alphas),
+        (b"IDAT", zlib.compress(lines.tobytes(), 9)),
+        (b"IEND", b""),
+    ]
+    raw = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in chunks
+    )
+    return "data:image/png;base64," + base64.b64encode(raw).decode()

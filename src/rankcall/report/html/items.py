@@ -1,31 +1,24 @@
-"""What the page says before it shows anything: the verdict, and what to look at."""
+"""The texts at the top of the page: the verdict, and the items to look at."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
+from statistics import median
 
 from rankcall.analysis.details import Details
-from rankcall.analysis.finding import Finding
-from rankcall.analysis.timing.lines import LateLine
+from rankcall.analysis.timing.lateness import LateLine
+from rankcall.analysis.timing.summary import Summary, size_name
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.report._format import percent, plural, time
 from rankcall.report.headline import headline
-from rankcall.report.html.curves import Curve, below_peers
 from rankcall.run import format_ranks
 
-# What is said of a finding's ranks where the run does not go on.
-_STOPPED = {
-    "dead": "died",
-    "stopped": "does not run",
-    "exhausted": "left the loop",
-    "mismatch": "differ in one call",
-    "desync": "call different things",
-    "deadlock": "wait for each other",
-    "missing": "did not come",
-}
+MOST_CURVES = 240
+_SLOW, _LEAST_PEERS, _LEAST_COUNT = 0.6, 3, 5
 _MOST_OPS = 3
-_WORTH_A_LINE = 0.1  # of what a rank's being last cost
+_WORTH_A_LINE = 0.1  # of the cost of one rank's late arrivals
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first screen: one sentence, and where it applies who, where and how much."""
+    """The first screen: one sentence and, if they apply, the ranks, the line and the cost."""
 
     title: str
     detail: str
@@ -54,7 +47,7 @@ class Verdict:
 
 
 def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
-    """Say what stopped the run; else who is slow and where; or that nobody is."""
+    """Return the cause that stopped the run, else the ranks that slow it, if any do."""
     if findings and findings[0].stops:
         return _stopped(findings[0])
     summary = details.summary
@@ -77,9 +70,9 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
 
 
 def _stopped(found: Finding) -> Verdict:
-    """Say what the likeliest root cause of a hang is."""
+    """Return the verdict about the likeliest root cause of a hang."""
     who = None
-    title = _STOPPED[found.kind]
+    title = found.predicate
     if found.ranks:
         ranks = plural(len(found.ranks), "rank").split(" ")[1] + f" {format_ranks(found.ranks)}"
         who = ranks, "on " + ", ".join(found.hosts) if found.hosts else ""
@@ -116,7 +109,7 @@ def _before(line: LateLine) -> str:
 
 
 def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = ()) -> list[Item]:
-    """List what to look at: findings, what costs most, then what the report cannot know."""
+    """Return the items to look at: findings, then high costs, then gaps in the evidence."""
     return [*map(_found, findings), *_late(details), *_slow(curves), *_gaps(details)]
 
 
@@ -189,3 +182,104 @@ def _gaps(details: Details) -> Iterator[Item]:
     for problem in summary.problems:
         if "no ring for rank" not in problem:
             yield Item("gap", problem)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size bucket: busbw in GB/s, from so many collectives."""
+
+    bucket: int
+    busbw: float
+    count: int
+
+
+@dataclass
+class Curve:
+    """One op in one group, by size. ``peers``: the median of other curves, if there are any.
+
+    Peers are the same op in other groups of any size: busbw does not depend on the group's size
+    while the same links carry it. Without such groups they are the group's other ops, and
+    without those all others of the run.
+    """
+
+    op: str
+    group: str
+    points: list[Point]
+    total_ms: float
+    peers: list[Point] = field(default_factory=list)
+    peers_are: str = ""
+    same_op: bool = True  # the peers are the same op in other groups
+
+
+@dataclass(frozen=True)
+class BelowPeers:
+    """A curve that stays far below its peers at one size."""
+
+    op: str
+    group: str
+    size: str
+    busbw: float
+    expected: float
+    peers: int
+    ratio: float
+
+
+def curves(summary: Summary) -> list[Curve]:
+    """Return the curves, those that took most time first. Ops without bandwidth have no curve."""
+    found: dict[tuple[str, str], Curve] = {}
+    for row in summary.collectives:
+        if row.busbw_gbps is None or row.busbw_gbps <= 0 or row.op == "send":
+            continue
+        curve = found.setdefault((row.op, row.group), Curve(row.op, row.group, [], 0.0))
+        curve.points.append(Point(row.bucket, row.busbw_gbps, row.count))
+        curve.total_ms += row.total_ms
+    kept = sorted(found.values(), key=lambda curve: -curve.total_ms)[:MOST_CURVES]
+    for curve in kept:
+        curve.points.sort(key=lambda point: point.bucket)
+    for curve in kept:
+        _add_peers(curve, kept)
+    return kept
+
+
+def _add_peers(curve: Curve, kept: Sequence[Curve]) -> None:
+    others = [each for each in kept if each is not curve]
+    same = [each for each in others if each.op == curve.op]
+    curve.peers_are, curve.same_op = f"{curve.op} in other groups", bool(same)
+    if not same:
+        same = [each for each in others if each.group == curve.group]
+        curve.peers_are = f"other ops in group {curve.group}"
+    if not same:
+        same, curve.peers_are = others, "all other ops and groups"
+    by_size: dict[int, list[Point]] = {}
+    for each in same:
+        for point in each.points:
+            by_size.setdefault(point.bucket, []).append(point)
+    curve.peers = [
+        Point(bucket, median(point.busbw for point in points), len(points))
+        for bucket, points in sorted(by_size.items())
+    ]
+
+
+def below_peers(found: Sequence[Curve]) -> list[BelowPeers]:
+    """Find groups whose op is much slower than the same op elsewhere, at the size that shows most.
+
+    At least three peers have to agree, each measured often enough.
+    """
+    slow = []
+    for curve in found:
+        if not curve.same_op:
+            continue
+        expected = {point.bucket: point for point in curve.peers}
+        for point in curve.points:
+            peers = expected.get(point.bucket)
+            if peers is None or peers.count < _LEAST_PEERS or point.count < _LEAST_COUNT:
+                continue
+            ratio = point.busbw / peers.busbw
+            if ratio < _SLOW:
+                size = size_name(point.bucket)
+                slow.append(
+                    BelowPeers(
+                        curve.op, curve.group, size, point.busbw, peers.busbw, peers.count, ratio
+                    )
+                )
+    return sorted(slow, key=lambda each: each.ratio)[:3]

@@ -1,8 +1,8 @@
-"""Members that do not do the same thing at the same place of a group's sequence.
+"""Members that do not issue the same collective at the same place of a group's sequence.
 
-All members of a group must issue the same collectives in the same order. Where the op differs at
-one (group, seq), or a member is so many calls ahead or behind, that is a desync; where the op is
-the same and its size, dtype, root, reduce op or splits differ, a mismatch.
+All members of a group must issue the same collectives in the same order. At one (group, seq), the
+order differs if the members' ops differ, or if a member is some calls ahead or behind. If the op
+is the same, its size, dtype, root, reduce op or splits can differ.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.hang.waits import COLLECTIVE, P2P, RECV, SEND, Wait
-from rankcall.analysis.state.snapshot import Calls, Snapshot
-from rankcall.record import OPS
+from rankcall.analysis.state.snapshot import COLLECTIVE, P2P, RECV, SEND, Bools, Calls, Snapshot
+from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.record import DTYPES, OPS, REDUCE_OPS
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]
@@ -28,7 +28,7 @@ SIZE_IN = {
 }  # fmt: skip
 _BARRIER = OPS.index("barrier")
 FIELDS = ("op", "dtype", "root", "reduce_op", "size")
-_FARTHEST = 8  # calls that a member is looked for ahead or behind
+_FARTHEST = 8  # calls that a member can be ahead or behind
 _UNKNOWN = -1
 
 History = dict[int, tuple[int, ...]]
@@ -44,28 +44,28 @@ class Side:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One place where members differ. ``sides`` are ordered, the smallest first."""
+    """A place in a group's sequence at which members differ. The smallest side comes first."""
 
-    kind: str  # desync or mismatch
+    order_differs: bool  # the calls come in another order, not only with other arguments
     group: int
     seq: int
     differing: tuple[str, ...]  # of FIELDS
     sides: tuple[Side, ...]
     rows: Rows  # the calls at that place
-    open: bool  # some member is still in it, or had it fail
+    open: bool  # a member is still in its call there, or the call failed
     shift: int = 0  # the first side issues what the others do so many calls later
     message: bool = False  # two ends of a message, not a collective
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """All but the largest side; nobody where two are the largest."""
+        """The ranks of all sides but the largest; empty if two sides are the largest."""
         if len(self.sides) > 1 and len(self.sides[-1].ranks) == len(self.sides[-2].ranks):
             return ()
         return tuple(sorted(rank for side in self.sides[:-1] for rank in side.ranks))
 
 
 def signatures(calls: Calls) -> dict[str, Ints]:
-    """Return what members must agree on, by column; -1 where it is unknown or does not apply."""
+    """Return what members must agree on, by field; -1 if it is unknown or does not apply."""
     size = np.full(len(calls), _UNKNOWN, np.int64)
     for name, column in SIZE_IN.items():
         rows = calls["op"] == OPS.index(name)
@@ -80,8 +80,8 @@ def signatures(calls: Calls) -> dict[str, Ints]:
     }  # fmt: skip
 
 
-def disagreements(snapshot: Snapshot, stuck: npt.NDArray[np.bool_]) -> list[Disagreement]:
-    """Return the first disagreement of each group, and those of messages that are stuck."""
+def disagreements_in(snapshot: Snapshot, stuck: Bools) -> list[Disagreement]:
+    """Return the first disagreement of each group, and those of stuck messages."""
     calls = snapshot.calls
     rows = np.flatnonzero(calls["kind"] == COLLECTIVE)
     found: list[Disagreement] = []
@@ -97,7 +97,7 @@ def disagreements(snapshot: Snapshot, stuck: npt.NDArray[np.bool_]) -> list[Disa
 
 
 def _differing(calls: Calls, rows: Rows) -> Iterator[tuple[Rows, tuple[str, ...]]]:
-    """Yield the places where calls differ, with the fields that do; in order of group and seq."""
+    """Yield the places where calls differ, with the fields that differ, by group and seq."""
     same = np.stack([calls["group"][rows], calls["seq"][rows]])
     starts = np.flatnonzero(np.concatenate([[True], np.any(same[:, 1:] != same[:, :-1], axis=0)]))
     ends = np.concatenate([starts[1:], [len(rows)]])
@@ -113,18 +113,18 @@ def _differing(calls: Calls, rows: Rows) -> Iterator[tuple[Rows, tuple[str, ...]
 
 
 def _disagreement(
-    snapshot: Snapshot, rows: Rows, differing: tuple[str, ...], stuck: npt.NDArray[np.bool_]
+    snapshot: Snapshot, rows: Rows, differing: tuple[str, ...], stuck: Bools
 ) -> Disagreement:
     calls = snapshot.calls
     sides = _sides(calls, rows, differing)
     group, seq = int(calls["group"][rows[0]]), int(calls["seq"][rows[0]])
     mine, theirs = (_history(calls, group, side.row) for side in (sides[0], sides[-1]))
     begun, shift = _out_of_step(mine, theirs, seq)
-    # The others make this call, too, and this rank makes theirs: it is the order that differs.
+    # Both sides make both calls, so only the order differs.
     swapped = (
         mine[seq] != theirs[seq] and mine[seq] in theirs.values() and theirs[seq] in mine.values()
     )
-    kind = "desync" if "op" in differing or shift or swapped else "mismatch"
+    order_differs = "op" in differing or bool(shift) or swapped
     if shift and begun < seq:
         seq = begun
         rows = np.flatnonzero(
@@ -132,7 +132,7 @@ def _disagreement(
         )
         sides = [_moved(calls, rows, side) for side in sides]
     return Disagreement(
-        kind, group, seq, differing, tuple(sides), rows, bool(stuck[rows].any()), shift
+        order_differs, group, seq, differing, tuple(sides), rows, bool(stuck[rows].any()), shift
     )
 
 
@@ -144,7 +144,7 @@ def _moved(calls: Calls, rows: Rows, side: Side) -> Side:
 
 def _sides(calls: Calls, rows: Rows, differing: Sequence[str]) -> list[Side]:
     found = signatures(calls[rows])
-    # What else an op has is not compared between different ops.
+    # Other fields are not compared between different ops.
     names = ("op",) if "op" in differing else tuple(differing)
     keys = np.stack([found[name] for name in names])
     _, which = np.unique(keys, axis=1, return_inverse=True)
@@ -157,10 +157,10 @@ def _sides(calls: Calls, rows: Rows, differing: Sequence[str]) -> list[Side]:
 
 
 def out_of_step(snapshot: Snapshot, one: int, other: int) -> tuple[int, int]:
-    """Tell since which seq, and by how many calls, a rank is ahead (+) or behind (-) another.
+    """Return since which seq, and by how many calls, a rank is ahead (+) or behind (-) another.
 
-    ``one`` and ``other`` are calls of the two in one group, the newest that are to be looked at.
-    Calls are compared with the lines they are from; (0, 0) where nothing shows a shift.
+    ``one`` and ``other`` are calls of the two ranks in one group, the newest to compare. Calls are
+    compared together with their call sites. Returns (0, 0) if no shift is visible.
     """
     calls = snapshot.calls
     group = int(calls["group"][one])
@@ -168,10 +168,11 @@ def out_of_step(snapshot: Snapshot, one: int, other: int) -> tuple[int, int]:
     return _out_of_step(mine, theirs, int(calls["seq"][one]))
 
 
-def slipped(snapshot: Snapshot, wait: Wait, rank: int) -> Disagreement | None:
-    """Return the desync behind a rank's not coming, where its calls so far show one.
+def off_by_n(snapshot: Snapshot, wait: Wait, rank: int) -> Disagreement | None:
+    """Return the shift behind a rank that did not arrive, if its calls so far show one.
 
-    It may be a call short because it skipped one of the same kind, which nobody could see then.
+    It may be a call short because it skipped one of the same kind, which no comparison could show
+    at that time.
     """
     calls = snapshot.calls
     mine = np.flatnonzero(
@@ -187,7 +188,7 @@ def slipped(snapshot: Snapshot, wait: Wait, rank: int) -> Disagreement | None:
     rows = np.flatnonzero(there)
     sides = [Side((rank,), newest), Side(tuple(wait.waiters), int(wait.rows[0]))]
     sides = [_moved(calls, rows, side) for side in sides]
-    return Disagreement("desync", wait.group, seq, (), tuple(sides), rows, True, shift)
+    return Disagreement(True, wait.group, seq, (), tuple(sides), rows, True, shift)
 
 
 def _out_of_step(mine: History, theirs: History, last: int) -> tuple[int, int]:
@@ -200,7 +201,7 @@ def _out_of_step(mine: History, theirs: History, last: int) -> tuple[int, int]:
 
 
 def _history(calls: Calls, group: int, row: int) -> History:
-    """Return what the rank of a call issued in a group, by seq, with the lines."""
+    """Return the calls and call sites of the rank of a call in a group, by seq."""
     rows = np.flatnonzero(
         (calls["rank"] == calls["rank"][row])
         & (calls["group"] == group)
@@ -214,11 +215,11 @@ def _history(calls: Calls, group: int, row: int) -> History:
 
 
 def _shifted_run(mine: History, theirs: History, shift: int, last: int) -> tuple[int, int]:
-    """Return where a run begins in which ``mine`` is ``theirs`` of ``shift`` calls later.
+    """Return the start of a run in which ``mine`` equals ``theirs`` ``shift`` calls later.
 
-    And how many calls of it only the shift explains. It ends at ``last``, or where the others
-    have not come so far yet. Being behind explains nothing where what the others do in its place
-    is never done here: then it is that call which is wrong.
+    The second value is the number of calls in it that only the shift explains. The run ends at
+    ``last``, or at the newest call of the others. A rank is not behind if it never makes the calls
+    that the others make in place of its own: then the call itself is wrong.
     """
     begun = explained = known = 0
     seq = min(last, max(theirs, default=0) - shift)
@@ -232,8 +233,8 @@ def _shifted_run(mine: History, theirs: History, shift: int, last: int) -> tuple
     return (begun, explained) if shift > 0 or known else (0, 0)
 
 
-def _messages(snapshot: Snapshot, stuck: npt.NDArray[np.bool_]) -> Iterator[Disagreement]:
-    """Yield the stuck messages whose two ends are not of the same size and dtype."""
+def _messages(snapshot: Snapshot, stuck: Bools) -> Iterator[Disagreement]:
+    """Yield the stuck messages whose two ends differ in size."""
     calls = snapshot.calls
     ends: dict[tuple[int, int, int, int, int], dict[int, int]] = {}
     for row in np.flatnonzero((calls["kind"] == P2P) & (calls["peer"] >= 0)).tolist():
@@ -255,6 +256,25 @@ def _messages(snapshot: Snapshot, stuck: npt.NDArray[np.bool_]) -> Iterator[Disa
             rows = np.array([send, recv])
             sides = tuple(Side((int(calls["rank"][row]),), row) for row in (send, recv))
             yield Disagreement(
-                "mismatch", int(calls["group"][send]), int(calls["seq"][send]), differing, sides,
+                False, int(calls["group"][send]), int(calls["seq"][send]), differing, sides,
                 rows, True, message=True,
             )  # fmt: skip
+
+
+def value(snapshot: Snapshot, row: int, name: str) -> str:
+    """Write one of ``FIELDS`` of a call."""
+    found = snapshot.calls[row]
+    if name == "op":
+        return OPS[int(found["op"])]
+    if name == "dtype":
+        return DTYPES[int(found["dtype"])]
+    if name == "reduce_op":
+        return REDUCE_OPS[int(found["reduce_op"])]
+    if name == "root":
+        return f"rank {int(found['root'])}"
+    return f"{int(found[SIZE_IN.get(OPS[int(found['op'])], 'message_bytes')]):,} bytes"
+
+
+def values(snapshot: Snapshot, found: Disagreement, side: Side) -> str:
+    """Write the fields in which a side differs from the others."""
+    return ", ".join(value(snapshot, side.row, name) for name in found.differing)

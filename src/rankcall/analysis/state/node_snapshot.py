@@ -1,6 +1,6 @@
-"""What each node knows of a job: sent to the others as bytes, and put together.
+"""The snapshot of one node's own ranks: sent to other nodes as bytes, and merged into one.
 
-What this costs grows with the ranks, not with ranks times nodes: a part is of a node's own ranks.
+The cost grows with the ranks, not with ranks times nodes, because a node sends only its own.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MOST_RANKS = 1 << 20
 
 
 @dataclass
-class Part:
-    """What one node knows: where its own ranks stand, of a world of so many."""
+class NodeSnapshot:
+    """Where the ranks of one node stand. ``world``: the number of ranks of the job."""
 
     world: int
     ranks: list[RankState]
@@ -44,47 +44,47 @@ class Part:
     problems: list[str] = field(default_factory=list)
 
 
-def part_of(snapshot: Snapshot) -> Part:
-    """Return what is known of a snapshot's ranks, without those of which nothing is."""
-    return Part(
+def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
+    """Return the part of a snapshot that is known: without the blind ranks."""
+    return NodeSnapshot(
         len(snapshot.ranks), [each for each in snapshot.ranks if not each.blind], snapshot.calls,
         snapshot.groups, snapshot.sites, snapshot.problems,
     )  # fmt: skip
 
 
-def encode(part: Part) -> bytes:
-    """Return what a node knows as bytes: some 1 KiB a rank where calls are few."""
+def encode(node: NodeSnapshot) -> bytes:
+    """Return a node's snapshot as bytes: some 1 KiB a rank if calls are few."""
     return zlib.compress(
         json.dumps(
             {
                 "schema": SCHEMA,
-                "ranks": [vars(each) for each in part.ranks],
-                "world": part.world,
+                "ranks": [vars(each) for each in node.ranks],
+                "world": node.world,
                 "groups": [
                     {**vars(group), "ranks": compress_ranks(list(group.ranks))}
-                    for group in part.groups
+                    for group in node.groups
                 ],
-                "sites": [vars(site) for site in part.sites],
-                "calls": base64.b64encode(part.calls.tobytes()).decode(),
-                "problems": part.problems,
+                "sites": [vars(site) for site in node.sites],
+                "calls": base64.b64encode(node.calls.tobytes()).decode(),
+                "problems": node.problems,
             }
         ).encode()
     )
 
 
-def decode(data: bytes) -> Part:
-    """Undo ``encode``. Raises ``ValueError`` where the bytes are none of this version's."""
+def decode(data: bytes) -> NodeSnapshot:
+    """Undo ``encode``. Raises ``ValueError`` if the bytes are not of this version."""
     try:
         unpacker = zlib.decompressobj()
         found = json.loads(unpacker.decompress(data, _MOST_BYTES))
         if found["schema"] != SCHEMA:
             raise ValueError(f"schema {found['schema']}, this rankcall reads schema {SCHEMA}")
-        return _part(found)
+        return _decoded(found)
     except (KeyError, TypeError, AttributeError, zlib.error, RecursionError) as error:
-        raise ValueError(f"not what a node knows: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not a node's snapshot: {type(error).__name__}: {error}") from error
 
 
-def _part(found: dict[str, Any]) -> Part:
+def _decoded(found: dict[str, Any]) -> NodeSnapshot:
     names = {each.name for each in fields(RankState)}
     known = {}
     for each in found["ranks"]:
@@ -113,38 +113,38 @@ def _part(found: dict[str, Any]) -> Part:
     if any(np.any((calls[name] < 0) | (calls[name] >= most)) for name, most in limits.items()):
         raise ValueError("a call refers to what is not there")
     problems = [str(text) for text in found["problems"]]
-    return Part(world, list(known.values()), calls, groups, sites, problems)
+    return NodeSnapshot(world, list(known.values()), calls, groups, sites, problems)
 
 
 @lru_cache(maxsize=64)
 def _expanded(runs: str) -> tuple[int, ...]:
-    """Return a group's ranks: every node tells of the world, and of few groups besides."""
+    """Return a group's ranks. Cached, because all nodes send the world and few other groups."""
     return expand_ranks(json.loads(runs))
 
 
-def merge(parts: Sequence[Part]) -> Snapshot:
-    """Make one snapshot of what several nodes know.
+def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
+    """Merge the snapshots of several nodes into one.
 
-    A rank that two parts know is taken from the one that knows more of it; of one that none knows,
-    nothing is known.
+    If two nodes report on one rank, the newer state is taken. A rank that no node reports on is
+    blind.
     """
-    world = max((part.world for part in parts), default=0)
+    world = max((node.world for node in nodes), default=0)
     best: dict[int, RankState] = {}
     owner = np.full(world, -1)
-    for number, part in enumerate(parts):
-        for state in part.ranks:
+    for number, node in enumerate(nodes):
+        for state in node.ranks:
             known = best.get(state.rank)
             if known is None or _worth(state) > _worth(known):
                 best[state.rank], owner[state.rank] = state, number
-    groups = _Table(group for part in parts for group in part.groups)
-    sites = _Table(site for part in parts for site in part.sites)
+    groups = _Table(group for node in nodes for group in node.groups)
+    sites = _Table(site for node in nodes for site in node.sites)
     calls = [no_calls()]
-    for number, part in enumerate(parts):
-        mine = part.calls[owner[part.calls["rank"]] == number]
-        mine["group"] = groups.translate(part.groups, mine["group"])
-        mine["site"] = sites.translate(part.sites, mine["site"])
+    for number, node in enumerate(nodes):
+        mine = node.calls[owner[node.calls["rank"]] == number]
+        mine["group"] = groups.translate(node.groups, mine["group"])
+        mine["site"] = sites.translate(node.sites, mine["site"])
         calls.append(mine)
-    problems = list(dict.fromkeys(text for part in parts for text in part.problems))
+    problems = list(dict.fromkeys(text for node in nodes for text in node.problems))
     ranks = [best.get(rank) or RankState(rank, blind=True) for rank in range(world)]
     return Snapshot(
         ranks, np.concatenate(calls), groups.items, labels_of(groups.items, ranks), sites.items,

@@ -1,24 +1,27 @@
-"""From a run's rings to a ``Snapshot``: where each rank stands.
+"""From a run's rings to a ``Snapshot``.
 
-Rings are read one after the other and only a window of each is kept: its newest calls, the newest
-of each group and channel, and whatever has not ended or has failed.
+If a run holds several rings of one rank, or rings of several jobs, the ones of the last attempt of
+one job are chosen. Rings are read one after the other, and only a window of each is kept: its
+newest calls, the newest of each group and channel, and all calls that have not ended or have
+failed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.state.chosen import choose, strangers
 from rankcall.analysis.state.snapshot import (
     ALIVE,
     CALL,
+    COMPLETED,
     GONE,
+    P2P,
     UNKNOWN,
     Calls,
     RankState,
@@ -27,28 +30,28 @@ from rankcall.analysis.state.snapshot import (
     no_calls,
 )
 from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
-from rankcall.record import FLAG_DEVICE, KINDS, STATUSES
+from rankcall.record import FLAG_DEVICE
 from rankcall.ring.header import Header
-from rankcall.ring.reader import Ring
+from rankcall.ring.reader import Head, Ring
 from rankcall.ring.tables import CallSite, Group
-from rankcall.run import Progress, Run
+from rankcall.run import Progress, Run, format_ranks
 
 Ints = npt.NDArray[np.int64]
 
-_P2P = KINDS.index("p2p")
-_COMPLETED = STATUSES.index("completed")
 _WINDOW, _ALL_WINDOWS = (64, 1024), 1 << 20  # calls kept of a rank: bounds, and of all ranks
 _PER_GROUP = 16  # calls kept of each group, however long ago
-_LARGEST = 1 << 62  # no count or size beyond this is believed
-_BEATS_S = 2.0  # a process that gave a sign of life so recently is not gone, whatever /proc says
-_TERMINATED = (-2, -9, -15)  # what a launcher that is told to stop ends its workers with
+_LARGEST = 1 << 62  # a larger count or size is damage
+_BEATS_S = 2.0  # a process with a sign of life so recent is not gone, even if /proc says so
+_TERMINATED = (-2, -9, -15)  # signals with which a launcher that is stopped ends its workers
 _AT_ONCE_NS = 500_000_000  # Ctrl-C reaches a launcher and its workers in any order
+# Processes of one job live at the same time, but their hosts' clocks may differ by so much.
+_APART_S = 60.0
 _S = 1e9
 
 ProcessState = Callable[[Header], str]
 
 
-def stand(
+def snapshot_of_run(
     run: Run,
     progress: Progress | None = None,
     *,
@@ -57,20 +60,25 @@ def stand(
     state_of: ProcessState = process_state,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Snapshot:
-    """Read where the ranks of a run's last attempt stand. ``progress``: (rings read, in all).
+    """Read where the ranks of a run's last attempt stand.
 
-    ``window`` is how many of its newest calls are kept of each rank; ``newest`` reads only so many
-    records of each ring, for a quick look. ``state_of`` tells what a
-    ring's process is doing, and ``now_ns`` is this host's monotonic clock. What cannot be read, or
-    does not belong together, is noted in ``Snapshot.problems``.
+    Rings that cannot be read, or that do not belong together, are noted in ``Snapshot.problems``.
+
+    Args:
+        run: The run to read.
+        progress: Called with the number of rings read and the number of all rings.
+        window: The number of each rank's newest calls to keep.
+        newest: Read only so many records of each ring, for a quick look.
+        state_of: Returns the state of a ring's process.
+        now_ns: This host's monotonic clock.
     """
     problems = list(run.problems)
-    heads = choose(run.heads, problems)
-    mixed = strangers(heads, problems)
+    heads = select_rings(run.heads, problems)
+    mixed = lived_apart(heads, problems)
     chosen = {head.path.name for head in heads}
     if window is None:
         window = min(max(_ALL_WINDOWS // max(1, len(chosen)), _WINDOW[0]), _WINDOW[1])
-    gathered, noted = _Gathered(window), read_states(run.path) if run.path.is_dir() else {}
+    gathered, noted = _RingWindows(window), read_states(run.path) if run.path.is_dir() else {}
     for ring in run.iter_rings(progress, newest):
         if ring.path.name in chosen:
             state, moment = state_of(ring.header), now_ns()
@@ -87,7 +95,7 @@ def stand(
 
 @dataclass(frozen=True)
 class _Known:
-    """A group: its index, and its members, to look them up and by group rank."""
+    """A group with its index, and its members as a set and by group rank."""
 
     group: Group
     number: int
@@ -96,16 +104,16 @@ class _Known:
 
 
 class _End(NamedTuple):
-    """How a process ended, by its host's monotonic ns."""
+    """How a process ended, and when by its host's monotonic clock."""
 
     noted: Exit
     mono_ns: int
-    launcher_signal: int  # 0: its launcher was not told to stop, or it ended before that
+    launcher_signal: int  # 0: its launcher was not told to stop, or the process ended before
 
 
 @dataclass
-class _Gathered:
-    """What the rings held, in their hosts' own times."""
+class _RingWindows:
+    """The windows of all rings, in their hosts' own times."""
 
     window: int
     headers: dict[int, Header] = field(default_factory=dict)
@@ -122,7 +130,7 @@ class _Gathered:
     _of_object: dict[int, _Known] = field(default_factory=dict)
 
     def add(self, ring: Ring, state: str, now_ns: int) -> None:
-        """Take what matters of one ring; the ring itself is not kept."""
+        """Keep a window of one ring; the ring itself is not kept."""
         head, records = ring.header, ring.records
         last = max(_beats(head))
         if len(records):
@@ -173,7 +181,7 @@ class _Gathered:
         on_device = (kept["flags"] & FLAG_DEVICE != 0) & (kept["started_ns"] > 0)
         came = np.where(on_device, kept["started_ns"], kept["enqueued_ns"])
         self.came.append(came[placed])
-        over = np.where(kept["status"] >= _COMPLETED, kept["completed_ns"], 0)
+        over = np.where(kept["status"] >= COMPLETED, kept["completed_ns"], 0)
         self.ended.append(np.ascontiguousarray(over[placed]))
 
     def _known(self, group: Group) -> _Known:
@@ -187,7 +195,7 @@ class _Gathered:
         return known
 
     def finish(self, world_size: int, exits: list[Exit], problems: list[str]) -> Snapshot:
-        """Turn times into ages, and lay the noted ends over the states."""
+        """Turn times into ages, and overlay the states with the noted ends of processes."""
         ends = self._ends(exits)
         now = self._now(ends)
         count = max(world_size, 1 + max(self.headers, default=-1))
@@ -221,9 +229,9 @@ class _Gathered:
         return found
 
     def _now(self, ends: dict[int, _End]) -> dict[int, int]:
-        """Return each rank's moment: when its host's rings were read, or the last life sign there.
+        """Return each rank's moment: when its host's rings were read, or the last sign of life.
 
-        It is one for all ranks of a host, so that their times compare.
+        All ranks of a host have the same moment, so that their times compare.
         """
         running = {self._host(r) for r, s in self.states.items() if r in self.now_ns and s != GONE}
         last: dict[tuple[str, str], int] = {}
@@ -242,7 +250,7 @@ class _Gathered:
     def _state(self, rank: int, now: dict[int, int], ended: _End | None) -> RankState:
         head, state = self.headers[rank], self.states[rank]
         moment = now[rank]
-        # A heart beats on while other rings are read.
+        # The heartbeat goes on while other rings are read.
         seen = self.now_ns.get(rank, moment) if state not in (GONE, UNKNOWN) else moment
         silent = (seen - self.last_ns[rank]) / _S
         found = RankState(
@@ -269,7 +277,7 @@ class _Gathered:
 
 
 def _with_launcher(ended: Exit, told: dict[str, Exit]) -> int:
-    """Return the signal that told a process's launcher to stop, where it ended because of that."""
+    """Return the signal that stopped a process's launcher, if the process ended because of it."""
     launcher = told.get(ended.host)
     if launcher is None:
         return 0
@@ -285,17 +293,84 @@ def _beats(head: Header) -> tuple[int, ...]:
 
 
 def _kept(records: Calls, window: int) -> npt.NDArray[np.bool_]:
-    """Choose what to keep of one ring's records."""
-    wanted: npt.NDArray[np.bool_] = records["status"] != _COMPLETED
+    """Return which of a ring's records to keep."""
+    wanted: npt.NDArray[np.bool_] = records["status"] != COMPLETED
     wanted[-window:] = True
     older = slice(0, max(0, len(records) - window))
     for group in np.unique(records["group"]):
-        rows = np.flatnonzero((records["group"] == group) & (records["kind"] != _P2P))
+        rows = np.flatnonzero((records["group"] == group) & (records["kind"] != P2P))
         wanted[rows[-_PER_GROUP:]] = True
-    messages = np.flatnonzero(records["kind"][older] == _P2P)
+    messages = np.flatnonzero(records["kind"][older] == P2P)
     if len(messages):
         columns = [records[name][messages] for name in ("group", "peer", "tag", "op")]
         keys = np.stack([column.astype(np.int64) for column in columns])
         _, first = np.unique(keys[:, ::-1], axis=1, return_index=True)
         wanted[messages[len(messages) - 1 - first]] = True
     return wanted
+
+
+def select_rings(heads: Iterable[Head], problems: list[str]) -> list[Head]:
+    """Choose one ring for each rank: in the last attempt of one job, the one that began last."""
+    found = sorted(heads, key=lambda head: head.header.anchor_epoch_ns)
+    attempt = max((head.header.attempt for head in found), default=0)
+    found = [head for head in found if head.header.attempt == attempt]
+    ranked = [head for head in found if head.header.rank >= 0]
+    if len(ranked) < len(found):
+        left = len(found) - len(ranked)
+        problems.append(f"{left} processes left a ring without a rank: they are left out")
+    newest: dict[int, Head] = {}
+    copies = set()
+    for head in _of_one_size(ranked, problems):
+        known = newest.get(head.header.rank)
+        if known is not None and _process(known.header) != _process(head.header):
+            copies.add(head.header.rank)
+        newest[head.header.rank] = head
+    if copies:
+        problems.append(
+            f"several processes left a ring as rank {format_ranks(sorted(copies))}: "
+            "the one that started last counts"
+        )
+    return list(newest.values())
+
+
+def _of_one_size(heads: Sequence[Head], problems: list[str]) -> list[Head]:
+    """Keep the rings of the job that started last, if others are of a job of another size.
+
+    An elastic job that grew or shrank leaves such rings. So do files that were mixed up.
+    """
+    size = next((h.header.world_size for h in reversed(heads) if h.header.world_size > 0), 0)
+    others = [head for head in heads if head.header.world_size not in (size, 0, -1)]
+    if others:
+        sizes = format_ranks(sorted({head.header.world_size for head in others}))
+        ranks = format_ranks(sorted({head.header.rank for head in others}))
+        problems.append(
+            f"rings of a job of {sizes} ranks (rank {ranks}) lie beside those of one of {size}, "
+            "which started last: they are left out"
+        )
+    return [head for head in heads if head not in others]
+
+
+def lived_apart(heads: Sequence[Head], problems: list[str]) -> bool:
+    """Tell whether some rings are of different jobs, most likely: their processes never met."""
+    if not heads:
+        return False
+    began = max(head.header.anchor_epoch_ns for head in heads)
+    gone = [
+        head.header.rank for head in heads if (began - _last_seen_ns(head.header)) / 1e9 > _APART_S
+    ]
+    if gone:
+        problems.append(
+            f"rank {format_ranks(sorted(gone))} was last seen before others began: these files "
+            "may be of several jobs, mixed up"
+        )
+    return bool(gone)
+
+
+def _process(header: Header) -> tuple[object, ...]:
+    return header.host, header.boot_id, header.pid, header.process_start
+
+
+def _last_seen_ns(header: Header) -> int:
+    """Return when a process last gave a sign of life, as epoch ns of its host."""
+    beats = header.native_heartbeat_ns, header.python_heartbeat_ns, header.closed_ns
+    return header.anchor_epoch_ns + max(0, max(beats) - header.anchor_mono_ns)

@@ -1,1 +1,0 @@
-"""What slows a job that goes on: ranks that come late, links that are slow."""

@@ -1,0 +1,226 @@
+"""Ranks that others wait for and that wait for no other rank, and how processes ended.
+
+A process that fails takes the job with it: its peers' collectives fail, and the launcher ends the
+rest. If the job hangs, its own watchers may end it: the processes that they end were waiting, or
+were waited for. A launcher that a signal stops takes its node's ranks with it. In a job on several
+nodes those may be the first to end, for example on a node that is preempted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rankcall.analysis.state.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, RankState, Snapshot
+from rankcall.analysis.verdicts.wait_graph import Wait, WaitGraph
+
+# Exit codes of processes that a launcher or a person ended: the signal, or 128 + n.
+_ASKED = (-2, -15, 130, 143)
+_KILLED = (-9, 137)
+_KILLED_LATER_S = 20.0  # torchrun sends SIGKILL 30 s after SIGTERM
+_AT_ONCE_S = 0.02  # processes that get a signal together end within that time
+BEATS_S = 1.5  # three heartbeats: times of death without a noted end are no more exact
+# A heartbeat comes twice a second. If it is this old, and older than half of the time that the
+# others have waited, it stopped when the waiting began. Otherwise the machine is only busy.
+FROZEN_S, FROZEN_SHARE = 2.5, 0.5
+
+
+@dataclass
+class Exits:
+    """The ranks whose processes are gone, by the reason."""
+
+    own: set[int] = field(default_factory=set)  # of a signal or an error of their own
+    left: set[int] = field(default_factory=set)  # they ended well
+    first_s: float | None = None  # since the first of ``own`` ended
+    together: set[int] = field(default_factory=set)  # ended at the same time, without a note of how
+
+
+def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
+    """Sort the ranks that are gone by the reason.
+
+    A collective failed on ``victims``, so the error that ended them is not their own.
+    """
+    gone = [each for each in snapshot.ranks if each.state == GONE]
+    found = Exits(left={each.rank for each in gone if _ended_well(each)})
+    rest = [each for each in gone if each.rank not in found.left and each.rank not in victims]
+    ends = sorted((_ago(each) for each in gone if each.rank not in found.left), reverse=True)
+    live = snapshot.live
+    last = min((each.silent_s for each in snapshot.ranks if not each.blind), default=0.0)
+    for each in rest:
+        if each.aborted:
+            own = False
+        elif each.exit is None:
+            own = live or each.silent_s > last + BEATS_S
+        elif each.ended_by_launcher:
+            own = False
+        elif each.exit in _ASKED:
+            own = _ago(each) == ends[0] and (len(ends) == 1 or ends[0] - ends[1] > _AT_ONCE_S)
+        else:
+            own = each.exit not in _KILLED or ends[0] - _ago(each) < _KILLED_LATER_S
+        if own:
+            found.own.add(each.rank)
+    told = {each.rank for each in gone if each.launcher_signal}
+    if told and _cut_off(snapshot, told, found.own):
+        found.own |= told
+    found.together = _together(snapshot, victims) - found.own
+    if found.own:
+        found.first_s = max(_ago(snapshot.ranks[rank]) for rank in found.own)
+    return found
+
+
+def _cut_off(snapshot: Snapshot, told: Collection[int], own: Collection[int]) -> bool:
+    """Tell whether ranks that ended with their launcher left others behind, as on a lost node.
+
+    If all ranks ended that way, or ended well, the job was ended on purpose.
+    """
+    rest = [each for each in snapshot.ranks if each.rank not in told]
+    first = max(_ago(snapshot.ranks[rank]) for rank in told)
+    behind = any(
+        each.state in (ALIVE, STOPPED)
+        or (each.exit not in (None, 0) and not each.ended_by_launcher)
+        for each in rest
+    )
+    return behind and all(_ago(snapshot.ranks[rank]) <= first for rank in own)
+
+
+def _together(snapshot: Snapshot, victims: Collection[int]) -> set[int]:
+    """Return the ranks that cannot go on and have no noted end; in a copy, they may have ended."""
+    if snapshot.live:
+        return set()
+    return {
+        each.rank
+        for each in snapshot.ranks
+        if each.state in (GONE, UNKNOWN)
+        and each.exit is None
+        and each.rank not in victims
+        and not (each.closed or each.aborted or each.blind)
+    }
+
+
+def _ended_well(state: RankState) -> bool:
+    return state.exit == 0 or (state.exit is None and state.closed)
+
+
+def _ago(state: RankState) -> float:
+    return state.gone_s if state.gone_s is not None else state.silent_s
+
+
+@dataclass
+class Suspects:
+    """All that is known when the ranks that hold others up are classified."""
+
+    snapshot: Snapshot
+    graph: WaitGraph
+    exits: Exits
+    hang_after: float
+    clashing: Collection[int]  # ranks in a call whose members do not agree
+    explained: Callable[[Wait], bool]  # whether a disagreement explains a wait
+    halted: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.halted = halted_ranks(self.snapshot, self.graph, self.exits)
+
+    def has_left(self, rank: int) -> bool:
+        """Tell whether a rank's program has ended well, or is ending."""
+        return rank in self.exits.left or self.snapshot.ranks[rank].leaving
+
+    def overdue(self, waits: Iterable[Wait]) -> list[Wait]:
+        """Return the overdue waits behind some waits, but not those of halted ranks alone."""
+        reached = [wait for wait in self.graph.reach(waits) if wait.hung]
+        return [wait for wait in reached if not self.halted.issuperset(wait.waiters)]
+
+
+@dataclass
+class Suspect:
+    """One rank that others wait for and that waits for no other rank, with the waits for it."""
+
+    state: RankState
+    waits: list[Wait]
+
+    @property
+    def rank(self) -> int:
+        """The rank's number."""
+        return self.state.rank
+
+    @property
+    def longest(self) -> Wait | None:
+        """The wait for it that has lasted longest."""
+        return max(self.waits, key=lambda wait: wait.age_s, default=None)
+
+
+@dataclass
+class Case(Suspect):
+    """A suspect with the kind of verdict that fits it."""
+
+    kind: CulpritKind
+    confidence: str
+
+
+class CulpritKind(Protocol):
+    """The part of a kind of verdict that classifies one rank."""
+
+    may_have_skipped: bool
+    """Whether the rank may be out of step with the others: its calls are compared with theirs."""
+
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
+        """Return how sure it is that this kind fits a suspect; None if it does not."""
+
+    def counts(self, suspects: Suspects, case: Case) -> bool:
+        """Tell whether a case is a cause that must be reported."""
+
+
+def culprit_cases(suspects: Suspects, kinds: Sequence[CulpritKind]) -> list[Case]:
+    """Return all ranks that hold others up. The first kind that fits a rank classifies it."""
+    found = []
+    for rank in _candidates(suspects):
+        if suspects.snapshot.ranks[rank].may_be_silent(suspects.hang_after):
+            continue
+        case = _case(suspects, rank, kinds)
+        if case is not None and case.kind.counts(suspects, case):
+            found.append(case)
+    return found
+
+
+def _candidates(suspects: Suspects) -> list[int]:
+    """Return the ranks that are waited for and do not wait themselves, and the halted ranks."""
+    absent: set[int] = set()
+    for wait in suspects.graph.waits:
+        absent.update(rank for rank in wait.absent if not suspects.graph.blocked(rank))
+    return sorted(absent | suspects.halted)
+
+
+def _case(suspects: Suspects, rank: int, kinds: Sequence[CulpritKind]) -> Case | None:
+    graph, halted = suspects.graph, suspects.halted
+    waits = list(graph.waits_for.get(rank, ()))
+    if rank in halted:
+        # A halted rank also holds up the calls that it has arrived at, but not those in which all
+        # other ranks are halted, too.
+        waits = list({id(wait): wait for wait in [*waits, *graph.joined(rank)]}.values())
+        waits = [wait for wait in waits if not halted.issuperset(wait.waiters)] or waits
+    suspect = Suspect(suspects.snapshot.ranks[rank], waits)
+    for kind in kinds:
+        confidence = kind.confidence(suspects, suspect)
+        if confidence is not None:
+            return Case(suspect.state, waits, kind, confidence)
+    return None
+
+
+def halted_ranks(snapshot: Snapshot, graph: WaitGraph, exits: Exits) -> set[int]:
+    """Return the ranks that cannot go on in any call: dead, stopped, or without a sign of life."""
+    frozen_s = frozen_after_s(graph.waits)
+    halted = {
+        each.rank for each in snapshot.ranks if each.state == STOPPED or _still(each, frozen_s)
+    }
+    return halted | exits.own
+
+
+def frozen_after_s(waits: Iterable[Wait]) -> float:
+    """Return the age, in s, from which a heartbeat counts as frozen beside some waits."""
+    return max(FROZEN_S, FROZEN_SHARE * max((wait.age_s for wait in waits), default=0.0))
+
+
+def _still(state: RankState, frozen_s: float) -> bool:
+    """Tell whether a process that still exists gives no sign of life."""
+    frozen = state.silent_s > frozen_s and not state.closed
+    return frozen and not state.blind and state.state != GONE

@@ -1,0 +1,110 @@
+"""The verdict ``dead``: a process ended of a signal or an error of its own, or was lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+
+from rankcall.analysis.state.snapshot import UNKNOWN, RankState, Snapshot
+from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
+from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.finding import (
+    SHOWN,
+    Finding,
+    ago,
+    begin_sentence,
+    hosts_of,
+    last_call,
+    name_ranks,
+)
+from rankcall.analysis.verdicts.kinds import CulpritVerdict
+
+# Signals that come from outside. Other ends come of the call that the process was in.
+_SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+
+
+class Dead(CulpritVerdict):
+    """A process is gone, and that is not the consequence of another one's end."""
+
+    kind = "dead"
+    order = 10
+    predicate = "died"
+
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
+        """Fit ranks that ended of their own signal or error."""
+        if suspect.rank not in suspects.exits.own:
+            return None
+        return "certain" if suspect.state.exit is not None or suspects.snapshot.live else "likely"
+
+    def counts(self, suspects: Suspects, case: Case) -> bool:
+        """Report every death, except one that a call may have caused.
+
+        Back ends abort a process if the members of a group do not agree.
+        """
+        code = case.state.exit
+        aborted = code is not None and code not in _SENT_FROM_OUTSIDE
+        return not (aborted and case.rank in suspects.clashing)
+
+    def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield ranks that ended together in the middle of their work, without a note of how."""
+        snapshot, ranks = evidence.snapshot, sorted(evidence.exits.together)
+        # If no call is in flight, the ranks may have ended well.
+        if not ranks or evidence.stuck is not None or not evidence.in_flight.any():
+            return
+        end = "ended" if len(ranks) == 1 else "ended together"
+        copied = any(snapshot.ranks[rank].state == UNKNOWN for rank in ranks)
+        if copied:
+            end = f"{end}, or still ran when these records were copied"
+        yield self.finding(
+            ranks, hosts=hosts_of(snapshot, ranks), confidence="possible" if copied else "likely",
+            summary=f"{begin_sentence(name_ranks(snapshot, ranks))} {end}; nobody noted how, and "
+            "none had waited for long.",
+            evidence=tuple(f"rank {rank}: {last_call(snapshot, rank)}" for rank in ranks[:SHOWN]),
+            advice="Most likely killed from outside, with whatever started them: look at the "
+            "scheduler (a time limit, a cancelled job), at the kernel (out of memory: dmesg -T) or "
+            "for a host that was lost.",
+        )  # fmt: skip
+
+    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
+        """Write how the processes ended, and when."""
+        first = states[0]
+        endings = {_ending(state, one=len(states) == 1) for state in states}
+        text = endings.pop() if len(endings) == 1 else "ended badly"
+        gone = first.gone_s if first.gone_s is not None else first.silent_s
+        return f"{text} {ago(snapshot, gone)}"
+
+    def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
+        """Write where to find the cause of the end."""
+        first = states[0]
+        on = f" on {first.host}" if first.host else ""
+        if first.launcher_signal:
+            return f"See who ended the launcher{on}: a preempted or cancelled node, or a Ctrl-C."
+        if first.exit in (-9, 137):
+            return (
+                "A SIGKILL that nobody sent is mostly the kernel out of memory: "
+                f"dmesg -T | grep -i 'killed process'{on}."
+            )
+        if first.exit is not None and first.exit > 0:
+            return f"Its own error comes first: look at the end of rank {first.rank}'s stderr."
+        return f"Look for a core dump and at the end of rank {first.rank}'s stderr{on}."
+
+
+def _ending(state: RankState, *, one: bool) -> str:
+    """Write how one process, or several alike, ended: ``was killed by SIGKILL``, ``is gone``."""
+    if state.exit is None:
+        return "is gone" if one else "are gone"
+    was, its = ("was", "its") if one else ("were", "their")
+    if state.launcher_signal:
+        name = _signal_name(state.launcher_signal)
+        return f"{was} ended with {its} launcher, which {name} told to stop,"
+    if state.exit < 0:
+        return f"{was} killed by {_signal_name(-state.exit)}"
+    return f"exited with code {state.exit}"
+
+
+def _signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

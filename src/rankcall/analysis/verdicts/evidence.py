@@ -1,0 +1,223 @@
+"""The evidence of a hang: the calls that are overdue, and the waits behind them.
+
+It is worked out once for a snapshot. Every kind of verdict that can be behind a hang reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.state.snapshot import (
+    COMPLETED,
+    P2P,
+    Bools,
+    Snapshot,
+    failed_for_good,
+    median_step_s,
+    unfinished,
+)
+from rankcall.analysis.verdicts.culprits import (
+    BEATS_S,
+    Case,
+    CulpritKind,
+    Exits,
+    Suspects,
+    culprit_cases,
+    exits_of,
+)
+from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements_in, off_by_n
+from rankcall.analysis.verdicts.wait_graph import (
+    BLOCKING,
+    Cycle,
+    Wait,
+    WaitGraph,
+    cycles_in,
+    waits_of,
+)
+
+HANG_AFTER_S = 60.0
+_FIRST_STEP = 5.0  # the first step may take so many times longer
+_STEPS = 10.0  # a later call may take so many times the median step
+# A call in flight for this part of the threshold is followed to the ranks that it waits for. It
+# began with the trouble, or somewhat later; a shorter call may be on its way.
+_FOLLOWED = 0.1
+# Beside a call that hangs, another one that the same hang does not hold up counts at this part of
+# its patience: two troubles seldom begin at the same moment, and the first verdict is the one read.
+_BESIDE = 0.5
+_COMPARED = 64  # ranks whose calls are compared with those of the ranks that wait for them
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass
+class HangEvidence:
+    """The waits of a job, and their likely causes. All lists are empty if nothing hangs."""
+
+    snapshot: Snapshot
+    in_flight: Bools  # by call
+    graph: WaitGraph
+    exits: Exits
+    disagreements: list[Disagreement]
+    cycles: list[Cycle]  # that no disagreement explains
+    cases: list[Case]  # ranks that others wait for and that wait for no other rank
+
+    @property
+    def stuck(self) -> Wait | None:
+        """The longest overdue wait that all members have arrived at."""
+        found = [w for w in self.graph.waits if w.hung and not w.absent and not w.soft]
+        return max(found, key=lambda wait: wait.age_s, default=None)
+
+
+def hang_evidence(
+    snapshot: Snapshot, hang_after: float, kinds: Sequence[CulpritKind]
+) -> HangEvidence:
+    """Follow the calls that are in flight for long to the ranks that they wait for.
+
+    Args:
+        snapshot: Where the ranks stand.
+        hang_after: How long a call must be in flight before it counts as hung, in s. It is five
+            times that in the first step, and at least ten times the median step later; half as
+            long beside a call that hangs. If all processes are gone, all calls that never ended
+            count, unless they had only just begun.
+        kinds: The kinds that classify ranks, in order.
+    """
+    calls = snapshot.calls
+    in_flight, failed = unfinished(calls), failed_for_good(calls)
+    in_flight &= ~_left_behind(snapshot)
+    allowed = np.full(len(calls), _just_begun_s(snapshot, hang_after))
+    if snapshot.live:
+        allowed = patience(snapshot, hang_after)
+    lasted = held_for(snapshot)
+    hung = in_flight & (lasted >= allowed)
+    if hung.any():
+        hung = in_flight & (lasted >= allowed * _BESIDE)
+    hung |= failed
+    followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
+    blind = {each.rank for each in snapshot.ranks if each.blind}
+    graph = WaitGraph(waits_of(snapshot, followed, hung), blind)
+    exits = exits_of(snapshot, {int(rank) for rank in calls["rank"][failed]})
+    clashes = disagreements_in(snapshot, in_flight | failed)
+    clashing = {int(rank) for each in clashes if each.open for rank in calls["rank"][each.rows]}
+    explained = _Explained(snapshot, clashes)
+    suspects = Suspects(snapshot, graph, exits, hang_after, clashing, explained)
+    cycles = cycles_in(graph.waits, suspects.halted)
+    cycles = [each for each in cycles if _is_cause(each, explained)]
+    cases = culprit_cases(suspects, kinds)
+    shifts = _shifts(snapshot, cases, cycles)
+    if shifts:
+        clashes += shifts
+        suspects.explained = explained = _Explained(snapshot, clashes)
+        cycles = [each for each in cycles if _is_cause(each, explained)]
+        cases = culprit_cases(suspects, kinds)
+    return HangEvidence(snapshot, in_flight, graph, exits, clashes, cycles, cases)
+
+
+def patience(snapshot: Snapshot, hang_after: float) -> Floats:
+    """Return how long each call may be in flight, in s.
+
+    A rank is in its first step while it has finished no step and the call in flight is the first
+    one from its line. A rank may take any time in a phase that it declared to take long.
+    """
+    calls = snapshot.calls
+    later = max(float(hang_after), _STEPS * median_step_s(snapshot))
+    allowed = np.full(len(calls), later)
+    stepless = np.array([each.steps == 0 for each in snapshot.ranks], bool)[calls["rank"]]
+    done = calls["status"] == COMPLETED
+    line = calls["rank"].astype(np.int64) * (len(snapshot.sites) + 1) + calls["site"]
+    seen = np.isin(line, line[done]) & (calls["site"] > 0)
+    allowed[stepless & ~seen] = _FIRST_STEP * hang_after
+    declared = np.array([each.may_be_silent(hang_after) for each in snapshot.ranks], bool)
+    allowed[declared[calls["rank"]]] = np.inf
+    return allowed
+
+
+def followed_after(snapshot: Snapshot, hang_after: float) -> Floats:
+    """Return how long each call must be in flight before it is followed, in s."""
+    return np.minimum(patience(snapshot, hang_after), hang_after) * _FOLLOWED
+
+
+def held_for(snapshot: Snapshot) -> Floats:
+    """Return how long each call has held its rank up, in s.
+
+    A message that was issued to be waited for later does not hold a rank up while the rank goes on.
+    """
+    calls = snapshot.calls
+    held = np.full(len(calls), np.inf)
+    blocking = [number for number, site in enumerate(snapshot.sites) if site.api in BLOCKING]
+    loose = (calls["kind"] == P2P) & ~np.isin(calls["site"], blocking)
+    if loose.any() and snapshot.live:
+        quiet = np.full(len(snapshot.ranks), np.inf)
+        recent = np.fmin(calls["age_s"], calls["ended_s"])
+        np.minimum.at(quiet, calls["rank"], recent)
+        held[loose] = quiet[calls["rank"][loose]]
+    result: Floats = np.minimum(calls["age_s"], held)
+    return result
+
+
+def _left_behind(snapshot: Snapshot) -> Bools:
+    """Return which calls are of ranks that ended well: no rank waits for their ends any more."""
+    closed = np.array([each.closed or each.exit == 0 for each in snapshot.ranks], bool)
+    result: Bools = closed[snapshot.calls["rank"]]
+    return result
+
+
+def _just_begun_s(snapshot: Snapshot, hang_after: float) -> float:
+    """Return the age from which a call of a dead run counts, in s.
+
+    A sound job that is killed leaves some ranks in a call that others had not arrived at yet. That
+    takes no longer than a step, and the time of the end is known to three heartbeats.
+    """
+    return min(max(BEATS_S, median_step_s(snapshot)), hang_after)
+
+
+def _shifts(
+    snapshot: Snapshot, cases: Sequence[Case], cycles: Sequence[Cycle]
+) -> list[Disagreement]:
+    """Return the shifts behind ranks that did not arrive, one for each group."""
+    pairs = [
+        (case.longest, case.rank)
+        for case in cases
+        if case.longest is not None and case.kind.may_have_skipped
+    ]
+    pairs += [
+        (wait, rank)
+        for cycle in cycles
+        for wait in cycle.waits
+        for rank in wait.absent
+        if rank in cycle.ranks
+    ]
+    shifts: dict[int, Disagreement] = {}
+    for wait, rank in pairs[:_COMPARED]:
+        shift = off_by_n(snapshot, wait, rank)
+        if shift is not None:
+            shifts.setdefault(shift.group, shift)
+    return list(shifts.values())
+
+
+class _Explained:
+    """Tells which waits a disagreement explains: its group never gets in step again."""
+
+    def __init__(self, snapshot: Snapshot, clashes: Sequence[Disagreement]) -> None:
+        self._from: dict[int, int] = {}
+        self._ends: set[tuple[int, int, int, int]] = set()
+        for clash in clashes:
+            if clash.message:
+                calls = snapshot.calls[clash.rows]
+                self._ends.update(
+                    (clash.group, int(call["rank"]), int(call["tag"]), clash.seq) for call in calls
+                )
+            elif clash.open or clash.order_differs:
+                self._from[clash.group] = clash.seq
+
+    def __call__(self, wait: Wait) -> bool:
+        if wait.channel is None:
+            return wait.seq >= self._from.get(wait.group, wait.seq + 1)
+        return (wait.group, wait.waiters[0], wait.channel.tag, wait.seq) in self._ends
+
+
+def _is_cause(cycle: Cycle, explained: _Explained) -> bool:
+    return any(wait.hung for wait in cycle.waits) and not any(map(explained, cycle.waits))

@@ -1,0 +1,181 @@
+"""A finding: one cause of trouble, with its culprits, its victims and the next step to take.
+
+Below it are the words that findings share: how ranks, calls, waits and durations are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from rankcall.analysis.state.snapshot import FAILED, SEND, Snapshot
+from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.run import format_ranks
+
+HEALTHY = "healthy"
+CONFIDENCES = ("certain", "likely", "possible")
+SHOWN = 3  # ranks, waits, sides or hosts that a finding names one by one
+_LONGEST = 40  # characters of a list of ranks; a longer list is written as a count
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause of trouble. ``ranks`` are the culprits, never the victims.
+
+    ``hosts`` are the culprits'. ``group``, ``seq``, ``op`` and ``call_site`` are those of the call
+    that the victims are in (empty, or 0, without one), and ``since_s`` is the time that they have
+    been in it. ``stops`` and ``predicate`` are for reports only, and not part of the JSON.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    victims: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    group: str = ""
+    seq: int = 0
+    op: str = ""
+    call_site: str = ""
+    since_s: float = 0.0
+    confidence: str = "certain"
+    summary: str = ""
+    evidence: tuple[str, ...] = field(default=())
+    advice: str = ""
+    stops: bool = True  # it keeps the run from going on, and does not only slow it
+    predicate: str = "hold the others up"  # follows the ranks in a title: "Rank 2 died"
+
+
+def less_sure(confidence: str, steps: int = 1) -> str:
+    """Return a confidence that is lower by some steps."""
+    return CONFIDENCES[min(CONFIDENCES.index(confidence) + steps, len(CONFIDENCES) - 1)]
+
+
+def count_of(count: int, one: str) -> str:
+    """Write a count with its noun: ``1 rank``, ``1,023 ranks``."""
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Write a duration: ``0.4 s``, ``72 s``, ``12 min``, ``3.1 h``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 300:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3 * 3600 else f"{seconds / 3600:.1f} h"
+
+
+def short_duration(seconds: float) -> str:
+    """Write a short duration: ``0.35 ms``, ``20 ms``, ``1.2 s``."""
+    if seconds >= 1:
+        return duration(seconds)
+    value = seconds * 1e3
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"
+
+
+def ago(snapshot: Snapshot, seconds: float) -> str:
+    """Write a time in the past: ``12 s ago``, or for a dead run ``12 s before the end``."""
+    if snapshot.live:
+        return f"{duration(seconds)} ago"
+    return f"{duration(seconds)} before the end" if seconds >= 0.05 else "at the end"
+
+
+def name_ranks(snapshot: Snapshot, ranks: Sequence[int]) -> str:
+    """Name ranks: ``rank 2 (node-a, pid 4711)``, ``ranks 8-15 (node-b)``."""
+    if len(ranks) == 1:
+        state = snapshot.ranks[ranks[0]]
+        where = [state.host, f"pid {state.pid}" if state.pid else ""]
+        inside = ", ".join(text for text in where if text)
+        return f"rank {state.rank}{f' ({inside})' if inside else ''}"
+    hosts = list(dict.fromkeys(snapshot.ranks[rank].host for rank in ranks))
+    named = [host for host in hosts if host]
+    if len(named) > 3:
+        inside = f"on {len(named):,} hosts"
+    else:
+        inside = ", ".join(named)
+    text = format_ranks(ranks)
+    if len(text) > _LONGEST:
+        return f"{len(ranks):,} ranks{f' ({inside})' if inside else ''}"
+    return f"ranks {text}{f' ({inside})' if inside else ''}"
+
+
+def begin_sentence(text: str) -> str:
+    """Return a text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+class Verbs(NamedTuple):
+    """The verbs and the pronoun that agree with some ranks, in the tense of the run."""
+
+    be: str
+    have: str
+    do: str
+    they: str
+
+
+def verbs_for(snapshot: Snapshot, count: int) -> Verbs:
+    """Return the verbs for so many ranks: past tense after the run has ended."""
+    one, live = count == 1, snapshot.live
+    be = ("is" if one else "are") if live else ("was" if one else "were")
+    have = ("has" if one else "have") if live else "had"
+    return Verbs(be, have, "does" if one else "do", "it" if one else "they")
+
+
+def hosts_of(snapshot: Snapshot, ranks: Iterable[int]) -> tuple[str, ...]:
+    """Return the hosts of some ranks, each once."""
+    hosts = dict.fromkeys(snapshot.ranks[rank].host for rank in ranks)
+    return tuple(host for host in hosts if host)
+
+
+def name_call(snapshot: Snapshot, row: int, *, line: bool = True) -> str:
+    """Name a call: ``all_reduce #51 of group 0 at train.py:13``."""
+    found = snapshot.calls[row]
+    text = f"{snapshot.op(row)} #{int(found['seq'])} of group {group_label(snapshot, found)}"
+    site = snapshot.site(int(found["site"]))
+    return f"{text} at {site}" if line and site else text
+
+
+def group_label(snapshot: Snapshot, found: np.void) -> str:
+    """Return the label of a call's group."""
+    return snapshot.labels[int(found["group"])]
+
+
+def name_wait(snapshot: Snapshot, wait: Wait) -> str:
+    """Name the call that ranks wait in: a collective, or one end of a message."""
+    if wait.channel is None:
+        return name_call(snapshot, int(wait.rows[0]), line=False) + at_line(snapshot, wait)
+    source, target, tag = wait.channel
+    found = snapshot.calls[int(wait.rows[0])]
+    if int(found["op"]) == SEND:
+        text = f"send #{wait.seq} to rank {target}"
+    else:
+        text = f"recv #{wait.seq} from {f'rank {source}' if source >= 0 else 'any rank'}"
+    text += f" (tag {tag}, group {group_label(snapshot, found)})"
+    return text + at_line(snapshot, wait)
+
+
+def common_site(snapshot: Snapshot, wait: Wait) -> str:
+    """Return the line of most of the waiting ranks."""
+    sites, counts = np.unique(snapshot.calls["site"][wait.rows], return_counts=True)
+    return snapshot.site(int(sites[np.argmax(counts)]))
+
+
+def at_line(snapshot: Snapshot, wait: Wait) -> str:
+    """Return `` at FILE:LINE``, or nothing if the line is not known."""
+    site = common_site(snapshot, wait)
+    return f" at {site}" if site else ""
+
+
+def last_call(snapshot: Snapshot, rank: int) -> str:
+    """Write a rank's newest call, and when the rank left it."""
+    rows = np.flatnonzero(snapshot.calls["rank"] == rank)
+    if not len(rows):
+        return "it has issued nothing"
+    row = int(rows[np.argmax(snapshot.calls["index"][rows])])
+    ended, age = (float(snapshot.calls[name][row]) for name in ("ended_s", "age_s"))
+    if snapshot.calls["status"][row] == FAILED:
+        return f"{name_call(snapshot, row)} failed {ago(snapshot, ended)}"
+    if np.isnan(ended):
+        return f"in {name_call(snapshot, row)} for {duration(age)}"
+    return f"last in {name_call(snapshot, row)}, which it left {ago(snapshot, ended)}"

@@ -1,0 +1,71 @@
+"""The verdict ``missing``: a rank runs and has not come to a call that others wait in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot, unfinished
+from rankcall.analysis.verdicts.culprits import Suspect, Suspects
+from rankcall.analysis.verdicts.evidence import followed_after, held_for
+from rankcall.analysis.verdicts.finding import SHOWN, hosts_of, verbs_for
+from rankcall.analysis.verdicts.kinds import CulpritVerdict
+
+
+class Missing(CulpritVerdict):
+    """A rank has not arrived, and no other kind says why."""
+
+    kind = "missing"
+    order = 70
+    predicate = "did not come"
+    may_have_skipped = True
+
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
+        """Fit every rank that is waited for."""
+        state = suspect.state
+        unseen = (state.blind and not state.unheard) or (state.closed and state.state != GONE)
+        return "possible" if unseen else "certain"
+
+    def settles_in(self, snapshot: Snapshot, hang_after: float, ranks: Sequence[int]) -> float:
+        """Return in how many s it will be clear whether the ranks are on their way.
+
+        A rank that has just come to another call leaves it soon, or waits for a rank itself. 0: no
+        rank is in a call.
+        """
+        calls = snapshot.calls
+        left = followed_after(snapshot, hang_after) - held_for(snapshot)
+        mine = unfinished(calls) & np.isin(calls["rank"], ranks)
+        return float(np.max(left[mine], initial=0.0))
+
+    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
+        """Write where the ranks are instead, as far as that is known."""
+        first, verbs = states[0], verbs_for(snapshot, len(states))
+        if first.unheard:
+            return f"{verbs.do} not answer: no word has come from where {verbs.they} ran"
+        if first.blind:
+            return f"{verbs.have} left no records here"
+        if first.closed:
+            return (
+                f"{verbs.have} stopped recording (rankcall.disable): whether {verbs.they} came is "
+                "not known"
+            )
+        return f"{verbs.have} not come: {verbs.they} {verbs.be} in user code"
+
+    def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
+        """Write how to find out what the ranks do."""
+        first = states[0]
+        on = f" on {first.host}" if first.host else ""
+        if first.unheard:
+            lost = ", ".join(hosts_of(snapshot, [state.rank for state in states])[:SHOWN])
+            return (
+                f"See whether {lost or 'their host'} is up, and what the launcher there says: a "
+                "host that is lost or stands still takes all its ranks with it."
+            )
+        if first.blind:
+            return "Bring the records of all nodes together (rankcall collect), then ask again."
+        if not snapshot.live:
+            return f"Look at what rank {first.rank} does after the call it was last in."
+        return (
+            f"See what it does: rankcall diagnose --stacks, or py-spy dump --pid {first.pid}{on}."
+        )

@@ -1,0 +1,197 @@
+"""The verdict ``slow_link``: a transfer between some ranks is slow, or stuck.
+
+A transfer begins when both ends (all members) have come. Even the quick transfers of a slow link
+are slow, so the lower quartile is compared: a busy moment says nothing about a link.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.state.snapshot import P2P, SEND, Snapshot
+from rankcall.analysis.timing.clocks import HostClock, RowClocks
+from rankcall.analysis.timing.collectives import CollectiveTable, present
+from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.finding import (
+    Finding,
+    common_site,
+    count_of,
+    duration,
+    hosts_of,
+    name_ranks,
+    name_wait,
+    short_duration,
+)
+from rankcall.analysis.verdicts.kinds import Verdict
+from rankcall.analysis.verdicts.slowness import SYNC, RecentCalls
+from rankcall.record import OPS
+
+_TIMES = 2.5  # slower than the median link of the kind
+_LEAST_S = 1e-3  # slower by so much; a smaller difference is not worth a finding
+_ENOUGH = 12  # transfers of a link
+_MOST_LINKS = 4  # in one diagnosis
+_PEERS = 2  # least number of other links of the kind
+
+Key = tuple[int, ...]
+
+
+class SlowLink(Verdict):
+    """The transfer itself takes long: all ranks have arrived, and it does not end soon."""
+
+    kind = "slow_link"
+    order = 90
+    stops = False
+    predicate = "are linked slowly"
+
+    def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield the longest wait that all ranks have arrived at, if a call is overdue."""
+        snapshot, wait = evidence.snapshot, evidence.stuck
+        if wait is None:
+            return
+        ranks = count_of(len(wait.present), "rank")
+        yield self.finding(
+            (), victims=tuple(sorted(evidence.graph.victims([wait]))),
+            group=snapshot.labels[wait.group], seq=wait.seq,
+            op=snapshot.op(int(wait.rows[0])),
+            call_site=common_site(snapshot, wait), since_s=wait.age_s, confidence="possible",
+            summary=f"All {ranks} have come to {name_wait(snapshot, wait)}, and "
+            f"{count_of(len(wait.waiters), 'rank')} did not get out for "
+            f"{duration(wait.age_s)}: the transfer itself is stuck.",
+            evidence=(f"{name_ranks(snapshot, wait.waiters)} still in it",),
+            advice="Look at the network between their hosts, and at the back end's log.",
+        )  # fmt: skip
+
+    def in_running_job(self, recent: RecentCalls) -> Iterator[Finding]:
+        """Yield the slowest links."""
+        snapshot = recent.snapshot
+        for link in slow_links(recent)[:_MOST_LINKS]:
+            ends, subject = f"between {name_ranks(snapshot, link.ranks)}", link.op
+            if link.op == "send":
+                source, target = link.ranks[:1], link.ranks[1:]
+                ends = f"{name_ranks(snapshot, source)} to {name_ranks(snapshot, target)}"
+                subject = "messages from"
+            hosts = " and ".join(link.hosts) if len(link.hosts) > 1 else "these ranks"
+            yield self.finding(
+                sorted(link.ranks), hosts=link.hosts, op=link.op, since_s=link.seconds,
+                confidence="likely",
+                summary=f"Slow: {subject} {ends} take {short_duration(link.seconds)} once both "
+                f"ends have come, {link.seconds / link.usual:.1f} times the "
+                f"{short_duration(link.usual)} of {link.compared} others like it.",
+                evidence=(f"over {link.count:,} transfers of up to {link.bytes:,} bytes",),
+                advice=f"Look at the network between {hosts}: errors, speed, a shared uplink.",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Transfer times of a link, in s. ``ranks`` are its ends, or all members of a group."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    op: str
+    bytes: int
+    seconds: float
+    usual: float
+    count: int
+    compared: int
+
+
+def slow_links(recent: RecentCalls) -> list[LinkTimes]:
+    """Return the links that are slower than others of the same op, size class and member count."""
+    snapshot, tables, clocks = recent.snapshot, recent.tables, recent.clocks
+    kinds: dict[Key, dict[tuple[int, ...], list[float]]] = defaultdict(dict)
+    for table in tables:
+        for kind, times in _transfers(table, clocks).items():
+            kinds[kind].setdefault(tuple(table.ranks.tolist()), []).extend(times)
+    for pair, by_kind in _messages(snapshot, clocks).items():
+        for kind, times in by_kind.items():
+            kinds[kind].setdefault(pair, []).extend(times)
+    found = [each for kind, links in kinds.items() for each in _outliers(snapshot, kind, links)]
+    best: dict[tuple[int, ...], LinkTimes] = {}
+    for each in sorted(found, key=lambda each: -each.seconds / each.usual):
+        best.setdefault(each.ranks, each)
+    return list(best.values())
+
+
+def _outliers(
+    snapshot: Snapshot, kind: Key, links: dict[tuple[int, ...], list[float]]
+) -> list[LinkTimes]:
+    typical = {
+        ranks: float(np.quantile(times, 0.25))
+        for ranks, times in links.items()
+        if len(times) >= _ENOUGH
+    }
+    found = []
+    for ranks, seconds in typical.items():
+        others = [value for other, value in typical.items() if other != ranks]
+        if len(others) < _PEERS:
+            continue
+        usual = float(np.median(others))
+        if seconds > _TIMES * max(usual, 1e-9) and seconds - usual > _LEAST_S:
+            found.append(
+                LinkTimes(
+                    ranks, hosts_of(snapshot, ranks), OPS[kind[0]], 1 << kind[1],
+                    seconds, usual, len(links[ranks]), len(others),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _transfers(table: CollectiveTable, clocks: list[HostClock]) -> dict[Key, list[float]]:
+    """Return how long a group's collectives took once all had arrived, by op and size class."""
+    columns = np.flatnonzero(
+        SYNC[table.op] & present(table.arrival).all(axis=0) & present(table.completed).all(axis=0)
+    )
+    if not len(columns) or len(table.ranks) < 2:
+        return {}
+    clock = RowClocks([clocks[host] for host in table.hosts])
+    came = clock.align(np.ascontiguousarray(table.arrival[:, columns].T))
+    ended = clock.align(np.ascontiguousarray(table.completed[:, columns].T))
+    lasted = (np.median(ended, axis=1) - came.max(axis=1)) / 1e9
+    found: dict[Key, list[float]] = defaultdict(list)
+    for column, seconds in zip(columns.tolist(), lasted.tolist(), strict=True):
+        size = int(table.bytes[column]).bit_length()
+        found[int(table.op[column]), size, len(table.ranks)].append(max(seconds, 0.0))
+    return found
+
+
+def _messages(
+    snapshot: Snapshot, clocks: list[HostClock]
+) -> dict[tuple[int, int], dict[Key, list[float]]]:
+    """Return how long messages took once both ends had arrived, by pair and size class."""
+    calls = snapshot.calls[(snapshot.calls["kind"] == P2P) & (snapshot.calls["peer"] >= 0)]
+    found: dict[tuple[int, int], dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
+    if not len(calls):
+        return found
+    came, ended = _aligned(snapshot, calls, clocks)
+    is_send = calls["op"] == SEND
+    source = np.where(is_send, calls["rank"], calls["peer"])
+    target = np.where(is_send, calls["peer"], calls["rank"])
+    keys = [calls["seq"], calls["tag"], target, source, calls["group"]]
+    order = np.lexsort((is_send, *keys))
+    first, second = order[:-1], order[1:]
+    pairs = ~is_send[first] & is_send[second] & ~np.isnan(ended[first])
+    for key in keys:
+        pairs &= key[first] == key[second]
+    recv, send = first[pairs], second[pairs]
+    lasted = np.maximum(ended[recv] - np.maximum(came[recv], came[send]), 0.0)
+    size = [int(count).bit_length() for count in calls["message_bytes"][recv].tolist()]
+    ends = zip(source[recv].tolist(), target[recv].tolist(), strict=True)
+    for pair, power, seconds in zip(ends, size, lasted.tolist(), strict=True):
+        found[pair][SEND, power, 2].append(seconds)
+    return found
+
+
+def _aligned(
+    snapshot: Snapshot, calls: npt.NDArray[np.void], clocks: list[HostClock]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return arrivals and ends in s of one clock."""
+    at = {clock.host: clock for clock in clocks}
+    shift = np.array([at[each.host].shift for each in snapshot.ranks]) / 1e9
+    there = shift[calls["rank"]]
+    return there - calls["came_s"], there - calls["ended_s"]

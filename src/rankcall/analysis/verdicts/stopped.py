@@ -1,0 +1,71 @@
+"""The verdict ``stopped``: a process exists and does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rankcall.analysis.state.snapshot import GONE, STOPPED, RankState, Snapshot
+from rankcall.analysis.verdicts.culprits import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
+from rankcall.analysis.verdicts.finding import SHOWN, duration, verbs_for
+from rankcall.analysis.verdicts.kinds import CulpritVerdict
+
+
+class Stopped(CulpritVerdict):
+    """A signal stopped a process, or it gives no sign of life, or one thread holds the GIL."""
+
+    kind = "stopped"
+    order = 20
+    predicate = "does not run"
+
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
+        """Fit stopped processes, and those whose heartbeat froze when the waiting began."""
+        state = suspect.state
+        if state.state == STOPPED:
+            return "certain"
+        if suspects.has_left(suspect.rank) or state.closed or state.blind:
+            return None
+        frozen = max(state.mute_s, state.gil_held_s) > frozen_after_s(suspect.waits)
+        return "likely" if frozen else None
+
+    def counts(self, suspects: Suspects, case: Case) -> bool:
+        """Report a stopped rank that others wait for, even beside a disagreement."""
+        return self.has_waited_long(suspects, case)
+
+    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
+        """Write the sign by which the processes are known to stand still."""
+        first, verbs = states[0], verbs_for(snapshot, len(states))
+        if first.state == STOPPED:
+            return f"{verbs.be} stopped (SIGSTOP, or a debugger)"
+        if _is_mute(first):
+            return f"{verbs.have} given no sign of life for {duration(first.mute_s)}"
+        return f"{verbs.have} held the GIL for {duration(first.gil_held_s)}"
+
+    def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
+        """Write how to let the processes go on, or how to find out what stopped them."""
+        first = states[0]
+        on = f" on {first.host}" if first.host else ""
+        if first.state == STOPPED:
+            return _resume(states)
+        if first.state == GONE:
+            return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
+        if _is_mute(first):
+            return f"See whether it is swapped out, or its host stands still{on}: pid {first.pid}."
+        return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
+
+
+def _is_mute(state: RankState) -> bool:
+    """Tell whether not even the native heartbeat goes on, which does not need the GIL."""
+    return state.mute_s > FROZEN_S
+
+
+def _resume(states: Sequence[RankState]) -> str:
+    """Write the commands that let stopped processes go on, host by host."""
+    pids: dict[str, list[str]] = {}
+    for state in states:
+        pids.setdefault(state.host, []).append(str(state.pid))
+    commands = [
+        f"kill -CONT {' '.join(each)}{f' on {host}' if host else ''}" for host, each in pids.items()
+    ]
+    more = ", and so on," if len(commands) > SHOWN else ""
+    them = "it" if len(states) == 1 else "them"
+    return f"{', '.join(commands[:SHOWN])}{more} lets {them} go on."

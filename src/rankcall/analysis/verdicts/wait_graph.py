@@ -1,0 +1,334 @@
+"""Which rank waits for which: the wait-for graph over all groups and messages, and its cycles.
+
+A call that has not ended (or has failed) shows what its rank waits for: a collective waits for the
+members of its group that have not issued that sequence number, a message for its other end. Those
+ranks are in a call themselves, which shows what they wait for, or they are where the hang starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.state.snapshot import (
+    COLLECTIVE,
+    COMPLETED,
+    P2P,
+    RECV,
+    SEND,
+    Bools,
+    Calls,
+    Snapshot,
+)
+from rankcall.record import OPS
+
+Rows = npt.NDArray[np.intp]
+
+_FROM_ROOT = [OPS.index(name) for name in ("broadcast", "scatter")]
+# Functions that return only when their message is gone. The others are waited for later.
+BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")
+
+
+class Channel(NamedTuple):
+    """One direction between two ranks of a group; -1: any source."""
+
+    source: int
+    target: int
+    tag: int
+
+
+@dataclass
+class Wait:
+    """Ranks that have not left one collective, or one end of a message."""
+
+    group: int
+    seq: int
+    rows: Rows  # the waiting calls, by rank
+    waiters: list[int]
+    absent: list[int]  # ranks that have not arrived and are waited for
+    present: list[int]  # ranks that have arrived, the waiters included
+    age_s: float  # of the longest waiting call
+    hung: bool  # one of its calls has lasted long enough to count
+    channel: Channel | None = None
+    soft: bool = False  # an isend: its rank need not be waiting for it
+    any_source: bool = False  # any one of the absent ranks can end it
+    presumed: list[int] = field(default_factory=list)  # ranks without records, probably in it
+
+
+def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
+    """Return the waits behind the calls in ``blocked``. Calls in ``hung`` are overdue."""
+    calls = snapshot.calls
+    collectives = np.flatnonzero(blocked & (calls["kind"] == COLLECTIVE))
+    messages = np.flatnonzero(blocked & (calls["kind"] == P2P))
+    found = list(_collective_waits(snapshot, collectives, hung)) if len(collectives) else []
+    if len(messages):
+        found += _message_waits(snapshot, messages, hung)
+    return found
+
+
+def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[Wait]:
+    calls = snapshot.calls
+    newest = _Newest(calls)
+    # Only the first stuck call of a rank in a group shows why; the later ones queue behind it.
+    order = rows[np.lexsort((calls["seq"][rows], calls["rank"][rows], calls["group"][rows]))]
+    keys = np.stack([calls["group"][order], calls["rank"][order]])
+    first = np.concatenate([[True], np.any(keys[:, 1:] != keys[:, :-1], axis=0)])
+    order = order[first]
+    order = order[np.lexsort((calls["rank"][order], calls["seq"][order], calls["group"][order]))]
+    same = np.stack([calls["group"][order], calls["seq"][order]])
+    cuts = np.flatnonzero(np.any(same[:, 1:] != same[:, :-1], axis=0)) + 1
+    for piece in np.split(order, cuts):
+        group, seq = int(calls["group"][piece[0]]), int(calls["seq"][piece[0]])
+        came = newest.reached(group, seq)
+        members = np.array(snapshot.groups[group].ranks, np.int64)
+        absent = np.setdiff1d(members, came)
+        absent = _only_root(calls[piece], absent)
+        yield Wait(
+            group, seq, piece, calls["rank"][piece].tolist(), absent.tolist(), came.tolist(),
+            float(calls["age_s"][piece].max()), bool(hung[piece].any()),
+        )  # fmt: skip
+
+
+def _only_root(waiting: Calls, absent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the root alone if it is absent and the op cannot begin without it."""
+    op, root = int(waiting["op"][0]), int(waiting["root"][0])
+    from_root = op in _FROM_ROOT and bool((waiting["root"] == root).all())
+    return absent[absent == root] if from_root and root in absent else absent
+
+
+class _Newest:
+    """The newest collective of each rank in each group."""
+
+    def __init__(self, calls: Calls) -> None:
+        rows = np.flatnonzero(calls["kind"] == COLLECTIVE)
+        rows = rows[np.lexsort((calls["seq"][rows], calls["rank"][rows], calls["group"][rows]))]
+        keys = np.stack([calls["group"][rows], calls["rank"][rows]])
+        last = np.concatenate([np.any(keys[:, 1:] != keys[:, :-1], axis=0), [True]])
+        rows = rows[last]
+        self._group, self._rank = calls["group"][rows], calls["rank"][rows].astype(np.int64)
+        self._seq = calls["seq"][rows]
+
+    def reached(self, group: int, seq: int) -> npt.NDArray[np.int64]:
+        """Return the ranks that have issued ``seq`` in a group, or a later one."""
+        here = slice(*np.searchsorted(self._group, [group, group + 1]))
+        came: npt.NDArray[np.int64] = self._rank[here][self._seq[here] >= seq]
+        return came
+
+
+def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> list[Wait]:
+    calls = snapshot.calls
+    newest: dict[tuple[int, int, int, int, int], int] = {}  # of each end of each channel
+    open_to_any: set[tuple[int, int, int]] = set()
+    for row in np.flatnonzero(calls["kind"] == P2P).tolist():
+        group, op, rank, peer, tag, seq = _end(calls, row)
+        key = group, op, rank, peer, tag
+        newest[key] = max(newest.get(key, 0), seq)
+        if op == RECV and peer < 0 and calls["status"][row] < COMPLETED:
+            open_to_any.add((group, rank, tag))
+    first: dict[tuple[int, int, int, int, int], int] = {}
+    for row in rows[np.argsort(calls["seq"][rows], kind="stable")].tolist():
+        first.setdefault(_end(calls, row)[:5], row)
+    return [
+        wait
+        for key, row in sorted(first.items(), key=lambda item: item[1])
+        for wait in _message_wait(snapshot, key, row, newest, open_to_any, hung)
+    ]
+
+
+def _end(calls: Calls, row: int) -> tuple[int, int, int, int, int, int]:
+    call = calls[row]
+    return (
+        int(call["group"]), int(call["op"]), int(call["rank"]), int(call["peer"]),
+        int(call["tag"]), int(call["seq"]),
+    )  # fmt: skip
+
+
+def _message_wait(
+    snapshot: Snapshot,
+    key: tuple[int, int, int, int, int],
+    row: int,
+    newest: dict[tuple[int, int, int, int, int], int],
+    open_to_any: set[tuple[int, int, int]],
+    hung: Bools,
+) -> Iterator[Wait]:
+    call = snapshot.calls[row]
+    group, op, rank, peer, tag = key
+    seq, age = int(call["seq"]), float(call["age_s"])
+    me = [rank]
+    if peer < 0:
+        others = [each for each in snapshot.groups[group].ranks if each != rank]
+        yield Wait(
+            group, seq, np.array([row]), me, others, me, age, bool(hung[row]),
+            Channel(-1, rank, tag), any_source=True,
+        )  # fmt: skip
+        return
+    other_op = RECV if op == SEND else SEND
+    came = newest.get((group, other_op, peer, rank, tag), 0) >= seq
+    came = came or (op == SEND and (group, peer, tag) in open_to_any)
+    soft = op == SEND and _api(snapshot, row) not in BLOCKING
+    if soft and came:
+        # The message was received. The end of an isend that is not waited for is never recorded.
+        return
+    channel = Channel(rank, peer, tag) if op == SEND else Channel(peer, rank, tag)
+    yield Wait(
+        group, seq, np.array([row]), me, [] if came else [peer], [rank, peer] if came else me,
+        age, bool(hung[row]), channel, soft,
+    )  # fmt: skip
+
+
+def _api(snapshot: Snapshot, row: int) -> str:
+    site = int(snapshot.calls["site"][row])
+    return snapshot.sites[site].api if 0 < site < len(snapshot.sites) else ""
+
+
+class WaitGraph:
+    """The waits by the ranks that are in them, and by the ranks that are absent from them."""
+
+    def __init__(self, waits: Sequence[Wait], blind: Collection[int] = ()) -> None:
+        self.waits = waits
+        if blind:
+            for wait in waits:
+                _presume(wait, blind)
+        self.in_wait: dict[int, list[Wait]] = {}
+        self.waits_for: dict[int, list[Wait]] = {}
+        for wait in waits:
+            for rank in [*wait.waiters, *wait.presumed]:
+                self.in_wait.setdefault(rank, []).append(wait)
+            for rank in wait.absent:
+                self.waits_for.setdefault(rank, []).append(wait)
+
+    def blocked(self, rank: int) -> bool:
+        """Tell whether a rank waits for another one."""
+        return rank in self.in_wait
+
+    def joined(self, rank: int) -> list[Wait]:
+        """Return the waits that a rank is in, or has left before the others could leave."""
+        return [wait for wait in self.waits if rank in wait.present]
+
+    def reach(self, waits: Iterable[Wait]) -> list[Wait]:
+        """Return some waits, the waits for the ranks in them, and so on."""
+        todo = list(waits)
+        found = {id(wait): wait for wait in todo}
+        seen: set[int] = set()
+        while todo:
+            wait = todo.pop()
+            for rank in [*wait.waiters, *wait.presumed]:
+                if rank not in seen:
+                    seen.add(rank)
+                    fresh = [w for w in self.waits_for.get(rank, ()) if id(w) not in found]
+                    found.update((id(each), each) for each in fresh)
+                    todo += fresh
+        return list(found.values())
+
+    def victims(self, waits: Iterable[Wait]) -> set[int]:
+        """Return the ranks in some waits, the ranks that wait for those, and so on."""
+        return {rank for wait in self.reach(waits) for rank in wait.waiters}
+
+
+def _presume(wait: Wait, blind: Collection[int]) -> None:
+    """Take ranks without records for victims if a rank with records has not arrived."""
+    unseen = [rank for rank in wait.absent if rank in blind]
+    if unseen and len(unseen) < len(wait.absent) and not wait.any_source:
+        wait.absent = [rank for rank in wait.absent if rank not in blind]
+        wait.presumed = unseen
+
+
+Edges = Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Ranks that wait for each other in a circle, and the waits that they are in."""
+
+    ranks: tuple[int, ...]
+    waits: tuple[Wait, ...]
+
+
+def cycles_in(waits: Sequence[Wait], halted: Collection[int]) -> list[Cycle]:
+    """Return every circle of ranks that wait for each other.
+
+    Ranks in ``halted`` are dead or stopped, so the call that they are in is not why they do not go
+    on.
+    """
+    waiting = {rank for wait in waits for rank in wait.waiters if rank not in halted}
+    mine: dict[int, list[int]] = {}  # rank -> waits it is in
+    for number, wait in enumerate(waits):
+        for rank in waiting.intersection(wait.waiters):
+            mine.setdefault(rank, []).append(number)
+    # A receive from any source needs one of the ranks that it waits for. It is certain to need a
+    # rank only if that is the only one left.
+    certain = [
+        [] if wait.any_source and len(wait.absent) > 1 else [r for r in wait.absent if r in waiting]
+        for wait in waits
+    ]
+    edges = {number: [-1 - rank for rank in absent] for number, absent in enumerate(certain)}
+    edges.update({-1 - rank: numbers for rank, numbers in mine.items()})
+    return [
+        Cycle(
+            tuple(sorted(-1 - node for node in part if node < 0)),
+            tuple(waits[node] for node in sorted(part) if node >= 0),
+        )
+        for part in components(edges)
+    ]
+
+
+def components(edges: Edges) -> list[list[int]]:
+    """Return the strongly connected components of more than one node (Tarjan, without recursion).
+
+    R. E. Tarjan, Depth-first search and linear graph algorithms, 1972.
+    """
+    number: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    held: set[int] = set()
+    found: list[list[int]] = []
+    for root in edges:
+        if root in number:
+            continue
+        path = [(root, 0)]
+        while path:
+            node, at = path.pop()
+            if at == 0:
+                number[node] = low[node] = len(number)
+                stack.append(node)
+                held.add(node)
+            targets = edges.get(node, ())
+            if at > 0:
+                low[node] = min(low[node], low[targets[at - 1]])
+            while at < len(targets):
+                target = targets[at]
+                at += 1
+                if target not in number:
+                    path += [(node, at), (target, 0)]
+                    break
+                if target in held:
+                    low[node] = min(low[node], number[target])
+            else:
+                _close(node, number, low, stack, held, found)
+    return found
+
+
+def _close(
+    node: int,
+    number: Mapping[int, int],
+    low: Mapping[int, int],
+    stack: list[int],
+    held: set[int],
+    found: list[list[int]],
+) -> None:
+    """Take a finished component off the stack."""
+    if low[node] != number[node]:
+        return
+    part = []
+    while True:
+        top = stack.pop()
+        held.discard(top)
+        part.append(top)
+        if top == node:
+            break
+    if len(part) > 1:
+        found.append(part)

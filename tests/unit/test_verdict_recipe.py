@@ -1,0 +1,101 @@
+"""A new kind of verdict is one class: no report knows the kinds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rankcall.analysis import verdicts
+from rankcall.analysis.details import detail
+from rankcall.analysis.diagnosis import Diagnosis, diagnose
+from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kinds import Verdict
+from rankcall.analysis.verdicts.slowness import RecentCalls
+from rankcall.report import diagnosis as diagnosis_report
+from rankcall.report import top
+from rankcall.report.html import render
+from rankcall.report.json import diagnosis_object
+from rankcall.run import Run, load
+from rankcall.testing.synthetic import Planted, synthetic_run
+
+
+class Haunted(Verdict):
+    """A toy: every job that does not go on is haunted by rank 2."""
+
+    kind = "haunted"
+    order = 1
+    predicate = "is haunted"
+
+    def in_hang(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield rank 2."""
+        if evidence.in_flight.any():
+            yield self.finding(
+                [2], hosts=("node-a",), summary="Rank 2 sees ghosts.", evidence=("it rattles",),
+                advice="Call an exorcist.",
+            )  # fmt: skip
+
+
+class Drowsy(Verdict):
+    """A toy: rank 1 is slow in every job that goes on."""
+
+    kind = "drowsy"
+    order = 1
+    stops = False
+    predicate = "nods off"
+
+    def in_running_job(self, recent: RecentCalls) -> Iterator[Finding]:
+        """Yield rank 1."""
+        if recent.tables:
+            yield self.finding([1], summary="Rank 1 yawns.", advice="Make coffee.")
+
+
+@pytest.fixture
+def with_toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the toys to the kinds, which is all that a new kind needs."""
+    monkeypatch.setattr(verdicts, "KINDS", (*verdicts.KINDS, Haunted(), Drowsy()))
+
+
+def job(folder: Path, *planted: Planted) -> tuple[Run, Diagnosis]:
+    """Return a job of four ranks with its diagnosis."""
+    synthetic_run(folder / "run", 4, 80, planted=planted)
+    run = load(folder / "run")
+    return run, diagnose(run)
+
+
+@pytest.mark.usefixtures("with_toys")
+def test_a_new_kind_is_in_every_report(tmp_path: Path) -> None:
+    """Its rank among the findings, its words and its next step are those of its class."""
+    run, found = job(tmp_path, Planted("stopped", (3,), 57))
+    assert found.verdict == "haunted"
+    assert "stopped" in [each.kind for each in found.findings]
+    first = json.loads(json.dumps(diagnosis_object(found)))["findings"][0]
+    assert first["kind"] == "haunted"
+    assert first["ranks"] == [2]
+    assert first["advice"] == "Call an exorcist."
+    for text in (diagnosis_report.render(found), top.render(found)):
+        assert "haunted" in text
+        assert "Rank 2 sees ghosts." in text
+        assert "Call an exorcist." in text
+    assert "Rank 2 is haunted" in render(detail(run), found.findings)
+
+
+@pytest.mark.usefixtures("with_toys")
+def test_a_kind_that_only_slows_does_not_stop_a_run(tmp_path: Path) -> None:
+    """A kind says itself whether it stops a run: the page then names no cause of a stop."""
+    run, found = job(tmp_path)
+    assert found.verdict == "drowsy"
+    assert "Rank 1 yawns." in diagnosis_report.render(found)
+    page = render(detail(run), found.findings)
+    assert "Rank 1 nods off" not in page
+    assert "Rank 1 yawns." in page
+
+
+def test_every_kind_names_itself() -> None:
+    """Names and orders are unique, so that every finding has one place."""
+    assert len({kind.kind for kind in verdicts.KINDS}) == len(verdicts.KINDS)
+    assert len({kind.order for kind in verdicts.KINDS}) == len(verdicts.KINDS)
+    assert all(kind.predicate for kind in verdicts.KINDS)
