@@ -39,13 +39,13 @@ test-long: $(INSTALLED)
 test-upstream: $(INSTALLED)
 	$(BIN)/python -m pytest -q --timeout=3000 -o faulthandler_timeout=2900 tests/upstream
 
-# The limits of the two measuring programs only ever go down.
+# The limits below are the figures of the day they were set, rounded up. They only ever go down.
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/shape.py src/rankcall --max-modules 235 --max-imports 32 --max-in-circles 94 --max-repeated 22
-	$(BIN)/python tools/prose.py src tests docs README.md CHANGELOG.md --limit code=14 --limit messages=4 --limit tests=14 --limit docs=10
+	$(BIN)/python tools/prose.py src tests docs README.md CHANGELOG.md --limit code=10 --limit messages=2 --limit tests=14 --limit docs=10
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --json

@@ -152,7 +152,7 @@ def test_python_is_read_as_docstrings_comments_and_messages(tmp_path: Path) -> N
 
 
 def test_the_kind_of_a_text(tmp_path: Path) -> None:
-    """Tests, C++ comments and Markdown prose are told from code, strings and code blocks."""
+    """Tests, C++ comments and Markdown prose count apart; strings and code blocks do not count."""
     texts = {
         "tests/test_it.py": '"""Nobody."""\nX = "nobody is asked about this"\n',
         "it.h": 'int x;  // nobody\n/* in\n   vain */\nauto y = "// nobody is asked";\n',
