@@ -34,6 +34,7 @@ from typing import Any, BinaryIO
 
 from rankcall._hangs import HANGS, Object, kept, settle_hangs
 from rankcall._redact import redact_command
+from rankcall._version import __version__
 from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.files import (
     UnsafeFolder,
@@ -99,8 +100,6 @@ def about_job(command: Sequence[str], torch: str, **more: Any) -> dict[str, Any]
 
     Secrets in the command line are left out: a run directory is kept, copied and sent.
     """
-    from rankcall import __version__
-
     return {
         "created_epoch_ns": time.time_ns(),
         "command": redact_command(command),

@@ -14,7 +14,7 @@ ROOT = Path(rankcall.__file__).parent
 
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
-    ("errors", "background", "_handle", "_clock", "record", "_redact"),
+    ("errors", "background", "_handle", "_clock", "record", "_redact", "_version"),
     ("process", "files"),
     ("_registry", "_native", "_whole", "_joins", "_hangs"),
     ("ring", "_newfile"),

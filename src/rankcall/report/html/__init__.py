@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import PurePath
 from typing import Any
 
+from rankcall._version import __version__
 from rankcall.analysis.details import Details
 from rankcall.analysis.timing.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
@@ -102,14 +103,8 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "groups": [known.label for known in summary.groups],
         "stragglers": summary.stragglers,
         "data": _data(details, columns, maps, traffic),
-        "version": _version(),
+        "version": __version__,
     }
-
-
-def _version() -> str:
-    from rankcall import __version__
-
-    return __version__
 
 
 def _data(
