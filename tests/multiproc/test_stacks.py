@@ -98,7 +98,7 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
         wait_until(lambda: state(2) == "T")
         headers = [_header(path) for path in ring_paths(run)]
         assert len(headers) == 4
-        wait_until(lambda: "in _befall" in _stacks.ask(headers).get(1, ""))
+        wait_until(lambda: "in _carry_out" in _stacks.ask(headers).get(1, ""))
         answer = _stacks.ask(headers)
     assert sorted(answer) == [0, 1, 3]
     assert "test_stacks.py" in answer[0]
@@ -123,14 +123,14 @@ def test_py_spy(tmp_path: Path) -> None:
 
         def looked() -> bool:
             found.update(take(run, [0, 1, 2]))
-            return "_befall" in found.get(1, "") and "all_reduce" in found.get(0, "")
+            return "_carry_out" in found.get(1, "") and "all_reduce" in found.get(0, "")
 
         wait_until(looked)
         assert _state(ranks, 2) == "T"
     assert sorted(found) == [0, 1, 2]
     assert "pthread_mutex_lock" in found[1]  # native, with the GIL held
     assert "c10d" in found[0]
-    assert "_befall" in found[2]
+    assert "_carry_out" in found[2]
     for text in found.values():
         assert text.startswith("Thread ")
         assert '"MainThread"' in text.splitlines()[0]

@@ -48,7 +48,7 @@ def test_report(tmp_path: Path) -> None:
     assert sorted(told) == [0, 0, 1]
     stacks = {each.name: each.read_text() for each in run.glob("hangs/0001/stacks/*")}
     assert sorted(stacks) == [f"rank-0000{rank}.txt" for rank in range(3)]
-    assert "in _befall" in stacks["rank-00001.txt"]
+    assert "in _carry_out" in stacks["rank-00001.txt"]
     assert "in plain" in stacks["rank-00000.txt"]
     (text,) = [each.stderr for each in ranks.results if "kept with" in each.stderr]
     assert "missing: Rank 1 (" in text
