@@ -188,9 +188,10 @@ def test_a_launcher_that_is_told_to_end(tmp_path: Path, sig: signal.Signals) -> 
     assert f"rankcall: the job was ended by {sig.name}" in ended.ours
     assert "rankcall report here" in ended.err
     assert ops(load(tmp_path / "here")) == [(0, 0, "all_reduce")]
-    (launcher, worker) = sorted(read_exits(tmp_path / "here"), key=lambda each: each.rank)
+    # torchrun may reap the worker before its exit status was read; then only the launcher is noted.
+    launcher, *workers = sorted(read_exits(tmp_path / "here"), key=lambda each: each.rank)
     assert (launcher.rank, launcher.code) == (LAUNCHER, -sig)
-    assert worker.code != 0
+    assert all(worker.code != 0 for worker in workers)
     assert diagnose(load(tmp_path / "here")).verdict == "healthy"
 
 

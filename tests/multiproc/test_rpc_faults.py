@@ -280,6 +280,10 @@ def _zeros(count: int) -> Any:
     return torch.zeros(count)
 
 
+def _file_limit() -> int:
+    return resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+
+
 def _no_room(rank: int, world_size: int) -> Any:
     """No block can be made: as where /dev/shm is full, or files may not grow."""
     import torch
@@ -288,6 +292,8 @@ def _no_room(rank: int, world_size: int) -> Any:
 
     come_up(rank, world_size, "ZMQ")
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    while rpc.rpc_sync(f"w{1 - rank}", _file_limit) != 1 << 16:  # the spawner has a deadline
+        pass
     sent = torch.arange(1 << 20)
     assert torch.equal(rpc.rpc_sync(f"w{1 - rank}", _identity, args=(sent,)), sent)
     told = metrics()["arena_bytes"], blocks()
