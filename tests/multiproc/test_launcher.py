@@ -191,6 +191,7 @@ def test_a_launcher_that_is_told_to_end(tmp_path: Path, sig: signal.Signals) -> 
     # torchrun may reap the worker before its exit status was read; then only the launcher is noted.
     launcher, *workers = sorted(read_exits(tmp_path / "here"), key=lambda each: each.rank)
     assert (launcher.rank, launcher.code) == (LAUNCHER, -sig)
+    assert len(workers) <= 1
     assert all(worker.code != 0 for worker in workers)
     assert diagnose(load(tmp_path / "here")).verdict == "healthy"
 
