@@ -290,3 +290,18 @@ def test_what_is_kept_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     for record in range(250):
         bench.issue(record, record + 1)
     assert bench.look(0) == [(record, False) for record in range(150)]
+
+
+def test_a_group_that_raises_hides_no_other() -> None:
+    """A group without a back end for its device must not keep other groups' ops in flight."""
+
+    class Broken(ProcessGroup):
+        def _get_backend(self, device: Device) -> Backend:
+            raise RuntimeError("no back end")
+
+    bench, broken, sound = Bench(), Broken(1), ProcessGroup(7)
+    bench.status.add_group(1, broken, new=False)
+    bench.status.add_group(2, sound, new=False)
+    bench.issue(0, 5, group=1)
+    bench.issue(1, 5, group=2)
+    assert bench.look(5) == [(1, True)]

@@ -308,7 +308,10 @@ def _uid(reference: weakref.ref[Any] | None) -> int | None:
         return None
     for device in process_group._device_types:
         if device.type != "cpu":
-            uid = getattr(process_group._get_backend(device), "uid", None)
+            try:
+                uid = getattr(process_group._get_backend(device), "uid", None)
+            except RuntimeError:  # no back end for this device; other groups are still looked at
+                continue
             if uid is not None:
                 return int(uid)
     return None
