@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from rankcall.analysis.state.run_snapshot import snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.run import Run, load
+from rankcall.run.load import Run, load
 from rankcall.testing import synthetic_run
 from rankcall.testing.synthetic import Planted
 from rankcall.watch._exchange import Exchange
@@ -114,9 +114,13 @@ def _write(run: Path, nodes: int, missing: int) -> None:
     ranks = nodes * RANKS_PER_NODE
     rows = [list(range(at, at + RANKS_PER_NODE)) for at in range(0, ranks, RANKS_PER_NODE)]
     synthetic_run(
-        run, ranks, CALLS, hosts=nodes, groups={"node": rows},
+        run,
+        ranks,
+        CALLS,
+        hosts=nodes,
+        groups={"node": rows},
         planted=Planted("missing", (missing,), CALLS * 3 // 4),
-    )  # fmt: skip
+    )
 
 
 def _node(pipe: Connection, run: Run, node: int, nodes: int, port: int) -> None:

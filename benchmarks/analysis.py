@@ -51,9 +51,12 @@ def _benchmark(options: argparse.Namespace) -> dict[str, Any]:
     try:
         run = folder / "run"
         written = _fresh(
-            "--write", run, f"--ranks={options.ranks}", f"--collectives={options.collectives}",
+            "--write",
+            run,
+            f"--ranks={options.ranks}",
+            f"--collectives={options.collectives}",
             f"--hosts={options.hosts}",
-        )  # fmt: skip
+        )
         rounds = [_fresh("--measure", run) for _ in range(options.repeat)]
         rounds.sort(key=lambda one: float(one["seconds"]))
         peer = _fresh("--measure-frame", _subset(run, folder / "subset", options.collectives))
@@ -78,9 +81,13 @@ def _write(run: Path, options: argparse.Namespace) -> dict[str, float]:
     offsets = [host * 7_000_000 % 1_000_000_000 for host in range(hosts)]
     start = time.perf_counter()
     synthetic_run(
-        run, options.ranks, options.collectives, hosts=hosts, straggler=options.ranks // 2,
+        run,
+        options.ranks,
+        options.collectives,
+        hosts=hosts,
+        straggler=options.ranks // 2,
         clock_offsets_ns=offsets,
-    )  # fmt: skip
+    )
     return {"write_seconds": round(time.perf_counter() - start, 3)}
 
 
@@ -103,7 +110,7 @@ def _report(run: Path) -> dict[str, Any]:
     start = time.perf_counter()
     from rankcall.analysis import summarise
     from rankcall.report import terminal
-    from rankcall.run import load
+    from rankcall.run.load import load
 
     loaded = load(run)
     text = terminal.render(summarise(loaded))
@@ -116,7 +123,7 @@ def _frame(run: Path) -> dict[str, Any]:
     start = time.perf_counter()
     import polars as pl
 
-    from rankcall.run import load
+    from rankcall.run.load import load
 
     frame = load(run).records
     spent = pl.col("completed_ns") - pl.col("started_ns")

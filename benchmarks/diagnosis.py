@@ -140,17 +140,21 @@ def _write(run: Path, ranks: int, kind: str) -> Cause:
     rows = [list(range(first, first + 8)) for first in range(0, ranks, 8)]
     hosts = ranks // 8
     synthetic_run(
-        run, ranks, CALLS, hosts=hosts, groups={"node": rows},
+        run,
+        ranks,
+        CALLS,
+        hosts=hosts,
+        groups={"node": rows},
         clock_offsets_ns=[host * 7_000_003 % 1_000_000_000 for host in range(hosts)],
         planted=Planted(kind, who, CALLS * 3 // 4),
-    )  # fmt: skip
+    )
     return kind, who
 
 
 def _measured(run: Path) -> dict[str, Any]:
     start = time.perf_counter()
     from rankcall.analysis.diagnosis import diagnose
-    from rankcall.run import load
+    from rankcall.run.load import load
 
     found = diagnose(load(run))
     seconds = time.perf_counter() - start

@@ -88,7 +88,7 @@ def _figures(
 
 
 def _write(run: Path, ranks: int, collectives: int) -> int:
-    from rankcall.run import load
+    from rankcall.run.load import load
     from rankcall.testing.synthetic import Op, synthetic_run
 
     hosts, group = max(1, ranks // 8), min(8, ranks)
@@ -99,10 +99,15 @@ def _write(run: Path, ranks: int, collectives: int) -> int:
         Op(message_bytes=1 << 20, line=42),
     )
     synthetic_run(
-        run, ranks, collectives, hosts=hosts, straggler=ranks // 2, program=program,
+        run,
+        ranks,
+        collectives,
+        hosts=hosts,
+        straggler=ranks // 2,
+        program=program,
         clock_offsets_ns=[host * 137_000_000 for host in range(hosts)],
         groups={"tp": [list(range(at, at + group)) for at in range(0, ranks, group)]},
-    )  # fmt: skip
+    )
     loaded = load(run)
     return sum(loaded.count(head)[0] for head in loaded.heads)
 
@@ -137,7 +142,7 @@ def _measure(what: str, run: Path) -> dict[str, float]:
 
 
 def _peer_parquet(run: Path, target: Path) -> int:
-    from rankcall.run import load
+    from rankcall.run.load import load
 
     records = load(run).records
     records.write_parquet(target)
@@ -149,7 +154,7 @@ def _peer_perfetto(run: Path, target: Path) -> int:
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
     from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
-    from rankcall.run import load
+    from rankcall.run.load import load
 
     ring = next(load(run).iter_rings())
     builder = TraceProtoBuilder()

@@ -270,9 +270,12 @@ def hang_verdict() -> tuple[bool, str]:
     with tempfile.TemporaryDirectory(prefix="rankcall-gpu-") as folder:
         run_dir = f"{folder}/run"
         common = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2",
-        }  # fmt: skip
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": "2",
+        }
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, "--rank-of-hang", run_dir],
@@ -280,7 +283,7 @@ def hang_verdict() -> tuple[bool, str]:
                 stdin=subprocess.PIPE,
             )
             for rank in (0, 1)
-        ]  # fmt: skip
+        ]
         try:
             return verdict(run_dir)
         finally:
@@ -297,8 +300,11 @@ def verdict(run_dir: str) -> tuple[bool, str]:
         time.sleep(1.0)
         done = subprocess.run(
             [sys.executable, "-m", "rankcall", "diagnose", run_dir, "--json", "--hang-after", "5"],
-            capture_output=True, text=True, check=False, timeout=60,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
         if done.returncode < 2 and done.stdout:
             findings = json.loads(done.stdout)["findings"]
     named = [(found["kind"], found["ranks"]) for found in findings]
@@ -358,8 +364,11 @@ def run_check(check: Check) -> Line:
     # A session of its own, so that nothing that the check has started outlives its time-out.
     process = subprocess.Popen(
         [sys.executable, __file__, "--run", check.name],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         out, err = process.communicate(timeout=CHECK_SECONDS)
     except subprocess.TimeoutExpired:

@@ -48,10 +48,11 @@ def told_by_ranks(
         subprocess.Popen(
             [sys.executable, script, *arguments],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     try:
         return [json.loads(each.communicate(timeout=_TIMEOUT_S)[0]) for each in processes]
     finally:

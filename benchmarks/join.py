@@ -1,10 +1,10 @@
-"""What Join costs while inputs are even: rankcall's and torch's, beside plain DDP, over Gloo.
+"""The cost of Join while inputs are even: rankcall's and torch's, beside plain DDP, over Gloo.
 
-Every way to train has a model of its own and trains a few batches by turns, in an order shuffled
-anew in each cycle, so that whatever else the machine does falls on all alike. A ratio is that of a
-way's time in a cycle and the plain one's of the same cycle; figures are medians over the cycles.
-The plain way is there twice: how far its ratio to itself is from 1 says how far to trust the rest.
-A turn is 8 batches: one window where rankcall does not know the lengths, its exchange included.
+Each way to train has its own model. In each cycle, every way trains 8 batches, in an order that is
+shuffled for each cycle, so that other load on the machine falls on all ways alike. A ratio divides
+the time of a way in a cycle by that of plain DDP in the same cycle; the figures are medians over
+the cycles. Plain DDP runs twice: the distance of its ratio to itself from 1 is the error of the
+other ratios. If lengths are unknown, 8 batches are one window, with its exchange.
 
     python benchmarks/join.py [--json] [--cycles N]
 """
@@ -50,7 +50,7 @@ def workload(name: str) -> tuple[Callable[[], nn.Module], tuple[Tensor, Tensor]]
 
 
 class Way:
-    """One way to train: a model of its own, inside its own context, on batches that go on."""
+    """One way to train: its own model, inside its own context, on one long row of batches."""
 
     def __init__(
         self, name: str, make: Callable[[], nn.Module], batch: Any, batches: int, stack: Any
@@ -80,7 +80,7 @@ class Way:
 
 
 def be_rank(options: argparse.Namespace) -> dict[str, Any]:
-    """Run as one rank: each way's turns, in the same order on every rank."""
+    """Run as one rank: train each way by turns, in the same order on every rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     make, batch = workload(options.model)
@@ -98,11 +98,11 @@ def be_rank(options: argparse.Namespace) -> dict[str, Any]:
             assert next(way.left, None) is None, "every rank uses up its batches"
     dist.destroy_process_group()
     added = (counts["rankcall_known"] - counts["plain"]) / TURN
-    return {"took": {name: each[WARM_UP:] for name, each in took.items()}, "added": added}
+    return {"took": {name: times[WARM_UP:] for name, times in took.items()}, "added": added}
 
 
 def issued(way: Way) -> int:
-    """Return how many collectives one more turn issues, by the group's own counter."""
+    """Return how many collectives one more turn issues, from the group's own counter."""
     group: Any = dist.group.WORLD
     before: int = group._get_sequence_number_for_group()
     way.turn()
@@ -111,38 +111,42 @@ def issued(way: Way) -> int:
 
 
 def job(model: str, ranks: int, cycles: int) -> dict[str, Any]:
-    """Run one job of several ranks and return what rank 0 told."""
+    """Run one job of several ranks and return the result of rank 0."""
     return told_by_ranks(__file__, ["--model", model, "--cycles", str(cycles)], ranks)[0]
 
 
 def figures(model: str, ranks: int, cycles: int) -> dict[str, Any]:
     """Return one configuration's figures."""
-    told = job(model, ranks, cycles)
-    took = told["took"]
-    found: dict[str, Any] = {"model": model, "ranks": ranks}
+    result = job(model, ranks, cycles)
+    took = result["took"]
+    row: dict[str, Any] = {"model": model, "ranks": ranks}
     for name in WAYS:
         key = "plain_vs_plain" if name == "plain_again" else name
         if name != "plain_again":
-            found[f"{key}_ms"] = round(statistics.median(took[name]) / TURN * 1e3, 4)
+            row[f"{key}_ms"] = round(statistics.median(took[name]) / TURN * 1e3, 4)
         if name != "plain":
             pairs = zip(took[name], took["plain"], strict=True)
-            found[f"{key}_ratio"] = round(statistics.median(a / b for a, b in pairs), 4)
-    found["collectives_added_per_step"] = told["added"]
-    return found
+            row[f"{key}_ratio"] = round(statistics.median(a / b for a, b in pairs), 4)
+    row["collectives_added_per_step"] = result["added"]
+    return row
 
 
 def measure(cycles: int) -> dict[str, Any]:
     """Measure every configuration; the worst of them at the top."""
-    each = [figures(model, ranks, cycles) for model, ranks in CONFIGURATIONS]
-    worst: dict[str, Any] = dict(max(each, key=lambda found: found["rankcall_known_ratio"]))
+    rows = [figures(model, ranks, cycles) for model, ranks in CONFIGURATIONS]
+    worst: dict[str, Any] = dict(max(rows, key=lambda row: row["rankcall_known_ratio"]))
     del worst["model"], worst["ranks"]
-    for key in ("rankcall_known_ratio", "rankcall_unknown_ratio", "torch_join_ratio"):
-        worst[key] = max(found[key] for found in each)
-    worst["collectives_added_per_step"] = max(found["collectives_added_per_step"] for found in each)
+    for key in (
+        "rankcall_known_ratio",
+        "rankcall_unknown_ratio",
+        "torch_join_ratio",
+        "collectives_added_per_step",
+    ):
+        worst[key] = max(row[key] for row in rows)
     worst["plain_vs_plain_ratio"] = max(
-        (found["plain_vs_plain_ratio"] for found in each), key=lambda ratio: abs(ratio - 1)
+        (row["plain_vs_plain_ratio"] for row in rows), key=lambda ratio: abs(ratio - 1)
     )
-    return {**worst, "configurations": each}
+    return {**worst, "configurations": rows}
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 Two processes a back end, all on this host; the back ends take turns, round by round, so that a
 noisy machine disturbs both. `send`: a tensor goes, a number comes back; `echo`: it comes back too.
-Prints medians in µs (JSON with --json) and ratios, ours over theirs.
+Prints medians in µs (JSON with --json) and ratios, ours over theirs; and how long it takes on ZMQ
+to fetch and keep thousands of tensors, which should grow in step with their number.
 
     python benchmarks/rpc.py [--rounds N] [--join-rounds N] [--json]
 """
@@ -22,9 +23,10 @@ from typing import Any
 
 BACKENDS = ("zmq", "tensorpipe")
 SIZES = {"4mib": 4 << 20, "64mib": 64 << 20}
-# What one round of each measurement does: how many calls are timed.
+# The number of calls that one round of each measurement times.
 CALLS = {"small": 200, "4mib_send": 20, "4mib_echo": 20, "64mib_send": 4, "64mib_echo": 4}
 OUTSTANDING = (1, 64)
+KEPT = (4000, 16_000)  # tensors of 64 KiB, 500 to a call
 CALLS_A_BURST = 512
 JOINERS = 16
 
@@ -45,7 +47,7 @@ def echo(tensor: Any) -> Any:
 
 
 def worker(backend: str, rank: int, store: str, pipe: Connection) -> None:
-    """Be one of the two processes of a back end; rank 0 measures what it is told to."""
+    """Be one of the two processes of a back end; rank 0 measures on request."""
     import torch
 
     from rankcall import rpc
@@ -62,12 +64,32 @@ def worker(backend: str, rank: int, store: str, pipe: Connection) -> None:
     rpc.shutdown()
 
 
+def make_many(count: int) -> Any:
+    """Return tensors of 64 KiB."""
+    import torch
+
+    return [torch.ones(1 << 14) for _ in range(count)]
+
+
+def keep_many(count: int) -> float:
+    """Return how many seconds it takes to fetch so many tensors and keep them."""
+    from rankcall import rpc
+
+    kept = []
+    began = time.perf_counter()
+    for _ in range(count // 500):
+        kept.append(rpc.rpc_sync("w1", make_many, args=(500,)))
+    return time.perf_counter() - began
+
+
 def measure(name: str, tensors: dict[str, Any]) -> float:
     """Return the median time of a call, in µs, or the calls a second."""
     from rankcall import rpc
 
     if name.startswith("calls_per_s_"):
         return burst(int(name.removeprefix("calls_per_s_")))
+    if name.startswith("kept_"):
+        return keep_many(int(name.removeprefix("kept_")))
     if name == "small":
         return median(lambda: rpc.rpc_sync("w1", add, args=(3, 4)), CALLS[name])
     size, how = name.split("_")
@@ -119,6 +141,10 @@ def run(rounds: int) -> dict[str, float]:
                     value = pipes[backend].recv()
                     if round_number:  # the first warms connections and memory up
                         figures[f"{backend}_{name}"].append(value)
+        kept = {}
+        for count in KEPT:
+            pipes["zmq"].send(f"kept_{count}")
+            kept[f"kept_{count}_seconds"] = round(pipes["zmq"].recv(), 2)
         for backend in BACKENDS:
             pipes[backend].send(None)
         for process in processes:
@@ -127,7 +153,7 @@ def run(rounds: int) -> dict[str, float]:
     for name in CALLS:
         ratio = result[f"zmq_{name}"] / result[f"tensorpipe_{name}"]
         result[f"ratio_{name}"] = round(ratio, 3)
-    return result
+    return result | kept
 
 
 def joiner(rank: int, count: int, ours: bool, port: int, pipe: Connection) -> None:
@@ -215,6 +241,8 @@ def main() -> None:
     if options.join_rounds:
         ratio = result[f"dynamic_join_ratio_{JOINERS}"]
         print(f"{JOINERS} workers join {ratio:.1f} times as fast as torch's dynamic group")
+    for count in KEPT:
+        print(f"{count} tensors fetched and kept in {result[f'kept_{count}_seconds']} s")
     for each in OUTSTANDING:
         ours, theirs = (result[f"{backend}_calls_per_s_{each}"] for backend in BACKENDS)
         print(f"{each:3} under way {ours:10.0f} calls/s  TensorPipe {theirs:10.0f}")

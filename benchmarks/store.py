@@ -35,7 +35,7 @@ from torch.distributed.elastic.utils import store as model
 
 from rankcall import BarrierTimeout
 from rankcall import store as ours
-from rankcall.store import _connection
+from rankcall.store._client import local_state
 
 Figures = dict[str, Any]
 TIMEOUT_S = 300.0
@@ -60,9 +60,12 @@ class Rank(threading.Thread):
         self.jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.store = TCPStore(
-            "127.0.0.1", port, is_master=False, wait_for_workers=False,
+            "127.0.0.1",
+            port,
+            is_master=False,
+            wait_for_workers=False,
             timeout=timedelta(seconds=TIMEOUT_S),
-        )  # fmt: skip
+        )
 
     def run(self) -> None:
         while True:
@@ -123,7 +126,7 @@ def late(rank: Rank, size: int, missing: list[int]) -> tuple[float, bool]:
 
 def sent(rank: Rank) -> tuple[int, int]:
     """Return the operations and round trips of this rank's own connections so far."""
-    links = _connection.local(rank.store).idle
+    links = local_state(rank.store).idle
     return sum(each.operations for each in links), sum(each.round_trips for each in links)
 
 

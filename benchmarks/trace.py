@@ -46,7 +46,7 @@ def with_sink(make: Callable[[], Any]) -> Switch:
 
 def null_tool(folder: Path) -> Path:
     """Compile a tool that listens to NVTX and does nothing."""
-    from rankcall.capture.native.build import nvtx_headers
+    from rankcall.capture.native import nvtx_headers
 
     library = folder / "null.so"
     source = Path(__file__).with_name("nvtx_null.cpp")
@@ -147,8 +147,11 @@ def spread(values: list[float]) -> float:
 
 
 _EXPORTS = (
-    "export_parquet_records_per_s", "export_perfetto_records_per_s", "html_seconds", "html_mib",
-)  # fmt: skip
+    "export_parquet_records_per_s",
+    "export_perfetto_records_per_s",
+    "html_seconds",
+    "html_mib",
+)
 
 
 def export_figures(ranks: int, collectives: int, repeat: int) -> Figures:

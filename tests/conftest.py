@@ -30,7 +30,7 @@ settings.load_profile("short")
 
 # PYTEST_*: set by pytest around each phase. The rest: set by importing torch or polars, once.
 _NOT_OURS = ("PYTEST_", "TORCH", "KINETO_", "KMP_", "CUDA_", "_RJEM_")
-_ENDING_S = 15.0  # what a thread that was told to end, or connects in vain, may take
+_ENDING_S = 15.0  # for a thread to end, even one that cannot connect
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,13 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("RANKCALL_") and name != kept]:
         del os.environ[name]
     os.environ["RANKCALL_SHM"] = folder
-    # torch looks up the name of every address that it connects to. Where nobody answers, that
-    # takes ten seconds each time, and with this one.
+    # torch looks up the name of every address that it connects to. If no name server answers, each
+    # look-up takes ten seconds; with this option it takes one.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that needs a GPU where there is none; asked only then, for it imports torch."""
+    """Without a GPU, skip a test that needs one. Only such a test imports torch here."""
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -102,7 +102,7 @@ def nothing_outlives_a_test() -> Iterator[None]:
     after = _environment()
     changed = sorted(key for key in env.keys() | after.keys() if env.get(key) != after.get(key))
     left += [f"variable {key}={after.get(key)}" for key in changed]
-    for key in changed:  # so that the tests after this one do not fail for it too
+    for key in changed:  # or the next tests would fail as well
         os.environ.pop(key, None)
         if key in env:
             os.environ[key] = env[key]

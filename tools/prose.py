@@ -45,10 +45,11 @@ MARKERS = {
         rf"{_CLAUSE_START}(?:who|what|whose|whom|whoever|whatever) "
         rf"(?!is the difference)(?:\w+ ){{0,6}}?(?:{_VERB})\b(?![^.]*\?)"
     ),
-    # "where there is none" -> "if there is none".
+    # "where there is none" -> "if there is none"; "Raises X where the name is taken" -> "if".
     "where instead of if": (
         rf"(?:{_CLAUSE_START}where|(?<!every)(?<!any)(?<!some)\bwhere) "
-        rf"(?:there (?:is|are|was|were)|(?:{_CONDITION})\b)"
+        rf"(?:there (?:is|are|was|were)|(?:{_CONDITION})\b)|"
+        rf"\b(?:raised|raises?|none|null|false|empty),? (?:[^\s.;:]+ ){{0,6}}?where "
     ),
     # "that is none" -> "without one", "that is not valid".
     "that is none": (
@@ -314,9 +315,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("paths", nargs="+", type=Path, help="files, or directories to search")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="list the N worst files")
     parser.add_argument(
-        "--limit", type=_limit, action="append", default=[], metavar="KIND=RATE",
+        "--limit",
+        type=_limit,
+        action="append",
+        default=[],
+        metavar="KIND=RATE",
         help=f"fail above this rate of one kind: {', '.join(KINDS)}",
-    )  # fmt: skip
+    )
     options = parser.parse_args(arguments)
     scores: list[FileScore] = []
     for path in files_below(options.paths):

@@ -246,9 +246,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     for option, attribute in LIMITS.items():
         parser.add_argument(
-            f"--max-{option}", dest=attribute, type=float, metavar="N",
+            f"--max-{option}",
+            dest=attribute,
+            type=float,
+            metavar="N",
             help=f"the limit of {attribute.replace('_', ' ')}",
-        )  # fmt: skip
+        )
     options = parser.parse_args(arguments)
     if not options.package.is_dir():
         print(f"shape.py: no such directory: {options.package}", file=sys.stderr)

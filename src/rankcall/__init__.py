@@ -25,7 +25,7 @@ _HOME = {
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
     "RpcTimeout": "rankcall.errors",
-    "Run": "rankcall.run",
+    "Run": "rankcall.run.load",
     "RunNotFound": "rankcall.errors",
     "StoreLost": "rankcall.errors",
     "TorchMissing": "rankcall.errors",
@@ -34,7 +34,7 @@ _HOME = {
     "disable": "rankcall.capture.session",
     "enable": "rankcall.capture.session",
     "expect": "rankcall.capture.declared",
-    "load": "rankcall.run",
+    "load": "rankcall.run.load",
 }
 _MODULES = ("hooks", "join", "rpc", "store", "trace", "watch")
 
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
         UnevenInputs,
         WorldMismatch,
     )
-    from rankcall.run import Run, load
+    from rankcall.run.load import Run, load
 
 
 def __getattr__(name: str) -> Any:

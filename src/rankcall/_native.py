@@ -1,7 +1,7 @@
 """Build a native module: one C++ file, compiled once per source, torch and Python, then cached.
 
 The compiler runs under a file lock, into a scratch folder: ranks that start together build once,
-and a module has its name only when it is whole. A module that is there is never replaced.
+and a module gets its name when it is complete. An existing module is never replaced.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class NativeModule:
-    """One native module: the folder of its sources, the file in it to compile, how it fails.
+    """A native module: the folder of its sources, and the file in it that is compiled.
 
-    ``headers`` are written beside the sources when it is built, by name; each is made when it is
-    asked for. ``error`` is raised where the module cannot be built or loaded.
+    ``headers`` maps the names of generated headers to the functions that return their text; they
+    are written for the build. ``error`` is raised if the module cannot be built or loaded.
     """
 
     name: str
@@ -58,7 +58,7 @@ class NativeModule:
     uses_torch: bool = True
 
     def path(self) -> Path:
-        """Return where it is for this source, torch and Python, built or not."""
+        """Return the path of the module for this source, torch and Python, built or not."""
         digest = hashlib.sha256()
         made = (make() for make in self.headers.values())
         for part in (*made, *self.defines, *map(str, self.includes), self._built_for()):
@@ -73,15 +73,15 @@ class NativeModule:
             return ""
         import torch
 
-        # Two builds of one version, such as nightlies made again, differ in their headers.
+        # Two builds of one version, such as two nightlies, can differ in their headers.
         built = f"{torch.__version__} {torch.version.git_version}"
         return f"{built} {sysconfig.get_config_var('SOABI')}"
 
     def prebuild(self) -> Path:
-        """Build it unless it is in the cache; return its path.
+        """Build the module unless it is in the cache, and return its path.
 
-        Raises ``error`` saying why if there is no compiler, it fails, or the cache cannot be
-        written, or could have been written by another user.
+        Raises ``error`` if there is no compiler, if the compiler fails, or if the cache cannot be
+        written or can be written by another user.
         """
         target = self.path()
         try:
@@ -107,7 +107,7 @@ class NativeModule:
         return target
 
     def load(self) -> ModuleType:
-        """Import it, building it first if need be. Raises ``error``."""
+        """Import the module; build it first if it is not in the cache. Raises ``error``."""
         path = str(self.prebuild())
         spec = importlib.util.spec_from_file_location(
             self.name, path, loader=ExtensionFileLoader(self.name, path)

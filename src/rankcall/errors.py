@@ -1,5 +1,6 @@
 """Every error rankcall raises on purpose.
 
+```text
 RankcallError
 ├── AuthenticationFailed (RuntimeError)  workers need a common secret, but have none or several
 ├── BackendNotFound      (ValueError, KeyError)  no back end has this name; lists the known names
@@ -18,10 +19,13 @@ RankcallError
 ├── TorchMissing         (ImportError)   torch is absent, or older than rankcall needs
 ├── UnevenInputs         (RuntimeError)  ranks have different numbers of batches, or left early
 └── WorldMismatch        (ValueError)    ranks differ in the world size, or claim the same rank
+```
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -208,3 +212,18 @@ class WorldMismatch(_Explained, ValueError):
     def __init__(self, message: str, *, claims: Sequence[tuple[int, int, str, int]] = ()) -> None:
         super().__init__(message)
         self.claims = tuple(claims)
+
+
+_warnings: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Print a line on the job's stderr, once for each process and on one rank of a node only.
+
+    For what goes wrong in a job that goes on all the same, so that nothing can be raised.
+    """
+    if message in _warnings:
+        return
+    _warnings.add(message)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"rankcall: {message}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Create and open what rankcall keeps in places that others can reach.
+"""Create and open files in folders that other users can reach.
 
-/dev/shm, a cache below /tmp and a run directory on a shared disk are open to other users of the
-host. Three rules keep them from reading, forging or redirecting our files:
+Other users of a host can write to /dev/shm, to /tmp and to a shared disk. Three rules keep them
+from reading, forging or redirecting rankcall's files:
 
 * A folder that we make has mode 0700, whatever the umask. The mode of any other folder is left.
 * A folder that was there already must be a folder (no symbolic link), belong to an owner that the
@@ -19,14 +19,16 @@ import secrets
 import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
+
+from rankcall.errors import ExportFailed
 
 _OPENED_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _ATTEMPTS = 8
 _IS_LINK = "is a symbolic link, which rankcall does not follow here"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 # A mapped page of these never waits for another host. Any other type, also one that is not listed
-# yet, counts as remote: recording then stays in memory.
+# yet, counts as remote. Recording then stays in memory.
 _LOCAL = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "overlay"}
 
 
@@ -105,12 +107,12 @@ def run_folder(run_dir: Path, name: str) -> Path:
     return folder
 
 
-def check_file(path: Path, owners: Collection[int] = (), *, private: bool = True) -> None:
+def check_file(path: Path, owners: Collection[int] = ()) -> None:
     """Raise ``UnsafeFolder`` unless ``path`` is a regular file of this user, or of ``owners``."""
     about = path.lstat()
     if not stat.S_ISREG(about.st_mode):
         raise UnsafeFolder(path, "is a link, or no regular file")
-    _check_owner(path, about, owners, private=private)
+    _check_owner(path, about, owners, private=True)
 
 
 def _check_owner(
@@ -210,6 +212,41 @@ def replacing(target: Path, mode: int | None = 0o600) -> Iterator[BinaryIO]:
             raise
 
 
+@contextlib.contextmanager
+def new_file(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
+    """Open a file for a user's output; it gets its name when the block ends without an error.
+
+    A pipe, a device or an open stream is written to directly.
+
+    Raises:
+        BrokenPipeError: The reader of a pipe has closed it.
+        ExportFailed: The file cannot be written.
+    """
+    try:
+        with _opened_for_output(target) as out:
+            yield out
+            out.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = target if isinstance(target, Path) else getattr(target, "name", "the output")
+        reason = error.strerror or str(error)
+        raise ExportFailed(f"{name}: cannot be written: {reason}") from error
+
+
+@contextlib.contextmanager
+def _opened_for_output(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
+    if not isinstance(target, Path):
+        yield target
+        return
+    if target.exists() and not target.is_file():
+        with target.open("wb") as out:
+            yield out
+        return
+    with replacing(target.resolve(), mode=None) as out:
+        yield out
+
+
 # --- file systems ---
 
 
@@ -219,6 +256,13 @@ def is_local(path: Path, mountinfo: str | None = None) -> bool:
     ``mountinfo`` is the text of proc(5)'s mountinfo, for tests. False if it cannot be read.
     """
     return file_system(path, mountinfo) in _LOCAL
+
+
+def check_local(folder: Path) -> None:
+    """Raise ``UnsafeFolder`` if a page of a file in a folder could wait for another host."""
+    if not is_local(folder):
+        kind = file_system(folder) or "unknown"
+        raise UnsafeFolder(folder, f"is on a file system that is not local ({kind})")
 
 
 def file_system(path: Path, mountinfo: str | None = None) -> str:

@@ -1,14 +1,15 @@
-"""Which process something belongs to, and whether that process is still there.
+"""The identity of a process, and the test whether it is alive.
 
-A process id means something in one pid namespace of one boot of one host only. Two containers that
-share a folder may look at the same number and mean different processes, so the answer has three
-values: a process that is not visible from here is ``UNKNOWN``, never ``DEAD``.
+A process id is unique only within one pid namespace of one boot of one host. Two containers that
+share a folder may use one number for different processes. So the test has three results: a process
+that is not visible from here is ``UNKNOWN``, never ``DEAD``.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import socket
 from dataclasses import dataclass
 
 ALIVE, DEAD, UNKNOWN = "alive", "dead", "unknown"
@@ -16,7 +17,7 @@ ALIVE, DEAD, UNKNOWN = "alive", "dead", "unknown"
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the world.
+    """The identity of one process, unique over all hosts.
 
     ``pid_namespace`` is the inode number of its pid namespace, 0 if it is not known. ``start`` is
     in clock ticks since boot; it tells two processes that had the same pid apart.
@@ -38,10 +39,15 @@ class Process:
         """Return ``ALIVE``, ``DEAD`` or ``UNKNOWN``. A zombie is dead, a stopped process alive."""
         return self._look()[0]
 
-    def is_stopped(self) -> bool:
-        """Return whether the process is alive and stopped, by a signal or a debugger."""
-        liveness, state = self._look()
-        return liveness == ALIVE and state in (b"T", b"t")
+    def state(self) -> str:
+        """Return what the process is doing: ``alive``, ``stopped``, ``gone`` or ``unknown``.
+
+        ``stopped`` means that a signal or a debugger has stopped it.
+        """
+        liveness, letter = self._look()
+        if liveness == ALIVE and letter in (b"T", b"t"):
+            return "stopped"
+        return {ALIVE: "alive", DEAD: "gone"}.get(liveness, "unknown")
 
     def _look(self) -> tuple[str, bytes]:
         """Return the liveness and, if it is alive, the state letter of proc(5)'s stat."""
@@ -75,6 +81,11 @@ def boot_seconds() -> int:
             return next((int(line.split()[1]) for line in file if line.startswith("btime ")), 0)
     except OSError:
         return 0
+
+
+def host_name() -> str:
+    """Return the name of this host in a run: ``RANKCALL_HOST``, or else its host name."""
+    return os.environ.get("RANKCALL_HOST") or socket.gethostname()
 
 
 @functools.lru_cache(maxsize=1)

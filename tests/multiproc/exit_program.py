@@ -29,7 +29,7 @@ reached: dict[str, threading.Event] = {}  # by the name of a thread that is to b
 def trapped(*_: Any) -> None:
     """Note that a thread has come here, and keep it for ever if the test wants that."""
     event = reached.get(threading.current_thread().name)
-    if event is None:  # the main thread calls some of these functions, too
+    if event is None:  # the main thread also calls some of these functions
         return
     event.set()
     while state == "busy":
@@ -63,7 +63,7 @@ def trap_trace() -> None:
 
 
 def trap_watch() -> None:
-    """Trap the watcher where it reads the rings of its node."""
+    """Trap the watcher while it reads the rings of its node."""
     from rankcall.watch import _loop
 
     expect("rankcall-watch")
@@ -72,11 +72,11 @@ def trap_watch() -> None:
 
 
 def trap_lines() -> None:
-    """Trap the thread that reads source lines, where it reads a file on a stuck disk."""
-    from rankcall.capture import source
+    """Trap the thread that reads source lines while it reads a file on a stuck disk."""
+    from rankcall.capture import recording
 
     expect("rankcall-lines")
-    source.line_text = trapped  # type: ignore[assignment]
+    recording.line_text = trapped  # type: ignore[assignment]
 
 
 def trap_heart() -> None:
@@ -88,7 +88,7 @@ def trap_heart() -> None:
 
 
 def trap_join() -> None:
-    """Leave the thread that listens for other ranks of a Join where it is: in the store."""
+    """Leave a Join's listening thread blocked in a request to the store."""
     from rankcall.join.error_channel import ErrorChannel
 
     channel = ErrorChannel([0, 1], lambda: 0)
@@ -172,6 +172,8 @@ def end() -> None:
     if ending == "os_exit":
         os._exit(4)
     if ending in ("sigterm", "interrupt"):
+        # A shell that starts the tests in the background has them ignore SIGINT.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.kill(os.getpid(), signal.SIGTERM if ending == "sigterm" else signal.SIGINT)
         time.sleep(60)  # until the signal is here
 

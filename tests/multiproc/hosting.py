@@ -12,7 +12,7 @@ from typing import Any
 
 from lag import stopwatch
 
-from rankcall.testing._ranks import _server
+from rankcall.testing._spawn import fork_server
 
 LONG = 60.0  # s; far more than a barrier that all come to takes
 
@@ -28,7 +28,7 @@ def _serve(pipe: Any, libuv: bool) -> None:
 @contextmanager
 def hosted(libuv: bool = True) -> Iterator[tuple[int, int]]:
     """Host a store in a process of its own; yield its port and the process's id."""
-    context = _server()
+    context = fork_server()
     mine, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, libuv), daemon=True)
     process.start()
@@ -79,7 +79,7 @@ def await_ranks(folder: str, point: str, count: int) -> None:
 
 
 def stop(pid: int) -> None:
-    """Stop a process; returns once none of its threads runs, so it answers nobody any more."""
+    """Stop a process; return once none of its threads runs, so that it answers no request."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 20
     while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):

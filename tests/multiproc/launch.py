@@ -57,7 +57,7 @@ class Launch:
         )
 
     def finish(self, timeout: float = 60) -> Ended:
-        """Wait for the end and return it; raise with every stack where time is up."""
+        """Wait for the end and return it; raise with every stack if time is up."""
         late = False
         try:
             self.process.wait(timeout)

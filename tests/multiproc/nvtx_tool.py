@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "native/nvtx_collector.cpp"
 
 def built(folder: Path) -> Path:
     """Compile the tool; skips where NVTX's headers or a compiler are missing."""
-    from rankcall.capture.native.build import nvtx_headers
+    from rankcall.capture.native import nvtx_headers
     from rankcall.errors import CaptureUnavailable
 
     try:
@@ -34,7 +34,7 @@ def built(folder: Path) -> Path:
 
 @dataclass
 class Heard:
-    """What one process told."""
+    """The marks that one process sent."""
 
     domains: list[str] = field(default_factory=list)
     marks: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # thread, description

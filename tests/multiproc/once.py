@@ -1,4 +1,4 @@
-"""What several tests look at, made by the first of them that wants it."""
+"""Results that several tests share; the first test that needs a result makes it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ T = TypeVar("T")
 
 
 def once(make: Callable[..., T]) -> Callable[..., T]:
-    """Call ``make`` once for each first argument; where that fails, only the first caller does.
+    """Call ``make`` once for each first argument, and share what it returns.
 
-    The other arguments are what the making takes. Whoever wants what failed is skipped.
+    If the call fails, only the first caller fails; later callers are skipped. The arguments after
+    the first are passed on to ``make``.
     """
     made: dict[tuple[Any, ...], T] = {}
     failed: set[tuple[Any, ...]] = set()
@@ -23,7 +24,7 @@ def once(make: Callable[..., T]) -> Callable[..., T]:
     def get(*arguments: Any) -> T:
         key = arguments[:1]
         if key in failed:
-            pytest.skip(f"{make.__name__}{key} failed, in the first test that wanted it")
+            pytest.skip(f"{make.__name__}{key} failed in the first test that needed it")
         if key not in made:
             failed.add(key)
             made[key] = make(*arguments)

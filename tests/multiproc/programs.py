@@ -1,6 +1,6 @@
-"""What training code does to torch.distributed: each program runs on four ranks under recording.
+"""Small training programs; each runs on four ranks under recording.
 
-A program returns what its test wants to know beside the records, as JSON. All run within one set of
+A program returns what its test needs beside the records, as JSON. All programs run in one set of
 processes, each in a recording of its own.
 """
 

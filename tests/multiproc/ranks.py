@@ -11,10 +11,10 @@ __all__ = ["RanksFailed", "Result", "run_ranks", "try_ranks"]
 
 
 def run_ranks(target: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
-    """Return what each rank returned; raises where any rank failed."""
+    """Return the value of each rank; raise if any rank failed."""
     return [each.value for each in spawn_ranks(target, world_size, *args, **options)]
 
 
 def try_ranks(target: Any, world_size: int, *args: Any, **options: Any) -> list[Result]:
-    """Return how each rank ended, where ranks are meant to fail; the others take their time."""
+    """Return how each rank ended. Use it if ranks are meant to fail; the others get 60 s more."""
     return spawn_ranks(target, world_size, *args, check=False, **{"grace": 60.0, **options})

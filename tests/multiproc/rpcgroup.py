@@ -18,7 +18,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def come_up(rank: int, world_size: int | None, backend: str, name: str = "", **kwargs: Any) -> None:
-    """Be worker ``w<rank>`` of a static group, or of a dynamic one where there is no world size."""
+    """Be worker ``w<rank>`` of a static group, or of a dynamic one if there is no world size."""
     from rankcall import rpc
 
     kwargs.setdefault("rpc_timeout", 30)
@@ -30,7 +30,7 @@ def come_up(rank: int, world_size: int | None, backend: str, name: str = "", **k
 
 
 def hurry() -> None:
-    """Let coming up fail sooner than anybody would want it to."""
+    """Let init_rpc fail sooner than its shortest deadline."""
     from rankcall.rpc import _group
 
     _group._SHORTEST_INIT_S = 1.0
@@ -47,7 +47,7 @@ def aside() -> Any:
 
 
 def names() -> set[str]:
-    """Return who is in the group, as this worker knows."""
+    """Return the names of the members, as this worker knows them."""
     from torch.distributed.rpc import api
 
     return {info.name for info in api._get_current_rpc_agent().get_worker_infos()}

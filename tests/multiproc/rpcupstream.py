@@ -27,8 +27,13 @@ def run_suite(backend: str, only: Sequence[str] = (), timeout: float = 2800) -> 
         with log.open("w") as file:
             done = subprocess.run(
                 [*command, *(["--only", *only] if only else [])],
-                cwd=folder, env=env, stdout=file, stderr=file, timeout=timeout, check=False,
-            )  # fmt: skip
+                cwd=folder,
+                env=env,
+                stdout=file,
+                stderr=file,
+                timeout=timeout,
+                check=False,
+            )
         outcomes: Outcomes = {}
         with suppress(OSError):
             outcomes = json.loads(out.read_text())

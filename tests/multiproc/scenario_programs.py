@@ -94,8 +94,9 @@ def tensor_parallel(rank: int, world_size: int, plan: FaultPlan) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     _train(
         parallelize_module(_model(2), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}),
-        rank, plan,
-    )  # fmt: skip
+        rank,
+        plan,
+    )
 
 
 def pipeline(rank: int, world_size: int, plan: FaultPlan) -> None:
@@ -129,7 +130,7 @@ def mesh(rank: int, world_size: int, plan: FaultPlan) -> None:
 
 
 def chain(rank: int, world_size: int, plan: FaultPlan) -> None:
-    """Pairs of neighbours, one after the other: who waits, waits for one who waits."""
+    """Communicate in pairs of neighbours, one after the other, so that waits form a chain."""
     pairs = [dist.new_group([at, at + 1], group_desc=f"pair{at}") for at in range(world_size - 1)]
     stepper = Stepper()
     for _ in plan.batches(range(STEPS), rank):
@@ -166,7 +167,7 @@ def twins(rank: int, world_size: int, plan: FaultPlan) -> None:
 
 
 def ring(rank: int, world_size: int, plan: FaultPlan) -> None:
-    """Everybody sends to the next and receives from the one before."""
+    """Send to the next rank and receive from the previous one, on every rank."""
     stepper = Stepper()
     for _ in plan.batches(range(STEPS), rank):
         taken = torch.zeros(8)
@@ -205,7 +206,7 @@ def both_receive(rank: int, world_size: int, plan: FaultPlan) -> None:
 
 
 def unwaited(rank: int, world_size: int, plan: FaultPlan) -> None:
-    """Messages that nobody waits for the sending of; all are received."""
+    """Send messages without waiting for their Works; all are received."""
     stepper, kept = Stepper(), []
     for _ in plan.batches(range(STEPS), rank):
         if rank == 0:
@@ -290,7 +291,7 @@ def late_joiner(rank: int, world_size: int, plan: FaultPlan) -> None:
 
 
 def evaluates(rank: int, world_size: int, plan: FaultPlan) -> None:
-    """Train, then count what was right: who has less data comes to the counting first."""
+    """Train, then count the correct answers; a rank with less data arrives there first."""
     stepper = Stepper()
     for _ in plan.batches(range(STEPS), rank):
         dist.all_reduce(torch.ones(64))
@@ -308,7 +309,7 @@ def fails_in_turn(rank: int, world_size: int, plan: FaultPlan) -> None:
 
 
 def stays(rank: int, world_size: int, plan: FaultPlan) -> None:
-    """Who has run out of data goes on by itself, with a long report."""
+    """Let a rank that has run out of data go on alone, with a long report."""
     plain(rank, world_size, plan)
     time.sleep(3600 if any(each.kind == "exhaust" for each in plan.faults) else 0)
 

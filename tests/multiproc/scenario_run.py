@@ -1,4 +1,4 @@
-"""Run one scenario, and tell what the watcher in it and a diagnosis from outside found."""
+"""Run one scenario; return the findings of its watcher and of a diagnosis from outside."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from scenarios import SLOW_KINDS, Cause, Scenario
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.record import RECORD
-from rankcall.ring.header import parse_header
-from rankcall.ring.layout import HEADER, HEADER_BYTES
-from rankcall.run import load
+from rankcall.ring.layout import HEADER, HEADER_BYTES, parse_header
+from rankcall.run.load import load
 from rankcall.testing import RankResult, Ranks, start_ranks
 
-VERDICT_S = 60.0  # what a watcher gets to name all causes
+VERDICT_S = 60.0  # the time that a watcher has to name all causes
 
 
 @dataclass
 class Found:
-    """What was said of one scenario. ``seconds``: from the threshold to the watcher's verdict."""
+    """The verdicts on one scenario. ``seconds``: from the threshold to the watcher's verdict."""
 
     scenario: Scenario
     by: dict[str, list[Cause]]  # "watcher", "outside", "afterwards" -> causes
@@ -62,10 +61,17 @@ def run(scenario: Scenario, folder: Path) -> Found:
     run_dir = folder / "run"
     with _nodes(scenario, folder) as env:
         with start_ranks(
-            scenario.program, scenario.world_size, scenario.plan, *scenario.args, timeout=120,
-            faults=scenario.plan, run_dir=run_dir, init=scenario.init, env=env,
+            scenario.program,
+            scenario.world_size,
+            scenario.plan,
+            *scenario.args,
+            timeout=120,
+            faults=scenario.plan,
+            run_dir=run_dir,
+            init=scenario.init,
+            env=env,
             watch={"hang_after": hang_after},
-        ) as ranks:  # fmt: skip
+        ) as ranks:
             if scenario.healthy or scenario.ends or scenario.slow:
                 assert ranks.wait(90), scenario.name
             else:
@@ -92,7 +98,7 @@ def _verdicts(run_dir: Path) -> list[Path]:
 def _watchers(run_dir: Path) -> list[Cause]:
     """Return all that the watcher has named, each once.
 
-    Of two causes the second may be told later than the first: when it has lasted long enough, too.
+    The watcher may name a second cause later than the first, once it has lasted long enough.
     """
     found = [
         each for place in _verdicts(run_dir) for each in json.loads(place.read_text())["findings"]

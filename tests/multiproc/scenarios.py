@@ -42,7 +42,7 @@ FAST = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run. ``ends``: the job ends by itself, and is diagnosed after death too."""
+    """One run. ``ends``: the job ends without being killed, and is also diagnosed afterwards."""
 
     name: str
     program: Callable[..., Any]
@@ -283,6 +283,15 @@ APART = [
 ]
 
 ALL = [
-    *MISSING, *STOPPED, *EXHAUSTED, *DEAD, *DESYNC, *MISMATCH, *DEADLOCK, *HEALTHY, *NODES, *SLOW,
+    *MISSING,
+    *STOPPED,
+    *EXHAUSTED,
+    *DEAD,
+    *DESYNC,
+    *MISMATCH,
+    *DEADLOCK,
+    *HEALTHY,
+    *NODES,
+    *SLOW,
     *APART,
-]  # fmt: skip
+]

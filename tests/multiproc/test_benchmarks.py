@@ -19,8 +19,11 @@ def test_training() -> None:
     command = [sys.executable, str(BENCHMARKS / "training.py"), "--json"]
     done = subprocess.run(
         [*command, "--rounds", "1", "--epochs", "1"],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout)
     assert {"ratio_median", "ring_mib_per_rank", "rss_added_mib"} <= figures.keys()
@@ -33,8 +36,11 @@ def test_trace() -> None:
     command = [sys.executable, str(BENCHMARKS / "trace.py"), "--json", "--rounds", "1"]
     done = subprocess.run(
         [*command, "--calls", "1000", "--ranks", "4", "--collectives", "50"],
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout)
     added = ("monitor_style", "jsonl", "nvtx", "prometheus", "otel", "parquet")

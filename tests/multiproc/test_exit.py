@@ -15,7 +15,7 @@ import pytest
 from once import once
 
 from rankcall.background import EXIT_S
-from rankcall.rundir import settle
+from rankcall.run.settle import settle
 
 pytestmark = pytest.mark.multiproc
 
@@ -37,8 +37,8 @@ HANG_S = 250.0  # nothing that ends takes so long, the building of the RPC agent
 class Ended:
     """How the program ended.
 
-    ``seconds``: from its last line to the end of its process. ``waited``: what waits of rankcall's
-    took of that (0 if the process ended at once).
+    ``seconds`` is the time from the program's last line to the end of its process, and ``waited``
+    the part of it that rankcall's waits took (0 if the process ended at once).
     """
 
     status: int

@@ -1,4 +1,4 @@
-"""Every fault a plan can hold, planted in real ranks: what the rank does, and what is recorded."""
+"""Every fault of a plan, planted in real ranks: the rank does it, and the records show it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranks import try_ranks
 from world import wait_until
 
 from rankcall import RankcallError, load
-from rankcall.processes import read_exits
+from rankcall.run.exits import read_exits
 from rankcall.testing import FaultPlan, spawn_ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -21,7 +21,7 @@ OPS = ("op", "seq", "dtype", "shape", "root", "reduce_op", "tag", "status")
 
 
 def _few(rank: int, world_size: int) -> Any:
-    """Three all_reduces, a broadcast, and a message from 0 to 1; results of the all_reduces."""
+    """Issue three all_reduces, a broadcast and a message; return the results of the all_reduces."""
     import torch
     import torch.distributed as dist
 
@@ -44,7 +44,7 @@ def _rows(run_dir: Path, rank: int) -> list[tuple[Any, ...]]:
 
 
 def _settled(run_dir: Path, plan: FaultPlan, rank: int, count: int, fn: Any = _few) -> Any:
-    """Run the plan until the rank has issued so many records; return them while others hang."""
+    """Run the plan until the rank has ``count`` records; return them while other ranks hang."""
     with start_ranks(fn, 2, faults=plan, run_dir=run_dir) as ranks:
         deadline = time.monotonic() + 20
         rows: list[tuple[Any, ...]] = []
@@ -60,7 +60,7 @@ def _settled(run_dir: Path, plan: FaultPlan, rank: int, count: int, fn: Any = _f
 
 
 def test_nothing_happens_to_the_others(tmp_path: Path) -> None:
-    """An empty plan, and one for a rank that is not there: everything as without."""
+    """An empty plan and a plan for an absent rank change nothing."""
     for plan in (FaultPlan(), FaultPlan().stop(rank=7)):
         results = spawn_ranks(_few, 2, faults=plan, run_dir=tmp_path / str(bool(plan)))
         assert [each.value for each in results] == [[2.0, 4.0, 6.0]] * 2
@@ -68,7 +68,7 @@ def test_nothing_happens_to_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_kill(tmp_path: Path, sig: signal.Signals) -> None:
-    """The rank dies of the signal before it issues the op; the exit code stands in the run."""
+    """The signal kills the rank before it issues the op, and the run has its exit code."""
     plan = FaultPlan().kill(rank=1, at="all_reduce", seq=2, signal=sig)
     results = spawn_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run", check=False)
     assert results[1].exitcode == -sig
@@ -78,7 +78,7 @@ def test_kill(tmp_path: Path, sig: signal.Signals) -> None:
 
 
 def test_stop(tmp_path: Path) -> None:
-    """The rank stands still before the op."""
+    """The rank stops before it issues the op."""
     plan = FaultPlan().stop(rank=1, at="broadcast")
     with start_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run") as ranks:
         deadline = time.monotonic() + 20
@@ -90,7 +90,7 @@ def test_stop(tmp_path: Path) -> None:
 
 
 def test_exit_and_fail(tmp_path: Path) -> None:
-    """SystemExit and an exception come out of the call that would have issued the op."""
+    """The call that would have issued the op raises SystemExit or the injected exception."""
     plan = FaultPlan().exit(rank=1, at="broadcast").fail(rank=0, at="broadcast", message="oh no")
     first, second = try_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run")
     assert (second.exitcode, second.error) == (0, None)
@@ -103,7 +103,7 @@ def test_exit_and_fail(tmp_path: Path) -> None:
 
 
 def _hung(run_dir: Path, gil_held: bool) -> bool:
-    """Tell whether rank 0 waits in its second op, and, if that is so, that rank 1 has no GIL."""
+    """Return whether rank 0 waits in its second op; if it does, check that rank 1 lacks the GIL."""
     try:
         rings = {head.header.rank: head.header for head in load(run_dir).heads}
     except RankcallError:
@@ -115,7 +115,7 @@ def _hung(run_dir: Path, gil_held: bool) -> bool:
 
 @pytest.mark.parametrize("hold_gil", [False, True])
 def test_hang(tmp_path: Path, hold_gil: bool) -> None:
-    """The rank hangs in user code; with the GIL held nothing of Python runs."""
+    """The rank hangs in user code; if it holds the GIL, no Python thread runs."""
     plan = FaultPlan().hang(rank=1, at="all_reduce", seq=2, hold_gil=hold_gil)
     with start_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run") as ranks:
         wait_until(lambda: _hung(tmp_path / "run", hold_gil))
@@ -126,7 +126,7 @@ def test_hang(tmp_path: Path, hold_gil: bool) -> None:
 
 
 def test_delay(tmp_path: Path) -> None:
-    """Before each of ``times`` ops the rank sleeps for so long."""
+    """The rank sleeps for ``seconds`` before each of ``times`` ops."""
     plan = FaultPlan().delay(rank=1, at="all_reduce", seconds=1.0, times=2)
     spawn_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run")
     rows = [row for row in load(tmp_path / "run").records.to_dicts() if row["rank"] == 1][:3]
@@ -136,13 +136,13 @@ def test_delay(tmp_path: Path) -> None:
 
 
 def test_skip(tmp_path: Path) -> None:
-    """The op is never issued, the program goes on, and its sequence is one behind the others'."""
+    """The op is not issued, the program goes on, and its sequence numbers are one too low."""
     rows = _settled(tmp_path / "run", FaultPlan().skip(rank=1, at="all_reduce", seq=2), 1, 3)
     assert [row[:2] for row in rows] == [("all_reduce", 1), ("all_reduce", 2), ("broadcast", 3)]
 
 
 def _two_ways(rank: int, world_size: int) -> None:
-    """An asynchronous all_reduce and a broadcast, as data parallel code overlaps them."""
+    """Overlap an asynchronous all_reduce and a broadcast, as data parallel code does."""
     import torch
     import torch.distributed as dist
 
@@ -155,7 +155,7 @@ def _two_ways(rank: int, world_size: int) -> None:
 
 
 def test_swap(tmp_path: Path) -> None:
-    """The two change places on this rank."""
+    """The rank issues the two ops in the opposite order."""
     plan = FaultPlan().swap(rank=1, at="all_reduce")
     rows = _settled(tmp_path / "run", plan, 1, 2, _two_ways)
     assert [row[:2] for row in rows] == [("broadcast", 1), ("all_reduce", 2)]
@@ -172,7 +172,7 @@ def test_swap(tmp_path: Path) -> None:
     ],
 )
 def test_change(tmp_path: Path, what: str, at: str, column: str, value: Any) -> None:
-    """The op is issued and recorded with one thing other."""
+    """The op is issued and recorded with exactly one argument changed."""
     plan = FaultPlan().change(rank=1, what=what, at=at)
     count = {"all_reduce": 1, "broadcast": 4, "recv": 5}[at]
     (row,) = _settled(tmp_path / "run", plan, 1, count)[-1:]
@@ -181,11 +181,14 @@ def test_change(tmp_path: Path, what: str, at: str, column: str, value: Any) -> 
 
 
 def test_exhaust() -> None:
-    """One rank's data end early; the others' and other plans' do not."""
+    """One rank's data end early; those of other ranks and other plans do not."""
     plan = FaultPlan().exhaust(rank=1, after=2).exhaust(rank=2, after=0)
     assert [list(plan.batches("abcd", rank)) for rank in range(4)] == [
-        list("abcd"), ["a", "b"], [], list("abcd"),
-    ]  # fmt: skip
+        list("abcd"),
+        ["a", "b"],
+        [],
+        list("abcd"),
+    ]
 
 
 def _send_slowly(rank: int, world_size: int) -> None:
@@ -201,7 +204,7 @@ def _send_slowly(rank: int, world_size: int) -> None:
 
 
 def test_slow_link(tmp_path: Path) -> None:
-    """Receives from that rank take longer, and are recorded so."""
+    """Receives from that rank take longer, also in the records."""
     plan = FaultPlan().slow_link(0, 1, seconds=0.2)
     spawn_ranks(_send_slowly, 2, faults=plan, run_dir=tmp_path / "run")
     rows = [row for row in load(tmp_path / "run").records.to_dicts() if row["op"] == "recv"]
@@ -229,7 +232,7 @@ def _armed_late(rank: int, world_size: int, run_dir: str) -> list[str]:
 
 
 def test_what_cannot_be_armed(tmp_path: Path) -> None:
-    """The native capture, or a second plan: an error that says so; nothing is left behind."""
+    """Under the native capture or a second plan, ``arm`` raises and leaves nothing behind."""
     (result,) = spawn_ranks(_armed_late, 1, str(tmp_path / "run"))
     native, second = result.value
     assert native == (
@@ -251,6 +254,6 @@ def test_what_cannot_be_armed(tmp_path: Path) -> None:
     ],
 )
 def test_plans_that_make_no_sense(make: Any, message: str) -> None:
-    """They are refused when they are written down."""
+    """A plan refuses wrong values when they are given."""
     with pytest.raises(ValueError, match=message):
         make()

@@ -15,7 +15,8 @@ from ranks import Result, run_ranks, try_ranks
 from world import here, plain, wait_until
 
 from rankcall import load
-from rankcall.rundir import live_dir, settle
+from rankcall.run.directory import live_dir
+from rankcall.run.settle import settle
 
 pytestmark = pytest.mark.multiproc
 CAPTURES = ("native", "python")
@@ -36,7 +37,7 @@ def _ended(recording: Any, count: int) -> None:
     wait_until(lambda: recording.capture.counts()[1] >= count)
 
 
-# --- ranks that are no more, or stand still ---
+# --- ranks that have ended or do not run ---
 
 
 def _stand_still(rank: int, world_size: int, run_dir: str, how: int) -> Any:
@@ -69,7 +70,7 @@ def _stand_still(rank: int, world_size: int, run_dir: str, how: int) -> Any:
 
 
 def _state(pid: int) -> str:
-    """Return a process's state as proc(5) has it; X where it is gone."""
+    """Return a process's state as proc(5) has it, or X if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -145,7 +146,7 @@ def test_lapping_an_op_in_flight(tmp_path: Path, env: dict[str, str | None]) -> 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Any]:
-    """Return a function that mounts a tmpfs with options; skips where that is not allowed."""
+    """Return a function that mounts a tmpfs with options; skip the test if that is not allowed."""
     mounts: list[Path] = []
 
     def mount(options: str) -> Path:
@@ -193,7 +194,7 @@ def _said(results: list[Result]) -> list[str]:
 
 
 def test_no_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
-    """Recording goes on in memory; it is said once. The records reach the run in the end."""
+    """Recording goes on in memory, with one warning. The records reach the run in the end."""
     full = {**env, "RANKCALL_SHM": str(mounted("size=64k"))}
     (said,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=full))
     assert "No space left on device" in said
@@ -202,7 +203,7 @@ def test_no_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted:
 
 
 def test_little_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
-    """A smaller ring is made; it is said once, and everything is recorded."""
+    """A smaller ring is made, with one warning, and everything is recorded."""
     tight = {**env, "RANKCALL_SHM": str(mounted("size=3m"))}
     results = try_ranks(_few_ops, 2, str(tmp_path / "run"), env=tight)
     (said,) = _said(results)
@@ -212,7 +213,7 @@ def test_little_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], moun
 
 
 def test_read_only_tmpfs(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
-    """Without a place in memory the ring is a file of the run directory; it is said once."""
+    """Without a place in memory, the ring is a file of the run directory, with one warning."""
     ro = {**env, "RANKCALL_SHM": str(mounted("ro"))}
     (said,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=ro))
     assert said.endswith(f"Read-only file system: the ring is kept in {tmp_path / 'run' / 'rings'}")
@@ -220,7 +221,7 @@ def test_read_only_tmpfs(tmp_path: Path, env: dict[str, str | None], mounted: An
 
 
 def test_read_only_run_directory(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
-    """Records stay where they can be: it says where, once, and they can be read there."""
+    """Records that cannot be moved stay readable in their place, which one warning names."""
     run_dir = mounted("ro") / "run"
     (said,) = _said(try_ranks(_few_ops, 2, str(run_dir), env=env))
     place = live_dir(run_dir)
@@ -279,7 +280,7 @@ def _leftovers(run_dir: Path) -> list[Path]:
 
 
 def test_native_by_name_without_a_compiler(tmp_path: Path) -> None:
-    """It was asked for by name, so its absence is an error; the job could go on without."""
+    """The user named this capture, so its absence is an error, and no other capture takes over."""
     env = _without_compiler(tmp_path, RANKCALL_CAPTURE="native")
     ((kind, text),) = run_ranks(_refused, 1, str(tmp_path / "run"), env=env)
     assert kind == "CaptureUnavailable"

@@ -1,6 +1,6 @@
 """Device times on a real GPU: NCCL with one rank, Gloo with CUDA tensors on two.
 
-They skip where there is no GPU; docs/performance.md says what was run on which one.
+They are skipped without a GPU. docs/performance.md says which of them ran, and on which GPU.
 """
 
 from __future__ import annotations

@@ -59,25 +59,48 @@ def _quietly(*command: str) -> bool:
 
 @contextlib.contextmanager
 def namespaces() -> Iterator[list[Host] | None]:
-    """Two network namespaces joined by a pair of interfaces; None where that cannot be."""
+    """Two network namespaces with a pair of interfaces between them; None if that is impossible."""
     mark = uuid.uuid4().hex[:6]
     names = [f"rc{mark}{side}" for side in "ab"]
     hosts = [
         Host(
-            f"node-{side}", f"10.77.0.{number}", f"v{name}",
-            ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c",
-             f'hostname node-{side} && exec "$@"', "sh"),
+            f"node-{side}",
+            f"10.77.0.{number}",
+            f"v{name}",
+            (
+                "ip",
+                "netns",
+                "exec",
+                name,
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                f'hostname node-{side} && exec "$@"',
+                "sh",
+            ),
         )
         for name, side, number in zip(names, "ab", (1, 2), strict=True)
-    ]  # fmt: skip
+    ]
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
         yield None
         return
     try:
         made = all(_quietly("ip", "netns", "add", name) for name in names) and _quietly(
-            "ip", "link", "add", hosts[0].interface, "netns", names[0],
-            "type", "veth", "peer", "name", hosts[1].interface, "netns", names[1],
-        )  # fmt: skip
+            "ip",
+            "link",
+            "add",
+            hosts[0].interface,
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            hosts[1].interface,
+            "netns",
+            names[1],
+        )
         for name, host in zip(names, hosts, strict=True):
             inside = ("ip", "-n", name)
             made = made and all(
@@ -113,12 +136,28 @@ def run_on(hosts: list[Host], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
             patch.setattr(launch_module, "RANKCALL", command[0])
             agents.append(
                 Launch(
-                    *command[1:], "run", "--run-dir", folder / "run", "--capture", "python",
-                    "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number),
-                    "--master-addr", hosts[0].address, "--master-port", str(port), *local, "job.py",
-                    cwd=folder, env={"GLOO_SOCKET_IFNAME": host.interface},
+                    *command[1:],
+                    "run",
+                    "--run-dir",
+                    folder / "run",
+                    "--capture",
+                    "python",
+                    "--nnodes",
+                    "2",
+                    "--nproc-per-node",
+                    "2",
+                    "--node-rank",
+                    str(number),
+                    "--master-addr",
+                    hosts[0].address,
+                    "--master-port",
+                    str(port),
+                    *local,
+                    "job.py",
+                    cwd=folder,
+                    env={"GLOO_SOCKET_IFNAME": host.interface},
                 )
-            )  # fmt: skip
+            )
     ended = [agent.finish(90) for agent in agents]
     assert [each.status for each in ended] == [0, 0], "\n".join(each.err for each in ended)
     return rankcall.load(folder / "run")

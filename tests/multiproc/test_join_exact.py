@@ -1,4 +1,4 @@
-"""Join's results are those of one process: parameters and optimizer state, float64, 1e-6."""
+"""Join trains like one process: parameters and optimizer state are equal to 1e-6 in float64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joinmodels import sweep
-from joinpool import Pool
+from join_programs.models import sweep
+from join_programs.pool import Pool
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(900)]
@@ -45,7 +45,7 @@ REPLAYED: list[dict[str, Any]] = [
     {"forward_only": True},
     {"epochs": 2, "divide_by": "active"},
 ]
-# With DDP; replays leave traces in the first two, and the one process has them as well.
+# With DDP. In the first two, replays have an effect, and the one process replays as well.
 REPLAYED_DDP: list[dict[str, Any]] = [
     {"model": "batchnorm"},
     {"model": "unused", "optimizer": "momentum"},
@@ -67,13 +67,13 @@ def check(world_size: int, todo: list[Any], timeout: float = 600) -> None:
 
 
 def test_shadow_is_exact_with_ddp() -> None:
-    """Each way to train, with a rank without inputs, even inputs, and rank 0 first to end."""
+    """Shadowing is exact for a rank without inputs, for even inputs, and if rank 0 ends first."""
     todo = cases([(0, 3, 5)], SHADOWED) + cases([(3, 3, 3)], SHADOWED[:3])
     check(3, todo + cases([(7, 1, 0)], SHADOWED[3:8]))
 
 
 def test_replay_is_exact_with_ddp_fsdp_hsdp_and_tp() -> None:
-    """The loop body knows nothing of what is parallel."""
+    """Replaying is exact whatever is parallel, with the same loop body."""
     ways = REPLAYED[:2] + REPLAYED_DDP
     todo = cases([(0, 3, 5, 2)], ways, policy="replay", parallel="ddp")
     todo += cases([(4, 4, 6, 1)], REPLAYED, policy="replay", parallel="fsdp")
@@ -100,12 +100,12 @@ ways_with_ddp = {
 
 
 def possible(case: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what torch itself cannot do, and what the guide says of static graphs."""
+    """Replace what torch itself cannot do, and the static graphs that the guide excludes."""
     parallel = case.get("parallel", "ddp")
     if parallel != "ddp":
         case = {name: value for name, value in case.items() if name not in ways_with_ddp}
     elif case["model"] == "static":
-        case = {**case, "accumulate": 1}  # DDP asserts where one begins under no_sync
+        case = {**case, "accumulate": 1}  # DDP fails if a static graph begins under no_sync
         if "parallel" not in case and 0 in case["pattern"]:
             case = {**case, "epochs": 1}
     if parallel == "tp":  # torch's clip_grad_norm_ refuses its two meshes
@@ -152,14 +152,14 @@ def exact(pool: Pool, case: dict[str, Any]) -> None:
 @settings(max_examples=25)
 @given(shadowed)
 def test_some_patterns_shadowed(three: Pool, case: dict[str, Any]) -> None:
-    """DDP and ZeRO, shadowed."""
+    """Shadowing is exact for DDP and ZeRO with any numbers of batches."""
     exact(three, case)
 
 
 @settings(max_examples=25)
 @given(replayed)
 def test_some_patterns_replayed(four: Pool, case: dict[str, Any]) -> None:
-    """DDP, ZeRO, FSDP2, HSDP and tensor parallelism, replayed."""
+    """Replaying is exact for DDP, ZeRO, FSDP2, HSDP and tensor parallelism with any numbers."""
     exact(four, case)
 
 
@@ -167,7 +167,7 @@ def test_some_patterns_replayed(four: Pool, case: dict[str, Any]) -> None:
 @settings(max_examples=1500)
 @given(shadowed)
 def test_many_patterns_shadowed(three: Pool, case: dict[str, Any]) -> None:
-    """As many as take minutes, other ones each time."""
+    """The same rule, with other examples in each run, for minutes."""
     exact(three, case)
 
 
@@ -175,5 +175,5 @@ def test_many_patterns_shadowed(three: Pool, case: dict[str, Any]) -> None:
 @settings(max_examples=1500)
 @given(replayed)
 def test_many_patterns_replayed(four: Pool, case: dict[str, Any]) -> None:
-    """As many as take minutes, other ones each time."""
+    """The same rule, with other examples in each run, for minutes."""
     exact(four, case)

@@ -34,7 +34,7 @@ def fails_on_nccl(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_failure_reaches_a_rank_that_waits_on_nccl() -> None:
-    """With two GPUs: NCCL takes no two ranks on one."""
+    """On NCCL, the abort ends the collective of a waiting rank. Needs two GPUs."""
     import torch
 
     if torch.cuda.device_count() < 2:
@@ -46,7 +46,7 @@ def test_a_failure_reaches_a_rank_that_waits_on_nccl() -> None:
 
 
 def synchronised(rank: int, world_size: int) -> list[list[float]]:
-    """Replay under torch's SyncBatchNorm, over Gloo: one GPU is enough."""
+    """Replay under torch's SyncBatchNorm, over Gloo, on one GPU."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -65,7 +65,7 @@ def synchronised(rank: int, world_size: int) -> list[list[float]]:
 
 
 def test_sync_batch_norm_is_replayed() -> None:
-    """It ends, and all ranks have the same statistics."""
+    """Replay under SyncBatchNorm ends, with the same statistics on all ranks."""
     first, second = run_ranks(synchronised, 2, timeout=100)
     assert first == second
     assert first[0] == [1.0, 0.0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import joinparallel
 import pytest
+from join_programs import parallel
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
@@ -13,18 +13,18 @@ TIMEOUT_S = 300
 @pytest.mark.parametrize("divide_by", ["world", "active"])
 @pytest.mark.parametrize("pattern", [[2, 4], [3, 0]])
 def test_pipelines(pattern: list[int], divide_by: str) -> None:
-    """Two stages, two replicas: exact, as the stages of a replica run dry together."""
-    for rank, told in enumerate(
-        run_ranks(joinparallel.pipeline, 4, pattern, divide_by, timeout=TIMEOUT_S)
+    """A pipeline of two stages and two replicas equals one process."""
+    for rank, results in enumerate(
+        run_ranks(parallel.pipeline, 4, pattern, divide_by, timeout=TIMEOUT_S)
     ):
-        assert told["apart"] < 1e-12, told
+        assert results["apart"] < 1e-12, results
         pair = [max(pattern) - pattern[share] for share in range(2)]
-        assert told["replayed"] == pair, rank
+        assert results["replayed"] == pair, rank
 
 
 @pytest.mark.parametrize("divide_by", ["world", "active"])
 def test_norms_over_all_ranks(divide_by: str) -> None:
-    """Replayed batches count in the statistics, and nothing else of them does."""
-    for told in run_ranks(joinparallel.synchronised, 3, [4, 0, 2], divide_by, timeout=TIMEOUT_S):
-        assert told["apart"] < 1e-9, told
-        assert told["replayed"] == [0, 4, 2]
+    """Of replayed batches, only the statistics of a norm over all ranks count."""
+    for results in run_ranks(parallel.synchronised, 3, [4, 0, 2], divide_by, timeout=TIMEOUT_S):
+        assert results["apart"] < 1e-9, results
+        assert results["replayed"] == [0, 4, 2]

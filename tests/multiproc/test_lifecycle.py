@@ -12,7 +12,7 @@ from ranks import run_ranks, try_ranks
 from world import here, plain, wait_until
 
 from rankcall import load
-from rankcall.rundir import settle
+from rankcall.run.settle import settle
 
 pytestmark = pytest.mark.multiproc
 
@@ -175,7 +175,7 @@ def _on_and_off(rank: int, world_size: int, folder: str) -> list[int]:
         lines.append(here())
         work = dist.all_reduce(tensor, async_op=True)
         rankcall.disable()
-        dist.all_reduce(torch.ones(1))  # nobody records this one
+        dist.all_reduce(torch.ones(1))  # which is not recorded
         work.wait()
         assert tensor.eq(2 * time + 1).all()
     return lines
@@ -287,7 +287,7 @@ def _peer_leaves(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_a_peer_that_leaves(tmp_path: Path, env: dict[str, str | None]) -> None:
-    """The survivor's op fails with the text it was told; the one before is completed."""
+    """The survivor's record has the error's text; the one before is completed."""
     survivor, leaver = try_ranks(_peer_leaves, 2, str(tmp_path), env=env)
     assert survivor.ok, survivor.error
     assert leaver.exitcode == 0
@@ -317,7 +317,7 @@ def _wrong_arguments(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_an_op_that_torch_refuses(tmp_path: Path, env: dict[str, str | None]) -> None:
-    """What the back end throws at issue is the record's error, and the next op is sound."""
+    """An error that the back end raises at issue is in the record, and the next op is sound."""
     told = run_ranks(_wrong_arguments, 2, str(tmp_path), env=env)
     for rank in (0, 1):
         *refused, sound = _rows(tmp_path / "run", rank)

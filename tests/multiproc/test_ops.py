@@ -1,4 +1,4 @@
-"""Every op on four real ranks and three groups: what is recorded is what was issued.
+"""Every op on four real ranks and three groups: the records are those of the issued ops.
 
 All cases run within one set of processes per capture; each test then looks at the part of the
 records that one case issued.
@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
-from oprun import CAPTURES, CASES, Recorded, recorded_run
+from op_cases.recorded import CAPTURES, CASES, Recorded, recorded_run
 from world import differences
 
 pytestmark = pytest.mark.multiproc

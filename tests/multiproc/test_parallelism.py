@@ -23,7 +23,7 @@ PARAMETERS = 3 * (16 * 16 + 16)  # of the model that DDP and FSDP2 train
 
 @dataclass
 class Told:
-    """What a program told on each rank, and its records."""
+    """The value that a program returned on each rank, and its records."""
 
     values: list[Any]
     rows: list[list[dict[str, Any]]]
@@ -137,11 +137,15 @@ def test_dtensor(told: Any) -> None:
     it = told("dtensor")
     for rank, value in enumerate(it.values):
         rows, line = it.rows[rank][:-1], value["line"]
-        found = [(row["op"], int(row["call_site"].rpartition(":")[2]), row["message_bytes"])
-                 for row in rows]  # fmt: skip
+        found = [
+            (row["op"], int(row["call_site"].rpartition(":")[2]), row["message_bytes"])
+            for row in rows
+        ]
         assert found == [
-            ("all_gather", line, 256), ("all_gather", line + 1, 256), ("all_reduce", line + 2, 256),
-        ]  # fmt: skip
+            ("all_gather", line, 256),
+            ("all_gather", line + 1, 256),
+            ("all_reduce", line + 2, 256),
+        ]
 
 
 def test_pipeline(told: Any) -> None:
@@ -202,8 +206,11 @@ def test_groups(told: Any) -> None:
         rows = {tuple(row["group_ranks"]) for row in it.rows[rank]}
         for made in value.values():
             assert tuple(sorted(made["ranks"])) in rows
-            known = [row for label, row in table.items() if row["name"] == made["label"]
-                     and row["ranks"] == made["ranks"]]  # fmt: skip
+            known = [
+                row
+                for label, row in table.items()
+                if row["name"] == made["label"] and row["ranks"] == made["ranks"]
+            ]
             assert len(known) == 1, (made, table)
             assert known[0]["backend"] == "gloo"
             assert known[0]["size"] == len(made["ranks"])
@@ -229,7 +236,7 @@ def test_forked_children(told: Any, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return what DDP and FSDP2 end with where nothing records."""
+    """Return the results of DDP and FSDP2 without recording."""
     folder = str(tmp_path_factory.mktemp("unrecorded"))
     return run_ranks(programs.run_programs, RANKS, folder, ["ddp", "fsdp2"], False)
 

@@ -1,4 +1,4 @@
-"""The helper that other tests trust: results, failures, hangs, and nothing left behind."""
+"""``spawn_ranks``, on which other tests rely: results, failures, hangs, and clean ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from ranks import RanksFailed, run_ranks, try_ranks
+from world import wait_until
+
+from rankcall.testing import start_ranks
 
 pytestmark = pytest.mark.multiproc
 
@@ -30,7 +33,9 @@ def _fail_on_one(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def _hang(rank: int, world_size: int) -> None:
+def _hang(rank: int, world_size: int, folder: str = "") -> None:
+    if folder:
+        (Path(folder) / str(rank)).touch()
     time.sleep(3600)
 
 
@@ -41,26 +46,35 @@ def _killed(rank: int, world_size: int) -> int:
 
 
 def test_results_come_back_in_rank_order() -> None:
-    """Each rank's value is returned; the group works."""
+    """Values come back in rank order, and the default group works."""
     assert run_ranks(_sum, 2, 10) == [21, 21]
 
 
 def test_a_failure_names_the_rank_and_its_traceback() -> None:
-    """One rank raises: the others are ended and the message holds the traceback."""
+    """If one rank raises, the others are ended, and the message has the traceback."""
     with pytest.raises(RanksFailed, match="rank one says no"):
         run_ranks(_fail_on_one, 2)
 
 
-def test_a_hang_dumps_stacks() -> None:
-    """Time up: the message shows where each rank stood, and no process is left."""
-    with pytest.raises(RanksFailed, match=r"not done after 1 s[\s\S]*in _hang") as caught:
-        run_ranks(_hang, 2, timeout=1, init=False)
+def test_a_missed_deadline_is_an_error() -> None:
+    """If the time is up, ``spawn_ranks`` raises, and no process is left."""
+    with pytest.raises(RanksFailed, match=r"not done after 0\.1 s") as caught:
+        run_ranks(_hang, 2, timeout=0.1, init=False)
     for result in caught.value.results:
         assert not Path(f"/proc/{result.pid}").exists()
 
 
+def test_a_hang_dumps_stacks(tmp_path: Path) -> None:
+    """A rank that still runs at the end is killed, and its stderr has the stacks of its threads."""
+    with start_ranks(_hang, 2, str(tmp_path), init=False) as ranks:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        assert not ranks.wait(0.0)
+    for result in ranks.results:
+        assert "in _hang" in result.stderr
+
+
 def test_a_killed_rank_is_reported_by_its_signal() -> None:
-    """try_ranks returns exit codes where ranks are meant to die."""
+    """``check=False`` returns the exit code of a killed rank instead of raising."""
     first, second = try_ranks(_killed, 2, init=False)
     assert first.ok
     assert first.value == first.pid
@@ -68,7 +82,7 @@ def test_a_killed_rank_is_reported_by_its_signal() -> None:
 
 
 def test_a_script_runs_as_main(tmp_path: Path) -> None:
-    """A path is run as __main__ with its arguments."""
+    """A path runs as ``__main__`` with its arguments."""
     script = tmp_path / "job.py"
     script.write_text("import sys\nprint(__name__, sys.argv[1:])\n")
     (result,) = try_ranks(script, 1, "a", 2)

@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks, try_ranks
-from rpcgroup import aside, backend, come_up, names
+from rpcgroup import aside, come_up, names
 from world import wait_until
 
-__all__ = ["backend"]  # a fixture
 pytestmark = pytest.mark.multiproc
 
 
-def _all_call_all(rank: int, world_size: int, backend: str, first_leaves_first: bool) -> Any:
+def _all_call_all(rank: int, world_size: int, first_leaves_first: bool) -> Any:
     """All join at once, each calls each, and they leave in turn."""
     from rankcall import rpc
 
-    come_up(rank, None, backend)
+    come_up(rank, None, "ZMQ")
     store = aside()
-    store.add("together", 1)  # torch's agent must not be asked while it takes note of a newcomer
+    store.add("together", 1)
     wait_until(lambda: int(store.add("together", 0)) == world_size)
     assert len(names()) == world_size
     told = [rpc.rpc_sync(f"w{to}", pow, args=(rank, to)) for to in range(world_size)]
@@ -37,13 +36,13 @@ def _all_call_all(rank: int, world_size: int, backend: str, first_leaves_first: 
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_join_together_and_leave_in_turn(backend: str, first_leaves_first: bool) -> None:
-    """Everybody can call everybody, whoever leaves is gone for the rest, any may leave first."""
-    told = run_ranks(_all_call_all, 4, backend, first_leaves_first, init=False, timeout=60)
+def test_join_together_and_leave_in_turn(first_leaves_first: bool) -> None:
+    """Every worker can call every other; one that leaves is gone for the rest; any may be first."""
+    told = run_ranks(_all_call_all, 4, first_leaves_first, init=False, timeout=60)
     assert told == [[rank**to for to in range(4)] for rank in range(4)]
 
 
-def _one_is_killed(rank: int, world_size: int, backend: str) -> Any:
+def _one_is_killed(rank: int, world_size: int) -> Any:
     """Rank 1 dies without a word; the others go on, and one of its name joins after it."""
     from rankcall import rpc
 
@@ -51,13 +50,13 @@ def _one_is_killed(rank: int, world_size: int, backend: str) -> Any:
     if rank == 2:
         store.wait(["killed"])
         began = time.monotonic()
-        come_up(1, None, backend, "w1")
+        come_up(1, None, "ZMQ", "w1")
         joined_s = time.monotonic() - began
         assert rpc.rpc_sync("w0", pow, args=(3, 2)) == 9
         store.set("joined", "")
         rpc.shutdown(timeout=20)
         return joined_s
-    come_up(rank, None, backend)
+    come_up(rank, None, "ZMQ")
     store.add("together", 1)
     wait_until(lambda: int(store.add("together", 0)) == 2)
     if rank == 1:
@@ -77,9 +76,9 @@ def _one_is_killed(rank: int, world_size: int, backend: str) -> Any:
     return failed_s, str(caught.value)
 
 
-def test_a_killed_member_is_replaced(backend: str) -> None:
+def test_a_killed_member_is_replaced() -> None:
     """Its calls fail within seconds, and a worker of its name and rank can join at once."""
-    results = try_ranks(_one_is_killed, 3, backend, init=False, timeout=60)
+    results = try_ranks(_one_is_killed, 3, init=False, timeout=60)
     first, killed, second = results
     assert killed.exitcode == -signal.SIGKILL
     assert first.ok, first.error or first.stderr
@@ -87,17 +86,16 @@ def test_a_killed_member_is_replaced(backend: str) -> None:
     failed_s, message = first.value
     assert failed_s < 5
     assert second.value < 15
-    if backend == "ZMQ":
-        assert "worker 'w1' is gone: its process" in message
+    assert "worker 'w1' is gone: its process" in message
 
 
-def _same_name(rank: int, world_size: int, backend: str) -> Any:
+def _same_name(rank: int, world_size: int) -> Any:
     """The second of a name is refused, can join under another, and join again after leaving."""
     from rankcall import rpc
 
     store = aside()
     if rank == 0:
-        come_up(0, None, backend)
+        come_up(0, None, "ZMQ")
         store.set("there", "")
         store.wait(["done"])
         rpc.shutdown(timeout=20)
@@ -105,13 +103,13 @@ def _same_name(rank: int, world_size: int, backend: str) -> Any:
     store.wait(["there"])
     name, number = ("w0", 1) if rank == 1 else ("w2", 0)
     with pytest.raises(RuntimeError, match="is not unique") as caught:
-        come_up(number, None, backend, name)
+        come_up(number, None, "ZMQ", name)
     if rank == 2:
         store.set("refused", "")
         return str(caught.value)
     store.wait(["refused"])
     for _ in range(2):
-        come_up(1, None, backend)
+        come_up(1, None, "ZMQ")
         assert rpc.rpc_sync("w0", pow, args=(3, 2)) == 9
         assert names() == {"w0", "w1"}
         rpc.shutdown(timeout=20)
@@ -119,8 +117,8 @@ def _same_name(rank: int, world_size: int, backend: str) -> Any:
     return str(caught.value)
 
 
-def test_a_failed_join_leaves_nothing_behind(backend: str) -> None:
-    """A taken name or rank is said so; the group goes on, and the same process may join again."""
-    _, by_name, by_rank = run_ranks(_same_name, 3, backend, init=False, timeout=60)
+def test_a_failed_join_leaves_nothing_behind() -> None:
+    """The error says that the name or rank is taken; the same process may join again."""
+    _, by_name, by_rank = run_ranks(_same_name, 3, init=False, timeout=60)
     assert by_name.startswith("worker name 'w0' is not unique")
     assert by_rank == "rank 0 of worker 'w2' is not unique: worker 'w0' has it"

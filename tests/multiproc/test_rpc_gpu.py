@@ -1,6 +1,6 @@
-"""Device maps on a real GPU: CUDA tensors go where the maps say, and come back the same way.
+"""Device maps on a real GPU: CUDA tensors go to the mapped device, and come back the same way.
 
-They skip where there is no GPU. One is enough: both workers use it.
+Without a GPU the tests are skipped. One is enough, because both workers use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _where(tensor: Any) -> tuple[str, Any]:
 
 
 def _mapped(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
-    """Rank 0 sends what a kernel has only begun to write; what no map covers is refused."""
+    """Rank 0 sends tensors that a kernel still writes; a device without a map is refused."""
     import torch
 
     from rankcall import rpc
@@ -29,7 +29,7 @@ def _mapped(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
     last = torch.cuda.device_count() - 1
     maps = {other: {0: last}} if rank == 0 else {}
     come_up(rank, None if dynamic else world_size, backend, device_maps=maps)
-    told: list[Any] = []
+    echoed: list[Any] = []
     if rank == 0:
         if dynamic:
             from rpcgroup import names
@@ -46,7 +46,7 @@ def _mapped(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
             assert str(back.device) == "cuda:0"
             assert torch.equal(back.cpu(), 2 * torch.arange(size))
         cpu = rpc.rpc_sync(other, _where, args=(torch.ones(2),))
-        told = [cpu[0], cpu[1].tolist()]
+        echoed = [cpu[0], cpu[1].tolist()]
     from rpcgroup import aside
 
     store = aside()
@@ -55,17 +55,17 @@ def _mapped(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
         with pytest.raises(RuntimeError, match=r"device map|device_map"):
             rpc.rpc_sync(other, _where, args=(torch.ones(2, device="cuda:0"),))
     rpc.shutdown(timeout=30)
-    return told
+    return echoed
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_tensors_land_where_the_maps_say(backend: str, dynamic: bool) -> None:
-    """And answers land where the argument came from; CPU tensors stay on the CPU."""
-    told = run_ranks(_mapped, 2, backend, dynamic, init=False, timeout=110)
-    assert told[0] == ["cpu", [2.0, 2.0]]
+    """Arguments land on the mapped device, answers on the caller's; CPU tensors stay on the CPU."""
+    answers = run_ranks(_mapped, 2, backend, dynamic, init=False, timeout=110)
+    assert answers[0] == ["cpu", [2.0, 2.0]]
 
 
-def _one_knows_better(rank: int, world_size: int, backend: str) -> str:
+def _bad_map_on_rank_0(rank: int, world_size: int, backend: str) -> str:
     """Rank 0's map names a device that rank 1 does not have."""
     import torch
 
@@ -78,6 +78,6 @@ def _one_knows_better(rank: int, world_size: int, backend: str) -> str:
 
 
 def test_a_device_that_is_not_there(backend: str) -> None:
-    """Both are told, with the real device counts."""
-    for message in run_ranks(_one_knows_better, 2, backend, init=False):
+    """Both workers get an error that names the invalid index."""
+    for message in run_ranks(_bad_map_on_rank_0, 2, backend, init=False):
         assert "Node w0 has target devices with invalid indices in its device map" in message

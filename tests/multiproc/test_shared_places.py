@@ -139,7 +139,7 @@ def _clean_at_start(rank: int, world_size: int, folder: str) -> Any:
     import rankcall
     from rankcall.ring import Geometry, Identity
     from rankcall.ring.writer import create_locked, put
-    from rankcall.rundir import create_run, make_live_dir
+    from rankcall.run.directory import create_run, make_live_dir
 
     old = create_run(Path(folder) / "old", {})
     left = make_live_dir(old)
@@ -163,7 +163,7 @@ def test_a_recording_frees_what_killed_jobs_left(
 
 
 def _name_a_ring(rank: int, world_size: int, run_dir: str) -> Any:
-    """Begin with hooks alone, whose ring has no name, and give it one."""
+    """Begin with hooks alone, so that the ring has no name yet, and then name a run directory."""
     import rankcall
     from rankcall import hooks
     from rankcall.ring.lock import try_lock
@@ -209,8 +209,11 @@ def _in_another_namespace(*command: str) -> subprocess.CompletedProcess[str]:
     assert unshare is not None
     return subprocess.run(
         [unshare, "--pid", "--fork", "--mount-proc", "--kill-child", *command],
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
 
 
 @pytest.fixture

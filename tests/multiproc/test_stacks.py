@@ -1,4 +1,4 @@
-"""Python stacks of another process: whatever holds it up, and never at its cost."""
+"""Python stacks of another process are read without harm to it, in any kind of wait."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from world import wait_until
 
-from rankcall import _stacks
-from rankcall.ring.header import Header, parse_header
-from rankcall.ring.layout import HEADER_BYTES
+from rankcall.ring.layout import HEADER_BYTES, Header, parse_header
+from rankcall.run.stacks import register_stack_dump, request_stacks
 from rankcall.testing import FaultPlan, Ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -32,7 +31,7 @@ def _registered(rank: int, world_size: int, folder: str, register: bool) -> None
 
     ring = create(Path(folder) / "it.ring", Identity(rank=3), Geometry(64))
     if register:
-        _stacks.register(ring)
+        register_stack_dump(ring)
     (Path(folder) / "ready").touch()
     _wait_here()
 
@@ -55,24 +54,24 @@ def test_asked_again_and_again(tmp_path: Path) -> None:
     """Each answer is whole, of its own time; the process goes on."""
     with _started(tmp_path, register=True) as ranks:
         header = _header(tmp_path / "it.ring")
-        wait_until(lambda: "in _wait_here" in _stacks.ask([header]).get(3, ""))
+        wait_until(lambda: "in _wait_here" in request_stacks([header]).get(3, ""))
         for _ in range(5):
-            answer = _stacks.ask([header])
+            answer = request_stacks([header])
             assert answer.keys() == {3}
             assert answer[3].count("in _wait_here") == 1
         assert Path(f"/proc/{ranks.pids[0]}").exists()
 
 
 def test_not_registered(tmp_path: Path) -> None:
-    """A process that takes no signal gets none, whatever its ring says: it would die of it."""
+    """A process without a handler gets no signal, even if its ring claims one: it would die."""
     with _started(tmp_path, register=False) as ranks:
         header = replace(_header(tmp_path / "it.ring"), stack_fd=1)
-        assert _stacks.ask([header]) == {}
+        assert request_stacks([header]) == {}
         assert Path(f"/proc/{ranks.pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_rings_that_lie(tmp_path: Path) -> None:
-    """Another file, process or boot: nobody is signalled."""
+    """If the file, the process or the boot differs, no process gets a signal."""
     with _started(tmp_path, register=True):
         good = _header(tmp_path / "it.ring")
         for bad in (
@@ -82,7 +81,7 @@ def test_rings_that_lie(tmp_path: Path) -> None:
             replace(good, boot_id="another"),
             replace(good, pid=os.getpid()),
         ):
-            assert _stacks.ask([bad]) == {}
+            assert request_stacks([bad]) == {}
 
 
 def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
     plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
     run = tmp_path / "run"
     with start_ranks(_one_by_one, 4, faults=plan, run_dir=run, watch={"hang_after": 60}) as ranks:
-        from rankcall.rundir import ring_paths
+        from rankcall.run.directory import ring_paths
 
         def state(rank: int) -> str:
             return Path(f"/proc/{ranks.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
@@ -98,22 +97,22 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
         wait_until(lambda: state(2) == "T")
         headers = [_header(path) for path in ring_paths(run)]
         assert len(headers) == 4
-        wait_until(lambda: "in _carry_out" in _stacks.ask(headers).get(1, ""))
-        answer = _stacks.ask(headers)
+        wait_until(lambda: "in _carry_out" in request_stacks(headers).get(1, ""))
+        answer = request_stacks(headers)
     assert sorted(answer) == [0, 1, 3]
     assert "test_stacks.py" in answer[0]
 
 
 def test_py_spy(tmp_path: Path) -> None:
-    """From outside, whatever holds a rank up: native frames of who runs, Python's of who stands."""
-    from rankcall.cli._stacks import _py_spy, take
-    from rankcall.rundir import ring_paths
+    """py-spy reads native frames of a rank that runs, and Python frames of a stopped one."""
+    from rankcall.run.directory import ring_paths
+    from rankcall.run.stacks import _py_spy, stacks_of
 
     if _py_spy() is None:
         pytest.skip("py-spy is not installed (rankcall[stacks])")
     plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
     run = tmp_path / "run"
-    # Not watched: nobody dumps stacks from inside.
+    # No watcher runs, so no stacks are dumped from inside.
     with start_ranks(_one_by_one, 3, faults=plan, run_dir=run) as ranks:
         wait_until(lambda: _state(ranks, 2) == "T")
         wait_until(lambda: len(ring_paths(run)) == 3)
@@ -122,7 +121,7 @@ def test_py_spy(tmp_path: Path) -> None:
         found: dict[int, str] = {}
 
         def looked() -> bool:
-            found.update(take(run, [0, 1, 2]))
+            found.update(stacks_of(run, [0, 1, 2]))
             return "_carry_out" in found.get(1, "") and "all_reduce" in found.get(0, "")
 
         wait_until(looked)
@@ -142,8 +141,8 @@ def _state(ranks: Ranks, rank: int) -> str:
 
 
 def _may_look_into(pid: int) -> bool:
-    """Tell whether this user and kernel allow it: py-spy says so in these words."""
-    from rankcall.cli._stacks import _py_spy
+    """Return whether this user and kernel allow py-spy, by its error message."""
+    from rankcall.run.stacks import _py_spy
 
     command = [str(_py_spy()), "dump", "--nonblocking", "--pid", str(pid)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -83,8 +83,11 @@ def test_the_example_names_the_rank_asleep() -> None:
     done = subprocess.run(
         [*command, str(EXAMPLE), "--timeout=4"],
         env={**os.environ, "RANKCALL_HOST": "node-c", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     said = re.findall(r"barrier 'epoch-3' .*? on rank (\d) \(node-c\): (.*?)\.", done.stdout)
     assert sorted(said) == [
@@ -121,16 +124,22 @@ def test_agents_meet_at_our_exit_barrier(tmp_path: Path) -> None:
     )
     with hosted() as (port, _):
         options = [
-            "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=x",
-            f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=0",
-        ]  # fmt: skip
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=x",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+            "--rdzv-conf=is_host=0",
+        ]
         agents = [
             subprocess.Popen(
                 [sys.executable, str(spy), *options, "--local-addr=127.0.0.1", str(script)],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             for _ in range(2)
-        ]  # fmt: skip
+        ]
         try:
             said = [agent.communicate(timeout=80)[0] for agent in agents]
         finally:
@@ -138,5 +147,5 @@ def test_agents_meet_at_our_exit_barrier(tmp_path: Path) -> None:
                 agent.kill()
     for agent, text in zip(agents, said, strict=True):
         assert agent.returncode == 0, text
-        assert "exit barrier rankcall.store._barrier torchelastic/agent/terminal_state" in text
+        assert "exit barrier rankcall.store._calls torchelastic/agent/terminal_state" in text
         assert "Error waiting on exit barrier" not in text

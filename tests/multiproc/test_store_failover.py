@@ -84,7 +84,7 @@ def test_a_host_that_is_stopped_is_left(how: str, tmp_path: Path) -> None:
 
 
 def test_no_host_is_left() -> None:
-    """When nobody answers, the error lists whom it asked."""
+    """If no host answers, the error lists the hosts that were tried."""
     from rankcall import StoreLost, store
 
     port = free_port()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,7 @@ def _host_stops(rank: int, world_size: int, port: int, pid: int, folder: str) ->
     client: Any = connect(port)
     before = client.timeout
 
-    def led() -> None:
-        store.barrier(
-            client, world_size, "led", 1.0, rank, local_rank=0, local_world_size=1, what="a test"
-        )
-
     store.barrier(client, world_size, "p", LONG, rank)
-    store.barrier(client, world_size, "led", LONG, rank, local_rank=0, local_world_size=1)
     all_at(folder, "passed", rank, world_size)
     if rank == 0:
         stop(pid)
@@ -39,7 +35,6 @@ def _host_stops(rank: int, world_size: int, port: int, pid: int, folder: str) ->
         lambda: store.get_all(client, rank, "x", world_size, timeout=1.0, what="a test"),
         lambda: store.rollcall(client, rank, world_size, timeout=1.0),
         lambda: store.clean_up(client, "p", world_size, rank, timeout=1.0),
-        led,
     ]
     told = [attempt(call) for call in calls]
     all_at(folder, "told", rank, world_size)
@@ -79,7 +74,7 @@ def _host_stops_for_good(rank: int, world_size: int, port: int, pid: int, folder
 
 @pytest.mark.slow
 def test_a_host_that_stops_under_a_long_wait(tmp_path: Path) -> None:
-    """A timeout that is long enough to block in is kept, too, whenever the host stops."""
+    """A timeout long enough for a blocking wait is also kept, whenever the host stops."""
     with hosted() as (port, pid):
         for name, _, took in run_ranks(
             _host_stops_for_good, 3, port, pid, str(tmp_path), init=False
@@ -135,7 +130,7 @@ def _hosts_and_dies(rank: int, world_size: int, folder: str) -> Any:
 
 
 def test_a_rank_that_hosts_the_store_and_dies(tmp_path: Path) -> None:
-    """The others are told that the store is gone, long before their timeout."""
+    """The other ranks raise that the store is gone, long before their timeout."""
     _zero, *others = try_ranks(_hosts_and_dies, 3, str(tmp_path), init=False)
     for result in others:
         assert result.ok, result
@@ -143,3 +138,36 @@ def test_a_rank_that_hosts_the_store_and_dies(tmp_path: Path) -> None:
             assert name == "StoreLost"
             assert "is gone" in text
             assert took < LONG / 2
+
+
+LEAVES = """
+import sys
+from hosting import attempt, connect
+from rankcall import store
+client = connect(int(sys.argv[1]))
+print("connected", flush=True)
+sys.stdin.readline()
+print(*(attempt(lambda: store.barrier(client, 2, "p", t, 0))[0] for t in (0.5, 16.0)), flush=True)
+"""
+
+
+def test_a_process_ends_well_beside_a_stopped_host() -> None:
+    """Its threads that still wait for the store are released: it exits in time, with status 0."""
+    with hosted() as (port, pid):
+        leaving = subprocess.Popen(
+            [sys.executable, "-c", LEAVES, str(port)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        try:
+            assert leaving.stdout is not None
+            assert leaving.stdout.readline() == "connected\n"
+            stop(pid)
+            said, errors = leaving.communicate("go\n", timeout=80)
+        finally:
+            leaving.kill()
+    assert said == "StoreLost StoreLost\n", errors
+    assert leaving.returncode == 0, errors

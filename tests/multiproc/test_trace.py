@@ -27,16 +27,32 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 RANKS = 4
 CAPTURES = ("native", "python")
 FIELDS = [
-    "name", "rank", "source_line", "message_size", "device", "timestamp", "gpu_serial", "vm_id",
-    "group_ranks", "peer_rank", "root_rank", "correlation_id", "seq", "group", "dtype",
-    "duration_ms", "algbw_gbps", "busbw_gbps", "step",
-]  # fmt: skip
+    "name",
+    "rank",
+    "source_line",
+    "message_size",
+    "device",
+    "timestamp",
+    "gpu_serial",
+    "vm_id",
+    "group_ranks",
+    "peer_rank",
+    "root_rank",
+    "correlation_id",
+    "seq",
+    "group",
+    "dtype",
+    "duration_ms",
+    "algbw_gbps",
+    "busbw_gbps",
+    "step",
+]
 WHERE_THEY_APPLY = {"peer_rank", "root_rank", "correlation_id"}
 
 
 @dataclass
 class Told:
-    """What each rank expected, was told, and printed."""
+    """The descriptions that a rank expected and got, and its output."""
 
     expected: list[list[dict[str, Any]]]
     described: list[list[dict[str, Any]]]
@@ -52,10 +68,12 @@ def traced_run(capture: str, factory: pytest.TempPathFactory) -> Told:
     """Return a capture's run of all cases."""
     folder = factory.mktemp(capture)
     env = {
-        "RANKCALL_CAPTURE": capture, "GPU_SERIAL": 'a"b', "VM_ID": "vm-7",
+        "RANKCALL_CAPTURE": capture,
+        "GPU_SERIAL": 'a"b',
+        "VM_ID": "vm-7",
         "NVTX_INJECTION64_PATH": str(nvtx_tool.built(folder)),
         "NVTX_COLLECTED": str(folder / "nvtx"),
-    }  # fmt: skip
+    }
     began = time.time()
     each = run_ranks(_issue_everything, RANKS, str(folder / "run"), env=env, timeout=240)
     expected, described, printed, pids = map(list, zip(*each, strict=True))
@@ -73,9 +91,11 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def _issue_everything(rank: int, world_size: int, run_dir: str) -> Any:
     import rankcall
     from rankcall import trace
-    from rankcall.trace import order
+    from rankcall.trace import describer
 
-    order.OVERDUE_NS = 1 << 62  # on a busy machine an op in flight for long would be told twice
+    describer.OVERDUE_NS = (
+        1 << 62
+    )  # on a busy machine an op in flight for long would be described twice
     world = World.of(rank)
     out, sink, expected = io.StringIO(), trace.MemorySink(), []
     made = {"1": None, "2": None} | {each.label: each.pg for each in world.groups}
@@ -86,7 +106,7 @@ def _issue_everything(rank: int, world_size: int, run_dir: str) -> Any:
     with rankcall.enable(run_dir), trace.enable("all", sinks=sinks) as handle:
         for case in tracecases.CASES:
             for group in world.groups:
-                tell = tracecases.Tell(rank, group)
+                tell = tracecases.Expectations(rank, group)
                 case(tell)
                 expected += [{**each, "case": case.__name__} for each in tell.expected]
         tracecases.not_a_member(world, made)
@@ -183,7 +203,7 @@ def test_who_prints(told: Told) -> None:
 
 
 def test_nvtx_marks(told: Told) -> None:
-    """Every description is a mark too, at issue: what is not known then is null."""
+    """Every description is an NVTX mark at issue, with null for fields that are not known yet."""
     times = ("duration_ms", "algbw_gbps", "busbw_gbps")
     for rank in range(RANKS):
         heard = told.heard[rank]
@@ -213,7 +233,7 @@ def test_nvtx_ranges(told: Told) -> None:
 
 
 def test_the_ring_keeps_what_the_source_says(told: Told) -> None:
-    """Of every line that issued an op, as it stands in the file."""
+    """Of every line that issued an op, without its indentation."""
     source = Path(tracecases.__file__).read_text().splitlines()
     for ring in load(told.run_dir).rings:
         sites = {

@@ -1,4 +1,4 @@
-"""Tracing while a job runs: what hangs, who is on other hosts, what fails, and what is put back."""
+"""Tracing while a job runs: ops that hang, ranks on other hosts, sinks that fail, and the end."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def _overdue(rank: int) -> list[Any]:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import order
+    from rankcall.trace import describer
 
-    normally, order.OVERDUE_NS = order.OVERDUE_NS, 50_000_000 if rank == 0 else NEVER_NS
+    normally, describer.OVERDUE_NS = describer.OVERDUE_NS, 50_000_000 if rank == 0 else NEVER_NS
     sink, other = trace.MemorySink(), 1 - rank
     with trace.enable("ALL", sinks=[sink]) as handle:
         work = dist.irecv(torch.ones(2), other) if rank == 0 else None
         if rank == 0:
             until(lambda: len(sink.descriptions) == 1)
-            order.OVERDUE_NS = NEVER_NS
+            describer.OVERDUE_NS = NEVER_NS
         dist.all_reduce(torch.ones(1))
         if rank == 0:
             until(lambda: len(sink.descriptions) == 2)
@@ -58,7 +58,7 @@ def _overdue(rank: int) -> list[Any]:
         elif work is not None:
             work.wait()
         assert handle.flush(WAIT_S)
-    order.OVERDUE_NS = normally
+    describer.OVERDUE_NS = normally
     return [(each["name"], each["duration_ms"] is None) for each in sink.descriptions]
 
 
@@ -84,13 +84,13 @@ def _a_sink_that_raises(rank: int) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace.sinks import base
+    from rankcall.trace import sinks
 
-    base.RETRY_SECONDS = (0.01, 0.01)
+    sinks.RETRY_SECONDS = (0.01, 0.01)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    base.logger.addHandler(handler)
+    sinks.logger.addHandler(handler)
     sink, bad = trace.MemorySink(), Raises()
     with trace.enable("ALL", sinks=[bad, sink]) as handle:
         for _ in range(5):
@@ -100,7 +100,7 @@ def _a_sink_that_raises(rank: int) -> Any:
             dist.all_reduce(torch.ones(1))
         assert handle.flush(WAIT_S)
         assert len(sink.descriptions) == 10
-    base.logger.removeHandler(handler)
+    sinks.logger.removeHandler(handler)
     return [bad.calls, len(said), "Raises failed 3 times and is dropped" in said[0]]
 
 
@@ -186,12 +186,14 @@ def _everything(rank: int, world_size: int, folder: str) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import order
+    from rankcall.trace import describer
 
-    # On a busy machine an op may be in flight for long: told twice, but not where that is counted.
-    order.OVERDUE_NS = NEVER_NS
+    # On a busy machine an op may be in flight for long, and then be described twice.
+    describer.OVERDUE_NS = NEVER_NS
     dist.barrier()
-    before = trace.enable("ALL").remove()  # what is made once, such as dicts of torch's
+    before = trace.enable(
+        "ALL"
+    ).remove()  # makes the objects that are made once, such as dicts of torch's
     told = [_put_back(rank), _off(rank), _overdue(rank), _a_sink_that_raises(rank)]
     return [before, *told, _forked(rank, folder)]
 
@@ -238,9 +240,9 @@ def _cross_host(rank: int, world_size: int) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import order
+    from rankcall.trace import describer
 
-    order.OVERDUE_NS = NEVER_NS
+    describer.OVERDUE_NS = NEVER_NS
     os.environ["RANKCALL_HOST"] = HOSTS[rank]
     sink = trace.MemorySink()
     with trace.enable("crossnode", sinks=[sink]) as handle:
@@ -252,7 +254,7 @@ def _cross_host(rank: int, world_size: int) -> Any:
         for source, target in ((0, 1), (2, 3), (1, 2)):
             if rank == source:
                 dist.send(torch.ones(10), target)
-            elif rank == target:  # on a group that spans hosts: from anybody, or from one
+            elif rank == target:  # on a group that spans hosts: from any rank, or from one
                 dist.recv(torch.ones(10), None if target == 2 else source)
         dist.barrier()
         assert handle.flush(WAIT_S)
@@ -299,12 +301,28 @@ def test_two_agents_cross_nodes_without_code(tmp_path: Path) -> None:
     }
     agents = [
         Launch(
-            "run", "--run-dir", tmp_path / "run", "--trace", "CrossNode", "--history",
-            "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "--master-addr",
-            "127.0.0.1", "--master-port", port, "job.py", cwd=tmp_path, env=env,
+            "run",
+            "--run-dir",
+            tmp_path / "run",
+            "--trace",
+            "CrossNode",
+            "--history",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+            "--node-rank",
+            str(node),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            port,
+            "job.py",
+            cwd=tmp_path,
+            env=env,
         )
         for node in range(2)
-    ]  # fmt: skip
+    ]
     ended = [agent.finish(240) for agent in agents]
     assert [each.status for each in ended] == [0, 0], "\n".join(each.err for each in ended)
     assert sum("tracing CROSSNODE to JsonLines, Nvtx" in each.err for each in ended) == 1
@@ -353,9 +371,18 @@ def test_a_disk_that_fills_in_a_job(tmp_path: Path) -> None:
     """Files, history: each sink says so once on each rank; the job ends well, its run is read."""
     (tmp_path / "job.py").write_text(FULL)
     ended = launch(
-        "run", "--run-dir", "run", "--trace", "all", "--history", "--nproc-per-node", "2",
-        "job.py", cwd=tmp_path, timeout=240,
-    )  # fmt: skip
+        "run",
+        "--run-dir",
+        "run",
+        "--trace",
+        "all",
+        "--history",
+        "--nproc-per-node",
+        "2",
+        "job.py",
+        cwd=tmp_path,
+        timeout=240,
+    )
     assert ended.status == 0, ended.err
     for rank in range(2):
         file = tmp_path / f"run/trace/rank-{rank:05d}.attempt-0.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import witness
-from oprun import CAPTURES, RANKS, recorded_run
+from op_cases.recorded import CAPTURES, RANKS, recorded_run
 
 pytestmark = pytest.mark.multiproc
 

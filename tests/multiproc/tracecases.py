@@ -1,7 +1,8 @@
-"""Every row of the table in docs/guides/trace.md, on a group: what is issued, and its description.
+"""A case for each row of the table in docs/guides/trace.md: its calls and their descriptions.
 
-Sizes are worked out by hand: 4 bytes a float32, 8 an int64. ``S`` (bytes) and ``f`` are nccl-tests'
-for the bandwidths; ranks are global. ``here()`` stands on the line before each call.
+The sizes are calculated by hand: a float32 has 4 bytes, an int64 has 8. ``S`` (in bytes) and ``f``
+are those of nccl-tests, for the bandwidths. Ranks are global. Each call is on the line after
+``here()``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from opcases import Cases, pickled
+from op_cases.building import Cases, pickled
 
 # Imported before tracing is armed, as a user's script does.
 from torch.distributed import P2POp, all_reduce, irecv, isend
@@ -28,8 +29,8 @@ CASES = Cases()
 case = CASES.add
 
 
-class Tell:
-    """One rank's view of a group, and what it expects to be told of it."""
+class Expectations:
+    """One rank's view of a group, and the descriptions that it expects."""
 
     def __init__(self, rank: int, group: Members) -> None:
         self.rank, self.g = rank, group
@@ -44,16 +45,23 @@ class Tell:
     def __call__(
         self, name: str, size: int, line: int, S: float | None = None, f: float = 1, **more: Any
     ) -> None:
-        """Expect a description. ``call``: a number for those that share a correlation id."""
+        """Expect a description. Descriptions that share a correlation id have the same ``call``."""
         prints = more.pop("prints", self.is_first)
         root = more.get("root_rank")
         self.expected.append(
             {
-                "name": name, "message_size": size, "line": line, "S": S, "f": f,
-                "group": self.g.label, "group_ranks": self.ranks, "dtype": "float32",
-                "prints": prints if root is None else root == self.rank, **more,
+                "name": name,
+                "message_size": size,
+                "line": line,
+                "S": S,
+                "f": f,
+                "group": self.g.label,
+                "group_ranks": self.ranks,
+                "dtype": "float32",
+                "prints": prints if root is None else root == self.rank,
+                **more,
             }
-        )  # fmt: skip
+        )
 
     def p2p(self, name: str, size: int, line: int, peer: int, **more: Any) -> None:
         self(name, size, line, S=size, f=1, peer_rank=peer, prints=True, **more)
@@ -68,24 +76,24 @@ def _ones(*size: int) -> torch.Tensor:
 
 
 @case
-def barrier(t: Tell) -> None:
-    """One byte, no bandwidth, by all members."""
+def barrier(t: Expectations) -> None:
+    """A barrier is one byte without a bandwidth, described by all members."""
     line = here()
     dist.barrier(group=t.pg)
     t("barrier", 1, line, dtype=None)
 
 
 @case
-def monitored_barrier(t: Tell) -> None:
-    """Its own name."""
+def monitored_barrier(t: Expectations) -> None:
+    """A monitored barrier has a name of its own."""
     line = here()
     dist.monitored_barrier(group=t.pg, timeout=timedelta(seconds=30))
     t("monitored_barrier", 1, line, dtype=None)
 
 
 @case
-def broadcast(t: Tell) -> None:
-    """By all, printed by the source; by global rank and by place in the group."""
+def broadcast(t: Expectations) -> None:
+    """All members describe it and the source prints it, for a global rank and for a group rank."""
     root = t.ranks[-1]
     line = here()
     dist.broadcast(_ones(3, 5), src=root, group=t.pg)
@@ -96,8 +104,8 @@ def broadcast(t: Tell) -> None:
 
 
 @case
-def broadcast_object_list(t: Tell) -> None:
-    """One description for the lengths and the pickles."""
+def broadcast_object_list(t: Expectations) -> None:
+    """The lengths and the pickles have one description together."""
     root, sent = t.ranks[-1], [{"from": t.ranks[-1]}, "x" * 100]
     objects: list[Any] = list(sent) if t.rank == root else [None, None]
     line = here()
@@ -107,8 +115,8 @@ def broadcast_object_list(t: Tell) -> None:
 
 
 @case
-def gather(t: Tell) -> None:
-    """By the destination only, which counts what the others send."""
+def gather(t: Expectations) -> None:
+    """Only the destination describes it, with the bytes that the others send."""
     root = t.ranks[1]
     into = [torch.empty(2, 3) for _ in t.ranks] if t.rank == root else None
     line = here()
@@ -118,21 +126,28 @@ def gather(t: Tell) -> None:
 
 
 @case
-def gather_object(t: Tell) -> None:
-    """As gather; all pickles are padded to the longest."""
+def gather_object(t: Expectations) -> None:
+    """It is described as a gather of pickles, each padded to the longest."""
     root = t.ranks[-1]
     into: list[Any] | None = [None] * t.n if t.rank == root else None
     line = here()
     dist.gather_object("x" * (10 * t.me), into, dst=root, group=t.pg)
     most = pickled("x" * (10 * (t.n - 1)))
     if t.rank == root:
-        t("gather_object", most * (t.n - 1), line, S=most * t.n, f=(t.n - 1) / t.n,
-          root_rank=root, dtype="uint8")  # fmt: skip
+        t(
+            "gather_object",
+            most * (t.n - 1),
+            line,
+            S=most * t.n,
+            f=(t.n - 1) / t.n,
+            root_rank=root,
+            dtype="uint8",
+        )
 
 
 @case
-def scatter(t: Tell) -> None:
-    """By the source only, which counts what it sends to others."""
+def scatter(t: Expectations) -> None:
+    """Only the source describes it, with the bytes that it sends to others."""
     root = t.ranks[1]
     parts = [_ones(4) for _ in t.ranks] if t.rank == root else None
     line = here()
@@ -142,20 +157,27 @@ def scatter(t: Tell) -> None:
 
 
 @case
-def scatter_object_list(t: Tell) -> None:
-    """Three ops, one description, by the source."""
+def scatter_object_list(t: Expectations) -> None:
+    """The source gives one description of the three ops."""
     root, parts = t.ranks[-1], ["x" * (5 * place) for place in range(t.n)]
     line = here()
     dist.scatter_object_list([None], parts if t.rank == root else None, src=root, group=t.pg)
     most = pickled(parts[-1])
     if t.rank == root:
-        t("scatter_object_list", most * (t.n - 1), line, S=most * t.n, f=(t.n - 1) / t.n,
-          root_rank=root, dtype="uint8")  # fmt: skip
+        t(
+            "scatter_object_list",
+            most * (t.n - 1),
+            line,
+            S=most * t.n,
+            f=(t.n - 1) / t.n,
+            root_rank=root,
+            dtype="uint8",
+        )
 
 
 @case
-def reduce(t: Tell) -> None:
-    """By all members, printed by the destination."""
+def reduce(t: Expectations) -> None:
+    """All members describe it, and the destination prints it."""
     for root in (t.ranks[-1], t.ranks[0]):
         line = here()
         dist.reduce(_ones(6), dst=root, group=t.pg)
@@ -163,8 +185,8 @@ def reduce(t: Tell) -> None:
 
 
 @case
-def reduce_scatter(t: Tell) -> None:
-    """The output counts; S is n times that. Both names."""
+def reduce_scatter(t: Expectations) -> None:
+    """The size is that of the output, and S is n times that, for both functions."""
     n = t.n
     line = here()
     dist.reduce_scatter(torch.empty(4), [_ones(4) for _ in t.ranks], group=t.pg)
@@ -175,8 +197,8 @@ def reduce_scatter(t: Tell) -> None:
 
 
 @case
-def all_reduce_all_ways(t: Tell) -> None:
-    """By its module's name, by a name imported early, in inference mode, of another dtype."""
+def all_reduce_all_ways(t: Expectations) -> None:
+    """It is described if called by its module, by an early import and in inference mode."""
     f = 2 * (t.n - 1) / t.n
     line = here()
     dist.all_reduce(_ones(10), group=t.pg)
@@ -191,8 +213,8 @@ def all_reduce_all_ways(t: Tell) -> None:
 
 
 @case
-def all_reduce_in_flight_together(t: Tell) -> None:
-    """A small one that ends before a large one issued earlier is told after it."""
+def all_reduce_in_flight_together(t: Expectations) -> None:
+    """Descriptions come in the order of issue, even if a small op ends before a large one."""
     f = 2 * (t.n - 1) / t.n
     sizes = (1 << 16, 1, 1)
     line = here()
@@ -204,8 +226,8 @@ def all_reduce_in_flight_together(t: Tell) -> None:
 
 
 @case
-def all_gather(t: Tell) -> None:
-    """The whole output counts. Both names."""
+def all_gather(t: Expectations) -> None:
+    """The size is that of the whole output, for both functions."""
     n = t.n
     line = here()
     dist.all_gather([torch.empty(3, 2) for _ in t.ranks], _ones(3, 2), group=t.pg)
@@ -216,8 +238,8 @@ def all_gather(t: Tell) -> None:
 
 
 @case
-def all_gather_object(t: Tell) -> None:
-    """One description; all pickles are padded to the longest."""
+def all_gather_object(t: Expectations) -> None:
+    """There is one description; all pickles are padded to the longest."""
     n = t.n
     line = here()
     dist.all_gather_object([None] * n, "x" * (3 * t.me), group=t.pg)
@@ -226,8 +248,8 @@ def all_gather_object(t: Tell) -> None:
 
 
 @case
-def all_to_all(t: Tell) -> None:
-    """The slice for oneself is no message, but counts for bandwidth."""
+def all_to_all(t: Expectations) -> None:
+    """A rank's own slice is not in the size, but it is in the bandwidth."""
     n = t.n
     line = here()
     dist.all_to_all([torch.empty(6) for _ in t.ranks], [_ones(6) for _ in t.ranks], group=t.pg)
@@ -235,8 +257,8 @@ def all_to_all(t: Tell) -> None:
 
 
 @case
-def all_to_all_single(t: Tell) -> None:
-    """Even, and by split sizes that differ between any two members."""
+def all_to_all_single(t: Expectations) -> None:
+    """It is described for equal splits, and for splits that differ between any two members."""
     n = t.n
     line = here()
     dist.all_to_all_single(torch.empty(2 * n, 3), _ones(2 * n, 3), group=t.pg)
@@ -247,13 +269,18 @@ def all_to_all_single(t: Tell) -> None:
     dist.all_to_all_single(
         torch.empty(sum(takes), 3), _ones(sum(gives), 3), takes, gives, group=t.pg
     )
-    t("all_to_all_single", 12 * (sum(gives) - gives[t.me]), line,
-      S=12 * max(sum(gives), sum(takes)), f=(n - 1) / n)  # fmt: skip
+    t(
+        "all_to_all_single",
+        12 * (sum(gives) - gives[t.me]),
+        line,
+        S=12 * max(sum(gives), sum(takes)),
+        f=(n - 1) / n,
+    )
 
 
 @case
-def isend_irecv(t: Tell) -> None:
-    """Named send and recv, by the caller, in the order of issue."""
+def isend_irecv(t: Expectations) -> None:
+    """They are described as send and recv, in the order of issue."""
     to, source = t.g.after(1), t.g.after(-1)
     line = here() + 1
     works = [
@@ -267,8 +294,8 @@ def isend_irecv(t: Tell) -> None:
 
 
 @case
-def send_recv(t: Tell) -> None:
-    """The peer given by its global rank, and by its place in the group."""
+def send_recv(t: Expectations) -> None:
+    """The peer is described by its global rank, even if the call gives its group rank."""
     first, last = t.ranks[0], t.ranks[-1]
     if t.rank == first:
         line = here()
@@ -281,8 +308,8 @@ def send_recv(t: Tell) -> None:
 
 
 @case
-def recv_from_any_source(t: Tell) -> None:
-    """Who sent is filled in at completion."""
+def recv_from_any_source(t: Expectations) -> None:
+    """The sender is filled in at completion."""
     root, source = t.ranks[1], t.ranks[0]
     if t.rank == source:
         line = here()
@@ -295,8 +322,8 @@ def recv_from_any_source(t: Tell) -> None:
 
 
 @case
-def batch_isend_irecv(t: Tell) -> None:
-    """A description for each op; those of one batch share a correlation id."""
+def batch_isend_irecv(t: Expectations) -> None:
+    """Each op has a description; those of one batch share a correlation id."""
     to, source = t.g.after(1), t.g.after(-1)
     for size in (3, 4):
         call = t.one_call()
@@ -309,8 +336,8 @@ def batch_isend_irecv(t: Tell) -> None:
 
 
 @case
-def send_recv_object_list(t: Tell) -> None:
-    """One description for the lengths and the pickles."""
+def send_recv_object_list(t: Expectations) -> None:
+    """The lengths and the pickles have one description together."""
     first, last, sent = t.ranks[0], t.ranks[-1], ["hello", {"n": t.n}]
     size = sum(map(pickled, sent))
     if t.rank == first:
@@ -324,8 +351,8 @@ def send_recv_object_list(t: Tell) -> None:
 
 
 @case
-def coalesced(t: Tell) -> None:
-    """A description for each tensor, a shared correlation id, S of the batch."""
+def coalesced(t: Expectations) -> None:
+    """Each tensor has a description, with a shared correlation id and the S of the batch."""
     n, call = t.n, t.one_call()
     line = here()
     all_reduce_coalesced([_ones(3), _ones(2, 2), _ones(1)], group=t.pg)
@@ -333,7 +360,7 @@ def coalesced(t: Tell) -> None:
         t("all_reduce", size, line, S=32, f=2 * (n - 1) / n, call=call)
     call = t.one_call()
     ins = [_ones(2), _ones(3)]
-    outs = [[torch.empty_like(each) for each in ins] for _ in t.ranks]
+    outs = [[torch.empty_like(tensor) for tensor in ins] for _ in t.ranks]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         line = here()
@@ -343,8 +370,8 @@ def coalesced(t: Tell) -> None:
 
 
 @case
-def coalescing_manager(t: Tell) -> None:
-    """What it merges is told as the coalesced form; the line is its with-statement's."""
+def coalescing_manager(t: Expectations) -> None:
+    """Merged calls are described as one coalesced call, at the line of the with statement."""
     n, call = t.n, t.one_call()
     line = here()
     with _coalescing_manager(group=t.pg, async_ops=True) as manager:
@@ -356,8 +383,8 @@ def coalescing_manager(t: Tell) -> None:
 
 
 @case
-def functional(t: Tell) -> None:
-    """What compiled code issues; a coalesced form of one tensor is no batch."""
+def functional(t: Expectations) -> None:
+    """Functional collectives are described; a coalesced call of one tensor is no batch."""
     n = t.n
     line = here()
     funcol.wait_tensor(funcol.all_reduce(_ones(4), "sum", t.pg))

@@ -28,8 +28,13 @@ def run_suite(record: str, names: Sequence[str] = (), timeout: float = 1500) -> 
             try:
                 done = subprocess.run(
                     [*command, *(["--only", *names] if names else [])],
-                    cwd=folder, env=env, stdout=file, stderr=file, timeout=timeout, check=False,
-                )  # fmt: skip
+                    cwd=folder,
+                    env=env,
+                    stdout=file,
+                    stderr=file,
+                    timeout=timeout,
+                    check=False,
+                )
             except subprocess.TimeoutExpired as error:
                 raise AssertionError(f"{error}\n{_end_of(log)}") from error
         outcomes: Outcomes = {}
@@ -53,7 +58,7 @@ def different(off: Outcomes, on: Outcomes) -> list[str]:
 def compare(names: Sequence[str] = ()) -> tuple[str, list[str]]:
     """Run all tests, or those named, both ways; return a summary and the differences.
 
-    What differs is run once more both ways: on a busy machine PyTorch's own tests can time out.
+    A test that differs runs once more both ways: on a busy machine PyTorch's tests can time out.
     """
     off, on = run_suite(OFF, names), run_suite(ON, names)
     lines = [f"{len(off)} tests", f"recording off: {_count(off)}", f"recording on:  {_count(on)}"]

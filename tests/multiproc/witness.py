@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 
 ARMED = {"TORCH_FR_BUFFER_SIZE": "8192"}
 _BYTES = {
-    "Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Byte": 1, "Char": 1, "Bool": 1, "Int": 4,
+    "Float": 4,
+    "Double": 8,
+    "Half": 2,
+    "BFloat16": 2,
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+    "Int": 4,
     "Long": 8,
-}  # fmt: skip
+}
 
 
 class Seen(NamedTuple):

@@ -1,7 +1,7 @@
-"""What a rank expects its records to be: written down beside each call, compared afterwards.
+"""The records that a rank expects: written down beside each call, and compared afterwards.
 
-A case issues ops on one process group and says of each, by formulas of its own, what its record
-must hold. ``World`` adds what follows from the order alone: sequence numbers and which ops share
+A case issues ops on one process group, and calculates each op's expected record by formulas of its
+own. ``World`` adds what follows from the order alone: sequence numbers and which ops share
 a call. ``differences`` compares one rank's expectations with the records that were read back.
 """
 
@@ -26,10 +26,10 @@ def here() -> int:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Wait for what another thread or process is about to do; raises where it does not."""
+    """Wait until another thread or process has done something; fail at the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.002)
 
 
@@ -93,18 +93,33 @@ class World:
         both: int | None = None,
         **columns: Any,
     ) -> None:
-        """Expect one record. ``both`` is message, in and out bytes where they are the same."""
+        """Expect one record. ``both`` is the message, in and out bytes, if they are the same."""
         sizes = (
             {} if both is None else dict.fromkeys(("message_bytes", "in_bytes", "out_bytes"), both)
         )
         row = {
             "kind": "p2p" if op in ("send", "recv") else "collective",
-            "op": op, "variant": variant, "api": api, "line": line, "group": g.label,
-            "group_ranks": g.ranks, "root": None, "peer": None, "tag": 0, "reduce_op": None,
-            "dtype": "float32", "async_op": False, "tensors": 1, "status": "completed",
-            "error": None, "abandoned": False, "device": "cpu", "call": call or self.new_call(),
-            **sizes, **columns,
-        }  # fmt: skip
+            "op": op,
+            "variant": variant,
+            "api": api,
+            "line": line,
+            "group": g.label,
+            "group_ranks": g.ranks,
+            "root": None,
+            "peer": None,
+            "tag": 0,
+            "reduce_op": None,
+            "dtype": "float32",
+            "async_op": False,
+            "tensors": 1,
+            "status": "completed",
+            "error": None,
+            "abandoned": False,
+            "device": "cpu",
+            "call": call or self.new_call(),
+            **sizes,
+            **columns,
+        }
         row["seq"] = self._next_seq(row)
         self.expected.append(row)
 

@@ -1,6 +1,6 @@
 """Run under any Python with callsite_probe built for it: `python callsite_checks.py FOLDER`.
 
-Compares the walk with the interpreter's own word for where it is, and exits non-zero on a miss.
+It compares the walk with the interpreter's own line, and exits non-zero if they differ.
 """
 
 from __future__ import annotations
@@ -204,8 +204,10 @@ def main() -> None:
         for check_one in (*checks, many_sites, code_is_not_kept, new_ring, backward):
             check_one(library)
         took = functools.partial(library._engine_run_backward, probe.frameless_us)
-        print(f"{sys.version.split()[0]} ok, {probe.nanoseconds():.0f} ns, without frames "
-              f"{took():.1f} us")  # fmt: skip
+        print(
+            f"{sys.version.split()[0]} ok, {probe.nanoseconds():.0f} ns, without frames "
+            f"{took():.1f} us"
+        )
 
 
 main()

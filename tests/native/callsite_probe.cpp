@@ -52,8 +52,8 @@ PyObject* codes(PyObject*, PyObject*) { return PyLong_FromSize_t(g_sites.codes()
 // How often a walk has taken the GIL so far.
 PyObject* gil_taken(PyObject*, PyObject*) { return PyLong_FromUnsignedLongLong(g_sites.gil_taken()); }
 
-// What an autograd device thread does: it looks up the caller of backward(), without any Python frame
-// of its own, `walks` times, while two C++ threads call into Python and leave it again. Returns how
+// Act as an autograd device thread: without a Python frame of its own, look up the caller of
+// backward() `walks` times, while two C++ threads call into Python and leave it again. Returns how
 // many walks found a line.
 PyObject* walk_beside_new_threads(PyObject*, PyObject* walks) {
   const long count = PyLong_AsLong(walks);

@@ -29,9 +29,17 @@ from rankcall import hooks
 LOOK_SECONDS = 8.0  # rankcall looks at the status once a second; a busy machine is slower
 # Calls that cost the job something: recording must not add any.
 CHARGED = (
-    "recordEvent", "recordTimingEvent", "waitEvent", "recordStream", "getFuture", "setDevice",
-    "getStreamFromGlobalPool", "getNewStream", "readEntries", *sim.QUERIES,
-)  # fmt: skip
+    "recordEvent",
+    "recordTimingEvent",
+    "waitEvent",
+    "recordStream",
+    "getFuture",
+    "setDevice",
+    "getStreamFromGlobalPool",
+    "getNewStream",
+    "readEntries",
+    *sim.QUERIES,
+)
 
 Seen = dict[str, Any]
 
@@ -94,7 +102,7 @@ def ones(device: int = 0) -> torch.Tensor:
 
 
 def charged() -> Seen:
-    """Return what the device was asked to do since the log was cleared."""
+    """Return the requests that the device got since the log was cleared."""
     counts, others = sim.counts(), sim.counts(by_others=True)
     return {
         "calls": {name: counts[name] for name in CHARGED if counts[name]},
@@ -149,9 +157,12 @@ def ends(job: Job) -> Seen:
     sim.tick()
     until(lambda: not job.in_flight(group))
     return {
-        "before": before, "unseen": unseen, "partly": partly, "after": job.in_flight(group),
+        "before": before,
+        "unseen": unseen,
+        "partly": partly,
+        "after": job.in_flight(group),
         "records": job.records(group),
-    }  # fmt: skip
+    }
 
 
 def synchronous(job: Job) -> Seen:
@@ -167,9 +178,11 @@ def synchronous(job: Job) -> Seen:
     sim.tick()
     until(lambda: not job.in_flight(group))
     return {
-        **charged(), "before": before, "after": job.in_flight(group),
+        **charged(),
+        "before": before,
+        "after": job.in_flight(group),
         "records": job.records(group),
-    }  # fmt: skip
+    }
 
 
 def captured(job: Job) -> Seen:
@@ -390,9 +403,11 @@ def many_in_flight(job: Job) -> Seen:
     sim.tick()
     until(lambda: not job.in_flight(group))
     return {
-        "queries": queries, "in flight": number, "after": len(job.in_flight(group)),
+        "queries": queries,
+        "in flight": number,
+        "after": len(job.in_flight(group)),
         "CPU, ms a second": used_ms / max(seconds, 1e-9),
-    }  # fmt: skip
+    }
 
 
 def helper_cpu_ns() -> int:
@@ -407,11 +422,24 @@ def helper_cpu_ns() -> int:
 PROGRAMS: dict[str, Callable[[Job], Seen]] = {
     program.__name__: program
     for program in (
-        stuck_collective, ends, synchronous, captured, coalesced_collectives, batched_messages,
-        messages, message_beside_a_hang, both_kinds, both_kinds_between_looks, second_device,
-        several_threads, failing_events, no_status, another_back_end, many_in_flight,
+        stuck_collective,
+        ends,
+        synchronous,
+        captured,
+        coalesced_collectives,
+        batched_messages,
+        messages,
+        message_beside_a_hang,
+        both_kinds,
+        both_kinds_between_looks,
+        second_device,
+        several_threads,
+        failing_events,
+        no_status,
+        another_back_end,
+        many_in_flight,
     )
-}  # fmt: skip
+}
 
 
 def main() -> None:

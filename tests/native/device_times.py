@@ -99,7 +99,7 @@ def failing(job: Job) -> Seen:
 
 
 def many(job: Job) -> Seen:
-    """However many ops are outstanding, only the oldest of each stream is looked for."""
+    """Only the oldest op of each stream is polled, however many are outstanding."""
     group = sim.new_group(job.backend, op_ms=OP_MS)
     for _ in range(500):
         dist.all_reduce(ones(), group=group, async_op=True).wait()

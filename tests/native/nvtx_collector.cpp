@@ -1,6 +1,6 @@
-// A tool that listens to NVTX, in place of a profiler: writes what it is told to $NVTX_COLLECTED.<pid>.
+// An NVTX tool, in place of a profiler. It writes each event to $NVTX_COLLECTED.<pid>.
 //
-// A line each: D domain, M mark, B range begin, E range end; the thread's id; what is told.
+// Each line has a letter (D domain, M mark, B range begin, E range end), the thread's id and the text.
 #include <fcntl.h>
 #include <nvtx3/nvToolsExt.h>
 #include <sys/syscall.h>

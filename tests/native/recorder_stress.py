@@ -31,7 +31,7 @@ ROUNDS_A_TOGGLE = 20  # that each thread completes before recording is toggled a
 
 
 class Issuing(threading.Thread):
-    """Issues ops until it is told to stop, and counts its rounds."""
+    """A thread that issues ops until it is stopped, and counts its rounds."""
 
     def __init__(self, gloo: Any) -> None:
         super().__init__(daemon=True)
@@ -41,7 +41,7 @@ class Issuing(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Issue ops; keep the first error that was not meant to be."""
+        """Issue ops; keep the first unexpected error."""
         kept: list[Any] = []
         try:
             while not self.over:
@@ -62,7 +62,7 @@ class Issuing(threading.Thread):
             assert self.rounds.acquire(timeout=60)
 
     def fake_round(self) -> None:
-        """Issue ops that are over at once."""
+        """Issue ops that end at once."""
         tensor, outputs = torch.ones(4), torch.zeros(8)
         dist.all_reduce(tensor)
         dist.broadcast(tensor, 0)
@@ -99,7 +99,7 @@ def fork_child(work: Any) -> None:
 
 
 def main() -> None:
-    """Toggle recording beside the threads, and check that the last recording is whole."""
+    """Toggle recording while the threads run, and check that the last recording is complete."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
@@ -123,8 +123,11 @@ def main() -> None:
                 dist.all_reduce(torch.ones(1), group=group)
                 dist.destroy_process_group(group)
                 if FORKS and number % 5 == 4:
-                    fork_child(dist.reduce_scatter_single(
-                        torch.zeros(4), torch.ones(4), group=groups[0], async_op=True))  # fmt: skip
+                    fork_child(
+                        dist.reduce_scatter_single(
+                            torch.zeros(4), torch.ones(4), group=groups[0], async_op=True
+                        )
+                    )
                 if handle is not None:
                     handle.remove()
                 assert recording.capture.counts()[0] > THREADS * ROUNDS_A_TOGGLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 
 SANITIZERS = ("thread", "address,undefined")
+RACE_REPORT = re.compile(r"^WARNING: ThreadSanitizer: (.*?)^SUMMARY", re.MULTILINE | re.DOTALL)
+_ACCESS = re.compile(r"^  (?:Previous )?(?:atomic )?(?:read|write) of size", re.MULTILINE | re.I)
 
 
 def run_sanitized(
     source: Path, includes: Sequence[Path], sanitizer: str, folder: Path, standard: str
 ) -> str:
-    """Return what the program printed; skips where the compiler or the kernel cannot do it."""
+    """Return the program's output; skip the test if the compiler or the kernel cannot do it."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
@@ -23,7 +26,7 @@ def run_sanitized(
     command = [compiler, f"-std={standard}", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}"]
     command += ["-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-missing-field-initializers"]
-    # GCC's sanitizer does not model fences; they matter to readers, which these programs have not.
+    # GCC's sanitizer does not model fences. Only readers need them; these programs have none.
     command += ["-Wno-tsan"] if sanitizer == "thread" and "clang" not in compiler else []
     command += [*(f"-I{each}" for each in includes), str(source), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -44,8 +47,23 @@ def runtime_library(name: str) -> str:
     compiler = shutil.which("c++") or "c++"
     found = subprocess.run(
         [compiler, f"-print-file-name=lib{name}.so"],
-        capture_output=True, text=True, timeout=60, check=True,
-    ).stdout.strip()  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout.strip()
     if not Path(found).is_absolute():
         pytest.skip(f"this compiler has no lib{name}.so")
     return str(Path(found).resolve())
+
+
+def races_in(library: str, report: str) -> bool:
+    """Return whether the innermost frames of all accesses in a race report are in a library.
+
+    ``library`` is a part of the library's file name.
+    """
+    innermost = []
+    for stack in _ACCESS.split(report)[1:]:
+        frames = re.findall(r"^    #\d+ (.*)$", stack.split("\n\n")[0], re.MULTILINE)
+        innermost.append(next((frame for frame in frames if "libtsan" not in frame), ""))
+    return bool(innermost) and all(library in frame for frame in innermost)

@@ -1,4 +1,4 @@
-"""The simulated accelerator itself: a test of a claim about devices is worth what it is."""
+"""The simulated accelerator itself: the tests of devices are only as good as it is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, str]:
-    """Return how each check ended, in a process of their own: "" or its traceback."""
+    """Run the checks in a process of their own; return "" or a traceback for each."""
     import accelerator
 
     if shutil.which("c++") is None:
@@ -26,8 +26,11 @@ def ended() -> dict[str, str]:
     accelerator.MODULE.prebuild()
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(HERE / "accelerator_checks.py")],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     results: dict[str, str] = json.loads(done.stdout)
     return results
@@ -36,5 +39,5 @@ def ended() -> dict[str, str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", sorted(CHECKS))
 def test_the_simulator_sees(name: str, ended: dict[str, str]) -> None:
-    """What a check does on the device is in the log, the timelines and the status."""
+    """The log, the timelines and the status show the requests that a check makes of the device."""
     assert not ended[name], ended[name]

@@ -1,4 +1,4 @@
-"""The call-site walk, against every Python of the supported versions that is at hand."""
+"""The call-site walk, under every supported Python that is installed."""
 
 from __future__ import annotations
 
@@ -48,8 +48,11 @@ def test_walk_finds_the_line(version: str, tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=120)
     done = subprocess.run(
         [python, str(HERE / "callsite_checks.py"), str(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " ok, " in done.stdout
     assert "walk at exit: returned, site 0" in done.stdout

@@ -16,8 +16,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 PROGRAMS = (
-    "one_after_the_other", "all_at_once", "not_waited_for", "hung", "captured", "failing", "many",
-)  # fmt: skip
+    "one_after_the_other",
+    "all_at_once",
+    "not_waited_for",
+    "hung",
+    "captured",
+    "failing",
+    "many",
+)
 OP_MS = 5.0
 
 Seen = dict[str, Any]
@@ -28,20 +34,29 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Return what the programs saw, on one of the back ends."""
     import accelerator
 
-    from rankcall.capture.native.build import prebuild
+    from rankcall.capture.native import RECORDER
 
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler here")
     accelerator.MODULE.prebuild()
-    prebuild()
+    RECORDER.prebuild()
     folder = tmp_path_factory.mktemp("times")
     (folder / "shm").mkdir()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "device_times.py"), request.param,
-         str(folder / "run")],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(HERE / "device_times.py"),
+            request.param,
+            str(folder / "run"),
+        ],
         env={**os.environ, "RANKCALL_SHM": str(folder / "shm")},
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found: Seen = json.loads(done.stdout)
     return found
@@ -58,14 +73,14 @@ def test_ops_behind_one_another_are_timed_one_by_one(seen: Seen) -> None:
 
 
 def test_an_op_that_is_not_waited_for_has_no_time(seen: Seen) -> None:
-    """No event of the caller's stream stands behind it."""
+    """No event follows it on the caller's stream."""
     assert seen["not_waited_for"]["times"] == [None]
 
 
 def test_a_hung_op_has_no_time_and_is_in_flight(seen: Seen) -> None:
     """Device times do not close a record: the back end's status does."""
     assert seen["hung"]["times"] == [pytest.approx(OP_MS), None, None, None]
-    assert seen["hung"]["in flight"] == 4  # the last is the one that looked
+    assert seen["hung"]["in flight"] == 4  # the last one is the op that made rankcall poll
 
 
 def test_a_capture_is_left_alone(seen: Seen) -> None:
@@ -75,13 +90,13 @@ def test_a_capture_is_left_alone(seen: Seen) -> None:
 
 
 def test_events_that_fail_cost_times_only(seen: Seen) -> None:
-    """An op whose events fail is followed as any other; the next one is timed again."""
+    """An op whose events fail is still followed, and the next one is timed again."""
     assert seen["failing"]["times"] == [None, None, None, pytest.approx(OP_MS)]
     assert seen["failing"]["in flight"] == 3
 
 
 def test_outstanding_ops_are_not_all_queried(seen: Seen) -> None:
-    """One query a stream and op, however many are outstanding."""
+    """There is one query for each stream and op, however many are outstanding."""
     assert seen["many"]["queries"] <= 200
 
 

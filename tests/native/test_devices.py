@@ -25,9 +25,15 @@ CAPTURES = ("native", "python")
 # A program's observations of the device: recording must not change any of them.
 CHARGES = ("calls", "by other threads", "contexts", "dependencies", "stuck", "invalidated by")
 CHARGED_PROGRAMS = (
-    "stuck_collective", "synchronous", "captured", "coalesced_collectives", "batched_messages",
-    "second_device", "failing_events", "no_status",
-)  # fmt: skip
+    "stuck_collective",
+    "synchronous",
+    "captured",
+    "coalesced_collectives",
+    "batched_messages",
+    "second_device",
+    "failing_events",
+    "no_status",
+)
 
 Seen = dict[str, Any]
 _seen: dict[tuple[str, str], dict[str, Seen] | str] = {}  # a text if the programs did not run
@@ -41,20 +47,24 @@ def built() -> None:
     """Compile before the first program's time-out begins."""
     import accelerator
 
-    from rankcall.capture.native.build import prebuild
+    from rankcall.capture.native import RECORDER
 
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler here")
     accelerator.MODULE.prebuild()
-    prebuild()
+    RECORDER.prebuild()
 
 
 def start(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     """Start one of the scripts beside this file."""
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", str(HERE / script), *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 60.0) -> str:
@@ -77,9 +87,12 @@ def run_programs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if key not in _seen:
             folder = tmp_path_factory.mktemp(f"{backend}-{recording}")
             process = start(
-                "device_programs.py", backend, recording, str(folder / "run"),
+                "device_programs.py",
+                backend,
+                recording,
+                str(folder / "run"),
                 env={**os.environ, "RANKCALL_SHM": str(folder)},  # its ring stays there
-            )  # fmt: skip
+            )
             try:
                 _seen[key] = json.loads(finish(process, 300))
             except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -143,7 +156,7 @@ def test_ends_come_from_the_watchdog(backend: str, capture: str, run_programs: A
 @every_backend
 @every_capture
 def test_synchronous_ops_are_followed(backend: str, capture: str, run_programs: Any) -> None:
-    """An op without a Work, as NCCL's synchronous ones, is in flight until it has completed."""
+    """An op without a Work, like NCCL's synchronous ones, is in flight until it has completed."""
     seen = run_programs(backend, capture, "synchronous")
     assert seen["before"] == [["all_reduce", number] for number in (2, 3, 4)]
     assert seen["after"] == []
@@ -153,7 +166,7 @@ def test_synchronous_ops_are_followed(backend: str, capture: str, run_programs: 
 @every_backend
 @every_capture
 def test_a_capture_is_left_alone(backend: str, capture: str, run_programs: Any) -> None:
-    """Nothing invalidates it; its ops are closed without an end; those before it end as usual."""
+    """A capture stays valid; its ops are closed without an end; earlier ops end as usual."""
     seen = run_programs(backend, capture, "captured")
     assert seen["invalidated by"] == 0
     assert seen["replayed"] == 2
@@ -168,7 +181,7 @@ def test_a_capture_is_left_alone(backend: str, capture: str, run_programs: Any) 
 def test_coalesced_ops_do_not_end_early(
     program: str, backend: str, capture: str, run_programs: Any
 ) -> None:
-    """Ops that are launched together have no end before the launch has; then none is in flight."""
+    """Ops of one launch have no end until the launch has one; then none is in flight."""
     seen = run_programs(backend, capture, program)
     assert len(seen["records"]) == 2
     assert seen["before"] == []
@@ -179,7 +192,7 @@ def test_coalesced_ops_do_not_end_early(
 @every_backend
 @every_capture
 def test_messages_end(backend: str, capture: str, run_programs: Any) -> None:
-    """Sends are followed as collectives are."""
+    """Sends are followed like collectives."""
     seen = run_programs(backend, capture, "messages")
     assert seen["before"] == [["send", number] for number in (1, 2, 3)]
     assert seen["after"] == []
@@ -191,7 +204,7 @@ def test_messages_end(backend: str, capture: str, run_programs: Any) -> None:
 def test_a_message_s_number_is_not_a_collective_s(
     backend: str, capture: str, run_programs: Any
 ) -> None:
-    """A hung collective has not completed because a send with its number has."""
+    """The end of a send does not end a hung collective with the same number."""
     seen = run_programs(backend, capture, "message_beside_a_hang")
     assert seen["completed"] == 1
     collective, _ = seen["records"]
@@ -237,7 +250,7 @@ def test_only_threads_that_issue_touch_the_device(
 @every_backend
 @every_capture
 def test_a_device_error_hides_no_op(backend: str, capture: str, run_programs: Any) -> None:
-    """Ops are in flight on a device that cannot make events any more, too."""
+    """Ops are in flight on a device that can no longer make events."""
     seen = run_programs(backend, capture, "failing_events")
     assert len(seen["in flight"]) == 3
 
@@ -248,7 +261,7 @@ def test_a_device_error_hides_no_op(backend: str, capture: str, run_programs: An
 def test_what_cannot_be_known_is_not_claimed(
     program: str, backend: str, capture: str, run_programs: Any
 ) -> None:
-    """Ops of a back end that tells nothing are neither in flight nor completed."""
+    """Ops of a back end without a status are neither in flight nor completed."""
     seen = run_programs(backend, capture, program)
     assert seen["after"] == []
     assert set(states(seen["records"])) == {"abandoned"}
@@ -258,7 +271,7 @@ def test_what_cannot_be_known_is_not_claimed(
 @every_backend
 @every_capture
 def test_many_ops_in_flight_cost_nothing(backend: str, capture: str, run_programs: Any) -> None:
-    """3,000 outstanding ops are not looked at one by one; the limit is ten times what it takes."""
+    """3,000 outstanding ops are not polled one by one; the limit is ten times the usual."""
     seen = run_programs(backend, capture, "many_in_flight")
     assert seen["queries"] == 0
     assert seen["in flight"] == 3000
@@ -296,11 +309,16 @@ def test_diagnose_names_the_rank_that_did_not_issue(
     run_dir = str(tmp_path / "run")
     ranks = [
         start(
-            "device_ending.py", kind, backend, capture, run_dir, str(rank),
+            "device_ending.py",
+            kind,
+            backend,
+            capture,
+            run_dir,
+            str(rank),
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
         )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     try:
         for process in ranks:
             assert process.stdout is not None
@@ -316,13 +334,16 @@ def test_diagnose_names_the_rank_that_did_not_issue(
 
 
 def judged(run_dir: str) -> list[Seen]:
-    """Return what ``rankcall diagnose`` finds, as soon as it finds that something hangs."""
+    """Return the findings of ``rankcall diagnose`` as soon as there are any."""
     deadline = time.monotonic() + 60
     while True:
         done = subprocess.run(
             [sys.executable, "-m", "rankcall", "diagnose", run_dir, "--json", "--hang-after", "1"],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.stdout, done.stderr
         found: list[Seen] = json.loads(done.stdout)["findings"]
         if found or time.monotonic() > deadline:

@@ -19,15 +19,15 @@ PROGRAMS = ("stuck_collective", "captured")
 
 
 def test_a_device_is_left_alone_and_a_hang_is_seen(tmp_path: Path) -> None:
-    """Streams, events and captures are as without recording; what hangs stays in flight."""
+    """Streams, events and captures are as without recording; a hung op stays in flight."""
     import accelerator
 
-    from rankcall.capture.native.build import prebuild
+    from rankcall.capture.native import RECORDER
 
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler here")
     accelerator.MODULE.prebuild()
-    prebuild()
+    RECORDER.prebuild()
     off, on = (_run(tmp_path, how) for how in ("off", "native"))
     for program in PROGRAMS:
         for charge in ("calls", "contexts", "dependencies", "stuck", "invalidated by"):
@@ -41,11 +41,22 @@ def test_a_device_is_left_alone_and_a_hang_is_seen(tmp_path: Path) -> None:
 def _run(folder: Path, how: str) -> dict[str, dict[str, Any]]:
     (folder / how).mkdir()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "device_programs.py"), "own", how,
-         str(folder / how / "run"), *PROGRAMS],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(HERE / "device_programs.py"),
+            "own",
+            how,
+            str(folder / how / "run"),
+            *PROGRAMS,
+        ],
         env={**os.environ, "RANKCALL_SHM": str(folder / how)},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     seen: dict[str, dict[str, Any]] = json.loads(done.stdout)
     assert set(seen) == set(PROGRAMS)

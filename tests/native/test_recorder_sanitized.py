@@ -8,22 +8,19 @@ The ring's readers race with its writers on purpose, and find out by the records
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from sanitized import runtime_library
+from sanitized import RACE_REPORT, races_in, runtime_library
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parent / "recorder_stress.py"
 OURS = "rankcall_recorder-"  # the module's file name; other frames are in other files
-BUILD = "from rankcall.capture.native.build import prebuild; print(prebuild())"
-_REPORT = re.compile(r"^WARNING: ThreadSanitizer: (.*?)^SUMMARY", re.MULTILINE | re.DOTALL)
-_ACCESS = re.compile(r"^  (?:Previous )?(?:atomic )?(?:read|write) of size", re.MULTILINE | re.I)
+PROGRAM = Path(__file__).parent / "recorder_stress.py"
+BUILD = "from rankcall.capture.native import RECORDER; print(RECORDER.prebuild())"
 
 
 def build(sanitizer: str, folder: Path) -> dict[str, str]:
@@ -46,8 +43,12 @@ def drive(env: dict[str, str], *arguments: str) -> None:
     """Run the program to its end."""
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *arguments],
-        env=env, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("ThreadSanitizer does not run on this kernel")
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
@@ -64,7 +65,7 @@ def test_no_invalid_memory(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1500, func_only=True)
 def test_no_undefined_behaviour(tmp_path: Path) -> None:
-    """UndefinedBehaviorSanitizer has nothing to say."""
+    """UndefinedBehaviorSanitizer reports nothing."""
     env = build("undefined", tmp_path)
     options = "print_stacktrace=1"
     drive({**env, "LD_PRELOAD": runtime_library("ubsan"), "UBSAN_OPTIONS": options})
@@ -77,16 +78,7 @@ def test_no_data_race(tmp_path: Path) -> None:
     options = f"exitcode=0 report_signal_unsafe=0 log_path={tmp_path}/report"
     drive({**env, "LD_PRELOAD": runtime_library("tsan"), "TSAN_OPTIONS": options}, "--no-fork")
     reports = "".join(path.read_text() for path in tmp_path.glob("report.*"))
-    assert [report for report in _REPORT.findall(reports) if is_ours(report)] == []
-
-
-def is_ours(report: str) -> bool:
-    """Tell whether the innermost frames of all accesses in a report are the recorder's."""
-    innermost = []
-    for stack in _ACCESS.split(report)[1:]:
-        frames = re.findall(r"^    #\d+ (.*)$", stack.split("\n\n")[0], re.MULTILINE)
-        innermost.append(next((frame for frame in frames if "libtsan" not in frame), ""))
-    return bool(innermost) and all(OURS in frame for frame in innermost)
+    assert [report for report in RACE_REPORT.findall(reports) if races_in(OURS, report)] == []
 
 
 def test_reports_are_told_apart() -> None:
@@ -95,6 +87,6 @@ def test_reports_are_told_apart() -> None:
     ours, other = f"    #1 f r.h:1 ({OURS}8fd7.so+0x1)\n", "    #1 g (numpy.so+0x1)\n"
     tail = "\n  Thread T1 created by main thread at:\n    #0 pthread_create (libtsan.so+0x5)\n\n"
     write, read = stack.format("Write", 1), stack.format("Previous atomic read", 2)
-    assert is_ours(f"data race (pid=1)\n{write}{ours}\n{read}{ours}{tail}")
-    assert not is_ours(f"data race (pid=1)\n{write}{ours}\n{read}{other}{tail}")
-    assert not is_ours(f"data race (pid=1)\n{write}{other}\n{read}{other}{tail}")
+    assert races_in(OURS, f"data race (pid=1)\n{write}{ours}\n{read}{ours}{tail}")
+    assert not races_in(OURS, f"data race (pid=1)\n{write}{ours}\n{read}{other}{tail}")
+    assert not races_in(OURS, f"data race (pid=1)\n{write}{other}\n{read}{other}{tail}")

@@ -1,4 +1,4 @@
-"""The native ring under many threads, checked by ThreadSanitizer where the compiler has it."""
+"""The native ring under many threads, checked by ThreadSanitizer if the compiler has it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NATIVE = HERE.parents[1] / "src" / "rankcall" / "capture" / "native"
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_many_threads_in_a_small_ring(sanitizer: str, tmp_path: Path) -> None:
-    """Every record is finished once, none mixed up, and the sanitizer has nothing to say."""
-    from rankcall.capture.native.layout_header import layout_header
+    """Every record is finished once, none is mixed up, and the sanitizer reports nothing."""
+    from rankcall.capture.native import layout_header
 
     (tmp_path / "layout.h").write_text(layout_header())
     source = HERE / "ring_stress.cpp"

@@ -1,4 +1,4 @@
-"""Headless Chromium for tests, where there is one."""
+"""Headless Chromium for tests, if it is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Start a browser; skip the test that asks, with what is missing, where there is none."""
+    """Start a browser. Without one, skip the test and say what to install."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:

@@ -1,4 +1,4 @@
-"""Golden files: what a rendered report looks like, kept in tests/golden.
+"""Golden files: rendered reports, kept in tests/golden.
 
 ``RANKCALL_REGEN_GOLDEN=1 python -m pytest tests/unit`` writes them anew; look at the diff.
 """

@@ -1,4 +1,4 @@
-"""What the tests of hooks share: both captures, a group of one, a hook that holds up the rest."""
+"""Helpers for the tests of hooks: both captures, a group of one, a hook that blocks its thread."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def all_reduce(times: int = 1, group: dist.ProcessGroup | None = None) -> None:
 
 
 class Held(Seen):
-    """A hook that keeps what it gets, and holds up the dispatcher until it is let go."""
+    """A hook that keeps its statuses, and blocks the thread of hooks until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Held(Seen):
         assert self._gate.wait(WAIT_S)
 
     def while_held(self, call: Callable[[], object]) -> None:
-        """Issue a collective, ``call`` while it holds up the dispatcher, and let go."""
+        """Issue a collective, ``call`` while its hook blocks the thread, and release the hook."""
         all_reduce()
         assert self._entered.wait(WAIT_S)
         call()
@@ -62,7 +62,7 @@ class Held(Seen):
 
 
 def hook_threads() -> list[threading.Thread]:
-    """Return the dispatcher's threads: one or none."""
+    """Return the threads of hooks: one or none."""
     return [each for each in threading.enumerate() if each.name == "rankcall-hooks"]
 
 

@@ -1,4 +1,4 @@
-"""Ports for tests that have to name one before anybody listens on it."""
+"""Ports for tests that have to name one before a process listens on it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def bound(taken: socket.socket) -> int:
 
 
 def free_port() -> int:
-    """Return such a port that nobody listens on."""
+    """Return such a port on which no process listens."""
     with socket.socket() as probe:
         return bound(probe)

@@ -40,12 +40,22 @@ def write_sound(path: Path, records: int = 80, unfinished: tuple[int, ...] = (3,
         now = 1_000_000 + i * 1000
         index = ring.issue(
             body(
-                seq=i + 1, enqueued_ns=now, started_ns=now, message_bytes=64, in_bytes=64,
-                out_bytes=64, group=group, call_site=site, variant=variant,
+                seq=i + 1,
+                enqueued_ns=now,
+                started_ns=now,
+                message_bytes=64,
+                in_bytes=64,
+                out_bytes=64,
+                group=group,
+                call_site=site,
+                variant=variant,
                 op=OPS.index("all_reduce"),
-                status=1, root=-1, peer=-1, step=i // 10,
+                status=1,
+                root=-1,
+                peer=-1,
+                step=i // 10,
             )
-        )  # fmt: skip
+        )
         if i not in unfinished:
             ring.finish(index, completed_ns=now + 500, status=COMPLETED)
     mapped.close()

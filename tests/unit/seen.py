@@ -1,4 +1,4 @@
-"""A hook that keeps what it gets, for hooks in one process and on real ranks."""
+"""A hook that keeps its statuses, for hooks in one process and on real ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAIT_S = 30.0  # far more than anything takes
 
 
 class Seen:
-    """A hook that keeps what it gets, and lets a test wait for it."""
+    """A hook that keeps its statuses, and lets a test wait for them."""
 
     def __init__(self) -> None:
         self.statuses: list[CollectiveStatus] = []

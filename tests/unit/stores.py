@@ -59,8 +59,8 @@ def keys_of(store: Store) -> list[str]:
 
 def generations(store: Store, kind: str) -> set[str]:
     """Return the generations that have keys: of barriers (``b``) or of exchanges (``s``)."""
-    found = (re.search(rf"/rankcall\.{kind}0/\d+/[a-z]+(\d+)", key) for key in keys_of(store))
-    return {match.group(1) for match in found if match and "/w" not in match.group()}
+    found = (re.search(rf"/rankcall\.0/\d+/{kind}(\d+)/", key) for key in keys_of(store))
+    return {match.group(1) for match in found if match}
 
 
 def until_key(store: Store, part: str) -> None:
@@ -108,7 +108,7 @@ def meanwhile(call: Callable[[], Any]) -> Iterator[list[Any]]:
 
 
 def come(call: Callable[[int], Any], which: Sequence[int]) -> list[Any]:
-    """Let ranks come to a barrier in vain, then again: then all of them have come."""
+    """Let each rank time out at a barrier once, then call again: by then all have arrived."""
     for rank in which:
         with contextlib.suppress(rankcall.BarrierTimeout, rankcall.WorldMismatch):
             call(rank)

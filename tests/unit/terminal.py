@@ -1,4 +1,4 @@
-"""A terminal for a command: what it draws, what is typed, and how it is left."""
+"""A terminal for a command: its screen, typed keys, and the way it is left."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ class Terminal:
         self._theirs = theirs
         self.process = subprocess.Popen(
             [str(RANKCALL), *map(str, args)],
-            stdin=theirs, stdout=theirs, stderr=theirs, env={**env, "TERM": "xterm-256color"},
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**env, "TERM": "xterm-256color"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
 
     def resize(self, rows: int, columns: int) -> None:
         """Make it another size, as a user does by dragging."""

@@ -198,7 +198,7 @@ def test_a_launcher_inside_a_worker(python: Python) -> None:
     ],
 )
 def test_a_failure_is_one_line(python: Python, session: str | None, message: str) -> None:
-    """Whatever goes wrong in arming is one line on stderr, and the script runs."""
+    """Every error while arming is one line on stderr, and the script runs."""
     file = python.folder / "stand-ins/rankcall/watch.py"
     if session is None:
         file.unlink()

@@ -14,15 +14,25 @@ from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall import cli
 from rankcall.cli import main
-from rankcall.rundir import create_run
+from rankcall.ring.reader import Ring, read_ring
+from rankcall.ring.tables import Group
+from rankcall.run.directory import create_run
 
 SRC = Path(cli.__file__).parents[2]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Return a run of two ranks; rank 1 comes 3 ms late."""
-    return write_world(tmp_path / "run", together(1, [0, 3 * MS], 4 * MS, group_of(2)))
+    """Return a run of two ranks; rank 1 comes 3 ms late to each of five collectives."""
+    return write_world(
+        tmp_path / "run", [call for n in range(5) for call in late_collective(n, group_of(2))]
+    )
+
+
+def late_collective(number: int, group: Group) -> list[Call]:
+    """Return a collective that rank 1 is late to."""
+    start = 5 * number * MS
+    return together(number + 1, [start, start + 3 * MS], start + 4 * MS, group)
 
 
 def rankcall(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -38,7 +48,7 @@ def test_report(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report goes to stdout, nothing to stderr, and the status is 0."""
     assert main(["report", str(run)]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("Rank 1 (node-a) came last in 100 % of 1 collective")
+    assert out.startswith("Rank 1 (node-a) came last in 100 % of 5 collectives")
     assert err == ""
 
 
@@ -46,6 +56,45 @@ def test_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--json prints one object and nothing else."""
     assert main(["report", "--json", str(run)]) == 0
     assert json.loads(capsys.readouterr().out)["stragglers"][0]["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "closed", "again"),
+    [
+        (["report"], True, 0),
+        (["report"], False, 0),
+        (["report", "--json"], False, 0),
+        (["report", "--html", "page.html"], False, 1),  # rank 1's, for the line it came late from
+        (["diagnose"], False, 0),
+        (["export", "--to=parquet"], False, 0),
+    ],
+)
+def test_each_ring_is_read_once(
+    command: list[str],
+    closed: bool,
+    again: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A command reads the records of each ring once, however many analyses need them.
+
+    ``again`` is the number of rings that are read a second time. A run of several hosts is the
+    exception for ``export``, which compares their clocks before it writes.
+    """
+    world = group_of(3)
+    calls = [*together(1, [0, 3 * MS, 0], 4 * MS, world), Call(0, 2, 9 * MS, None, group=world)]
+    run = write_world(tmp_path / "run", calls[: None if not closed else 3], closed=lambda _: closed)
+    monkeypatch.chdir(tmp_path)
+    reads: list[str] = []
+
+    def counting(path: Path, newest: int | None = None) -> Ring:
+        reads.append(path.name)
+        return read_ring(path, newest)
+
+    monkeypatch.setattr("rankcall.run.load.read_ring", counting)
+    assert main([command[0], str(run), *command[1:]]) in (0, 1)
+    assert len(reads) == 3 + again
+    assert len(set(reads)) == 3
 
 
 def test_the_latest_run(
@@ -72,7 +121,7 @@ def test_the_latest_run(
 def test_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make: object, words: str
 ) -> None:
-    """One line on stderr that says what is wrong, status 2, no traceback."""
+    """An error is one line on stderr without a traceback, and the status is 2."""
     make(tmp_path / "x")  # type: ignore[operator]
     assert main(["report", str(tmp_path / "x")]) == 2
     out, err = capsys.readouterr()
@@ -96,22 +145,22 @@ def test_damage_is_told_after_the_report(run: Path, capsys: pytest.CaptureFixtur
 def test_what_stopped_the_run_comes_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: bool
 ) -> None:
-    """A rank that never came is named before who was late until then; not in a run that ended."""
-    calls = [*together(1, [0, 3 * MS], 4 * MS, PAIR), *together(2, [5 * MS, 6 * MS], 7 * MS, PAIR)]
+    """The missing rank of a hung run is named before the stragglers."""
+    calls = [call for number in range(5) for call in late_collective(number, PAIR)]
     if not ended:
-        calls.append(Call(0, 3, 8 * MS, None, line=17))
+        calls.append(Call(0, 6, 25 * MS, None, line=17))
     beats = None if ended else dict.fromkeys(range(2), (5000 * MS, 5000 * MS))
     run = write_world(tmp_path / "run", calls, closed=lambda rank: ended, beats=beats)
     assert main(["report", str(run)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    late = out.index("Rank 1 (node-a) came last in 100 % of 2 collectives")
+    late = out.index("Rank 1 (node-a) came last in 100 % of 5 collectives")
     if ended:
         assert late == 0
         assert "rankcall diagnose" not in out
     else:
         first = out[:late]
         assert first.startswith("Rank 1 (node-a, pid ")
-        assert "all_reduce #3 of group 0 at train.py:17" in first
+        assert "all_reduce #6 of group 0 at train.py:17" in first
         assert first.endswith("Where each rank stands: rankcall diagnose. Until then ")
 
 
@@ -130,7 +179,7 @@ def test_nothing_to_say_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     "arguments", [["nonsense"], ["report", "--nonsense"], ["report", "a", "b"]]
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What is not understood is one line too."""
+    """A run that cannot be understood is one line on stderr."""
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith("rankcall: error: ")
@@ -172,7 +221,7 @@ def test_a_terminal_without_unicode(run: Path) -> None:
 
 
 def test_reading_imports_no_torch(run: Path) -> None:
-    """The report works where torch is not installed, and does not wait for it where it is."""
+    """The report works without torch, and does not import it if it is installed."""
     done = without_torch("report", run, then="assert 'polars' not in sys.modules")
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""``rankcall collect``: one file of a run, whole, and harmless to read."""
+"""``rankcall collect``: one file that holds a whole run and is harmless to read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 import zstandard
 
 from rankcall.analysis.diagnosis import diagnose
-from rankcall.archive import unpack
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
 from rankcall.process import boot_id, process_start
 from rankcall.ring.layout import HEADER, Geometry
 from rankcall.ring.writer import Identity, create_locked
-from rankcall.run import load
-from rankcall.rundir import create_run, make_live_dir
+from rankcall.run.archive import unpack
+from rankcall.run.directory import create_run, make_live_dir
+from rankcall.run.load import load
 from rankcall.testing.synthetic import Planted, synthetic_run
 
 DEAD = Planted("dead", (2,), 21)
@@ -41,7 +41,7 @@ def said(path: Path) -> list[tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("suffix", [".tar.zst", ".tar.gz", ".tgz", ".tar"])
 def test_an_archive_reads_as_the_run(run: Path, suffix: str) -> None:
-    """The same ranks, records and verdict; nothing is left of what was extracted."""
+    """The archive gives the same ranks, records and verdict, and reading it leaves no files."""
     target = run.parent / f"all{suffix}"
     assert main(["collect", str(run), "--to", str(target)]) == 0
     assert target.stat().st_mode & 0o777 == 0o600
@@ -56,7 +56,7 @@ def test_an_archive_reads_as_the_run(run: Path, suffix: str) -> None:
 
 
 def test_the_commands_take_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Report and diagnose read it; both name the archive, not where it was extracted."""
+    """Report and diagnose read an archive, and name it instead of its temporary directory."""
     target = run.parent / "all.tar.zst"
     main(["collect", str(run), "--to", str(target)])
     assert f"4 of 4 ranks in {target}" in capsys.readouterr().err
@@ -66,7 +66,7 @@ def test_the_commands_take_it(run: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_nodes_without_a_shared_file_system(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each node's archive says whose records it lacks; put together they are the whole."""
+    """Each node's archive names the ranks that it lacks; the merged archive lacks none."""
     archives = []
     for node in ("node-0", "node-1"):
         place = run.parent / node / "job"
@@ -86,7 +86,7 @@ def test_nodes_without_a_shared_file_system(run: Path, capsys: pytest.CaptureFix
 
 
 def test_states_of_living_processes_are_kept(run: Path) -> None:
-    """What a process of this host was doing goes with it: read elsewhere, it is still alive."""
+    """The archive says that a process was alive, and a reader on another host believes it."""
     for ring in (run / "rings").glob("*.ring"):
         data = bytearray(ring.read_bytes())
         for name, value in (
@@ -114,10 +114,18 @@ def member(
 
 
 HOSTILE = [
-    "/etc/evil", "../evil", "job/../../evil", "job/rings/../../evil.ring", "job/rings/a/b.ring",
-    "job/rings/.hidden.ring", "job/run.json/x", "job/rings/", "job/unknown/file", "rings/a.ring",
+    "/etc/evil",
+    "../evil",
+    "job/../../evil",
+    "job/rings/../../evil.ring",
+    "job/rings/a/b.ring",
+    "job/rings/.hidden.ring",
+    "job/run.json/x",
+    "job/rings/",
+    "job/unknown/file",
+    "rings/a.ring",
     "job/rings/\x1b.ring",
-]  # fmt: skip
+]
 
 
 def test_names_are_not_the_archives_to_choose(run: Path) -> None:
@@ -154,7 +162,7 @@ def test_damaged(run: Path, suffix: str, left: float) -> None:
 
 
 def test_no_run_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be collected is said in one line, and no file is written."""
+    """A run that cannot be collected is one line on stderr, and no file is written."""
     (tmp_path / "empty").mkdir()
     assert main(["collect", str(tmp_path / "empty"), "--to", str(tmp_path / "x.tar.gz")]) == 2
     assert "no ring files" in capsys.readouterr().err
@@ -167,7 +175,7 @@ def test_no_run_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_links_are_not_packed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A link in somebody's run may lead to anything of the reader's: it is named and left out."""
+    """A link in a run may lead to any file of the reader, so it is named and left out."""
     private = run.parent / "private"
     private.mkdir()
     (private / "key.txt").write_text("-----BEGIN PRIVATE KEY-----")
@@ -179,9 +187,14 @@ def test_links_are_not_packed(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["collect", str(run), "--to", str(target)]) == 0
     assert b"PRIVATE KEY" not in target.read_bytes()
     err = capsys.readouterr().err
-    assert [f"{run / name}: it is a link" in err for name in (
-        "rings/rank-9.ring", "hangs/0001", "states",
-    )] == [True] * 3  # fmt: skip
+    assert [
+        f"{run / name}: it is a link" in err
+        for name in (
+            "rings/rank-9.ring",
+            "hangs/0001",
+            "states",
+        )
+    ] == [True] * 3
 
 
 def test_secrets_are_not_packed(run: Path) -> None:
@@ -196,7 +209,7 @@ def test_secrets_are_not_packed(run: Path) -> None:
 
 
 def test_names_are_printed_clean(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file name that acts on a terminal does not get there."""
+    """Characters in a file name that act on a terminal are replaced in messages."""
     (run / "rings" / "\x1b]0;owned\x07.ring").write_bytes(b"no ring")
     assert main(["collect", str(run), "--to", str(run.parent / "all.tar")]) == 0
     err = capsys.readouterr().err
@@ -207,7 +220,7 @@ def test_names_are_printed_clean(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_no_scratch_file_is_left(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An archive that cannot be finished leaves what was there."""
+    """If an archive cannot be written, the earlier file of that name stays."""
     target = run.parent / "out" / "all.tar"
     target.parent.mkdir()
     target.write_text("old")
@@ -215,7 +228,7 @@ def test_no_scratch_file_is_left(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rankcall.archive._add", fail)
+    monkeypatch.setattr("rankcall.run.archive._add", fail)
     assert main(["collect", str(run), "--to", str(target)]) == 2
     assert [path.name for path in target.parent.iterdir()] == ["all.tar"]
     assert target.read_text() == "old"
@@ -264,7 +277,7 @@ def of_type(kind: bytes) -> tarfile.TarInfo:
 _UNPACK = """
 import re, sys
 from pathlib import Path
-from rankcall.archive import unpack
+from rankcall.run.archive import unpack
 from rankcall.errors import CorruptRun
 import zstandard
 def peak():
@@ -283,11 +296,17 @@ def test_a_huge_header_takes_no_memory(tmp_path: Path) -> None:
     assert target.stat().st_size < 1 << 16
     done = subprocess.run(
         [sys.executable, "-c", _UNPACK, target],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
     extra_kib, _, said = done.stdout.partition(" ")
     assert int(extra_kib) < 64 << 10
-    assert said == f"{target}: it holds an extended header of 734,003,200 bytes, as no run does\n"
+    assert (
+        said
+        == f"{target}: not an archive of a run: it holds an extended header of 734,003,200 bytes\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -339,7 +358,7 @@ def test_limits(
 ) -> None:
     """The sum, the ratio, the number of members, each member and the free space are limited."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(f"rankcall.archive.{limit}", value)
+    monkeypatch.setattr(f"rankcall.run.archive.{limit}", value)
     part = of_type(tarfile.REGTYPE), 64 << 20
     target = bomb(tmp_path / "bomb.tar.zst", part, part, part)
     with pytest.raises(CorruptRun, match=said):

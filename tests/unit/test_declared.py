@@ -1,4 +1,4 @@
-"""``rankcall.expect``: what a program declares stands in its ring for as long as it holds."""
+"""``rankcall.expect``: a declared phase is in the process's ring for as long as it lasts."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import mmap
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
 import rankcall
 from rankcall.capture import declared, session
 from rankcall.ring import Geometry, Identity, create
-from rankcall.ring.header import Header, parse_header
-from rankcall.ring.layout import HEADER_BYTES
+from rankcall.ring.layout import HEADER_BYTES, Header, parse_header
 
 
 @pytest.fixture
-def ring(monkeypatch: pytest.MonkeyPatch) -> Iterator[mmap.mmap]:
+def ring() -> Iterator[mmap.mmap]:
     """Stand in for a recording's ring."""
     made = create(None, Identity(), Geometry(64))
-    monkeypatch.setattr(session, "current", lambda: SimpleNamespace(ring=made))
+    declared.publish_to(made)
     yield made
+    declared.publish_to(None)
     assert not declared._phases
 
 
@@ -101,5 +100,5 @@ def test_no_time(seconds: float) -> None:
 
 def test_no_words() -> None:
     """A phase says what it is."""
-    with pytest.raises(ValueError, match="words for what"), rankcall.expect(1, " "):
+    with pytest.raises(ValueError, match="what takes long"), rankcall.expect(1, " "):
         pass

@@ -1,4 +1,4 @@
-"""Descriptions of a run that was read: by mode, and with names that nobody would choose."""
+"""Descriptions of a run that was read: by mode, and with hostile names."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from worlds import MS, Call, write_world
 
+from rankcall.capture.rank_hosts import Hosts
 from rankcall.ring.tables import Group
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.trace import describe
-from rankcall.trace.hosts import Hosts
 
 NEAR, FAR = Group("1", 0, "gloo", "", (0, 1)), Group("2", 0, "gloo", "", (0, 2))
 

@@ -1,4 +1,4 @@
-"""What a page shows, held against models that look at one collective at a time."""
+"""The figures of the HTML page, compared with models that take one collective at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall.analysis.details import covered, detail
 from rankcall.ring.tables import Group
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, synthetic_run
 
 PROGRAM = (
@@ -63,36 +63,42 @@ def test_split_of_roots_and_messages(tmp_path: Path) -> None:
 def test_split_adds_up(tmp_path: Path) -> None:
     """The three parts are the rank's time, and the share in communication is the report's own."""
     synthetic_run(tmp_path / "run", 6, 240, program=PROGRAM, groups=FAMILIES, straggler=4)
-    found = detail(load(tmp_path / "run"))
+    details = detail(load(tmp_path / "run"))
     records = load(tmp_path / "run").records
-    for each, row in zip(found.splits, found.summary.ranks, strict=True):
-        mine = records.filter(records["rank"] == each.rank)
+    for split, row in zip(details.splits, details.summary.ranks, strict=True):
+        mine = records.filter(records["rank"] == split.rank)
         span = int(mine["completed_ns"].max()) - int(mine["started_ns"].min())
-        assert each.total_ms == pytest.approx(span / 1e6, rel=1e-9)
-        assert 1 - each.compute_ms / each.total_ms == pytest.approx(row.comm_share, rel=1e-9)
-        assert each.steps == row.steps == 24
-    assert max(found.splits, key=lambda each: each.compute_ms).rank == 4
+        assert split.total_ms == pytest.approx(span / 1e6, rel=1e-9)
+        assert 1 - split.compute_ms / split.total_ms == pytest.approx(row.comm_share, rel=1e-9)
+        assert split.steps == row.steps == 24
+    assert max(details.splits, key=lambda split: split.compute_ms).rank == 4
 
 
 def test_lateness_is_the_mean_over_the_collectives(tmp_path: Path) -> None:
-    """Each cell of each map is what a loop over the collectives finds, clocks a second apart."""
+    """Each cell of each map equals a loop over the collectives, with clocks a second apart."""
     truth = synthetic_run(
-        tmp_path / "run", 6, 240, hosts=3, program=PROGRAM, groups=FAMILIES, straggler=4,
+        tmp_path / "run",
+        6,
+        240,
+        hosts=3,
+        program=PROGRAM,
+        groups=FAMILIES,
+        straggler=4,
         clock_offsets_ns=[0, 1_000_000_000, -500_000_000],
-    )  # fmt: skip
+    )
     late = detail(load(tmp_path / "run")).lateness
     families = {
         "all groups": {"world", "tp"},
         "default_pg (6 ranks)": {"world"},
         "tp (3 ranks)": {"tp"},
     }
-    assert [each.title for each in late.maps] == list(families)
-    for each in late.maps:
-        bins = each.late_ms.shape[1]
+    assert [heat_map.title for heat_map in late.maps] == list(families)
+    for heat_map in late.maps:
+        bins = heat_map.late_ms.shape[1]
         sums, counts = np.zeros((6, bins)), np.zeros((6, bins))
         first = _first_moment(truth)
         for row, op in enumerate(truth.program):
-            if op.family not in families[each.title] or op.op == "broadcast":
+            if op.family not in families[heat_map.title] or op.op == "broadcast":
                 continue
             for ranks in truth.families[op.family]:
                 came = truth.arrivals[row, ranks]
@@ -100,9 +106,9 @@ def test_lateness_is_the_mean_over_the_collectives(tmp_path: Path) -> None:
                 at = min(int((middle - first) / late.bin_ns), bins - 1)
                 sums[ranks, at] += np.maximum(came - middle, 0)
                 counts[ranks, at] += 1
-        assert np.array_equal(counts > 0, ~np.isnan(each.late_ms))
+        assert np.array_equal(counts > 0, ~np.isnan(heat_map.late_ms))
         expected = sums[counts > 0] / counts[counts > 0] / 1e6
-        assert np.abs(expected - each.late_ms[counts > 0]).max() < 0.1
+        assert np.abs(expected - heat_map.late_ms[counts > 0]).max() < 0.1
 
 
 def _first_moment(truth: object) -> float:
@@ -111,7 +117,7 @@ def _first_moment(truth: object) -> float:
 
 
 def test_the_line_a_rank_is_late_to(tmp_path: Path) -> None:
-    """The straggler's dearest line is named, with the line of the op before it."""
+    """The line at which the straggler costs most is named, with the line of the op before it."""
     synthetic_run(tmp_path / "run", 6, 240, program=PROGRAM, groups=FAMILIES, straggler=4)
     lines = [line for line in detail(load(tmp_path / "run")).late_lines if line.rank == 4]
     assert (lines[0].site.line, lines[0].op) == (41, "all_reduce")
@@ -126,7 +132,7 @@ def test_the_line_a_rank_is_late_to(tmp_path: Path) -> None:
 
 
 def test_traffic_by_hand(tmp_path: Path) -> None:
-    """Each op's bytes go where a ring, a chain, a root or a message takes them."""
+    """Each op's bytes are counted on the links that a ring, a chain, a root or a message uses."""
     world, hosts = group_of(4), {0: "a", 1: "a", 2: "b", 3: "b"}
 
     def sent(op: str, **fields: int) -> list[list[float]]:
@@ -146,7 +152,7 @@ def test_traffic_by_hand(tmp_path: Path) -> None:
 
 
 def test_traffic_of_messages_counts_each_once(tmp_path: Path) -> None:
-    """A message whose sender left no record is counted where it arrived."""
+    """A message whose sender left no record is counted at its receiver."""
     group = Group("0", 0, "gloo", "d", (0, 1, 2))
     calls = [
         Call(0, 1, 0, MS, "send", 100, peer=1, group=group),
@@ -156,17 +162,17 @@ def test_traffic_of_messages_counts_each_once(tmp_path: Path) -> None:
     ]
     hosts = {0: "a", 1: "b", 2: "c"}
     run = write_world(tmp_path / "run", calls, hosts=hosts, ranks=[2], world_size=3)
-    found = detail(load(run)).traffic
-    assert found.hosts == ["a", "b", "c"]
-    assert found.sent.tolist() == [[0, 100, 0], [0, 0, 0], [0, 40, 0]]
+    traffic = detail(load(run)).traffic
+    assert traffic.hosts == ["a", "b", "c"]
+    assert traffic.sent.tolist() == [[0, 100, 0], [0, 0, 0], [0, 40, 0]]
 
 
 def test_nothing_to_see(tmp_path: Path) -> None:
-    """Runs without records, without an end, of one rank, and of two lives."""
+    """Runs without records, without an end, of one rank and of two attempts have figures."""
     empty = detail(load(write_world(tmp_path / "a", [], ranks=[0, 1])))
     assert (empty.splits, empty.late_lines) == ([], [])
     open_end = detail(load(write_world(tmp_path / "b", [Call(0, 1, 0, None), Call(1, 1, 0, None)])))
-    assert [each.total_ms for each in open_end.splits] == [0.0, 0.0]
+    assert [split.total_ms for split in open_end.splits] == [0.0, 0.0]
     alone = detail(load(write_world(tmp_path / "c", [Call(0, 1, 0, MS, group=group_of(1))])))
     assert alone.splits[0].transfer_ms == 1.0
     assert np.isnan(alone.lateness.maps[0].late_ms).all()

@@ -52,9 +52,13 @@ class Bench:
         self.status = DeviceStatus(self, self._read, lambda: self.now_ns)
 
     def issue(
-        self, record: int, number: int = NO_NUMBER, p2p: bool = False, group: int = 1,
+        self,
+        record: int,
+        number: int = NO_NUMBER,
+        p2p: bool = False,
+        group: int = 1,
         block: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         block = record if block is None else block
         self._issued.append(DeviceOp(record, group, number, p2p, block))
 
@@ -237,7 +241,7 @@ def test_counting_gives_up_if_it_does_not_fit(bench: Bench) -> None:
 
 
 def test_a_block_that_hangs_stays_in_flight(bench: Bench) -> None:
-    """The back end goes on to be asked, and never says that the block has completed."""
+    """The back end is still polled, and never reports that the block has completed."""
     bench.issue(0, NO_NUMBER, p2p=True)
     bench.enqueued = 5
     for _ in range(20):

@@ -1,16 +1,16 @@
-"""Ranks that do not do the same: desync, mismatch, deadlock, and which side is named."""
+"""Ranks that issue different calls: desync, mismatch and deadlock, and which side is named."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from test_diagnose_culprits import WORLD, S, look, said, stuck
+from diagnosing import SECOND, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS, Call, group_of, together
 
 from rankcall.ring.tables import Group
 
-BEFORE = [
+TWO_OPS_ENDED = [
     call
     for turn in range(4)
     for op, line, seq in (("all_reduce", 7, 2 * turn + 1), ("all_gather", 9, 2 * turn + 2))
@@ -19,36 +19,36 @@ BEFORE = [
 
 
 def test_another_op_is_a_desync(tmp_path: Path) -> None:
-    """Where one rank's op differs at one (group, seq) it is named, with both call sites."""
+    """A rank whose op differs at one (group, seq) is named, with both call sites."""
     calls = [
-        *BEFORE,
-        *stuck(WORLD, 9, (0, 1, 3), 9 * MS, line=7),
-        *stuck(WORLD, 9, (2,), 9 * MS, op="barrier", line=30),
+        *TWO_OPS_ENDED,
+        *unfinished(WORLD, 9, (0, 1, 3), 9 * MS, line=7),
+        *unfinished(WORLD, 9, (2,), 9 * MS, op="barrier", line=30),
     ]
-    found = look(tmp_path, calls, states={}).findings
-    assert [(each.kind, each.ranks, each.victims) for each in found] == [
+    findings = diagnose_calls(tmp_path, calls, states={}).findings
+    assert [(finding.kind, finding.ranks, finding.victims) for finding in findings] == [
         ("desync", (2,), (0, 1, 3))
     ]
-    assert found[0].confidence == "certain"
-    assert found[0].seq == 9
-    assert "barrier (train.py:30)" in found[0].summary
-    assert "all_reduce (train.py:7)" in found[0].summary
+    assert findings[0].confidence == "certain"
+    assert findings[0].seq == 9
+    assert "barrier (train.py:30)" in findings[0].summary
+    assert "all_reduce (train.py:7)" in findings[0].summary
 
 
 def test_equal_sides_have_no_culprit(tmp_path: Path) -> None:
-    """Two against two: both are shown, confidence at most likely, nobody is the culprit."""
+    """With two ranks against two, both sides are shown, no rank is named, at most as likely."""
     calls = [
-        *BEFORE,
-        *stuck(WORLD, 9, (0, 1), 9 * MS, line=7),
-        *stuck(WORLD, 9, (2, 3), 9 * MS, op="barrier", line=30),
+        *TWO_OPS_ENDED,
+        *unfinished(WORLD, 9, (0, 1), 9 * MS, line=7),
+        *unfinished(WORLD, 9, (2, 3), 9 * MS, op="barrier", line=30),
     ]
-    found = look(tmp_path, calls, states={}).findings
-    assert [(each.kind, each.ranks, each.victims) for each in found] == [
+    findings = diagnose_calls(tmp_path, calls, states={}).findings
+    assert [(finding.kind, finding.ranks, finding.victims) for finding in findings] == [
         ("desync", (), (0, 1, 2, 3))
     ]
-    assert found[0].confidence == "likely"
-    assert "ranks 0-1" in found[0].summary.lower()
-    assert "ranks 2-3" in found[0].summary
+    assert findings[0].confidence == "likely"
+    assert "ranks 0-1" in findings[0].summary.lower()
+    assert "ranks 2-3" in findings[0].summary
 
 
 @pytest.mark.parametrize(
@@ -60,44 +60,44 @@ def test_equal_sides_have_no_culprit(tmp_path: Path) -> None:
     ],
 )
 def test_mismatch(tmp_path: Path, field: str, theirs: object, its: object, words: str) -> None:
-    """The same op with another size, dtype or reduce op: the field and the values are told."""
+    """If the op is the same but its size, dtype or reduce op differs, both values are shown."""
     calls = [
-        *BEFORE,
-        *stuck(WORLD, 9, (0, 1, 3), 9 * MS, line=7, **{field: theirs}),
-        *stuck(WORLD, 9, (2,), 9 * MS, line=7, **{field: its}),
+        *TWO_OPS_ENDED,
+        *unfinished(WORLD, 9, (0, 1, 3), 9 * MS, line=7, **{field: theirs}),
+        *unfinished(WORLD, 9, (2,), 9 * MS, line=7, **{field: its}),
     ]
-    found = look(tmp_path, calls, states={}).findings
-    assert [(each.kind, each.ranks) for each in found] == [("mismatch", (2,))]
-    assert words in found[0].summary
+    findings = diagnose_calls(tmp_path, calls, states={}).findings
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("mismatch", (2,))]
+    assert words in findings[0].summary
 
 
 def test_another_root_is_a_mismatch(tmp_path: Path) -> None:
-    """A broadcast from two roots names the rank that means another one."""
+    """If the members of a broadcast name two roots, the rank in the minority is named."""
     calls = [
-        *stuck(WORLD, 1, (0, 1, 3), 9 * MS, op="broadcast", root=0),
-        *stuck(WORLD, 1, (2,), 9 * MS, op="broadcast", root=2),
+        *unfinished(WORLD, 1, (0, 1, 3), 9 * MS, op="broadcast", root=0),
+        *unfinished(WORLD, 1, (2,), 9 * MS, op="broadcast", root=2),
     ]
-    found = look(tmp_path, calls, states={}, seconds=400)
-    assert said(found) == [("mismatch", (2,))]
-    assert "rank 2 against rank 0" in found.findings[0].summary
+    diagnosis = diagnose_calls(tmp_path, calls, states={}, seconds=400)
+    assert causes(diagnosis) == [("mismatch", (2,))]
+    assert "rank 2 against rank 0" in diagnosis.findings[0].summary
 
 
 def test_a_mismatch_that_went_through(tmp_path: Path) -> None:
-    """What did not hang and is wrong all the same is found, beside another rank that hangs."""
+    """A mismatch that did not hang is found, beside a rank that hangs."""
     calls = [
         *together(1, [0] * 3, MS, group_of(3)),
         *[
             Call(rank, 2, MS, 2 * MS, dtype="int32" if rank == 1 else "float32", group=group_of(3))
             for rank in range(3)
         ],
-        *stuck(group_of(3), 3, (0, 1), 3 * MS),
+        *unfinished(group_of(3), 3, (0, 1), 3 * MS),
     ]
-    found = look(tmp_path, calls, states={})
-    assert sorted(said(found)) == [("mismatch", (1,)), ("missing", (2,))]
+    diagnosis = diagnose_calls(tmp_path, calls, states={})
+    assert sorted(causes(diagnosis)) == [("mismatch", (1,)), ("missing", (2,))]
 
 
 def test_a_desync_that_shows_later(tmp_path: Path) -> None:
-    """A skipped call that the next one of the same size took the place of is found by its line."""
+    """If the next call of the same size matched a skipped one, the call site shows the skip."""
     lines = [7, 8, 9] * 4
     calls = [
         Call(rank, seq, seq * MS, seq * MS + 1, line=line, group=WORLD)
@@ -105,14 +105,16 @@ def test_a_desync_that_shows_later(tmp_path: Path) -> None:
         for seq, line in enumerate(lines[:4] + lines[5:] if rank == 2 else lines, 1)
     ]
     waiting = [call for call in calls if call.seq < 12]
-    waiting += stuck(WORLD, 12, (0, 1, 3), 12 * MS, line=9)
-    found = look(tmp_path, waiting, states={}).findings
-    assert [(each.kind, each.ranks, each.seq) for each in found] == [("desync", (2,), 5)]
-    assert "skipped" in found[0].summary
+    waiting += unfinished(WORLD, 12, (0, 1, 3), 12 * MS, line=9)
+    findings = diagnose_calls(tmp_path, waiting, states={}).findings
+    assert [(finding.kind, finding.ranks, finding.seq) for finding in findings] == [
+        ("desync", (2,), 5)
+    ]
+    assert "skipped" in findings[0].summary
 
 
 def test_order_of_two_calls_of_one_op(tmp_path: Path) -> None:
-    """Another size from a line that the others call elsewhere is order, not size."""
+    """A different size from a line that the others call later is a wrong order, not a mismatch."""
 
     def line(seq: int) -> dict[str, int]:
         return {"line": 7 + seq % 2, "bytes": 4096 * (1 + seq % 2)}
@@ -120,10 +122,10 @@ def test_order_of_two_calls_of_one_op(tmp_path: Path) -> None:
     calls = [
         call for seq in range(1, 9) for call in together(seq, [0] * 4, seq * MS, WORLD, **line(seq))
     ]
-    calls += stuck(WORLD, 9, (0, 1, 3), 9 * MS, **line(9)) + stuck(
+    calls += unfinished(WORLD, 9, (0, 1, 3), 9 * MS, **line(9)) + unfinished(
         WORLD, 9, (2,), 9 * MS, **line(10)
     )
-    assert said(look(tmp_path, calls, states={})) == [("desync", (2,))]
+    assert causes(diagnose_calls(tmp_path, calls, states={})) == [("desync", (2,))]
 
 
 A, B = Group("1", 0, "gloo", "", (0, 1)), Group("2", 0, "gloo", "", (0, 1, 2))
@@ -131,10 +133,12 @@ A, B = Group("1", 0, "gloo", "", (0, 1)), Group("2", 0, "gloo", "", (0, 1, 2))
 
 def test_two_groups_in_opposite_order(tmp_path: Path) -> None:
     """Ranks that wait for each other in two groups are a deadlock; the third is a victim."""
-    calls = [*BEFORE, *stuck(A, 1, (0,), 9 * MS), *stuck(B, 1, (1, 2), 9 * MS)]
-    found = look(tmp_path, calls, states={}).findings
-    assert [(each.kind, each.ranks, each.victims) for each in found] == [("deadlock", (0, 1), (2,))]
-    assert found[0].confidence == "certain"
+    calls = [*TWO_OPS_ENDED, *unfinished(A, 1, (0,), 9 * MS), *unfinished(B, 1, (1, 2), 9 * MS)]
+    findings = diagnose_calls(tmp_path, calls, states={}).findings
+    assert [(finding.kind, finding.ranks, finding.victims) for finding in findings] == [
+        ("deadlock", (0, 1), (2,))
+    ]
+    assert findings[0].confidence == "certain"
 
 
 def message(rank: int, op: str, peer: int, **fields: object) -> Call:
@@ -143,59 +147,179 @@ def message(rank: int, op: str, peer: int, **fields: object) -> Call:
 
 
 def test_both_receive_first(tmp_path: Path) -> None:
-    """Two ranks that each wait to receive from the other."""
-    calls = [*BEFORE, message(0, "recv", 1), message(1, "recv", 0)]
-    assert said(look(tmp_path, calls, states={})) == [("deadlock", (0, 1))]
+    """Two ranks that each wait to receive from the other are a deadlock."""
+    calls = [*TWO_OPS_ENDED, message(0, "recv", 1), message(1, "recv", 0)]
+    assert causes(diagnose_calls(tmp_path, calls, states={})) == [("deadlock", (0, 1))]
 
 
 def test_tags_that_do_not_match(tmp_path: Path) -> None:
-    """A send and a receive with different tags are a deadlock that tells the tags."""
-    calls = [*BEFORE, message(0, "send", 1, tag=1), message(1, "recv", 0, tag=2)]
-    found = look(tmp_path, calls, states={})
-    assert said(found) == [("deadlock", (0, 1))]
-    assert "tag 1 and tag 2" in found.findings[0].summary
+    """A send and a receive with different tags are a deadlock, and the summary has both tags."""
+    calls = [*TWO_OPS_ENDED, message(0, "send", 1, tag=1), message(1, "recv", 0, tag=2)]
+    diagnosis = diagnose_calls(tmp_path, calls, states={})
+    assert causes(diagnosis) == [("deadlock", (0, 1))]
+    assert "tag 1 and tag 2" in diagnosis.findings[0].summary
 
 
-def test_a_receive_nobody_sends_to(tmp_path: Path) -> None:
-    """One waits to receive; the other has gone on to a collective, where it waits for the first."""
-    calls = [*BEFORE, message(0, "recv", 1), *stuck(WORLD, 9, (1, 2, 3), 9 * MS)]
-    found = look(tmp_path, calls, states={})
-    assert [(each.kind, each.ranks, each.victims) for each in found.findings] == [
+def test_a_receive_without_a_sender(tmp_path: Path) -> None:
+    """A rank that receives and a sender that went on to a collective wait for each other."""
+    calls = [*TWO_OPS_ENDED, message(0, "recv", 1), *unfinished(WORLD, 9, (1, 2, 3), 9 * MS)]
+    diagnosis = diagnose_calls(tmp_path, calls, states={})
+    assert [(finding.kind, finding.ranks, finding.victims) for finding in diagnosis.findings] == [
         ("deadlock", (0, 1), (2, 3))
     ]
 
 
 def test_a_message_of_two_sizes(tmp_path: Path) -> None:
-    """A receive that does not fit its send: a mismatch of two equal sides."""
-    calls = [*BEFORE, message(0, "send", 1, bytes=4096), message(1, "recv", 0, bytes=4000)]
-    found = look(tmp_path, calls, states={})
-    assert said(found) == [("mismatch", ())]
-    assert found.findings[0].victims == (0, 1)
+    """A receive whose size differs from its send is a mismatch of two equal sides."""
+    calls = [*TWO_OPS_ENDED, message(0, "send", 1, bytes=4096), message(1, "recv", 0, bytes=4000)]
+    diagnosis = diagnose_calls(tmp_path, calls, states={})
+    assert causes(diagnosis) == [("mismatch", ())]
+    assert diagnosis.findings[0].victims == (0, 1)
 
 
 def test_an_isend_that_was_received_is_no_hang(tmp_path: Path) -> None:
-    """A send that nobody waited for and that has been received has ended, whatever it says."""
-    calls = [*BEFORE, message(0, "send", 1, api="isend")]
+    """An isend that was received has ended, even if its own record says that it is in flight."""
+    calls = [*TWO_OPS_ENDED, message(0, "send", 1, api="isend")]
     calls += [Call(1, 1, 9 * MS, 10 * MS, op="recv", peer=0, group=WORLD)]
-    calls += together(9, [70 * S - MS] * 4, 70 * S, WORLD, line=7, op="all_reduce")
-    assert said(look(tmp_path, calls, states={})) == []
+    calls += together(9, [70 * SECOND - MS] * 4, 70 * SECOND, WORLD, line=7, op="all_reduce")
+    assert causes(diagnose_calls(tmp_path, calls, states={})) == []
 
 
 def test_an_isend_whose_receive_is_missing(tmp_path: Path) -> None:
-    """The rank that never receives is missing, where both stand still."""
-    calls = [*BEFORE, message(0, "send", 1, api="isend")]
-    assert said(look(tmp_path, calls, states={})) == [("missing", (1,))]
+    """If both ranks stand still, the rank that never receives is missing."""
+    calls = [*TWO_OPS_ENDED, message(0, "send", 1, api="isend")]
+    assert causes(diagnose_calls(tmp_path, calls, states={})) == [("missing", (1,))]
 
 
-def test_nobody_waits_for_a_late_receiver(tmp_path: Path) -> None:
+def test_a_late_receiver_is_no_hang(tmp_path: Path) -> None:
     """An isend not yet received is no hang while both its ends go on."""
-    calls = [*BEFORE, message(0, "send", 1, api="isend")]
-    calls += together(9, [70 * S - MS] * 4, 70 * S, WORLD, line=7, op="all_reduce")
-    assert said(look(tmp_path, calls, states={})) == []
+    calls = [*TWO_OPS_ENDED, message(0, "send", 1, api="isend")]
+    calls += together(9, [70 * SECOND - MS] * 4, 70 * SECOND, WORLD, line=7, op="all_reduce")
+    assert causes(diagnose_calls(tmp_path, calls, states={})) == []
 
 
 def test_all_there_and_stuck(tmp_path: Path) -> None:
-    """All have come, do the same, live, and do not get out: the transfer, with low confidence."""
-    found = look(tmp_path, [*BEFORE, *stuck(WORLD, 9, (0, 1, 2, 3), 9 * MS, line=7)], states={})
-    assert said(found) == [("slow_link", ())]
-    assert found.findings[0].confidence == "possible"
+    """If all ranks are alive in the same call, the transfer is to blame, with low confidence."""
+    diagnosis = diagnose_calls(
+        tmp_path, [*TWO_OPS_ENDED, *unfinished(WORLD, 9, (0, 1, 2, 3), 9 * MS, line=7)], states={}
+    )
+    assert causes(diagnosis) == [("slow_link", ())]
+    assert diagnosis.findings[0].confidence == "possible"
+
+
+def alternating(count: int) -> list[Call]:
+    """Return a program that all ranks issue: an all_reduce and an all_gather in turn."""
+    return [
+        Call(
+            rank,
+            seq,
+            seq * MS,
+            seq * MS + 1,
+            line=7 + 2 * (seq % 2),
+            group=WORLD,
+            op=("all_gather", "all_reduce")[seq % 2],
+        )
+        for seq in range(1, count + 1)
+        for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("op", "line"), [("all_gather", 7), ("broadcast", 12), ("all_gather", 20), ("barrier", 7)]
+)
+def test_a_single_other_call_is_no_shift(tmp_path: Path, op: str, line: int) -> None:
+    """One call that differs may be swapped, replaced or skipped, so the finding does not guess.
+
+    The finding has the calls of both sides, and does not say "behind".
+    """
+    calls = alternating(8) + unfinished(WORLD, 9, (0, 1, 3), 9 * MS, line=9)
+    calls += unfinished(WORLD, 9, (2,), 9 * MS, op=op, line=line)
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert (finding.kind, finding.ranks, finding.seq) == ("desync", (2,), 9)
+    assert f"issued {op} (train.py:{line}) as #9 of group 0" in finding.summary
+    assert "against all_reduce (train.py:9) of ranks 0-1,3" in finding.summary
+    for word in ("behind", "ahead", "skipped", "too many", "later", "earlier"):
+        assert word not in finding.summary
+
+
+def test_a_shift_needs_several_calls_and_is_only_likely(tmp_path: Path) -> None:
+    """Two lines in turn show a shift without its direction; fewer than three calls show none."""
+
+    def skipping(at: int, lines: list[int]) -> list[Call]:
+        own = lines[: at - 1] + lines[at:]
+        ended = [
+            Call(rank, seq, seq * MS, seq * MS + 1, line=line, group=WORLD)
+            for rank in range(4)
+            for seq, line in enumerate(own if rank == 2 else lines, 1)
+            if seq < len(lines)
+        ]
+        waiting = unfinished(WORLD, len(lines), (0, 1, 3), 99 * MS, line=lines[-1])
+        return ended + waiting
+
+    (found,) = diagnose_calls(tmp_path / "three", skipping(5, [7, 8, 9] * 4), states={}).findings
+    assert (found.kind, found.seq, found.confidence) == ("desync", 5, "likely")
+    assert "those of the others 1 call later: it likely skipped 1 call before" in found.summary
+    (found,) = diagnose_calls(tmp_path / "two", skipping(5, [7, 8] * 6), states={}).findings
+    assert "likely skipped 1 call or issued 1 call too many" in found.summary
+    (found,) = diagnose_calls(tmp_path / "late", skipping(11, [7, 8, 9] * 4), states={}).findings
+    assert (found.kind, found.confidence) == ("desync", "likely")
+    assert "likely" not in found.summary
+
+
+def passed(seq: int, **ends: dict[str, object]) -> list[Call]:
+    """Return a message from rank 0 to rank 1; ``ends`` has the fields by which its ends differ."""
+    both = (("send", 0, 1), ("recv", 1, 0))
+    return [
+        Call(rank, seq, 9 * MS, 10 * MS, op, peer=peer, group=WORLD, **ends.get(op, {}))  # type: ignore[arg-type]
+        for op, rank, peer in both
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ({"recv": {"dtype": "int32"}}, "sends float32 and rank 1 receives int32"),
+        ({"recv": {"bytes": 8192}}, "sends 4,096 bytes and rank 1 receives 8,192 bytes"),
+    ],
+)
+def test_a_message_that_went_through_and_is_wrong(
+    tmp_path: Path, ends: dict[str, dict[str, object]], words: str
+) -> None:
+    """A message whose ends differ is reported after the fact, once for a pair of ranks."""
+    calls = [*TWO_OPS_ENDED, *passed(1, **ends), *passed(2, **ends)]
+    diagnosis = diagnose_calls(tmp_path, calls, seconds=2, states={})
+    assert causes(diagnosis) == [("mismatch", ())]
+    (finding,) = diagnosis.findings
+    assert finding.victims == (0, 1)
+    assert words in finding.summary
+    assert "It went through all the same" in finding.summary
+    assert (
+        causes(
+            diagnose_calls(tmp_path / "same", [*TWO_OPS_ENDED, *passed(1)], seconds=2, states={})
+        )
+        == []
+    )
+
+
+def test_splits_that_do_not_add_up(tmp_path: Path) -> None:
+    """Members of an all_to_all may differ in size, but what is sent must be received."""
+    sizes = [(100, 300), (300, 100), (50, 50), (0, 0)]
+    for name, extra, expected in (("good", 0, []), ("bad", 8, [("mismatch", ())])):
+        calls = [
+            Call(
+                rank,
+                9,
+                9 * MS,
+                10 * MS,
+                "all_to_all",
+                max(pair),
+                in_bytes=pair[0],
+                out_bytes=pair[1] + (extra if rank == 2 else 0),
+                group=WORLD,
+            )
+            for rank, pair in enumerate(sizes)
+        ]
+        diagnosis = diagnose_calls(tmp_path / name, [*TWO_OPS_ENDED, *calls], seconds=2, states={})
+        assert causes(diagnosis) == expected, name
+    assert "send 450 bytes in all" in diagnosis.findings[0].summary
+    assert "to receive 458" in diagnosis.findings[0].summary

@@ -5,114 +5,234 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_diagnose_culprits import BEFORE, HERE, WAITING, WORLD, S, look, said, stuck
+from diagnosing import (
+    RANK_2_MISSING,
+    SECOND,
+    START_EPOCH_NS,
+    THREE_ENDED,
+    WORLD,
+    causes,
+    diagnose_calls,
+    unfinished,
+)
 from worlds import MS, START, Call, write_world
 
 from rankcall.analysis.diagnosis import diagnose
-from rankcall.processes import LAUNCHER, Exit, note_exit
 from rankcall.report.diagnosis import render
-from rankcall.run import load
+from rankcall.run.exits import LAUNCHER, Exit, note_exit
+from rankcall.run.load import load
 
 HALVES = {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"}
 
 
 def test_all_killed_at_once(tmp_path: Path) -> None:
-    """Nobody is to blame for where the others were; that the job was killed is told."""
+    """If all ranks died at the same time, all are dead and none of them is blamed for a hang."""
     gone = dict.fromkeys(range(4), "gone")
-    in_user_code = [*BEFORE, *stuck(WORLD, 4, (0, 1, 3), 69 * S + 900 * MS, line=7)]
-    in_one_call = [*BEFORE, *stuck(WORLD, 4, (0, 1, 2, 3), 69 * S + 900 * MS, line=7)]
+    in_user_code = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), 69 * SECOND + 900 * MS, line=7)]
+    in_one_call = [
+        *THREE_ENDED,
+        *unfinished(WORLD, 4, (0, 1, 2, 3), 69 * SECOND + 900 * MS, line=7),
+    ]
     for name, calls in (("apart", in_user_code), ("in one", in_one_call)):
         beats = dict.fromkeys(range(4), 70.0)
-        found = look(tmp_path / name, calls, seconds=75, states=gone, beats=beats)
-        assert said(found) == [("dead", (0, 1, 2, 3))], name
-        assert found.findings[0].confidence == "likely"
-        assert "ended together; nobody noted how" in found.findings[0].summary
-    copied = look(tmp_path / "copied", in_user_code, seconds=70)
-    assert said(copied) == [("dead", (0, 1, 2, 3))]
+        diagnosis = diagnose_calls(tmp_path / name, calls, seconds=75, states=gone, beats=beats)
+        assert causes(diagnosis) == [("dead", (0, 1, 2, 3))], name
+        assert diagnosis.findings[0].confidence == "likely"
+        assert "ended together; nobody noted how" in diagnosis.findings[0].summary
+    copied = diagnose_calls(tmp_path / "copied", in_user_code, seconds=70)
+    assert causes(copied) == [("dead", (0, 1, 2, 3))]
     assert copied.findings[0].confidence == "possible"
 
 
 def test_gone_between_two_calls(tmp_path: Path) -> None:
-    """Who leaves by os._exit at its end looks so too: that nobody noted how it ended is all."""
+    """Ranks that ended between two calls may have used os._exit, so there is no finding."""
     gone, beats = dict.fromkeys(range(4), "gone"), dict.fromkeys(range(4), 70.0)
-    found = look(tmp_path, BEFORE, seconds=75, states=gone, beats=beats)
-    assert said(found) == []
-    assert "Of 4 ranks nobody noted how they ended." in " ".join(render(found).split())
+    diagnosis = diagnose_calls(tmp_path, THREE_ENDED, seconds=75, states=gone, beats=beats)
+    assert causes(diagnosis) == []
+    assert "Of 4 ranks nobody noted how they ended." in " ".join(render(diagnosis).split())
 
 
 def test_killed_in_a_hang(tmp_path: Path) -> None:
-    """Who hung the job is named, where it had hung for longer than a step before the end."""
+    """If the job had hung for longer than a step before it was killed, the culprit is named."""
     gone, beats = dict.fromkeys(range(4), "gone"), dict.fromkeys(range(4), 70.0)
-    found = look(tmp_path, WAITING, seconds=75, states=gone, beats=beats)
-    assert said(found) == [("missing", (2,))]
+    diagnosis = diagnose_calls(tmp_path, RANK_2_MISSING, seconds=75, states=gone, beats=beats)
+    assert causes(diagnosis) == [("missing", (2,))]
 
 
 def test_told_to_end(tmp_path: Path) -> None:
-    """A job that its launcher ended was healthy; how its ranks ended is told."""
+    """A job that its launcher ended is healthy, and the text says how its ranks ended."""
     folder = tmp_path / "run"
-    write_world(folder, BEFORE, closed=lambda rank: False)
+    write_world(folder, THREE_ENDED, closed=lambda rank: False)
     for rank in range(4):
-        note_exit(folder, Exit(rank, 0, "node-a", 1000 + rank, -15, HERE + S, by_launcher=True))
-    found = diagnose(load(folder), state_of=lambda header: "gone", now_ns=lambda: START + 9 * S)
-    assert found.verdict == "healthy"
-    assert "4 were ended by the launcher." in " ".join(render(found).split())
+        note_exit(
+            folder,
+            Exit(rank, 0, "node-a", 1000 + rank, -15, START_EPOCH_NS + SECOND, by_launcher=True),
+        )
+    diagnosis = diagnose(
+        load(folder), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
+    )
+    assert diagnosis.verdict == "healthy"
+    assert "4 were ended by the launcher." in " ".join(render(diagnosis).split())
 
 
-def ended_with_launcher(run: Path, host: str, ranks: tuple[int, ...], code: int, at: int) -> None:
-    """Note that a host's launcher was told to stop at ``at``, ns, and its ranks ended."""
-    note_exit(run, Exit(LAUNCHER, 0, host, 1, -15, HERE + at))
+def ended_with_launcher(
+    run: Path, host: str, ranks: tuple[int, ...], code: int | None, at: int
+) -> None:
+    """Note that a host's launcher got SIGTERM at ``at``, in ns, and that its ranks then ended."""
+    note_exit(run, Exit(LAUNCHER, 0, host, 1, -15, START_EPOCH_NS + at))
     for rank in ranks:
-        note_exit(run, Exit(rank, 0, host, 1000 + rank, code, HERE + at + 20 * MS))
+        note_exit(run, Exit(rank, 0, host, 1000 + rank, code, START_EPOCH_NS + at + 20 * MS))
 
 
-@pytest.mark.parametrize("code", [-15, 1])
-def test_a_node_that_is_preempted(tmp_path: Path, code: int) -> None:
-    """Its ranks ended with its launcher: they are the cause of the others' failing."""
-    failed = [Call(rank, 4, 5 * MS, 2 * S, group=WORLD, status="failed", line=7) for rank in (0, 1)]
+@pytest.mark.parametrize("code", [-15, 1, None])
+def test_a_node_that_is_preempted(tmp_path: Path, code: int | None) -> None:
+    """Ranks that ended with their launcher are the cause; ranks that then failed are victims."""
+    failed = [
+        Call(rank, 4, 5 * MS, 2 * SECOND, group=WORLD, status="failed", line=7) for rank in (0, 1)
+    ]
     run = write_world(
-        tmp_path / "run", [*BEFORE, *failed, *stuck(WORLD, 4, (2, 3), 6 * MS, line=7)],
-        closed=lambda rank: False, hosts=HALVES,
-    )  # fmt: skip
-    ended_with_launcher(run, "node-b", (2, 3), code, 2 * S - 50 * MS)
+        tmp_path / "run",
+        [*THREE_ENDED, *failed, *unfinished(WORLD, 4, (2, 3), 6 * MS, line=7)],
+        closed=lambda rank: False,
+        hosts=HALVES,
+    )
+    ended_with_launcher(run, "node-b", (2, 3), code, 2 * SECOND - 50 * MS)
     for rank in (0, 1):
-        note_exit(run, Exit(rank, 0, "node-a", 1000 + rank, 1, HERE + 2 * S + 90 * MS))
-    found = diagnose(load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * S)
-    assert said(found) == [("dead", (2, 3))]
-    (finding,) = found.findings
+        note_exit(
+            run, Exit(rank, 0, "node-a", 1000 + rank, 1, START_EPOCH_NS + 2 * SECOND + 90 * MS)
+        )
+    diagnosis = diagnose(
+        load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
+    )
+    assert causes(diagnosis) == [("dead", (2, 3))]
+    (finding,) = diagnosis.findings
     assert finding.victims == (0, 1)
     assert "were ended with their launcher, which SIGTERM told to stop," in finding.summary
     assert "who ended the launcher on node-b" in finding.advice
 
 
 def test_others_wait_for_a_node_that_is_preempted(tmp_path: Path) -> None:
-    """Where nothing fails they hang, and the cause is told at once."""
+    """Ranks that wait for a preempted node hang, and that node is named without delay."""
     run = write_world(
-        tmp_path / "run", [*BEFORE, *stuck(WORLD, 4, (0, 1), 6 * MS, line=7)],
-        closed=lambda rank: False, hosts=HALVES,
-        beats=dict.fromkeys((0, 1), (8 * S, 8 * S)) | dict.fromkeys((2, 3), (S, S)),
-    )  # fmt: skip
-    ended_with_launcher(run, "node-b", (2, 3), -15, S)
-    found = diagnose(
-        load(run), now_ns=lambda: START + 8 * S,
+        tmp_path / "run",
+        [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1), 6 * MS, line=7)],
+        closed=lambda rank: False,
+        hosts=HALVES,
+        beats=dict.fromkeys((0, 1), (8 * SECOND, 8 * SECOND))
+        | dict.fromkeys((2, 3), (SECOND, SECOND)),
+    )
+    ended_with_launcher(run, "node-b", (2, 3), -15, SECOND)
+    diagnosis = diagnose(
+        load(run),
+        now_ns=lambda: START + 8 * SECOND,
         state_of=lambda header: "alive" if header.rank < 2 else "gone",
-    )  # fmt: skip
-    assert said(found) == [("dead", (2, 3))]
+    )
+    assert causes(diagnosis) == [("dead", (2, 3))]
 
 
 def test_a_job_that_is_ended_on_all_nodes(tmp_path: Path) -> None:
-    """Whatever codes its ranks end with (a KeyboardInterrupt is a 1), it was wanted."""
-    run = write_world(tmp_path / "run", BEFORE, closed=lambda rank: False, hosts=HALVES)
-    ended_with_launcher(run, "node-a", (0, 1), 1, S)
-    ended_with_launcher(run, "node-b", (2, 3), -15, S + 3 * MS)
-    found = diagnose(load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * S)
-    assert said(found) == []
+    """A job that was ended on all nodes is healthy, with any exit codes (KeyboardInterrupt: 1)."""
+    run = write_world(tmp_path / "run", THREE_ENDED, closed=lambda rank: False, hosts=HALVES)
+    ended_with_launcher(run, "node-a", (0, 1), 1, SECOND)
+    ended_with_launcher(run, "node-b", (2,), -15, SECOND + 3 * MS)
+    ended_with_launcher(run, "node-b", (3,), None, SECOND + 3 * MS)
+    diagnosis = diagnose(
+        load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
+    )
+    assert causes(diagnosis) == []
+    assert "4 were ended by the launcher." in " ".join(render(diagnosis).split())
 
 
 def test_a_failure_before_the_launcher_is_told_to_stop(tmp_path: Path) -> None:
-    """Who failed first is the cause; its node's other ranks are not."""
-    run = write_world(tmp_path / "run", BEFORE, closed=lambda rank: False, hosts=HALVES)
-    note_exit(run, Exit(2, 0, "node-b", 1002, 3, HERE + S))
-    ended_with_launcher(run, "node-b", (3,), -15, 2 * S)
-    ended_with_launcher(run, "node-a", (0, 1), -15, 2 * S)
-    found = diagnose(load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * S)
-    assert said(found) == [("dead", (2,))]
+    """The rank that failed first is the cause; the other ranks of its node are not."""
+    run = write_world(tmp_path / "run", THREE_ENDED, closed=lambda rank: False, hosts=HALVES)
+    note_exit(run, Exit(2, 0, "node-b", 1002, 3, START_EPOCH_NS + SECOND))
+    ended_with_launcher(run, "node-b", (3,), -15, 2 * SECOND)
+    ended_with_launcher(run, "node-a", (0, 1), -15, 2 * SECOND)
+    diagnosis = diagnose(
+        load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
+    )
+    assert causes(diagnosis) == [("dead", (2,))]
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_crash_is_not_running_out_of_data(tmp_path: Path, noted: bool) -> None:
+    """A rank that an exception ended is dead, and the summary quotes it, with any launcher."""
+    diagnosis = diagnose_calls(
+        tmp_path,
+        RANK_2_MISSING,
+        states={2: "gone"},
+        closed={2},
+        beats={2: 5.0},
+        failures={2: "ValueError: no such sample: 17"},
+        exits={2: (1, 5.1)} if noted else {},
+    )
+    assert causes(diagnosis) == [("dead", (2,))]
+    (finding,) = diagnosis.findings
+    assert "failed with ValueError: no such sample: 17" in finding.summary
+    assert "Join" not in finding.advice
+    fine = diagnose_calls(
+        tmp_path / "fine", RANK_2_MISSING, states={2: "gone"}, closed={2}, left={2}
+    )
+    assert causes(fine) == [("exhausted", (2,))]
+    assert "Join" in fine.findings[0].advice
+
+
+def test_a_rank_that_ends_with_an_error_and_still_exists(tmp_path: Path) -> None:
+    """A process that closes down has stopped recording, so the summary names both reasons."""
+    diagnosis = diagnose_calls(tmp_path, RANK_2_MISSING, states={}, closed={2})
+    assert causes(diagnosis) == [("missing", (2,))]
+    assert "stopped recording, to end or by rankcall.disable" in diagnosis.findings[0].summary
+
+
+GONE = dict.fromkeys(range(4), "gone")
+
+
+def test_stopped_until_the_job_was_killed(tmp_path: Path) -> None:
+    """A rank whose heartbeats ended long before its noted exit was stopped; it did not die then."""
+    beats, exits = {0: 70.0, 1: 70.0, 2: 5.0, 3: 70.0}, dict.fromkeys(range(4), (-9, 70.2))
+    diagnosis = diagnose_calls(
+        tmp_path, RANK_2_MISSING, seconds=75, states=GONE, beats=beats, exits=exits
+    )
+    assert causes(diagnosis) == [("stopped", (2,))]
+    assert "no sign of life for 65 s" in diagnosis.findings[0].summary
+    assert "core dump" not in diagnosis.findings[0].advice
+    soon = diagnose_calls(
+        tmp_path / "soon",
+        RANK_2_MISSING,
+        seconds=75,
+        states=GONE,
+        beats=beats,
+        exits={**exits, 2: (-9, 5.2)},
+    )
+    assert causes(soon) == [("dead", (2,))]
+
+
+def test_nobody_noted_how_it_ended(tmp_path: Path) -> None:
+    """Without a launcher, a silent rank counts as dead; a launcher would have noted its exit."""
+    beats = {0: 70.0, 1: 70.0, 2: 5.0, 3: 70.0}
+    diagnosis = diagnose_calls(tmp_path, RANK_2_MISSING, seconds=75, states=GONE, beats=beats)
+    assert causes(diagnosis) == [("dead", (2,))]
+    assert "Nobody noted how it ended" in diagnosis.findings[0].advice
+    run = tmp_path / "run"
+    (run / "run.json").write_text('{"nproc_per_node": 4}')
+    diagnosis = diagnose(
+        load(run), state_of=lambda header: "gone", now_ns=lambda: START + 75 * SECOND
+    )
+    assert causes(diagnosis) == [("stopped", (2,))]
+
+
+def test_calls_of_a_handler_after_the_stop_are_no_desync(tmp_path: Path) -> None:
+    """Calls that a rank's SIGTERM handler issues, for example to save, are no desync."""
+    other = unfinished(WORLD, 4, (2,), 2 * SECOND, op="barrier", line=30)
+    for name, at, kinds in (("after", SECOND, []), ("before", 3 * SECOND, ["desync"])):
+        run = write_world(
+            tmp_path / name,
+            [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), SECOND, line=7), *other],
+            closed=lambda rank: False,
+        )
+        ended_with_launcher(run, "node-a", (0, 1, 2, 3), -15, at)
+        diagnosis = diagnose(
+            load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
+        )
+        assert [kind for kind, _ in causes(diagnosis) if kind == "desync"] == kinds, name

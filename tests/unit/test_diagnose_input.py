@@ -6,49 +6,61 @@ import shutil
 from pathlib import Path
 
 import pytest
+from diagnosing import (
+    RANK_2_MISSING,
+    SECOND,
+    THREE_ENDED,
+    WORLD,
+    causes,
+    diagnose_calls,
+    unfinished,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_diagnose_culprits import BEFORE, WAITING, WORLD, S, look, said, stuck
 from worlds import MS, Call, group_of, write_world
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
-from rankcall.processes import Exit, note_exit, read_exits
 from rankcall.ring.layout import offset_of
-from rankcall.run import load
+from rankcall.run.exits import Exit, note_exit, read_exits
+from rankcall.run.load import load
 from rankcall.testing.synthetic import Planted, synthetic_run
 
 
 def test_the_culprits_file_is_missing(tmp_path: Path) -> None:
-    """Nothing is known of the rank that all wait for: named, as possible."""
-    found = look(tmp_path, [call for call in WAITING if call.rank != 2], states={}).findings
-    assert [(each.kind, each.ranks, each.confidence) for each in found] == [
+    """A rank without records that all others wait for is named, as possible."""
+    findings = diagnose_calls(
+        tmp_path, [call for call in RANK_2_MISSING if call.rank != 2], states={}
+    ).findings
+    assert [(finding.kind, finding.ranks, finding.confidence) for finding in findings] == [
         ("missing", (2,), "possible")
     ]
-    assert "no records" in found[0].summary
+    assert "no records" in findings[0].summary
 
 
 def test_another_ranks_file_is_missing(tmp_path: Path) -> None:
-    """The culprit is named with less confidence; the unseen rank is not."""
-    found = look(tmp_path, [call for call in WAITING if call.rank != 1], states={}).findings
-    assert [(each.kind, each.ranks, each.confidence) for each in found] == [
+    """If a victim's ring is missing, the culprit is named with less confidence."""
+    findings = diagnose_calls(
+        tmp_path, [call for call in RANK_2_MISSING if call.rank != 1], states={}
+    ).findings
+    assert [(finding.kind, finding.ranks, finding.confidence) for finding in findings] == [
         ("missing", (2,), "likely")
     ]
-    assert any("rank 1" in line for line in found[0].evidence)
+    assert any("rank 1" in line for line in findings[0].evidence)
 
 
 def test_a_rank_restarted_by_elastic(tmp_path: Path) -> None:
     """Only the last attempt counts, however the earlier ones ended."""
     earlier = [Call(rank, 1, 0, None, group=WORLD) for rank in (0, 1, 3)]
-    calls = [*earlier, *[Call(**{**vars(call), "attempt": 1}) for call in BEFORE]]
-    assert said(look(tmp_path, calls, states={})) == []
+    calls = [*earlier, *[Call(**{**vars(call), "attempt": 1}) for call in THREE_ENDED]]
+    assert causes(diagnose_calls(tmp_path, calls, seconds=50, states={})) == []
 
 
 def test_two_files_of_one_rank(tmp_path: Path) -> None:
-    """Of two processes that were one rank the later counts, and the mix-up is told."""
+    """If two processes left a ring as one rank, the later one counts, and a problem says so."""
     calls = [
-        *BEFORE,
+        *THREE_ENDED,
         *[Call(2, seq, seq * MS, seq * MS + 1, life=1, group=WORLD) for seq in (1, 2)],
     ]
     run = write_world(tmp_path / "run", calls)
@@ -62,45 +74,45 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_files_of_jobs_of_two_sizes(tmp_path: Path) -> None:
-    """Those of the job that started last count; that others lie beside them is told."""
+    """The rings of the job that started last count, and a problem reports the others."""
     synthetic_run(tmp_path / "a", 4, 60, planted=Planted("missing", (2,), 41))
     later = {"epoch_errors_ns": [10**12]}  # started a quarter of an hour later
     synthetic_run(tmp_path / "b", 8, 60, planted=Planted("missing", (5,), 41), **later)
     for path in (tmp_path / "a/rings").iterdir():
         path.rename(tmp_path / "b/rings" / f"a.{path.name}")
-    found = diagnose(load(tmp_path / "b"))
-    assert said(found) == [("missing", (5,))]
-    (problem,) = found.snapshot.problems
+    diagnosis = diagnose(load(tmp_path / "b"))
+    assert causes(diagnosis) == [("missing", (5,))]
+    (problem,) = diagnosis.snapshot.problems
     assert "rings of a job of 4 ranks (rank 0-3) lie beside those of one of 8" in problem
 
 
 def test_files_of_two_jobs(tmp_path: Path) -> None:
-    """Where a file is of another day, nothing is more than possible, and it is told why."""
+    """If one ring is from another day, each finding is only possible, and a problem says why."""
     synthetic_run(tmp_path / "a", 4, 60)
     later = {"epoch_errors_ns": [10**15]}
     synthetic_run(tmp_path / "b", 4, 60, planted=Planted("missing", (2,), 41), **later)
     name = next(path.name for path in (tmp_path / "a/rings").glob("rank-00001*"))
     (tmp_path / "a/rings" / name).replace(tmp_path / "b/rings" / name)
-    found = diagnose(load(tmp_path / "b"))
-    assert {each.confidence for each in found.findings} == {"possible"}
-    assert any("rank 1 was last seen before others began" in p for p in found.snapshot.problems)
+    diagnosis = diagnose(load(tmp_path / "b"))
+    assert {finding.confidence for finding in diagnosis.findings} == {"possible"}
+    assert any("rank 1 was last seen before others began" in p for p in diagnosis.snapshot.problems)
 
 
 def test_records_dropped_at_the_decisive_moment(tmp_path: Path) -> None:
     """A culprit whose calls in the group were overwritten is named with less confidence."""
-    calls = [*BEFORE, *stuck(WORLD, 4, (0, 1, 3), 5 * MS)]
+    calls = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), 5 * MS)]
     calls = [call for call in calls if call.rank != 2]
     many = [Call(2, seq, seq, seq + 1, group=group_of(3, "1")) for seq in range(1, 300)]
-    found = look(tmp_path, [*calls, *many], states={}, capacities={2: 128}).findings
-    assert [(each.kind, each.ranks, each.confidence) for each in found] == [
+    findings = diagnose_calls(tmp_path, [*calls, *many], states={}, capacities={2: 128}).findings
+    assert [(finding.kind, finding.ranks, finding.confidence) for finding in findings] == [
         ("missing", (2,), "likely")
     ]
-    assert any("overwritten" in line for line in found[0].evidence)
+    assert any("overwritten" in line for line in findings[0].evidence)
 
 
 def test_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of another ring schema is one clear line."""
-    run = write_world(tmp_path / "run", WAITING)
+    """For a run of another ring schema, the command prints one clear line."""
+    run = write_world(tmp_path / "run", RANK_2_MISSING)
     for ring in (run / "rings").iterdir():
         data = bytearray(ring.read_bytes())
         data[offset_of("schema")] = 9
@@ -112,21 +124,21 @@ def test_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_run_that_vanishes(tmp_path: Path) -> None:
-    """Rings that go between the first look and the second are missing, and that is all."""
-    run = load(write_world(tmp_path / "run", WAITING))
+    """Rings that vanish after load() leave their ranks unknown, without an error."""
+    run = load(write_world(tmp_path / "run", RANK_2_MISSING))
     shutil.rmtree(tmp_path / "run")
-    found = diagnose(run)
-    assert all(each.blind for each in found.snapshot.ranks)
-    assert found.findings == []
-    assert found.snapshot.problems
+    diagnosis = diagnose(run)
+    assert all(state.blind for state in diagnosis.snapshot.ranks)
+    assert diagnosis.findings == []
+    assert diagnosis.snapshot.problems
 
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=40)), max_size=6))
 def test_damage_never_escapes(tmp_path_factory: pytest.TempPathFactory, damage: list) -> None:
-    """Whatever bytes a ring holds, there is a diagnosis or a CorruptRun."""
+    """For any bytes in a ring, there is a diagnosis or a CorruptRun."""
     folder = tmp_path_factory.mktemp("damaged")
-    run = write_world(folder / "run", WAITING, closed=lambda rank: False)
+    run = write_world(folder / "run", RANK_2_MISSING, closed=lambda rank: False)
     for ring in sorted((run / "rings").iterdir())[:3]:
         data = bytearray(ring.read_bytes())
         for at, new in damage:
@@ -145,7 +157,7 @@ def test_damage_never_escapes(tmp_path_factory: pytest.TempPathFactory, damage: 
     "line", [b"", b"{", b"[]", b"null", b'{"rank": "x"}', b"\xff\xfe", b"[" * 5000, b"7" * 5000]
 )
 def test_damaged_lists_of_exits(tmp_path: Path, line: bytes) -> None:
-    """Lines that are no ends are left out; the others count."""
+    """Damaged lines are left out; the other lines count."""
     ended = Exit(2, 0, "node/a", 1002, -9, 10**18, by_launcher=True)
     note_exit(tmp_path, ended)
     (file,) = (tmp_path / "exits").iterdir()
@@ -155,8 +167,8 @@ def test_damaged_lists_of_exits(tmp_path: Path, line: bytes) -> None:
 
 
 def test_one_ring_file_alone(tmp_path: Path) -> None:
-    """A single rank's file says what it waits for; who is not there stays unknown."""
-    beats = dict.fromkeys(range(4), (70 * S, 70 * S))
-    run = write_world(tmp_path / "run", WAITING, closed=lambda rank: False, beats=beats)
-    found = diagnose(load(next((run / "rings").glob("rank-00000*")))).findings
-    assert [(each.kind, each.confidence) for each in found] == [("missing", "possible")]
+    """From one rank's ring, the call that it waits in is known, and the culprit only possible."""
+    beats = dict.fromkeys(range(4), (70 * SECOND, 70 * SECOND))
+    run = write_world(tmp_path / "run", RANK_2_MISSING, closed=lambda rank: False, beats=beats)
+    findings = diagnose(load(next((run / "rings").glob("rank-00000*")))).findings
+    assert [(finding.kind, finding.confidence) for finding in findings] == [("missing", "possible")]

@@ -1,4 +1,4 @@
-"""What a run says of itself to who diagnoses it: its own threshold, what its watcher kept."""
+"""A diagnosis uses the run's own threshold and the verdicts that its watcher kept."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_diagnose_culprits import WAITING
-from test_watch_verdict import FOUND, always, verdict
+from diagnosing import (
+    MISSING_AND_DESYNC,
+    RANK_2_MISSING,
+    SECOND,
+    any_verdict,
+    received_verdict,
+)
 from worlds import MS, START, group_of, together, write_world
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.cli import main
-from rankcall.run import load
+from rankcall.ring.layout import offset_of
+from rankcall.run.exits import Exit, note_exit
+from rankcall.run.load import load
 from rankcall.testing.synthetic import Planted, synthetic_run
-from rankcall.watch import _verdict
+from rankcall.watch._judge import keep_verdict
 
 WHEN = int(time.mktime((2026, 11, 21, 3, 41, 30, 0, 0, -1))) * 10**9
 
@@ -27,31 +34,31 @@ def run(tmp_path: Path) -> Path:
     return synthetic_run(tmp_path / "job", 4, 40, planted=Planted("dead", (2,), 21)).path
 
 
-def test_what_the_watcher_kept_is_pointed_to(
+def test_a_kept_verdict_is_shown(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When, who was named, and where the stacks of that moment are; also of an archive."""
-    monkeypatch.setenv("COLUMNS", "300")  # no path is broken
-    _verdict.write(run, verdict(FOUND, WHEN), {2: "Thread 1", 3: "Thread 2"}, always)
+    """The text has the time, the named ranks and the place of the stacks; also for an archive."""
+    monkeypatch.setenv("COLUMNS", "300")  # so that no path is wrapped
+    keep_verdict(
+        run, received_verdict(MISSING_AND_DESYNC, WHEN), {2: "Thread 1", 3: "Thread 2"}, any_verdict
+    )
     assert main(["diagnose", str(run)]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    about = "2026-11-21 03:41:30 missing: rank 2; desync (with 2 stacks), in"
-    assert f"What the job's own watcher said {about} {run}/hangs/0001" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    entry = "2026-11-21 03:41:30 missing: rank 2; desync (with 2 stacks), in"
+    assert f"What the job's own watcher said {entry} {run}/hangs/0001" in printed
     target = tmp_path / "all.tar.zst"
     assert main(["collect", str(run), "--to", str(target)]) == 0
     assert main(["diagnose", str(target)]) == 1
-    assert f"{about} hangs/0001" in " ".join(capsys.readouterr().out.split())
+    assert f"{entry} hangs/0001" in " ".join(capsys.readouterr().out.split())
     main(["diagnose", "--json", str(target)])
-    causes = [{"kind": "missing", "ranks": [2]}, {"kind": "desync", "ranks": []}]
+    named = [{"kind": "missing", "ranks": [2]}, {"kind": "desync", "ranks": []}]
     assert json.loads(capsys.readouterr().out)["hangs"] == [
-        {"place": "hangs/0001", "epoch_ns": WHEN, "causes": causes, "stacks": 2}
+        {"place": "hangs/0001", "epoch_ns": WHEN, "causes": named, "stacks": 2}
     ]
 
 
-def test_a_run_without_a_hang_says_nothing_of_it(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nor does one whose verdicts somebody damaged."""
+def test_damaged_verdicts_are_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose kept verdicts are damaged does not mention its watcher."""
     (run / "hangs/0001").mkdir(parents=True)
     odd = {"findings": [{"kind": 7, "ranks": "x"}], "hang": {"epoch_ns": 5}}
     (run / "hangs/0001/verdict.json").write_text(json.dumps(odd))
@@ -70,13 +77,13 @@ def test_a_run_without_a_hang_says_nothing_of_it(
     [(3, 3.0), (7.5, 7.5), (0, 60.0), (None, 60.0), ("5", 60.0), (-1, 60.0), (10**40, 60.0)],
 )
 def test_the_jobs_own_threshold(tmp_path: Path, given: Any, threshold: float) -> None:
-    """Without another, a call counts as hung after what the job was started with."""
+    """By default, a call counts as hung after the threshold that the job was started with."""
     world = group_of(4)
     calls = [call for seq in range(1, 4) for call in together(seq, [0] * 4, seq * MS, world)]
     folder = write_world(tmp_path / "run", calls)
     (folder / "run.json").write_text(json.dumps({"hang_after_s": given}))
-    found = diagnose(load(folder), now_ns=lambda: START + 9 * MS)
-    assert found.hang_after == threshold
+    diagnosis = diagnose(load(folder), now_ns=lambda: START + 9 * MS)
+    assert diagnosis.hang_after == threshold
     assert diagnose(load(folder), 11.0).hang_after == 11.0
 
 
@@ -88,7 +95,7 @@ def test_a_threshold_of_0_is_the_jobs_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """RANKCALL_HANG_AFTER=0 switches watchers off; it does not make every call a hang."""
-    run = write_world(tmp_path / "run", WAITING, closed=lambda rank: False)
+    run = write_world(tmp_path / "run", RANK_2_MISSING, closed=lambda rank: False)
     about: dict[str, Any] = {"boot_id": "", "mono_ns": START + 6 * MS, "processes": []}
     headers = [head.header for head in load(run).heads]
     for head in headers:
@@ -102,3 +109,78 @@ def test_a_threshold_of_0_is_the_jobs_own(
     monkeypatch.setenv("RANKCALL_HANG_AFTER", "0.0001")
     assert main([command, *(["--once"] if command == "top" else []), str(run)]) == 1
     assert "missing" in capsys.readouterr().out
+
+
+def seen_by_watcher(run: Path, kind: str, ranks: tuple[int, ...], at: int) -> None:
+    """Keep a verdict that the watcher made ``at`` ns after START on the run's own host."""
+    about = {
+        "id": f"x{at}",
+        "boot_id": load(run).heads[0].header.boot_id,
+        "mono_ns": START + at,
+        "epoch_ns": WHEN,
+        "by_pid": 1,
+    }
+    place = run / f"hangs/{1 + len(list(run.glob('hangs/*'))):04d}"
+    place.mkdir(parents=True)
+    finding = {"kind": kind, "ranks": list(ranks), "victims": [], "summary": f"it is {kind}."}
+    (place / "verdict.json").write_text(json.dumps({"findings": [finding], "hang": about}))
+
+
+def causes_after_the_end(run: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """Diagnose a run whose processes are gone."""
+    diagnosis = diagnose(
+        load(run), 10, state_of=lambda header: "gone", now_ns=lambda: START + 80 * SECOND
+    )
+    return [(finding.kind, finding.ranks) for finding in diagnosis.findings]
+
+
+ENDED_CALLS = [
+    c for seq in (1, 2, 3) for c in together(seq, [0] * 4, seq * MS, group_of(4), line=7)
+]
+LIVED = dict.fromkeys(range(4), (60 * SECOND, 60 * SECOND))
+
+
+def test_what_the_watcher_saw_is_evidence_afterwards(tmp_path: Path) -> None:
+    """A hang without a call in flight is in no record; the watcher's verdict is the evidence."""
+    run = write_world(tmp_path / "run", ENDED_CALLS, closed=lambda rank: False, beats=LIVED)
+    assert causes_after_the_end(run) == []
+    seen_by_watcher(run, "no_progress", (1,), 30 * SECOND)
+    assert causes_after_the_end(run) == [("no_progress", (1,))]
+    diagnosis = diagnose(
+        load(run), 10, state_of=lambda header: "gone", now_ns=lambda: START + 80 * SECOND
+    )
+    assert "watcher saw, 30 s before the end: it is no_progress." in diagnosis.findings[0].summary
+
+
+def test_a_rank_that_the_watcher_saw_stopped(tmp_path: Path) -> None:
+    """A silent rank is dead, unless the watcher saw it stopped; a noted exit outranks both."""
+    beats = LIVED | {2: (5 * SECOND, 5 * SECOND)}
+    run = write_world(tmp_path / "run", RANK_2_MISSING, closed=lambda rank: False, beats=beats)
+    assert causes_after_the_end(run) == [("dead", (2,))]
+    seen_by_watcher(run, "stopped", (2,), 30 * SECOND)
+    assert causes_after_the_end(run) == [("stopped", (2,))]
+    note_exit(run, Exit(2, 0, "node-a", 1002, -9, 10**18 + 6 * SECOND))
+    assert causes_after_the_end(run) == [("dead", (2,))]
+
+
+def test_a_hang_that_was_over_is_no_evidence(tmp_path: Path) -> None:
+    """A verdict does not count if its ranks issued a call later, or if its kind is unknown."""
+    later = together(4, [40 * SECOND] * 4, 40 * SECOND + MS, group_of(4), line=7)
+    run = write_world(
+        tmp_path / "run", [*ENDED_CALLS, *later], closed=lambda rank: False, beats=LIVED
+    )
+    seen_by_watcher(run, "no_progress", (1,), 30 * SECOND)
+    assert causes_after_the_end(run) == []
+    seen_by_watcher(run, "nonsense", (1,), 50 * SECOND)
+    assert causes_after_the_end(run) == []
+
+
+def test_the_watchers_threshold_is_the_runs(tmp_path: Path) -> None:
+    """The watcher's threshold is in the rings, and diagnose uses it by default."""
+    run = write_world(tmp_path / "run", RANK_2_MISSING)
+    ring = next((run / "rings").glob("*.ring"))
+    with ring.open("r+b") as file:
+        file.seek(offset_of("hang_after_ms"))
+        file.write((7500).to_bytes(8, "little"))
+    assert diagnose(load(run)).hang_after == 7.5
+    assert diagnose(load(run), 3).hang_after == 3

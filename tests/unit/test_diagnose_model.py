@@ -1,7 +1,7 @@
 """Verdicts against a brute-force model: small worlds run call by call, with planted faults.
 
-The model knows nothing of records or graphs. It runs each rank's program until nobody can go on,
-asks by plain reachability who holds whom up, and says what has to be found.
+The model does not use records or graphs. It runs each rank's program until no rank can go on,
+finds by plain reachability which ranks hold up which, and returns the expected causes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHANGES = {"other_op": "desync", "other_size": "mismatch"}
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank at the so-manieth call of the job's program."""
+    """What happens to one rank at call number ``at`` of the job's program."""
 
     rank: int
     at: int
@@ -32,7 +32,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Job:
-    """The groups, which of them each call of the program is in, and the faults."""
+    """The groups, the group of each call of the program, and the faults."""
 
     world: int
     groups: list[tuple[int, ...]]
@@ -59,7 +59,7 @@ class Rank:
     """One rank as the model runs it."""
 
     todo: list[tuple[int, str, int]]  # group, op, size
-    fate: dict[int, str]  # before (halts) or in (in_*) the so-manieth own call
+    fate: dict[int, str]  # by index of the rank's own call: before it, or (in_*) in it
     issued: list[tuple[int, int, str, int]] = field(default_factory=list)  # group, seq, op, size
     done: int = 0
     halted: str = ""
@@ -99,7 +99,7 @@ def start(job: Job) -> list[Rank]:
 
 
 def run(job: Job) -> list[Rank]:
-    """Run until nobody can go on."""
+    """Run until no rank can go on."""
     ranks = start(job)
     moved = True
     while moved:
@@ -114,7 +114,7 @@ def run(job: Job) -> list[Rank]:
 
 
 def issue(rank: Rank) -> bool:
-    """Let a rank issue its next call, unless it is in one or something befalls it first."""
+    """Let a rank issue its next call, unless it is in one or a fault halts it first."""
     if rank.halted or rank.done < len(rank.issued) or rank.done == len(rank.todo):
         return False
     fate = rank.fate.get(rank.done, "")
@@ -128,31 +128,30 @@ def issue(rank: Rank) -> bool:
 
 
 def complete(job: Job, ranks: list[Rank], call: tuple[int, int, str, int]) -> bool:
-    """Tell whether all members have come to a call, alive, and do the same."""
+    """Return whether all members are alive in a call and issued the same op and size."""
     members = [ranks[r] for r in job.groups[call[0]]]
     here = [each for m in members for each in m.issued if each[:2] == call[:2]]
-    broken = any(m.halted and m.done < len(m.issued) and m.issued[-1][:2] == call[:2]
-                 for m in members)  # fmt: skip
+    broken = any(
+        m.halted and m.done < len(m.issued) and m.issued[-1][:2] == call[:2] for m in members
+    )
     return len(here) == len(members) and len(set(here)) == 1 and not broken
 
 
 def expected(job: Job, ranks: list[Rank]) -> dict[str, set[int]]:
-    """Say what must be found: culprits by kind."""
+    """Return the culprits that must be found, by kind."""
     found: dict[str, set[int]] = {}
     clashes = clashing(job, ranks)
     for (group, _), (kind, culprits) in clashes.items():
         found.setdefault(kind, set()).update(culprits)
         assert group < len(job.groups)
-    waits = {r: direct(job, ranks, r) for r in range(job.world) if ranks[r].blocked}
-    free = {r: direct(job, ranks, r, clashes) for r in waits}
+    blocked = [r for r in range(job.world) if ranks[r].blocked]
+    free = {r: direct(job, ranks, r, clashes) for r in blocked}
     reach = {r: reached(free, r) for r in free}
     for r, rank in enumerate(ranks):
         held_up = any(r in each for each in reach.values())
-        if rank.halted and (held_up or rank.halted == "kill"):
+        if rank.halted and (held_up or rank.halted in ("kill", "stop")):
             kind = HALTS[rank.halted]
             found.setdefault(kind, set()).add(r)
-        elif rank.halted == "stop" and any(r in reached(waits, other) for other in waits):
-            found.setdefault("stopped", set()).add(r)
         elif rank.finished and held_up:
             found.setdefault("exhausted", set()).add(r)
         elif rank.blocked and r in reach[r]:
@@ -163,7 +162,7 @@ def expected(job: Job, ranks: list[Rank]) -> dict[str, set[int]]:
 def direct(
     job: Job, ranks: list[Rank], r: int, clashes: dict[tuple[int, int], object] | None = None
 ) -> set[int]:
-    """Return whom a blocked rank waits for, but not behind a clash, which is why by itself."""
+    """Return the ranks that a blocked rank waits for; none if a clash explains the wait."""
     group, seq, *_ = ranks[r].issued[-1]
     if any(group == g and seq >= s for g, s in clashes or ()):
         return set()
@@ -180,7 +179,7 @@ def direct(
 
 
 def reached(waits: dict[int, set[int]], start: int) -> set[int]:
-    """Return everybody that a rank waits for, directly or not."""
+    """Return all ranks that a rank waits for, directly or not."""
     seen: set[int] = set()
     todo = [start]
     while todo:
@@ -191,7 +190,7 @@ def reached(waits: dict[int, set[int]], start: int) -> set[int]:
 
 
 def clashing(job: Job, ranks: list[Rank]) -> dict[tuple[int, int], tuple[str, set[int]]]:
-    """Return the first call of each group that members issued differently, and the minority."""
+    """Return the first call of each group at which members differ, with the minority."""
     result: dict[tuple[int, int], tuple[str, set[int]]] = {}
     for group, members in enumerate(job.groups):
         for seq in range(1, len(job.program) + 1):
@@ -202,8 +201,9 @@ def clashing(job: Job, ranks: list[Rank]) -> dict[tuple[int, int], tuple[str, se
                         sides.setdefault(call[2:], set()).add(m)
             ops = {op for op, _ in sides}
             if len(ops) > 1:
-                sides = {(op, 0): set().union(*(v for k, v in sides.items() if k[0] == op))
-                         for op in ops}  # fmt: skip
+                sides = {
+                    (op, 0): set().union(*(v for k, v in sides.items() if k[0] == op)) for op in ops
+                }
             if len(sides) > 1:
                 largest = max(map(len, sides.values()))
                 most = [side for side in sides.values() if len(side) == largest]
@@ -214,7 +214,7 @@ def clashing(job: Job, ranks: list[Rank]) -> dict[tuple[int, int], tuple[str, se
 
 
 def snapshot(job: Job, ranks: list[Rank]) -> Snapshot:
-    """Write down what rings would hold 70 s after the last call."""
+    """Return what the rings would hold 70 s after the last call."""
     rows = []
     for r, rank in enumerate(ranks):
         for index, (group, seq, op, size) in enumerate(rank.issued):
@@ -232,30 +232,36 @@ def snapshot(job: Job, ranks: list[Rank]) -> Snapshot:
         gone = rank.halted in ("kill", "leave") or rank.finished
         states.append(
             RankState(
-                r, "node", 100 + r, state="gone" if gone else
-                "stopped" if rank.halted == "stop" else "alive",
+                r,
+                "node",
+                100 + r,
+                state="gone" if gone else "stopped" if rank.halted == "stop" else "alive",
                 exit=(-9 if rank.halted == "kill" else 0) if gone else None,
-                gone_s=69.0 if gone else None, silent_s=69.0 if gone else 0.1,
+                gone_s=69.0 if gone else None,
+                silent_s=69.0 if gone else 0.1,
                 steps=1,
             )
-        )  # fmt: skip
-    # One more rank, alive and in nothing, so that the job counts as live.
+        )
+    # One more rank, alive and in no group, so that the job counts as live.
     states.append(RankState(job.world, "node", 99, state="alive", silent_s=0.1, steps=1))
     groups = [Group(str(n), 0, "gloo", "", each) for n, each in enumerate(job.groups)]
     calls = np.array(rows, CALL) if rows else np.zeros(0, CALL)
     return Snapshot(
-        states, calls, groups, labels_of(groups, states),
+        states,
+        calls,
+        groups,
+        labels_of(groups, states),
         [CallSite("", 0, "", ""), CallSite("train.py", 1, "step", "all_reduce")],
-    )  # fmt: skip
+    )
 
 
 @given(jobs())
 def test_verdicts_are_the_models(job: Job) -> None:
-    """Every cause is found, nothing else is, and no victim is named."""
+    """Every cause of the model is found, no other is, and no victim is named."""
     ranks = run(job)
     findings = find(snapshot(job, ranks), 60.0)
     found: dict[str, set[int]] = {}
-    for each in findings:
-        found.setdefault(each.kind, set()).update(each.ranks)
-        assert not set(each.ranks) & set(each.victims)
+    for finding in findings:
+        found.setdefault(finding.kind, set()).update(finding.ranks)
+        assert not set(finding.ranks) & set(finding.victims)
     assert found == expected(job, ranks)

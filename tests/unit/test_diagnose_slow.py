@@ -1,4 +1,4 @@
-"""What slows a job that goes on: stragglers and links; and jobs that are healthy."""
+"""Stragglers and slow links in jobs that go on, and jobs that are healthy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from worlds import MS, START, group_of, together, write_world
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, Pace, synthetic_run
 
 MESSAGES = (Op("exchange", 1 << 20, line=5), Op("all_reduce", 1 << 20, line=6))
@@ -27,45 +27,46 @@ def look(folder: Path, ranks: int, collectives: int, **options: object) -> Diagn
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 def test_healthy(tmp_path: Path, ranks: int, seed: int) -> None:
-    """Ranks that all jitter alike are healthy."""
-    found = look(tmp_path, ranks, 200, pace=Pace(jitter_ms=1.0), seed=seed)
-    assert (found.verdict, found.findings) == ("healthy", [])
+    """A job whose ranks all jitter by the same amount is healthy."""
+    diagnosis = look(tmp_path, ranks, 200, pace=Pace(jitter_ms=1.0), seed=seed)
+    assert (diagnosis.verdict, diagnosis.findings) == ("healthy", [])
 
 
 @pytest.mark.parametrize("ranks", [4, 64])
 def test_straggler(tmp_path: Path, ranks: int) -> None:
     """A rank that is late before every op is named, with its share and the line."""
-    found = look(tmp_path, ranks, 200, straggler=3, straggler_ms=5.0).findings
-    assert [(each.kind, each.ranks) for each in found] == [("straggler", (3,))]
-    assert found[0].group == "0"
-    assert found[0].call_site.startswith("train.py:")
-    assert len(found[0].victims) == ranks - 1
+    findings = look(tmp_path, ranks, 200, straggler=3, straggler_ms=5.0).findings
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("straggler", (3,))]
+    assert findings[0].group == "0"
+    assert findings[0].call_site.startswith("train.py:")
+    assert len(findings[0].victims) == ranks - 1
 
 
 def test_straggler_with_clocks_apart(tmp_path: Path) -> None:
     """Hosts whose clocks are a second apart do not make their ranks stragglers, or hide one."""
     options = {"hosts": 4, "clock_offsets_ns": [0, 10**9, -(10**9), 5 * 10**8]}
     assert look(tmp_path / "healthy", 8, 200, **options).findings == []
-    found = look(tmp_path / "late", 8, 200, straggler=5, straggler_ms=5.0, **options).findings
-    assert [(each.kind, each.ranks) for each in found] == [("straggler", (5,))]
+    findings = look(tmp_path / "late", 8, 200, straggler=5, straggler_ms=5.0, **options).findings
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("straggler", (5,))]
 
 
 def test_nothing_has_ended_yet(tmp_path: Path) -> None:
-    """A job in its first collective is healthy, without a word from numpy."""
+    """A job in its first collective is healthy, without a warning from numpy."""
     first = [replace(call, end=None) for call in together(1, [0, 0, 0, 1], MS, WORLD)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = diagnose(
-            load(write_world(tmp_path / "run", first)), state_of=lambda header: "alive",
+        diagnosis = diagnose(
+            load(write_world(tmp_path / "run", first)),
+            state_of=lambda header: "alive",
             now_ns=lambda: START + 5 * MS,
-        )  # fmt: skip
-    assert (found.verdict, found.findings) == ("healthy", [])
+        )
+    assert (diagnosis.verdict, diagnosis.findings) == ("healthy", [])
 
 
 def test_two_stragglers(tmp_path: Path) -> None:
-    """Two that come late together are named together."""
-    found = look(tmp_path, 8, 200, straggler=(2, 6), straggler_ms=5.0).findings
-    assert [(each.kind, each.ranks) for each in found] == [("straggler", (2, 6))]
+    """Two ranks that are late together are one finding."""
+    findings = look(tmp_path, 8, 200, straggler=(2, 6), straggler_ms=5.0).findings
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("straggler", (2, 6))]
 
 
 def test_a_single_pause_is_no_habit(tmp_path: Path) -> None:
@@ -79,15 +80,17 @@ def test_a_single_pause_is_no_habit(tmp_path: Path) -> None:
 
 
 def test_slow_link(tmp_path: Path) -> None:
-    """A pair whose transfers take many times those of its likes is named."""
+    """A pair whose transfers take many times as long as those of equal pairs is named."""
     families = {"slow": [PAIRS["tp"][2]], "fast": [p for p in PAIRS["tp"] if p != PAIRS["tp"][2]]}
-    program = (Op("all_reduce", 1 << 20, "fast", line=5, transfer_ms=2.0),
-               Op("all_reduce", 1 << 20, "slow", line=5, transfer_ms=12.0))  # fmt: skip
-    found = look(tmp_path, 8, 200, groups=families, program=program, hosts=2).findings
-    assert [(each.kind, each.ranks) for each in found] == [("slow_link", (4, 5))]
-    assert found[0].hosts == ("node-1",)
+    program = (
+        Op("all_reduce", 1 << 20, "fast", line=5, transfer_ms=2.0),
+        Op("all_reduce", 1 << 20, "slow", line=5, transfer_ms=12.0),
+    )
+    findings = look(tmp_path, 8, 200, groups=families, program=program, hosts=2).findings
+    assert [(finding.kind, finding.ranks) for finding in findings] == [("slow_link", (4, 5))]
+    assert findings[0].hosts == ("node-1",)
 
 
 def test_messages_between_equals_are_healthy(tmp_path: Path) -> None:
-    """Links that are all alike are healthy."""
+    """Links of equal speed are healthy."""
     assert look(tmp_path, 8, 200, program=MESSAGES, groups=PAIRS).findings == []

@@ -1,4 +1,4 @@
-"""Synthetic worlds with planted faults: every kind is found at every size, and nothing else."""
+"""In synthetic runs with planted faults, every kind is found at every size, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from rankcall.analysis.diagnosis import diagnose
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, Planted, synthetic_run
 
-# Nobody notes that a process is stopped where it runs elsewhere: it gives no sign of life.
+# Of a process on another host only its heartbeats are known; if they end, it counts as stopped.
 KINDS = ("missing", "dead", "stopped", "exhausted", "desync", "mismatch", "deadlock")
 PROGRAM = (
     Op("all_reduce", 1 << 20, "tp", line=5),
@@ -22,7 +22,7 @@ PROGRAM = (
 
 
 def families(ranks: int) -> dict[str, list[list[int]]]:
-    """Return tensor-parallel groups of eight neighbours, and data-parallel ones across them."""
+    """Return tensor-parallel groups of eight ranks, and data-parallel groups across them."""
     return {
         "tp": [list(range(first, first + 8)) for first in range(0, ranks, 8)],
         "dp": [list(range(first, ranks, 8)) for first in range(8)],
@@ -30,24 +30,29 @@ def families(ranks: int) -> dict[str, list[list[int]]]:
 
 
 def planted(kind: str, ranks: int) -> Planted:
-    """Plant a fault a third into the world; a deadlock among ranks of one world collective."""
+    """Return a fault of the rank a third into the world, or a deadlock of two ranks."""
     rank = ranks // 3
     if kind == "deadlock":
         return Planted(kind, (rank, rank + 9), 43)  # the all_reduce of all
     return Planted(kind, (rank,), 43 if kind in ("desync", "mismatch") else 41)
 
 
-def found(folder: Path, ranks: int, *faults: Planted) -> list[tuple[str, tuple[int, ...]]]:
-    """Write a world, diagnose it, and return kinds and culprits."""
+def causes_of(folder: Path, ranks: int, *faults: Planted) -> list[tuple[str, tuple[int, ...]]]:
+    """Write a run, diagnose it, and return kinds and culprits."""
     synthetic_run(
-        folder, ranks, 60, hosts=ranks // 8, groups=families(ranks), program=PROGRAM,
+        folder,
+        ranks,
+        60,
+        hosts=ranks // 8,
+        groups=families(ranks),
+        program=PROGRAM,
         planted=faults,
-    )  # fmt: skip
+    )
     try:
-        verdict = diagnose(load(folder))
-        for each in verdict.findings:
-            assert not set(each.ranks) & set(each.victims)
-        return [(each.kind, each.ranks) for each in verdict.findings]
+        diagnosis = diagnose(load(folder))
+        for finding in diagnosis.findings:
+            assert not set(finding.ranks) & set(finding.victims)
+        return [(finding.kind, finding.ranks) for finding in diagnosis.findings]
     finally:
         shutil.rmtree(folder)
 
@@ -65,17 +70,17 @@ def found(folder: Path, ranks: int, *faults: Planted) -> list[tuple[str, tuple[i
 def test_every_kind_at_every_size(tmp_path: Path, kind: str, ranks: int) -> None:
     """One fault, one finding: of its kind, with its ranks."""
     fault = planted(kind, ranks)
-    assert found(tmp_path / "run", ranks, fault) == [(kind, fault.ranks)]
+    assert causes_of(tmp_path / "run", ranks, fault) == [(kind, fault.ranks)]
 
 
 def test_none(tmp_path: Path) -> None:
     """A world without a fault is healthy."""
-    assert found(tmp_path / "run", 64) == []
+    assert causes_of(tmp_path / "run", 64) == []
 
 
 def test_a_whole_host(tmp_path: Path) -> None:
     """The ranks of a host that died together are one finding."""
-    assert found(tmp_path / "run", 64, Planted("dead", tuple(range(16, 24)), 43)) == [
+    assert causes_of(tmp_path / "run", 64, Planted("dead", tuple(range(16, 24)), 43)) == [
         ("dead", tuple(range(16, 24)))
     ]
 
@@ -84,6 +89,6 @@ def test_a_whole_host(tmp_path: Path) -> None:
     ("kind", "ranks", "at"), [("melted", (1,), 3), ("dead", (), 3), ("dead", (1,), -1)]
 )
 def test_what_cannot_be_planted(kind: str, ranks: tuple[int, ...], at: int) -> None:
-    """An unknown kind, nobody, and a place before the first are the caller's mistakes."""
+    """An unknown kind, no rank and a negative position raise ``ValueError``."""
     with pytest.raises(ValueError, match="a fault"):
         Planted(kind, ranks, at)

@@ -1,4 +1,4 @@
-"""What ``rankcall diagnose`` prints: golden files of a small world, a large one, gaps, health."""
+"""The output of ``rankcall diagnose`` for a small job, a large one, gaps and a healthy job."""
 
 from __future__ import annotations
 
@@ -6,45 +6,28 @@ import json
 from pathlib import Path
 
 import pytest
-from test_diagnose_culprits import WAITING, look
+from diagnosing import RANK_2_MISSING, diagnose_calls, diagnose_parallel_job
 from worlds import MS, together, write_world
 
 import golden
-from rankcall.analysis.diagnosis import Diagnosis, diagnose
+from rankcall.analysis.diagnosis import diagnose
 from rankcall.cli import main
 from rankcall.report.diagnosis import render
-from rankcall.run import load
-from rankcall.testing.synthetic import Op, Planted, synthetic_run
-
-
-def large(folder: Path, *planted: Planted, ranks: int = 1024, **options: object) -> Diagnosis:
-    """Diagnose a job of tensor- and data-parallel groups."""
-    families = {
-        "tp": [list(range(first, first + 8)) for first in range(0, ranks, 8)],
-        "dp": [list(range(first, ranks, 8)) for first in range(8)],
-    }
-    program = (
-        Op("all_reduce", 1 << 20, "tp", line=5), Op("all_gather", 1 << 20, "tp", line=6),
-        Op("reduce_scatter", 1 << 20, "dp", line=7), Op("all_reduce", 8, line=8),
-    )  # fmt: skip
-    synthetic_run(
-        folder / "run", ranks, 80, hosts=ranks // 8, groups=families, program=program,
-        planted=planted, **options,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return diagnose(load(folder / "run"))
+from rankcall.run.load import load
+from rankcall.testing.synthetic import Planted
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_small_world(tmp_path: Path, width: int) -> None:
-    """The cause comes first, then where the ranks stand; no line is too wide."""
-    text = render(look(tmp_path, WAITING, states={}), width)
+    """The cause comes first, then the state of the ranks; no line is too wide."""
+    text = render(diagnose_calls(tmp_path, RANK_2_MISSING, states={}), width)
     golden.check(f"diagnose-missing-{width}.txt", text)
     assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_large_world(tmp_path: Path) -> None:
     """1,024 ranks fit on a screen."""
-    text = render(large(tmp_path, Planted("stopped", (341,), 57)))
+    text = render(diagnose_parallel_job(tmp_path, Planted("stopped", (341,), 57)))
     golden.check("diagnose-1024.txt", text)
     assert len(text.splitlines()) <= 24
 
@@ -52,25 +35,31 @@ def test_a_large_world(tmp_path: Path) -> None:
 def test_two_causes(tmp_path: Path) -> None:
     """Two causes at once are two findings, each with its evidence."""
     faults = Planted("dead", (9,), 41), Planted("missing", (30,), 41)
-    golden.check("diagnose-two-causes.txt", render(large(tmp_path, *faults, ranks=64)))
+    golden.check(
+        "diagnose-two-causes.txt", render(diagnose_parallel_job(tmp_path, *faults, ranks=64))
+    )
 
 
 def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not known is said, and the confidence is lower."""
-    monkeypatch.chdir(tmp_path)  # lines break where the run's path, which is in one, lets them
-    text = render(large(Path(), Planted("missing", (9,), 41), ranks=64, without_ranks=(10, 11)))
+    """Gaps in the evidence are listed, and they lower the confidence."""
+    monkeypatch.chdir(tmp_path)  # the run's path is printed, and lines wrap by its length
+    text = render(
+        diagnose_parallel_job(
+            Path(), Planted("missing", (9,), 41), ranks=64, without_ranks=(10, 11)
+        )
+    )
     assert text.startswith("missing (likely): ")
     golden.check("diagnose-gaps.txt", text)
 
 
 def test_healthy(tmp_path: Path) -> None:
-    """A job in which nothing is wrong says how fast it goes."""
-    golden.check("diagnose-healthy.txt", render(large(tmp_path, ranks=64)))
+    """For a healthy job, the text says how fast it goes."""
+    golden.check("diagnose-healthy.txt", render(diagnose_parallel_job(tmp_path, ranks=64)))
 
 
 def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:
-    """What comes from a file holds no control characters when it is printed."""
-    calls = together(1, [0] * 4, MS, WAITING[0].group)
+    """Control characters in names from a file are not printed."""
+    calls = together(1, [0] * 4, MS, RANK_2_MISSING[0].group)
     run = write_world(tmp_path / "run", calls, hosts=dict.fromkeys(range(4), "a\x1b[31mb\r"))
     text = render(diagnose(load(run)))
     assert "\x1b" not in text
@@ -78,9 +67,9 @@ def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit status 1 with a finding, 0 where all is healthy, 2 for what is no run; --json."""
-    large(tmp_path / "hung", Planted("dead", (3,), 21), ranks=8)
-    large(tmp_path / "fine", ranks=8)
+    """The exit status is 1 with a finding, 0 without one and 2 without a run; --json agrees."""
+    diagnose_parallel_job(tmp_path / "hung", Planted("dead", (3,), 21), ranks=8)
+    diagnose_parallel_job(tmp_path / "fine", ranks=8)
     assert main(["diagnose", str(tmp_path / "hung" / "run")]) == 1
     assert capsys.readouterr().out.startswith("dead: Rank 3 (node-0, pid 1003) was killed by")
     assert main(["diagnose", "--json", str(tmp_path / "hung" / "run")]) == 1

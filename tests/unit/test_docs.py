@@ -7,16 +7,22 @@ begin with ``$``). A page's blocks share one working directory and run in order.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
+from inspect import ismodule
 from pathlib import Path
 
 import pytest
 
+import rankcall
+from rankcall.analysis.verdicts import KINDS
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"<!-- (run|file: (?P<file>\S+)) -->\n+```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL
 )
@@ -49,15 +55,82 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
             continue
         for command in commands(block["language"], block["text"]):
             done = subprocess.run(
-                command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
+                command,
+                cwd=tmp_path,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=300,
                 check=False,
-            )  # fmt: skip
+            )
             assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Every relative link of a page is a file that exists."""
-    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert not missing
+    """Every relative link of a page leads to a file, and to a heading in it if it names one."""
+    for target, anchor in re.findall(
+        r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()
+    ):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{target} does not exist"
+        if anchor:
+            assert anchor in headings(file), f"{target or page.name} has no heading #{anchor}"
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them for plain text."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles]
+    return {re.sub(r"\s+", "-", text) for text in words}
+
+
+def test_the_site_has_every_page() -> None:
+    """The navigation of the site lists every page, and every public module has an API page."""
+    listed = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    from_root = {"changelog.md", "contributing.md"}  # copied by tools/site_hooks.py
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed - from_root == pages
+    modules = {name for name in rankcall.__all__ if ismodule(getattr(rankcall, name))}
+    assert {f"api/{name}.md" for name in modules | {"errors", "testing"}} <= pages
+
+
+REPOSITORY_PATH = re.compile(
+    r"`((?:tests|benchmarks|tools|examples|docs)/[\w./-]+?\w|[\w/]+/\w+\.(?:py|h|cpp))(?:::[\w.]+)?`"
+)
+TEST_NAME = re.compile(r"`(?:[\w/.]+::)?(test_\w+)(?:\.py)?`")
+
+
+# test_architecture.py looks at every path of that page.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "architecture.md"], ids=lambda page: page.name
+)
+def test_named_files_and_tests_exist(page: Path) -> None:
+    """A page that names a file of the repository, or a test as its proof, names one that exists."""
+    text = page.read_text()
+    bases = (ROOT, ROOT / "src/rankcall")
+    gone = [
+        path
+        for path in REPOSITORY_PATH.findall(text)
+        if not any((base / path).exists() for base in bases)
+    ]
+    assert not gone, f"{page.name} names files that do not exist: {', '.join(gone)}"
+    unknown = set(TEST_NAME.findall(text)) - names_of_tests(ROOT / "tests")
+    if unknown:  # it may be one of PyTorch's own
+        (torch,) = find_spec("torch").submodule_search_locations
+        unknown -= names_of_tests(Path(torch) / "testing/_internal/distributed")
+    assert not unknown, f"{page.name} names tests that do not exist: {', '.join(unknown)}"
+
+
+@functools.cache
+def names_of_tests(folder: Path) -> set[str]:
+    """Return the names of all test files and test functions below a folder."""
+    files = list(folder.rglob("*.py"))
+    functions = (re.findall(r"def (test_\w+)", file.read_text()) for file in files)
+    return {file.stem for file in files}.union(*functions)
+
+
+def test_every_kind_of_verdict_is_explained() -> None:
+    """A reader of the JSON finds each ``kind`` in its page."""
+    page = (ROOT / "docs" / "diagnose-json.md").read_text()
+    assert all(f"| `{kind.kind}` |" in page for kind in KINDS)

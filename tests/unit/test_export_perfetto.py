@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall.export import export
-from rankcall.export._tracks import lanes
-from rankcall.export._wire import Rows, number, text
+from rankcall.export.perfetto_packets import Rows, lanes, number, text
 from rankcall.record import FLAG_ANY_SOURCE
 from rankcall.ring.tables import Group
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.testing.synthetic import EPOCH_NS, Op, synthetic_run
 
 PROGRAM = (
@@ -88,7 +87,7 @@ def test_lanes_do_not_overlap(spans: list[tuple[int, int]]) -> None:
 
 
 def test_decodes_without_a_browser(tmp_path: Path) -> None:
-    """Every record is one begin and one end, at its moment, with its source line."""
+    """Every record is a begin and an end event at its times, with its source line."""
     truth = synthetic_run(tmp_path / "run", 4, 40, program=PROGRAM, groups=FAMILIES)
     packets = decoded(trace_of(tmp_path / "run"))
     events = [packet for packet in packets if packet.HasField("track_event")]
@@ -109,9 +108,14 @@ def test_the_trace_processor_agrees(processor: Any, tmp_path: Path) -> None:
     """Slices, tracks, processes, arguments and arrows are those of the records."""
     run = tmp_path / "run"
     truth = synthetic_run(
-        run, 4, 400, hosts=["node-a", "node-b"], program=PROGRAM, groups=FAMILIES,
+        run,
+        4,
+        400,
+        hosts=["node-a", "node-b"],
+        program=PROGRAM,
+        groups=FAMILIES,
         clock_offsets_ns=[0, 1_000_000_000],
-    )  # fmt: skip
+    )
     processor.load(trace_of(run))
     assert processor.query("select * from stats where value > 0 and severity != 'info'") == []
     records = load(run).records
@@ -151,7 +155,7 @@ def test_the_trace_processor_agrees(processor: Any, tmp_path: Path) -> None:
 
 
 def _on_one_clock(processor: Any, ends: np.ndarray) -> None:
-    """The members of an all_reduce end when they did, though the clocks are a second apart."""
+    """All members of an all_reduce end at the right times, though clocks differ by a second."""
     rows = processor.query(
         "select p.name as parent, s.ts + s.dur as until from slice s join track t on "
         "s.track_id = t.id join track p on t.parent_id = p.id "
@@ -162,7 +166,7 @@ def _on_one_clock(processor: Any, ends: np.ndarray) -> None:
 
 
 def test_what_a_click_shows(processor: Any, tmp_path: Path) -> None:
-    """Arguments are those of the record; what does not apply is not there."""
+    """Arguments are those of the record; fields that do not apply are left out."""
     calls = [
         Call(0, 1, 0, MS, "send", 256, peer=1, tag=3, line=9),
         *together(1, [0, MS], 3 * MS, Group("g", 0, "gloo", "tp", (1, 0)), op="broadcast", root=0),
@@ -174,10 +178,16 @@ def test_what_a_click_shows(processor: Any, tmp_path: Path) -> None:
     )
     send = {row["key"]: row["value"] for row in rows if row["op"] == "send"}
     assert send == {
-        "debug.seq": "1", "debug.step": "0", "debug.message_bytes": "256", "debug.peer": "1",
-        "debug.dtype": "float32", "debug.status": "completed", "source.file_name": "train.py",
-        "source.function_name": "step", "source.line_number": "9",
-    }  # fmt: skip
+        "debug.seq": "1",
+        "debug.step": "0",
+        "debug.message_bytes": "256",
+        "debug.peer": "1",
+        "debug.dtype": "float32",
+        "debug.status": "completed",
+        "source.file_name": "train.py",
+        "source.function_name": "step",
+        "source.line_number": "9",
+    }
     broadcast = {row["key"]: row["value"] for row in rows if row["op"] == "broadcast"}
     assert broadcast["debug.root"] == "1"  # the group's first member is global rank 1
     assert "debug.peer" not in broadcast
@@ -214,6 +224,9 @@ def test_restarts_have_tracks_of_their_own(processor: Any, tmp_path: Path) -> No
     processor.load(trace_of(write_world(tmp_path / "run", calls)))
     names = processor.query("select distinct name from track where name glob 'rank*' order by 1")
     assert [row["name"] for row in names] == [
-        "rank 0, attempt 0", "rank 0, attempt 1", "rank 1, attempt 0", "rank 1, attempt 1",
-    ]  # fmt: skip
+        "rank 0, attempt 0",
+        "rank 0, attempt 1",
+        "rank 1, attempt 0",
+        "rank 1, attempt 1",
+    ]
     assert processor.query("select count(*) as n from flow") == [{"n": 2}]

@@ -1,4 +1,4 @@
-"""Exported tables, read back by programs that nobody here wrote."""
+"""Exported tables, read back by other programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rankcall.report.html import render
 from rankcall.ring import PythonRing, create
 from rankcall.ring.tables import Group
 from rankcall.ring.writer import Identity
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.testing.synthetic import EPOCH_NS, Op, synthetic_run
 
 TABLES = ("parquet", "jsonl", "csv")
@@ -59,12 +59,12 @@ def written(run: Path, to: str) -> Path:
 
 @pytest.mark.parametrize("to", ["jsonl", "csv"])
 def test_golden(small: Path, to: str) -> None:
-    """The text forms are as they were last looked at."""
+    """The CSV and JSON lines equal their golden files."""
     golden.check(f"export.{to}", written(small, to).read_text())
 
 
 def test_parquet_is_the_records(small: Path) -> None:
-    """Polars reads back every column of Run.records, and the moment beside them."""
+    """Polars reads back every column of Run.records, and enqueued_at."""
     found = pl.read_parquet(written(small, "parquet"))
     expected = load(small).records
     text = pl.selectors.by_dtype(pl.Categorical, pl.Enum)
@@ -96,7 +96,7 @@ def test_duckdb_counts_the_same(tmp_path: Path, to: str) -> None:
 
 
 def test_absent_is_absent(small: Path) -> None:
-    """What was not measured is null, and an empty field of CSV, never 0."""
+    """An unknown value is null, or empty in CSV, but never 0."""
     lines = [json.loads(line) for line in written(small, "jsonl").read_text().splitlines()]
     with written(small, "csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -122,7 +122,7 @@ def test_moments_are_on_one_clock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_run_that_is_being_written(tmp_path: Path, to: str) -> None:
-    """Exports of a live ring that laps meanwhile are whole files; the ring is not disturbed."""
+    """An export of a ring that is being overwritten is complete, and leaves the ring alone."""
     (tmp_path / "run" / "rings").mkdir(parents=True)
     path = tmp_path / "run" / "rings" / "live.ring"
     ring = PythonRing(create(path, Identity(rank=0, world_size=1, host="h"), SHAPE), SHAPE)
@@ -165,7 +165,7 @@ def test_a_group_made_since_load(small: Path) -> None:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_full_disk(small: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One clear line, status 2."""
+    """The error is one clear line, and the status is 2."""
     assert main(["export", str(small), "--to", to, "-o", "/dev/full"]) == 2
     err = capsys.readouterr().err
     assert err == "rankcall: error: /dev/full: cannot be written: No space left on device\n"
@@ -173,14 +173,14 @@ def test_a_full_disk(small: Path, to: str, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_half_a_file_is_never_left(small: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure on the way leaves the file that was there, and nothing beside it."""
+    """If an export fails, an earlier file of that name stays, and no other file is left."""
     target = written(small, to)
     before = target.read_bytes()
 
     def fail(run: object, ring: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rankcall.run.Run.iter_rings", lambda self, progress=None: fail(0, 0))
+    monkeypatch.setattr("rankcall.run.load.Run.iter_rings", lambda self, progress=None: fail(0, 0))
     with pytest.raises(ExportFailed, match="No space left on device"):
         export(load(small), to, target)
     assert target.read_bytes() == before
@@ -202,7 +202,7 @@ def test_wrong_usage(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without -o the file is named after the run, and what was written is said."""
+    """Without -o the file is named after the run, and the output names it."""
     monkeypatch.chdir(small.parent)
     assert main(["export", "--to", "csv", str(small)]) == 0
     assert capsys.readouterr().out.startswith("run.csv: 9 records, ")
@@ -210,7 +210,7 @@ def test_the_command(
 
 
 def test_problems_are_told(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be read is left out, named on stderr, and the status is 1."""
+    """A ring that cannot be read is left out and named on stderr, and the status is 1."""
     (small / "rings" / "bad.ring").write_bytes(b"nothing")
     assert main(["export", "--to", "csv", "-o", str(small / "x.csv"), str(small)]) == 1
     out, err = capsys.readouterr()
@@ -242,7 +242,7 @@ def test_nothing_recorded(tmp_path: Path) -> None:
 
 
 def test_hostile_text(tmp_path: Path) -> None:
-    """A name that is no Unicode (JSON can say one) does not stop an export."""
+    """A name that is not valid Unicode (possible in JSON) does not stop an export."""
     lone = Group("\udcff" + "x" * 3, 0, "gloo", "d", (0, 1))
     run = write_world(tmp_path / "run", together(1, [0, 1], MS, lone))
     for to in FORMATS:
@@ -253,7 +253,7 @@ def test_hostile_text(tmp_path: Path) -> None:
 @settings(suppress_health_check=list(HealthCheck), max_examples=20)
 @given(changes=st.lists(damages, min_size=1, max_size=6))
 def test_damaged_rings(tmp_path: Path, changes: list[Damage]) -> None:
-    """Whatever is done to a ring beside a sound one, every form and the page come out."""
+    """If one ring is damaged in any way, the sound one is still exported in every format."""
     (tmp_path / "a.ring").write_bytes(sound_bytes())
     (tmp_path / "b.ring").write_bytes(apply(changes))
     run = load(tmp_path)

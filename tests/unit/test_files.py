@@ -44,7 +44,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.mark.parametrize("mask", [0, 0o022, 0o077, 0o777])
 def test_a_new_folder_is_private_whatever_the_umask(tmp_path: Path, mask: int) -> None:
-    """It has mode 0700; other users cannot write its parents."""
+    """A new folder has mode 0700, and other users cannot write to its new parents."""
     with umask(mask):
         make_folder(tmp_path / "a" / "b" / "c")
     assert mode_of(tmp_path / "a" / "b" / "c") == 0o700
@@ -61,7 +61,7 @@ def test_a_new_file_has_the_mode_that_was_asked_for(tmp_path: Path, mask: int) -
 
 
 def test_a_folder_that_others_can_write(tmp_path: Path) -> None:
-    """It is refused, and its mode is left; on request only its kind and owner count."""
+    """A folder that others can write to is refused, unless ``private=False``; its mode stays."""
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
@@ -72,7 +72,7 @@ def test_a_folder_that_others_can_write(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused unless its owner is trusted."""
+    """A folder of another user is refused, unless that user is trusted."""
     make_folder(tmp_path / "theirs")
     owner = os.geteuid()
     monkeypatch.setattr(files.os, "geteuid", lambda: owner + 1)
@@ -93,13 +93,13 @@ def test_links_and_files_are_no_folders(tmp_path: Path) -> None:
 
 
 def test_a_parent_that_cannot_be_made(tmp_path: Path) -> None:
-    """It is an error after a few attempts, not an endless loop."""
+    """If another process keeps removing the parents, making a folder fails after a few attempts."""
     with pytest.raises(OSError):  # noqa: PT011  # which one is the kernel's to say
         make_folder(Path("/proc/nowhere/at/all"))
 
 
 def test_a_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may belong to the run directory's owner: some servers give all files to one user."""
+    """A folder may belong to the run's owner: some servers give all files to one user."""
     run_folder(tmp_path, "rings")
     owner = os.geteuid()
     monkeypatch.setattr(files.os, "geteuid", lambda: owner + 1)
@@ -140,7 +140,7 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    """The old file stays, and no scratch file does; scratch names cannot be guessed."""
+    """If writing fails, the old file stays and no scratch file; scratch names are random."""
     (tmp_path / "x").write_text("old")
     names = set()
 

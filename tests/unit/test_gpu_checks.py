@@ -72,7 +72,7 @@ def fake_check(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, code: str) -> A
 
 
 def test_a_check_that_fails_says_why(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception, a bad result and a good one are told apart."""
+    """The table distinguishes an exception, a bad result and a good one."""
     line = fake_check(gpu, monkeypatch, "raise ValueError('no such thing')")
     assert (line.result, line.detail) == ("failed", "exit status 1: ValueError: no such thing")
     line = fake_check(gpu, monkeypatch, f"print({json.dumps([False, 'too slow'])!r})")

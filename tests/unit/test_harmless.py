@@ -1,9 +1,10 @@
-"""What recording must not do to the process that it watches: see docs/design/safety.md."""
+"""Recording does no harm to the process that it watches: see docs/design/safety.md."""
 
 from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -34,7 +35,7 @@ def capture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def fake() -> Iterator[None]:
-    """A default group of four ranks on torch's fake back end, whose ops are over at once."""
+    """A default group of four ranks on torch's fake back end: its ops are over at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     if dist.is_initialized():
@@ -59,7 +60,7 @@ def test_a_destroyed_group_and_its_store_are_let_go(tmp_path: Path, capture: str
 
 @pytest.mark.usefixtures("fake")
 def test_groups_made_in_a_loop_are_let_go(tmp_path: Path, capture: str) -> None:
-    """Sub-groups come and go; what is kept of each is an entry in the ring."""
+    """Sub-groups come and go; only an entry in the ring remains of each."""
     with rankcall.enable(tmp_path / "run", capture=capture):
         kept = []
         for _ in range(20):
@@ -103,6 +104,10 @@ def test_switching_on_and_off_disturbs_no_other_thread(tmp_path: Path, capture: 
     errors: list[BaseException] = []
     over = threading.Event()
     process_group, options = dist.group.WORLD, dist.AllreduceOptions()
+    # The test before this one may have used the other capture: this one has to install its kernels
+    # once more. That is not safe beside threads that issue ops; a program keeps to one capture.
+    with rankcall.enable(tmp_path / "run", capture=capture):
+        pass
 
     def issue() -> None:
         tensor = torch.ones(1)
@@ -126,6 +131,41 @@ def test_switching_on_and_off_disturbs_no_other_thread(tmp_path: Path, capture: 
     assert errors == []
 
 
+SWITCH_OFF_WHILE_ISSUING = """
+import sys, threading, torch, torch.distributed as dist, rankcall
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+folder, capture = sys.argv[1:]
+with rankcall.enable(folder, capture=capture):
+    pass
+over, options = threading.Event(), dist.AllreduceCoalescedOptions()
+
+def issue():
+    tensors = [torch.ones(1)] * 300_000
+    while not over.is_set():
+        dist.group.WORLD.allreduce_coalesced(tensors, options).wait()
+
+threads = [threading.Thread(target=issue) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(30):
+    with rankcall.enable(folder, capture=capture, capacity=64, call_sites=False):
+        pass
+over.set()
+for thread in threads:
+    thread.join()
+print("alive")
+"""
+
+
+def test_switching_off_waits_for_an_op_that_is_being_issued(tmp_path: Path, capture: str) -> None:
+    """Ops take milliseconds to issue, because they have many tensors; the ring stays until then."""
+    arguments = [sys.executable, "-c", SWITCH_OFF_WHILE_ISSUING, str(tmp_path / "run"), capture]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
 @pytest.mark.usefixtures("fake")
 def test_the_table_of_groups_stays_in_place(tmp_path: Path, capture: str) -> None:
     """It is put there once: another thread may be adding a group when recording ends."""
@@ -133,7 +173,7 @@ def test_the_table_of_groups_stays_in_place(tmp_path: Path, capture: str) -> Non
         table = c10d._pg_group_ranks
     assert c10d._pg_group_ranks is table
     seen: list[str] = []
-    made = dist.new_group([0, 1])  # nobody observes
+    made = dist.new_group([0, 1])  # without an observer
     with hooks.register_process_group_hook(lambda group, name: seen.append(name)):
         assert len(seen) == 2
     dist.destroy_process_group(made)
@@ -144,7 +184,7 @@ def test_the_table_of_groups_stays_in_place(tmp_path: Path, capture: str) -> Non
 
 @pytest.mark.usefixtures("group")
 def test_a_forked_child_ends_nothing_of_its_parent(tmp_path: Path, capture: str) -> None:
-    """A child drops its copy of a Work that nobody has waited for: the op is still in flight."""
+    """A child drops its copy of a Work before it was waited for: the op is still in flight."""
     recording = rankcall.enable(tmp_path / "run", capture=capture)
     try:
         work = dist.irecv(torch.zeros(2))

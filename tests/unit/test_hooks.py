@@ -65,7 +65,7 @@ def test_without_torch_it_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("group")
 def test_start_and_end_of_collectives() -> None:
-    """Each op is told twice: its start, then its end, with times that agree with the wall clock."""
+    """Each op has a start, then an end, with times that agree with the wall clock."""
     seen = Seen()
     before = time.time_ns()
     with hooks.register_collective_start_hook(seen), hooks.register_collective_end_hook(seen):
@@ -75,10 +75,13 @@ def test_start_and_end_of_collectives() -> None:
         statuses = seen.wait(6)
     after = time.time_ns()
     assert [(each.operation, each.sequence_number, each.status) for each in statuses] == [
-        ("all_reduce", 1, "started"), ("all_reduce", 1, "completed"),
-        ("broadcast", 2, "started"), ("broadcast", 2, "completed"),
-        ("barrier", 3, "started"), ("barrier", 3, "completed"),
-    ]  # fmt: skip
+        ("all_reduce", 1, "started"),
+        ("all_reduce", 1, "completed"),
+        ("broadcast", 2, "started"),
+        ("broadcast", 2, "completed"),
+        ("barrier", 3, "started"),
+        ("barrier", 3, "completed"),
+    ]
     for start, end in zip(statuses[::2], statuses[1::2], strict=True):
         assert start.duration is None
         assert end.duration is not None
@@ -269,7 +272,7 @@ def test_a_ring_that_cannot_be_named_is_followed_into_the_next(
 ) -> None:
     """Where enable() has to begin a new ring, hooks get the events of both."""
     with monkeypatch.context() as patch:
-        patch.setattr("rankcall.capture.recording.live_base", lambda: tmp_path / "nowhere")
+        patch.setattr("rankcall.capture.own_ring.live_base", lambda: tmp_path / "nowhere")
         seen = Seen()
         handle = hooks.register_collective_end_hook(seen)
     all_reduce(2)

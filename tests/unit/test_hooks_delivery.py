@@ -1,4 +1,4 @@
-"""Hooks in one process: failing ones, what they may do, drops and order."""
+"""Hooks in one process: hooks that fail, hooks that issue ops, drops and order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import torch.distributed as dist
 from hooking import WAIT_S, Held, Seen, all_reduce, capture, group, hook_threads, until_gone
 
 import rankcall
-from rankcall import hooks
-from rankcall.capture import delivery
-from rankcall.capture.events import StatusMaker
-from rankcall.capture.tail import Batch, RingTail
+from rankcall import dispatch, hooks
 from rankcall.hooks import CollectiveStatus
+from rankcall.ring.follower import Batch
 
 __all__ = ["capture", "group"]  # fixtures
 
@@ -76,7 +74,7 @@ def test_failures_are_logged_once_with_traceback_then_once_a_minute(
     def bad() -> None:
         raise ValueError("no")
 
-    failures = delivery.FailureLog("end hook", bad, clock=lambda: now)
+    failures = hooks.FailureLog("end hook", bad, clock=lambda: now)
     for moment in (0, 1, 59, 61, 62, 120, 122):
         now = 1000.0 + moment
         failures.call()
@@ -90,37 +88,25 @@ def test_failures_are_logged_once_with_traceback_then_once_a_minute(
 
 
 @pytest.mark.usefixtures("group")
-def test_the_tenth_failure_of_its_own_stops_the_dispatcher(
+def test_the_tenth_failure_of_its_own_stops_the_thread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nine are logged, the tenth is the one warning; a new registration starts it again."""
-    seen, pauses = Seen(), []
+    seen, turns = Seen(), []
     with monkeypatch.context() as patch:
-        patch.setattr(delivery, "_OWN_FAILURE_SECONDS", 0)
-        patch.setattr(delivery.Delivery, "_turn", lambda self: pauses.append(1) or 1 / 0)
+        patch.setattr(dispatch, "_FAILURE_SECONDS", 0)
+        patch.setattr(dispatch.Subscription, "_turn", lambda self: turns.append(1) or 1 / 0)
         first = hooks.register_collective_end_hook(seen)
         for thread in hook_threads():
             until_gone(thread)
     levels = [record.levelname for record in caplog.records]
     assert levels == ["ERROR"] * 9 + ["WARNING"]
     assert "failed 10 times: it stops" in caplog.records[-1].getMessage()
-    assert len(pauses) == 10
+    assert len(turns) == 10
     with hooks.register_collective_end_hook(Seen()):
         all_reduce()
         seen.wait(1)
     first.remove()
-
-
-@pytest.mark.usefixtures("group")
-def test_own_failures_are_a_second_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dispatcher that fails all the time does not spin."""
-    waited: list[float] = []
-    with rankcall.enable(tmp_path / "run") as recording:
-        thread = delivery.Delivery(recording, CollectiveStatus, wake_fd=-1)  # not started
-        monkeypatch.setattr(thread, "_turn", lambda: 1 / 0)
-        monkeypatch.setattr(thread._stopping, "wait", waited.append)
-        thread._run()
-    assert waited == [1.0] * 9
 
 
 # --- what hooks may do ---
@@ -169,7 +155,7 @@ def test_a_hook_may_issue_collectives_on_another_group() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_the_drop_count_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that is slow on a small ring: what was missed is counted on the next event."""
+    """A hook that is slow on a small ring: the next event has the number of missed ones."""
     monkeypatch.setenv("RANKCALL_CAPACITY", "64")
     held = Held()
     with hooks.register_collective_start_hook(held), hooks.register_collective_end_hook(held):
@@ -198,15 +184,13 @@ def test_drops_wait_for_the_next_event_that_is_wanted(tmp_path: Path) -> None:
     """A count that comes with starts only is kept for the end that comes after them."""
     with rankcall.enable(tmp_path / "run") as recording:
         all_reduce()
-        rows = RingTail(recording.ring, recording.geometry).poll(1).rows  # type: ignore[union-attr]
-        seen, maker = Seen(), StatusMaker(recording)
-        thread = delivery.Delivery(recording, CollectiveStatus, wake_fd=-1)  # not started
-        thread.end_hooks = (delivery.FailureLog("end hook", seen),)
+        source = dispatch.Source.of(recording)
+        rows = source.follower.poll(1).rows  # type: ignore[union-attr]
+        seen, subscriber = Seen(), hooks.Hooks()
+        subscriber.end_hooks = (hooks.FailureLog("end hook", seen),)
         yes, no = np.array([True]), np.array([False])
-        thread._call_hooks(Batch(rows, yes, no, dropped=5), maker)
-        assert seen.statuses == []
-        thread._call_hooks(Batch(rows, no, yes, dropped=2), maker)
-        thread._call_hooks(Batch(rows, no, yes, dropped=0), maker)
+        batches = [Batch(rows, yes, no, 5), Batch(rows, no, yes, 2), Batch(rows, no, yes, 0)]
+        subscriber.take([dispatch.Delivery(source, batches, rows[:0])], is_last=False)
     assert [status.drop_count for status in seen.statuses] == [7, 0]
 
 

@@ -1,4 +1,4 @@
-"""Hooks in one process: what they cost at rest and in a burst, and the interpreter's exit."""
+"""Hooks in one process: their cost at rest and in a burst, and the interpreter's exit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from hooking import WAIT_S, Seen, all_reduce, capture, group, hook_threads
 
-from rankcall import hooks
-from rankcall.capture import delivery
+from rankcall import dispatch, hooks
 
 __all__ = ["capture", "group"]  # fixtures
 
@@ -35,7 +34,7 @@ def test_an_idle_process_is_left_alone() -> None:
     with hooks.register_collective_end_hook(seen):
         all_reduce()
         seen.wait(1)
-        receive = dist.irecv(torch.zeros(2))  # from anybody: nobody sends
+        receive = dist.irecv(torch.zeros(2))  # from any rank, and no rank sends
         (thread,) = hook_threads()
         threading.Event().wait(0.1)  # the nap after the event is over
         before, began = switches(thread), time.monotonic()
@@ -48,7 +47,7 @@ def test_an_idle_process_is_left_alone() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_burst_is_delivered_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each delivery the thread naps for a millisecond; what comes meanwhile is one batch."""
+    """After each delivery the thread naps for a millisecond; the next events form one batch."""
     seen, over = Seen(), threading.Event()
     naps: list[tuple[float, int]] = []
 
@@ -57,7 +56,7 @@ def test_a_burst_is_delivered_in_batches(monkeypatch: pytest.MonkeyPatch) -> Non
         if seen.statuses:
             assert over.wait(WAIT_S)
 
-    monkeypatch.setattr(delivery, "time", SimpleNamespace(sleep=nap, monotonic=time.monotonic))
+    monkeypatch.setattr(dispatch, "time", SimpleNamespace(sleep=nap, monotonic=time.monotonic))
     with hooks.register_collective_end_hook(seen):
         all_reduce()
         seen.wait(1)
@@ -115,4 +114,4 @@ def test_a_hook_that_never_returns_holds_up_the_exit_for_two_seconds_at_most() -
         assert inside.wait(20)
         os.write(1, b"exit %r\\n" % time.time())
     """)
-    assert 1.9 < took < 20  # what the interpreter itself takes on a busy machine comes on top
+    assert 1.9 < took < 20  # with the time of the interpreter itself, on a busy machine

@@ -1,4 +1,4 @@
-"""Join refuses what makes no sense, early and clearly; its record is read as hostile."""
+"""Join refuses wrong arguments early and clearly; a run's list of joins is read as hostile."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankcall import _joins
 from rankcall.join import Join, Joinable, JoinHook
-from rankcall.join.weight import Weight
+from rankcall.join.block import Weight
+from rankcall.run.joins import (
+    FILE,
+    JoinSummary,
+    RankSummary,
+    append_join,
+    read_joins,
+    total_by_rank,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,7 @@ def model() -> Iterator[DistributedDataParallel]:
 
 
 class Bare(Joinable):
-    """A joinable whose constructor forgot the base's."""
+    """A joinable whose constructor does not call the base's."""
 
     def __init__(self) -> None:
         pass
@@ -46,14 +53,14 @@ class Bare(Joinable):
 
 
 class Ready(Bare):
-    """One that did not."""
+    """A joinable whose constructor does."""
 
     def __init__(self) -> None:
         Joinable.__init__(self)
 
 
-def test_what_is_refused(model: DistributedDataParallel) -> None:
-    """Each mistake has its message."""
+def test_wrong_arguments_are_refused(model: DistributedDataParallel) -> None:
+    """Each wrong argument raises an error with its own message."""
     optimizer = torch.optim.SGD(model.parameters())
     world = dist.group.WORLD
     for error, says, arguments, options in [
@@ -87,8 +94,8 @@ def test_what_is_refused(model: DistributedDataParallel) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own import
-def test_what_cannot_be_shadowed(model: DistributedDataParallel) -> None:
-    """It is said what to do instead; the other policies take it."""
+def test_joinables_without_a_shadow_are_refused(model: DistributedDataParallel) -> None:
+    """A joinable that cannot be shadowed is refused with advice; other policies take it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -106,8 +113,8 @@ def test_what_cannot_be_shadowed(model: DistributedDataParallel) -> None:
         Join(joinables, on_exhausted="replay")
 
 
-def test_blocks_out_of_place(model: DistributedDataParallel) -> None:
-    """Outside its block, entered twice, nested with the same joinable; and used again after."""
+def test_misplaced_blocks(model: DistributedDataParallel) -> None:
+    """``batches()`` needs its block, a block is not entered twice, and a Join can be used again."""
     join = Join([model])
     with pytest.raises(RuntimeError, match="inside the block"):
         list(join.batches([1]))
@@ -133,7 +140,7 @@ def test_blocks_out_of_place(model: DistributedDataParallel) -> None:
 
 
 def test_an_error_leaves_everything_as_it_was(model: DistributedDataParallel) -> None:
-    """The configuration and the hooks are those of before."""
+    """After an error in the block, the model has its old configuration and no hooks."""
     config = model._join_config
     with pytest.raises(KeyError), Join([model]):
         raise KeyError("x")
@@ -143,7 +150,7 @@ def test_an_error_leaves_everything_as_it_was(model: DistributedDataParallel) ->
 
 
 def test_a_weight_is_a_float() -> None:
-    """In every kind of product; zero silences what is not finite, also behind it."""
+    """A weight is a float in every product; zero makes infinite losses and their gradients zero."""
     zero, half = Weight(0.0), Weight(0.5)
     loss = torch.tensor(4.0)
     for product in (loss * half, half * loss, torch.mul(loss, half), loss.clone().mul_(half)):
@@ -163,25 +170,30 @@ def test_a_weight_is_a_float() -> None:
 
 
 def test_the_list_of_joins_is_read_as_hostile(tmp_path: Path) -> None:
-    """What is damaged is named, the rest is read."""
-    ranks = [_joins.RankSummary(1, 5, 2, 0, 0.5), _joins.RankSummary(0, 7)]
-    good = _joins.JoinSummary("shadow", "world", "train.py:3", ranks)
-    _joins.append(tmp_path, good)
+    """Damaged lines are named, and the others are read."""
+    ranks = [RankSummary(1, 5, 2, 0, 0.5), RankSummary(0, 7)]
+    good = JoinSummary("shadow", "world", "train.py:3", ranks)
+    append_join(tmp_path, good)
     row = {"rank": 0, "batches": 1, "shadowed": 0, "replayed": 0, "extra_s": 0}
     whole = {"on_exhausted": "x", "divide_by": "y", "call_site": "z", "ranks": [row]}
     damaged = [
-        "{", "[]", "3", "null", '{"ranks": 1}', "[" * 100_000,
+        "{",
+        "[]",
+        "3",
+        "null",
+        '{"ranks": 1}',
+        "[" * 100_000,
         json.dumps({**whole, "ranks": [{**row, "batches": "many"}]}),
         json.dumps({**whole, "ranks": [{**row, "rank": -1}]}),
         json.dumps({**whole, "ranks": [{**row, "shadowed": 1 << 80}]}),
         json.dumps({**whole, "ranks": [{**row, "extra_s": []}]}),
-    ]  # fmt: skip
-    with (tmp_path / _joins.FILE).open("a") as file:
+    ]
+    with (tmp_path / FILE).open("a") as file:
         file.write("\n".join(damaged) + "\n")
-    _joins.append(tmp_path, good)
-    joins, problems = _joins.read(tmp_path)
+    append_join(tmp_path, good)
+    joins, problems = read_joins(tmp_path)
     assert joins == [good, good]
     assert len(problems) == len(damaged)
     assert "line 2 is damaged" in problems[0]
-    assert [each.batches for each in _joins.total(joins)] == [14, 10]
-    assert _joins.read(tmp_path / "nowhere") == ([], [])
+    assert [each.batches for each in total_by_rank(joins)] == [14, 10]
+    assert read_joins(tmp_path / "nowhere") == ([], [])

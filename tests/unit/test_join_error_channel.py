@@ -1,11 +1,12 @@
-"""What a rank makes of what another one says, or does not; the test plays the other rank."""
+"""How rank 0 reacts to the reports of rank 1, or to its silence; the test plays rank 1."""
 
 from __future__ import annotations
 
-import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,56 +15,53 @@ import torch.distributed as dist
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join import error_channel
 from rankcall.join.error_channel import ErrorChannel
-from rankcall.join.presence import is_gone, own_presence
+from rankcall.join.shared_log import SharedLog
+from rankcall.process import Process
 
 CLOSED = RuntimeError("Connection closed by peer")
 
 
-class Played:
-    """The channel of rank 0, which is at its third batch; the test does what rank 1 would do."""
+class TwoRanks:
+    """The channel of rank 0, which is at its third batch, and the log as rank 1 sees it."""
 
     def __init__(self) -> None:
         self.channel = ErrorChannel([0, 1], lambda: 3)
         self.channel.start()
-        self.store: Any = self.channel._store
-        self.said = 0
+        self.log = SharedLog(self.channel._name, dist.distributed_c10d._get_default_store())
 
-    def say(self, kind: str, **more: Any) -> None:
+    def report(self, kind: str, **more: Any) -> None:
         """Append to the log as rank 1, without waking rank 0."""
-        entry = {"rank": 1, "host": "node-b", "kind": kind, "ends": [], **more}
-        self.store.add("n", 1)
-        self.store.set(f"log/{self.said}", json.dumps(entry))
-        self.said += 1
+        self.log.append({"rank": 1, "host": "node-b", "kind": kind, "ends": [], **more}, [1])
 
-    def fail(self) -> None:
+    def report_error(self) -> None:
         """Report that rank 1 raised."""
-        self.say("raised", cause="KeyError: 7", traceback="there, line 3")
+        self.report("raised", cause="KeyError: 7", traceback="there, line 3")
 
-    def runs(self, **other: Any) -> None:
-        """Publish where rank 1 runs."""
-        self.store.set("host/1", json.dumps({**own_presence(), **other}))
+    def set_process(self, **other: Any) -> None:
+        """Publish that rank 1 is this process, with other facts."""
+        self.log.set_process(1, replace(Process.current("node-b"), **other))
 
-    def hears(self) -> None:
+    def answer(self) -> None:
         """Answer as rank 1."""
-        self.store.set("answer/1", "[]")
+        self.log.answer(1, [])
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake rank 0, and wait until it has read the whole log."""
-        self.store.set("wake/0", "1")
-        wait_for(lambda: self.channel._read == self.said)
+        self.log.wake(0)
+        wait_for(lambda: self.channel._read == self.log.length())
 
 
-def wait_for(so: Callable[[], Any]) -> None:
-    """Wait until something is so."""
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Wait until a condition is true."""
     deadline = time.monotonic() + 60
-    while not so():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def group() -> Iterator[None]:
-    """Make this process a world of one, with a store as jobs have it."""
+    """Make this process a world of one, with a TCP store as jobs have it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
@@ -71,184 +69,192 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture
-def played(group: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    """Return a channel whose waits for answers last a minute, so that a needless one is seen."""
+def two_ranks(group: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoRanks]:
+    """Return a channel whose waits for answers last a minute, so that a needless wait shows."""
     monkeypatch.setattr(error_channel, "_ANSWER_S", 60.0)
-    made = Played()
-    yield made
-    made.hears()
-    made.channel.close()
+    ranks = TwoRanks()
+    yield ranks
+    ranks.answer()
+    ranks.channel.close()
 
 
-def test_the_cause_is_read_before_anybody_is_asked(played: Played) -> None:
-    """It is in the log when connections break, whether this rank has heard of it or not."""
-    played.fail()
-    found = played.channel.explain(CLOSED)
-    assert isinstance(found, PeerError)
-    assert (found.rank, found.host, found.cause) == (1, "node-b", "KeyError: 7")
-    assert "there, line 3" in str(found)
-    assert int(played.store.add("n", 0)) == 1, "nothing was said by this rank"
+def test_a_reported_cause_needs_no_question(two_ranks: TwoRanks) -> None:
+    """If the cause is in the log when connections break, the rank appends nothing and raises it."""
+    two_ranks.report_error()
+    cause = two_ranks.channel.explain(CLOSED)
+    assert isinstance(cause, PeerError)
+    assert (cause.rank, cause.host, cause.cause) == (1, "node-b", "KeyError: 7")
+    assert "there, line 3" in str(cause)
+    assert two_ranks.log.length() == 1
 
 
-def test_a_cause_replaces_a_lost_connection(played: Played) -> None:
-    """Who only lost its connection knows less than who raised."""
-    played.say("lost", cause="Connection closed by peer")
-    played.fail()
-    played.ring()
-    found = played.channel.explain(CLOSED)
-    assert isinstance(found, PeerError)
-    assert found.cause == "KeyError: 7"
-    played.say("lost", cause="Connection closed by peer")
-    played.ring()
+def test_a_cause_replaces_a_lost_connection(two_ranks: TwoRanks) -> None:
+    """A report of an error outranks a report of a lost connection, in either order."""
+    two_ranks.report("lost", cause="Connection closed by peer")
+    two_ranks.report_error()
+    two_ranks.wake()
+    cause = two_ranks.channel.explain(CLOSED)
+    assert isinstance(cause, PeerError)
+    assert cause.cause == "KeyError: 7"
+    two_ranks.report("lost", cause="Connection closed by peer")
+    two_ranks.wake()
     with pytest.raises(PeerError, match="KeyError: 7"):
-        played.channel.check()
+        two_ranks.channel.check()
 
 
-def test_a_process_that_ended_is_not_waited_for(played: Played) -> None:
-    """On this host its end is seen."""
-    played.runs(start=1)
-    found = played.channel.explain(CLOSED)
-    assert isinstance(found, PeerError)
-    assert found.rank == 1
-    assert "is gone without a word" in str(found)
-    assert "Connection closed by peer" in str(found)
+def test_a_dead_process_is_not_waited_for(two_ranks: TwoRanks) -> None:
+    """A rank whose process has ended is named at once."""
+    two_ranks.set_process(start=1)
+    cause = two_ranks.channel.explain(CLOSED)
+    assert isinstance(cause, PeerError)
+    assert cause.rank == 1
+    assert "rank 1 (node-b) ended without an error report" in str(cause)
+    assert "Connection closed by peer" in str(cause)
 
 
-def test_a_process_that_ended_after_it_answered_is_not_gone(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_answered_and_then_ended_is_not_the_cause(
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was there when the connection broke: the collective failed by itself."""
-    monkeypatch.setattr(error_channel, "_WORD_S", 0.0)
-    played.runs(start=1)
-    played.hears()
-    assert played.channel.explain(CLOSED) is None
+    """It was alive when the connection broke, so the collective failed for a reason of its own."""
+    monkeypatch.setattr(error_channel, "_REPORT_S", 0.0)
+    two_ranks.set_process(start=1)
+    two_ranks.answer()
+    assert two_ranks.channel.explain(CLOSED) is None
 
 
-def test_a_rank_elsewhere_that_does_not_answer(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("elsewhere", [{"boot_id": "another boot"}, {"pid_namespace": 1}])
+def test_a_silent_rank_elsewhere_is_not_called_dead(
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, elsewhere: dict[str, Any]
 ) -> None:
-    """Nobody can see whether it is gone, so nobody says so."""
+    """On another host or in another container, a rank is only known not to answer."""
     monkeypatch.setattr(error_channel, "_ANSWER_S", 0.05)
-    played.runs(where="another boot", host="node-b")
-    found = played.channel.explain(CLOSED)
-    assert isinstance(found, PeerError)
-    assert "rank 1 (node-b) has not answered for 0.05 s" in str(found)
+    two_ranks.set_process(start=1, **elsewhere)
+    cause = two_ranks.channel.explain(CLOSED)
+    assert isinstance(cause, PeerError)
+    assert "rank 1 (node-b) has not answered for 0.05 s" in str(cause)
 
 
-def test_a_rank_that_left_is_named_before_those_it_left_behind(played: Played) -> None:
-    """What the others raise because of it comes later in the log, and is not the news."""
-    played.say("left", at=2)
-    played.fail()
-    played.ring()
+def test_the_rank_that_left_is_the_cause(two_ranks: TwoRanks) -> None:
+    """Errors that follow from a rank that left its loop do not replace it as the cause."""
+    two_ranks.report("left", at=2)
+    two_ranks.report_error()
+    two_ranks.wake()
     with pytest.raises(UnevenInputs, match="rank 1 left the loop after 2 batches"):
-        played.channel.check()
+        two_ranks.channel.check()
 
 
-def test_what_fails_here_is_told_though_another_lost_its_connection(played: Played) -> None:
-    """A failure here may be why it did."""
-    played.say("lost", cause="Connection closed by peer")
-    played.ring()
-    played.hears()
-    played.channel.publish(KeyError("here"))
-    entry = json.loads(played.store.get("log/1"))
+def test_an_own_error_is_reported_after_a_lost_connection(two_ranks: TwoRanks) -> None:
+    """An error here may be why another rank lost its connection."""
+    two_ranks.report("lost", cause="Connection closed by peer")
+    two_ranks.wake()
+    two_ranks.answer()
+    two_ranks.channel.publish(KeyError("here"))
+    entry = two_ranks.log.entry(1)
+    assert entry is not None
     assert (entry["rank"], entry["kind"], entry["cause"]) == (0, "raised", "KeyError: 'here'")
 
 
 def test_the_store_may_end_once_the_cause_is_known(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank that fails may host it."""
+    """If the failed rank hosted the store, its report is still the cause."""
 
-    def ended(*_: Any) -> Any:
+    def raise_network_error() -> Any:
         raise dist.DistNetworkError("the store's host is gone")
 
-    played.fail()
-    played.ring()
+    two_ranks.report_error()
+    two_ranks.wake()
     with monkeypatch.context() as patched:
-        patched.setattr(played.channel, "_store", type("Ended", (), {"add": ended})())
-        found = played.channel.explain(CLOSED)
-    assert isinstance(found, PeerError)
-    assert found.cause == "KeyError: 7"
+        patched.setattr(two_ranks.channel._log, "length", raise_network_error)
+        cause = two_ranks.channel.explain(CLOSED)
+    assert isinstance(cause, PeerError)
+    assert cause.cause == "KeyError: 7"
 
 
 def test_connections_are_broken_until_the_training_thread_is_out(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those to a rank that answers late."""
+    """Connections to a rank that answers late are broken, too."""
     broken: list[set[str]] = []
-    seen = threading.Event()
+    broke_late_one = threading.Event()
 
-    def breaks(far: set[str], _: Any) -> int:
-        broken.append(set(far))
-        if "late" in far:
-            seen.set()
+    def note(far_ends: set[str], _: Any) -> int:
+        broken.append(set(far_ends))
+        if "late" in far_ends:
+            broke_late_one.set()
         return 0
 
-    monkeypatch.setattr(error_channel, "break_connections", breaks)
+    monkeypatch.setattr(error_channel, "break_connections", note)
     monkeypatch.setattr(error_channel, "_TURNS", 1)
-    played.say("raised", cause="KeyError: 7", traceback="", ends=["first"])
-    played.ring()
+    two_ranks.report("raised", cause="KeyError: 7", traceback="", ends=["first"])
+    two_ranks.wake()
     wait_for(lambda: broken)
     assert "first" in broken[0]
-    played.store.set("answer/1", '["late"]')
-    assert seen.wait(60)
+    two_ranks.log.answer(1, ["late"])
+    assert broke_late_one.wait(60)
 
 
-def test_whose_process_is_gone() -> None:
-    """Only a process of this boot and namespace can be looked for."""
-    own = own_presence()
-    assert not is_gone(own)
-    assert is_gone({**own, "start": own["start"] - 1}), "another process has its id by now"
-    assert is_gone({**own, "pid": 1 << 30})
-    assert not is_gone({**own, "pid": 1 << 30, "where": "another boot"})
-    assert not is_gone({**own, "pid": 1 << 30, "where": ""})
-    assert not is_gone({**own, "pid": 1 << 30, "start": None})
-
-
-def test_a_rank_that_is_out_still_says_where_its_connections_end(played: Played) -> None:
-    """Another rank may be waiting on one of them."""
-    played.fail()
-    played.ring()
-    wait_for(lambda: played.store.check(["answer/0"]))
-    ends = json.loads(played.store.get("answer/0"))
+def test_leaving_keeps_the_answer(two_ranks: TwoRanks) -> None:
+    """The answer names connections on which another rank may still wait, so it stays."""
+    two_ranks.report_error()
+    two_ranks.wake()
+    wait_for(lambda: two_ranks.log.has_answered(0))
+    ends = two_ranks.log.answer_of(0)
     assert ends
-    played.channel.close()
-    assert json.loads(played.store.get("answer/0")) == ends
+    two_ranks.channel.close()
+    assert two_ranks.log.answer_of(0) == ends
 
 
-class Silent:
-    """A store whose host is stopped: no request is ever answered."""
+class StoppedStore:
+    """A store whose host is stopped: it answers no request until ``resume`` is set."""
 
     def __init__(self) -> None:
-        self.release = threading.Event()
+        self.resume = threading.Event()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def request(*arguments: Any) -> Any:
-            self.release.wait(60)
-            raise dist.DistNetworkError("it went on after the test")
+            self.resume.wait(60)
+            raise dist.DistNetworkError("resumed after the test")
 
         return request
 
 
-def test_a_store_that_does_not_answer_holds_nobody_up(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_store_delays_no_rank_beyond_its_deadline(
+    two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request of the training thread ends after ``_STORE_S``: the job goes on."""
+    """Every request of the training thread ends after ``_STORE_S``, and the job goes on."""
     monkeypatch.setattr(error_channel, "_STORE_S", 0.05)
     monkeypatch.setattr(error_channel, "_ANSWER_S", 0.05)
-    silent = Silent()
-    monkeypatch.setattr(played.channel, "_store", silent)
-    cause = played.channel.explain(CLOSED)
+    monkeypatch.setattr(error_channel, "_REPORT_S", 0.05)
+    stopped = StoppedStore()
+    channel = two_ranks.channel
+    monkeypatch.setattr(channel._log, "_store", stopped)
+    cause = channel.explain(CLOSED)
     assert isinstance(cause, PeerError)
     assert "gave no answer" in str(cause)
     with pytest.raises(PeerError, match="cannot agree with the other ranks"):
-        played.channel.leave()
-    played.channel.publish(ValueError("ours"))
-    thread = played.channel._thread
-    played.channel.close()
+        channel.leave()
+    channel.publish(ValueError("ours"))
+    thread = channel._thread
+    channel.close()
     assert thread is not None
-    assert thread.is_alive()  # it is left behind
-    silent.release.set()
-    error_channel._spent.clear()
-    played.store.set("wake/0", "1")
+    assert thread.is_alive(), "the listening thread is left behind"
+    stopped.resume.set()
+    two_ranks.log.wake(0)
     thread.join(60)
+
+
+def test_a_block_holds_no_store() -> None:
+    """After the block and ``destroy_process_group``, the store's server ends, as without Join."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    ranks = TwoRanks()
+    ranks.answer()
+    ranks.channel.close()
+    dist.destroy_process_group()
+    channel = ranks.channel
+    del store, ranks
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    assert channel._thread is None

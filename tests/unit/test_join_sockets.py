@@ -1,4 +1,4 @@
-"""How Join gets a rank out of a collective: it breaks connections, and aborts groups."""
+"""Join interrupts a rank's collective: it breaks connections, and aborts groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankcall.join.sockets import abort_devices, break_connections, endpoints
 
 
 class Backend:
-    """A back end that writes down what is asked of it."""
+    """A back end that logs the calls to it."""
 
     def __init__(self, name: str, log: list[str], fails: bool = False) -> None:
         self.name, self.log, self.fails = name, log, fails
@@ -23,7 +23,7 @@ class Backend:
 
 
 class Nccl(Backend):
-    """One whose aborts belong together."""
+    """A back end whose aborts stand between a group start and a group end."""
 
     def _group_start(self) -> None:
         self.log.append("start")
@@ -33,7 +33,7 @@ class Nccl(Backend):
 
 
 class Group:
-    """A group with back ends by device; None where it has none for a device that it names."""
+    """A group with back ends by device; None for a device without one."""
 
     def __init__(self, **backends: Backend | None) -> None:
         self.backends = backends
@@ -47,7 +47,7 @@ class Group:
 
 
 def test_groups_on_devices_are_aborted() -> None:
-    """In the order given, each once, between a start and an end; one that fails stops nothing."""
+    """Each back end is aborted once, in the given order; one that fails does not stop the rest."""
     log: list[str] = []
     shared = Nccl("shared", log)
     groups = [
@@ -62,7 +62,7 @@ def test_groups_on_devices_are_aborted() -> None:
 
 
 def test_nothing_to_abort() -> None:
-    """Groups on the CPU are left alone: their abort wakes nobody."""
+    """Groups on the CPU are not aborted: their abort would wake no thread."""
     log: list[str] = []
     assert abort_devices([Group(cpu=Backend("gloo", log)), object()]) == 0
     assert log == []
@@ -77,13 +77,13 @@ def pair() -> tuple[Any, Any]:
 
 
 def end_of(connection: socket.socket) -> str:
-    """Write an end as /proc does: the address byte by byte from the last, then the port."""
+    """Write an end as /proc does: the bytes of the address in reverse order, then the port."""
     address, port = connection.getsockname()
     return "".join(f"{int(part):02X}" for part in reversed(address.split("."))) + f":{port:04X}"
 
 
 def test_only_connections_to_the_others_are_broken() -> None:
-    """By their far end; not those of a port that is spared."""
+    """Connections are chosen by their far end; those of an excluded port stay open."""
     (near, far), (kept, kept_far) = pair(), pair()
     with near, far, kept, kept_far:
         assert {end_of(each) for each in (near, far, kept, kept_far)} <= set(endpoints())

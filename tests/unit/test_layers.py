@@ -1,8 +1,12 @@
-"""The design's layers hold: a file imports from levels below its own, and inside its package."""
+"""The design's layers hold: a file imports from levels below its own, and inside its package.
+
+Tests share code by helper modules, and the formatter lays out every line.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +18,13 @@ ROOT = Path(rankcall.__file__).parent
 
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
-    ("errors", "background", "_handle", "_clock", "record", "_redact", "_version"),
+    ("errors", "background", "_clock", "_requests", "ops record", "ranks", "_version"),
     ("process", "files"),
-    ("_registry", "_native", "_whole", "_joins", "_hangs"),
-    ("ring", "_newfile"),
-    ("_rows", "processes"),
-    ("rundir",),
-    ("run _frames archive", "_stacks"),
+    ("registry", "_native"),
+    ("ring",),
+    ("run",),
     ("analysis", "capture"),
+    ("dispatch",),
     ("store",),  # a roll call says what each rank is doing
     ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
@@ -33,10 +36,9 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
-    "errors", "record", "_whole", "ring", "rundir", "run", "_frames", "archive", "_rows",
-    "_hangs", "_newfile", "_redact", "files", "process", "processes", "_stacks", "analysis",
-    "report", "export", "trace",
-)  # fmt: skip
+    *("errors", "_requests", "ops", "record", "ranks", "files", "process", "ring", "run"),
+    *("analysis", "report", "export", "trace"),
+)
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
 OPTIONAL = ("jinja2", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
@@ -46,7 +48,7 @@ def unit_of(path: Path) -> str | None:
     """Name the unit a file belongs to; None for what stands outside the levels."""
     first = path.relative_to(ROOT).parts[0].removesuffix(".py")
     if first in ("__init__", "_boot"):
-        return None  # the public names, loaded lazily; what runs before anything is imported
+        return None  # the public names, loaded lazily; and the code that runs before all imports
     assert first in UNIT, f"{path}: give {first} a level in tests/unit/test_layers.py"
     return UNIT[first]
 
@@ -112,3 +114,27 @@ def test_optional_packages_stay_optional(path: Path) -> None:
             allowed = lazy or (mine and not set(mine.split()) & {*TORCHLESS, *LAZY})
             assert allowed, f"{path}:{line}: imports {name}"
         assert not (at_import and top in OPTIONAL), f"{path}:{line}: imports {name} when imported"
+
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_no_test_imports_from_another() -> None:
+    """Code that several test modules need is in a helper module, not in one of them."""
+    imported = [
+        f"{path.relative_to(TESTS)}:{line}: {name}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for name, line, _ in imports(path)
+        if name.startswith("test_")  # helpers and tests are imported by their bare names
+    ]
+    assert imported == []
+
+
+def test_the_formatter_lays_out_every_line() -> None:
+    """No line of the package or the tests is excluded from the formatter."""
+    excluded = [
+        str(path)
+        for path in [*FILES, *sorted(TESTS.rglob("*.py"))]
+        if re.search(r"#\s*fmt:\s*(skip|off)", path.read_text())
+    ]
+    assert excluded == []

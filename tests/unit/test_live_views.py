@@ -32,9 +32,13 @@ def live_run(folder: Path, ranks: int, pid: int) -> Path:
     """Write a run of ranks that hang for two minutes, and run: all in one process."""
     offset = time.monotonic_ns() - BOOT_NS - HUNG_S * 10**9
     synthetic_run(
-        folder / "run", ranks, 60, planted=Planted("missing", (ranks // 3,), 41), hung_s=HUNG_S,
+        folder / "run",
+        ranks,
+        60,
+        planted=Planted("missing", (ranks // 3,), 41),
+        hung_s=HUNG_S,
         clock_offsets_ns=[offset],
-    )  # fmt: skip
+    )
     theirs = {
         "pid": pid.to_bytes(4, "little"),
         "process_start": (process_start(pid) or 0).to_bytes(8, "little"),
@@ -107,3 +111,17 @@ def test_without_a_terminal(tmp_path: Path, someone: subprocess.Popen[bytes]) ->
     assert process.wait(60) == 1
     assert "missing: Rank 2 (" in head
     assert "\x1b" not in head + rest
+
+
+def test_a_pipe_gets_one_snapshot(tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
+    """``rankcall top | cat`` prints the view once and ends, though the job goes on."""
+    run = live_run(tmp_path, 4, someone.pid)
+    done = subprocess.run(
+        [sys.executable, "-m", "rankcall", "top", str(run)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.count("missing") == 1

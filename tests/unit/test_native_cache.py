@@ -130,9 +130,9 @@ def test_without_hard_links(module: NativeModule, monkeypatch: pytest.MonkeyPatc
 def test_the_key_tells_builds_of_torch_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nightlies of one version differ in their headers."""
     torch = pytest.importorskip("torch")
-    from rankcall.capture.native.build import library_path
+    from rankcall.capture.native import RECORDER
 
-    before = library_path()
-    assert library_path() == before
+    before = RECORDER.path()
+    assert RECORDER.path() == before
     monkeypatch.setattr(torch.version, "git_version", "another")
-    assert library_path() != before
+    assert RECORDER.path() != before

@@ -1,4 +1,4 @@
-"""What is built is whole: the wheel and the sdist carry everything that is needed to record."""
+"""The wheel and the sdist contain everything that recording needs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
-        cwd=ROOT, check=True, timeout=100, capture_output=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
     return folder
 
 
 def wanted() -> set[str]:
-    """Return the files of the package that are no build output."""
+    """Return the files of the package, without build output."""
     suffixes = (".py", ".cpp", ".h", ".typed")
     return {
         str(path.relative_to(ROOT / "src"))

@@ -1,4 +1,4 @@
-"""One identity of a process, and one answer to whether it is still there."""
+"""The identity of a process, and the test whether it is alive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_this_process_is_alive() -> None:
     """The calling process is alive and not stopped, and knows where its id is valid."""
     me = Process.current("node-a")
     assert me.liveness() == ALIVE
-    assert not me.is_stopped()
+    assert me.state() == "alive"
     assert me.pid == os.getpid()
     assert me.pid_namespace == os.stat("/proc/self/ns/pid").st_ino
     assert me.host == "node-a"
@@ -51,7 +51,7 @@ def test_a_process_that_ends() -> None:
         assert other.liveness() == ALIVE
         os.kill(running.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, running.pid, os.WSTOPPED)
-        assert (other.liveness(), other.is_stopped()) == (ALIVE, True)
+        assert (other.liveness(), other.state()) == (ALIVE, "stopped")
         running.kill()
         os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
         assert other.liveness() == DEAD
@@ -70,14 +70,14 @@ def test_a_reused_pid_is_another_process() -> None:
     ids=["another boot", "no boot", "another pid namespace", "no pid"],
 )
 def test_what_cannot_be_looked_up_is_unknown(elsewhere: dict[str, object]) -> None:
-    """A number from elsewhere is never looked up here, whether it exists here or not."""
+    """A pid of another host, boot or namespace is unknown, even if that number exists here."""
     me = Process.current()
     assert replace(me, **elsewhere).liveness() == UNKNOWN  # type: ignore[arg-type]
     assert replace(me, start=1, **elsewhere).liveness() == UNKNOWN  # type: ignore[arg-type]
 
 
 def test_a_ring_without_a_namespace() -> None:
-    """Rings of rankcall 0.1 name none: a match is proof of life, a mismatch proves nothing."""
+    """Without a namespace, as in rings of 0.1, a match means alive, and a mismatch unknown."""
     old = replace(Process.current(), pid_namespace=0)
     assert old.liveness() == ALIVE
     assert replace(old, start=1).liveness() == UNKNOWN

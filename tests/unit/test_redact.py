@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankcall._redact import redact, redact_command
-from rankcall.rundir import about_job
+from rankcall.run.directory import about_job
+from rankcall.run.redact import redact, redact_command
 
 GONE = "[redacted]"
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rankcall import BackendNotFound, DuplicateBackend, _registry
-from rankcall._registry import Registry
+from rankcall import BackendNotFound, DuplicateBackend, registry
+from rankcall.registry import Registry
 from rankcall.rpc import backend_registry
 from rankcall.rpc.backend_registry import (
     BackendType,
@@ -77,7 +77,7 @@ def test_a_name_twice(mine: BackendType) -> None:
 
 
 def test_unknown_names_list_the_known(mine: BackendType) -> None:
-    """As a KeyError, a ValueError or an AttributeError, by how it was asked for."""
+    """The error is a KeyError, ValueError or AttributeError, depending on the kind of access."""
     assert not backend_registered("NONE")
     for kind in (KeyError, ValueError, BackendNotFound):
         with pytest.raises(kind, match=r"^there is no RPC backend 'NONE'; known: .*ZMQ, MINE$"):
@@ -89,7 +89,7 @@ def test_unknown_names_list_the_known(mine: BackendType) -> None:
 
 
 def test_what_cannot_be_called_is_refused() -> None:
-    """A handler that is no function is a TypeError that names it; nothing is registered."""
+    """A handler that cannot be called is a TypeError that names it; nothing is registered."""
     with pytest.raises(TypeError, match="BROKEN: init_backend_handler must be callable; got 3"):
         register_backend("BROKEN", _nothing, 3)  # type: ignore[arg-type]
     assert not backend_registered("BROKEN")
@@ -135,7 +135,7 @@ def test_entry_points_are_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch)
             return self._value
 
     points = [Point("THEIRS", BackendValue(_nothing, _nothing)), Point("BAD", SimpleNamespace())]
-    monkeypatch.setattr(_registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
     monkeypatch.setattr(backend_registry._backends, "_values", {})
     assert [member.name for member in BackendType] == ["TENSORPIPE", "ZMQ", "BAD", "THEIRS"]
     assert not loaded

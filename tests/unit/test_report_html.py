@@ -24,8 +24,8 @@ from rankcall.errors import ExtraMissing
 from rankcall.report.html import render
 from rankcall.report.html.charts import ABSENT, levels, picture
 from rankcall.ring.tables import CallSite, Group
-from rankcall.run import load
-from rankcall.rundir import create_run
+from rankcall.run.directory import create_run
+from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, synthetic_run
 
 SHOTS = Path(__file__).parents[2] / "build" / "report"
@@ -46,9 +46,17 @@ GROUPS = {
 def run_of(folder: Path) -> Details:
     """Return 16 ranks on 4 hosts; rank 5 is slow."""
     synthetic_run(
-        folder, 16, 600, hosts=4, straggler=5, straggler_ms=6.0, program=PROGRAM, groups=GROUPS,
-        clock_offsets_ns=[0, 10**9, -(10**9), 5 * 10**8], per_step=6,
-    )  # fmt: skip
+        folder,
+        16,
+        600,
+        hosts=4,
+        straggler=5,
+        straggler_ms=6.0,
+        program=PROGRAM,
+        groups=GROUPS,
+        clock_offsets_ns=[0, 10**9, -(10**9), 5 * 10**8],
+        per_step=6,
+    )
     return detail(load(folder))
 
 
@@ -59,12 +67,29 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Words(HTMLParser):
-    """What a page says, a line for each block; charts' axes included."""
+    """The text of a page, a line for each block, with the axes of charts."""
 
     BLOCKS = frozenset(
-        ("h1", "h2", "p", "li", "tr", "dl", "dt", "dd", "div", "section", "svg", "title", "header",
-         "footer", "summary", "option", "table")
-    )  # fmt: skip
+        (
+            "h1",
+            "h2",
+            "p",
+            "li",
+            "tr",
+            "dl",
+            "dt",
+            "dd",
+            "div",
+            "section",
+            "svg",
+            "title",
+            "header",
+            "footer",
+            "summary",
+            "option",
+            "table",
+        )
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +174,7 @@ def _foreign(request: Any) -> bool:
 
 
 def tip(page: Any) -> str:
-    """Return what the tooltip says; empty where there is none."""
+    """Return the text of the tooltip, or an empty text without one."""
     return str(page.locator("#tip").inner_text()) if page.locator("#tip").is_visible() else ""
 
 
@@ -302,7 +327,7 @@ def test_hostile_names(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_absent_is_not_zero(tmp_path: Path) -> None:
-    """What has not ended has a dash for its times; a moment without collectives is grey."""
+    """An op that has not ended has a dash for its times; a time without collectives is grey."""
     calls = [*late(1, PAIR), Call(0, 2, 40 * MS, None, line=9), Call(1, 3, 41 * MS, None, line=8)]
     found = detail(load(write_world(tmp_path / "run", calls)))
     row = next(line for line in words(render(found)).splitlines() if line.startswith("train.py:9"))
@@ -314,13 +339,25 @@ def test_absent_is_not_zero(tmp_path: Path) -> None:
 
 
 def test_findings_come_first(tmp_path: Path) -> None:
-    """What stops a run is the first screen; its evidence stands before what the figures show."""
-    found = detail(load(write_world(tmp_path / "run", late(1, PAIR))))
+    """The cause of a hang is on the first screen, with its evidence, before all figures."""
+    calls = [call for seq in range(1, 9) for call in late(seq, PAIR)]
+    found = detail(load(write_world(tmp_path / "run", calls)))
     missing = Finding(
-        "missing", (3,), (0, 1, 2), ("node-c",), "0", 17, "all_reduce", "/job/train.py:41", 65.0,
-        "likely", "rank 3 (node-c) never issued it", ("it was last in step 4",), "get its stack",
+        "missing",
+        (3,),
+        (0, 1, 2),
+        ("node-c",),
+        "0",
+        17,
+        "all_reduce",
+        "/job/train.py:41",
+        65.0,
+        "likely",
+        "rank 3 (node-c) never issued it",
+        ("it was last in step 4",),
+        "get its stack",
         predicate="did not come",
-    )  # fmt: skip
+    )
     first, _, after = words(render(found, [missing])).partition("What to look at")
     assert "Rank 3 did not come" in first
     assert "train.py:41\nall_reduce #17 of group 0\n" in first
@@ -343,7 +380,7 @@ def test_little_to_show(browser: Any, tmp_path: Path, calls: list[Call]) -> None
 
 
 def test_many_hosts_and_ranks(browser: Any, tmp_path: Path) -> None:
-    """What does not fit in figures is a picture; what does not fit in pixels is folded."""
+    """Many ranks are a picture instead of figures; more ranks than pixels share a row."""
     synthetic_run(tmp_path / "run", 520, 6, hosts=40, straggler=350, program=(Op(),))
     page = render(detail(load(tmp_path / "run")))
     assert len(page) < 1 << 20
@@ -361,7 +398,7 @@ def test_many_hosts_and_ranks(browser: Any, tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says what it wrote; a full disk, a bad ring and a wrong pair of options are told."""
+    """The command names its output, and reports a full disk, a bad ring and wrong options."""
     run = write_world(tmp_path / "run", late(1, PAIR))
     target = tmp_path / "r.html"
     assert main(["report", str(run), "--html", str(target)]) == 0

@@ -12,7 +12,7 @@ from worlds import MS, group_of, together, write_world
 
 from rankcall.analysis import Summary, summarise
 from rankcall.report import json as json_report
-from rankcall.run import load
+from rankcall.run.load import load
 
 DOCS = Path(__file__).parents[2] / "docs" / "report-json.md"
 

@@ -10,12 +10,11 @@ from worlds import MS, Call, group_of, together, write_world
 
 import golden
 from rankcall.analysis import Summary, summarise
+from rankcall.files import clean
 from rankcall.report import terminal
-from rankcall.report._format import clean, percent, rate, size, time
-from rankcall.report._tables import cut, listed
-from rankcall.report.headline import headline
+from rankcall.report.formatting import cut, headline, listed, percent, rate, size, time
 from rankcall.ring.tables import CallSite, Group
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, synthetic_run
 
 PROGRAM = (
@@ -37,10 +36,17 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Summary:
     """Return a summary of 8 ranks on 2 hosts with tp and pp groups; rank 5 is slow."""
     folder = tmp_path_factory.mktemp("report") / "20261121T034130-train_gpt"
     synthetic_run(
-        folder, 8, 600, hosts=["node-a", "node-b"], straggler=5, straggler_ms=12.0,
-        clock_offsets_ns=[0, 1_000_000_000], program=PROGRAM, per_step=6,
+        folder,
+        8,
+        600,
+        hosts=["node-a", "node-b"],
+        straggler=5,
+        straggler_ms=12.0,
+        clock_offsets_ns=[0, 1_000_000_000],
+        program=PROGRAM,
+        per_step=6,
         groups={"tp": [[0, 1, 2, 3], [4, 5, 6, 7]], "pp": [[0, 4], [1, 5], [2, 6], [3, 7]]},
-    )  # fmt: skip
+    )
     return summarise(load(folder))
 
 
@@ -105,7 +111,7 @@ def test_no_collectives(tmp_path: Path) -> None:
 
 
 def test_a_world_of_one(tmp_path: Path) -> None:
-    """One rank has nobody to wait for."""
+    """A job of one rank has no waits."""
     calls = together(1, [0], MS, group_of(1))
     text = terminal.render(summarise(load(write_world(tmp_path / "r", calls))))
     assert text.startswith("A world of one rank")
@@ -127,7 +133,7 @@ def test_two_stragglers_are_both_named(tmp_path: Path) -> None:
 
 
 def test_a_slow_host_is_named_as_one(tmp_path: Path) -> None:
-    """Where all ranks of a host are late, none of them is the culprit: the host is."""
+    """If all ranks of a host are late, the report names the host and not its ranks."""
     truth = synthetic_run(
         tmp_path / "run", 32, 200, hosts=["a", "b", "c", "d"], straggler=range(8, 16)
     )
@@ -145,11 +151,19 @@ def test_ranks_without_rings_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ms", "text"),
     [
-        (None, "-"), (0.0, "0"), (0.00042, "0.4 µs"), (0.154, "154 µs"), (1.234, "1.23 ms"),
-        (20.18, "20.2 ms"), (999.7, "1.00 s"), (66_800, "66.8 s"), (151_000, "151 s"),
-        (750_000, "12.5 min"), (20_182_000, "5.61 h"),
+        (None, "-"),
+        (0.0, "0"),
+        (0.00042, "0.4 µs"),
+        (0.154, "154 µs"),
+        (1.234, "1.23 ms"),
+        (20.18, "20.2 ms"),
+        (999.7, "1.00 s"),
+        (66_800, "66.8 s"),
+        (151_000, "151 s"),
+        (750_000, "12.5 min"),
+        (20_182_000, "5.61 h"),
     ],
-)  # fmt: skip
+)
 def test_times(ms: float | None, text: str) -> None:
     """Durations have three digits and a unit."""
     assert time(ms) == text
@@ -171,8 +185,13 @@ def test_numbers() -> None:
         "123",
     ]
     assert [percent(p) for p in (None, 0, 0.001, 0.5, 0.999, 1)] == [
-        "-", "0 %", "<1 %", "50 %", "99 %", "100 %",
-    ]  # fmt: skip
+        "-",
+        "0 %",
+        "<1 %",
+        "50 %",
+        "99 %",
+        "100 %",
+    ]
 
 
 def test_names_are_cut_to_fit() -> None:

@@ -1,4 +1,4 @@
-"""Damaged ring files: whatever is done to one, reading it returns what is sound or CorruptRun."""
+"""Reading a ring file with any damage returns its sound records or raises CorruptRun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankcall.record import OPS, RECORD
 from rankcall.report import json as json_report
 from rankcall.report import terminal
 from rankcall.ring.reader import read_ring
-from rankcall.run import load
+from rankcall.run.load import load
 
 _MEMORY = 256 << 20  # a group of a million ranks is allowed to exist
 _many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -1,4 +1,4 @@
-"""The ring file: what PythonRing writes is read back, and what is damaged is counted."""
+"""The ring file: records that PythonRing writes are read back, and damaged ones are counted."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ from hypothesis import strategies as st
 from ring_fuzz import COMPLETED, SHAPE, Damage, apply, body, sound_bytes, write_sound
 
 from rankcall.errors import CorruptRun
+from rankcall.ranks import MAX_RANKS, compress_ranks, expand_ranks
 from rankcall.record import COMMIT_CLOSING, COMMIT_WRITING, FLAG_ANY_SOURCE, OPS, RECORD
 from rankcall.ring import PythonRing, create, read_head, read_ring
 from rankcall.ring.layout import ENTRY_GROUP, HEADER, Geometry, offset_of
-from rankcall.ring.tables import (
-    MAX_RANKS,
-    CallSite,
-    Group,
-    compress_ranks,
-    expand_ranks,
-    parse_tables,
-)
+from rankcall.ring.tables import CallSite, Group, parse_tables
 from rankcall.ring.writer import Identity, put
 
 
@@ -45,7 +39,7 @@ class Written:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Written:
-    """Return an empty ring of 64 records and 8 places for what is in flight."""
+    """Return an empty ring with 64 slots and room for 8 records in the in-flight table."""
     path = tmp_path / "x.ring"
     identity = Identity(rank=3, world_size=8, local_rank=1, node=2, attempt=4, host="node-ä")
     return Written(path, PythonRing(create(path, identity, SHAPE), SHAPE))
@@ -57,7 +51,7 @@ def seqs(path: Path) -> list[int]:
 
 
 def test_what_was_written_is_read(written: Written) -> None:
-    """Header, side tables and records come back as they went in."""
+    """The reader returns the header, side tables and records that were written."""
     group = Group("0", 1, "gloo", "default_pg", (0, 2, 4, 6))
     site = CallSite("a b.py", 7, "f", "all_reduce")
     ids = written.ring.group(group), written.ring.site(site), written.ring.string("c10d::x")
@@ -76,12 +70,12 @@ def test_what_was_written_is_read(written: Written) -> None:
 
 
 def test_files_are_private(written: Written) -> None:
-    """Nobody else reads what a job does."""
+    """Other users cannot read a ring: its mode is 0600."""
     assert written.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_lapped_ring_keeps_the_newest(written: Written) -> None:
-    """Of 100 finished records in 64 slots the first 36 are dropped, in order of issue."""
+    """Of 100 finished records in 64 slots, the first 36 are dropped."""
     for seq in range(1, 101):
         written.ring.finish(written.issue(seq), completed_ns=seq + 1, status=COMPLETED)
     assert seqs(written.path) == list(range(37, 101))
@@ -89,7 +83,7 @@ def test_a_lapped_ring_keeps_the_newest(written: Written) -> None:
 
 
 def test_what_is_in_flight_outlives_a_lap(written: Written) -> None:
-    """An unfinished record is parked, comes first, and can still be finished."""
+    """An unfinished record moves to the in-flight table, comes first, and can still be finished."""
     old = written.issue(1)
     for seq in range(2, 101):
         written.ring.finish(written.issue(seq), completed_ns=seq + 1, status=COMPLETED)
@@ -102,7 +96,7 @@ def test_what_is_in_flight_outlives_a_lap(written: Written) -> None:
 
 
 def test_more_in_flight_than_there_is_room_for(written: Written) -> None:
-    """What finds no place is lost, and counted."""
+    """An unfinished record that does not fit into the in-flight table is lost and counted."""
     for seq in range(1, 81):
         written.issue(seq)
     head = read_head(written.path).header
@@ -111,7 +105,7 @@ def test_more_in_flight_than_there_is_room_for(written: Written) -> None:
 
 
 def test_half_written_records_are_counted_not_read(written: Written) -> None:
-    """A record whose writer was killed in the body is dropped."""
+    """A record is dropped if its writer was killed while it wrote the body."""
     for seq in (1, 2, 3):
         written.issue(seq)
     written.set_word(1, (2 << 2) | COMMIT_WRITING)
@@ -120,7 +114,7 @@ def test_half_written_records_are_counted_not_read(written: Written) -> None:
 
 
 def test_half_finished_records_read_as_unfinished(written: Written) -> None:
-    """While completion fields are written none of them is believed."""
+    """While completion fields are being written, the reader ignores all of them."""
     written.issue(9, flags=FLAG_ANY_SOURCE, status=COMPLETED, completed_ns=5, peer=3)
     written.set_word(0, (1 << 2) | COMMIT_CLOSING)
     (record,) = read_ring(written.path).records
@@ -129,7 +123,7 @@ def test_half_finished_records_read_as_unfinished(written: Written) -> None:
 
 
 def test_a_record_in_another_ones_slot_is_not_read(written: Written) -> None:
-    """A commit word says which slot it belongs to."""
+    """A record whose commit word belongs to another slot is dropped."""
     written.issue(1)
     written.set_word(0, (2 << 2) | 3)
     assert seqs(written.path) == []
@@ -150,7 +144,7 @@ def test_a_record_in_another_ones_slot_is_not_read(written: Written) -> None:
     ],
 )
 def test_foreign_files(tmp_path: Path, changes: list[Damage], words: str) -> None:
-    """What is no ring, of another schema, or senseless raises CorruptRun and names the file."""
+    """CorruptRun names a file that is not a ring, has another schema or impossible sizes."""
     path = tmp_path / "foreign.ring"
     path.write_bytes(apply(changes))
     with pytest.raises(CorruptRun, match=words) as caught:
@@ -159,7 +153,7 @@ def test_foreign_files(tmp_path: Path, changes: list[Damage], words: str) -> Non
 
 
 def test_an_absent_file(tmp_path: Path) -> None:
-    """A file that went away is CorruptRun too, with the system's reason."""
+    """A file that was removed raises CorruptRun with the system's reason."""
     with pytest.raises(CorruptRun, match="No such file"):
         read_ring(tmp_path / "gone.ring")
     with pytest.raises(CorruptRun, match="cannot be read"):
@@ -168,7 +162,7 @@ def test_an_absent_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [5, 63])
 def test_a_truncated_file_yields_what_is_left(tmp_path: Path, keep: int) -> None:
-    """Records before the cut are read, the one that was cut through is not."""
+    """If a file was cut off, the complete records before the cut are read."""
     path = tmp_path / "x.ring"
     path.write_bytes(sound_bytes()[: SHAPE.records_offset + keep * RECORD.itemsize + 100])
     ring = read_ring(path)
@@ -179,7 +173,7 @@ def test_a_truncated_file_yields_what_is_left(tmp_path: Path, keep: int) -> None
 
 
 def test_damaged_side_tables_lose_names_only(tmp_path: Path) -> None:
-    """Records are read without names where an entry's checksum is wrong."""
+    """If the checksum of an entry is wrong, records are read without the names after it."""
     path = tmp_path / "x.ring"
     path.write_bytes(apply([Damage(SHAPE.tables_offset + 20, b"???")]))
     ring = read_ring(path)
@@ -189,7 +183,7 @@ def test_damaged_side_tables_lose_names_only(tmp_path: Path) -> None:
 
 
 def test_a_header_that_claims_much_costs_little(tmp_path: Path) -> None:
-    """Memory is bounded by the file, whatever the header says it holds."""
+    """The memory for reading is bounded by the size of the file, not by the header."""
     path = tmp_path / "x.ring"
     row = np.frombuffer(sound_bytes()[:4096], HEADER).copy()
     huge = Geometry(1 << 24, 1 << 24, 1 << 28)
@@ -207,7 +201,7 @@ def test_a_header_that_claims_much_costs_little(tmp_path: Path) -> None:
 
 
 def test_groups_that_expand_to_more_than_is_believed() -> None:
-    """A few bytes must not become gigabytes of ranks."""
+    """A few bytes of compressed ranks cannot expand to gigabytes."""
     import json
     import zlib
 
@@ -237,7 +231,7 @@ def test_ranks_survive_compression(ranks: list[int]) -> None:
 
 @pytest.mark.parametrize("runs", [[[0, -1, 1]], [[-1, 1, 1]], [[0, 1 << 30, 0]], [[0.5, 1, 1]]])
 def test_impossible_ranks(runs: list) -> None:
-    """Ranks that cannot be are a ValueError."""
+    """Impossible ranks raise ValueError."""
     with pytest.raises(ValueError, match="rank"):
         expand_ranks(runs)
 
@@ -270,7 +264,7 @@ def test_a_ring_in_memory() -> None:
 
 
 def test_a_ring_is_never_overwritten(tmp_path: Path) -> None:
-    """Another process's ring stays."""
+    """A ring file that exists already is not overwritten."""
     write_sound(tmp_path / "x.ring")
     with pytest.raises(FileExistsError):
         write_sound(tmp_path / "x.ring")
@@ -279,7 +273,7 @@ def test_a_ring_is_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("written", [10, 64, 100, 128, 129, 200, 255, 256, 300])
 @pytest.mark.parametrize("capacity", [128, 512])
 def test_the_newest_only(tmp_path: Path, written: int, capacity: int) -> None:
-    """A quick look reads the last records, and old unfinished ones, as a whole read does."""
+    """With ``newest``, the last records and old unfinished ones equal those of a full read."""
     path = tmp_path / "x.ring"
     geometry = Geometry(capacity, 8, 4096)
     mapped = create(path, Identity(rank=0, world_size=1), geometry)

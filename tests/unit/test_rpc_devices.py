@@ -1,4 +1,4 @@
-"""Every rule for device maps, without a device: counts are what the workers say they are."""
+"""Every rule for device maps, without a device: the workers' device counts are made up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def node(name: str, count: int, maps: dict[str, dict[Any, Any]] | None = None, *
     return Node(name, count, made, devices(*own))
 
 
-# What is wrong, the nodes, what the message says of it, whether a dynamic group minds too.
+# The broken rule, the nodes, the message, and whether a dynamic group checks the rule, too.
 BROKEN = [
     ("1 duplicates", [node("a", 4, {}, 1, 1)], "Node a has duplicated devices", True),
     ("2 too high", [node("a", 2, {}, 0, 2)], "Node a has devices with invalid indices", True),
@@ -129,7 +129,7 @@ def test_absent_targets_are_left_for_later() -> None:
 
 
 def test_reverse_maps_bring_answers_back() -> None:
-    """Whatever the maps are, a device there comes back to the one it was sent from."""
+    """With any maps, a tensor comes back to the device that it was sent from."""
     choices: list[dict[Any, Any]] = [{}, {0: 0}, {0: 1, 1: 0}, {1: 0}]
     for to_b, to_c, back in product(choices, repeat=3):
         nodes = [node("a", 2, {"b": to_b, "c": to_c}), node("b", 2, {"a": back}), node("c", 2)]

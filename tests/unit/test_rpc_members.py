@@ -1,17 +1,19 @@
-"""The log of who is in a dynamic group, against a model of it, over a store in memory."""
+"""The log of a dynamic group's members, against a model of it, over a store in memory."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from rankcall.process import Process
 from rankcall.rpc import _members
-from rankcall.rpc._members import Lease, MemberLog
+from rankcall.rpc._members import MemberLog, is_dead
 
 
 def card(session: int) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def test_who_is_there_whoever_asks() -> None:
 
 @pytest.mark.usefixtures("short_logs")
 def test_the_store_does_not_fill_up() -> None:
-    """What many visits leave behind is a line for each log that was closed."""
+    """Many visits leave behind a line for each log that was closed."""
     store = HashStore()
     log = MemberLog(store)
     for session in range(150):
@@ -85,18 +87,24 @@ def test_nobody_is_lost_between_two_logs() -> None:
         assert all(one in seen[other] or other in seen[one] for other in staying - {one})
 
 
-def test_a_lease_passes_on_when_its_holder_is_gone() -> None:
-    """It is taken over once it has not been renewed for as long as it lasts; not before."""
-    store = HashStore()
-    dead = Lease(store, "dead", lasts_s=0.3)
-    dead._take(soon())  # and never renewed
-    began = time.monotonic()
-    with Lease(store, "next", lasts_s=0.3).held(soon()):
-        assert time.monotonic() - began >= 0.3
-        with (
-            pytest.raises(RuntimeError, match=r"worker 'late' could not .*: worker 'next' has"),
-            Lease(store, "late", lasts_s=20).held(time.monotonic() + 0.5),
-        ):
-            pass
-    with Lease(store, "after", lasts_s=20).held(soon()):  # given back, not run out
-        pass
+def test_a_lost_worker_takes_no_others_off_the_log() -> None:
+    """A worker that was stopped for long takes all others for lost; they have struck it off."""
+    log = MemberLog(HashStore())
+    for session in (1, 2, 3):
+        log.enter(card(session), soon())
+    log.leave(2, by=1)
+    log.leave(1, by=2)
+    log.leave(3, by=2)
+    assert [each["session"] for each in log.members(soon())] == [1, 3]
+    log.leave(3)
+    assert [each["session"] for each in log.members(soon())] == [1]
+
+
+def test_a_process_that_cannot_be_seen_is_not_dead() -> None:
+    """A pid of another namespace or another host says nothing here; an own one that ended does."""
+    own = asdict(Process.current())
+    ended = {**own, "start": own["start"] + 1}
+    assert is_dead({"process": ended})
+    assert not is_dead({"process": own})
+    for elsewhere in ({"pid_namespace": 1}, {"boot_id": "another host"}):
+        assert not is_dead({"process": {**ended, **elsewhere}})

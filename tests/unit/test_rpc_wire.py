@@ -1,4 +1,4 @@
-"""The wire's parser against frames that are cut, grown, flipped and made up."""
+"""The decoder of messages and chunks, against ones that are cut, grown, flipped and made up."""
 
 from __future__ import annotations
 
@@ -8,47 +8,59 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-HEADER = struct.Struct("<4sB3xQQQqQQiiII")
-SLOT = struct.Struct("<IIQQ")
-PACKED, FRAME, ARENA = 0, 1, 2
+HEADER = struct.Struct("<4sB3xQQQqQQiIII")
+SLOT = struct.Struct("<IIQQQ")
+CHUNK = struct.Struct("<4sIQQQQ")
+PACKED, PART, SHARED = 0, 1, 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def parse():
-    """Return the native parser; the frames of a message in, what it holds out."""
+@pytest.fixture(scope="module")
+def decode():
+    """Return the native decoder: ZeroMQ messages in, the messages that are whole out."""
     pytest.importorskip("zmq")
     from rankcall.rpc.native import agent_module
 
-    return agent_module().parse
+    return agent_module().decode
+
+
+@pytest.fixture(scope="module")
+def parse(decode):
+    """Return the decoder for the frames of one message that does not come in chunks."""
+    return lambda frames: decode([frames], 1 << 20, True)[0]
 
 
 def build(
     payload: bytes, pickle: bytes, buffers: list[tuple[int, bytes]], kind: int = 1, call: int = 7
 ) -> list[bytes]:
-    """Write a message as the format says, by a hand of its own."""
-    slots = b"".join(SLOT.pack(where, 0, len(data), 5) for where, data in buffers)
+    """Return the frames of a message, written from the description of the format."""
+    slots = b"".join(SLOT.pack(where, 0, len(data), 5, 6) for where, data in buffers)
     packed = b"".join(data for where, data in buffers if where == PACKED)
     header = HEADER.pack(
-        b"RKR1", kind, 1, 2, call, 3, len(payload), len(pickle), 0x102, 0, len(buffers), 0
+        b"RKR2", kind, 1, 2, call, 3, len(payload), len(pickle), 0x102, len(buffers), 0, 0
     )
-    frames = [data for where, data in buffers if where == FRAME]
+    frames = [data for where, data in buffers if where == PART]
     return [header + slots + payload + pickle + packed, *frames]
 
 
 BUFFERS = st.lists(
-    st.tuples(st.sampled_from([PACKED, FRAME, ARENA]), st.binary(max_size=40)), max_size=5
+    st.tuples(st.sampled_from([PACKED, PART, SHARED]), st.binary(max_size=40)), max_size=5
 )
 MESSAGES = st.builds(
-    build, st.binary(max_size=60), st.binary(max_size=30), BUFFERS, st.integers(1, 5),
+    build,
+    st.binary(max_size=60),
+    st.binary(max_size=30),
+    BUFFERS,
+    st.integers(1, 6),
     st.integers(0, 2**64 - 1),
-)  # fmt: skip
+)
 
 
 @given(payload=st.binary(max_size=60), pickle=st.binary(max_size=30), buffers=BUFFERS)
 def test_a_whole_message_is_read(parse, payload, pickle, buffers) -> None:
-    """What was written comes out."""
+    """The decoder returns the message that was written."""
     frames = build(payload, pickle, buffers)
-    assert parse(frames) == (1, 7, payload, len(buffers))
+    parts = [data for where, data in buffers if where == PART]
+    assert parse(frames) == (1, 7, payload, parts)
 
 
 @given(frames=MESSAGES, data=st.data())
@@ -61,7 +73,7 @@ def test_a_cut_or_grown_message_is_refused(parse, frames, data) -> None:
         [*frames, b""],
         frames[:-1] if len(frames) > 1 else [b""],
     ):
-        with pytest.raises(ValueError, match=r"frame|rankcall message"):
+        with pytest.raises(ValueError, match=r"head|frame|rankcall message|buffer"):
             parse(broken)
 
 
@@ -72,24 +84,89 @@ def test_flipped_bytes_never_crash(parse, frames, data) -> None:
     for _ in range(data.draw(st.integers(1, 8))):
         head[data.draw(st.integers(0, len(head) - 1))] = data.draw(st.integers(0, 255))
     try:
-        kind, _, payload, buffers = parse([bytes(head), *frames[1:]])
+        kind, _, payload, parts = parse([bytes(head), *frames[1:]])
     except ValueError:
         return
-    assert 1 <= kind <= 5
-    assert len(payload) + buffers * SLOT.size <= len(head)
+    assert 1 <= kind <= 6
+    assert len(payload) <= len(head)
+    assert parts == list(frames[1:])
 
 
 @given(frames=st.lists(st.binary(max_size=200), min_size=1, max_size=4))
 def test_noise_is_refused(parse, frames) -> None:
-    """Nothing that was not meant for us is read."""
-    with pytest.raises(ValueError, match=r"frame|rankcall message"):
+    """Frames of other programs are refused."""
+    with pytest.raises(ValueError, match=r"head|frame|rankcall message|buffer"):
         parse(frames)
 
 
 def test_sizes_that_would_overflow_are_refused(parse) -> None:
     """Sums beyond 64 bits and tables beyond the frame."""
     whole = build(b"abc", b"", [])[0]
-    for offset, size in ((40, 8), (48, 8), (64, 4), (68, 4)):
+    for offset, size in ((40, 8), (48, 8), (60, 4), (64, 4)):
         broken = whole[:offset] + b"\xff" * size + whole[offset + size :]
-        with pytest.raises(ValueError, match=r"frame|too many"):
+        with pytest.raises(ValueError, match=r"head|too many"):
             parse([broken])
+
+
+def cut(frames: list[bytes], transfer: int, size: int, session: int = 9) -> list[list[bytes]]:
+    """Return a message in chunks of at most ``size`` bytes."""
+    return [
+        [
+            CHUNK.pack(b"RKC2", part, session, transfer, offset, len(data)),
+            data[offset : offset + size],
+        ]
+        for part, data in enumerate(frames)
+        for offset in range(0, max(len(data), 1), size)
+    ]
+
+
+@given(messages=st.lists(MESSAGES, max_size=4), size=st.integers(1, 50), data=st.data())
+def test_chunks_make_the_message(decode, messages, size, data) -> None:
+    """Messages of several sessions that arrive in turns come out as they would in one piece."""
+    lanes = [cut(frames, 3, size, session) for session, frames in enumerate(messages)]
+    mixed = []
+    while any(lanes):
+        lane = data.draw(st.sampled_from([lane for lane in lanes if lane]))
+        mixed.append(lane.pop(0))
+    whole = [decode([frames], 1 << 20, True)[0] for frames in messages]
+    assert sorted(decode(mixed, 1 << 20, True)) == sorted(whole)
+
+
+@given(frames=MESSAGES, size=st.integers(1, 50), data=st.data())
+def test_chunks_that_are_missing_or_swapped_are_refused(decode, frames, size, data) -> None:
+    """No message is made of chunks that are not all there in order."""
+    chunks = cut(frames, 3, size)
+    at = data.draw(st.integers(0, len(chunks) - 1))
+    missing = [*chunks[:at], *chunks[at + 1 :]]
+    if at == len(chunks) - 1:
+        assert decode(missing, 1 << 20, True) == []
+    else:
+        with pytest.raises(ValueError, match="chunk"):
+            decode(missing, 1 << 20, True)
+    if at:
+        swapped = [*chunks[: at - 1], chunks[at], chunks[at - 1], *chunks[at + 1 :]]
+        with pytest.raises(ValueError, match="chunk"):
+            decode(swapped, 1 << 20, True)
+
+
+def test_a_newer_message_replaces_one_that_was_broken_off(decode) -> None:
+    """The chunks of a transfer that never ends are dropped with the first of the next."""
+    first, second = build(b"a" * 90, b"", []), build(b"b" * 90, b"", [(PART, b"xyz")])
+    messages = [*cut(first, 1, 20)[:3], *cut(second, 2, 20)]
+    assert decode(messages, 1 << 20, True) == [(1, 7, b"b" * 90, [b"xyz"])]
+
+
+def test_no_memory_for_what_is_too_large(decode) -> None:
+    """A head that announces more than the limit is refused before its memory is allocated."""
+    huge = CHUNK.pack(b"RKC2", 0, 9, 1, 0, 1 << 40)
+    with pytest.raises(ValueError, match="larger than max_message_bytes"):
+        decode([[huge, b"x"]], 1 << 20, True)
+
+
+def test_a_stranger_sends_one_chunk_at_most(decode) -> None:
+    """The introduction of a newcomer fits in one; nothing is kept for others."""
+    frames = build(b"hello", b"", [], kind=3)
+    assert decode(cut(frames, 1, 1000), 1 << 20, False) == [(3, 7, b"hello", [])]
+    for refused in (cut(frames, 1, 50), cut(build(b"hello", b"", [(PART, b"xy")]), 1, 1000)):
+        with pytest.raises(ValueError, match="stranger"):
+            decode(refused, 1 << 20, False)

@@ -13,11 +13,11 @@ from ring_fuzz import SHAPE, sound_bytes, write_sound
 from worlds import MS, Call, group_of, together, write_world
 
 from rankcall.errors import CorruptRun, RunNotFound
+from rankcall.ranks import format_ranks
 from rankcall.ring.layout import offset_of
 from rankcall.ring.reader import read_ring
 from rankcall.ring.tables import Group
-from rankcall.run import format_ranks, label_groups, load
-from rankcall.rundir import (
+from rankcall.run.directory import (
     create_run,
     default_run_dir,
     find_run,
@@ -25,8 +25,9 @@ from rankcall.rundir import (
     make_live_dir,
     ring_name,
     ring_paths,
-    settle,
 )
+from rankcall.run.load import label_groups, load
+from rankcall.run.settle import settle
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def live_ring(run: Path, name: str = "rank-00001.attempt-0.a.1.ring", *, alive: bool) -> Path:
-    """Put a ring where a living process's would be; a dead one's pid is of another start."""
+    """Write a ring into the live directory; that of a dead process has another start time."""
     folder = make_live_dir(run)
     write_sound(folder / name)
     if not alive:
@@ -66,7 +67,7 @@ def test_default_run_dir() -> None:
 
 
 def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a path the latest counts; what is not there is RunNotFound, with the way out."""
+    """Without a path the latest run is loaded; a missing one is RunNotFound, with advice."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunNotFound, match=r"rankcall run script\.py"):
         find_run()
@@ -127,7 +128,7 @@ def test_settle_without_anything(run_dir: Path) -> None:
 
 
 def test_load_reads_live_and_moved(run_dir: Path) -> None:
-    """Rings are found in the run, beside it and where they live; each counts once."""
+    """Rings are found in the run, beside it and in shared memory; each counts once."""
     living = live_ring(run_dir, alive=True)
     (run_dir / "rings" / "other.ring").write_bytes(sound_bytes())
     (run_dir / "rings" / living.name).write_bytes(sound_bytes())
@@ -137,17 +138,18 @@ def test_load_reads_live_and_moved(run_dir: Path) -> None:
 
 
 def test_a_ring_that_moves_between_load_and_read(run_dir: Path) -> None:
-    """A job that ends meanwhile loses nothing: its ring is found where it went."""
+    """If a job ends during the load, its moved ring is found in its new place."""
     live_ring(run_dir, alive=False)
     run = load(run_dir)
     settle(run_dir)
     assert run.records.height == 65
-    assert run.problems == [f"{run_dir}: no ring for rank 0,2-3 of 4: what is said is "
-                            "of the others only"]  # fmt: skip
+    assert run.problems == [
+        f"{run_dir}: no ring for rank 0,2-3 of 4: the results cover the other ranks only"
+    ]
 
 
 def test_a_ring_that_goes_away_is_a_problem(run_dir: Path) -> None:
-    """What was there at load and is not at read is named."""
+    """A ring that disappears between load and read is named."""
     ring = run_dir / "rings" / "x.ring"
     ring.write_bytes(sound_bytes())
     run = load(run_dir)
@@ -168,15 +170,20 @@ def test_frames(tmp_path: Path) -> None:
     mine = run.records.filter(pl.col("rank") == 5)
     cast, sent, reduced = mine.to_dicts()
     assert (cast["op"], cast["root"], cast["completed_ns"], cast["status"]) == (
-        "broadcast", 2, None, "started",
-    )  # fmt: skip
+        "broadcast",
+        2,
+        None,
+        "started",
+    )
     assert (cast["group"], cast["group_ranks"], cast["call_site"]) == ("pair", "2,5", "train.py:4")
     assert (sent["kind"], sent["peer"], sent["tag"], sent["root"]) == ("p2p", 2, 9, None)
     assert (reduced["op"], reduced["host"], reduced["reduce_op"]) == ("all_reduce", "node-b", None)
     group = run.groups.filter(pl.col("group") == "pair").to_dicts()[0]
     assert (group["ranks"], group["hosts"], group["cross_host"]) == (
-        [2, 5], ["node-a", "node-b"], True,
-    )  # fmt: skip
+        [2, 5],
+        ["node-a", "node-b"],
+        True,
+    )
     assert run.ranks["records"].to_list() == [1, 1, 1, 1, 1, 3]
     assert run.dropped == dict.fromkeys(range(6), 0)
 
@@ -198,8 +205,10 @@ def test_problems_are_listed(tmp_path: Path) -> None:
     run = load(folder)
     assert len(run.problems) == 3
     assert [word in "".join(run.problems) for word in ("schema 0", "run.json", "rank 1 of 2")] == [
-        True, True, True,
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+    ]
 
 
 def test_nothing_readable(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``rankcall run``'s own decisions: names, environment, mistakes, whose records are missing."""
+"""``rankcall run``'s own decisions: names, environment, user mistakes, ranks without records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB = Job(("train.py",), "train.py", True, 1, 4, None, None)
 
 
 def header(rank: int, local_rank: int, attempt: int = 0) -> Any:
-    """Return as much of a ring's header as is looked at."""
+    """Return the part of a ring's header that the command reads."""
     return SimpleNamespace(rank=rank, local_rank=local_rank, attempt=attempt)
 
 
@@ -84,7 +84,7 @@ def test_a_run_is_named_after_what_runs(
 def test_nodes_agree_on_a_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a rendezvous id the name comes from it alone; without one the user is told."""
+    """With a rendezvous id, the name comes from it alone; without one, the output says so."""
     monkeypatch.chdir(tmp_path)
     job = replace(JOB, max_nodes=2, rdzv_id="../job 7")
     assert run._default(job) == run._default(job) == Path("rankcall-runs/_job_7-train")
@@ -149,12 +149,12 @@ def test_capture_that_cannot_be_built(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """auto falls back and says so once; native, asked for by name, is an error."""
-    from rankcall.capture.native import build
+    from rankcall._native import NativeModule
 
-    def fail() -> Path:
+    def fail(module: NativeModule) -> Path:
         raise CaptureUnavailable("no compiler")
 
-    monkeypatch.setattr(build, "prebuild", fail)
+    monkeypatch.setattr(NativeModule, "prebuild", fail)
     assert run._prepare("auto") == "python"
     assert "no compiler; recording with the slower Python capture" in capsys.readouterr().err
     with pytest.raises(CaptureUnavailable):

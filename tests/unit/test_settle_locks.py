@@ -1,4 +1,4 @@
-"""A ring is moved or removed only if its writer is done with it, wherever that writer runs."""
+"""A ring is moved or removed only if its writer has ended, in whatever namespace that runs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from rankcall._hangs import text_of
 from rankcall.cli import main
 from rankcall.ring import Geometry, Identity
 from rankcall.ring.lock import WriterLock, try_lock
 from rankcall.ring.writer import create_locked, put
-from rankcall.run import load
-from rankcall.rundir import (
-    clean_up,
-    create_run,
-    kept_hangs,
-    live_dir,
-    make_live_dir,
-    ring_paths,
-    save_ring,
-    settle,
-)
+from rankcall.run.directory import create_run, live_dir, make_live_dir, ring_paths
+from rankcall.run.hangs import kept_hangs, text_of
+from rankcall.run.load import load
+from rankcall.run.settle import clean_up, save_ring, settle
 
 DAY_NS = 86_400 * 10**9
 
@@ -58,7 +50,7 @@ def write_ring(
 
 
 def names(folder: Path) -> list[str]:
-    """Return what is in a folder; nothing if it is gone."""
+    """Return the names in a folder; none if the folder is gone."""
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
@@ -66,7 +58,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_writer_of_another_pid_namespace(run_dir: Path) -> None:
-    """Its ring stays while it holds the lock, and is moved once it does not."""
+    """The ring of an invisible process moves only after the process has dropped its lock."""
     _, lock = write_ring(run_dir)
     assert settle(run_dir) == []
     assert names(live_dir(run_dir)) == ["x.ring"]
@@ -76,7 +68,7 @@ def test_a_writer_of_another_pid_namespace(run_dir: Path) -> None:
 
 
 def test_a_writer_that_lives_here(run_dir: Path) -> None:
-    """A process that is known to live keeps its ring, whatever became of its lock."""
+    """The ring of a process that is known to be alive stays, even without a lock."""
     _, lock = write_ring(run_dir, elsewhere=False)
     lock.release()
     assert settle(run_dir) == []
@@ -84,7 +76,7 @@ def test_a_writer_that_lives_here(run_dir: Path) -> None:
 
 
 def test_a_closed_ring(run_dir: Path) -> None:
-    """A ring that says that it is complete is moved."""
+    """A closed ring is moved."""
     ring, lock = write_ring(run_dir)
     put(ring, "closed_ns", time.monotonic_ns())
     lock.release()
@@ -92,7 +84,7 @@ def test_a_closed_ring(run_dir: Path) -> None:
 
 
 def test_a_ring_of_an_old_rankcall(run_dir: Path) -> None:
-    """Without a lock or a namespace it counts as abandoned a minute after its last sign of life."""
+    """A ring without lock and namespace is moved a minute after its last sign of life."""
     ring, lock = write_ring(run_dir)
     lock.release()
     for field in ("pid_namespace", "locked", "process_start"):
@@ -129,7 +121,7 @@ def test_a_killed_writer(run_dir: Path) -> None:
 
 
 def test_a_forked_child_neither_keeps_nor_drops_the_lock(run_dir: Path) -> None:
-    """The lock is its parent's: it lasts as long as the parent holds it, and no longer."""
+    """A forked child does not keep its parent's lock after the parent has released it."""
     _, lock = write_ring(run_dir)
     out_end, in_end = os.pipe()
     ready_out, ready_in = os.pipe()
@@ -153,7 +145,7 @@ def test_a_forked_child_neither_keeps_nor_drops_the_lock(run_dir: Path) -> None:
 
 
 def test_a_child_that_ends_leaves_the_lock(run_dir: Path) -> None:
-    """A forked child's end does not give its parent's ring away."""
+    """The end of a forked child does not release its parent's lock."""
     _, lock = write_ring(run_dir)
     child = os.fork()
     if child == 0:
@@ -165,7 +157,7 @@ def test_a_child_that_ends_leaves_the_lock(run_dir: Path) -> None:
 
 
 def test_a_descriptor_that_was_closed_under_us(run_dir: Path) -> None:
-    """A program that closes all descriptors may have its own file at our number: it stays open."""
+    """If a program has reused the lock's descriptor for a file of its own, that file stays open."""
     _, lock = write_ring(run_dir)
     number = lock._fd
     own = os.open(os.devnull, os.O_RDONLY)
@@ -178,7 +170,7 @@ def test_a_descriptor_that_was_closed_under_us(run_dir: Path) -> None:
 
 
 def test_two_movers(run_dir: Path) -> None:
-    """A ring that another process is moving is waited for, and only for so long."""
+    """settle waits for a ring that another process moves, but only until its deadline."""
     _, lock = write_ring(run_dir, elsewhere=False)
     path = live_dir(run_dir) / "x.ring"
     lock.release()
@@ -188,13 +180,13 @@ def test_two_movers(run_dir: Path) -> None:
         file.flush()
         assert try_lock(mover.fileno())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rankcall.rundir._MOVER_SECONDS", 0.05)
+            patch.setattr("rankcall.run.settle._MOVER_SECONDS", 0.05)
             assert settle(run_dir) == []
     assert len(settle(run_dir)) == 1
 
 
 def test_a_ring_from_memory(run_dir: Path) -> None:
-    """A ring that had no file while it was recorded is saved whole, without its unused end."""
+    """A ring in memory is saved with all records and without its unused end."""
     ring, lock = write_ring(run_dir)
     saved = save_ring(ring, run_dir, "saved.ring")
     assert load(saved).heads[0].header.rank == 0
@@ -208,7 +200,7 @@ def test_a_ring_from_memory(run_dir: Path) -> None:
 
 
 def test_a_live_folder_that_others_can_write(run_dir: Path) -> None:
-    """Rings and verdicts in it may be forged: they are ignored, and ``problems`` says so."""
+    """Rings and verdicts in a folder that others can write are ignored; ``problems`` says so."""
     _, lock = write_ring(run_dir)
     lock.release()
     folder = live_dir(run_dir)
@@ -229,7 +221,7 @@ def test_a_live_folder_that_others_can_write(run_dir: Path) -> None:
 
 
 def test_a_live_folder_that_is_a_link(run_dir: Path, tmp_path: Path) -> None:
-    """Another user can plant a link where our folder will be: it is not followed."""
+    """A link that another user planted in place of the folder is not followed."""
     _, lock = write_ring(run_dir)
     lock.release()
     base = live_dir(run_dir).parent
@@ -261,7 +253,7 @@ def test_a_ring_of_another_user(run_dir: Path) -> None:
 
 
 def test_a_run_directory_keeps_its_mode(tmp_path: Path) -> None:
-    """A folder that others use does not become private because a run is kept in it."""
+    """A shared folder keeps its mode if a run is created in it."""
     shared = tmp_path / "team"
     shared.mkdir()
     shared.chmod(0o2775)
@@ -274,7 +266,7 @@ def test_a_run_directory_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def test_rings_of_a_killed_job_are_kept_for_a_day(run_dir: Path) -> None:
-    """Before that nothing is touched; after it they are moved to the run directory."""
+    """Rings of a killed job stay for a day, and then move to the run directory."""
     ring, lock = write_ring(run_dir)
     lock.release()
     assert clean_up() == []
@@ -286,7 +278,7 @@ def test_rings_of_a_killed_job_are_kept_for_a_day(run_dir: Path) -> None:
 
 
 def test_rings_without_a_run_directory_are_removed(run_dir: Path) -> None:
-    """There is nowhere to move them to; one whose lock is held stays all the same."""
+    """Old rings without a run directory are removed, except those whose lock is held."""
     _, lock = write_ring(run_dir, quiet_s=2 * 86_400)
     _, held = write_ring(run_dir, "y.ring", quiet_s=2 * 86_400)
     lock.release()
@@ -301,7 +293,7 @@ def test_rings_without_a_run_directory_are_removed(run_dir: Path) -> None:
 
 
 def test_rings_that_may_be_written_are_never_cleaned(run_dir: Path) -> None:
-    """Not those of a living process, and not one whose lock is held, however old they look."""
+    """Rings of a living process, or with a held lock, stay, however old they look."""
     _, elsewhere = write_ring(run_dir, quiet_s=9 * 86_400)
     _, here = write_ring(run_dir, "y.ring", elsewhere=False, quiet_s=9 * 86_400)
     here.release()
@@ -321,7 +313,7 @@ def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_any_command_cleans_up(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command that reads some other run frees what a killed job left a day ago."""
+    """A command that reads one run also frees rings that another job left a day ago."""
     _, lock = write_ring(run_dir, quiet_s=2 * 86_400)
     lock.release()
     assert main(["report", str(run_dir / "nothing")]) == 2
@@ -330,7 +322,7 @@ def test_any_command_cleans_up(run_dir: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_what_is_no_ring_is_kept_for_a_day(run_dir: Path) -> None:
-    """A file that was never finished goes by its own age."""
+    """An incomplete file is removed by the age of the file."""
     folder = make_live_dir(run_dir)
     junk = folder / "junk.ring"
     junk.write_bytes(b"junk")

@@ -1,4 +1,4 @@
-"""Several launchers of one host end at once and move the same run's rings."""
+"""Several launchers of one host end at the same time and move the rings of one run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 from rankcall.ring import Geometry, Identity, create
 from rankcall.ring.writer import put
-from rankcall.run import load
-from rankcall.rundir import live_dir, make_live_dir, ring_name, settle
+from rankcall.run.directory import live_dir, make_live_dir, ring_name
+from rankcall.run.load import load
+from rankcall.run.settle import settle
 
 
 def make_rings(run: Path, count: int) -> None:
-    """Leave closed rings where living processes keep theirs."""
+    """Make closed rings in the folder of live rings."""
     live = make_live_dir(run)
     for rank in range(count):
         who = Identity(rank=rank, world_size=count, local_rank=rank, host="h")
@@ -22,7 +23,7 @@ def make_rings(run: Path, count: int) -> None:
 
 
 def test_every_ring_is_moved_once(tmp_path: Path) -> None:
-    """Whoever comes second leaves the other alone: all rings arrive whole, none stays behind."""
+    """If two processes settle one run at the same time, every ring arrives complete."""
     for turn in range(30):
         run = tmp_path / f"run-{turn}"
         run.mkdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.capture.source import SourceLines, line_text
+from rankcall.capture.recording import SourceLines, line_text
 from rankcall.ring.layout import ENTRY_LINE, Geometry
 from rankcall.ring.reader import read_ring
 from rankcall.ring.tables import CallSite, Group, parse_tables
@@ -30,7 +30,7 @@ def at(path: Path | str, line: int) -> CallSite:
 
 
 def test_a_line_is_one_line_and_bounded(tmp_path: Path) -> None:
-    """Without its indentation; what cannot be known is empty, and raises nothing."""
+    """Without its indentation; an unknown line is empty, and raises no error."""
     file = written(tmp_path / "a.py", "x = 1", "\t  dist.all_reduce( t )  ", "y" * 5000)
     assert line_text(at(file, 2)) == "dist.all_reduce( t )"
     assert line_text(at(file, 3)) == "y" * 159 + "…"

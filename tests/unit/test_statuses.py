@@ -1,4 +1,4 @@
-"""What hooks get is the same whether it is made natively or column by column."""
+"""Hooks get the same statuses whether these are made natively or column by column."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 
 import rankcall
 from rankcall.capture import session
-from rankcall.capture.events import Record, StatusMaker
 from rankcall.capture.native import recorder_module
-from rankcall.capture.tail import Batch
+from rankcall.capture.statuses import Record, StatusMaker
 from rankcall.errors import CaptureUnavailable
 from rankcall.hooks import CollectiveStatus
 from rankcall.record import OPS, RECORD, STATUSES
+from rankcall.ring.follower import Batch
 from rankcall.ring.tables import Group, Tables
 
 
 def built_recorder() -> Any:
-    """Return the recorder, or skip where it cannot be built."""
+    """Return the recorder, or skip the test if it cannot be built."""
     try:
         return recorder_module()
     except CaptureUnavailable as why:

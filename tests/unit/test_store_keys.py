@@ -16,7 +16,7 @@ __all__ = ["clients", "kind"]  # fixtures
 # --- prefixes and attempts ---
 
 
-@pytest.mark.parametrize("prefix", ["", "a/b", "ünï ☃", "{}%s", "new\nline", "rankcall.b0/", "\0"])
+@pytest.mark.parametrize("prefix", ["", "a/b", "ünï ☃", "{}%s", "new\nline", "rankcall.0/", "\0"])
 def test_odd_prefixes(prefix: str, tmp_path: Path) -> None:
     """A prefix is any text."""
     for each in ("tcp", "file", "hash"):
@@ -30,9 +30,12 @@ def test_prefixes_do_not_meet() -> None:
     """Prefixes that begin alike, attempts and PrefixStores are worlds of their own."""
     store = HashStore()
     for base, prefix, attempt in (
-        (store, "p", 0), (store, "p", 1), (store, "p1", 0), (PrefixStore("p", store), "", 0),
+        (store, "p", 0),
+        (store, "p", 1),
+        (store, "p1", 0),
+        (PrefixStore("p", store), "", 0),
         (PrefixStore("q", store), "p", 0),
-    ):  # fmt: skip
+    ):
         error, _ = timed(
             lambda b=base, p=prefix, a=attempt: ours.barrier(b, 2, p, 0.05, 0, attempt=a)
         )
@@ -62,18 +65,20 @@ def test_keys_do_not_pile_up(clients: list[Store]) -> None:
             ours.synchronize(clients[rank], b"x", rank, N, "p", 20)
             if rank == 2:
                 for which in ("b", "s"):
-                    assert 1 <= len(generations(clients[rank], which)) <= 2
+                    assert 1 <= len(generations(clients[rank], which)) <= 3  # others may be ahead
 
     counts = []
     for _ in range(4):
         assert ranks(rounds, N) == [None] * N
         counts.append(len(keys_of(clients[0])))
+        for which in ("b", "s"):
+            assert 1 <= len(generations(clients[0], which)) <= 2
     assert counts == counts[:1] * 4
     assert clients[0].get("mine") == b"kept"
 
 
 def test_retries_leave_no_more_keys_than_one(clients: list[Store]) -> None:
-    """However often a rank calls in vain, the store grows by nothing."""
+    """A rank that times out again and again adds no keys."""
     sizes = []
     for _ in range(4):
         timed(lambda: ours.barrier(clients[0], 2, "p", 0.02, 0))
@@ -104,7 +109,7 @@ def test_clean_up_leaves_nothing(clients: list[Store]) -> None:
 
 
 def test_clean_up_waits_for_all_ranks(clients: list[Store]) -> None:
-    """While one rank has use for a prefix, what it needs stays; saying it twice changes nothing."""
+    """While one rank uses a prefix, its keys stay; a second clean-up by a rank changes nothing."""
     timed(lambda: ours.barrier(clients[0], 2, "p", 0.05, 0))
     ours.barrier(clients[1], 2, "p", 5, 1)
     for _ in range(2):
@@ -115,12 +120,12 @@ def test_clean_up_waits_for_all_ranks(clients: list[Store]) -> None:
 
 
 def test_clean_up_without_a_rank_removes_at_once() -> None:
-    """What a dead job left can be removed by anybody; another prefix is not touched."""
+    """Any process can remove the keys of a dead job; another prefix is not touched."""
     store = HashStore()
     for prefix in ("p", "p2"):
         timed(lambda p=prefix: ours.barrier(store, 2, p, 0.05, 0))
     ours.clean_up(store, "p", 2)
-    assert {key.partition("/")[0] for key in keys_of(store)} == {"p2", "rankcall.store"}
+    assert {key.partition("/")[0] for key in keys_of(store)} == {"p2"}
 
 
 def test_a_new_attempt_removes_what_the_last_one_left() -> None:
@@ -130,4 +135,4 @@ def test_a_new_attempt_removes_what_the_last_one_left() -> None:
     assert ranks(lambda rank: ours.barrier(store, 2, "p", 5, rank, attempt=4), 2) == [None] * 2
     left = [key for key in keys_of(store) if key.startswith("p")]
     assert left
-    assert all("b4/" in key for key in left)
+    assert all("rankcall.4/" in key for key in left)

@@ -1,18 +1,19 @@
-"""Who is missing, who believes in another world, who is here: in errors that say where, too."""
+"""Errors name missing ranks and ranks with another world size; a roll call lists ranks."""
 
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 from lag import stopwatch
 from stores import N, clients, come, kind, meanwhile, ranks, timed, until_key
-from torch.distributed import DistStoreError, HashStore, Store
+from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 
 import rankcall
 from rankcall import store as ours
-from rankcall.store import _words
-from rankcall.store._keys import keys_of as keys_for
+from rankcall.store import _client
+from rankcall.store._keys import Keys, arrival
 
 __all__ = ["clients", "kind"]  # fixtures
 LATE_S = {"file": 2.0}
@@ -51,7 +52,7 @@ def test_get_all_names_the_keys_that_are_not_there(clients: list[Store]) -> None
 
 
 def test_trace_timeout_bounds_the_naming() -> None:
-    """With no time for it, nobody is named, and the error says so."""
+    """Without time for naming, the error names no rank, and says why."""
     error, took = timed(lambda: ours.barrier(HashStore(), 2, "p", 0.1, 0, trace_timeout=0))
     assert error.missing_ranks == ()
     assert "trace_timeout" in str(error)
@@ -59,25 +60,27 @@ def test_trace_timeout_bounds_the_naming() -> None:
 
 
 def test_world_sizes_that_differ(clients: list[Store]) -> None:
-    """Everybody is told who believes what."""
+    """Each error says which ranks expect which world size."""
     said = {0: 4, 1: 4, 2: 3}
     errors = come(lambda rank: ours.barrier(clients[rank], said[rank], "p", 0.1, rank), range(3))
     for error in errors:
         assert isinstance(error, rankcall.WorldMismatch)
         assert {claim[:2] for claim in error.claims} == {(0, 4), (1, 4), (2, 3)}
-        assert "3 say ranks 2" in str(error)
-        assert "4 say ranks 0-1" in str(error)
+        assert re.search(r"rank 2 \(\S+\) expects 3 ranks", str(error))
+        assert re.search(r"ranks 0-1 \(\S+\) expect 4 ranks", str(error))
 
 
 def test_world_sizes_that_differ_without_ranks(clients: list[Store]) -> None:
     """The same without ranks, by process."""
     errors = come(lambda rank: ours.barrier(clients[rank], 3 + rank, "p", 0.1), range(2))
     assert [type(error) for error in errors] == [rankcall.WorldMismatch] * 2
-    assert "4 say pid" in str(errors[0])
+    for error in errors:
+        assert "1 process without a rank expects 3 ranks" in str(error)
+        assert "1 process without a rank expects 4 ranks" in str(error)
 
 
 def test_a_rank_in_two_threads() -> None:
-    """Two threads of one process that are one rank are told so."""
+    """Two threads of one process that call as one rank get an error that says so."""
     store = HashStore()
     with meanwhile(lambda: ours.barrier(store, 2, "p", 5, 0)):
         until_key(store, "w0")
@@ -86,17 +89,18 @@ def test_a_rank_in_two_threads() -> None:
         ours.barrier(store, 2, "p", 5, 1)
 
 
-def test_rollcall_waits_for_nobody(clients: list[Store]) -> None:
-    """Who has answered is listed with what it does; who has not is missing."""
+def test_rollcall_does_not_wait_for_all(clients: list[Store]) -> None:
+    """Ranks that have answered are listed with what they do; the others are missing."""
     first = ours.rollcall(clients[0], 0, 3, timeout=0.05, doing="in all_reduce #3 on group 0")
     assert [one.rank for one in first.answers] == [0]
     assert first.missing_ranks == [1, 2]
     second = ours.rollcall(clients[2], 2, 3, timeout=0.05)
     assert [(one.rank, one.doing) for one in second.answers] == [
-        (0, "in all_reduce #3 on group 0"), (2, None),
-    ]  # fmt: skip
+        (0, "in all_reduce #3 on group 0"),
+        (2, None),
+    ]
     assert "in all_reduce #3 on group 0" in str(second)
-    assert "no answer from 1 ranks: 1 (host unknown)" in str(second)
+    assert "no answer from 1 rank: 1 (host unknown)" in str(second)
     with stopwatch() as took:
         assert not ours.rollcall(clients[1], 1, 3, timeout=20).missing_ranks
     assert took[0] < 10
@@ -111,10 +115,9 @@ def test_the_message_says_who_what_and_where(monkeypatch: pytest.MonkeyPatch) ->
     hosts = {17: "node-c", 18: "node-c", 512: "node-k"}
     shared = HashStore()
     here = [rank for rank in range(1024) if rank not in hosts]
-    words = keys_for("epoch-3", "b", 0, 1024).words
+    keys = Keys("epoch-3", 0, 1024)
     for rank in here[:-1]:  # as their calls would, which would take a second
-        word, _ = _words.place(rank)
-        shared.add(words[word], _words.claim(rank) + _words.arrival(rank, 0))
+        shared.add(keys.word_of("b", 0, rank), arrival(rank))
     error, _ = timed(lambda: ours.barrier(shared, 1024, "epoch-3", 0.1, here[-1], hosts=hosts))
     assert str(error).startswith(
         "barrier 'epoch-3' timed out after 0.1 s on rank 1023 (node-b): 1,021 of 1,024 ranks "
@@ -124,13 +127,15 @@ def test_the_message_says_who_what_and_where(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(error, DistStoreError)
     for part in (
         "Timed out waiting on barrier on rank 1023, for key prefix: epoch-3",
-        "world_size=1024", "missing_ranks=[17, 18, 512]", "timeout=0.1",
-    ):  # fmt: skip
+        "world_size=1024",
+        "missing_ranks=[17, 18, 512]",
+        "timeout=0.1",
+    ):
         assert part in str(error)
 
 
 def test_hosts_are_known_from_an_earlier_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has been here before is named with its host."""
+    """A missing rank that took part in an earlier round is named with its host."""
     shared = HashStore()
     for rank in range(2):
         monkeypatch.setenv("RANKCALL_HOST", f"node-{rank}")
@@ -186,3 +191,32 @@ def test_an_error_can_be_pickled() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), vars(copy)) == (str(error), vars(error))
     assert type(copy) is type(error)
+
+
+def test_a_roll_call_compares_no_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is minutes behind is here; an answer that is the same for a minute is not."""
+    shared = HashStore()
+    stores = [PrefixStore("p", shared) for _ in range(2)]  # as in two processes
+    now = 0.0
+
+    def monotonic() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    monkeypatch.setattr(_client.clock, "monotonic", monotonic, raising=False)
+    monkeypatch.setattr(_client.clock, "sleep", lambda seconds: None, raising=False)
+
+    def call(rank: int) -> ours.Rollcall:
+        return ours.rollcall(stores[rank], rank, 2, timeout=0.05, doing="here")
+
+    now = 5.0  # rank 1's own clock
+    call(1)
+    now = 90_000.0
+    assert call(0).missing_ranks == []
+    now += 59
+    assert call(0).missing_ranks == []
+    now += 2
+    assert call(0).missing_ranks == [1]
+    call(1)
+    assert call(0).missing_ranks == []

@@ -1,4 +1,4 @@
-"""In torch's place: what its own functions get wrong, and its code with ours."""
+"""Defects of torch's own functions, and torch's code with our functions in their place."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_timeout_is_what_it_was_after_any_outcome(clients: list[Store]) -> N
 
 @pytest.mark.parametrize("name", ["barrier", "get_all", "store_timeout", "synchronize"])
 def test_positional_arguments_are_the_models(name: str) -> None:
-    """Names, order and defaults are torch's; what is new is keyword-only."""
+    """Names, order and defaults are torch's; new parameters are keyword-only."""
     theirs = inspect.signature(getattr(model, name)).parameters
     mine = inspect.signature(getattr(ours, name)).parameters
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -125,6 +125,12 @@ def test_torchs_own_code_meets_by_ours() -> None:
 
     with ours.install():
         store = create_c10d_store(True, "127.0.0.1", world_size=1, timeout=10)
-        assert any("/rankcall.b0/" in key for key in keys_of(store))
+        assert any("/rankcall.0/" in key for key in keys_of(store))
         with pytest.raises(DistStoreError, match="Timed out waiting on barrier on rank 0"):
             model.barrier(store, 2, "p", 0.1, 0, str, 1)
+
+
+def test_text_is_data(clients: list[Store]) -> None:
+    """torch's own tests hand in text: its store encodes it as UTF-8."""
+    told = ranks(lambda rank: ours.synchronize(clients[rank], f"é{rank}", rank, 2, "p", 20), 2)
+    assert told == [["é0".encode(), "é1".encode()]] * 2

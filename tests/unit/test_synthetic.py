@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.testing.synthetic import BOOT_NS, Op, synthetic_run
 
 
@@ -26,8 +26,8 @@ def test_records_hold_the_truth(tmp_path: Path) -> None:
         assert mine["seq"].to_list() == list(range(1, 51))
 
 
-def test_nobody_leaves_before_the_last_has_come(tmp_path: Path) -> None:
-    """Synchronising ops synchronise; the straggler is late by what was asked for."""
+def test_no_rank_leaves_before_the_last_arrives(tmp_path: Path) -> None:
+    """No rank leaves a synchronising op before all arrived; the straggler is as late as planned."""
     truth = synthetic_run(tmp_path / "run", 8, 100, straggler=3, straggler_ms=15.0)
     assert (truth.ends.min(axis=1) > truth.arrivals.max(axis=1)).all()
     others = np.delete(truth.arrivals, 3, axis=1).max(axis=1)
@@ -35,7 +35,7 @@ def test_nobody_leaves_before_the_last_has_come(tmp_path: Path) -> None:
 
 
 def test_groups_and_exchanges(tmp_path: Path) -> None:
-    """Members only record their groups' ops; both ends of a message carry the same number."""
+    """Ranks only record ops of their own groups; both ends of a message have the same number."""
     program = [Op(), Op("exchange", 64, family="pair"), Op("all_gather", 4096, family="pair")]
     truth = synthetic_run(
         tmp_path / "run", 5, 9, groups={"pair": [[0, 1], [2, 3]]}, program=program
@@ -64,7 +64,7 @@ def test_steps_and_a_lap(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_is_the_same_run(tmp_path: Path) -> None:
-    """Runs are reproducible, and differ by seed."""
+    """Runs with one seed are equal; runs with two seeds differ."""
     first, again, other = (
         synthetic_run(tmp_path / name, 2, 20, seed=seed)
         for name, seed in zip("abc", (1, 1, 2), strict=True)
@@ -74,7 +74,7 @@ def test_the_same_seed_is_the_same_run(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_ring(tmp_path: Path) -> None:
-    """Chosen ranks take part and leave nothing."""
+    """Ranks in ``without_ranks`` take part and leave no ring."""
     truth = synthetic_run(tmp_path / "run", 4, 10, without_ranks=[1])
     run = load(truth.path)
     assert run.missing_ranks == [1]
@@ -82,6 +82,6 @@ def test_ranks_without_a_ring(tmp_path: Path) -> None:
 
 
 def test_unknown_ops(tmp_path: Path) -> None:
-    """An op that there is not is a ValueError."""
+    """An unknown op is a ValueError."""
     with pytest.raises(ValueError, match="no op 'dance'"):
         synthetic_run(tmp_path / "run", 2, 1, program=[Op("dance")])

@@ -1,4 +1,4 @@
-"""Names that found no room in a ring: every command says so, and a verdict is less sure."""
+"""If a ring had no room for names, every command says so, and a verdict is less certain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_diagnose_culprits import WAITING, look
+from diagnosing import RANK_2_MISSING, diagnose_calls
 from worlds import write_world
 
 from rankcall.analysis.state.node_snapshot import decode, encode, merge, node_snapshot_of
@@ -16,15 +16,15 @@ from rankcall.analysis.verdicts import find
 from rankcall.cli import main
 from rankcall.report import json as json_report
 from rankcall.ring.layout import offset_of
-from rankcall.run import load
+from rankcall.run.load import load
 
-SAID = "side tables are full on rank 1,3: 12 names (of groups, lines or error texts)"
+PROBLEM = "side tables are full on rank 1,3: 12 names (of groups, lines or error texts)"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Return a run of four ranks; rank 2 hangs it, ranks 1 and 3 lost 5 and 7 names."""
-    made = write_world(tmp_path / "job", WAITING)
+    made = write_world(tmp_path / "job", RANK_2_MISSING)
     at = offset_of("tables_lost")
     for rank, lost in ((1, 5), (3, 7)):
         (ring,) = (made / "rings").glob(f"rank-{rank:05d}*.ring")
@@ -35,36 +35,36 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_run_says_which_ranks_lost_names(run: Path) -> None:
-    """``tables_lost`` has the counts, and one line of ``problems`` words them."""
+    """``tables_lost`` has the counts, and ``problems`` has one sentence about them."""
     loaded = load(run)
     assert loaded.tables_lost == {1: 5, 3: 7}
     (problem,) = loaded.problems
-    assert SAID in problem
+    assert PROBLEM in problem
     assert "rankcall.disable() and enable()" in problem
 
 
 def test_a_run_that_lost_none_says_nothing(tmp_path: Path) -> None:
-    """A sound run has no such line."""
-    loaded = load(write_world(tmp_path / "sound", WAITING))
+    """A run that lost no names has no such problem."""
+    loaded = load(write_world(tmp_path / "sound", RANK_2_MISSING))
     assert (loaded.tables_lost, loaded.problems) == ({}, [])
 
 
 def test_every_command_says_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``report`` and ``diagnose`` print it, and their JSON holds it."""
-    assert SAID in " ".join(json_report.as_object(summarise(load(run)))["problems"])
+    assert PROBLEM in " ".join(json_report.as_object(summarise(load(run)))["problems"])
     assert main(["report", str(run)]) == 1
-    assert SAID in " ".join(capsys.readouterr().err.split())
+    assert PROBLEM in " ".join(capsys.readouterr().err.split())
     main(["diagnose", str(run)])
-    assert SAID in " ".join(capsys.readouterr().out.split())
+    assert PROBLEM in " ".join(capsys.readouterr().out.split())
     main(["diagnose", "--json", str(run)])
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
-    assert SAID in problem
+    assert PROBLEM in problem
 
 
 def test_a_verdict_on_ranks_without_names_is_less_sure(tmp_path: Path) -> None:
     """A culprit or a victim that lost names lowers the confidence, also through the store."""
-    sure = look(tmp_path, WAITING, states={})
-    assert [each.confidence for each in sure.findings] == ["certain"]
+    sure = diagnose_calls(tmp_path, RANK_2_MISSING, states={})
+    assert [finding.confidence for finding in sure.findings] == ["certain"]
     for rank in (1, 2):
         snapshot = sure.snapshot
         ranks = [
@@ -72,6 +72,6 @@ def test_a_verdict_on_ranks_without_names_is_less_sure(tmp_path: Path) -> None:
             for state in snapshot.ranks
         ]
         nameless = replace(snapshot, ranks=ranks)
-        assert [each.confidence for each in find(nameless, 60)] == ["likely"]
+        assert [finding.confidence for finding in find(nameless, 60)] == ["likely"]
         sent = merge([decode(encode(node_snapshot_of(nameless)))])
-        assert [each.confidence for each in find(sent, 60)] == ["likely"]
+        assert [finding.confidence for finding in find(sent, 60)] == ["likely"]

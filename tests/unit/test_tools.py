@@ -104,6 +104,11 @@ PLANTED = [
         "It stops, where\n    there is no store.",
         "The line where the rank stops.",
     ),
+    (
+        "where instead of if",
+        "Raises ``TypeError`` where the name is taken.",
+        "Raises ``TypeError`` if the name is taken.",
+    ),
     ("that is none", "Raise for a port that is none.", "Raise for an invalid port."),
     ("to be had", "No room is to be had.", "No room is free."),
     ("stock phrase", "It ends by itself.", "It ends at the deadline."),

@@ -1,4 +1,4 @@
-"""What waits for what, by made-up records: issue order per group, calls of several ops, overdue."""
+"""The order of descriptions, by made-up records: per group, in calls of several ops, overdue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from rankcall.record import COMMIT_DONE, COMMIT_OPEN, DTYPES, OPS, RECORD, STATUSES
 from rankcall.ring.tables import CallSite, Group, Tables
-from rankcall.trace.order import OVERDUE_NS, Order, index_of
+from rankcall.trace.describer import OVERDUE_NS, Order, index_of
 
 S = 1_000_000_000
 TABLES = Tables(
@@ -60,7 +60,7 @@ def test_an_earlier_op_of_the_same_group_is_waited_for() -> None:
 
 
 def test_what_is_overdue_is_told_once_and_blocks_no_more() -> None:
-    """After five seconds it is described as issued; the others go on; then its end is told."""
+    """After five seconds it is described as issued; the others go on; then its end is described."""
     order = Order()
     stuck = flight(0, enqueued_ns=1)
     assert taken(order, [{"index": 1}], [stuck], now=OVERDUE_NS) == []
@@ -73,8 +73,10 @@ def test_what_ends_during_a_look_is_put_in_its_place() -> None:
     """A look takes several readings: an earlier op may come with a later one of them."""
     order = Order()
     assert taken(order, [{"index": 1}, {"index": 2}, {"index": 0}]) == [
-        (0, False), (1, False), (2, False),
-    ]  # fmt: skip
+        (0, False),
+        (1, False),
+        (2, False),
+    ]
 
 
 def test_the_ops_of_one_call_are_one() -> None:
@@ -112,7 +114,7 @@ def test_a_call_that_failed_or_grows_no_more_is_told() -> None:
 
 
 def test_at_the_end_nothing_stays() -> None:
-    """What waits for an op that never ended comes out in the end."""
+    """Ops that wait for an op that never ended are described in the end."""
     order = Order()
     assert taken(order, [{"index": 1}], [flight(0)]) == []
     assert taken(order, [], [flight(0)], last=True) == [(1, False)]

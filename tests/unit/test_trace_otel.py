@@ -172,7 +172,7 @@ def test_otlp_reaches_a_receiver() -> None:
 
 
 def test_a_collector_that_is_down_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By us, for metrics and for spans; what the SDK says at each retry is kept back."""
+    """By us, for metrics and for spans; the SDK's message at each retry is suppressed."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, not listening: refused at once
@@ -186,7 +186,7 @@ def test_a_collector_that_is_down_is_reported_once(caplog: pytest.LogCaptureFixt
 
 
 def test_a_collector_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
-    """One that takes connections and says nothing: reported likewise, and given up at the end."""
+    """A collector that accepts connections and never answers is reported, and given up."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

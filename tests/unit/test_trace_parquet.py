@@ -9,9 +9,9 @@ import pytest
 from tracing import Clock, no_file_beyond, origin
 from worlds import MS, Call, write_world
 
-from rankcall.run import load
+from rankcall.run.load import load
 from rankcall.trace import Parquet
-from rankcall.trace.sinks.base import Guarded
+from rankcall.trace.sinks import Guarded
 
 
 def world(folder: Path, ranks: int, count: int) -> Path:
@@ -52,7 +52,7 @@ def test_history_reads_back(tmp_path: Path) -> None:
 
 
 def test_a_segment_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Where it cannot be written nothing is left of it; nothing comes twice, nothing is lost."""
+    """A segment that cannot be written leaves no file; no record is lost or comes twice."""
     (ring,) = load(world(tmp_path / "run", ranks=1, count=40)).rings
     clock = Clock()
     sink = Parquet(tmp_path / "history", rows=1000, seconds=5, clock=clock)

@@ -16,13 +16,13 @@ from ports import bound
 from tracing import COUNT, Clock, finished, origin, some
 
 from rankcall.trace import Origin, Prometheus
-from rankcall.trace.sinks.base import Guarded
-from rankcall.trace.sinks.counts import OTHER, Keys
+from rankcall.trace.sinks import Guarded
+from rankcall.trace.sinks._counts import OTHER, Keys
 
 
 @pytest.fixture
 def prometheus() -> Iterator[Prometheus]:
-    """Return an endpoint on a free port that has been told some ops, one of them in flight."""
+    """Return an endpoint on a free port that has some ops, one of them in flight."""
     sink = Prometheus(0)
     flying = some(1, issued_ns=np.array([0]), in_flight=np.array([True]))
     told = Origin(3, 4, 3, 1, 'node "a"\n', None, lambda: flying)
@@ -141,7 +141,7 @@ def test_each_rank_of_a_host_has_its_port() -> None:
 
 
 def test_label_sets_are_bounded() -> None:
-    """Groups beyond the first are told as one."""
+    """Groups beyond the first ones share a name."""
     keys = Keys(most=2)
     found = [keys.of("all_reduce", str(group)).group for group in (1, 2, 3, 1, 4)]
     assert found == ["1", "2", OTHER, "1", OTHER]

@@ -14,11 +14,19 @@ import pytest
 from tracing import Clock, no_file_beyond, origin, some
 
 from rankcall.errors import ExtraMissing
-from rankcall.trace import JsonLines, MemorySink, Mode, OpenTelemetry, Origin, Prometheus, Stdout
+from rankcall.trace import (
+    JsonLines,
+    MemorySink,
+    Mode,
+    OpenTelemetry,
+    Origin,
+    Prometheus,
+    Stdout,
+    sinks,
+)
 from rankcall.trace.descriptions import Descriptions, Kind, Teller
-from rankcall.trace.sinks import extras, names
-from rankcall.trace.sinks.base import RETRY_SECONDS, Guarded
-from rankcall.trace.switches import settle
+from rankcall.trace.live import settle
+from rankcall.trace.sinks import RETRY_SECONDS, Guarded, make_sink
 
 
 @pytest.mark.parametrize("text", ["all", "All", " ALL ", Mode.ALL])
@@ -73,7 +81,7 @@ def test_lines_are_what_json_makes_of_the_dicts() -> None:
 
 
 def test_the_frame_says_the_same() -> None:
-    """As a table: text for devices and ranks, null where a field does not apply."""
+    """As a table: text for devices and ranks, null if a field does not apply."""
     kinds = (Kind("send", "a.py:1", "0", (0, 1, 2, 5)),) * 2
     batch = Descriptions(Teller(3), kinds, some(50).columns)
     for row, each in zip(batch.frame().to_dicts(), batch, strict=True):
@@ -85,7 +93,7 @@ def test_the_frame_says_the_same() -> None:
 
 
 def test_stdout_prints_what_is_its_to_print(capsys: pytest.CaptureFixture[str]) -> None:
-    """The others' are left to them."""
+    """It leaves out the lines that other ranks print."""
     Stdout().write(some(10))
     printed = [json.loads(line)["seq"] for line in capsys.readouterr().out.splitlines()]
     assert printed == [1, 3, 5, 7, 9]
@@ -138,7 +146,7 @@ def test_where_files_go(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fills(tmp_path: Path) -> None:
-    """What cannot be written whole leaves no half line; when there is room again, all is there."""
+    """A failed write leaves no incomplete line; the next one, with room, writes all lines."""
     sink = JsonLines(tmp_path / "x-{rank}.jsonl")
     sink.open(origin())
     sink.write(some(10))
@@ -164,7 +172,7 @@ def test_a_full_device_is_reported_as_such() -> None:
 
 
 class Fails(MemorySink):
-    """Raises as often as it is told to."""
+    """Raises a given number of times."""
 
     def __init__(self, times: int, error: BaseException, when: str = "write") -> None:
         super().__init__()
@@ -203,7 +211,7 @@ def test_a_sink_that_recovers_misses_nothing(when: str, caplog: pytest.LogCaptur
 def test_a_sink_that_does_not_recover_is_dropped_once(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is closed, what was lost is counted, and it is never called again."""
+    """It is closed, the lost ops are counted, and it is never called again."""
     sink, clock = Fails(100, error), Clock()
     guard = Guarded(sink, clock)
     for number in range(20):
@@ -221,7 +229,7 @@ def test_a_sink_that_does_not_recover_is_dropped_once(
 
 
 def test_a_failing_sink_does_not_keep_everything() -> None:
-    """What it cannot take is bounded: the oldest goes first."""
+    """Its queue is bounded: the oldest batches are dropped first."""
     sink, clock = Fails(2, OSError("slow")), Clock()
     guard = Guarded(sink, clock)
     big = some(20_000)
@@ -250,13 +258,14 @@ class Offered:
 def test_sinks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours, and what installed packages offer; an unknown name lists them all."""
     found = [Offered("mine", MemorySink), Offered("no-sink", dict)]
-    monkeypatch.setattr(names, "entry_points", lambda group: found if group == names.GROUP else [])
-    assert isinstance(names.made("jsonl"), JsonLines)
-    assert isinstance(names.made("mine"), MemorySink)
+    offered = {sinks.ENTRY_POINTS: found}
+    monkeypatch.setattr(sinks, "entry_points", lambda group: offered.get(group, []))
+    assert isinstance(make_sink("jsonl"), JsonLines)
+    assert isinstance(make_sink("mine"), MemorySink)
     with pytest.raises(ValueError, match="'csv': one of jsonl, mine, no-sink, nvtx, otel"):
-        names.made("csv")
+        make_sink("csv")
     with pytest.raises(TypeError, match="'no-sink' has no open, write and close: dict"):
-        names.made("no-sink")
+        make_sink("no-sink")
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +274,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     def gone(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(extras.importlib, "import_module", gone)
+    monkeypatch.setattr(sinks.importlib, "import_module", gone)
     with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[prometheus\]'"):
         Prometheus()
     with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[otel\]'"):

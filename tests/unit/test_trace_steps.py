@@ -1,4 +1,4 @@
-"""Step totals, as TensorBoard's writer and a W&B run are told them."""
+"""Step totals, as TensorBoard's writer and a W&B run get them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankcall.trace import StepTotals
 
 
 class TensorBoard:
-    """Keeps what a SummaryWriter is told."""
+    """Keeps the scalars that a SummaryWriter gets."""
 
     def __init__(self) -> None:
         self.scalars: dict[tuple[str, int], float] = {}
@@ -23,7 +23,7 @@ class TensorBoard:
 
 
 class WandbRun:
-    """Keeps what a W&B run is told."""
+    """Keeps the values that a W&B run gets."""
 
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []

@@ -11,15 +11,14 @@ import pytest
 from rankcall.analysis import verdicts
 from rankcall.analysis.details import detail
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.evidence import HangEvidence, RecentCalls
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kinds import Verdict
-from rankcall.analysis.verdicts.slowness import RecentCalls
 from rankcall.report import diagnosis as diagnosis_report
 from rankcall.report import top
 from rankcall.report.html import render
 from rankcall.report.json import diagnosis_object
-from rankcall.run import Run, load
+from rankcall.run.load import Run, load
 from rankcall.testing.synthetic import Planted, synthetic_run
 
 
@@ -34,9 +33,12 @@ class Haunted(Verdict):
         """Yield rank 2."""
         if evidence.in_flight.any():
             yield self.finding(
-                [2], hosts=("node-a",), summary="Rank 2 sees ghosts.", evidence=("it rattles",),
+                [2],
+                hosts=("node-a",),
+                summary="Rank 2 sees ghosts.",
+                evidence=("it rattles",),
                 advice="Call an exorcist.",
-            )  # fmt: skip
+            )
 
 
 class Drowsy(Verdict):

@@ -24,25 +24,25 @@ ROOT = Path(rankcall.__file__).parent
 LOCKS = """
 capture/declared.py: lock: _lock
     writes two fields of a mapped file
-_registry.py: lock: self._lock
+registry.py: lock: self._lock
     looks up and sets dictionary entries
 ring/writer.py: lock: self._lock
     writes a record into a mapped file
 store/_install.py: lock: _lock
     sets attributes of two modules
-store/_member.py: lock: _deciding
-    sets two flags
-trace/live.py: lock: self._turned
+store/_client.py: lock: _deciding_lock
+    sets a flag and swaps a tuple
+dispatch.py: lock: self._lock
+    copies the newest records out of a mapped file
+dispatch.py: lock: self._turned
     counts turns
 trace/sinks/prometheus.py: lock: self._lock
     adds numbers up
-rpc/api.py: lock: torch_rpc._init_counter_lock
-    torch's own, over a counter
 capture/native/groups.h: lock: mutex_
     a table look-up
 capture/native/marks.h: lock: mutex_
     copies a shared pointer
-_whole.py: lock: _fence
+record.py: lock: _fence
     nothing is done under it: it orders reads
 capture/native/device_ops.h: lock: mutex_
     adds a note, or takes them all
@@ -54,38 +54,46 @@ capture/native/ring.h: lock: tables_mutex_
     copies an entry
 capture/native/ring.h: lock: late_mutex_
     adds an end, or takes them all
+rpc/backends/zmq.py: lock: self._lock
+    updates a dictionary of members
 rpc/native/agent.cpp: lock: devices_mutex_
     reads or swaps a map
-rpc/native/send.cpp: lock: devices_mutex_
+rpc/native/messages.cpp: lock: devices_mutex_
     reads a map
-rpc/native/arena.h: lock: mutex_
-    updates lists of blocks
+rpc/native/agent.cpp: lock: connections_mutex_
+    changes fields of peers; begins or ends a connection, which does not block; stops the sockets
+rpc/native/messages.cpp: lock: connections_mutex_
+    queues the frames of a message, which does not block
 rpc/native/calls.h: lock: mutex_
     updates a map of calls
-rpc/native/crew.h: lock: mutex_ | lock
-    updates queues; tasks run unlocked
-rpc/native/peer.h: lock: mutex_
+rpc/native/peers.h: lock: mutex_
     updates a map of peers
+rpc/native/shared_memory.h: lock: mutex_
+    updates lists of blocks; makes, maps or unlinks a file in memory
+rpc/native/wire.h: lock: mutex_
+    copies a chunk of at most 64 KiB, and allocates the memory for a part
+rpc/native/worker_pool.h: lock: mutex_ | lock
+    updates queues; tasks run unlocked
 """
 
 # Waits that end for a reason that their own line does not show.
 WAITS = """
 background.py: atexit: atexit.register
     the one place: it gives exits a budget
-capture/delivery.py: lock: self._lock
-    held while the recorder is built, which has a deadline; exits use background.holding()
+hooks.py: lock: self._lock
+    held while the recorder is built, which has a deadline
 capture/session.py: lock: _state.lock
     held while the recorder is built, which has a deadline; exits use background.holding()
-capture/hostnames.py: store: store.set | store.check | store.get | store.multi_get
+capture/rank_hosts.py: store: store.set | store.check | store.get | store.multi_get
     inside init_process_group, which has just used the same store, or on the trace thread,
     for which callers wait with a deadline
-capture/python/waited.py: result: self._inner.result
+capture/fallback/completion.py: result: self._inner.result
     delegates the user's own call
-capture/python/waited.py: synchronize: self._inner.synchronize
+capture/fallback/completion.py: synchronize: self._inner.synchronize
     delegates the user's own call
-capture/native/waited.h: wait: inner_
+capture/native/work_proxy.h: wait: inner_
     delegates the user's own call
-capture/native/waited.h: synchronize: inner_
+capture/native/work_proxy.h: synchronize: inner_
     delegates the user's own call
 capture/native/callsite.h: gil: PyGILState_Ensure
     once for each new line; the thread issues ops from Python and takes the GIL anyway
@@ -95,45 +103,29 @@ capture/native/kernels.h: yield: sched_yield
     at most 2 ms, at the first op of a group on a device
 capture/native/recorder.h: join: thread_
     wait_for has seen its last line
-capture/keeper.py: wait: self._wanted.wait
+capture/own_ring.py: wait: self._wanted.wait
     a daemon thread of its own, woken at the end of the recording
 cli/diagnose.py: sleep: True
     the user asked to watch until Ctrl-C
-join/batches.py: wait: Exchange([*facts, *join.settings()], join.group, join.device).wait
-join/batches.py: wait: Exchange([count], shared.group, shared.device).wait
-join/batches.py: wait: self._look_ahead().wait
+join/rank_group.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
-join/context.py: wait: Exchange(self.own.pack(), self.group, self.device).wait
-    the job's own collective: it ends as that of any program, by the group's timeout
-join/exchange.py: collective: dist.all_reduce
-    the job's own collective: it ends as that of any program, by the group's timeout
-join/exchange.py: wait: self._work.wait
-    the job's own collective: it ends as that of any program, by the group's timeout
-join/lightning.py: wait: Exchange([own], group, device_of(group)).wait
-    the job's own collective: it ends as that of any program, by the group's timeout
-join/protocol.py: collective: dist.all_reduce
+join/rank_group.py: wait: self._work.wait
     the job's own collective: it ends as that of any program, by the group's timeout
 join/shadow.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
 join/shadow.py: wait: future.wait
     the job's own collective: it ends as that of any program, by the group's timeout
-join/error_channel.py: store: self._own.check | self._own.delete_key | self._own.get
-join/error_channel.py: store: self._own.set
-join/error_channel.py: store: self._store.add | self._store.check | self._store.compare_set
-join/error_channel.py: store: self._store.get | self._store.multi_set | self._store.set
-join/error_channel.py: store: store.clone | store.delete_key
-    on the listening thread, or on a helper thread: the caller waits for it with a deadline
-store/_barrier.py: wait: one.wait
-    Meeting.wait ends at its call's deadline
-store/_connection.py: store: store.clone
+join/error_channel.py: store: store.clone
     on a helper thread: the caller waits for it with a deadline
-store/_hosts.py: store: self._house.store.delete_key | self._house.store.set
-    this process hosts that store
-store/_link.py: store: self._client.get
-    a connection with a receive timeout
-testing/_inject.py: sleep: math.isinf(fault.seconds)
+join/shared_log.py: store: self._store.add | self._store.check | self._store.compare_set
+join/shared_log.py: store: self._store.get | self._store.multi_set | self._store.set
+join/shared_log.py: store: self._store.delete_key
+    on the listening thread, or on a helper thread: the caller waits for it with a deadline
+store/_client.py: store: store.clone
+    on a helper thread: the caller waits for it with a deadline
+testing/_injection.py: sleep: math.isinf(fault.seconds)
     a planned fault: the test asked for a hang
-testing/_inject.py: wait: work.wait
+testing/_injection.py: wait: work.wait
     the faulty op would have waited for it, too
 trace/sinks/otel.py: shutdown: provider.shutdown
     on the trace thread: callers wait for it with a deadline
@@ -148,64 +140,40 @@ watch/_judge.py: store: store.clone
 rpc/_members.py: store: self._store.append | self._store.check | self._store.compare_set
 rpc/_members.py: store: self._store.get | self._store.set
     on a helper thread: the caller waits for it with a deadline
-rpc/_place.py: flock: fcntl.flock
-    its own new file, which others only try to lock
-rpc/_roll.py: store: self._store.set | store.add | store.compare_set | store.get | store.set
-rpc/_roll.py: store: store.wait
+rpc/_static.py: store: self._store.set | store.compare_set | store.get
     on a helper thread: the caller waits for it with a deadline
-rpc/backends/_tensorpipe_dynamic.py: store: self._store.check | self._store.delete_key
-rpc/backends/_tensorpipe_dynamic.py: store: self._store.get | self._store.set
-    on a helper thread: the caller waits for it with a deadline
-rpc/backends/_tensorpipe_dynamic.py: wait: answer.wait
-    a call with a timeout
-rpc/backends/_tensorpipe_dynamic.py: lock: self._lock
-    updates the local agent
-rpc/backends/_zmq_dynamic.py: wait: answer.wait
-    a call with a timeout
+rpc/_worker_dir.py: flock: fcntl.flock
+    its own new file, which others hold only while they remove what a killed worker left
+rpc/_network.py: socket: probe.connect
+    a datagram socket: it sends nothing
+rpc/_network.py: resolver: socket.getaddrinfo
+    inside init_rpc; the resolver has its own timeouts
 rpc/backends/zmq.py: wait: answer.wait
     a call with a timeout
-rpc/backends/zmq.py: socket: probe.connect
-    a datagram socket: it sends nothing
-rpc/backends/zmq.py: resolver: socket.getaddrinfo
-    inside init_rpc; the resolver has its own timeouts
 rpc/native/agent.cpp: gil: gil_scoped_acquire
-    without a lock, in setting up and taking down
-rpc/native/agent.cpp: join: deadlines_thread_ | peers_thread_
+    without a lock, to tell of a lost worker, and in setting up and taking down
+rpc/native/agent.cpp: join: deadlines_thread_ | connections_thread_
     both threads look for the end five times a second
-rpc/native/agent.cpp: lock: peer->mutex
-    held over a send that does not block
-rpc/native/agent.cpp: term: zmq_.ctx_term
-    all sockets are closed; the linger is 0.5 s
+rpc/native/agent.h: gil: PyGILState_Ensure
+    a new worker thread
 rpc/native/calls.h: wait: earlier_
     a thread of its own, woken by each call and the end
-rpc/native/crew.h: join: each
-    after wait_for has seen all of them end
-rpc/native/crew.h: wait: waiting_
-    a worker thread, woken by each task and the end
-rpc/native/python_thread.h: gil: PyGILState_Ensure
-    a new worker thread
-rpc/native/receive.cpp: gil: gil_scoped_acquire
-    runs the user's function
-rpc/native/receive.cpp: poll: zmq_.poll
-    ended by ctx_shutdown
-rpc/native/receive.cpp: recv: zmq_.msg_recv
-    after poll; ended by ctx_shutdown
-rpc/native/send.cpp: lock: peer.mutex
-    held over a send that does not block
+rpc/native/messages.cpp: gil: gil_scoped_acquire
+    takes note of a newcomer, without a lock
+rpc/native/sockets.h: recv: zmq_.msg_recv
+    a worker thread; ended by ctx_shutdown
+rpc/native/sockets.h: term: zmq_.ctx_term
+    all sockets are closed; the linger is 0.5 s
 rpc/native/tensors.h: synchronize: getStream(device)
     the user's call needs the data on the host
-rpc/native/watch.cpp: gil: gil_scoped_acquire
-    tells of a lost worker
-rpc/native/watch.cpp: lock: peer->mutex
-    held over a close that does not block
+rpc/native/worker_pool.h: join: thread
+    after wait_for has seen all of them end
+rpc/native/worker_pool.h: wait: waiting_
+    a worker thread, woken by each task and the end
 """
 
 # Waits that are wrong, and have not been mended yet: the table is to become empty.
 DEFECTS = """
-rpc/_members.py: lock: self._lock
-    C2: held over requests of a store
-rpc/backends/_zmq_dynamic.py: lock: self._lock
-    C2: held over calls of the agent
 """
 
 

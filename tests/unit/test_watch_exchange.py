@@ -1,4 +1,4 @@
-"""Nodes that agree through a store: one judge, one verdict, and none where the store is gone."""
+"""Nodes that agree through a store: one judge, one verdict, and an error if the store is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORLD = 4
 
 
 def node(*ranks: int, world: int = WORLD) -> Snapshot:
-    """Return what a node with these ranks knows of a world."""
+    """Return the snapshot of a node that has these ranks of the job."""
     states = [
         RankState(rank, "node", 1, state=ALIVE) if rank in ranks else RankState(rank, blind=True)
         for rank in range(world)
@@ -32,17 +32,17 @@ def names(snapshot: Snapshot, before: bytes = b"") -> bytes:
 
 def together(exchanges: list[Exchange], parts: list[Snapshot]) -> list[Agreed]:
     """Let all nodes agree at the same time."""
-    found: dict[int, Agreed] = {}
+    agreed: dict[int, Agreed] = {}
 
     def agree(which: int) -> None:
-        found[which] = exchanges[which].agree(parts[which], len(parts[which].ranks), names)
+        agreed[which] = exchanges[which].agree(parts[which], len(parts[which].ranks), names)
 
     threads = [threading.Thread(target=agree, args=(which,)) for which in range(len(parts))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
-    return [found[which] for which in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [agreed[which] for which in range(len(parts))]
 
 
 def store() -> Any:
@@ -55,19 +55,19 @@ def store() -> Any:
 
 
 def test_two_nodes_agree() -> None:
-    """One judges, over what both know; both get the verdict; rounds go on being counted."""
+    """One node judges the merged snapshots, both get its verdict, and the rounds are numbered."""
     shared = store()
     nodes = [Exchange(lambda: shared) for _ in range(2)]
     assert not nodes[0].asked()
     for number in (1, 2, 3):
         agreed = together(nodes, [node(0, 1), node(2, 3)])
-        assert [each.verdict for each in agreed] == [b"[0, 1, 2, 3]"] * 2
-        assert sorted(each.by_me for each in agreed) == [False, True]
+        assert [answer.verdict for answer in agreed] == [b"[0, 1, 2, 3]"] * 2
+        assert sorted(answer.by_me for answer in agreed) == [False, True]
         assert shared.get("latest") == str(number).encode()
 
 
 class Counted:
-    """A store that counts what is read of it."""
+    """A store that counts the reads of each key."""
 
     def __init__(self) -> None:
         self.inner = store()
@@ -77,24 +77,24 @@ class Counted:
         return getattr(self.inner, name)
 
     def get(self, key: str) -> Any:
-        """Count, and pass on."""
+        """Count the read, and pass it on."""
         self.read[key] += 1
         return self.inner.get(key)
 
 
 def test_many_nodes_agree() -> None:
-    """Each node's summary is read once, by who judges: not by every other node."""
+    """Each node's summary is read once, by the judge, and not by every other node."""
     shared, world = Counted(), 48
     nodes = [Exchange(lambda: shared) for _ in range(world)]
     agreed = together(nodes, [node(rank, world=world) for rank in range(world)])
-    assert {each.verdict for each in agreed} == {repr(list(range(world))).encode()}
-    assert sum(each.by_me for each in agreed) == 1
+    assert {answer.verdict for answer in agreed} == {repr(list(range(world))).encode()}
+    assert sum(answer.by_me for answer in agreed) == 1
     posts = [f"1/post/{number}" for number in range(1, world + 1)]
     assert [shared.read[key] for key in posts] == [0] + [1] * (world - 1)
 
 
 def test_a_judge_knows_the_round_before() -> None:
-    """So that it can put a verdict off once, whichever node judges the next time."""
+    """The judge gets the verdict of the round before, so that it can put one off only once."""
     shared = store()
     seen = []
 
@@ -102,15 +102,15 @@ def test_a_judge_knows_the_round_before() -> None:
         seen.append(before)
         return b"not yet" if before != b"not yet" else names(snapshot)
 
-    found = [
+    verdicts = [
         Exchange(lambda: shared).agree(node(0, 1, 2, 3), WORLD, judge).verdict for _ in range(3)
     ]
-    assert found == [b"not yet", b"[0, 1, 2, 3]", b"not yet"]
+    assert verdicts == [b"not yet", b"[0, 1, 2, 3]", b"not yet"]
     assert seen == [b"", b"not yet", b"[0, 1, 2, 3]"]
 
 
 def test_keys_do_not_pile_up() -> None:
-    """However many rounds one node judges, what is left are the keys of the last ones."""
+    """After any number of rounds, only the keys of the last few are left."""
     shared = store()
     alone = Exchange(lambda: shared)
     for _ in range(5):
@@ -119,7 +119,7 @@ def test_keys_do_not_pile_up() -> None:
 
 
 def test_a_node_that_says_nothing() -> None:
-    """After a moment the others judge without it."""
+    """A node that posts nothing is waited for briefly; then the others judge without it."""
     shared = store()
     began = time.monotonic()
     agreed = Exchange(lambda: shared, settle_s=0.2).agree(node(0, 1), WORLD, names)
@@ -128,7 +128,7 @@ def test_a_node_that_says_nothing() -> None:
 
 
 def test_a_node_that_says_nothing_is_named() -> None:
-    """By what it signed on with, the last time that it did; each node signs on once."""
+    """A silent node is named by what it last registered; each node has one key."""
     shared = store()
     other, me = Exchange(lambda: shared), Exchange(lambda: shared, settle_s=0.1)
     other.asked([(2, "node-b", 71)])
@@ -143,14 +143,14 @@ def test_a_node_that_says_nothing_is_named() -> None:
         return b""
 
     me.agree(node(0, 1), WORLD, judge)
-    assert [(each.blind, each.unheard) for each in seen] == [(False, False)] * 2 + [
+    assert [(state.blind, state.unheard) for state in seen] == [(False, False)] * 2 + [
         (True, True)
     ] * 2
-    assert [(each.host, each.pid) for each in seen[2:]] == [("node-b", 72), ("node-b", 73)]
+    assert [(state.host, state.pid) for state in seen[2:]] == [("node-b", 72), ("node-b", 73)]
 
 
 def test_a_node_is_asked() -> None:
-    """A round that another has opened is seen, and is over with its verdict."""
+    """A node sees a round that another node opened, until the round has its verdict."""
     shared = store()
     opened = threading.Thread(
         target=Exchange(lambda: shared, settle_s=60).agree, args=(node(0, 1), WORLD, names)
@@ -166,16 +166,16 @@ def test_a_node_is_asked() -> None:
 
 
 def test_a_judge_that_dies() -> None:
-    """The next in line judges where the first to post says nothing."""
+    """If the first node to post dies, the next one judges."""
     shared = store()
     shared.add("1/open", 1)
-    shared.add("1/posts", 1)  # it took its number, and was gone
+    shared.add("1/posts", 1)  # a node took its number and died
     agreed = Exchange(lambda: shared, settle_s=0.1).agree(node(2, 3), WORLD, names)
     assert agreed == (b"[2, 3]", True)
 
 
 def test_a_post_that_is_no_summary() -> None:
-    """It is left out."""
+    """A post that is not a snapshot is left out."""
     shared = store()
     shared.add("1/posts", 1)
     shared.set("1/post/1", b"\x80\x04nonsense")
@@ -184,21 +184,21 @@ def test_a_post_that_is_no_summary() -> None:
 
 
 class Silent:
-    """A store whose host stands still."""
+    """A store whose host is stopped."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
         self.calls = 0
 
     def check(self, keys: list[str]) -> bool:
-        """Never return, until the test is over."""
+        """Block until the test is over."""
         self.calls += 1
         self.over.wait(30)
         raise RuntimeError("over")
 
 
 def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is given up after a while, and not tried again at once."""
+    """A store that does not answer is given up after a deadline, and not tried again at once."""
     from rankcall.watch import _exchange
 
     monkeypatch.setattr(_exchange, "_PROBE_S", 0.2)
@@ -213,7 +213,7 @@ def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_is_gone() -> None:
-    """Its error is the reason."""
+    """The error of a store that is gone is the reason that the caller sees."""
 
     def gone() -> Any:
         raise ConnectionError("broken pipe")
@@ -223,7 +223,7 @@ def test_a_store_that_is_gone() -> None:
 
 
 def test_no_store_yet() -> None:
-    """Before init_process_group there is nobody to ask; afterwards there is."""
+    """Before init_process_group there is no store, and the error says so."""
     shared = store()
     there: list[Any] = [None]
     exchange = Exchange(lambda: there[0])

@@ -1,4 +1,4 @@
-"""What the tests of trace sinks share: descriptions, whose they are, a clock set by hand."""
+"""Helpers for the tests of trace sinks: descriptions, their origin, a clock set by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def some(count: int = 3, first: int = 0, **columns: Any) -> Descriptions:
 
 
 def origin(tmp_path: Path | None = None, rank: int = 3) -> Origin:
-    """Say whose they are."""
+    """Return the origin of the descriptions."""
     return Origin(rank, 4, rank, 1, "node/a", tmp_path, lambda: some(0))
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Wait(NamedTuple):
-    """A wait without a visible deadline. ``kind``: what waits; ``text``: the call or the lock."""
+    """A wait without a visible deadline. ``kind``: the kind of wait; ``text``: the call or lock."""
 
     file: str
     kind: str
@@ -25,19 +25,42 @@ _BARE = ("join", "wait", "wait_for", "result", "communicate", "acquire", "select
 _BOUNDS = {"timeout", "timeout_s", "timeout_millis", "seconds", "deadline", "blocking"}
 _SUBPROCESS = ("run", "call", "check_call", "check_output")
 _COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_object", "all_to_all", "barrier", "broadcast",
-    "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group", "recv",
-    "reduce", "reduce_scatter", "scatter", "send",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+)
 _SOCKET = ("accept", "recv", "recv_into", "recvfrom", "recv_bytes")
 _LOCK_MAKERS = ("Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore")
 _LOCK_NAMES = re.compile(r"lock|mutex|condition", re.IGNORECASE)
 _STORES = re.compile(r"store|client|_own\b", re.IGNORECASE)
 # Each waits for the store's answer: none of its timeouts applies while its host is stopped.
 _STORE_REQUESTS = (
-    "get", "multi_get", "set", "multi_set", "add", "append", "check", "compare_set", "delete_key",
-    "list_keys", "num_keys", "clone",
-)  # fmt: skip
+    "get",
+    "multi_get",
+    "set",
+    "multi_set",
+    "add",
+    "append",
+    "check",
+    "compare_set",
+    "delete_key",
+    "list_keys",
+    "num_keys",
+    "clone",
+)
 _RESOLVERS = ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getfqdn", "getnameinfo")
 _TIMED = re.compile(r"deadline|monotonic|until|settled|stopping|\.wait\(", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""Small worlds made of records given one by one, and written as real rings."""
+"""Small runs made of calls that a test lists, written as real rings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
+from rankcall.ring.layout import offset_of
 from rankcall.ring.tables import CallSite, Group
-from rankcall.testing._ringfile import RingSpec, write_ring
+from rankcall.testing.synthetic import RingSpec, write_ring
 
 MS = 1_000_000
 START = 1_000 * MS
@@ -21,7 +22,7 @@ PAIR = Group("0", 0, "gloo", "default_pg", (0, 1))
 
 @dataclass(frozen=True)
 class Call:
-    """One record. Times in ns after START; ``end`` None: it has not finished."""
+    """One record. Times are in ns after START; an unfinished call has no ``end``."""
 
     rank: int
     seq: int
@@ -37,7 +38,7 @@ class Call:
     tag: int = 0
     step: int = 0
     line: int = 1
-    code: str = ""  # what the source says there
+    code: str = ""  # the source line of the call site
     started: int | None = None
     status: str = "completed"
     flags: int = 0
@@ -59,14 +60,16 @@ def write_world(
     closed: Callable[[int], bool] = lambda rank: True,
     left: Collection[int] = (),
     aborted: Collection[int] = (),
+    failures: dict[int, str] | None = None,
     beats: dict[int, tuple[int, int]] | None = None,
     capacities: dict[int, int] | None = None,
 ) -> Path:
     """Write one ring for each (rank, attempt, life) that has calls, and for each of ``ranks``.
 
-    ``left`` have come to the end of their program; the watchers of ``aborted`` have ended them.
-    ``beats``: ns after START of the native and the Python heartbeat. ``capacities``: records that
-    a rank's ring holds, where it shall lap.
+    The ranks in ``left`` have come to the end of their program, and the watchers of those in
+    ``aborted`` have ended them. ``failures`` has the exceptions that ended ranks, ``beats`` the
+    native and the Python heartbeat in ns after START, and ``capacities`` the number of records
+    that a rank's ring holds, if it is to overwrite some. Without ``closed``, all are closed.
     """
     (folder / "rings").mkdir(parents=True)
     by_ring: dict[tuple[int, int, int], list[Call]] = {(r, 0, 0): [] for r in ranks or ()}
@@ -85,6 +88,10 @@ def write_world(
             spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
         folder_of_life = folder / "rings"
         path = write_ring(folder_of_life, spec, (capacities or {}).get(rank))
+        if rank in (failures or {}):
+            with path.open("r+b") as file:
+                file.seek(offset_of("failure"))
+                file.write((failures or {})[rank].encode())
         path.rename(path.with_suffix(f".{life}.ring"))
     return folder
 

@@ -37,13 +37,13 @@ TEST_SECONDS = 100
 
 
 class Fixture(RpcAgentTestFixture):
-    """A back end of rankcall's as the tests want it."""
+    """A back end of rankcall's, with the settings that torch's tests use."""
 
     name = "ZMQ"
 
     @property
     def rpc_backend(self) -> Any:
-        """The member."""
+        """The registry's member for this back end."""
         return backend_registry.BackendType[self.name]
 
     @property
@@ -54,15 +54,15 @@ class Fixture(RpcAgentTestFixture):
         )
 
     def extra_options(self) -> dict[str, Any]:
-        """What this back end's options take beside the store."""
+        """Return this back end's options other than the store."""
         return {}
 
     def get_shutdown_error_regex(self) -> str:
-        """Any error will do, as for TensorPipe."""
+        """Accept any error, as torch does for TensorPipe."""
         return ".*"
 
     def get_timeout_error_regex(self) -> str:
-        """The text that torch's own agent gives."""
+        """Return the text of torch's own agent."""
         return "RPC ran for more than"
 
 
@@ -72,12 +72,12 @@ class TensorPipeFixture(Fixture):
     name = "TENSORPIPE"
 
     def extra_options(self) -> dict[str, Any]:
-        """As torch's own fixture."""
+        """Return the transports that torch's own fixture uses."""
         return {"_transports": common_distributed.tp_transports()}
 
 
 class TorchFixture(TensorPipeFixture):
-    """torch's agent, brought up by torch: what the others are compared with."""
+    """torch's agent, brought up by torch; the other fixtures are compared with it."""
 
     name = "torch"
 
@@ -98,7 +98,7 @@ class Forked:
 
 
 def suites(fixture: type[Fixture]) -> dict[str, type[unittest.TestCase]]:
-    """Return the test classes for a fixture, by the name torch gave them."""
+    """Return the test classes for a fixture, by torch's names."""
     tests = list(rpc_utils.GENERIC_TESTS)
     if fixture is not Fixture:
         tests += rpc_utils.TENSORPIPE_TESTS
@@ -111,7 +111,7 @@ def suites(fixture: type[Fixture]) -> dict[str, type[unittest.TestCase]]:
 
 
 def chosen(only: list[str], classes: dict[str, Any]) -> list[unittest.TestCase]:
-    """Return the tests that are meant by ``Class`` or ``Class.test``; all where none is named."""
+    """Return the tests that ``only`` names as ``Class`` or ``Class.test``; all if it is empty."""
     tests: list[unittest.TestCase] = []
     for each in only or list(classes):
         name, _, test = each.partition(".")
@@ -121,7 +121,7 @@ def chosen(only: list[str], classes: dict[str, Any]) -> list[unittest.TestCase]:
 
 
 def run(tests: list[unittest.TestCase], jobs: int, out: Path) -> None:
-    """Run the tests, so many at once; each job is forked from here and takes the next test."""
+    """Run the tests in ``jobs`` forked processes, each of which takes the next test."""
     context = multiprocessing.get_context("fork")
     taken = context.Value("i", 0)
     parts = [out.with_suffix(f".{job}") for job in range(jobs)]

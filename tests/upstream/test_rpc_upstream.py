@@ -9,7 +9,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def test_zmq_passes_torchs_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of those that do not name TensorPipe."""
+    """Every test that does not name TensorPipe passes on ZMQ."""
     outcomes = run_twice("ZMQ")
     with capsys.disabled():
         print(f"\nZMQ: {count(outcomes)}: {failed(outcomes)}")
@@ -19,7 +19,7 @@ def test_zmq_passes_torchs_tests(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tensorpipe_passes_what_torchs_own_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing fails on our bring-up that does not fail on torch's."""
+    """A test that fails on our bring-up also fails on torch's."""
     ours, theirs = run_twice("TENSORPIPE"), run_twice("torch")
     with capsys.disabled():
         print(f"\nTENSORPIPE: {count(ours)}\ntorch: {count(theirs)}: {failed(theirs)}")

@@ -9,7 +9,7 @@ from upstream import compare
 
 @pytest.mark.multiproc
 def test_same_outcomes_with_recording_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them, test by test."""
+    """Each test has the same outcome with and without recording."""
     summary, differences = compare()
     with capsys.disabled():
         print(f"\n{summary}")

@@ -1,12 +1,12 @@
 """Arm recording in a worker that ``rankcall run`` started, once torch has been imported.
 
 This folder is on PYTHONPATH of everything below the launcher, so Python runs this file at start-up,
-before the user's script. It must cost next to nothing where torch is never imported, must run on
-whatever Python a job starts, and must not let an exception out.
+before the user's script. It must cost almost nothing if torch is never imported, must run on any
+Python that a job starts, and must not let an exception out.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, arg-type"
-# (the types it would take live in modules that are not imported for this at every start)
+# (the types are in modules that this file must not import at every start)
 
 import os
 import sys
@@ -22,11 +22,11 @@ def _say(error: BaseException) -> None:
         text = " ".join(str(error).split())
         sys.stderr.write(f"rankcall: not recording: {type(error).__name__}: {text}\n")
     except Exception:
-        pass  # no stderr: nobody to tell
+        pass  # there is no stderr to write to
 
 
 def _is_worker() -> bool:
-    """Tell whether this process is the one to record; its children inherit its claim."""
+    """Return whether this process records. Its children inherit RANKCALL_WORKER, and do not."""
     if os.environ.get("RANKCALL_ARM") != "1":
         return False
     me = str(os.getpid())
@@ -34,7 +34,7 @@ def _is_worker() -> bool:
 
 
 class _Finder:
-    """Finds the awaited modules as the other finders would, and is told when one is complete."""
+    """Finds the awaited modules by the other finders, and runs ``_complete`` after their import."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in _WAITING:
@@ -51,7 +51,7 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module):
-            loader.__dict__.pop("exec_module", None)  # the loader is again what it was
+            loader.__dict__.pop("exec_module", None)  # restore the loader
             execute(module)
             self._complete(name)
 
@@ -63,8 +63,8 @@ class _Finder:
             return
         try:
             sys.meta_path.remove(self)
-            # Asked again: this may be a child that was forked before its parent imported torch,
-            # or a launcher inside a worker, which takes RANKCALL_ARM away from itself.
+            # Check again: this may be a child that was forked before its parent imported torch,
+            # or a launcher inside a worker, which removes RANKCALL_ARM from its environment.
             if _is_worker():
                 from rankcall.watch import arm
 
@@ -86,10 +86,10 @@ def _chain() -> None:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  # the next one
     except ImportError as error:
         if error.name != "sitecustomize":
-            raise  # theirs is broken: Python reports it as it would without us
+            raise  # the user's own is broken: Python reports it as without rankcall
     finally:
         if ours is not None:
-            sys.modules.setdefault("sitecustomize", ours)  # the import system insists on one
+            sys.modules.setdefault("sitecustomize", ours)  # the import system requires one
 
 
 try:

@@ -1,10 +1,9 @@
 """What a page shows beyond the summary: where each rank's time went, its lateness, and traffic.
 
 At any moment a rank is in some collective or message, or in none. The time in none is computing
-(or whatever else the script does). Of the time in some, waiting is until the op could begin: for
-ops that no member leaves before the last has come, it is the part beyond the shortest duration
-of all members; at a root or a receiver, until the others or the sender have come. The rest is
-transfer. Ops that overlap count once, so the three add up to the rank's time.
+(or whatever else the script does). Of the time in some, waiting is until the op could begin (see
+``timing.waiting``). The rest is transfer. Ops that overlap count once, so the three add up to the
+rank's time, and the waiting of all ranks is the waiting in the summary.
 
 A message's two hosts are recorded. The bytes that a collective sends between two hosts are not:
 they depend on the back end. The figures here are those of the plainest algorithm, in the group's
@@ -21,15 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.timing.bandwidth import bus_factor
-from rankcall.analysis.timing.clocks import HostClock
 from rankcall.analysis.timing.collectives import CollectiveTable, MessageTable, present
 from rankcall.analysis.timing.lateness import LateLine, Lateness, late_lines, lateness
-from rankcall.analysis.timing.run_tables import RunTables, gather
+from rankcall.analysis.timing.run_tables import RingVisitor, RunTables, gather
 from rankcall.analysis.timing.summary import Summary, conclude
-from rankcall.analysis.timing.waiting import FROM_ROOT, SYNC, TO_ROOT, blocks
+from rankcall.analysis.timing.waiting import Ints, covered
+from rankcall.ops import bus_factor
 from rankcall.record import OPS
-from rankcall.run import Progress, Run
+from rankcall.run.load import Progress, Run
 
 _SUSPECTS = 3
 
@@ -45,9 +43,13 @@ class Details:
     traffic: Traffic
 
 
-def detail(run: Run, progress: Progress | None = None) -> Details:
-    """Read all rings of a run once and analyse them in depth (``summarise`` is part of it)."""
-    run_tables = gather(run, progress)
+def detail(run: Run, progress: Progress | None = None, also: RingVisitor | None = None) -> Details:
+    """Analyse a run in depth; ``summarise`` is part of it. See ``gather`` for the arguments.
+
+    All rings are read once. The rings of the ranks that caused most waiting are read again, for the
+    lines that these ranks came from.
+    """
+    run_tables = gather(run, progress, also)
     splits, late = split(run_tables), lateness(run_tables)
     sent = traffic(run_tables, run.hosts)
     summary = conclude(run, run_tables)
@@ -55,7 +57,6 @@ def detail(run: Run, progress: Progress | None = None) -> Details:
     return Details(summary, splits, late, late_lines(run, late.lasts, suspects), sent)
 
 
-Ints = npt.NDArray[np.int64]
 Spans = tuple[Ints, Ints, Ints]  # begin, end (the host's own ns) and how long of it was waiting
 
 
@@ -78,11 +79,14 @@ class RankSplit:
 def split(run_tables: RunTables) -> list[RankSplit]:
     """Split every rank's time; leave out ranks without a finished op."""
     spans: dict[tuple[int, object], list[Spans]] = {}
-    for table in run_tables.tables:
-        for rank, found in _of_collectives(table, run_tables.clocks.hosts):
+    waits = run_tables.waits
+    collectives = zip(run_tables.tables, waits.of_tables, waits.whole_of_tables, strict=True)
+    for table, waited, whole in collectives:
+        for rank, found in _of_collectives(table, waited, whole):
             spans.setdefault((rank, table.session), []).append(found)
-    for messages in run_tables.messages:
-        for rank, found in _of_messages(messages, run_tables.clocks.hosts):
+    letters = zip(run_tables.messages, waits.of_messages, waits.whole_of_messages, strict=True)
+    for messages, waited, whole in letters:
+        for rank, found in _of_messages(messages, waited, whole):
             spans.setdefault((rank, messages.session), []).append(found)
     totals: dict[int, npt.NDArray[np.float64]] = {}
     for (rank, _), parts in spans.items():
@@ -103,78 +107,36 @@ def _measure(parts: Sequence[Spans]) -> npt.NDArray[np.float64]:
     if not len(begin):
         return np.zeros(3)
     order = np.argsort(begin, kind="stable")
-    begin, end, waited = begin[order], end[order], waited[order]
-    busy, waiting = covered(begin, end), covered(begin, begin + waited)
-    return np.array([end.max() - begin[0] - busy, waiting, busy - waiting], np.float64)
-
-
-def covered(begin: Ints, end: Ints) -> float:
-    """Return how much time intervals cover together; ``begin`` ascends."""
-    reach = np.maximum.accumulate(end)
-    fresh = end.copy()
-    fresh -= begin
-    fresh[1:] = end[1:] - np.maximum(begin[1:], reach[:-1])
-    return float(np.maximum(fresh, 0).sum(dtype=np.float64))
+    busy, waiting = covered(begin[order], end[order]), float(waited.sum(dtype=np.float64))
+    return np.array([end.max() - begin.min() - busy, waiting, busy - waiting], np.float64)
 
 
 def _of_collectives(
-    table: CollectiveTable, clocks: Sequence[HostClock]
+    table: CollectiveTable, waited: Ints, whole: Ints | None
 ) -> Iterable[tuple[int, Spans]]:
-    waited = np.zeros(table.started.shape, np.int64)
-    for kind in (SYNC, FROM_ROOT, TO_ROOT):
-        for block in blocks(table, np.flatnonzero(kind[table.op]), clocks):
-            if kind is SYNC:
-                part = block.duration - np.fmin.reduce(block.duration, axis=1)[:, None]
-            else:
-                part = _wait_for_root(table, block.columns, block.came.times, block.came.here, kind)
-            whole = np.nan_to_num(block.duration)
-            # NaN: the op did not end. It is not counted below.
-            waited[:, block.columns] = np.clip(np.nan_to_num(part), 0, whole).T.astype(np.int64)
-    done = present(table.completed) & present(table.arrival) & (table.completed >= table.started)
+    whole = waited if whole is None else whole
     for row, rank in enumerate(table.ranks.tolist()):
-        some = done[row]
-        yield rank, (table.started[row, some], table.completed[row, some], waited[row, some])
-
-
-def _wait_for_root(
-    table: CollectiveTable,
-    columns: npt.NDArray[np.intp],
-    came: Ints,
-    here: npt.NDArray[np.bool_],
-    kind: npt.NDArray[np.bool_],
-) -> npt.NDArray[np.float64]:
-    """Return how long each member waited: all for the root, or the root for all."""
-    root = table.root[columns]
-    known = (root >= 0) & here[np.arange(len(root)), root]
-    is_root = np.arange(came.shape[1]) == root[:, None]
-    at_root = came[np.arange(len(root)), root]
-    if kind is FROM_ROOT:
-        waited = (at_root[:, None] - came).astype(np.float64)
-    else:
-        last = np.where(here, came, np.iinfo(np.int64).min).max(axis=1)
-        waited = np.where(is_root, last[:, None] - came, 0).astype(np.float64)
-    return np.where(known[:, None] & here, waited, 0.0)
+        yield rank, _spans(table.arrival[row], table.completed[row], waited[row], whole[row])
 
 
 def _of_messages(
-    messages: MessageTable, clocks: Sequence[HostClock]
+    messages: MessageTable, waited: Ints, whole: Ints | None
 ) -> Iterable[tuple[int, Spans]]:
+    whole = waited if whole is None else whole
     columns = messages.columns
-    aligned = columns["arrival"].copy()
-    for host in np.unique(columns["host"]):
-        rows = columns["host"] == host
-        aligned[rows] = clocks[host].align(aligned[rows])
-    waited = np.zeros(len(aligned), np.int64)
-    both = (messages.sent >= 0) & (messages.received >= 0)
-    sent, received = messages.sent[both], messages.received[both]
-    lasted = columns["completed"] - columns["started"]
-    waited[received] = np.clip(
-        aligned[sent] - aligned[received], 0, np.maximum(lasted[received], 0)
-    )
-    done = present(columns["completed"]) & (lasted >= 0)
     for rank in np.unique(columns["rank"]).tolist():
-        rows = (columns["rank"] == rank) & done
-        yield rank, (columns["started"][rows], columns["completed"][rows], waited[rows])
+        rows = columns["rank"] == rank
+        yield (
+            rank,
+            _spans(columns["arrival"][rows], columns["completed"][rows], waited[rows], whole[rows]),
+        )
+
+
+def _spans(came: Ints, ended: Ints, waited: Ints, whole: Ints) -> Spans:
+    """Return the ops that have ended, and those without an end as far as their rank waited."""
+    until = np.where(present(ended), ended, came + whole)
+    some = present(came) & (until >= came) & (present(ended) | (whole > 0))
+    return came[some], until[some], waited[some]
 
 
 Floats = npt.NDArray[np.float64]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rankcall._hangs import Object, stacks_in
+import numpy as np
+
 from rankcall.analysis.state.run_snapshot import ProcessState, snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.verdicts import find, find_slow
+from rankcall.analysis.verdicts import KINDS, find, find_slow
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
-from rankcall.analysis.verdicts.finding import HEALTHY, Finding
-from rankcall.processes import process_state
-from rankcall.run import Progress, Run
-from rankcall.rundir import kept_hangs
+from rankcall.analysis.verdicts.finding import HEALTHY, Finding, duration, finding_from
+from rankcall.ring.layout import Header
+from rankcall.run.hangs import Object, kept_hangs, stacks_in
+from rankcall.run.load import Progress, Run
 
+_MARGIN_S = 0.5  # between a verdict and a call that shows that its hang was over
 _LONGEST_S = 1e9  # a larger threshold is damage
 
 
@@ -51,7 +53,7 @@ def diagnose(
     hang_after: float | None = None,
     progress: Progress | None = None,
     *,
-    state_of: ProcessState = process_state,
+    state_of: ProcessState = Header.process_state,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Diagnosis:
     """Read a run and find out what is wrong with it.
@@ -60,8 +62,20 @@ def diagnose(
     the other arguments see ``snapshot_of_run``.
     """
     snapshot = snapshot_of_run(run, progress, state_of=state_of, now_ns=now_ns)
-    found = judge(run, snapshot, hang_after)
-    return replace(found, kept=[_kept(run, each) for each in kept_hangs(run.path)])
+    found, verdicts = judge(run, snapshot, hang_after), kept_hangs(run.path)
+    found = replace(found, kept=[_kept(run, each) for each in verdicts])
+    return _as_the_watcher_saw(found, verdicts[-1]) if verdicts and not snapshot.live else found
+
+
+def with_stacks(run: Run, found: Diagnosis, stacks: Mapping[int, str]) -> Diagnosis:
+    """Judge again, with the Python stacks of some ranks as further evidence."""
+    if not stacks:
+        return found
+    ranks = [
+        replace(each, stack=stacks.get(each.rank, each.stack)) for each in found.snapshot.ranks
+    ]
+    again = judge(run, replace(found.snapshot, ranks=ranks), found.hang_after)
+    return replace(again, kept=found.kept)
 
 
 def judge(run: Run, snapshot: Snapshot, hang_after: float | None = None) -> Diagnosis:
@@ -73,10 +87,84 @@ def judge(run: Run, snapshot: Snapshot, hang_after: float | None = None) -> Diag
 
 def own_hang_after(run: Run) -> float:
     """Return the threshold of the job's own watcher, s; without a watcher the usual one."""
+    in_rings = [head.header.hang_after_ms / 1e3 for head in run.heads if head.header.hang_after_ms]
+    if in_rings and 0 < max(in_rings) < _LONGEST_S:
+        return max(in_rings)
     given = run.about.get("hang_after_s")
     if isinstance(given, (int, float)) and 0 < given < _LONGEST_S:
         return float(given)
     return HANG_AFTER_S
+
+
+def _as_the_watcher_saw(found: Diagnosis, verdict: Object) -> Diagnosis:
+    """Add what the job's own watcher saw last to the diagnosis of a job that is over.
+
+    The watcher saw live processes and their stacks, so its word on a rank counts for more than how
+    that rank ended. It counts only if its hang lasted: no rank of its host has issued a call since.
+    """
+    snapshot, about = found.snapshot, verdict["hang"]
+    moment = snapshot.moments.get(str(about.get("boot_id")))
+    seen = [finding_from(each) for each in verdict["findings"] if _is_sound(each)]
+    if moment is None or not seen:
+        return found
+    since_s = (moment - int(about.get("mono_ns", 0))) / 1e9
+    if since_s < 0 or np.any(snapshot.calls["age_s"] < since_s - _MARGIN_S):
+        return found
+    known = {(each.kind, rank) for each in found.findings for rank in each.ranks}
+    had_ended = {
+        each.rank
+        for each in snapshot.ranks
+        if each.exit is not None and (each.gone_s or 0.0) > since_s + _MARGIN_S
+    }
+    new = [
+        _seen(each, since_s)
+        for each in seen
+        if had_ended.isdisjoint(each.ranks)
+        and (not each.ranks or any((each.kind, rank) not in known for rank in each.ranks))
+    ]
+    named = {rank for each in new for rank in each.ranks}
+    everybody = {state.rank for state in snapshot.ranks if not state.blind}
+    # If all ranks ended together, the job was ended, and that is no cause of its hang.
+    rest = [
+        each
+        for each in found.findings
+        if named.isdisjoint(each.ranks) and not everybody <= {*each.ranks, *named}
+    ]
+    if not new or (rest and not named):
+        return found
+    return replace(found, findings=[*new, *rest])
+
+
+def _is_sound(found: Object) -> bool:
+    """Tell whether a kept finding has a known kind and sound ranks; its file may be forged."""
+    ranks = [each for name in ("ranks", "victims") for each in found.get(name, ())]
+    return found.get("kind") in {kind.kind for kind in KINDS} and all(
+        type(rank) is int and rank >= 0 for rank in ranks
+    )
+
+
+def _seen(finding: Finding, since_s: float) -> Finding:
+    """Return a finding of the watcher's as one about the past."""
+    kinds = {kind.kind: kind for kind in KINDS}
+    kind = kinds.get(finding.kind)
+    when = f"{duration(since_s)} before the end"
+    return replace(
+        finding,
+        summary=f"The job's own watcher saw, {when}: {finding.summary}",
+        advice="" if kind is None else _past_advice(finding),
+        stops=kind is None or kind.stops,
+        predicate=finding.predicate if kind is None else kind.predicate,
+    )
+
+
+def _past_advice(finding: Finding) -> str:
+    """Return the next step for a process that is gone."""
+    if not finding.ranks:
+        return "Look at the stacks that the watcher kept beside its verdict."
+    return (
+        f"Look at the stack of rank {finding.ranks[0]} that the watcher kept beside its verdict, "
+        "and at what that rank does there."
+    )
 
 
 def _kept(run: Run, verdict: Object) -> Kept:

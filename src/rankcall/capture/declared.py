@@ -1,4 +1,4 @@
-"""Phases that a program declares to take long: kept in its ring, where every reader finds them."""
+"""Phases that a program declares to be long, written into its ring for every reader to see."""
 
 from __future__ import annotations
 
@@ -12,54 +12,58 @@ from collections.abc import Iterator
 from rankcall.ring.writer import put, put_text
 
 _lock = threading.RLock()
-_phases: list[tuple[int, str]] = []  # when each ends, CLOCK_MONOTONIC ns, and what it is
+_phases: list[tuple[int, str]] = []  # the deadline of each (CLOCK_MONOTONIC, ns), and its reason
+_ring: mmap.mmap | None = None  # of the recording that is on
 
 
 @contextlib.contextmanager
 def expect(seconds: float, what: str) -> Iterator[None]:
     """Declare that this rank may be silent for ``seconds``: a checkpoint, a compile.
 
-    Until they are over, or the block is left, neither the watcher nor ``rankcall diagnose`` calls
-    this rank, or who waits for it, hung; ``what`` is said where it takes longer. Use it on the
-    ranks that do the work; phases may nest and overlap; also a decorator. Costs microseconds,
-    and does nothing where nothing is recorded. Raises ``ValueError`` for no time or no words.
+    Until that time is over, or the block is left, neither the watcher nor ``rankcall diagnose``
+    calls this rank hung, nor the ranks that wait for it. If it takes longer, they report ``what``.
+    Use it on the ranks that do the work. Phases may nest and overlap. Also a decorator. Costs
+    microseconds, and does nothing if recording is off. Raises ``ValueError`` if ``seconds`` is not
+    a positive number, or ``what`` is empty.
     """
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(f"expect() takes a number of seconds above 0; got {seconds}")
     if not what.strip():
-        raise ValueError("expect() takes words for what it is that takes long")
+        raise ValueError("expect() takes a text that says what takes long")
     phase = time.monotonic_ns() + int(seconds * 1e9), what
     with _lock:
         _phases.append(phase)
-        publish()
+        _publish()
     try:
         yield
     finally:
         with _lock:
             _phases.remove(phase)
-            publish(time.monotonic_ns(), what)
+            _publish(time.monotonic_ns(), what)
 
 
-def publish(ended_ns: int = 0, ended: str = "", ring: mmap.mmap | None = None) -> None:
-    """Write what holds now into the ring, or when the last phase ended.
+def publish_to(ring: mmap.mmap | None) -> None:
+    """Write the phases into this ring from now on; None if recording is off."""
+    global _ring
+    with _lock:
+        _ring = ring
+        _publish()
 
-    A reader gives who waited through a phase its usual patience from the end of it on.
+
+def _publish(ended_ns: int = 0, ended: str = "") -> None:
+    """Write the phase that ends last into the ring, or when the last phase ended.
+
+    A reader gives a rank that waited through a phase its usual patience, from the end of the phase.
     """
-    if ring is None:
-        from rankcall.capture import session
-
-        recording = session.current()
-        if recording is None:
-            return
-        ring = recording.ring
     until, what = max(_phases, default=(ended_ns, ended))
-    if until:
-        put_text(ring, "expect_what", what)
-        put(ring, "expect_until_ns", until)
+    if until and _ring is not None:
+        put_text(_ring, "expect_what", what)
+        put(_ring, "expect_until_ns", until)
 
 
 def forget() -> None:
     """Declare nothing: this is a forked child."""
-    global _lock
+    global _lock, _ring
     _lock = threading.RLock()
+    _ring = None
     _phases.clear()

@@ -1,4 +1,4 @@
-"""Learn which ops on devices have completed from what the back end knows already.
+"""Learn from the back end's own status which ops on devices have completed.
 
 A back end for devices only enqueues an op, and its Work says nothing about the op's end. Its own
 watchdog looks at the device anyway, and torch's Flight Recorder keeps, for each group, the number
@@ -63,7 +63,7 @@ class DeviceOp(NamedTuple):
 
 
 class Ending(Protocol):
-    """What a capture does for ops on devices."""
+    """The part of a capture that this module needs."""
 
     def take_device_ops(self) -> list[DeviceOp]: ...
     def end_device_ops(self, records: list[int], time_ns: int) -> None: ...
@@ -74,8 +74,8 @@ class Ending(Protocol):
 class _Op:
     """An op that is not known to have completed.
 
-    ``looks`` counts how often it was looked for, ``moves`` how often its group had gone on when it
-    was noted.
+    ``looks`` counts the looks at the status since the op was issued. ``moves`` is how often the
+    group had gone on when the op was noted.
     """
 
     number: int
@@ -183,7 +183,7 @@ class _GroupOps:
         return [kind.ops.popleft().record]
 
     def complete(self, status: GroupStatus) -> list[int]:
-        """Return the records that end, given what the back end says."""
+        """Return the records that end, given the group's status."""
         self._misses, number = 0, status.completed
         if number != self._completed:
             self._completed, self._moves = number, self._moves + 1
@@ -194,7 +194,7 @@ class _GroupOps:
         return possible[0].complete(number) if len(possible) == 1 else []
 
     def overlook(self) -> None:
-        """Note that the back end said nothing of this group."""
+        """Note that the back end returned no status of this group."""
         self._misses += 1
 
     def take_undecidable(self) -> list[int]:
@@ -226,7 +226,7 @@ class DeviceStatus:
         self._new: set[int] = set()  # groups that were made since recording began, without ops yet
 
     def add_group(self, number: int, process_group: Any, new: bool) -> None:
-        """Remember which group has an id, for as long as the group lives.
+        """Remember the group of an id, for as long as the group lives.
 
         ``new``: no op was issued on it before.
         """
@@ -261,7 +261,7 @@ class DeviceStatus:
                 del self._waiting[number]
 
     def close(self) -> None:
-        """Look once more. What was issued a moment ago may have completed unseen: close it too.
+        """Look once more. Close the newest ops, too, because they may have completed unseen.
 
         An op that has been in flight for longer stays in flight: it may be why the job ends.
         """
@@ -281,23 +281,23 @@ class DeviceStatus:
 
 
 def device_times_wanted() -> bool:
-    """Tell whether the user asked for the times of ops on devices (experimental)."""
+    """Return whether the user asked for the times of ops on devices (experimental)."""
     return os.environ.get("RANKCALL_DEVICE_TIMES") == "1"
 
 
 def read_status() -> Status:
-    """Return what the back ends say of each group that they keep a status of.
+    """Return the status of each group, as far as its back end keeps one.
 
     The keys are the back end's own numbers of its groups: ``uid`` of ProcessGroupNCCL.
     """
     module: Any = torch._C._distributed_c10d
     dump = getattr(module, "_dump_nccl_trace_json", None) or module._dump_fr_trace_json
-    told = json.loads(dump(includeCollectives=False))
+    dumped = json.loads(dump(includeCollectives=False))
     return {
         int(uid): GroupStatus(
             int(row["last_enqueued_collective"]), int(row["last_completed_collective"])
         )
-        for uid, row in told.get("pg_status", {}).items()
+        for uid, row in dumped.get("pg_status", {}).items()
     }
 
 

@@ -1,81 +1,39 @@
-"""One process's recording: its ring, its capture, and where the ring goes in the end."""
+"""One process's recording, from start to stop: a ring, a capture, and the threads beside them.
+
+One of these threads writes the text of each line that issues ops into the ring, from the process's
+own source files (``SourceLines``). A reader of the run on another machine does not have the source,
+and must not open files that a run names. A file on a network may take long to read, and neither
+training nor the heartbeat may wait for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import mmap
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rankcall import background
-from rankcall._handle import Scoped
 from rankcall.capture import declared
-from rankcall.capture.device_status import POLL_SECONDS, DeviceOp, DeviceStatus
-from rankcall.capture.keeper import Keeper
-from rankcall.capture.marks import Marks
-from rankcall.capture.notices import say
-from rankcall.capture.source import SourceLines
-from rankcall.errors import CaptureUnavailable
-from rankcall.files import UnsafeFolder, check_folder, file_system, is_local, make_folder, reason
-from rankcall.ring.layout import CAPTURES, Geometry
-from rankcall.ring.lock import WriterLock
-from rankcall.ring.tables import Group
-from rankcall.ring.writer import (
-    Identity,
-    PythonRing,
-    create,
-    create_locked,
-    create_unnamed,
-    put,
-    put_run_dir,
-    set_identity,
-)
-from rankcall.rundir import (
-    about_job,
-    clean_up,
-    create_run,
-    has_old_rings,
-    host_name,
-    live_base,
-    make_live_dir,
-    ring_name,
-    save_ring,
-    settle_ring,
-    unused_ring,
-)
+from rankcall.capture.own_ring import OwnRing
+from rankcall.errors import CaptureUnavailable, warn_once
+from rankcall.process import host_name
+from rankcall.registry import Scoped
+from rankcall.ring.layout import CAPTURES, ENTRY_SITE, Geometry, offset_of
+from rankcall.ring.tables import CallSite, Group, decode_site, entries
+from rankcall.ring.writer import Identity, PythonRing, put, put_text
 
-ARM = "RANKCALL_ARM"  # set by the launcher, which settles rings itself
+if TYPE_CHECKING:
+    from rankcall.capture.interface import Capture
+
 _HEARTBEAT_SECONDS = 0.5
 _DRAIN_SECONDS = 0.1
-_SMALLER = (1, 4, 16, 64)  # a ring that finds no room is tried at these fractions of its size
-
-
-class Capture(Protocol):
-    """What the native and the Python capture have in common."""
-
-    name: str
-
-    @property
-    def make_statuses(self) -> Callable[..., list[Any]] | None: ...
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def forget(self) -> None: ...
-    def drained(self) -> bool: ...
-    def counts(self) -> tuple[int, int]: ...
-    def sleep(self, fd: int, wanted: int) -> None: ...
-    def add_group(self, group: Group, me: int) -> int: ...
-    def take_device_ops(self) -> list[DeviceOp]: ...
-    def end_device_ops(self, records: list[int], time_ns: int) -> None: ...
-    def reading_status(self) -> AbstractContextManager[bool]: ...
-    def add_line(self, site: int, text: str) -> None: ...
-    def mark(self, marks: Marks | None) -> None: ...
-    def learn_spans(self, marks: Marks) -> None: ...
-    def step(self) -> None: ...
 
 
 class Recording(Scoped):
@@ -89,21 +47,16 @@ class Recording(Scoped):
         call_sites: bool,
         leave: Callable[[Recording], None],
     ) -> None:
-        self.run_dir: Path | None = None
-        self.path: Path | None = None
-        self.geometry = Geometry(capacity) if capacity else Geometry()
-        self._identity = _identity()
-        self._fd = -1
-        self._lock = WriterLock(-1)
-        self._keeper: Keeper | None = None
-        self._leave = leave
-        self.ring = self._make_ring(run_dir)
+        from rankcall.capture.device_status import DeviceStatus
+
+        self._own_ring = OwnRing(run_dir, _identity(), Geometry(capacity or Geometry().capacity))
         try:
             self.capture: Capture = self._make_capture(capture, call_sites)
         except BaseException:
-            self._discard()
+            self._own_ring.discard()
             raise
         put(self.ring, "capture", CAPTURES.index(self.capture.name))
+        self._leave = leave
         self._devices = DeviceStatus(self.capture)
         self._stopped = threading.Event()
         self._left = self._is_started = False
@@ -113,145 +66,48 @@ class Recording(Scoped):
         self.claims: set[str] = set()
 
     @property
-    def host(self) -> str:
-        """What this host is called in the run."""
-        return self._identity.host
+    def ring(self) -> mmap.mmap:
+        """The mapped memory of the ring."""
+        return self._own_ring.map
+
+    @property
+    def geometry(self) -> Geometry:
+        """The sizes of the ring."""
+        return self._own_ring.geometry
+
+    @property
+    def path(self) -> Path | None:
+        """The ring's file; None if it has no name, or is in memory only."""
+        return self._own_ring.path
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run that the ring belongs to; None if only hooks or traces record."""
+        return self._own_ring.run_dir
 
     @property
     def identity(self) -> Identity:
-        """Whose recording it is, as far as is known."""
-        return self._identity
+        """The rank and host of this process, as far as they are known."""
+        return self._own_ring.identity
+
+    @property
+    def host(self) -> str:
+        """The name of this host in the run."""
+        return self.identity.host
 
     def rank(self) -> int:
-        """Return this process's rank, -1 while nobody knows it."""
-        return self._identity.rank
+        """Return this process's rank; -1 while it is not known."""
+        return self.identity.rank
+
+    def move_to(self, run_dir: Path) -> bool:
+        """Put a recording that belongs to no run into one; return False if that is not possible."""
+        return self._own_ring.move_to(run_dir)
 
     def _end(self) -> None:
         self._leave(self)
 
-    # --- making the ring ---
-
-    def _make_ring(self, run_dir: Path | None) -> mmap.mmap:
-        if run_dir is None:
-            if not is_local(live_base()):
-                return create(None, self._identity, self.geometry)
-            ring, self._fd, self._lock = create_unnamed(live_base(), self._identity, self.geometry)
-            return ring
-        self.run_dir = run_dir
-        folder = self._prepare(run_dir)
-        if folder is not None:
-            failure = ""
-            for fraction in _SMALLER:
-                geometry = self._shrunk(fraction)
-                try:
-                    ring = self._make_file(folder, geometry, run_dir)
-                except OSError as error:
-                    failure, self.path = str(error.strerror), None
-                    continue
-                if fraction > 1:
-                    say(f"little room in {folder}: the ring holds {geometry.capacity:,} records")
-                self.geometry = geometry
-                return ring
-            say(f"no ring can be kept in {folder} ({failure}): recording goes on in memory only")
-        self._keeper = self._keeper or Keeper(run_dir)
-        return create(None, self._identity, self.geometry)
-
-    def _make_file(self, folder: Path, geometry: Geometry, run_dir: Path) -> mmap.mmap:
-        try:
-            path = self._file_in(folder, run_dir)
-            ring, self._lock = create_locked(path, self._identity, geometry, run_dir)
-        except FileNotFoundError:
-            # Another launcher of this host has just settled its rings and removed the folder.
-            folder.parent.mkdir(mode=0o700, exist_ok=True)
-            make_folder(folder)
-            path = self._file_in(folder, run_dir)
-            ring, self._lock = create_locked(path, self._identity, geometry, run_dir)
-        return ring
-
-    def _discard(self) -> None:
-        """Leave no ring behind that nothing will be recorded in."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._lock.release()
-        if self._keeper is not None:
-            self._keeper.discard()
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def move_to(self, run_dir: Path) -> bool:
-        """Give an unnamed ring (hooks only) a place in a run; False where it can have none."""
-        if self._fd < 0:
-            return False
-        folder = self._prepare(run_dir)
-        if folder is None:
-            return False
-        put_run_dir(self.ring, run_dir)
-        try:
-            # The path is absolute: a descriptor only makes CPython call linkat, which follows.
-            os.link(
-                f"/proc/self/fd/{self._fd}",
-                self._file_in(folder, run_dir),
-                src_dir_fd=self._fd,
-                follow_symlinks=True,
-            )
-        except OSError:
-            self.path = None
-            return False
-        self.run_dir = run_dir
-        os.close(self._fd)
-        self._fd = -1
-        return True
-
-    def _shrunk(self, fraction: int) -> Geometry:
-        if fraction == 1:
-            return self.geometry
-        return Geometry.fitting(self.geometry.file_bytes // fraction)
-
-    def _prepare(self, run_dir: Path) -> Path | None:
-        """Make the run directory and return where its ring goes; None: in memory only.
-
-        Says so if one of them cannot be used.
-        """
-        import torch
-
-        unwritable = ""
-        try:
-            create_run(run_dir, about_job(sys.argv, torch.__version__))
-        except OSError as error:
-            unwritable = f"the run directory {run_dir} cannot be written ({error.strerror})"
-        if os.environ.get("LOCAL_RANK", "0") == "0" and has_old_rings(run_dir):
-            threading.Thread(target=clean_up, name="rankcall-clean", daemon=True).start()
-        if not os.environ.get(ARM):
-            self._keeper = self._keeper or Keeper(run_dir)
-        try:
-            _check_local(live_base())
-            folder = make_live_dir(run_dir)
-            if unwritable:
-                say(f"{unwritable}: records stay in {folder}")
-            return folder
-        except OSError as error:
-            why = reason(error)
-        folder = run_dir / "rings"  # a local disk file is better than nothing
-        try:
-            _check_local(folder)
-            check_folder(folder)
-        except OSError as error:
-            also = unwritable or reason(error)
-            say(f"{why}; {also}: recording goes on in memory only")
-            return None
-        say(f"{why}: the ring is kept in {folder}")
-        return folder
-
-    def _file_in(self, folder: Path, run_dir: Path) -> Path:
-        self.path = folder / unused_ring(self._name(), folder, run_dir / "rings")
-        return self.path
-
-    def _name(self) -> str:
-        who = self._identity
-        return ring_name(who.rank, who.attempt, who.host, os.getpid())
-
     def _make_capture(self, wanted: str, call_sites: bool) -> Capture:
-        from rankcall.capture.python import PythonCapture
+        from rankcall.capture.fallback import FallbackCapture
 
         if wanted != "python":
             try:
@@ -259,22 +115,21 @@ class Recording(Scoped):
 
                 native = NativeCapture(self.ring, self.geometry, call_sites)
                 if not native.has_call_sites:
-                    say(f"call sites are off: Python {sys.version.split()[0]} is not known")
+                    version = sys.version.split()[0]
+                    warn_once(f"call sites are off: Python {version} is not known")
                 return native
             except CaptureUnavailable as error:
                 if wanted == "native":
                     raise
-                say(f"the native recorder is not available, recording in Python: {error}")
-        return PythonCapture(PythonRing(self.ring, self.geometry), call_sites)
-
-    # --- running ---
+                warn_once(f"the native recorder is not available, recording in Python: {error}")
+        return FallbackCapture(PythonRing(self.ring, self.geometry), call_sites)
 
     def start(self) -> None:
         """Record ops, and watch groups and optimizer steps."""
         from rankcall.capture.groups import watch
 
         self.capture.start()
-        declared.publish(ring=self.ring)
+        declared.publish_to(self.ring)
         watch.add(self._on_group)  # which reports the groups that exist
         self._is_started = True
         self._step_handle = _count_steps(self.capture)
@@ -282,13 +137,15 @@ class Recording(Scoped):
         self._lines.start()
 
     def stop(self) -> bool:
-        """Stop recording; tell whether the ring is closed, or still awaits ends of ops in flight.
+        """Stop recording; return whether the ring is closed, or still awaits ends of ops in flight.
 
-        An op's waiter may run before its end has been written, so that is waited for a moment.
+        The thread that waits for an op may run on before the op's end is written, so that is
+        waited for a moment.
         """
         from rankcall.capture.groups import watch
 
         watch.remove(self._on_group)
+        declared.publish_to(None)
         self._step_handle.remove()
         self.capture.stop()
         self._note_leaving()
@@ -306,49 +163,31 @@ class Recording(Scoped):
         return False
 
     def close(self) -> None:
-        """Say in the ring that it is complete; move it to the run unless the launcher will."""
-        put(self.ring, "closed_ns", time.monotonic_ns())
-        self._lock.release()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        ring, path, run_dir = self.ring, self.path, self.run_dir
-        if self._keeper is None or run_dir is None:
-            return
-        if path is None:
-            self._keeper.keep(lambda: save_ring(ring, run_dir, self._name()))
-        else:
-            self._keeper.keep(lambda: settle_ring(path, run_dir))
+        """Note in the ring that it is complete, and move it into the run unless a launcher will."""
+        self._own_ring.close()
 
     def forget(self) -> None:
-        """Touch the ring no more: this is a forked child, and it is its parent's."""
+        """Touch the ring no more: this is a forked child, and the ring is its parent's."""
         self.capture.forget()
         if self._step_handle is not None:
             self._step_handle.remove()
 
     def _on_group(self, process_group: Any, group: Group) -> None:
-        if group.description == "default_pg" or self._identity.rank < 0:
+        if group.description == "default_pg" or self.identity.rank < 0:
             self._learn_rank(process_group, group)
         number = self.capture.add_group(group, process_group.rank())
         self._devices.add_group(number, process_group, new=self._is_started)
 
     def _learn_rank(self, process_group: Any, group: Group) -> None:
         rank = group.ranks[process_group.rank()]
-        if (rank, len(group.ranks)) == (self._identity.rank, self._identity.world_size):
+        if (rank, len(group.ranks)) == (self.identity.rank, self.identity.world_size):
             return
-        if group.description != "default_pg":
-            return
-        self._identity = _identity(rank, len(group.ranks))
-        set_identity(self.ring, self._identity)
-        if self.path is not None and self.run_dir is not None:
-            old = self.path
-            new = self._file_in(old.parent, self.run_dir)
-            try:
-                os.rename(old, new)
-            except OSError:
-                self.path = old
+        if group.description == "default_pg":
+            self._own_ring.set_identity(_identity(rank, len(group.ranks)))
 
     def _beat(self) -> None:
+        from rankcall.capture.device_status import POLL_SECONDS
+
         next_look = time.monotonic() + POLL_SECONDS
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
@@ -362,21 +201,29 @@ class Recording(Scoped):
         try:
             look()
         except Exception as error:
-            say(f"cannot learn what has completed on devices: {type(error).__name__}: {error}")
+            name = type(error).__name__
+            warn_once(f"cannot learn what has completed on devices: {name}: {error}")
 
     def _note_leaving(self) -> None:
-        """Say in the ring that the program has come to its end: closing down can take for ever."""
-        failed = getattr(sys, "last_value", None) is not None
-        if not self._left and not threading.main_thread().is_alive() and not failed:
-            self._left = True
+        """Note in the ring how the program has ended: closing down can take for ever."""
+        if self._left or threading.main_thread().is_alive():
+            return
+        self._left = True
+        error = getattr(sys, "last_value", None)
+        if error is None:
             put(self.ring, "left_ns", time.monotonic_ns())
+        else:
+            put_text(self.ring, "failure", _one_line(error))
 
 
-def _check_local(folder: Path) -> None:
-    """Raise ``UnsafeFolder`` if a page of a file in a folder could wait for another host."""
-    if not is_local(folder):
-        kind = file_system(folder) or "unknown"
-        raise UnsafeFolder(folder, f"is on a file system that is not local ({kind})")
+def _one_line(error: object) -> str:
+    """Return an exception's type and message as one line; its own code may fail to write it."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = ""
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text.encode("utf-8", "replace").decode()
 
 
 def _identity(rank: int | None = None, world_size: int | None = None) -> Identity:
@@ -399,15 +246,79 @@ def _identity(rank: int | None = None, world_size: int | None = None) -> Identit
 
 
 def _count_steps(capture: Capture) -> Any:
-    """Count optimizer steps; not those of compiled optimizers, whose graph a hook would break."""
+    """Count optimizer steps; not those of compiled optimizers: a hook would break their graph."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        # ZeRO's optimizer steps another one inside: counted once.
+        # ZeRO's optimizer steps another one inside, which is counted already.
         if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
             capture.step()
 
     return register_optimizer_step_post_hook(stepped)
+
+
+_LOOK_SECONDS = 0.5
+_MOST_CHARACTERS = 160
+_BEGAN = time.time()
+
+
+class SourceLines:
+    """Adds the source lines of new call sites to a ring, through ``add(id, text)``.
+
+    Once a quarter of the side tables is full, no
+    more lines are added: the rest is for entries that records cannot do without.
+    """
+
+    def __init__(self, ring: mmap.mmap, geometry: Geometry, add: Callable[[int, str], None]):
+        self._ring, self._geometry, self._add = ring, geometry, add
+        self._offset, self._number = 0, 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rankcall-lines", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Look once more, and end. Lines that a slow disk has not returned by then stay unknown."""
+        self._stopping.set()
+        background.join(self._thread, timeout)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_SECONDS):
+            self.look()
+        self.look()
+
+    def look(self) -> None:
+        """Add the lines of the call sites that have come since the last look."""
+        at = offset_of("tables_used")
+        used = int.from_bytes(self._ring[at : at + 8], "little")
+        if used == self._offset:
+            return
+        begin = self._geometry.tables_offset
+        fresh = self._ring[begin + self._offset : begin + used]
+        first = self._offset
+        for entry in entries(fresh, self._number):
+            self._offset, self._number = first + entry.end, entry.number
+            if entry.kind == ENTRY_SITE and used < self._geometry.tables_bytes // 4:
+                text = line_text(decode_site(entry.payload))
+                if text:
+                    self._add(entry.number, text)
+
+
+def line_text(site: CallSite) -> str:
+    """Return a line of this process's source, stripped and cut; empty if it is not known.
+
+    A file that was changed after the process began may not be the source of the running code.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if os.stat(site.file).st_mtime > _BEGAN:
+            return ""
+    try:
+        text = " ".join(linecache.getline(site.file, site.line).split())
+    except Exception:  # a loader of the user's may raise anything
+        return ""
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

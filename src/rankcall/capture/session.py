@@ -1,7 +1,8 @@
-"""Switch recording on and off for this process: ``enable``, ``disable``, and who else needs it.
+"""Switch recording on and off for this process: ``enable``, ``disable``, and claims on it.
 
-There is one recording a process. The user, the launcher and registered hooks each hold a claim on
-it; it ends with the last claim. A forked child starts without one.
+A process has at most one recording. The user, the watcher, hooks and traces each hold a claim on
+it, and it ends with the last claim. After it has ended it *drains*: ops in flight still write their
+ends into its ring. A forked child starts without a recording.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from pathlib import Path
 
 from rankcall import background
 from rankcall.capture import declared
-from rankcall.capture.notices import say
-from rankcall.capture.recording import Recording as Recording
-from rankcall.errors import RankcallError, TorchMissing
+from rankcall.capture.recording import Recording
+from rankcall.errors import RankcallError, TorchMissing, warn_once
 from rankcall.process import boot_seconds, process_start
-from rankcall.rundir import default_run_dir
+from rankcall.run.directory import default_run_dir
 
 CAPTURES = ("auto", "native", "python")
 OLDEST_TORCH = (2, 11)
@@ -46,21 +46,30 @@ def enable(
     """Record every collective of this process, from now on, until ``disable()``.
 
     Call it before or after ``init_process_group``, on every rank at the same point of the program:
-    sequence numbers count from here. ``run_dir`` is where the run is kept (default:
-    ``RANKCALL_RUN_DIR``, or ``rankcall-runs/<UTC time>-<script>``, the same for all ranks that one
-    process started). ``capture`` is ``auto``, ``native`` or ``python`` (default:
-    ``RANKCALL_CAPTURE``, or ``auto``: native, and Python where that cannot be built). ``capacity``
-    is the ring's size in records, rounded up to a power of two; older ones are overwritten.
+    sequence numbers count from here.
 
-    Returns the recording, a context manager. Enabling twice returns the one that is on. Raises
-    ``TorchMissing``, ``ValueError`` for an unknown capture or a bad capacity, and
-    ``CaptureUnavailable`` where ``native`` was asked for by name and cannot be built.
+    Args:
+        run_dir: The directory of the run. The default is ``RANKCALL_RUN_DIR``, or
+            ``rankcall-runs/<UTC time>-<script>``, the same for all ranks that one process started.
+        capture: ``auto``, ``native`` or ``python``. The default is ``RANKCALL_CAPTURE``, or
+            ``auto``: native, and Python if the native recorder cannot be built.
+        capacity: The number of records in the ring, rounded up to a power of two. Newer records
+            overwrite the oldest ones. The default is ``RANKCALL_CAPACITY``, or 16,384.
+        call_sites: Whether to record the line that issued each op.
+
+    Returns:
+        The recording, a context manager. If recording is on already, the one that is on.
+
+    Raises:
+        TorchMissing: torch is absent or too old.
+        ValueError: The capture is unknown, or the capacity out of range.
+        CaptureUnavailable: ``native`` was chosen by name, and cannot be built.
     """
     return claim("user", run_dir_of(run_dir), capture, capacity, call_sites)
 
 
 def run_dir_of(given: str | os.PathLike[str] | None) -> Path:
-    """Return where a run is kept: as given, as the environment says, or by script and time."""
+    """Return the directory of a run: as given, by the environment, or by script and time."""
     return Path(given or os.environ.get("RANKCALL_RUN_DIR") or _own_run_dir()).absolute()
 
 
@@ -84,7 +93,7 @@ def claim(
     capacity: int | None = None,
     call_sites: bool = True,
 ) -> Recording:
-    """Hold the recording open in the name of ``owner``, starting it if there is none."""
+    """Claim the recording for ``owner``; start one if recording is off."""
     check_torch()
     chosen = capture or os.environ.get("RANKCALL_CAPTURE") or "auto"
     if chosen not in CAPTURES:
@@ -124,26 +133,26 @@ def _stop(recording: Recording) -> None:
 
 
 def _left(recording: Recording) -> None:
-    """End the user's claim where ``recording`` was used as a context manager."""
+    """End the user's claim at the end of the recording's ``with`` block."""
     if _state.recording is recording:
         drop("user")
 
 
 def arm() -> bool:
-    """Record as the launcher asked by environment, and tell whether that is so.
+    """Record as the launcher's environment variables say; return whether recording is on.
 
-    Never raises; says on stderr what went wrong.
+    Never raises; prints errors on stderr.
     """
     try:
         enable()
     except (RankcallError, OSError, ValueError) as error:
-        say(f"not recording: {error}")
+        warn_once(f"not recording: {error}")
         return False
     return True
 
 
 def check_torch() -> None:
-    """Raise ``TorchMissing`` unless a torch that rankcall can record is there."""
+    """Raise ``TorchMissing`` if torch is absent, too old, or built without torch.distributed."""
     try:
         import torch
     except ImportError as error:
@@ -169,7 +178,7 @@ def _power_of_two(capacity: int | None) -> int | None:
 
 
 def _own_run_dir() -> Path:
-    """Name a run after the script and the process that started the ranks, so that they agree."""
+    """Name a run after the script and the start of the job, so that all its ranks agree."""
     import multiprocessing
 
     started_by_other = "RANK" in os.environ or multiprocessing.parent_process() is not None
@@ -196,7 +205,7 @@ def _register_once() -> None:
 
 
 def _in_forked_child() -> None:
-    """A data loader's worker records nothing: what it inherits belongs to its parent."""
+    """Start without a recording: the one that a forked child inherits belongs to its parent."""
     global _state
     old, _state = _state, _State()
     _state.registered = True
@@ -206,7 +215,7 @@ def _in_forked_child() -> None:
         old.recording.forget()
 
 
-_inherited: list[_State] = []  # kept so that nothing of the parent's is torn down in a child
+_inherited: list[_State] = []  # kept, so that a child runs no destructor of its parent's objects
 
 
 def _at_exit() -> None:

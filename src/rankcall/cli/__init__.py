@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import Any
+from collections.abc import Sequence
 
 import typer
 
@@ -52,9 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments and arguments[0] in _WORKING and "--help" not in arguments:
+    chosen = next((argument for argument in arguments if argument in _COMMANDS), None)
+    if chosen in _WORKING and "--help" not in arguments:
         _clean_up()
-    app = _application(arguments[0] if arguments else None)
+    app = _application(chosen)
     try:
         status = app(arguments, prog_name="rankcall", standalone_mode=False)
     except typer.Exit as end:
@@ -74,7 +73,7 @@ def _run(arguments: list[str]) -> int:
 
 def _clean_up() -> None:
     """Free the memory of jobs that were killed more than a day ago."""
-    from rankcall.rundir import clean_up
+    from rankcall.run.settle import clean_up
 
     for line in clean_up():
         print(f"rankcall: {files.clean(line)}", file=sys.stderr)
@@ -89,17 +88,20 @@ def _fail(message: str) -> int:
 def _application(chosen: str | None) -> typer.Typer:
     """Make the application, with the code of the chosen command and the names of the others."""
     app = typer.Typer(
-        add_completion=False, no_args_is_help=False, pretty_exceptions_enable=False,
-        rich_markup_mode=None, help="Records every torch.distributed collective, and reports.",
-    )  # fmt: skip
+        add_completion=False,
+        no_args_is_help=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        help="Record every torch.distributed collective, and say which rank is slow or stuck.",
+    )
     app.callback(invoke_without_command=True)(_without_command)
     for name, about in _COMMANDS.items():
-        if name == chosen and find_spec(f"rankcall.cli.{name}") is not None:
+        if name == chosen:
             module = importlib.import_module(f"rankcall.cli.{name}")
             settings = getattr(module, "CONTEXT_SETTINGS", None)
             app.command(name, help=None, context_settings=settings)(module.command)
         else:
-            app.command(name, help=about)(_absent(name))
+            app.command(name, help=about)(_not_chosen)
     return app
 
 
@@ -119,8 +121,6 @@ def _without_command(
         typer.echo(context.get_help())
 
 
-def _absent(name: str) -> Callable[[], Any]:
-    def command() -> None:
-        raise RankcallError(f"this rankcall was built without '{name}'")
-
-    return command
+def _not_chosen() -> None:
+    """Stand in the list of commands for a command whose code is not loaded."""
+    raise AssertionError("only the chosen command runs")

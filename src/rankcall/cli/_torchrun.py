@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import typer
 
-from rankcall.files import clean
+from rankcall.cli._console import say
 
 BOOT = Path(__file__).resolve().parents[1] / "_boot"
 OPTIONS = (
@@ -23,11 +23,6 @@ OPTIONS = (
     "--on-hang",
 )  # rankcall's own options; all others are torchrun's
 USAGE_ERROR = 2  # the exit status that argparse and click use
-
-
-def say(text: str) -> None:
-    """Write one line of rankcall's to stderr. stdout belongs to the job."""
-    typer.echo(f"rankcall: {clean(text)}", err=True)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import importlib.util
 import typer
 
 from rankcall.capture.session import check_torch
-from rankcall.cli._torchrun import say
+from rankcall.cli._console import say
 from rankcall.errors import BackendUnavailable, CaptureUnavailable
 
 
@@ -19,10 +19,10 @@ def command() -> None:
     if pyzmq is not installed.
     """
     check_torch()
-    from rankcall.capture.native.build import prebuild
+    from rankcall.capture.native import RECORDER
 
     try:
-        typer.echo(f"native recorder: {prebuild()}")
+        typer.echo(f"native recorder: {RECORDER.prebuild()}")
         if importlib.util.find_spec("zmq") is not None:
             from rankcall.rpc.native import AGENT
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli._torchrun import say
-from rankcall.rundir import clean_up
+from rankcall.cli._console import say
+from rankcall.run.settle import clean_up
 
 __all__ = ["command"]
 

@@ -11,18 +11,19 @@ from typing import Annotated
 
 import typer
 
-from rankcall._hangs import HANGS
-from rankcall._redact import redact
-from rankcall.archive import FOLDERS, check_name, is_archive, pack, unpack
-from rankcall.cli._torchrun import say
+from rankcall.cli._console import say
 from rankcall.errors import CorruptRun, RankcallError
 from rankcall.files import open_file
-from rankcall.process import boot_id
-from rankcall.processes import STATES, describe_states
-from rankcall.ring.header import Header
+from rankcall.process import boot_id, host_name
+from rankcall.ranks import format_ranks
+from rankcall.ring.layout import Header
 from rankcall.ring.reader import read_head
-from rankcall.run import format_ranks
-from rankcall.rundir import find_run, host_name, ring_paths, settle
+from rankcall.run.archive import FOLDERS, check_name, is_archive, pack, unpack
+from rankcall.run.directory import find_run, ring_paths
+from rankcall.run.exits import STATES, describe_states
+from rankcall.run.hangs import HANGS
+from rankcall.run.redact import redact
+from rankcall.run.settle import settle
 
 __all__ = ["command"]
 

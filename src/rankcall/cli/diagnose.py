@@ -10,18 +10,20 @@ from typing import Annotated
 
 import typer
 
-from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.cli._keyboard import LEAVE, keys
-from rankcall.cli._reading import HangAfter
-from rankcall.cli._stacks import of_interest, take
+from rankcall.analysis.diagnosis import Diagnosis, diagnose, with_stacks
+from rankcall.cli._console import LEAVE, HangAfter, console_for_result, keys
 from rankcall.report import diagnosis
 from rankcall.report.json import render_diagnosis
-from rankcall.run import load
-from rankcall.rundir import find_run, settle
+from rankcall.run.directory import find_run
+from rankcall.run.load import load
+from rankcall.run.settle import settle
+from rankcall.run.stacks import request_stacks, stacks_of
 
 __all__ = ["command"]
 
 _WATCH_S = 2.0
+_MOST_ASKED = 64  # ranks from which stacks are requested
+_MOST_STACKS = 8  # ranks; a screen has no room for more
 
 
 def command(
@@ -48,7 +50,7 @@ def command(
     if watch:
         result = _watch(run, hang_after, result, json)
     else:
-        dumped = take(find_run(run), of_interest(result)) if stacks else {}
+        dumped = stacks_of(find_run(run), _ranks_of_interest(result)) if stacks else {}
         _print(result, json, dumped)
         if stacks and not dumped and not json:
             _explain_no_stacks()
@@ -58,11 +60,31 @@ def command(
 
 
 def read(path: Path | None, hang_after: float | None) -> Diagnosis:
-    """Move the rings of this host's ended processes into the run, then diagnose the run."""
+    """Move the rings of this host's ended processes into the run, then diagnose the run.
+
+    If ranks of this host are missing, or none makes progress, their stacks are requested.
+    """
     where = find_run(path)
     if where.is_dir():
         settle(where)
-    return diagnose(load(where), hang_after or None)
+    loaded = load(where)
+    result = diagnose(loaded, hang_after or None)
+    if not result.snapshot.live:
+        return result
+    wanted = set(_unexplained(result)[:_MOST_ASKED])
+    asked = request_stacks(h.header for h in loaded.heads if h.header.rank in wanted)
+    return with_stacks(loaded, result, asked)
+
+
+def _unexplained(result: Diagnosis) -> list[int]:
+    """Return the ranks whose records do not show where they are, but whose stacks can."""
+    ranks: set[int] = set()
+    for found in result.findings:
+        if found.kind in ("missing", "no_progress"):
+            ranks.update(found.ranks)
+        if found.kind == "no_progress":
+            ranks.update(found.victims)
+    return sorted(ranks)
 
 
 def _print(result: Diagnosis, json: bool, dumped: dict[int, str]) -> None:
@@ -70,15 +92,22 @@ def _print(result: Diagnosis, json: bool, dumped: dict[int, str]) -> None:
     if json:
         sys.stdout.write(render_diagnosis(result, dumped))
         return
-    from rich.console import Console
-
-    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    console = Console(highlight=False)
+    console = console_for_result()
     if console.is_terminal:
         diagnosis.show(result, console, dumped)
     else:
         sys.stdout.write(diagnosis.render(result, console.width, dumped))
+
+
+def _ranks_of_interest(diagnosis: Diagnosis) -> list[int]:
+    """Return the ranks that the findings name, and one victim of each; else the first ranks."""
+    ranks: dict[int, None] = {}
+    for finding in diagnosis.findings:
+        ranks.update(dict.fromkeys(finding.ranks))
+        ranks.update(dict.fromkeys(finding.victims[:1]))
+    if not diagnosis.findings:
+        ranks.update((state.rank, None) for state in diagnosis.snapshot.ranks)
+    return list(ranks)[:_MOST_STACKS]
 
 
 def _explain_no_stacks() -> None:

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli._reading import bar, open_run, output, report_problems
+from rankcall.cli._console import bar, open_run, output, report_problems
 from rankcall.errors import RankcallError
 from rankcall.export import FORMATS, export
-from rankcall.report._format import clean, plural, size
+from rankcall.files import clean
+from rankcall.report.formatting import plural, size
 
 _NAMES = ", ".join(FORMATS)
 

@@ -8,15 +8,17 @@ from typing import Annotated
 
 import typer
 
-from rankcall._newfile import new_file
+from rankcall.analysis.diagnosis import diagnose, judge
+from rankcall.analysis.state.run_snapshot import SnapshotBuilder
 from rankcall.analysis.timing.summary import Summary, summarise
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.cli._reading import bar, open_run, output, report_problems
+from rankcall.cli._console import bar, console_for_result, open_run, output, report_problems
 from rankcall.errors import RankcallError
+from rankcall.files import new_file
 from rankcall.report import json as json_report
 from rankcall.report import terminal
-from rankcall.report._format import size
-from rankcall.run import Run
+from rankcall.report.formatting import size
+from rankcall.run.load import Run
 
 
 def command(
@@ -42,40 +44,48 @@ def command(
         report_problems(_write_page(run, html))
         return
     opened = open_run(run)
-    with bar("reading records") as progress:
-        summary = summarise(opened, progress)
     if json:
+        with bar("reading records") as progress:
+            summary = summarise(opened, progress)
         sys.stdout.write(json_report.render(summary))
     else:
-        _print(summary, _what_stopped(opened, summary))
+        summary, stopped = _read(opened)
+        _print(summary, stopped)
     sys.stdout.flush()
     report_problems(summary.problems)
 
 
-def _what_stopped(run: Run, summary: Summary) -> Finding | None:
-    """Return the finding that explains why a run stopped; None if it ended normally."""
-    if all(row.closed for row in summary.ranks) and not any(
-        row.unfinished for row in summary.collectives
-    ):
-        return None
-    from rankcall.analysis.diagnosis import diagnose
+def _read(run: Run) -> tuple[Summary, Finding | None]:
+    """Return the summary of a run, and the finding that explains why the run stopped, if it did.
 
-    with bar("diagnosing") as progress:
-        findings = diagnose(run, progress=progress).findings
-    return findings[0] if findings and findings[0].stops else None
+    The finding comes from the same reading of the rings. If all processes have closed their rings,
+    the run most likely ended normally; its rings are read again only if a collective did not end.
+    """
+    if all(head.header.closed_ns for head in run.heads):
+        with bar("reading records") as progress:
+            summary = summarise(run, progress)
+        if not any(row.unfinished for row in summary.collectives):
+            return summary, None
+        with bar("diagnosing") as progress:
+            findings = diagnose(run, progress=progress).findings
+    else:
+        builder = SnapshotBuilder(run)
+        with bar("reading records") as progress:
+            summary = summarise(run, progress, builder.add)
+        findings = judge(run, builder.finish()).findings
+    return summary, findings[0] if findings and findings[0].stops else None
 
 
 def _write_page(path: Path | None, target: Path) -> list[str]:
     """Write the HTML report, print its path, and return the run's problems."""
     from rankcall.analysis.details import detail
-    from rankcall.analysis.diagnosis import diagnose
     from rankcall.report.html import render
 
     run = open_run(path)
+    builder = SnapshotBuilder(run)
     with bar("reading records") as progress:
-        details = detail(run, progress)
-    with bar("diagnosing") as progress:
-        findings = diagnose(run, progress=progress).findings
+        details = detail(run, progress, builder.add)
+    findings = judge(run, builder.finish()).findings
     with new_file(output(target)) as out:
         out.write(render(details, findings).encode("utf-8", "replace"))
     if str(target) != "-":
@@ -84,11 +94,7 @@ def _write_page(path: Path | None, target: Path) -> list[str]:
 
 
 def _print(summary: Summary, stopped: Finding | None) -> None:
-    from rich.console import Console
-
-    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    console = Console(highlight=False)
+    console = console_for_result()
     if console.is_terminal:
         terminal.show(summary, console, stopped)
     else:

@@ -20,8 +20,7 @@ import typer
 from rankcall import watch
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.capture.session import check_torch
-from rankcall.cli import _postmortem
-from rankcall.cli._exits import noting_exits
+from rankcall.cli._console import say
 from rankcall.cli._torchrun import (
     USAGE_ERROR,
     Job,
@@ -29,24 +28,28 @@ from rankcall.cli._torchrun import (
     arming,
     environment,
     parse,
-    say,
     torchrun,
     tracing,
 )
-from rankcall.errors import CaptureUnavailable, CorruptRun
-from rankcall.ring.header import Header, parse_header
-from rankcall.ring.layout import HEADER_BYTES
-from rankcall.run import format_ranks
-from rankcall.rundir import (
+from rankcall.cli._worker_exits import (
+    explain_failure,
+    note_failures,
+    noting_exits,
+    verdict_ids,
+)
+from rankcall.errors import CaptureUnavailable
+from rankcall.process import host_name
+from rankcall.ranks import format_ranks
+from rankcall.ring.layout import Header, read_header
+from rankcall.run.directory import (
     RUNS,
     about_job,
     create_run,
     default_run_dir,
-    host_name,
     live_dir,
     ring_paths,
-    settle,
 )
+from rankcall.run.settle import settle
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
@@ -140,7 +143,7 @@ def command(
         recorder = _prepare(capture.value)
         chosen_dir = _run_dir(run_dir, job, hang_after)
         rings_before = {path.name for path in ring_paths(chosen_dir)}
-        verdicts_before = _postmortem.verdict_ids(chosen_dir)
+        verdicts_before = verdict_ids(chosen_dir)
         outcome = Outcome(1)
         variables = {
             **arming(chosen_dir, recorder, job),
@@ -164,11 +167,11 @@ def _prepare(capture: str) -> str:
     if capture == "python":
         return capture
     try:
-        from rankcall.capture.native.build import library_path, prebuild
+        from rankcall.capture.native import RECORDER
 
-        if not library_path().exists():
+        if not RECORDER.path().exists():
             say("building the native recorder, once for this torch and Python")
-        prebuild()
+        RECORDER.prebuild()
     except CaptureUnavailable as error:
         if capture == "native":
             raise
@@ -188,9 +191,12 @@ def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
     import torch
 
     about = about_job(
-        job.argv, torch.__version__, max_nodes=job.max_nodes, nproc_per_node=job.nproc,
+        job.argv,
+        torch.__version__,
+        max_nodes=job.max_nodes,
+        nproc_per_node=job.nproc,
         hang_after_s=hang_after,
-    )  # fmt: skip
+    )
     try:
         create_run(path, about)
     except OSError as error:
@@ -246,7 +252,7 @@ def _say_why(
 ) -> None:
     """Print why workers failed: rankcall's verdict if there is one, or else torchrun's table."""
     if outcome.failed:
-        reason = _postmortem.verdict(run_dir, outcome, hang_after, verdicts_before)
+        reason = explain_failure(run_dir, outcome, hang_after, verdicts_before)
         typer.echo(f"\n{reason or outcome.table}", err=True)
 
 
@@ -255,7 +261,7 @@ def _finish(run_dir: Path, job: Job, rings_before: set[str], outcome: Outcome) -
     try:
         settle(run_dir)
         headers = _headers(run_dir, rings_before)
-        _postmortem.note_ends(run_dir, outcome, headers)
+        note_failures(run_dir, outcome, headers)
         _summarise(run_dir, job, rings_before, headers)
     except OSError as error:  # must not replace the job's own exit status
         say(f"cannot move the records in {run_dir}: {error.strerror}")
@@ -264,7 +270,7 @@ def _finish(run_dir: Path, job: Job, rings_before: set[str], outcome: Outcome) -
 def _headers(run_dir: Path, rings_before: set[str]) -> list[Header]:
     """Read the headers of the rings that this node's workers left."""
     rings = [path for path in ring_paths(run_dir) if path.name not in rings_before]
-    return [header for header in map(_header, rings) if header and header.host == host_name()]
+    return [header for header in map(read_header, rings) if header and header.host == host_name()]
 
 
 def _summarise(run_dir: Path, job: Job, rings_before: set[str], headers: list[Header]) -> None:
@@ -282,14 +288,6 @@ def _summarise(run_dir: Path, job: Job, rings_before: set[str], headers: list[He
             f"no records of {missing}: the process ended before it imported torch, never did, or "
             "was started as python -I, -E or -S (they ignore PYTHONPATH, which arms recording)"
         )
-
-
-def _header(path: Path) -> Header | None:
-    try:
-        with path.open("rb") as file:
-            return parse_header(file.read(HEADER_BYTES), str(path))
-    except (OSError, CorruptRun):
-        return None
 
 
 def _missing(job: Job, headers: list[Header]) -> str:

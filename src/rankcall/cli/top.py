@@ -12,11 +12,10 @@ import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, judge
 from rankcall.analysis.state.run_snapshot import snapshot_of_run
-from rankcall.cli._keyboard import LEAVE, keys
-from rankcall.cli._reading import HangAfter
+from rankcall.cli._console import LEAVE, HangAfter, console_for_result, keys
 from rankcall.report import top
-from rankcall.run import load
-from rankcall.rundir import find_run
+from rankcall.run.directory import find_run
+from rankcall.run.load import load
 
 __all__ = ["command"]
 
@@ -35,12 +34,13 @@ def command(
 ) -> None:
     """Show the state of every rank, until the job ends or you leave (q, Ctrl-C).
 
-    Ranks at the same line share one row, so that thousands fit. Exits as diagnose does: with 0 if
-    the last update shows a healthy job, with 1 if it has findings.
+    Ranks at the same line share one row, so that thousands fit. If the output is not a terminal,
+    the view is printed once. Exits as diagnose does: with 0 if the last update shows a healthy job,
+    with 1 if it has findings.
     """
     run_dir = find_run(run)
     diagnosis = look(run_dir, hang_after)
-    if once:
+    if once or not sys.stdout.isatty():
         _print(diagnosis)
     else:
         diagnosis = _follow(run_dir, hang_after, interval, diagnosis)
@@ -58,11 +58,7 @@ def look(run_dir: Path, hang_after: float | None) -> Diagnosis:
 
 
 def _print(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
-
-    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    console = Console(highlight=False)
+    console = console_for_result()
     if console.is_terminal:
         console.print(top.view(diagnosis, console.width))
     else:

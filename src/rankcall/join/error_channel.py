@@ -6,28 +6,18 @@ another rank failed, the thread gives the training thread a moment to fail or le
 the connections of the collective in which the training thread waits.
 
 A rank reports its error before it breaks connections. So a rank whose collective fails reads the
-whole log; an error that is not in the log was never reported. The keys, below one prefix for each
-``Join``:
-
-    n, log/<i>     the number of log entries, and the entries
-    wake/<rank>    wakes that rank, which then removes the key
-    answer/<rank>  that rank's answer to the first failure: the local ends of its connections
-    host/<rank>    the host and the process of that rank
-    left/<k>       the step and the rank of the first to leave its loop for the kth time
-    gone/<k>       how many ranks left their loop at that step
+whole log; an error that is not in the log was never reported.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -35,23 +25,21 @@ from torch.distributed.constants import default_pg_timeout
 
 from rankcall.background import BackgroundCall
 from rankcall.errors import PeerError, UnevenInputs
-from rankcall.join.presence import Presence, is_gone, own_presence
+from rankcall.join.shared_log import Entry, SharedLog
 from rankcall.join.sockets import abort_devices, break_connections, endpoints
-from rankcall.run import format_ranks
-from rankcall.rundir import host_name
+from rankcall.process import DEAD, Process, host_name
+from rankcall.ranks import format_ranks
 
-_log = logging.getLogger("rankcall.join")
-_DAY = timedelta(days=1)
+logger = logging.getLogger("rankcall.join")
 T = TypeVar("T")
 # The time in which the training thread may fail or leave before its connections are broken. It is
 # counted in turns of the listening thread: on a busy machine both threads run less often.
 _TURNS, _TURN_S = 20, 0.01
 _ANSWER_S = 5.0  # for the answers of the other ranks; a rank whose process has ended needs none
 _STORE_S = 10.0  # for the answer of the store, which may be on a stopped host
-_WORD_S = 0.5  # for a report to arrive, after connections broke although all ranks are alive
-Entry = dict[str, Any]
+_REPORT_S = 0.5  # for a report to arrive, after connections broke although all ranks are alive
 
-_spent: list[Any] = []  # the store of the last block, with its prefix
+_spent_names: list[str] = []  # of the last block; its keys may be removed
 _joins: dict[tuple[int, ...], int] = {}  # ranks -> number of Joins so far, equal on each of them
 
 
@@ -73,7 +61,7 @@ class ErrorChannel:
         self._left: tuple[int, int] | None = None  # rank and step of the first to leave
         self._leaves = 0
         self._read = 0  # how many entries of the log the thread has read
-        self._present: dict[int, Presence] = {}  # the ranks whose host and process are known
+        self._processes: dict[int, Process] = {}  # those read from the log so far
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -83,55 +71,55 @@ class ErrorChannel:
             return
         key = tuple(self._ranks)
         number = _joins[key] = _joins.get(key, 0) + 1
-        name = f"rankcall/join/{key[0]}-{key[-1]}-{zlib.crc32(repr(key).encode()):08x}"
+        checksum = zlib.crc32(repr(key).encode())
+        self._name = f"rankcall/join/{key[0]}-{key[-1]}-{checksum:08x}/{number}"
         store = dist.distributed_c10d._get_default_store()
-        self._spared = _ports(store)
+        self._store_ports = _ports(store)
 
         def connect() -> None:
-            own: Any = store.clone()  # type: ignore[attr-defined]
-            self._store: Any = dist.PrefixStore(f"{name}/{number}", store)
-            self._own: Any = dist.PrefixStore(f"{name}/{number}", own)  # for the thread alone
-            self._store.set(f"host/{self.rank}", json.dumps(own_presence()))
+            own_client = store.clone()  # type: ignore[attr-defined]
+            self._log = SharedLog(self._name, store)
+            self._own_log = SharedLog(self._name, own_client)  # for the thread alone
+            self._log.set_process(self.rank, Process.current(host_name()))
 
         try:
-            _bounded(connect)
+            _with_deadline(connect)
         except (RuntimeError, AttributeError) as error:
-            _log.warning("this Join cannot report the errors of other ranks: %s", error)
+            logger.warning("this Join cannot report the errors of other ranks: %s", error)
             return
         self._thread = threading.Thread(target=self._listen, name="rankcall-join", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and drop the store."""
         self._out.set()
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._closing = True
+        log = self._log
+
+        def wake() -> None:
+            # Keep an answer that names connections: another rank may still wait on one of them.
+            log.answer_if_missing(self.rank)
+            log.wake(self.rank)
+
+        def remove_keys_of_last_block() -> None:
+            # Every rank left that block before it entered this one, so no rank reads its keys.
+            store = dist.distributed_c10d._get_default_store()
+            for name in _spent_names:
+                SharedLog(name, store).remove_keys_of(self.rank)
+
         try:
-            _bounded(self._wake)
+            _with_deadline(wake)
         except Exception:  # the store is gone or does not answer; either ends the thread
-            thread.join(_WORD_S)
+            thread.join(_REPORT_S)
         else:
             thread.join(2 * _ANSWER_S)
             with contextlib.suppress(Exception):
-                _bounded(self._forget)
-        _spent[:] = [self._store]
-
-    def _wake(self) -> None:
-        """Wake the thread, which then sees that the training thread has left the block."""
-        # Keep an answer that names connections: another rank may still wait on one of them.
-        self._store.compare_set(f"answer/{self.rank}", "", "[]")
-        self._store.set(f"wake/{self.rank}", "1")
-
-    def _forget(self) -> None:
-        """Remove this rank's keys of the last block.
-
-        Every rank left that block before it entered this one, so no rank reads them any more.
-        """
-        for store in _spent:
-            for kind in ("host", "answer", "wake"):
-                store.delete_key(f"{kind}/{self.rank}")
+                _with_deadline(remove_keys_of_last_block)
+        _spent_names[:] = [self._name]
+        del self._log, self._own_log
 
     # Reports of this rank.
 
@@ -146,19 +134,19 @@ class ErrorChannel:
 
         def report() -> None:
             self._append("raised", cause=cause, traceback=text[-20_000:])
-            self._silent(_ANSWER_S)
+            self._wait_for_answers(_ANSWER_S)
 
         try:
-            _bounded(report, _ANSWER_S)
+            _with_deadline(report, _ANSWER_S)
         except RuntimeError as problem:  # the store is gone: the error itself must not be lost
-            _log.warning("could not report to the other ranks: %s: %s", cause, problem)
+            logger.warning("could not report to the other ranks: %s: %s", cause, problem)
 
     def explain(self, error: BaseException) -> RuntimeError | None:
         """Return the cause of a collective that failed; None if no other rank caused it."""
         if self._thread is None:
             return None
         try:
-            return _bounded(lambda: self._cause_of(error), 3 * _ANSWER_S + _WORD_S)
+            return _with_deadline(lambda: self._cause_of(error), 3 * _ANSWER_S + _REPORT_S)
         except dist.DistError as problem:
             if self._failure is not None and self._failure["kind"] != "lost":
                 return self._explained(self._failure)
@@ -169,8 +157,8 @@ class ErrorChannel:
         self._catch_up()
         if self._failure is None:
             self._append("lost", cause=str(error))
-            silent = self._silent(_ANSWER_S)
-            if not self._failed.wait(0 if silent else _WORD_S):
+            silent = self._wait_for_answers(_ANSWER_S)
+            if not self._failed.wait(0 if silent else _REPORT_S):
                 return self._gone(silent, str(error)) if silent else None
         assert self._failure is not None
         return self._explained(self._failure)
@@ -185,7 +173,7 @@ class ErrorChannel:
         own_step = self._steps()
         self._leaves += 1
         try:
-            step, rank = _bounded(lambda: self._announce_leaving(own_step))
+            step, rank = _with_deadline(lambda: self._announce_leaving(own_step))
         except dist.DistError as problem:
             raise PeerError(
                 f"rank {self.rank} left the loop after {own_step} batches and cannot agree with "
@@ -207,12 +195,10 @@ class ErrorChannel:
 
     def _announce_leaving(self, own_step: int) -> tuple[int, int]:
         """Announce that this rank leaves; return the step and the rank of the first to leave."""
-        own_entry = f"{own_step} {self.rank}"
-        first = self._store.compare_set(f"left/{self._leaves}", "", own_entry).decode()
-        step, rank = map(int, first.split())
-        if first == own_entry:
+        step, rank = self._log.leave(self.rank, own_step, self._leaves)
+        if rank == self.rank:
             self._append("left", at=own_step)
-        if step == own_step and self._store.add(f"gone/{self._leaves}", 1) == len(self._ranks):
+        if step == own_step and self._log.count_leaver(self._leaves) == len(self._ranks):
             self._append("all-left")
         return step, rank
 
@@ -227,27 +213,29 @@ class ErrorChannel:
     # On the listening thread.
 
     def _listen(self) -> None:
-        wake_key = f"wake/{self.rank}"
+        log = self._own_log
         while not self._closing:
             try:
-                self._own.wait([wake_key], _DAY)
-                self._own.delete_key(wake_key)
-                self._read_log()
+                log.wait_to_be_woken(self.rank)
+                self._read_log(log)
                 if self._failure is not None:
-                    self._break_out()
+                    self._break_out(log)
             except dist.DistStoreError:
                 continue  # a day without an entry
             except Exception:  # the store is gone: no entry can come any more
                 if self._failure is not None:
-                    self._break_out()
+                    self._break_out(log)
                 return
 
-    def _read_log(self) -> None:
-        while not self._closing and self._own.check([f"log/{self._read}"]):
-            self._take_in(json.loads(self._own.get(f"log/{self._read}")))
+    def _read_log(self, log: SharedLog) -> None:
+        while not self._closing:
+            entry = log.entry(self._read)
+            if entry is None:
+                return
+            self._take_in(entry, log)
             self._read += 1
 
-    def _take_in(self, entry: Entry) -> None:
+    def _take_in(self, entry: Entry, log: SharedLog) -> None:
         kind = entry["kind"]
         if kind == "all-left":
             self._settled.set()
@@ -256,18 +244,18 @@ class ErrorChannel:
         elif kind == "left":
             self._left = (entry["rank"], entry["at"])
             if self._steps() > entry["at"] and self._failure is None:
-                self._note({**entry, "kind": "behind"})
+                self._note({**entry, "kind": "behind"}, log)
         elif self._failure is None or (kind == "raised" and self._failure["kind"] == "lost"):
-            self._note(entry)
+            self._note(entry, log)
 
-    def _note(self, entry: Entry) -> None:
+    def _note(self, entry: Entry, log: SharedLog) -> None:
         """Note another rank's failure, then answer it. An answer promises that it was noted."""
         self._failure = entry
         self._failed.set()
         self._settled.set()
-        self._own.set(f"answer/{self.rank}", json.dumps(endpoints()))
+        log.answer(self.rank, endpoints())
 
-    def _break_out(self) -> None:
+    def _break_out(self, log: SharedLog) -> None:
         """Interrupt the collective in which the training thread may be waiting."""
         if any(self._out.wait(_TURN_S) for _ in range(_TURNS)):
             return
@@ -276,22 +264,23 @@ class ErrorChannel:
         abort_devices()
         while not self._closing:
             with contextlib.suppress(RuntimeError):  # the store may end with the rank that failed
-                self._read_log()
+                self._read_log(log)
                 for rank in sorted(unanswered):
-                    if self._own.check([f"answer/{rank}"]):
-                        far_ends |= set(json.loads(self._own.get(f"answer/{rank}")))
+                    ends = log.answer_of(rank)
+                    if ends is not None:
+                        far_ends |= set(ends)
                         unanswered.discard(rank)
-            break_connections(far_ends, self._spared)
+            break_connections(far_ends, self._store_ports)
             if self._out.wait(pause):
                 return
             pause = min(2 * pause, 1.0)
 
-    # On either thread.
+    # On a helper thread, for which the training thread waits.
 
     def _catch_up(self) -> None:
         """Wait until the thread has read all entries that are in the log now."""
-        end, deadline = self._store.add("n", 0), time.monotonic() + _ANSWER_S
-        self._store.set(f"wake/{self.rank}", "1")
+        end, deadline = self._log.length(), time.monotonic() + _ANSWER_S
+        self._log.wake(self.rank)
         while self._failure is None and self._read < end and time.monotonic() < deadline:
             time.sleep(0.005)
 
@@ -299,13 +288,10 @@ class ErrorChannel:
         ends = endpoints()
         entry = {"rank": self.rank, "host": host_name(), "kind": kind, "ends": ends, **more}
         if kind in ("raised", "lost"):
-            self._store.set(f"answer/{self.rank}", json.dumps(ends))
-        index = self._store.add("n", 1) - 1
-        self._store.set(f"log/{index}", json.dumps(entry))
-        wake_keys = [f"wake/{rank}" for rank in self._ranks]
-        self._store.multi_set(wake_keys, ["1"] * len(wake_keys))
+            self._log.answer(self.rank, ends)
+        self._log.append(entry, self._ranks)
 
-    def _silent(self, seconds: float) -> list[int]:
+    def _wait_for_answers(self, seconds: float) -> list[int]:
         """Return the ranks that did not answer in time; do not wait for ended processes."""
         deadline = time.monotonic() + seconds
         silent = [rank for rank in self._ranks if rank != self.rank]
@@ -318,24 +304,27 @@ class ErrorChannel:
             time.sleep(0.005)
 
     def _unanswered(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if not self._store.check([f"answer/{rank}"])]
+        return [rank for rank in ranks if not self._log.has_answered(rank)]
 
     def _is_gone(self, rank: int) -> bool:
-        presence = self._presence(rank)
-        return presence is not None and is_gone(presence)
+        process = self._process(rank)
+        return process is not None and process.liveness() == DEAD
 
-    def _presence(self, rank: int) -> Presence | None:
-        """Return the host and process of a rank; None if it never entered the block."""
-        if rank not in self._present and self._store.check([f"host/{rank}"]):
-            self._present[rank] = json.loads(self._store.get(f"host/{rank}"))
-        return self._present.get(rank)
+    def _process(self, rank: int) -> Process | None:
+        """Return the process of a rank; None if the rank never entered the block."""
+        if rank not in self._processes:
+            process = self._log.process_of(rank)
+            if process is None:
+                return None
+            self._processes[rank] = process
+        return self._processes[rank]
 
     # The errors that this rank raises.
 
     def _explained(self, entry: Entry) -> RuntimeError:
         """Return the error to raise here because of another rank's entry."""
         if entry["kind"] == "lost":
-            silent = self._silent(_ANSWER_S)
+            silent = self._wait_for_answers(_ANSWER_S)
             if silent:
                 return self._gone(silent, entry["cause"])
             entry = self._failure or entry  # the cause may have arrived by now
@@ -352,11 +341,11 @@ class ErrorChannel:
         """Return an error that names the ranks that are gone, or else those that do not answer."""
         gone_ranks = [rank for rank in silent if self._is_gone(rank)]
         ranks = gone_ranks or list(silent)
-        presences = [self._presence(rank) for rank in ranks]
-        hosts = [presence["host"] for presence in presences if presence is not None]
+        processes = [self._process(rank) for rank in ranks]
+        hosts = [process.host for process in processes if process is not None]
         where = f" ({', '.join(sorted(set(hosts)))})" if hosts else ""
         state = (
-            "is gone without a word (killed, or out of memory?)"
+            "ended without an error report (killed, or out of memory?)"
             if gone_ranks
             else f"has not answered for {_ANSWER_S:g} s (stopped, or its host is gone?)"
         )
@@ -365,7 +354,7 @@ class ErrorChannel:
             f"with: {error}",
             rank=ranks[0],
             host=hosts[0] if hosts else "",
-            cause="gone without a word" if gone_ranks else "does not answer",
+            cause="ended without an error report" if gone_ranks else "does not answer",
         )
 
     def _left_behind(self, rank: int, step: int) -> UnevenInputs:
@@ -382,7 +371,7 @@ def _ports(store: Any) -> list[int]:
     return [store.port] if isinstance(store, dist.TCPStore) else []
 
 
-def _bounded(call: Callable[[], T], waits_s: float = 0.0) -> T:
+def _with_deadline(call: Callable[[], T], waits_s: float = 0.0) -> T:
     """Return ``call()``, which makes requests to the store, from a helper thread.
 
     ``waits_s`` is how long ``call`` itself may wait for other ranks. Raises ``DistNetworkError`` at

@@ -1,30 +1,32 @@
-"""Check the joinables of a ``Join``: make their hooks, find their group, configure each of them."""
+"""The joinables of a ``Join``: check them, find their group, make their hooks, configure them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rankcall.join.groups import Span, covering, fsdp_mesh, group_of, is_fsdp, is_zero
-from rankcall.join.protocol import Config, Joinable, JoinHook
-from rankcall.join.shadow import ModelShadow, Round, StepShadow
-from rankcall.run import format_ranks
+from rankcall.join.rank_group import RankGroup, announce, covering, group_of
+from rankcall.join.shadow import Config, ModelShadow, ShadowedIteration, StepShadow
+from rankcall.ranks import format_ranks
 
 
 @dataclass
 class Joined:
     """The joinables of one ``Join``."""
 
-    span: Span
-    same_data: Span | None
-    shared: Round = field(default_factory=Round)
+    members: RankGroup
+    same_data: RankGroup | None
+    iteration: ShadowedIteration = field(default_factory=ShadowedIteration)
     joinables: list[Any] = field(default_factory=list)  # those with a join configuration
     hooks: list[JoinHook] = field(default_factory=list)
     notifier: Any = None  # the first joinable that announces its iterations
@@ -50,16 +52,24 @@ class Joined:
         for joinable in self.joinables:
             joinable._rankcall_joined = True
         for model in self.models:
-            model.attach(announce, self.span.ranks)
+            model.attach(announce, self.members.ranks)
 
     def switch(self, on: bool, throws: bool) -> None:
         """Switch announcements on or off; with ``throws`` they raise if a rank has run dry."""
         for joinable in self.joinables:
             first = joinable is self.notifier
-            group = self.span.group if first else None
+            group = self.members.group if first else None
             joinable._join_config = Config(on, on and throws, on and first, group)
         for model in self.models:
             model.switch(on)
+
+    def shadow_iteration(self) -> None:
+        """Answer the collectives of one iteration of the other ranks."""
+        self.iteration.begin()
+        for hook in self.hooks:
+            hook.main_hook()
+        for model in self.models:
+            model.drop_gradients()
 
     def detach(self) -> None:
         """Restore each joinable."""
@@ -71,7 +81,7 @@ class Joined:
         self.saved = []
 
 
-def sort_out(
+def prepare(
     given: Sequence[Any],
     group: Any,
     same_data: Any,
@@ -97,22 +107,22 @@ def sort_out(
         TypeError: An argument has the wrong type.
     """
     listed = _checked(given)
-    if not listed and (group is None or policy == "shadow"):
+    if not listed and group is None:
+        raise ValueError("Join needs at least one joinable or a group")
+    if not listed and policy == "shadow":
         raise ValueError(
-            "Join needs at least one joinable"
-            + (": the policy 'shadow' answers their collectives" if group is not None else
-               " or a group")
-        )  # fmt: skip
+            "Join needs at least one joinable: the policy 'shadow' answers their collectives"
+        )
     # A step needs the gradients of its model's pass. So models come first, in any order of input.
     listed.sort(key=lambda joinable: isinstance(joinable, (Optimizer, LRScheduler)))
     groups = [] if group is None else [group_of(group)]
-    shared_by = None if same_data is None else Span.of(same_data)
+    shared_by = None if same_data is None else RankGroup.of(same_data)
     for joinable in listed:
-        if is_fsdp(joinable):
-            mesh, others = fsdp_mesh(joinable)
+        if _is_fsdp(joinable):
+            mesh, others = _fsdp_mesh(joinable)
             groups.append(group_of(mesh))
             if others is not None and shared_by is None:
-                shared_by = Span.of(others)
+                shared_by = RankGroup.of(others)
         elif isinstance(joinable, Joinable):
             groups.append(joinable.join_process_group or _default_group())
     if not groups:
@@ -122,10 +132,29 @@ def sort_out(
         _check_covers(groups)
     with_device = [joinable for joinable in listed if isinstance(joinable, Joinable)]
     device = with_device[0].join_device if with_device else None
-    joined = Joined(Span.of(common, device), shared_by)
+    joined = Joined(RankGroup.of(common, device), shared_by)
     if policy in ("shadow", "raise"):
         _make_hooks(joined, listed, divide_by_active, policy, kwargs)
     return joined
+
+
+def notify(joinable: Any) -> Any:
+    """Announce that this rank begins an iteration; return the Work of the announcement, or None.
+
+    Only the first joinable of an enabled ``Join`` communicates. Raises ``ValueError`` for an object
+    that is not a joinable, and ``RuntimeError`` if a rank ran out of inputs and the policy is
+    ``raise``.
+    """
+    config = getattr(joinable, "_join_config", None)
+    if config is None:
+        raise ValueError(
+            f"{type(joinable).__name__} is not set up as a joinable: "
+            "its constructor must call Joinable.__init__(self)"
+        )
+    if not (config.enable and config.is_first_joinable):
+        return None
+    group = getattr(config, "group", None) or joinable.join_process_group
+    return announce(joinable.join_device, group, config.throw_on_early_termination)
 
 
 def _checked(given: Sequence[Any]) -> list[Any]:
@@ -136,7 +165,7 @@ def _checked(given: Sequence[Any]) -> list[Any]:
     listed = list(given)
     for joinable in listed:
         kind = type(joinable).__name__
-        if isinstance(joinable, (DistributedDataParallel, LRScheduler)) or is_fsdp(joinable):
+        if isinstance(joinable, (DistributedDataParallel, LRScheduler)) or _is_fsdp(joinable):
             continue
         if isinstance(joinable, Joinable) and not hasattr(joinable, "_join_config"):
             raise ValueError(
@@ -168,10 +197,10 @@ def _check_covers(groups: Sequence[Any]) -> None:
 def _make_hooks(
     joined: Joined, listed: Sequence[Any], divide_by_active: bool, policy: str, kwargs: Any
 ) -> None:
-    shared = joined.shared
-    shared.keeps_gradients = any(isinstance(joinable, Optimizer) for joinable in listed)
+    iteration = joined.iteration
+    iteration.keeps_gradients = any(isinstance(joinable, Optimizer) for joinable in listed)
     for joinable in listed:
-        if is_fsdp(joinable):
+        if _is_fsdp(joinable):
             if policy == "shadow":
                 raise ValueError(
                     "an FSDP2 model's collectives cannot be shadowed: use on_exhausted='replay'"
@@ -179,37 +208,70 @@ def _make_hooks(
             continue
         if isinstance(joinable, Joinable):
             joined.joinables.append(joinable)
-        joined.hooks.append(_hook(joinable, divide_by_active, not joined.hooks, shared, kwargs))
-    shared.has_models = bool(joined.models)
+        joined.hooks.append(_hook(joinable, divide_by_active, not joined.hooks, iteration, kwargs))
+    iteration.has_models = bool(joined.models)
     model = joined.hooks and isinstance(joined.hooks[0], ModelShadow)
     joined.notifier = None if model else next(iter(joined.joinables), None)
     if joined.notifier is None and not model and policy == "shadow":
         raise ValueError(
-            "nothing here says when an iteration begins: give Join the model too, not only its "
+            "nothing here says when an iteration begins: give Join the model, not only its "
             "optimizer"
         )
-    own = getattr(joined.notifier, "join_process_group", joined.span.group)
-    if is_zero(joined.notifier) and own is not joined.span.group:
-        raise ValueError("a ZeroRedundancyOptimizer notifies on its own group only: give Join "
-                         "the model too")  # fmt: skip
+    own = getattr(joined.notifier, "join_process_group", joined.members.group)
+    if _is_zero(joined.notifier) and own is not joined.members.group:
+        raise ValueError(
+            "a ZeroRedundancyOptimizer notifies on its own group only: give Join the model, too"
+        )
 
 
 def _hook(
-    joinable: Any, divide_by_active: bool, first: bool, shared: Round, kwargs: dict[str, Any]
+    joinable: Any,
+    divide_by_active: bool,
+    is_first: bool,
+    iteration: ShadowedIteration,
+    kwargs: dict[str, Any],
 ) -> JoinHook:
     own_hook = getattr(type(joinable), "join_hook", None)
     if own_hook is DistributedDataParallel.join_hook:
-        return ModelShadow(joinable, divide_by_active, first, shared)
-    if is_zero(joinable) and joinable._overlap_with_ddp:
+        return ModelShadow(joinable, divide_by_active, is_first, iteration)
+    if _is_zero(joinable) and joinable._overlap_with_ddp:
         raise ValueError(
             "a ZeroRedundancyOptimizer with overlap_with_ddp cannot be shadowed: use "
             "on_exhausted='replay'"
         )
     if isinstance(joinable, (Optimizer, LRScheduler)):
-        return StepShadow(joinable.step, shared)
+        return StepShadow(joinable.step, iteration)
     hook: JoinHook = joinable.join_hook(**kwargs)
     return hook
 
 
 def _default_group() -> Any:
     return dist.distributed_c10d._get_default_group()
+
+
+def _is_fsdp(joinable: Any) -> bool:
+    """Whether this is an FSDP2 module. If it is, the user has imported its package already."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(joinable, fsdp.FSDPModule)
+
+
+def _is_zero(joinable: Any) -> bool:
+    """Whether this is a ZeroRedundancyOptimizer. Its package is slow to import and warns."""
+    optim = sys.modules.get("torch.distributed.optim")
+    return optim is not None and isinstance(joinable, optim.ZeroRedundancyOptimizer)
+
+
+def _fsdp_mesh(model: Any) -> tuple[DeviceMesh, Any]:
+    """Return an FSDP2 model's data-parallel mesh, and the group of the ranks that share its data.
+
+    Without a further mesh dimension, such as tensor parallelism, the second value is ``None``.
+    """
+    states = [module._get_fsdp_state() for module in model.modules() if _is_fsdp(module)]
+    groups: list[Any] = [state._fsdp_param_group for state in states]
+    mesh = next(group for group in groups if group is not None).mesh_info.mesh
+    whole = next(model.parameters()).device_mesh
+    names = mesh.mesh_dim_names or ()
+    others = [name for name in whole.mesh_dim_names or () if name not in names]
+    if whole.ndim <= mesh.ndim or len(others) != whole.ndim - mesh.ndim:
+        return mesh, None
+    return mesh, group_of(whole[tuple(others)])

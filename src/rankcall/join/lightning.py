@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch.distributed as dist
 
 from rankcall.join.context import Join
-from rankcall.join.exchange import Exchange, device_of
+from rankcall.join.rank_group import RankGroup
 
 try:
     from lightning.pytorch import Callback
@@ -43,7 +43,7 @@ class Loader(Generic[T]):
             return own
         if self._longest is None:
             group = self._callback.group or dist.group.WORLD
-            table = Exchange([own], group, device_of(group)).wait()
+            table = RankGroup.of(group).begin_exchange([own]).table()
             self._longest = max(row[0] for row in table)
         return self._longest
 

@@ -10,21 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from rankcall.join.protocol import Config, JoinHook
+
+class Config(NamedTuple):
+    """The settings of a joinable inside a ``Join``. torch's own objects also read them.
+
+    ``group`` is the group for announcements, if that is not the joinable's own group.
+    """
+
+    enable: bool = False
+    throw_on_early_termination: bool = False
+    is_first_joinable: bool = False
+    group: Any = None
+
 
 _OFF = Config()
 
 
 @dataclass
-class Round:
-    """The state that the hooks of one ``Join`` share about the iteration that they shadow."""
+class ShadowedIteration:
+    """What the hooks of one ``Join`` share about the iteration that they shadow."""
 
     has_models: bool = False
     keeps_gradients: bool = False  # an optimizer steps with them afterwards
@@ -43,13 +55,13 @@ class StepShadow(JoinHook):
     gets the right update.
     """
 
-    def __init__(self, step: Callable[[], Any], shared: Round) -> None:
+    def __init__(self, step: Callable[[], Any], iteration: ShadowedIteration) -> None:
         self._step = step
-        self._shared = shared
+        self._iteration = iteration
 
     def main_hook(self) -> None:
         """Step, unless gradients were only accumulated."""
-        if self._shared.synced:
+        if self._iteration.synced:
             self._step()
 
 
@@ -62,7 +74,11 @@ class ModelShadow(JoinHook):
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, divide_by_active: bool, announces: bool, shared: Round
+        self,
+        ddp: DistributedDataParallel,
+        divide_by_active: bool,
+        announces: bool,
+        iteration: ShadowedIteration,
     ) -> None:
         if getattr(ddp, "skip_all_reduce_unused_params", False):
             raise ValueError(
@@ -72,7 +88,7 @@ class ModelShadow(JoinHook):
         self.ddp: Any = ddp
         self._divide_by_active = divide_by_active
         self._announces = announces
-        self._shared = shared
+        self._iteration = iteration
         self._world = dist.get_world_size(ddp.process_group)
         self._counts = divide_by_active  # whether to count the active ranks in a collective
         self._shadowed = 0
@@ -205,7 +221,7 @@ class ModelShadow(JoinHook):
         synced = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
         ddp.require_forward_param_sync = synced
         if synced:
-            self._shared.synced = True
+            self._iteration.synced = True
             # The iteration in which the reducer learns a static graph reduces the map of used
             # parameters first, and keeps no order of buckets.
             learns = self._learns_static_graph()
@@ -242,7 +258,7 @@ class ModelShadow(JoinHook):
         results = [future.wait() for future in futures]
         if used is not None and not learns:
             dist.all_reduce(used, group=ddp.process_group)
-        if self._unsynced or self._shared.keeps_gradients:
+        if self._unsynced or self._iteration.keeps_gradients:
             factor = self._world / active if self._hooked else 1.0
             self._keep(buckets, results, factor, used)
             self._kept = True

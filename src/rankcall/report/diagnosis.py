@@ -16,25 +16,24 @@ from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis, Kept
 from rankcall.analysis.state.snapshot import (
-    STOPPED,
     RankPosition,
-    Snapshot,
     pace,
     rank_positions,
     unfinished,
 )
 from rankcall.analysis.verdicts.evidence import patience
-from rankcall.analysis.verdicts.finding import Finding, begin_sentence, duration, name_ranks
-from rankcall.report._format import clean, digits, percent, plural, wrapped
-from rankcall.report._tables import cut, fitted
-from rankcall.run import format_ranks
+from rankcall.analysis.verdicts.finding import Finding, duration
+from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.files import clean
+from rankcall.ranks import format_ranks
+from rankcall.report.formatting import cut, digits, fitted, percent, plural, wrapped
 
 _ROWS = 16
 _INDENT = 2
 _RANKS_WIDE, _LINE_WIDE = 22, 32
 _MOST_PROBLEMS = 4
 _MOST_KEPT = 3
-_LONG = 0.1  # of the age at which a call counts as hung
+LONG = 0.1  # of the age at which a call counts as hung
 
 
 def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | None = None) -> str:
@@ -128,13 +127,20 @@ def _healthy(diagnosis: Diagnosis) -> str:
     if found.share is not None:
         speed += f", {percent(found.share)} of the time in communication"
     if snapshot.live:
-        halted = [each.rank for each in ranks if each.state == STOPPED]
-        going = plural(len(ranks) - len(halted), "rank goes", "ranks go")
-        return f"healthy: {going} on{speed}.{_halted(snapshot, halted)}{_longest(diagnosis)}"
+        silence = silence_of(snapshot, diagnosis.hang_after)
+        if silence is not None and silence.seconds >= LONG * diagnosis.hang_after:
+            return (
+                f"nothing found yet: no rank has issued anything for {duration(silence.seconds)}; "
+                f"that counts as no progress from {duration(silence.allowed_s)} on."
+            )
+        going = plural(len(ranks), "rank goes", "ranks go")
+        return f"healthy: {going} on{speed}.{_longest(diagnosis)}"
     ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
     told = sum(each.ended_by_launcher for each in ranks)
     more = f" {plural(told, 'was', 'were')} ended by the launcher." if told else ""
-    unknown = sum(each.exit is None and not each.closed for each in ranks)
+    unknown = sum(
+        each.exit is None and not (each.closed or each.ended_by_launcher) for each in ranks
+    )
     if unknown:
         them = "it" if unknown == 1 else "they"
         more += f" Of {plural(unknown, 'rank')} nobody noted how {them} ended."
@@ -149,7 +155,7 @@ def _longest(diagnosis: Diagnosis) -> str:
     """
     snapshot = diagnosis.snapshot
     ages = np.where(unfinished(snapshot.calls), snapshot.calls["age_s"], -np.inf)
-    if not len(ages) or ages.max() < _LONG * diagnosis.hang_after:
+    if not len(ages) or ages.max() < LONG * diagnosis.hang_after:
         return ""
     allowed = float(patience(snapshot, diagnosis.hang_after)[ages.argmax()])
     lasts = f" The longest call has been in flight for {duration(float(ages.max()))}"
@@ -158,15 +164,6 @@ def _longest(diagnosis: Diagnosis) -> str:
     more = "" if allowed <= diagnosis.hang_after else ", more in the first step or for long steps"
     given = f"(--hang-after {diagnosis.hang_after:g}{more})"
     return f"{lasts}; it counts as hung from {duration(allowed)} on {given}."
-
-
-def _halted(snapshot: Snapshot, ranks: Sequence[int]) -> str:
-    """Write which ranks are stopped although no rank has waited for long yet."""
-    if not ranks:
-        return ""
-    name = name_ranks(snapshot, ranks)
-    verb = "is" if len(ranks) == 1 else "are"
-    return f" {begin_sentence(name)} {verb} stopped just now (SIGSTOP, or a debugger)."
 
 
 @dataclass(frozen=True)
@@ -197,17 +194,28 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
     alike: dict[tuple[object, ...], list[RankPosition]] = {}
     for place in rank_positions(diagnosis.snapshot):
         key = (
-            place.rank in culprits, place.state, place.exit, place.in_call, place.failed, place.op,
-            place.seq, place.call_site, sizes.get(place.group),
-        )  # fmt: skip
+            place.rank in culprits,
+            place.state,
+            place.exit,
+            place.in_call,
+            place.failed,
+            place.op,
+            place.seq,
+            place.call_site,
+            sizes.get(place.group),
+        )
         alike.setdefault(key, []).append(place)
     found = [_row(each, culprits, sizes) for each in alike.values()]
     return sorted(
         found,
         key=lambda row: (
-            not row.named, row.ranks if row.named else (), not row.waiting, -row.most_s, row.ranks,
+            not row.named,
+            row.ranks if row.named else (),
+            not row.waiting,
+            -row.most_s,
+            row.ranks,
         ),
-    )  # fmt: skip
+    )
 
 
 def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int]) -> Row:
@@ -223,9 +231,15 @@ def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int
         where = f"{verb} {first.op} #{first.seq}, {group}"
     ages = [place.age_s for place in alike]
     return Row(
-        tuple(place.rank for place in alike), state, where, first.call_site, min(ages), max(ages),
-        first.rank in culprits, first.in_call,
-    )  # fmt: skip
+        tuple(place.rank for place in alike),
+        state,
+        where,
+        first.call_site,
+        min(ages),
+        max(ages),
+        first.rank in culprits,
+        first.in_call,
+    )
 
 
 def _table(stand: Sequence[Row], room: int) -> RenderableType:

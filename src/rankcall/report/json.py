@@ -15,13 +15,24 @@ from rankcall.analysis.diagnosis import Diagnosis, Kept
 from rankcall.analysis.state.snapshot import RankPosition, rank_positions
 from rankcall.analysis.timing.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.report.headline import headline
+from rankcall.report.formatting import headline
 
 SCHEMA = 1  # of both objects
 _FINDING = (
-    "kind", "ranks", "victims", "hosts", "group", "seq", "op", "call_site", "since_s", "confidence",
-    "summary", "evidence", "advice",
-)  # fmt: skip
+    "kind",
+    "ranks",
+    "victims",
+    "hosts",
+    "group",
+    "seq",
+    "op",
+    "call_site",
+    "since_s",
+    "confidence",
+    "summary",
+    "evidence",
+    "advice",
+)
 Object = dict[str, Any]
 
 

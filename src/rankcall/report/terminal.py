@@ -13,14 +13,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankcall._joins import RankSummary, total
 from rankcall.analysis.timing.run_tables import StepShare
 from rankcall.analysis.timing.summary import Straggler, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.report._format import clean, percent, plural, rate, size, time, wrapped
-from rankcall.report._tables import cut, fitted, listed
-from rankcall.report.headline import Headline, headline
-from rankcall.run import format_ranks
+from rankcall.files import clean
+from rankcall.ranks import format_ranks
+from rankcall.report.formatting import (
+    Headline,
+    cut,
+    fitted,
+    headline,
+    listed,
+    percent,
+    plural,
+    rate,
+    size,
+    time,
+    wrapped,
+)
+from rankcall.run.joins import RankSummary, total_by_rank
 
 _ROWS, _SITES, _RANKS, _GROUPS = 20, 8, 8, 4
 _FEW = 4  # ranks that are listed however little they matter
@@ -67,7 +78,7 @@ def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[st
     yield "By op, group and size (a member's time; bandwidth in GB/s)", _collectives(summary, room)
     if len(summary.stragglers) > 1:
         yield "Who kept the others waiting", _stragglers(summary, first.ranks, room)
-    uneven = [each for each in total(summary.joins) if each.shadowed or each.replayed]
+    uneven = [each for each in total_by_rank(summary.joins) if each.shadowed or each.replayed]
     if uneven:
         yield "Uneven inputs (Join): steps without a batch of one's own", _joins(uneven, room)
     yield "Slowest call sites (a rank's time)", _sites(summary, room)
@@ -140,8 +151,18 @@ def _capture(summary: Summary) -> str:
 
 def _collectives(summary: Summary, room: int) -> RenderableType:
     heads = (
-        "op", "group", "size", "count", "bytes", "total", "median", "p95", "algbw", "busbw", "wait",
-    )  # fmt: skip
+        "op",
+        "group",
+        "size",
+        "count",
+        "bytes",
+        "total",
+        "median",
+        "p95",
+        "algbw",
+        "busbw",
+        "wait",
+    )
     rows = [
         (
             row.op,
@@ -183,9 +204,13 @@ def _stragglers(summary: Summary, named: Sequence[int], room: int) -> Renderable
 def _straggler(each: Straggler, wide: bool) -> list[str]:
     last = percent(each.came_last / each.collectives) if each.collectives else "-"
     cells = [
-        str(each.rank), each.host, last, time(each.late_by_ms), time(each.caused_wait_ms),
+        str(each.rank),
+        each.host,
+        last,
+        time(each.late_by_ms),
+        time(each.caused_wait_ms),
         percent(each.share),
-    ]  # fmt: skip
+    ]
     return [*cells, *([time(each.suffered_wait_ms)] if wide else []), "█" * round(10 * each.share)]
 
 
@@ -209,15 +234,23 @@ def _sites(summary: Summary, room: int) -> RenderableType:
     """Return the time by call site, with the source line if there is room for it."""
     shown = summary.call_sites[:_SITES]
     source = room >= _WIDE and any(row.code for row in shown)
-    heads = ("call site", "function", *(["source"] * source), "op", "calls", "total", "median",
-             "worst")  # fmt: skip
+    heads = (
+        "call site",
+        "function",
+        *(["source"] * source),
+        "op",
+        "calls",
+        "total",
+        "median",
+        "worst",
+    )
     rows = [
         (
             str(row.site) if row.site.line else "(not known)",
             row.site.function,
             *([cut(clean(row.code), _SOURCE)] * source),
             row.op,
-            f"{row.count:,}",
+            f"{row.most_calls:,}",
             time(row.total_ms),
             time(row.median_ms),
             time(row.worst_ms),

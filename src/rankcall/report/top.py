@@ -14,9 +14,11 @@ from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.state.snapshot import RankPosition, pace, rank_positions
-from rankcall.report._format import clean, digits, percent, plural, wrapped
-from rankcall.report._tables import cut
-from rankcall.report.diagnosis import named, ranks_cell, world
+from rankcall.analysis.verdicts.finding import duration
+from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.files import clean
+from rankcall.report.diagnosis import LONG, named, ranks_cell, world
+from rankcall.report.formatting import cut, digits, percent, plural, wrapped
 
 _ROWS = 12
 _BAR = 12
@@ -96,6 +98,9 @@ def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
 def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
     if not diagnosis.findings:
         words = "all ranks go on" if diagnosis.snapshot.live else "the job has ended"
+        silence = silence_of(diagnosis.snapshot, diagnosis.hang_after)
+        if silence is not None and silence.seconds >= LONG * diagnosis.hang_after:
+            words = f"no rank has issued anything for {duration(silence.seconds)}"
         return Text.assemble(("● ", "green"), ("healthy", "bold green"), (f"  {words}", "dim"))
     first = diagnosis.findings[0]
     colour = "red" if first.stops else "yellow"
@@ -126,9 +131,14 @@ def _lines(diagnosis: Diagnosis) -> list[_Line]:
         # While all ranks go on, "between two calls" and "in the next one" are one row.
         moving = not diagnosis.findings
         key = (
-            place.rank in culprits, place.state, place.exit, place.failed,
-            moving or place.in_call, place.op, place.call_site,
-        )  # fmt: skip
+            place.rank in culprits,
+            place.state,
+            place.exit,
+            place.failed,
+            moving or place.in_call,
+            place.op,
+            place.call_site,
+        )
         alike.setdefault(key, []).append(place)
     found = [_Line(tuple(each), each[0].rank in culprits) for each in alike.values()]
     return sorted(found, key=lambda line: (not line.named, -len(line.places), line.places[0].rank))
@@ -137,9 +147,13 @@ def _lines(diagnosis: Diagnosis) -> list[_Line]:
 def _table(diagnosis: Diagnosis, lines: Sequence[_Line], width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, justify in (
-        ("ranks", "left"), ("", "left"), ("state", "left"), ("call", "left"), ("line", "left"),
+        ("ranks", "left"),
+        ("", "left"),
+        ("state", "left"),
+        ("call", "left"),
+        ("line", "left"),
         ("for", "right"),
-    ):  # fmt: skip
+    ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     total = max(1, len(diagnosis.snapshot.ranks))
     rows = [_cells(line, total, moving=not diagnosis.findings) for line in lines]

@@ -1,7 +1,6 @@
-"""The ring file: one rank's records, where they survive the process that wrote them."""
+"""The ring file: one rank's records, which survive the process that wrote them."""
 
-from rankcall.ring.header import Header
-from rankcall.ring.layout import DEFAULT_CAPACITY, Geometry
+from rankcall.ring.layout import DEFAULT_CAPACITY, Geometry, Header
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
 from rankcall.ring.tables import CallSite, Group, Tables
 from rankcall.ring.writer import Identity, PythonRing, create

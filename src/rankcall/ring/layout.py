@@ -1,22 +1,29 @@
-"""Where everything stands in a ring file: header, in-flight table, side tables, records.
+"""The layout of a ring file, and its header: make one for a new file, and decode any user's.
 
 ::
 
     0              header, one page
-    header_bytes   in-flight table: records that the ring lapped before they finished
+    header_bytes   in-flight table: unfinished records whose slots were reused
     ...            side tables: an append-only log of strings, groups, call sites and their lines
     records_offset records: a power-of-two ring
 
-All numbers are little endian. Sizes stand in the header, so a file that was compacted when it was
-moved to the run directory reads like one that is being written.
+All numbers are little endian. The header holds the sizes, so a file that was shortened when it was
+moved into the run directory is read like one that is being written. A header may have been written
+by any user, so every field is checked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from rankcall.errors import CorruptRun
+from rankcall.process import Process
+from rankcall.ranks import MAX_RANKS
 from rankcall.record import RECORD
 
 MAGIC = b"RANKCALL"
@@ -26,15 +33,15 @@ ENTRY_HEADER = np.dtype([("commit", "<u4"), ("kind", "<u4"), ("length", "<u4"), 
 ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES, ENTRY_LINE = range(1, 6)  # UTF-8 text; JSON
 
 CAPTURES = ("unknown", "native", "python")
-MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is not believed
+MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is damaged
 MAX_TABLES_BYTES = 1 << 28
 
 DEFAULT_CAPACITY = 1 << 14
 DEFAULT_INFLIGHT = 256
 DEFAULT_TABLES_BYTES = 1 << 20
 
-# How the room of the side tables is shared. Error texts and call sites must not crowd out groups,
-# because a record whose group is unknown says nothing.
+# How the room of the side tables is shared. Error texts and call sites must leave room for groups,
+# because a record whose group is unknown is of little use.
 GROUPS_SHARE = 2  # 1/2 of the room is for groups alone
 ERRORS_SHARE = 8  # error texts get 1/8 of the room at most
 MOST_ERROR_BYTES = 4096  # of one text; the rest is cut
@@ -52,10 +59,10 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "rank": ("<i4", 40),
     "world_size": ("<i4", 44),
     "local_rank": ("<i4", 48),
-    "node": ("<i4", 52),  # torchrun's GROUP_RANK, -1 when not known
+    "node": ("<i4", 52),  # torchrun's GROUP_RANK, -1 if not known
     "attempt": ("<i4", 56),  # torchrun's restart count
     "pid": ("<u4", 60),
-    "process_start": ("<u8", 64),  # clock ticks since boot: tells a reused pid
+    "process_start": ("<u8", 64),  # clock ticks since boot; differs if the pid is reused
     "anchor_mono_ns": ("<i8", 72),  # CLOCK_MONOTONIC and the epoch, read together at creation
     "anchor_epoch_ns": ("<i8", 80),
     "capture": ("u1", 88),
@@ -63,24 +70,29 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "host": ("S64", 96),
     "boot_id": ("S40", 160),
     "pid_namespace": ("<u8", 200),  # inode number; 0 in rings of rankcall 0.1
-    # What changes while the job runs: a cache line each, away from what is only read.
+    # Fields that change while the job runs have a cache line each, away from constant fields.
     "head": ("<u8", 1024),  # records issued (a lower bound: commit words are exact)
     "tables_used": ("<u8", 1088),  # bytes
     "step": ("<u8", 1152),
     "native_heartbeat_ns": ("<i8", 1216),  # CLOCK_MONOTONIC; the process runs
-    "python_heartbeat_ns": ("<i8", 1280),  # CLOCK_MONOTONIC; the GIL can be had
-    "inflight_lost": ("<u8", 1344),  # unfinished records lapped while the table was full
-    "tables_lost": ("<u8", 1408),  # entries that found no room
+    "python_heartbeat_ns": ("<i8", 1280),  # CLOCK_MONOTONIC; the GIL is free now and then
+    "inflight_lost": (
+        "<u8",
+        1344,
+    ),  # unfinished records overwritten: the in-flight table was full
+    "tables_lost": ("<u8", 1408),  # entries for which there was no room
     "closed_ns": ("<i8", 1472),  # CLOCK_MONOTONIC; 0 while recording, or killed
     # Written by rankcall.watch and rankcall.expect; 0 in rings of processes without them.
     "expect_until_ns": ("<i8", 1536),  # CLOCK_MONOTONIC; until then silence was declared healthy
-    "expect_what": ("S256", 1600),  # UTF-8: what was declared
+    "expect_what": ("S256", 1600),  # UTF-8: the declared reason
     "overdue_ns": ("<i8", 1856),  # CLOCK_MONOTONIC; when the oldest overdue op was issued
     "verdicts": ("<u8", 1920),  # that this process has written to the run so far
-    "stack_fd": ("<i4", 1984),  # its descriptor that stacks are dumped to on STACK_SIGNAL
-    "left_ns": ("<i8", 2048),  # CLOCK_MONOTONIC; its program came to its end, without an error
+    "stack_fd": ("<i4", 1984),  # the descriptor into which it dumps its stacks on STACK_SIGNAL
+    "left_ns": ("<i8", 2048),  # CLOCK_MONOTONIC; its program ended without an error
     "aborted_ns": ("<i8", 2112),  # CLOCK_MONOTONIC; its watcher ended it, because the job hung
-    "run_dir": ("S1024", 2176),  # UTF-8: the run directory it belongs to; empty if that is longer
+    "run_dir": ("S1024", 2176),  # UTF-8: its run directory; empty if the path is longer
+    "hang_after_ms": ("<u8", 3456),  # the threshold of its watcher; 0 without one
+    "failure": ("S256", 3200),  # UTF-8: the exception that ended its program
 }
 HEADER = np.dtype(
     {
@@ -93,7 +105,7 @@ HEADER = np.dtype(
 
 
 def offset_of(field: str) -> int:
-    """Return where a header field starts, in bytes from the start of the file."""
+    """Return the offset of a header field, in bytes from the start of the file."""
     return _HEADER_FIELDS[field][1]
 
 
@@ -132,3 +144,125 @@ class Geometry:
         while cls(capacity * 2).file_bytes <= total_bytes:
             capacity *= 2
         return cls(capacity)
+
+
+@dataclass(frozen=True)
+class Header:
+    """A ring file's header, decoded. Times are in ns; ``mono`` is its host's CLOCK_MONOTONIC."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: int
+    attempt: int
+    pid: int
+    process_start: int
+    host: str
+    boot_id: str
+    capture: str
+    anchor_mono_ns: int
+    anchor_epoch_ns: int
+    head: int
+    step: int
+    native_heartbeat_ns: int
+    python_heartbeat_ns: int
+    inflight_lost: int
+    tables_lost: int
+    closed_ns: int
+    file_bytes: int
+    geometry: Geometry
+    expect_until_ns: int = 0
+    expect_what: str = ""
+    overdue_ns: int = 0
+    verdicts: int = 0
+    stack_fd: int = 0
+    left_ns: int = 0
+    aborted_ns: int = 0
+    locked: int = 0
+    pid_namespace: int = 0
+    run_dir: str = ""
+    failure: str = ""
+    hang_after_ms: int = 0
+
+    @property
+    def process(self) -> Process:
+        """The process that writes the ring, or wrote it."""
+        return Process(self.boot_id, self.pid_namespace, self.pid, self.process_start, self.host)
+
+    def process_state(self) -> str:
+        """Return what the ring's process is doing now; see ``Process.state``."""
+        return self.process.state()
+
+    @property
+    def last_sign_epoch_ns(self) -> int:
+        """The last time the process is known to have run, in ns of its host's wall clock."""
+        last = max(self.native_heartbeat_ns, self.python_heartbeat_ns, self.closed_ns)
+        return self.anchor_epoch_ns + last - self.anchor_mono_ns
+
+
+# The attributes that are header fields of the same name.
+_DIRECT = tuple(each.name for each in fields(Header) if each.name not in ("geometry", "capture"))
+
+
+def make_header(geometry: Geometry, values: Mapping[str, Any]) -> bytes:
+    """Return the header of a file of this geometry. ``values`` are all fields except the sizes."""
+    row = np.zeros(1, HEADER)
+    sizes = {
+        "magic": MAGIC,
+        "schema": SCHEMA,
+        "header_bytes": HEADER_BYTES,
+        "record_bytes": RECORD.itemsize,
+        "capacity": geometry.capacity,
+        "inflight_capacity": geometry.inflight_capacity,
+        "tables_bytes": geometry.tables_bytes,
+        "file_bytes": geometry.file_bytes,
+    }
+    for name, value in {**sizes, **values}.items():
+        row[name] = value
+    return row.tobytes()
+
+
+def parse_header(raw: bytes, name: str) -> Header:
+    """Check and decode a header. ``name`` is the file's name in the message of ``CorruptRun``."""
+    if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
+        raise CorruptRun(f"{name}: not a rankcall ring file")
+    (row,) = np.frombuffer(raw, HEADER, count=1)
+    found = dict(zip(HEADER.names or (), row.item(), strict=True))
+    if found["schema"] != SCHEMA:
+        raise CorruptRun(
+            f"{name}: ring schema {found['schema']}; this rankcall reads schema {SCHEMA}: "
+            "read it with the rankcall version that wrote it"
+        )
+    shape = Geometry(found["capacity"], found["inflight_capacity"], found["tables_bytes"])
+    sizes_ok = (
+        found["header_bytes"] == HEADER_BYTES
+        and found["record_bytes"] == RECORD.itemsize
+        and 0 < shape.capacity <= MAX_CAPACITY
+        and shape.capacity & (shape.capacity - 1) == 0
+        and shape.inflight_capacity <= MAX_CAPACITY
+        and shape.tables_bytes <= MAX_TABLES_BYTES
+        and shape.tables_bytes % 8 == 0
+        # A file that was compacted when it was moved ends after its last record.
+        and shape.records_offset <= found["file_bytes"] <= shape.file_bytes
+    )
+    if not sizes_ok:
+        raise CorruptRun(f"{name}: the ring's header is damaged (impossible sizes)")
+    if not (-1 <= found["rank"] < MAX_RANKS and -1 <= found["world_size"] <= MAX_RANKS):
+        raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
+    values = {each: _text(found[each]) for each in _DIRECT}
+    capture = found["capture"] if found["capture"] < len(CAPTURES) else 0
+    return Header(geometry=shape, capture=CAPTURES[capture], **values)
+
+
+def _text(value: Any) -> Any:
+    """Return bytes as text, and a number as it is."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def read_header(path: Path) -> Header | None:
+    """Return the header of a ring file, or None if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return parse_header(file.read(HEADER_BYTES), str(path))
+    except (OSError, CorruptRun):
+        return None

@@ -1,9 +1,9 @@
-"""The lock by which every other process knows that a ring is being written.
+"""The lock that shows other processes that a ring has a living writer.
 
-A process id says nothing across pid namespaces. A ``flock`` does: the kernel drops it when the last
-descriptor of its open file description is closed, which is at the latest when the writer ends,
-however it ends. Commands that move or remove a ring take the lock first, and never wait for it
-while the writer may be alive.
+A process id means nothing in another pid namespace, but a ``flock`` does. The kernel drops it when
+the last descriptor of its open file description is closed, at the latest when the writer ends. A
+command that moves or removes a ring takes the lock first, and never waits for it while the writer
+may be alive.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _in_forked_child() -> None:
-    """Close the parent's locks. They stay locked: the parent has them open, too."""
+    """Close the parent's locks. The files stay locked, because the parent has them open, too."""
     for lock in list(_held):
         lock.release()
 

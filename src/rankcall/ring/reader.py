@@ -1,8 +1,8 @@
-"""Read a ring file that somebody else wrote, or is writing, or died while writing.
+"""Read a ring file whose writer may be alive or dead.
 
 The file is treated as hostile: every size, index and code is checked before it is used, nothing is
-executed, and memory is bounded by what the file really holds. What is sound comes back; what is
-not is counted.
+executed, and the memory needed is bounded by the size of the file. Damaged records are left out and
+counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall._whole import joined, picked
 from rankcall.errors import CorruptRun
 from rankcall.record import (
     CODED,
@@ -26,11 +25,14 @@ from rankcall.record import (
     MAX_DIMS,
     RECORD,
     STATUSES,
+    concat_rows,
+    take_rows,
 )
-from rankcall.ring.header import Header, parse_header
 from rankcall.ring.layout import (
     HEADER,
     HEADER_BYTES,
+    Header,
+    parse_header,
 )
 from rankcall.ring.tables import Tables, parse_tables
 
@@ -40,7 +42,7 @@ _AHEAD = 64  # records that writers may be ahead of ``head``
 
 @dataclass(frozen=True)
 class Head:
-    """What a ring file says of itself, without its records."""
+    """A ring file without its records."""
 
     path: Path
     header: Header
@@ -50,21 +52,25 @@ class Head:
 
 @dataclass
 class Ring:
-    """One rank's ring as it was when it was read: records in issue order, and what is missing."""
+    """One rank's ring as it was when it was read. ``records`` are in issue order."""
 
     path: Path
     header: Header
     records: Records
     tables: Tables
-    dropped: int
+    dropped: int  # records that were overwritten or lost before they could be read
     problem: str | None = None
 
 
 def read_ring(path: str | os.PathLike[str], newest: int | None = None) -> Ring:
-    """Read one ring file, live or left behind; of its records only the ``newest``, where given.
+    """Read one ring file. A file that was cut off gives the rest of its records, and a ``problem``.
 
-    Raises ``CorruptRun`` where the file is no ring, is of another schema, or has no sound header.
-    A file that was cut off yields what is left, with ``problem`` set.
+    Args:
+        path: The file. Its writer may be alive.
+        newest: Read only this many records, the last ones.
+
+    Raises:
+        CorruptRun: The file is not a ring, has another schema, or its header is damaged.
     """
     path = Path(path)
     try:
@@ -75,7 +81,7 @@ def read_ring(path: str | os.PathLike[str], newest: int | None = None) -> Ring:
 
 
 def read_head(path: str | os.PathLike[str]) -> Head:
-    """Read a ring's header and side tables only; errors as ``read_ring``."""
+    """Read a ring's header and side tables. Raises ``CorruptRun`` as ``read_ring`` does."""
     path = Path(path)
     try:
         with path.open("rb", buffering=0) as file:
@@ -112,7 +118,7 @@ def _read(path: Path, fd: int, newest: int | None) -> Ring:
         )
         for first, count in spans
     ]
-    slots = joined(pieces)
+    slots = concat_rows(pieces)
     parked_bytes = min(
         shape.inflight_capacity * RECORD.itemsize, max(0, size - shape.inflight_offset)
     )
@@ -121,7 +127,7 @@ def _read(path: Path, fd: int, newest: int | None) -> Ring:
     records, torn = _sound(slots, places[: len(slots)], parked, shape.capacity)
     last = int(records["commit"][-1] >> 2) if len(records) else 0
     kept = len(records)
-    if newest is not None:  # what was not read is not lost: a lap's worth, and what was parked
+    if newest is not None:  # records that were not read are not lost
         older = int(np.count_nonzero(records["commit"] >> 2 <= max(0, last - shape.capacity)))
         kept = min(last, shape.capacity) + older
     dropped = max(last - kept, torn)
@@ -129,7 +135,7 @@ def _read(path: Path, fd: int, newest: int | None) -> Ring:
 
 
 def _spans(header: Header, count: int, newest: int | None) -> list[tuple[int, int]]:
-    """Return which slots to read, as (first, how many): all, or those of the newest records."""
+    """Return the slots to read as pairs (first, count): all, or those of the newest records."""
     if newest is None or count <= newest + _AHEAD:
         return [(0, count)]
     capacity = header.geometry.capacity
@@ -139,7 +145,7 @@ def _spans(header: Header, count: int, newest: int | None) -> list[tuple[int, in
 
 
 def _bytes_worth_reading(header: Header, size: int) -> int:
-    """Return how much of the record region can hold records: all of it once the ring has lapped.
+    """Return how many bytes of the record region can hold records.
 
     ``head`` may lag behind the writers by as many records as there are threads.
     """
@@ -148,7 +154,7 @@ def _bytes_worth_reading(header: Header, size: int) -> int:
 
 
 def _read_records(fd: int, offset: int, length: int, live: bool) -> Records:
-    """Copy records out of the file; of those that change meanwhile keep only stable copies."""
+    """Copy records out of the file; one that changes meanwhile is copied until it is stable."""
     first = _pread_records(fd, offset, length)
     if not live:
         return first
@@ -179,9 +185,9 @@ def _stable_record(fd: int, offset: int) -> Records:
 def _sound(
     slots: Records, places: npt.NDArray[np.intp], parked: Records, capacity: int
 ) -> tuple[Records, int]:
-    """Return the records that can be trusted, in issue order, and how many were half written.
+    """Return the sound records in issue order, and the number of half-written ones.
 
-    ``places`` are the slots' numbers.
+    ``places`` are the indexes of the slots.
     """
     words = np.ascontiguousarray(slots["commit"])
     written = int(np.count_nonzero(words))
@@ -193,26 +199,27 @@ def _sound(
     kept = _only(slots, used & at_home & (words & 3 != COMMIT_WRITING))
     if np.any(parked["commit"]):
         parked = parked[(parked["commit"] != 0) & (parked["commit"] & 3 != COMMIT_WRITING)]
-        # A record killed while it moved stands in both places; the copy in the table is the newer.
+        # If the writer was killed while it moved a record, the ring has two copies. The copy in the
+        # in-flight table is the newer one.
         others = ~np.isin(kept["commit"] >> 2, parked["commit"] >> 2)
-        kept = joined([parked, picked(kept, others)])
+        kept = concat_rows([parked, take_rows(kept, others)])
     order = kept["commit"] >> 2
     if np.any(order[1:] <= order[:-1]):
-        kept = picked(kept, np.unique(order, return_index=True)[1])
+        kept = take_rows(kept, np.unique(order, return_index=True)[1])
     kept = _only(kept, _codes_known(kept))
     _blank_unfinished(kept)
     return kept, torn
 
 
 def _undisturbed(words: npt.NDArray[np.uint64]) -> bool:
-    """Return whether all records are finished and in their first lap, which most rings are."""
+    """Return whether all records are finished and no slot was reused, as in most rings."""
     finished = np.arange(4 | COMMIT_DONE, 4 * len(words) + 4, 4, dtype=np.uint64)
     return np.array_equal(words, finished)
 
 
 def _only(records: Records, wanted: npt.NDArray[np.bool_]) -> Records:
-    """Return the wanted records, without a copy where that is all of them."""
-    return records if wanted.all() else picked(records, wanted)
+    """Return the wanted records; if these are all records, they are not copied."""
+    return records if wanted.all() else take_rows(records, wanted)
 
 
 def _codes_known(records: Records) -> npt.NDArray[np.bool_]:
@@ -223,7 +230,7 @@ def _codes_known(records: Records) -> npt.NDArray[np.bool_]:
 
 
 def _blank_unfinished(records: Records) -> None:
-    """Clear the completion fields of records caught while those were being written."""
+    """Clear the completion fields of records that were read while their writer set these fields."""
     rows = np.flatnonzero(records["commit"] & 3 == COMMIT_CLOSING)
     if len(rows):
         part = records[rows]

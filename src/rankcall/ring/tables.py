@@ -1,6 +1,6 @@
-"""Decode a ring file's side tables: process groups, call sites, strings, sizes.
+"""A ring file's side tables: process groups, call sites, strings, sizes.
 
-Every length, count and number is checked: whoever wrote the file may have been anybody.
+Every length, count and number is checked, because any user may have written the file.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
+from rankcall.ranks import compress_ranks, expand_ranks
 from rankcall.ring.layout import (
     ENTRY_GROUP,
     ENTRY_HEADER,
@@ -24,7 +24,6 @@ from rankcall.ring.layout import (
 
 _ENTRY = struct.Struct("<IIII")
 assert _ENTRY.size == ENTRY_HEADER.itemsize
-MAX_RANKS = 1 << 20
 _MOST_OF_A_LINE = 400  # characters
 MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
 _GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
@@ -33,7 +32,7 @@ ERA = 1000  # epochs of one init_process_group; a name used again within it adds
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as one of its members knew it. ``ranks`` are global, in group order."""
+    """A process group, as one of its members knew it. ``ranks`` are global, in group order."""
 
     name: str
     epoch: int
@@ -43,10 +42,10 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Torch's name for it, and what tells it from earlier groups of that name.
+        """Torch's name for the group, with a suffix if earlier groups had the same name.
 
-        ``#2`` where init_process_group ran a second time, ``.1`` where the name was used again
-        within one time.
+        ``#2`` means after the second init_process_group, and ``.1`` that the name was used again
+        after the same init_process_group.
         """
         era, again = divmod(self.epoch, ERA)
         return self.name + (f"#{era + 1}" if era else "") + (f".{again}" if again else "")
@@ -72,8 +71,8 @@ class Tables:
     strings: dict[int, str] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     sites: dict[int, CallSite] = field(default_factory=dict)
-    lines: dict[int, str] = field(default_factory=dict)  # of call sites: what the source says
-    # By shape hash: how many elements each tensor of a coalesced op has.
+    lines: dict[int, str] = field(default_factory=dict)  # the source lines of call sites
+    # By shape hash: the number of elements of each tensor of a coalesced op.
     numels: dict[int, tuple[int, ...]] = field(default_factory=dict)
     damaged: bool = False
 
@@ -88,7 +87,7 @@ class Entry(NamedTuple):
 
 
 def entries(raw: bytes, number: int = 0) -> Iterator[Entry]:
-    """Yield the entries after the ``number``-th up to the first that is not sound."""
+    """Yield the entries after the ``number``-th, up to the first damaged one."""
     offset = 0
     while offset + ENTRY_HEADER.itemsize <= len(raw):
         commit, kind, length, crc32 = _ENTRY.unpack_from(raw, offset)
@@ -102,7 +101,7 @@ def entries(raw: bytes, number: int = 0) -> Iterator[Entry]:
 
 
 def parse_tables(raw: bytes) -> Tables:
-    """Decode the side tables up to the first entry that is not sound."""
+    """Decode the side tables up to the first damaged entry."""
     tables, members, end = Tables(), 0, 0
     for number, kind, payload, begins_next in entries(raw):
         if not _keep_entry(tables, number, kind, payload):
@@ -137,9 +136,9 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
 
 
 class _Groups:
-    """Groups by payload: all members of a group write the same, and share one object here.
+    """Groups by payload. All members of a group write the same payload, and share one object here.
 
-    Without that, 16,384 rings that each name all ranks would take minutes and gigabytes.
+    Otherwise 16,384 rings that each list all ranks would take minutes and gigabytes to read.
     """
 
     def __init__(self) -> None:
@@ -147,7 +146,7 @@ class _Groups:
         self._members = 0
 
     def get(self, payload: bytes) -> Group:
-        """Return the group that a payload describes; raises ``ValueError`` and its like."""
+        """Return the group that a payload describes; raises ``ValueError`` or the like."""
         group = self._known.get(payload)
         if group is None:
             group = _group(json.loads(payload))
@@ -162,7 +161,7 @@ _groups = _Groups()
 
 
 def decode_site(payload: bytes) -> CallSite:
-    """Return the call site that a payload describes; raises ``ValueError`` and its like."""
+    """Return the call site that a payload describes; raises ``ValueError`` or the like."""
     fields = json.loads(payload)
     return CallSite(
         _text(fields["file"]),
@@ -173,21 +172,21 @@ def decode_site(payload: bytes) -> CallSite:
 
 
 def _text(value: Any) -> str:
-    """Return a name that can be written anywhere: JSON can say what is no Unicode."""
+    """Return a text that can be encoded: JSON can contain lone surrogates, which UTF-8 cannot."""
     return str(value).encode("utf-8", "replace").decode()
 
 
 def _count(number: Any) -> int:
-    """Return a number of elements; raises ``ValueError`` where it can be none."""
+    """Return a number of elements. Raises ``ValueError`` if it is impossible."""
     if type(number) is not int or not 0 <= number < 1 << 62:
-        raise ValueError(f"{number} is no number of elements")
+        raise ValueError(f"{number} is not a number of elements")
     return number
 
 
 def _small(number: Any) -> int:
-    """Return a count that can be real; raises ``ValueError`` else."""
+    """Return a line or epoch number. Raises ``ValueError`` if it is impossible."""
     if not 0 <= int(number) < 1 << 31:
-        raise ValueError(f"{number} is no line and no epoch")
+        raise ValueError(f"{number} is not a line or epoch number")
     return int(number)
 
 
@@ -201,35 +200,28 @@ def _group(fields: dict[str, Any]) -> Group:
     )
 
 
-def compress_ranks(ranks: list[int]) -> list[list[int]]:
-    """Write ranks as runs ``[first, count, stride]``: a world of 100,000 is one run."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs:
-            run = runs[-1]
-            first, count, stride = run
-            if count == 1:
-                run[1:] = [2, rank - first]
-                continue
-            if rank == first + count * stride:
-                run[1] += 1
-                continue
-        runs.append([rank, 1, 1])
-    return runs
+# --- encoding ---
 
 
-def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
-    """Undo ``compress_ranks``; raises ``ValueError`` where the ranks cannot be real."""
-    if not all(type(number) is int for run in runs for number in run):
-        raise ValueError("a rank is a whole number")
-    if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
-        raise ValueError(f"more than {MAX_RANKS:,} ranks, or fewer than none")
-    ranks = tuple(
-        chain.from_iterable(
-            range(first, first + count * stride, stride) if stride else [first] * count
-            for first, count, stride in runs
-        )
-    )
-    if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANKS:
-        raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
-    return ranks
+def encode_group(group: Group) -> bytes:
+    """Return a group's side-table payload."""
+    fields = {
+        "name": group.name,
+        "epoch": group.epoch,
+        "backend": group.backend,
+        "description": group.description,
+        "ranks": compress_ranks(list(group.ranks)),
+    }
+    return json.dumps(fields).encode()
+
+
+def encode_site(site: CallSite) -> bytes:
+    """Return a call site's side-table payload."""
+    return json.dumps(
+        {"file": site.file, "line": site.line, "function": site.function, "api": site.api}
+    ).encode()
+
+
+def encode_line(site: int, text: str) -> bytes:
+    """Return the side-table payload of a call site's source line."""
+    return json.dumps({"site": site, "text": text}).encode()

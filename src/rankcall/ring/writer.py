@@ -1,7 +1,7 @@
 """Create a ring file, and write records into it from Python.
 
-Both captures share ``create`` and ``Identity``; ``PythonRing`` is what the pure-Python capture
-writes with, byte for byte what the native recorder writes.
+Both captures create their ring here. ``PythonRing`` is the writer of the pure-Python capture. It
+writes the same bytes as the native recorder.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from pathlib import Path
 
 from rankcall.files import create_file
 from rankcall.process import Process
-from rankcall.process import boot_id as boot_id
-from rankcall.process import process_start as process_start
 from rankcall.record import (
     COMMIT_CLOSING,
     COMMIT_DONE,
@@ -29,7 +27,6 @@ from rankcall.record import (
     RECORD,
     STATUSES,
 )
-from rankcall.ring.header import make_header
 from rankcall.ring.layout import (
     CAPTURES,
     ENTRY_GROUP,
@@ -45,10 +42,11 @@ from rankcall.ring.layout import (
     MOST_ERROR_BYTES,
     UNLISTED_GROUPS,
     Geometry,
+    make_header,
     offset_of,
 )
 from rankcall.ring.lock import WriterLock
-from rankcall.ring.tables import CallSite, Group, compress_ranks
+from rankcall.ring.tables import CallSite, Group, encode_group, encode_line, encode_site
 
 _OPEN_OR_CLOSING = (COMMIT_OPEN, COMMIT_CLOSING)
 RECORD_BYTES = RECORD.itemsize
@@ -56,7 +54,7 @@ RECORD_BYTES = RECORD.itemsize
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose ring it is. -1 stands for a number that is not known (yet)."""
+    """The rank that writes a ring. -1 stands for a number that is not known yet."""
 
     rank: int = -1
     world_size: int = -1
@@ -68,10 +66,15 @@ class Identity:
 
 
 def create(path: Path | None, identity: Identity, geometry: Geometry) -> mmap.mmap:
-    """Make a ring file at ``path`` (mode 0600, must not exist) and map it, header written.
+    """Make a ring file of mode 0600, write its header, and return its memory map.
 
-    ``None`` maps anonymous memory instead. All pages are reserved and touched here: an unbacked
-    page would be a SIGBUS in the training thread later. Raises ``OSError`` if there is no room.
+    All pages are reserved and touched here, because a page without memory behind it would be a
+    SIGBUS in the training thread later. Raises ``OSError`` if the file exists or there is no room.
+
+    Args:
+        path: The file to make; None makes a ring in anonymous memory.
+        identity: The rank that will write the ring.
+        geometry: The sizes of the ring's parts.
     """
     if path is None:
         return _prepared(mmap.mmap(-1, geometry.file_bytes), identity, geometry)
@@ -84,10 +87,10 @@ def create(path: Path | None, identity: Identity, geometry: Geometry) -> mmap.mm
 def create_locked(
     path: Path, identity: Identity, geometry: Geometry, run_dir: Path | None = None
 ) -> tuple[mmap.mmap, WriterLock]:
-    """Make a ring file as ``create`` does, locked before its header can be read.
+    """Make a ring file as ``create`` does, and lock it before its header can be read.
 
-    The caller keeps the lock for as long as it writes the ring. ``run_dir`` is noted in the ring,
-    so that a later command can move the ring there.
+    The caller keeps the lock for as long as it writes the ring. ``run_dir`` is written into the
+    header, so that a later command can move the ring there.
     """
     fd = create_file(path)
     lock = WriterLock(fd)
@@ -106,10 +109,10 @@ def create_locked(
 def create_unnamed(
     folder: Path, identity: Identity, geometry: Geometry
 ) -> tuple[mmap.mmap, int, WriterLock]:
-    """Make a ring that vanishes with its process unless its descriptor is linked to a name.
+    """Make a ring file without a name: it vanishes with its process, unless a name is linked to it.
 
-    Returns the map, the descriptor and the lock. If ``folder`` allows none, these are anonymous
-    memory, -1 and a lock on nothing.
+    Returns the memory map, the descriptor and the lock. If ``folder`` cannot hold such a file,
+    these are anonymous memory, -1 and a lock that is not held.
     """
     try:
         fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -143,28 +146,31 @@ def _prepared(
 def _header(identity: Identity, geometry: Geometry, locked: bool) -> bytes:
     epoch_ns, mono_ns = time.time_ns(), time.monotonic_ns()
     process = Process.current()
-    return make_header(geometry, {
-        "rank": identity.rank,
-        "world_size": identity.world_size,
-        "local_rank": identity.local_rank,
-        "node": identity.node,
-        "attempt": identity.attempt,
-        "pid": process.pid,
-        "process_start": process.start,
-        "pid_namespace": process.pid_namespace,
-        "locked": locked,
-        "anchor_mono_ns": mono_ns,
-        "anchor_epoch_ns": epoch_ns,
-        "capture": CAPTURES.index(identity.capture),
-        "host": identity.host.encode()[:63],
-        "boot_id": process.boot_id.encode(),
-        "native_heartbeat_ns": mono_ns,
-        "python_heartbeat_ns": mono_ns,
-    })  # fmt: skip
+    return make_header(
+        geometry,
+        {
+            "rank": identity.rank,
+            "world_size": identity.world_size,
+            "local_rank": identity.local_rank,
+            "node": identity.node,
+            "attempt": identity.attempt,
+            "pid": process.pid,
+            "process_start": process.start,
+            "pid_namespace": process.pid_namespace,
+            "locked": locked,
+            "anchor_mono_ns": mono_ns,
+            "anchor_epoch_ns": epoch_ns,
+            "capture": CAPTURES.index(identity.capture),
+            "host": identity.host.encode()[:63],
+            "boot_id": process.boot_id.encode(),
+            "native_heartbeat_ns": mono_ns,
+            "python_heartbeat_ns": mono_ns,
+        },
+    )
 
 
 def put_run_dir(ring: mmap.mmap, run_dir: Path) -> None:
-    """Note the run directory, unless its path is too long for the header or is not UTF-8."""
+    """Write the run directory into the header, unless its path is too long or is not UTF-8."""
     raw = os.fsencode(os.path.abspath(run_dir))
     room = HEADER.fields["run_dir"][0].itemsize  # type: ignore[index]
     if len(raw) < room and raw.decode("utf-8", "ignore").encode() == raw:
@@ -180,7 +186,7 @@ def put(ring: mmap.mmap, field: str, value: int) -> None:
 
 
 def put_text(ring: mmap.mmap, field: str, text: str) -> None:
-    """Set a header field of text, cut where it is too long for it, but not within a character."""
+    """Set a text field of the header. A text that is too long is cut between two characters."""
     room = HEADER.fields[field][0].itemsize  # type: ignore[index]
     raw = text.encode()[: room - 1].decode("utf-8", "ignore").encode()
     at = offset_of(field)
@@ -188,37 +194,13 @@ def put_text(ring: mmap.mmap, field: str, text: str) -> None:
 
 
 def set_identity(ring: mmap.mmap, identity: Identity) -> None:
-    """Correct whose ring it is, once the default process group has told."""
+    """Correct the identity in the header, once the default process group is known."""
     for name in ("rank", "world_size", "local_rank", "node", "attempt"):
         put(ring, name, getattr(identity, name))
 
 
-def encode_group(group: Group) -> bytes:
-    """Return a group's side-table payload."""
-    fields = {
-        "name": group.name,
-        "epoch": group.epoch,
-        "backend": group.backend,
-        "description": group.description,
-        "ranks": compress_ranks(list(group.ranks)),
-    }
-    return json.dumps(fields).encode()
-
-
-def encode_site(site: CallSite) -> bytes:
-    """Return a call site's side-table payload."""
-    return json.dumps(
-        {"file": site.file, "line": site.line, "function": site.function, "api": site.api}
-    ).encode()
-
-
-def encode_line(site: int, text: str) -> bytes:
-    """Return the side-table payload of a call site's source line."""
-    return json.dumps({"site": site, "text": text}).encode()
-
-
 def _struct_of(names: tuple[str, ...]) -> struct.Struct:
-    """Return a Struct over neighbouring record fields, checked against ``RECORD``'s offsets."""
+    """Return a Struct for record fields that follow each other."""
     codes = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i2": "h", "i4": "i", "i8": "q", "f8": "d"}
     form = "<"
     for name in names:
@@ -248,8 +230,8 @@ _FIELDS = {name: _field(name) for name in BODY_NAMES if name != "shape"}
 class PythonRing:
     """Writes records into a mapped ring from Python threads of one process.
 
-    The lock is held over a few struct calls only, never over other people's code; it is
-    re-entrant so that a signal handler that issues a collective cannot deadlock.
+    The lock is held only over a few struct calls, never over a user's code. It is re-entrant, so
+    that a signal handler that issues a collective cannot deadlock.
     """
 
     def __init__(self, ring: mmap.mmap, geometry: Geometry) -> None:
@@ -270,7 +252,7 @@ class PythonRing:
         self._next_parking = 0
 
     def append(self, kind: int, payload: bytes) -> int:
-        """Add a side-table entry and return its id; 0 where there is no more room."""
+        """Add a side-table entry and return its id, or 0 if there is no room for it."""
         room = self._geometry.tables_bytes
         if kind != ENTRY_GROUP:
             room -= room // GROUPS_SHARE
@@ -298,9 +280,9 @@ class PythonRing:
         return self.append(ENTRY_STRING, text.encode("utf-8", "replace"))
 
     def error(self, message: str) -> int:
-        """Return the id of an error text, added if it is new; 0 if error texts have no more room.
+        """Return the id of an error text; add the text if it is new. 0 if there is no room for it.
 
-        A retry loop can fail with ever new texts, so their share of the room is small.
+        Retries can fail with ever new texts, so error texts get only a small share of the room.
         """
         text = message.encode("utf-8", "replace")[:MOST_ERROR_BYTES]
         with self._lock:
@@ -316,8 +298,8 @@ class PythonRing:
     def group(self, group: Group) -> int:
         """Add a process-group entry.
 
-        A group that finds no room gets a number without an entry: its records stay apart from
-        those of other groups.
+        A group for which there is no room gets an id without an entry, so that its records are not
+        mixed up with those of other groups.
         """
         number = self.append(ENTRY_GROUP, encode_group(group))
         if number == 0:
@@ -330,15 +312,15 @@ class PythonRing:
         return self.append(ENTRY_SITE, encode_site(site))
 
     def line(self, site: int, text: str) -> int:
-        """Add what the source says at a call site."""
+        """Add the source line of a call site."""
         return self.append(ENTRY_LINE, encode_line(site, text))
 
     def numels(self, shape_hash: int, numels: list[int]) -> int:
-        """Add how many elements each tensor of a coalesced op has."""
+        """Add the numbers of elements of a coalesced op's tensors."""
         return self.append(ENTRY_SIZES, json.dumps({"hash": shape_hash, "numels": numels}).encode())
 
     def close(self) -> None:
-        """Take no new records. Those in flight can still be finished."""
+        """Accept no new records. Records in flight can still be finished."""
         with self._lock:
             self._is_closed = True
 
@@ -363,7 +345,7 @@ class PythonRing:
         return index
 
     def finish(self, index: int, status: int, completed_ns: int, **fields: float) -> bool:
-        """Set a record's completion fields once; False where it was finished or lost before."""
+        """Set a record's completion fields. Return False if it was finished or lost before."""
         ring = self.map
         with self._lock:
             at = self._where(index)
@@ -384,7 +366,7 @@ class PythonRing:
         return True
 
     def start(self, index: int, started_ns: int) -> None:
-        """Note that an op which was only enqueued has begun."""
+        """Set the start of an op that was only enqueued until now."""
         with self._lock:
             at = self._where(index)
             if _read_word(self.map, at)[0] == (index + 1) << 2 | COMMIT_OPEN:
@@ -396,13 +378,13 @@ class PythonRing:
             pack(self.map, at + offset, value)
 
     def _where(self, index: int) -> int:
-        """Return where an unfinished record stands: in its slot, or in the in-flight table."""
+        """Return the offset of an unfinished record: of its slot, or in the in-flight table."""
         if self._parked and index in self._parked:
             return self._parked[index]
         return self._records_at + (index & self._mask) * RECORD_BYTES
 
     def _park(self, at: int) -> None:
-        """Move an unfinished record out of the slot at ``at`` before it is overwritten."""
+        """Move an unfinished record from the slot at ``at`` into the in-flight table."""
         word = _read_word(self.map, at)[0]
         for _ in range(self._geometry.inflight_capacity):
             place = self._geometry.inflight_offset + self._next_parking * RECORD_BYTES

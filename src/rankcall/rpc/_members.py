@@ -1,88 +1,88 @@
-"""Who is in a dynamic group: a log in the store, to which workers add that they come and go.
+"""The members of a dynamic group: a log in the store, to which workers add that they come and go.
 
-Adding is one atomic operation, so that coming takes no lock and a worker that dies in it wedges
-nobody: the log's order says who was there before whom.
+Adding a line is one atomic operation, so joining takes no lock, and a worker that dies while it
+joins blocks no other. The order of the log says who was there before whom.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from threading import Event, Lock, Thread
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from rankcall.errors import RpcTimeout
-from rankcall.ring.writer import process_start
-from rankcall.rpc._bounded import bounded
+from rankcall.process import DEAD, Process
+from rankcall.rpc._group import bounded
 
-Card = Mapping[str, Any]
-Present = dict[int, Card]
+WorkerRecord = Mapping[str, Any]
+Present = dict[int, WorkerRecord]
 _LOG, _NEWEST = "members", "members/newest"
 _END = {"end": True}
-_LINES = 256  # a log of more, most of them of workers that have left, is closed
-_LEAVE_S = 5.0  # what noting that a worker has left may take
+_LINES = 256  # a longer log, most of it about workers that have left, is closed
+_LEAVE_S = 5.0  # for the line that a worker has left
 
 
 class MemberLog:
-    """The members of one group, by their cards; a card names its worker and its ``session``.
+    """The members of one group, by their records; a record has the worker's name and ``session``.
 
-    A log that has grown long is closed by a last line that counts; the next one begins with who
-    was there. What was written behind that line is written again by whoever wrote it. Every call
-    ends by its deadline (monotonic seconds) or raises ``StoreLost``.
+    A log that has grown long is closed by a last line; the next log begins with the members at that
+    point, and a worker that wrote behind the last line writes again. Every call ends by its
+    deadline (monotonic seconds) or raises ``StoreLost``.
     """
 
     def __init__(self, store: dist.Store) -> None:
-        self._store: Any = store  # torch's types know no append()
-        self._lock = Lock()  # the agent's threads note who was lost
-        self._number: int | None = None  # of the newest log that is known
+        self._store: Any = store  # torch's types lack append()
+        self._number: int | None = None  # of the newest log that is known; it only grows
 
-    def enter(self, card: Card, deadline: float) -> list[Card]:
-        """Add a worker; return the cards of those who came before it and have not left."""
-        return bounded(lambda: self._enter(card), deadline, "join")
+    def enter(self, record: WorkerRecord, deadline: float) -> list[WorkerRecord]:
+        """Add a worker; return the records of those that came before it and have not left."""
+        return bounded(lambda: self._enter(record), deadline, "join")
 
-    def members(self, deadline: float) -> list[Card]:
-        """Return the cards of those who have not left."""
+    def members(self, deadline: float) -> list[WorkerRecord]:
+        """Return the records of those that have not left."""
         return list(bounded(self._present, deadline, "join").values())
 
-    def leave(self, session: int, deadline: float | None = None) -> None:
-        """Note that a worker has left, or is no more. Twice is once."""
-        until = time.monotonic() + _LEAVE_S
-        bounded(lambda: self._add({"out": session}), min(until, deadline or until), "leave")
+    def leave(self, session: int, deadline: float | None = None, by: int | None = None) -> None:
+        """Add that a worker has left or was lost. Doing so twice is harmless.
 
-    def _enter(self, card: Card) -> list[Card]:
-        lines = self._add({"in": card})
-        mine = [each.get("in", {}).get("session") for each in lines].index(card["session"])
-        before, now = _present(lines[:mine]), _present(lines)
+        ``by`` is the session of the member that lost it. The line has no effect if that member has
+        itself been lost before: a worker that was stopped for long takes all others for lost.
+        """
+        until = time.monotonic() + _LEAVE_S
+        entry = {"out": session} if by is None else {"out": session, "by": by}
+        bounded(lambda: self._add(entry), min(until, deadline or until), "leave")
+
+    def _enter(self, record: WorkerRecord) -> list[WorkerRecord]:
+        lines = self._add({"in": record})
+        own = [line.get("in", {}).get("session") for line in lines].index(record["session"])
+        before, now = _present(lines[:own]), _present(lines)
         if len(lines) > max(_LINES, 4 * len(now)):
             self._add(_END)
-        return [each for session, each in before.items() if session in now]
+        return [other for session, other in before.items() if session in now]
 
     def _present(self) -> Present:
-        with self._lock:
-            while _ends(lines := self._read()):
-                self._go_on(lines)
-            return _present(lines)
+        number = self._newest()
+        while _is_closed(lines := self._read(number)):
+            number = self._begin_next(number, lines)
+        return _present(lines)
 
     def _add(self, entry: Mapping[str, Any]) -> list[Any]:
-        """Append to the newest log; return its lines, the new one among them."""
-        with self._lock:
-            while True:
-                self._store.append(self._newest(), json.dumps(entry) + "\n")
-                lines = self._read()
-                if not _ends(lines):
-                    return lines
-                self._go_on(lines)
-                if entry == _END:
-                    return lines
+        """Append to the newest log; return its lines, including the new one."""
+        number = self._newest()
+        while True:
+            self._store.append(f"{_LOG}/{number}", json.dumps(entry) + "\n")
+            lines = self._read(number)
+            if not _is_closed(lines):
+                return lines
+            number = self._begin_next(number, lines)
+            if entry == _END:
+                return lines
 
-    def _read(self) -> list[Any]:
-        """Return the newest known log's lines, up to one that closes it."""
-        key = self._newest()
+    def _read(self, number: int) -> list[Any]:
+        """Return a log's lines, up to the one that closes it."""
+        key = f"{_LOG}/{number}"
         text = self._store.get(key).decode() if self._store.check([key]) else ""
         lines = []
         for line in text.splitlines():
@@ -91,25 +91,24 @@ class MemberLog:
                 break
         return lines
 
-    def _go_on(self, lines: list[Any]) -> None:
-        """Go on to the next log. Whoever is first to come here writes its beginning."""
-        closed = self._newest()
-        self._number = (self._number or 0) + 1
-        if lines != [_END]:  # else the next has been begun, and the closed one cleared
-            begin = "".join(json.dumps({"in": card}) + "\n" for card in _present(lines).values())
-            self._store.compare_set(self._newest(), "", begin or "{}\n")
-            self._store.set(_NEWEST, str(self._number))
-            self._store.set(closed, json.dumps(_END) + "\n")
+    def _begin_next(self, closed: int, lines: list[Any]) -> int:
+        """Return the number of the log after a closed one. The first worker here begins it."""
+        if lines != [_END]:  # else another worker has begun it, and cleared the closed one
+            begin = "".join(json.dumps({"in": each}) + "\n" for each in _present(lines).values())
+            self._store.compare_set(f"{_LOG}/{closed + 1}", "", begin or "{}\n")
+            self._store.set(_NEWEST, str(closed + 1))
+            self._store.set(f"{_LOG}/{closed}", json.dumps(_END) + "\n")
+        self._number = closed + 1
+        return closed + 1
 
-    def _newest(self) -> str:
-        """Return the key of the newest log that is known."""
+    def _newest(self) -> int:
         if self._number is None:
-            told = self._store.check([_NEWEST])
-            self._number = int(self._store.get(_NEWEST)) if told else 0
-        return f"{_LOG}/{self._number}"
+            is_known = self._store.check([_NEWEST])
+            self._number = int(self._store.get(_NEWEST)) if is_known else 0
+        return self._number
 
 
-def _ends(lines: list[Any]) -> bool:
+def _is_closed(lines: list[Any]) -> bool:
     return bool(lines) and "end" in lines[-1]
 
 
@@ -118,89 +117,32 @@ def _present(lines: Iterable[Any]) -> Present:
     for entry in lines:
         if "in" in entry:
             present[entry["in"]["session"]] = entry["in"]
-        elif "out" in entry:
+        elif "out" in entry and entry.get("by", entry["out"]) in present:
             present.pop(entry["out"], None)
     return present
 
 
-def life() -> dict[str, int]:
-    """Return what tells this process from a later one with its pid."""
-    return {"pid": os.getpid(), "born": process_start(os.getpid()) or 0}
+def is_dead(record: WorkerRecord) -> bool:
+    """Return whether the worker's process is known to have ended."""
+    return Process(**record["process"]).liveness() == DEAD
 
 
-def is_dead(card: Card, host: str) -> bool:
-    """Whether a worker is known to be no more: it was on this host, and is not there now."""
-    return bool(card["host"] == host and process_start(card["pid"]) != card["born"])
+def find_conflict(record: WorkerRecord, others: Iterable[WorkerRecord]) -> WorkerRecord | None:
+    """Return a member that has the newcomer's name or rank."""
+    name, rank = record["node"]["name"], record["rank"]
+    return next((o for o in others if o["node"]["name"] == name or o["rank"] == rank), None)
 
 
-def check_unique(card: Card, others: list[Card]) -> None:
-    """Raise ``RuntimeError`` where a member has the newcomer's name or rank."""
-    for other in others:
-        if other["node"]["name"] == card["node"]["name"]:
-            raise RuntimeError(
-                f"worker name {card['node']['name']!r} is not unique: a member on "
-                f"{other['host'].split()[0]} has it"
-            )
-        if other["rank"] == card["rank"]:
-            raise RuntimeError(
-                f"rank {card['rank']} of worker {card['node']['name']!r} is not unique: "
-                f"worker {other['node']['name']!r} has it"
-            )
-
-
-class Lease:
-    """A token in the store that one worker at a time holds, and loses when it stops renewing it.
-
-    Nobody's clock is compared with another's: a waiter takes the token over when it has seen it
-    unchanged for ``lasts_s`` seconds.
-    """
-
-    def __init__(self, store: dist.Store, holder: str, lasts_s: float = 5.0) -> None:
-        self._store, self._holder, self._lasts_s = store, holder, lasts_s
-        self._beat = 0
-        self._mine = ""
-
-    @contextmanager
-    def held(self, deadline: float) -> Iterator[None]:
-        """Hold the token for a block. Raises ``RpcTimeout`` that names who holds it."""
-        bounded(lambda: self._take(deadline), deadline, "join or leave")
-        done = Event()
-        renewing = Thread(target=self._renew, args=(done,), name="rankcall-rpc-lease", daemon=True)
-        renewing.start()
-        try:
-            yield
-        finally:
-            done.set()
-            with suppress(RuntimeError):  # the store may be gone
-                bounded(lambda: self._release(renewing), time.monotonic() + _LEAVE_S, "leave")
-
-    def _take(self, deadline: float) -> None:
-        seen, since = "", time.monotonic()
-        while True:
-            self._beat += 1
-            mine = f"{self._holder} {os.getpid()} {self._beat}"
-            expired = time.monotonic() - since > self._lasts_s
-            found = self._store.compare_set("lease", seen if expired else "", mine).decode()
-            if found == mine:
-                self._mine = mine
-                return
-            if found != seen:
-                seen, since = found, time.monotonic()
-            if time.monotonic() > deadline:
-                raise RpcTimeout(
-                    f"worker {self._holder!r} could not join or leave: "
-                    f"worker {seen.split(' ')[0]!r} has been at it all the time"
-                )
-            time.sleep(0.01)
-
-    def _release(self, renewing: Thread) -> None:
-        renewing.join(_LEAVE_S)
-        self._store.compare_set("lease", self._mine, "")
-
-    def _renew(self, done: Event) -> None:
-        while not done.wait(self._lasts_s / 4):
-            self._beat += 1
-            renewed = f"{self._holder} {os.getpid()} {self._beat}"
-            with suppress(RuntimeError):
-                if self._store.compare_set("lease", self._mine, renewed).decode() == renewed:
-                    self._mine = renewed
+def check_unique(record: WorkerRecord, others: Iterable[WorkerRecord]) -> None:
+    """Raise ``RuntimeError`` if a member has the newcomer's name or rank."""
+    other = find_conflict(record, others)
+    if other is None:
+        return
+    name = record["node"]["name"]
+    if other["node"]["name"] == name:
+        host = other["host"].split()[0]
+        raise RuntimeError(f"worker name {name!r} is not unique: a member on {host} has it")
+    raise RuntimeError(
+        f"rank {record['rank']} of worker {name!r} is not unique: "
+        f"worker {other['node']['name']!r} has it"
+    )

@@ -15,13 +15,12 @@ from torch.distributed.rpc import RpcBackendOptions, api
 
 from rankcall.errors import RpcTimeout
 from rankcall.rpc import backend_registry
-from rankcall.rpc._bounded import bounded
-from rankcall.rpc._group import current_group, init_deadline, set_group
+from rankcall.rpc._group import bounded, current_group, init_deadline, set_group
 from rankcall.rpc.backend_registry import BackendType
 
 __all__ = ["init_rpc", "shutdown"]
 
-# A rendezvous ends with its iterator, and others may still be on their way to it.
+# A rendezvous ends with its iterator, and other workers may still be on their way to it.
 _rendezvous: list[Iterator[Any]] = []
 
 
@@ -34,13 +33,22 @@ def init_rpc(
 ) -> None:
     """Make this process worker ``name``, ready to call the others and to be called.
 
-    As ``torch.distributed.rpc.init_rpc``, with these differences: ``backend`` may be a member of
-    rankcall's ``BackendType`` or of torch's, or a name; a ``rank`` of -1 is the rendezvous's; it
-    ends within the options' ``rpc_timeout`` seconds (5 at least), and after a failure may be called
-    again. Without a ``world_size`` the group is dynamic: workers join and leave at any time.
+    As ``torch.distributed.rpc.init_rpc``, except that it ends within the options' ``rpc_timeout``
+    (at least 5 s), and may be called again after a failure: workers that do so meet, also if they
+    failed at different times.
 
-    Raises ``BackendNotFound``, ``TypeError``, ``InvalidDeviceMap``, ``RpcTimeout`` that names the
-    missing workers, and ``RuntimeError`` where RPC is on already or ranks, sizes or names disagree.
+    Args:
+        name: This worker's name, unique in the group.
+        backend: A member of rankcall's ``BackendType`` or of torch's, or a name.
+        rank: This worker's rank; -1 for the one that the rendezvous gives.
+        world_size: The number of workers. None or 0 makes the group dynamic: workers join and leave
+            at any time.
+        rpc_backend_options: The options, of the back end's own type.
+
+    Raises:
+        BackendNotFound, TypeError, InvalidDeviceMap: An argument is wrong.
+        RpcTimeout: Workers are missing; the error names them.
+        RuntimeError: RPC is on already, or ranks, sizes or names disagree.
     """
     member = _member(backend, rpc_backend_options)
     options = rpc_backend_options
@@ -57,9 +65,10 @@ def init_rpc(
 def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
     """Leave the group and take this worker down, within ``timeout`` seconds.
 
-    Graceful: first wait until the others of a static group shut down too and no call is under way;
-    a member of a dynamic group tells the others and goes. The worker is taken down in every case.
-    Raises ``RpcTimeout`` that names the missing workers, ``RuntimeError`` where RPC is not on.
+    If ``graceful``, first wait until the other workers of a static group shut down too and no call
+    is in flight; a member of a dynamic group tells the others and leaves. The worker is taken down
+    in every case. Raises ``RpcTimeout`` that names the missing workers, and ``RuntimeError`` if RPC
+    is not on.
     """
     if not torch_rpc._is_current_rpc_agent_set():
         raise RuntimeError("RPC has not been initialized: call rankcall.rpc.init_rpc() first")
@@ -77,7 +86,7 @@ def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
 
 
 def _member(backend: Any, options: RpcBackendOptions | None) -> Any:
-    """Return the back end that is meant: ours, or one of torch's that we do not have."""
+    """Return the back end: ours, or one of torch's that we do not have."""
     if options is not None and not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be RpcBackendOptions; got {options!r}")
     if backend is None:
@@ -104,7 +113,7 @@ def _name(annotation: Any) -> str:
 def _store(
     name: str, options: RpcBackendOptions, rank: int, world_size: int | None
 ) -> tuple[dist.Store, int]:
-    """Return the group's store, with ``rpc_timeout`` as its time-out, and this worker's rank."""
+    """Return the group's store, with ``rpc_timeout`` as its timeout, and this worker's rank."""
     deadline = init_deadline(options.rpc_timeout)
     timeout = timedelta(seconds=deadline - time.monotonic())
     meeting = _rendezvous_helper(options.init_method, rank, world_size or None, timeout=timeout)
@@ -112,7 +121,7 @@ def _store(
         store, met_rank, _ = bounded(lambda: next(meeting), deadline, f"init of {name!r}")
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise RpcTimeout(
-            f"RPC init of worker {name!r} found no store, or not everybody, at "
+            f"RPC init of worker {name!r} found no store, or not all workers, at "
             f"{options.init_method} within {options.rpc_timeout:g} s: {error}"
         ) from error
     _rendezvous.append(meeting)
@@ -120,8 +129,4 @@ def _store(
     rank = met_rank if rank == -1 else rank
     if not world_size:  # workers come at any time, some for the second time
         return dist.PrefixStore("rpc_dynamic", store), rank
-    # Each initialisation has keys of its own; torch's counter, so that its init_rpc takes turns.
-    with torch_rpc._init_counter_lock:
-        prefix = f"rpc_prefix_{torch_rpc._init_counter}"
-        torch_rpc._init_counter += 1
-    return dist.PrefixStore(prefix, store), rank
+    return dist.PrefixStore("rpc", store), rank

@@ -1,7 +1,7 @@
 """The RPC back ends by name: a drop-in for ``torch.distributed.rpc.backend_registry``.
 
 torch makes a new enum at each registration, and refuses members of the one before. Here
-``BackendType`` is one class for good: a member stays valid whatever is registered after it, and
+``BackendType`` is one class that never changes: a member stays valid after other registrations, and
 ``torch.distributed.rpc.init_rpc`` accepts it too. Other packages announce back ends by the entry
 point ``rankcall.rpc_backends``: a ``BackendValue``, or a module with its fields' names.
 """
@@ -16,7 +16,7 @@ from torch.distributed.rpc import RpcAgent, RpcBackendOptions
 from torch.distributed.rpc import backend_registry as _torch_registry
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
-from rankcall._registry import Registration, Registry
+from rankcall.registry import Registration, Registry
 
 __all__ = [
     "BackendType",
@@ -103,8 +103,8 @@ class BackendType(metaclass=_Members):
             _backends.get(name)
         object.__setattr__(self, "name", name)
 
-    # torch asks isinstance() for a member of its own enum, whichever that is by now; the answer is
-    # looked up here, and so does not go stale.
+    # torch checks isinstance() against its own enum, which it replaces at each registration. This
+    # property returns the current one.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return _torch_registry.BackendType
@@ -142,7 +142,7 @@ def register_backend(
 ) -> BackendType:
     """Register a back end and return its member; see ``BackendValue`` for the two functions.
 
-    Raises ``DuplicateBackend`` (a ``RuntimeError``) where the name is taken, ``TypeError`` where a
+    Raises ``DuplicateBackend`` (a ``RuntimeError``) if the name is taken, and ``TypeError`` if a
     handler cannot be called.
     """
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
@@ -151,7 +151,7 @@ def register_backend(
 
 
 def unregister_backend(backend_name: str) -> None:
-    """Take back a ``register_backend``. Raises ``BackendNotFound`` where there was none."""
+    """Take back a ``register_backend``. Raises ``BackendNotFound`` if there is none."""
     registration = _registrations.pop(backend_name, None)
     if registration is None:
         _backends.get(backend_name)

@@ -1,7 +1,7 @@
-"""``python -m rankcall.rpc.check``: who is reachable, how fast, before a job depends on it.
+"""``python -m rankcall.rpc.check``: test and time RPC between hosts before a job depends on it.
 
 Run it on every host with the same store address. Each worker times calls to every other; rank 0
-prints a table. Exits with 1 and the names of the missing where not everybody came.
+prints a table. If workers are missing, it exits with 1 and their names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from rankcall import rpc
 from rankcall.errors import RankcallError
-from rankcall.rundir import host_name
+from rankcall.process import host_name
 
 _LARGE = 16 << 20
 _SMALL_CALLS, _LARGE_CALLS = 50, 5
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rankcall.rpc.check",
-        description="Time RPC between workers, and say who cannot be reached.",
+        description="Time RPC between workers, and name those that cannot be reached.",
     )
     parser.add_argument("store", metavar="HOST:PORT", help="the address of rank 0's store")
     parser.add_argument("--rank", type=int, default=int(os.environ.get("RANK", 0)))

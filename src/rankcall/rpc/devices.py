@@ -1,6 +1,6 @@
-"""Which device a tensor lands on at another worker: the rules device maps keep, what follows.
+"""Device maps: the device that a tensor is put on at another worker, and the rules for that.
 
-Pure functions over what every worker said of itself. A worker's *map* to a target says, for
+Pure functions over the workers' descriptions of themselves. A worker's *map* to a target says, for
 devices here, the device there that an argument lands on; answers go back by the inverse.
 """
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Node:
-    """What one worker said of its devices; ``devices`` is empty where it gave no list."""
+    """The devices of one worker, as it describes them; ``devices`` is empty without a list."""
 
     name: str
     device_count: int = 0
@@ -28,7 +28,7 @@ class Node:
     devices: Sequence[torch.device] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as what JSON can carry."""
+        """Return it in a form that JSON can carry."""
         maps = {to: {str(k): str(v) for k, v in each.items()} for to, each in self.maps.items()}
         return {
             "name": self.name,
@@ -39,7 +39,7 @@ class Node:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Node:
-        """Return what ``to_json`` was called on."""
+        """Return the node of a ``to_json``."""
         maps = {
             to: {torch.device(k): torch.device(v) for k, v in each.items()}
             for to, each in told["maps"].items()
@@ -114,7 +114,7 @@ def _fail(node: Node, problem: str, **shown: Any) -> None:
 
 
 def reverse_maps(me: str, nodes: Iterable[Node]) -> dict[str, DeviceMap]:
-    """Return, for each node whose maps name ``me``, that map the other way: where answers go."""
+    """Return the inverse of each node's map to ``me``, by node: answers go back by it."""
     return {
         node.name: {there: here for here, there in node.maps[me].items()}
         for node in nodes
@@ -125,14 +125,14 @@ def reverse_maps(me: str, nodes: Iterable[Node]) -> dict[str, DeviceMap]:
 def device_list(node: Node, reverse: Mapping[str, DeviceMap]) -> list[torch.device]:
     """Return the devices a worker's agent handles, sorted by index.
 
-    Its own list where it gave one; otherwise what its maps and the reverse maps mention, but CPU.
+    Its own list if it gave one; otherwise all that its maps and the reverse maps mention, but CPU.
     """
     mentioned = {device for each in (*node.maps.values(), *reverse.values()) for device in each}
     return sorted(node.devices or mentioned - {CPU}, key=_index)
 
 
 def as_device(given: Any) -> torch.device:
-    """Return a device by its CUDA index or its name; also where there is no such device."""
+    """Return a device by its CUDA index or its name; it need not exist here."""
     return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
 
 

@@ -1,4 +1,4 @@
-"""The caller's mistakes, told before anything goes to the store."""
+"""Checks of the arguments, before any request is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_rank", "check_seconds", "check_store", "check_world"]
 
 
 def check_store(store: Store, key_prefix: str) -> None:
-    """Raise ``TypeError`` for what is no store or no prefix, ``ValueError`` for a bad prefix."""
+    """Raise ``TypeError`` or ``ValueError`` if this is not a store, or not a prefix."""
     if not isinstance(store, Store):
         raise TypeError(f"store must be a torch.distributed.Store; got {type(store).__name__}")
     if not isinstance(key_prefix, str):
@@ -22,7 +22,7 @@ def check_store(store: Store, key_prefix: str) -> None:
 
 
 def check_world(world_size: int) -> None:
-    """Raise for a world size that is none."""
+    """Raise ``TypeError`` or ``ValueError`` if this is not a positive integer."""
     if isinstance(world_size, bool) or not isinstance(world_size, int):
         raise TypeError(f"world_size must be an int; got {world_size!r}")
     if world_size < 1:
@@ -30,7 +30,7 @@ def check_world(world_size: int) -> None:
 
 
 def check_rank(rank: int, world_size: int, name: str = "rank") -> None:
-    """Raise for a rank outside the world."""
+    """Raise ``TypeError`` or ``ValueError`` if the rank is outside the world."""
     check_world(world_size)
     if isinstance(rank, bool) or not isinstance(rank, int):
         raise TypeError(f"{name} must be an int; got {rank!r}")
@@ -41,7 +41,7 @@ def check_rank(rank: int, world_size: int, name: str = "rank") -> None:
 
 
 def check_seconds(seconds: float, name: str, least: float = 0.0, positive: bool = True) -> float:
-    """Return seconds as a float; raise for what is no time."""
+    """Return seconds as a float; raise ``TypeError`` or ``ValueError`` if this is not a time."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise TypeError(f"{name} is in seconds; got {seconds!r}")
     if math.isnan(seconds) or seconds < least or (positive and seconds <= 0):

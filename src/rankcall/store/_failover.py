@@ -1,35 +1,32 @@
 """``failover``: a store that outlives its host.
 
-A list of hosts, each with a store of torch's own; all ranks use the first until it is gone, then
-the next. A store that is new knows nothing, so each rank counts what it has been through, prefix
-by prefix. A rank that finds the old store gone in the middle of a barrier makes up for it in the
-new one, where those who were through with it already say so.
+All ranks have the same list of hosts, each with a store of torch's own. They use the first until it
+is gone, then the next. A new store knows nothing, so each rank counts the barriers and exchanges
+that it has passed, by prefix, and writes the counts to the new store. A rank that finds the old
+store gone in the middle of a barrier makes up for it in the new store, unless a rank that had
+passed says so there.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 
-from rankcall.store import _exchange
-from rankcall.store._barrier import barrier
-from rankcall.store._bounded import within
+from rankcall._requests import Check, Read, Set, Steps
+from rankcall.store import _calls
 from rankcall.store._checks import check_rank, check_seconds
+from rankcall.store._client import Call, clock, connect_to, run
 from rankcall.store._errors import BarrierTimeout, StoreLost
-from rankcall.store._link import Link
-from rankcall.store._member import Call
-from rankcall.store._places import Places, place_of
+from rankcall.store._protocol import frame, unframe
 
-__all__ = ["Failover", "failover"]
-
-_SLICE_S = 0.5  # how long a rank that makes up for a barrier waits before it asks who is through
+_SLICE_S = 0.5  # the time after which a rank that makes up for a barrier asks whether others passed
 _PIECE_S = 20.0  # how long a stopped host may go unnoticed
-_LOOK_S = 2.0  # what looking for others on later hosts may take
-_FOREVER_S = 1e9
+_LOOK_S = 2.0  # for a look for other ranks on later hosts
+_FOREVER_S = 1e6
 _MOVED = "rankcall.failover/moved"
+_LEAST_S = 0.001
 T = TypeVar("T")
 
 
@@ -38,152 +35,247 @@ def failover(
 ) -> Failover:
     """Use the stores at ``hosts`` (``"address:port"``), one after the other.
 
-    All ranks give the same list. The process that hosts one of them gives its index as ``serve``,
-    and its store is ready from then on. ``connect_timeout``, in seconds, is what connecting to one
-    host may take before the next is tried. Raises ``ValueError`` for a list that is none, and
-    ``StoreLost`` where no host answers.
+    Args:
+        hosts: The same list on all ranks.
+        serve: The index of the host whose store this process hosts, from now on.
+        connect_timeout: How long connecting to one host may take before the next is tried, in
+            seconds.
+
+    Raises:
+        ValueError: The list is empty, or a host is not ``"address:port"``.
+        StoreLost: No host answers.
     """
-    places = [place_of(one) for one in hosts]
+    places = [_place_of(host) for host in hosts]
     if not places:
         raise ValueError("failover needs at least one host")
     if serve is not None:
         check_rank(serve, len(places), "serve")
-    return Failover(Places(places, check_seconds(connect_timeout, "connect_timeout")), serve)
+    return Failover(_Hosts(places, check_seconds(connect_timeout, "connect_timeout")), serve)
+
+
+def _place_of(text: str) -> tuple[str, int]:
+    """Return the address and the port of ``"address:port"``."""
+    address, _, port = text.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"a host is 'address:port'; got {text!r}")
+    return address.strip("[]"), int(port)
+
+
+class _Hosts:
+    """The hosts in turn. ``index`` is the one in use."""
+
+    def __init__(self, places: Sequence[tuple[str, int]], timeout: float) -> None:
+        self._places = places
+        self._ahead: dict[int, Store] = {}  # connections to later hosts
+        self._tried = 0.0  # seconds that went into connecting to the one in use
+        self.timeout = timeout
+        self.index = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no host is left."""
+        return self.index >= len(self._places)
+
+    def serve(self, index: int) -> Store:
+        """Host one of the stores in this process."""
+        address, port = self._places[index]
+        return TCPStore(address, port, is_master=True, wait_for_workers=False)
+
+    def connect(self, reason: str, seconds: float) -> Store:
+        """Connect to the host in use, or to the next that answers.
+
+        Raises ``StoreLost``, with the ``reason`` why the last one was left, if none does in time.
+        """
+        until = clock.monotonic() + seconds
+        while not self.is_over:
+            left = max(0.0, min(self.timeout - self._tried, until - clock.monotonic()))
+            found = self._ahead.get(self.index) or connect_to(*self._places[self.index], left)
+            if found is not None:
+                self._tried = 0.0
+                return found
+            self._tried += left
+            if self._tried < self.timeout:
+                raise StoreLost(f"{reason}. No time was left to connect to the next host")
+            self.index, self._tried = self.index + 1, 0.0
+        names = ", ".join(f"{address}:{port}" for address, port in self._places)
+        raise StoreLost(f"no store is left of {names}: {reason}", host=names)
+
+    def later_has(self, key: str, seconds: float) -> bool:
+        """Return whether the store of a later host has a key."""
+        until = clock.monotonic() + seconds
+        for index in range(self.index + 1, len(self._places)):
+            left = max(_LEAST_S, until - clock.monotonic())
+            store = self._ahead.get(index) or connect_to(*self._places[index], left)
+            if store is None:
+                continue
+            self._ahead[index] = store
+            try:
+                left = max(_LEAST_S, until - clock.monotonic())
+                if run(store, left, _check(key), Call()):
+                    return True
+            except StoreLost:
+                del self._ahead[index]
+        return False
 
 
 class Failover:
-    """``store`` is the one in use. One thread at a time.
+    """A store that outlives its host. ``store`` is the one in use. One thread at a time.
 
-    A host that dies is left at once; one that is stopped when a call's time is over, or after
-    twenty seconds, whichever is sooner. Who waits longer than that, or in vain, looks whether
-    others have gone on with a later host, and follows them.
+    A host that dies is left at once. A host that is stopped is left when a call's time is over, or
+    after twenty seconds if that is sooner. A call that waits longer, or that timed out, checks
+    whether other ranks have moved to a later host, and follows them.
     """
 
-    def __init__(self, places: Places, serve: int | None) -> None:
-        self._places = places
-        self._rounds: dict[tuple[str, str], int] = {}  # what this rank is through with
+    def __init__(self, hosts: _Hosts, serve: int | None) -> None:
+        self._hosts = hosts
+        self._passed: dict[tuple[str, str], int] = {}  # by kind and prefix
         self._results: dict[str, list[bytes]] = {}  # of the last exchange under each prefix
-        self._settled: set[tuple[str, str]] = set()  # nobody was further than this rank
-        self._lost: str | None = None  # why the store in use is none
-        self._doubt = False  # the last call waited in vain
-        self._served = None if serve is None else places.serve(serve)
-        self.store: Store = places.connect("no host has answered yet", _FOREVER_S)
+        self._settled: set[tuple[str, str]] = set()  # no rank was further than this one
+        self._lost: str | None = None  # why the store in use cannot be used
+        self._in_doubt = False  # the last call timed out
+        self._served = None if serve is None else hosts.serve(serve)
+        self.store: Store = hosts.connect("no host has answered yet", _FOREVER_S)
 
     @property
     def moves(self) -> int:
-        """How many hosts have been left behind."""
-        return self._places.at
+        """How many hosts have been left."""
+        return self._hosts.index
+
+    def barrier(
+        self,
+        world_size: int,
+        key_prefix: str,
+        barrier_timeout: float = 300,
+        rank: int | None = None,
+        **named: Any,
+    ) -> None:
+        """Do as ``rankcall.store.barrier``, on the host in use."""
+        self._call(
+            "b",
+            key_prefix,
+            check_seconds(barrier_timeout, "barrier_timeout"),
+            lambda store, name, left: _calls.barrier(store, world_size, name, left, rank, **named),
+            lambda told: None,
+        )
+
+    def synchronize(
+        self,
+        data: bytes | str,
+        rank: int,
+        world_size: int,
+        key_prefix: str,
+        timeout: float = 300,
+        **named: Any,
+    ) -> list[bytes]:
+        """Do as ``rankcall.store.synchronize``, on the host in use."""
+        values = self._call(
+            "s",
+            key_prefix,
+            check_seconds(timeout, "timeout"),
+            lambda store, name, left: _calls.synchronize(
+                store, data, rank, world_size, name, left, **named
+            ),
+            lambda told: unframe(told, world_size),
+        )
+        self._results[key_prefix] = values
+        return values
+
+    def _call(
+        self,
+        kind: str,
+        prefix: str,
+        timeout: float,
+        call: Callable[[Store, str, float], T],
+        passed: Callable[[bytes], T],
+    ) -> T:
+        """Make a call; after a move make up for it on the new host, in the time that is left."""
+        turn, deadline = self._passed.get((kind, prefix), 0), clock.monotonic() + timeout
+        while True:
+            left = max(_LEAST_S, deadline - clock.monotonic())
+            try:
+                result = self._piece(kind, prefix, turn, left, call, passed)
+                break
+            except StoreLost as error:
+                if self._lost is None:
+                    self._leave(str(error))
+                if clock.monotonic() >= deadline or self._hosts.is_over:
+                    raise
+            except BarrierTimeout:
+                self._in_doubt = True
+                if clock.monotonic() >= deadline:
+                    raise
+        self._in_doubt = False
+        self._settled.add((kind, prefix))
+        self._passed[kind, prefix] = turn + 1
+        return result
+
+    def _piece(
+        self,
+        kind: str,
+        prefix: str,
+        turn: int,
+        left: float,
+        call: Callable[[Store, str, float], T],
+        passed: Callable[[bytes], T],
+    ) -> T:
+        """Go on with a call for as long as a stopped host may go unnoticed."""
+        deadline = clock.monotonic() + left
+        look = min(left / 2, _LOOK_S)
+        if self._in_doubt and self._lost is None and self._hosts.later_has(_MOVED, look):
+            self._leave("other ranks have moved to a later host")
+        if self._lost is not None:
+            self._move(left)
+        is_certain = not self.moves or (kind, prefix) in self._settled
+        if not is_certain:
+            left = max(_LEAST_S, deadline - clock.monotonic())
+            told = run(
+                self.store,
+                min(left, self._hosts.timeout),
+                _read(_passed_key(kind, prefix, turn)),
+                Call(),
+            )
+            if told is not None:
+                return passed(told)
+        # On a new host the generations count from this turn, not from the first.
+        name = prefix if not self.moves else f"{prefix}/{turn}"
+        left = max(_LEAST_S, deadline - clock.monotonic())
+        return call(self.store, name, min(left, _PIECE_S if is_certain else _SLICE_S))
 
     def _leave(self, reason: str) -> None:
-        """Give the store in use up."""
-        self._places.at += 1
+        """Give up the host in use."""
+        self._hosts.index += 1
         self._lost = reason
         self._settled.clear()
 
     def _move(self, seconds: float) -> None:
-        """Go on to the next host, and say there what this rank is through with."""
-        until = time.monotonic() + seconds
-        store = self._places.connect(self._lost or "", seconds)
+        """Go on to the next host, and write there how much this rank has passed."""
+        until = clock.monotonic() + seconds
+        store = self._hosts.connect(self._lost or "", seconds)
 
-        def step(link: Link, call: Call, until: float) -> bool:
-            link.set(_MOVED, b"1")
-            for (kind, prefix), count in self._rounds.items():
-                result = self._results.get(prefix, []) if kind == "s" else []
-                link.set(_through(kind, prefix, count - 1), _joined(result))
-            return link.check([_MOVED])  # an answer: all of it has come there
+        def steps() -> Steps[bool]:
+            yield Set(_MOVED, b"1")
+            for (kind, prefix), count in self._passed.items():
+                values = self._results.get(prefix, []) if kind == "s" else []
+                blob = b"".join(frame(rank, value) for rank, value in enumerate(values))
+                yield Set(_passed_key(kind, prefix, count - 1), blob)
+            return bool((yield Check((_MOVED,))))  # an answer: the store has all of it
 
         try:
-            within(store, max(0.001, until - time.monotonic()), step, step)
+            run(store, max(_LEAST_S, until - clock.monotonic()), steps(), Call())
         except StoreLost as error:
             self._leave(str(error))
             raise
         self.store, self._lost = store, None
 
-    def _again(
-        self, kind: str, prefix: str, timeout: float, call: Callable[[Store, str, float], T],
-        through: Callable[[bytes], T],
-    ) -> T:  # fmt: skip
-        """Make a call; after a move make up for it on the new host, in the time that is left."""
-        turn, deadline = self._rounds.get((kind, prefix), 0), time.monotonic() + timeout
-        while True:
-            left = max(0.001, deadline - time.monotonic())
-            try:
-                found = self._piece(kind, prefix, turn, left, call, through)
-                break
-            except StoreLost as error:
-                if self._lost is None:
-                    self._leave(str(error))
-                if time.monotonic() >= deadline or self._places.over:
-                    raise
-            except BarrierTimeout:
-                self._doubt = True
-                if time.monotonic() >= deadline:
-                    raise
-        self._doubt = False
-        self._settled.add((kind, prefix))
-        self._rounds[kind, prefix] = turn + 1
-        return found
 
-    def _piece(
-        self, kind: str, prefix: str, turn: int, left: float,
-        call: Callable[[Store, str, float], T], through: Callable[[bytes], T],
-    ) -> T:  # fmt: skip
-        """Go on with a call for as long as a stopped host may go unnoticed."""
-        deadline = time.monotonic() + left
-        look = min(left / 2, _LOOK_S)
-        if self._doubt and self._lost is None and self._places.later_has(_MOVED, look):
-            self._leave("others have gone on with a later host")
-        if self._lost is not None:
-            self._move(left)
-        certain = not self.moves or (kind, prefix) in self._settled
-        if not certain:
-            told = self._told(_through(kind, prefix, turn), deadline)
-            if told is not None:
-                return through(told)
-        # On a new host the rounds count from where they are, not from the first.
-        name = prefix if not self.moves else f"{prefix}/{turn}"
-        left = max(0.001, deadline - time.monotonic())
-        return call(self.store, name, min(left, _PIECE_S if certain else _SLICE_S))
-
-    def _told(self, key: str, deadline: float) -> bytes | None:
-        """Return what one who was through with a round before the move has said of it."""
-
-        def step(link: Link, call: Call, until: float) -> tuple[bytes | None]:
-            return (link.read(key),)
-
-        left = max(0.001, deadline - time.monotonic())
-        return within(self.store, min(left, self._places.timeout), step, step)[0]
-
-    def barrier(
-        self, world_size: int, key_prefix: str, barrier_timeout: float = 300,
-        rank: int | None = None, **named: Any,
-    ) -> None:  # fmt: skip
-        """Do as ``rankcall.store.barrier``, on whichever host is there."""
-        self._again(
-            "b", key_prefix, check_seconds(barrier_timeout, "barrier_timeout"),
-            lambda store, name, left: barrier(store, world_size, name, left, rank, **named),
-            lambda told: None,
-        )  # fmt: skip
-
-    def synchronize(
-        self, data: bytes, rank: int, world_size: int, key_prefix: str, timeout: float = 300,
-        **named: Any,
-    ) -> list[bytes]:  # fmt: skip
-        """Do as ``rankcall.store.synchronize``, on whichever host is there."""
-        found = self._again(
-            "s", key_prefix, check_seconds(timeout, "timeout"),
-            lambda store, name, left: _exchange.synchronize(
-                store, data, rank, world_size, name, left, **named
-            ),
-            lambda told: _exchange.unframed(told, world_size),
-        )  # fmt: skip
-        self._results[key_prefix] = found
-        return found
+def _passed_key(kind: str, prefix: str, turn: int) -> str:
+    return f"{prefix}/rankcall.0/failover/{kind}{turn}"
 
 
-def _through(kind: str, prefix: str, turn: int) -> str:
-    return f"{prefix}/rankcall.{kind}0/through{turn}"
+def _check(key: str) -> Steps[bool]:
+    return bool((yield Check((key,))))
 
 
-def _joined(result: Sequence[bytes]) -> bytes:
-    return b"".join(_exchange.framed(data, rank) for rank, data in enumerate(result))
+def _read(key: str) -> Steps[bytes | None]:
+    value: bytes | None = yield Read(key)
+    return value

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from rankcall._handle import Removable
-from rankcall.store._barrier import barrier
-from rankcall.store._exchange import get_all, synchronize
-from rankcall.store._timeout import store_timeout
+from rankcall.registry import Removable
+from rankcall.store._calls import barrier, get_all, store_timeout, synchronize
 
 __all__ = ["Installed", "install"]
 
@@ -17,7 +15,7 @@ _installed: list[Installed] = []
 
 
 class Installed(Removable):
-    """What ``install`` returns. ``remove()`` ends it, once; so does leaving it as a context."""
+    """The handle that ``install`` returns; ``remove()`` ends it, as does its end as a context."""
 
     def __init__(self, before: list[tuple[Any, str, Any]]) -> None:
         self._before = before
@@ -34,11 +32,12 @@ class Installed(Removable):
 def install() -> Installed:
     """Put ``barrier``, ``synchronize``, ``get_all`` and ``store_timeout`` in place of torch's.
 
-    In this process, for whoever calls them through ``torch.distributed.elastic.utils``: the exit
-    barrier of torchelastic's agents, ``create_c10d_store``, the checkpoint barriers. All processes
-    that meet have to install it: the two do not see each other's arrivals. Undone by the handle.
+    In this process, for all callers by way of ``torch.distributed.elastic.utils``: the exit barrier
+    of torchelastic's agents, ``create_c10d_store``, the checkpoint barriers. All processes that
+    meet have to install it, because torch's functions and these do not see each other's arrivals.
+    The handle undoes it.
 
-    Raises ``RuntimeError`` where it is installed already.
+    Raises ``RuntimeError`` if it is installed already.
     """
     import torch.distributed.elastic.utils.distributed as distributed
     import torch.distributed.elastic.utils.store as elastic

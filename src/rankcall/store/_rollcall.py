@@ -1,35 +1,30 @@
-"""``rollcall``: who is here, and what is each doing, without waiting for all."""
+"""``rollcall``: which ranks are here, and what each is doing, without waiting for all."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.distributed import Store
 
-from rankcall.rundir import host_name
-from rankcall.store import _messages
-from rankcall.store._bounded import within
+from rankcall._requests import ReadMany, Set, Steps, Until
+from rankcall.process import host_name
+from rankcall.store import _errors
 from rankcall.store._checks import check_rank, check_seconds, check_store
+from rankcall.store._client import Call, clock, local_state, run
 from rankcall.store._keys import attempt_of, keys_of
-from rankcall.store._link import Link
-from rankcall.store._member import Call
 
-__all__ = ["Answer", "Rollcall", "rollcall"]
-
-_POLL_S = 0.005
-_OLD_S = 60.0  # an answer that a rank gave longer ago was to an earlier call
+_OLD_S = 60.0  # a rank whose answer this process has known for so long does not answer any more
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One rank's answer. ``doing`` is its newest unfinished record in words, None if there is none.
+    """One rank's answer. ``doing`` is its newest unfinished record in words, or None.
 
-    ``age_s``: how long ago it was given.
+    ``age_s``: for how many seconds this process has known the answer.
     """
 
     rank: int
@@ -41,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rollcall:
-    """Who answered, by rank, and who did not."""
+    """The answers by rank, and the ranks that did not answer."""
 
     answers: Sequence[Answer]
     missing_ranks: Sequence[int]
@@ -49,13 +44,14 @@ class Rollcall:
 
     def __str__(self) -> str:
         lines = [
-            f"rank {one.rank} ({one.host}, pid {one.pid}): "
-            f"{one.doing or 'in no collective'}, {one.age_s:.1f} s ago"
+            f"rank {one.rank} ({one.host}, pid {one.pid}): {one.doing or 'in no collective'}"
+            + (f", known for {one.age_s:.1f} s" if one.age_s >= 0.05 else "")
             for one in self.answers
         ]
         if self.missing_ranks:
-            missing = _messages.places(self.missing_ranks, {})
-            lines.append(f"no answer from {len(self.missing_ranks):,} ranks: {missing}")
+            missing = _errors.ranks_with_hosts(self.missing_ranks, {})
+            count = len(self.missing_ranks)
+            lines.append(f"no answer from {count:,} rank{'s' * (count > 1)}: {missing}")
         return "\n".join(lines)
 
 
@@ -69,70 +65,78 @@ def rollcall(
     doing: str | None = None,
     attempt: int | None = None,
 ) -> Rollcall:
-    """Say who this rank is and what it does, and return who else has said so.
+    """Answer for this rank, and return the answers of all ranks.
 
-    Waits ``timeout`` seconds at most, and for nobody once all have answered. Answers stay for those
-    who come later (a minute), so a rank that calls in from a watcher thread, now and then, is seen
-    by all. ``doing`` is said of this rank; by default its newest collective that has not ended, if
-    it is being recorded.
+    It waits no longer than ``timeout`` seconds, and not at all once all ranks have answered.
+    Answers stay for ranks that call later. A rank whose answer has not changed for a minute, as
+    this process's own clock counts, is missing: so a watcher thread that calls now and then is seen
+    by all, and the hosts' wall clocks do not matter.
 
-    Never raises for ranks that are missing; raises ``StoreLost``, ``ValueError`` and ``TypeError``.
-    May be called from any thread.
+    Args:
+        store: Any ``torch.distributed.Store``.
+        rank: This rank.
+        world_size: How many ranks there are.
+        key_prefix: Names the roll call.
+        timeout: In seconds.
+        doing: The activity of this rank; by default its newest collective that has not ended, if it
+            is being recorded.
+        attempt: Keeps the keys of a restarted job apart; by default torchrun's restart count.
+
+    Raises:
+        StoreLost: The store's host is gone, or does not answer.
+        ValueError: An argument is out of its range.
+        TypeError: An argument is of the wrong type.
     """
     check_store(store, key_prefix)
     check_rank(rank, world_size)
     seconds = check_seconds(timeout, "timeout")
-    keys = keys_of(key_prefix, "r", attempt_of(attempt), world_size)
-    names = [f"{keys.base}{world_size}/{one}" for one in range(world_size)]
-    mine = Answer(rank, host_name(), os.getpid(), newest() if doing is None else doing)
-    told: dict[int, Answer] = {}
+    state = local_state(store)
+    keys = keys_of(key_prefix, attempt_of(attempt), world_size, state.appends)
+    names = [keys.answer(one) for one in range(world_size)]
+    own = asdict(Answer(rank, host_name(), os.getpid(), newest() if doing is None else doing))
+    # The nonce makes each answer of a rank another one, also if it says the same.
+    own_line = json.dumps({**own, "nonce": os.urandom(6).hex()}).encode()
 
-    def step(link: Link, call: Call, until: float) -> Rollcall | None:
-        link.set(names[rank], json.dumps({**asdict(mine), "at": time.time()}).encode())
-        while True:
-            told.update(_read(link, names))
-            if len(told) == world_size:
-                return _result(told, world_size)
-            if time.monotonic() >= until:
-                return None
-            time.sleep(min(_POLL_S, max(0.0, until - time.monotonic())))
+    def ages(lines: Sequence[bytes | None]) -> list[float | None]:
+        """Return for how long this process has known each answer; None if that is too long."""
+        now = clock.monotonic()
+        found: list[float | None] = []
+        for name, line in zip(names, lines, strict=True):
+            if line is not None and state.seen.get(name, (b"", 0.0))[0] != line:
+                state.seen[name] = line, now
+            age = now - state.seen[name][1] if line is not None else _OLD_S
+            found.append(age if age < _OLD_S else None)
+        return found
 
-    def last(link: Link, call: Call, until: float) -> Rollcall:
-        return _result(told, world_size)
+    def steps() -> Steps[list[bytes | None]]:
+        yield Set(names[rank], own_line)
+        lines = yield Until(ReadMany(names), lambda lines: None not in ages(lines))
+        if lines is None:
+            lines = yield ReadMany(names)
+        return list(lines)
 
-    return within(store, seconds, step, last)
-
-
-def _read(link: Link, names: Sequence[str]) -> dict[int, Answer]:
-    there = link.present(names)
-    now = time.time()
-    found = {}
-    for at, value in zip(there, link.multi_get([names[at] for at in there]), strict=True):
-        told: dict[str, Any] = json.loads(value)
-        age = max(0.0, now - told.pop("at"))
-        if age <= _OLD_S:
-            found[at] = Answer(**{**told, "age_s": age})
-    return found
-
-
-def _result(told: dict[int, Answer], world_size: int) -> Rollcall:
-    missing = [rank for rank in range(world_size) if rank not in told]
-    return Rollcall([told[rank] for rank in sorted(told)], missing, world_size)
+    lines = run(store, seconds, steps(), Call())
+    answers = []
+    for line, age in zip(lines, ages(lines), strict=True):
+        if line is not None and age is not None:
+            told: dict[str, Any] = json.loads(line)
+            del told["nonce"]
+            answers.append(Answer(**{**told, "age_s": age}))
+    here = {answer.rank for answer in answers}
+    return Rollcall(answers, [one for one in range(world_size) if one not in here], world_size)
 
 
 def newest() -> str | None:
-    """Describe this process's newest unfinished collective; None where nothing is recorded."""
+    """Describe this process's newest unfinished collective; None if nothing is recorded."""
     from rankcall.capture import session
 
     recording = session.current()
     if recording is None:
         return None
-    from rankcall.capture.events import StatusMaker
-    from rankcall.capture.tail import RingTail
+    from rankcall.capture.statuses import unfinished
 
-    rows = RingTail(recording.ring, recording.geometry).open()
-    unfinished = list(StatusMaker(recording).unfinished(rows))
-    if not unfinished:
+    in_flight = unfinished(recording)
+    if not in_flight:
         return None
-    group, _, sequence, operation, *_ = unfinished[-1]
+    group, _, sequence, operation, *_ = in_flight[-1]
     return f"in {operation} #{sequence} on group {group}"

@@ -10,48 +10,13 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from rankcall.record import OPS
-
-if TYPE_CHECKING:
-    from rankcall.testing._inject import Injection
+from rankcall.testing._injection import Fault, Injection
 
 T = TypeVar("T")
 CHANGES = ("shape", "dtype", "root", "reduce_op", "tag")
 FOR_EVER = float("inf")
-
-
-class InjectedFault(RuntimeError):
-    """Raised on a rank by ``FaultPlan.fail``."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One entry of a plan. ``at``, ``seq`` and ``group`` select the op; None means any."""
-
-    kind: str
-    rank: int
-    at: str | None = None
-    seq: int = 1
-    group: str | None = None
-    times: int = 1
-    number: int = 0  # depends on the kind: a signal, an exit code, a number of batches, a peer
-    seconds: float = 0.0
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        """Check the fields, as far as possible without a job."""
-        if self.rank < 0:
-            raise ValueError(f"a fault needs a rank from 0 on; got {self.rank}")
-        if self.at is not None and self.at not in OPS[1:]:
-            raise ValueError(f"unknown op {self.at!r}; the known ones are {', '.join(OPS[1:])}")
-        if self.seq < 1:
-            raise ValueError(f"sequence numbers count from 1; got {self.seq}")
-        if self.times < 1:
-            raise ValueError(f"times must be 1 or more; got {self.times}")
-        if not self.seconds >= 0:
-            raise ValueError(f"seconds must not be negative; got {self.seconds}")
 
 
 @dataclass(frozen=True)
@@ -226,9 +191,7 @@ class FaultPlan:
         with the Python capture if nothing is recording. Raises ``CaptureUnavailable`` if the native
         capture is recording (set ``RANKCALL_CAPTURE=python``) or another plan is armed.
         """
-        from rankcall.testing._inject import Injection
-
-        return Injection(self, rank)
+        return Injection(self.faults, rank)
 
     def _with(self, fault: Fault) -> FaultPlan:
         return FaultPlan((*self.faults, fault))

@@ -1,12 +1,16 @@
 """Synthetic runs: real ring files of a world of any size, with known times.
 
-The model is a job in lock step. Before each op every rank computes for some time, with a jitter,
-and longer on a straggler. Then the op synchronises its members. All times are computed in one true
-clock and written in the clock of each host. So a test knows the result that the analysis must have.
+The times come from the model of a job in lock step, in one true clock, and are written in the clock
+of each host. So a test knows the result that the analysis must have.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +19,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.processes import Exit, note_exit
-from rankcall.record import DTYPES, KINDS, OPS, RECORD, STATUSES, SYNCHRONISING
-from rankcall.ring.tables import CallSite, Group
-from rankcall.rundir import create_run
-from rankcall.testing._planted import OPEN, Planted, plant
-from rankcall.testing._ringfile import RingSpec, write_ring
+from rankcall.ops import FROM_ROOT, TO_ROOT
+from rankcall.record import COMMIT_DONE, DTYPES, KINDS, OPS, RECORD, STATUSES
+from rankcall.ring.layout import (
+    CAPTURES,
+    ENTRY_GROUP,
+    ENTRY_LINE,
+    ENTRY_SITE,
+    ENTRY_STRING,
+    Geometry,
+    make_header,
+)
+from rankcall.ring.tables import CallSite, Group, encode_group, encode_line, encode_site
+from rankcall.run.directory import create_run, ring_name
+from rankcall.run.exits import Exit, note_exit
+from rankcall.testing._lockstep import (
+    OPEN,
+    Op,
+    Pace,
+    Planted,
+    Times,
+    plant,
+    simulate,
+)
 
-Times = npt.NDArray[np.int64]
-
-_FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 _VARIANTS = {
     "all_reduce": "allreduce_",
     "all_gather": "_allgather_base_",
@@ -34,32 +52,11 @@ _VARIANTS = {
 EPOCH_NS = 1_790_000_000_000_000_000
 BOOT_NS = 5_000_000_000_000
 
+# The rings of a large world are written one after the other, and all contain the same groups.
+_encoded = functools.lru_cache(maxsize=64)(encode_group)
 
-@dataclass(frozen=True)
-class Op:
-    """One line of a synthetic program.
 
-    Attributes:
-        op: A name of ``record.OPS``, or ``exchange``: each member sends to the next member and
-            receives from the previous one.
-        message_bytes: The size of one rank's tensor; for all_gather, of the whole output.
-        family: The name of a set of disjoint groups. Each group runs the op among its members.
-        root: The root's rank within its group.
-        line: The number of the source line.
-        function: The function around it.
-        transfer_ms: The time that the op takes; by default it follows from ``Pace``.
-        code: The text of the source line.
-    """
-
-    op: str = "all_reduce"
-    message_bytes: int = 1 << 20
-    family: str = "world"
-    root: int = 0
-    line: int = 10
-    function: str = "train_step"
-    transfer_ms: float | None = None
-    code: str = ""
-
+__all__ = ["PROGRAM", "Op", "Pace", "Planted", "Synthetic", "synthetic_run"]
 
 PROGRAM = (Op(message_bytes=25 << 20), Op(message_bytes=25 << 20, line=11), Op(message_bytes=8))
 
@@ -77,23 +74,6 @@ class Synthetic:
     families: dict[str, list[list[int]]] = field(default_factory=dict)
     planted: tuple[Planted, ...] = ()
     over_ns: int = 0  # when the job was last seen
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long computing and transfers take."""
-
-    compute_ms: float = 2.0
-    jitter_ms: float = 0.05
-    end_jitter_ms: float = 0.02
-    gbps: float = 10.0
-    latency_ms: float = 0.05
-
-    def transfer_ns(self, op: Op) -> float:
-        """Return the time that an op takes after all members have arrived."""
-        if op.transfer_ms is not None:
-            return op.transfer_ms * 1e6
-        return self.latency_ms * 1e6 + op.message_bytes / self.gbps
 
 
 def synthetic_run(
@@ -150,14 +130,21 @@ def synthetic_run(
     families.update({key: [list(r) for r in value] for key, value in (groups or {}).items()})
     issued = [program[i % len(program)] for i in range(collectives)]
     slow = _straggling(ranks, straggler, straggler_ms)
-    arrivals, ends = _simulate(issued, families, slow, pace or Pace(), np.random.default_rng(seed))
+    arrivals, ends = simulate(issued, families, slow, pace or Pace(), np.random.default_rng(seed))
     faults = (planted,) if isinstance(planted, Planted) else tuple(planted)
     over = plant(issued, families, arrivals, ends, faults) + int(hung_s * 1e9) if faults else 0
     offsets = _offsets(names, clock_offsets_ns)
     truth = Synthetic(
-        Path(path), [names[h] for h in host_of], offsets, issued, arrivals, ends, families, faults,
+        Path(path),
+        [names[host] for host in host_of],
+        offsets,
+        issued,
+        arrivals,
+        ends,
+        families,
+        faults,
         over,
-    )  # fmt: skip
+    )
     create_run(truth.path, {"started": "synthetic", "script": "synthetic.py", "seed": seed})
     drifts = [*clock_drift_ppm, *[0.0] * len(names)]
     errors = [*epoch_errors_ns, *[0] * len(names)]
@@ -208,46 +195,6 @@ def _offsets(names: list[str], given: Mapping[str, int] | Sequence[int] | None) 
         return dict.fromkeys(names, 0)
     pairs = given if isinstance(given, Mapping) else dict(zip(names, given, strict=True))
     return {name: int(pairs.get(name, 0)) for name in names}
-
-
-def _simulate(
-    issued: Sequence[Op],
-    families: Mapping[str, list[list[int]]],
-    slow: npt.NDArray[np.float64],
-    pace: Pace,
-    rng: np.random.Generator,
-) -> tuple[Times, Times]:
-    """Return when each rank arrived at each op and when it left, in true ns."""
-    arrivals = np.full((len(issued), len(slow)), -1, np.int64)
-    ends = np.full_like(arrivals, -1)
-    now = rng.uniform(0, 1e6, len(slow))
-    members = {key: [np.array(g) for g in value] for key, value in families.items()}
-    for row, op in enumerate(issued):
-        for ranks in members[op.family]:
-            compute = pace.compute_ms * 1e6 + slow[ranks]
-            arrived = now[ranks] + compute + rng.exponential(pace.jitter_ms * 1e6, len(ranks))
-            left = _leave(op, arrived, pace.transfer_ns(op))
-            left = left + rng.exponential(pace.end_jitter_ms * 1e6 + 1e-9, len(ranks))
-            arrivals[row, ranks], ends[row, ranks] = arrived, left
-            now[ranks] = left
-    return arrivals, ends
-
-
-def _leave(op: Op, arrived: npt.NDArray[np.float64], transfer: float) -> npt.NDArray[np.float64]:
-    """Return when each member leaves, from the arrivals of the members that it waits for."""
-    if op.op in _FROM_ROOT:
-        return np.asarray(np.maximum(arrived, arrived[op.root]) + transfer)
-    left: npt.NDArray[np.float64]
-    if op.op in _TO_ROOT:
-        left = arrived + transfer
-        left[op.root] = arrived.max() + transfer
-        return left
-    if op.op == "exchange":
-        return np.maximum(arrived, np.roll(arrived, 1)) + transfer
-    if op.op not in SYNCHRONISING:
-        raise ValueError(f"a synthetic run has no op {op.op!r}")
-    together: npt.NDArray[np.float64] = np.full(len(arrived), float(arrived.max()) + transfer)
-    return together
 
 
 def _ring_spec(
@@ -349,7 +296,7 @@ def _template(op: Op, members: list[int], rank: int, group: Group, spec: RingSpe
         record["in_bytes"], record["out_bytes"] = into, out
         record["group"], record["call_site"] = spec.group(group), spec.site(site)
         record["variant"] = spec.string(f"c10d::{_VARIANTS.get(name, name)}")
-        rooted = name in _FROM_ROOT + _TO_ROOT
+        rooted = name in FROM_ROOT + TO_ROOT
         record["root"] = op.root if rooted else -1
         record["peer"] = {"send": (own + 1) % size, "recv": (own - 1) % size}.get(name, -1)
         record["dtype"], record["tensors"] = DTYPES.index("float32"), 1
@@ -371,4 +318,110 @@ def _in_out(op: Op, size: int, own: int) -> tuple[int, int]:
     }.get(op.op, (data, data))
 
 
-__all__ = ["PROGRAM", "Op", "Pace", "Planted", "Synthetic", "synthetic_run"]
+@dataclass
+class RingSpec:
+    """One rank's records and side tables, in memory."""
+
+    rank: int
+    world_size: int
+    host: str
+    attempt: int = 0
+    capture: str = "native"
+    anchor_mono_ns: int = 0
+    anchor_epoch_ns: int = 0
+    closed: bool = True  # False: recording was never switched off
+    left: bool = False  # the program reached its end
+    aborted: bool = False  # the watcher ended the process
+    native_beat_ns: int = 0  # 0: the time when the last op ended
+    python_beat_ns: int = 0
+    records: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RECORD))
+    entries: dict[tuple[int, bytes], int] = field(default_factory=dict)
+
+    @property
+    def pid(self) -> int:
+        """A number that differs between ranks and attempts."""
+        return 1000 + self.rank + (self.attempt << 20)
+
+    def string(self, text: str) -> int:
+        """Return the id of a string, adding it if it is new."""
+        return self._entry(ENTRY_STRING, text.encode())
+
+    def group(self, group: Group) -> int:
+        """Return the id of a process group, adding it if it is new."""
+        return self._entry(ENTRY_GROUP, _encoded(group))
+
+    def site(self, site: CallSite) -> int:
+        """Return the id of a call site, adding it if it is new."""
+        return self._entry(ENTRY_SITE, encode_site(site))
+
+    def line(self, site: CallSite, text: str) -> int:
+        """Return the id of a call site's source line, adding it if it is new."""
+        return self._entry(ENTRY_LINE, encode_line(self.site(site), text))
+
+    def _entry(self, kind: int, payload: bytes) -> int:
+        return self.entries.setdefault((kind, payload), len(self.entries) + 1)
+
+    def tables(self) -> bytes:
+        """Return the bytes of the side tables."""
+        parts = []
+        for (kind, payload), number in self.entries.items():
+            parts.append(struct.pack("<IIII", number, kind, len(payload), zlib.crc32(payload)))
+            parts.append(payload.ljust((len(payload) + 7) // 8 * 8, b"\0"))
+        return b"".join(parts)
+
+
+def write_ring(folder: Path, spec: RingSpec, capacity: int | None = None) -> Path:
+    """Write a ring into a folder.
+
+    Args:
+        folder: The folder.
+        spec: The ring's contents.
+        capacity: How many records the ring holds, a power of two; older records are overwritten.
+            By default it holds all of them.
+
+    Returns:
+        The path of the ring.
+    """
+    count, tables = len(spec.records), spec.tables()
+    fitting = 1 << max(count - 1, 63).bit_length()
+    shape = Geometry(capacity or fitting, 0, (len(tables) + 4095) // 4096 * 4096)
+    records = spec.records
+    records["commit"] = (np.arange(1, count + 1, dtype=np.uint64) << 2) | COMMIT_DONE
+    if count > shape.capacity:
+        records = np.roll(records[-shape.capacity :], count % shape.capacity)
+    header = _ring_header(spec, shape, len(records))
+    path = folder / ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(header)
+        file.write(tables.ljust(shape.tables_bytes, b"\0"))
+        file.write(records.data.cast("B") if len(records) else b"")
+    return path
+
+
+def _ring_header(spec: RingSpec, shape: Geometry, kept: int) -> bytes:
+    ends = spec.records["completed_ns"]
+    last = int(ends.max()) if len(ends) else spec.anchor_mono_ns
+    boot = hashlib.sha256(spec.host.encode()).hexdigest()
+    values = {
+        "file_bytes": shape.records_offset + kept * RECORD.itemsize,
+        "rank": spec.rank,
+        "world_size": spec.world_size,
+        "local_rank": -1,
+        "node": -1,
+        "attempt": spec.attempt,
+        "pid": spec.pid,
+        "anchor_mono_ns": spec.anchor_mono_ns,
+        "anchor_epoch_ns": spec.anchor_epoch_ns,
+        "capture": CAPTURES.index(spec.capture),
+        "host": spec.host.encode()[:63],
+        "boot_id": boot[:36].encode(),
+        "head": len(spec.records),
+        "tables_used": len(spec.tables()),
+        "step": int(spec.records["step"].max()) + 1 if len(spec.records) else 0,
+        "native_heartbeat_ns": spec.native_beat_ns or last,
+        "python_heartbeat_ns": spec.python_beat_ns or last,
+        "closed_ns": last + 1 if spec.closed else 0,
+        "left_ns": last + 1 if spec.left else 0,
+        "aborted_ns": last + 1 if spec.aborted else 0,
+    }
+    return make_header(shape, values)

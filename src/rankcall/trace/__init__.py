@@ -11,21 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rankcall.capture import session
-from rankcall.capture.notices import say
-from rankcall.errors import CaptureUnavailable
-from rankcall.trace.describe import describe
+from rankcall.capture.rank_hosts import HostNames, Hosts, ranks_of_this_node
+from rankcall.errors import CaptureUnavailable, warn_once
+from rankcall.trace.describer import Mode, describe
 from rankcall.trace.descriptions import NOTHING, Description, Descriptions
-from rankcall.trace.hosts import Hosts, ranks_of_this_node
-from rankcall.trace.live import Trace, live
-from rankcall.trace.sinks.base import MemorySink, Origin, RecordSink, Sink
-from rankcall.trace.sinks.names import made
+from rankcall.trace.live import Switches, Trace, live, settle
+from rankcall.trace.sinks import MemorySink, Origin, RecordSink, Sink, make_sink
 from rankcall.trace.sinks.nvtx import Nvtx
 from rankcall.trace.sinks.otel import OpenTelemetry
 from rankcall.trace.sinks.parquet import Parquet
 from rankcall.trace.sinks.prometheus import Prometheus
 from rankcall.trace.sinks.steps import StepTotals
 from rankcall.trace.sinks.text import JsonLines, Stdout
-from rankcall.trace.switches import Mode, Switches, settle
 
 __all__ = [
     "Description",
@@ -110,7 +107,7 @@ def arm() -> None:
             names = [name.strip() for name in named.split(",") if name.strip()]
             enable(sinks=[*names, *([] if "nvtx" in names else _nvtx_sinks())])
     except Exception as error:
-        say(f"not tracing: {error}")
+        warn_once(f"not tracing: {error}")
 
 
 class _Off(Trace):
@@ -137,7 +134,7 @@ def _chosen(
         raise TypeError("sinks must be a list: sinks=[...]")
     chosen: list[Sink | RecordSink] = []
     for sink in sinks or ():
-        made_sink = made(sink) if isinstance(sink, str) else sink
+        made_sink = make_sink(sink) if isinstance(sink, str) else sink
         if not isinstance(made_sink, (Sink, RecordSink)) or isinstance(made_sink, type):
             raise TypeError(
                 f"a sink is an object with the methods open, write and close; got {made_sink!r}"
@@ -159,20 +156,18 @@ def _nvtx_sinks() -> list[Sink]:
     try:
         sink.functions()
     except CaptureUnavailable as error:
-        say(f"no NVTX marks: {error}")
+        warn_once(f"no NVTX marks: {error}")
         return []
     return [sink]
 
 
 def _hosts() -> tuple[Hosts, Callable[[], Any]]:
     """Return the table of the ranks' hosts, and the function that closes its store connection."""
-    from rankcall.rundir import host_name
+    from rankcall.process import host_name
 
     here = ranks_of_this_node()
     if here is not None:
         return Hosts(here, host_name(), lambda ranks: {}), _nothing
-    from rankcall.capture.hostnames import HostNames
-
     names = HostNames()
     return Hosts(None, host_name(), names.lookup), names.close
 
@@ -181,7 +176,7 @@ def _announce(message: str) -> None:
     recording = session.current()
     rank = recording.rank() if recording is not None else -1
     if rank == 0 or (rank < 0 and os.environ.get("RANK", "0") == "0"):
-        say(message)
+        warn_once(message)
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Union
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.record import DTYPES
+from rankcall.record import DTYPES, NO_RANK
 
 if TYPE_CHECKING:
     import polars as pl
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Description = dict[str, Any]
 Part = Union[str, "pl.Series"]
 Column = npt.NDArray[Any]
-NO_RANK = -1
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Descriptions:
         """Return a table with a column for each field (``device`` as text, ranks as ``0-3,8``)."""
         import polars as pl
 
-        from rankcall.run import format_ranks
+        from rankcall.ranks import format_ranks
 
         columns, count = self.columns, len(self)
         device = pl.Series(columns["device"])

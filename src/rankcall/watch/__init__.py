@@ -1,39 +1,35 @@
-"""The in-job watcher: says on the job's own terminal who hangs it, and why, while it hangs.
+"""The in-job watcher: if the job hangs, it names the rank that is the cause on the job's terminal.
 
-One thread a rank looks at the rank's own ring. When something has been in flight for too long,
-one rank of each node reads the rings of its node; where there are several nodes they send each
-other where their ranks stand, through the job's store; one of them judges. The verdict and all
-stacks are kept in the run directory, below ``hangs/``.
+Each rank has one watcher thread, which reads the rank's own ring. If a call has been in flight for
+too long, one rank of each node reads all rings of its node. If there are several nodes, they
+exchange the states of their ranks through the job's store, and one of them judges. The verdict and
+all stacks are kept in the run directory, below ``hangs/``.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 
-from rankcall._handle import Scoped
-from rankcall.analysis.verdicts.finding import Finding
 from rankcall.capture import session
-from rankcall.capture.notices import say
-from rankcall.errors import RankcallError
-from rankcall.watch._loop import ABORT_STATUS, Watcher
+from rankcall.errors import RankcallError, warn_once
+from rankcall.registry import Scoped
+from rankcall.watch._loop import ABORT_STATUS, OnHang, Watcher
 
 __all__ = ["ABORT_STATUS", "Handle", "arm", "start"]
 
 HANG_AFTER, ON_HANG = "RANKCALL_HANG_AFTER", "RANKCALL_ON_HANG"  # set by the launcher
 DEFAULT_S = 60.0
-OnHang = str | Callable[[list[Finding]], object]
 
 
 class Handle(Scoped):
-    """A watcher at work. ``stop()`` ends it, once; leaving it as a context manager does too."""
+    """A running watcher. ``stop()`` ends it, and so does the end of its ``with`` block."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
 
     def stop(self) -> None:
-        """Watch no more; the recording ends with it where nobody else holds it."""
+        """Stop watching. The recording also ends, unless something else in this process uses it."""
         self._watcher.stop()
 
     def _end(self) -> None:
@@ -48,16 +44,24 @@ def start(
 ) -> Handle:
     """Watch this rank for hangs, on a daemon thread. Call it on every rank, as ``enable``.
 
-    ``hang_after``: s that something must be in flight before it counts as hung (default:
-    ``RANKCALL_HANG_AFTER``, or 60); five times that in the first step, and at least ten times the
-    median step later. ``on_hang``: ``"report"`` prints the verdict once, on one rank, and watches
-    on; ``"abort"`` also ends every rank of the job that still can (exit status 124); a function is
-    called with the findings, on each rank, on the watcher's thread (default: ``RANKCALL_ON_HANG``,
-    or report). Recording is switched on if it is not, into ``run_dir``.
+    A second call replaces the watcher. If recording is off, this function switches it on. The
+    watcher never raises in training or waits for it, and ends it only with ``"abort"``.
 
-    Watching never raises, waits for or ends anything in training but by ``abort``. Starting again
-    replaces the watcher. Raises ``ValueError`` and ``TypeError`` for bad arguments, and what
-    ``rankcall.enable`` raises.
+    Args:
+        hang_after: After how many seconds in flight a call counts as hung (default:
+            ``RANKCALL_HANG_AFTER``, or 60). In the first step it is five times as many, and later
+            at least ten times the median step.
+        on_hang: What to do (default: ``RANKCALL_ON_HANG``, or ``"report"``). ``"report"`` prints
+            the verdict once, on one rank, and watches on. ``"abort"`` also ends every rank that can
+            still be ended, with exit status 124. A function is called with the findings, on each
+            rank, on the watcher's thread.
+        run_dir: Where to record, if recording is off.
+
+    Raises:
+        ValueError: An argument or an environment variable has a value that is not allowed.
+        TypeError: ``on_hang`` is neither a string nor a function.
+
+    It also raises the errors of ``rankcall.enable``.
     """
     after, how = _hang_after(hang_after), _on_hang(on_hang)
     where = session.run_dir_of(run_dir)
@@ -68,9 +72,9 @@ def start(
 
 
 def arm() -> bool:
-    """Record and watch as the launcher asked by environment; tell whether this process records.
+    """Record and watch as the launcher's environment variables say; return whether we record.
 
-    Never raises; says on stderr what went wrong.
+    It never raises; an error is printed on stderr.
     """
     if not session.arm():
         return False
@@ -78,12 +82,12 @@ def arm() -> bool:
         if _hang_after(None) < math.inf:
             start()
     except (RankcallError, OSError, ValueError) as error:
-        say(f"not watching for hangs: {error}")
+        warn_once(f"not watching for hangs: {error}")
     return True
 
 
 def _hang_after(given: float | None) -> float:
-    """Return the threshold, s; infinity where the environment says 0, which is off."""
+    """Return the threshold in seconds; infinity if the environment variable is 0, which is off."""
     if given is not None:
         if not (given > 0 and math.isfinite(given)):
             raise ValueError(f"hang_after must be a number of seconds above 0; got {given}")

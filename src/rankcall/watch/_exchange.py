@@ -1,15 +1,15 @@
 """Agree with the other nodes on one verdict, through the job's store.
 
-Nothing is sent while nothing hangs, but a look now and then whether another node has asked. Who
-finds something overdue opens a round; each node's leader posts its summary; the first to have
-posted reads them all and judges, and the next where that takes too long. The others only wait for
-the verdict, so the store's work grows with the nodes, not with their square. ``compare_set`` makes
-the verdict one.
+While nothing hangs, a node only polls whether another node has opened a round. A node with an
+overdue call opens one. Each node's leader posts its summary. The first that posted reads all
+summaries and judges; if that takes too long, the next one does. The others only wait for the
+verdict, so the store's work grows with the number of nodes, not with its square. ``compare_set``
+makes sure that there is one verdict.
 
 Keys, below ``rankcall/watch/<attempt>/``: ``latest``, the last round that is over;
 ``<round>/open``; ``<round>/posts``, a count; ``<round>/post/<number>``; ``<round>/verdict``.
-``nodes``, a count, and ``node/<number>``: who is where, written once, so that a node that is lost
-can be named.
+``nodes``, a count, and ``node/<number>``: the ranks of a node, written once, so that a verdict can
+name a lost node.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from rankcall.background import BackgroundCall
 
 T = TypeVar("T")
 Member = tuple[int, str, int]  # rank, host, pid
-# What the other nodes get to post: they look every second whether they are asked, and wait for
-# stacks. It is waited for in full only where a node is gone.
+# The time for the other nodes to post: they poll every second, and wait for stacks. A round takes
+# all of it only if a node is gone.
 SETTLE_S = 6.0
-_JUDGE_S = 2.0  # what one node gets to judge, before the next does
-_JUDGE_RANK_S = 0.001  # and for each rank of the world: several times what it takes
-_JUDGES = 5  # who get to judge, in turn, before a node gives the others up
-_PROBE_S = 2.0  # for an answer: a store whose host stands still never gives one
+_JUDGE_S = 2.0  # for one node to judge, before the next one does
+_JUDGE_RANK_S = 0.001  # and for each rank of the world: several times as long as it takes
+_JUDGES = 5  # nodes that judge in turn before a node stops waiting for a verdict
+_PROBE_S = 2.0  # for an answer: a store whose host was stopped never gives one
 _RETRY_S = 60.0
 _MOST_BYTES = 1 << 28  # of a verdict
 _POLL_S = 0.05
-_POLL_RANK_S = 0.00005  # and for each rank of the world: all nodes together ask so often
+_POLL_RANK_S = 0.00005  # and for each rank of the world, to limit the polls of all nodes together
 
 
 class Agreed(NamedTuple):
-    """What a round came to. ``by_me``: this rank judged, so it is the one to print."""
+    """The result of a round. If ``by_me``, this rank judged, and so it prints the verdict."""
 
     verdict: bytes
     by_me: bool
@@ -62,10 +62,10 @@ class _NoStore(Exception):
 
 
 class Exchange:
-    """One node's side of the rounds. ``open_store`` makes a connection, or None for no store yet.
+    """One node's side of the rounds. ``open_store`` connects; it returns None without a store.
 
-    Each use runs on a helper thread that is left behind where the store does not answer: no
-    timeout applies to a store whose host was stopped.
+    Each use runs on a helper thread, which is left behind if the store does not answer: no timeout
+    applies to a store whose host was stopped.
     """
 
     def __init__(self, open_store: Callable[[], Any], settle_s: float = SETTLE_S) -> None:
@@ -74,12 +74,12 @@ class Exchange:
         self._store: Any = None
         self._lost_until = 0.0
         self._signed: list[Member] = []
-        self.keys: list[str] = []  # of the round before this, which we judged
+        self.keys: list[str] = []  # of the last round that this node judged
 
     def asked(self, members: Sequence[Member] = ()) -> bool:
-        """Tell whether another node has opened a round; sign on our ranks where that is to be done.
+        """Return whether another node has opened a round; register our ranks if they are not yet.
 
-        Raises ``Unreachable`` as ``agree``.
+        Raises ``Unreachable`` like ``agree``.
         """
 
         def ask(store: Any) -> bool:
@@ -95,16 +95,16 @@ class Exchange:
 
     @property
     def signed_on(self) -> bool:
-        """Whether the store has been told who we are."""
+        """Whether this node's ranks are in the store."""
         return bool(self._signed)
 
     def agree(
         self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot, bytes], bytes]
     ) -> Agreed:
-        """Post where our ranks stand, and return the verdict of all nodes together.
+        """Post the state of our ranks, and return the verdict of all nodes together.
 
-        ``judge`` gets where all ranks stand, and the verdict of the round before (or nothing).
-        Raises ``Unreachable`` where the store is gone or silent.
+        ``judge`` gets the snapshot of all ranks, and the verdict of the round before or ``b""``.
+        Raises ``Unreachable`` if the store is gone or silent.
         """
         self._guarded(_round, _PROBE_S)
         return self._guarded(
@@ -139,7 +139,7 @@ class Exchange:
         heard: dict[int, NodeSnapshot],
         judge: Callable[[Snapshot, bytes], bytes],
     ) -> Agreed:
-        """Judge by what has been posted; whoever is first to is the one who has."""
+        """Judge by the summaries posted so far; the first verdict in the store counts."""
         self._hear(store, number, heard)
         known = _with_unheard(store, merge(list(heard.values())))
         proposed = judge(known, _verdict_of(store, number - 1))
@@ -150,7 +150,7 @@ class Exchange:
         return Agreed(agreed, agreed == proposed)
 
     def _hear(self, store: Any, number: int, heard: dict[int, NodeSnapshot]) -> None:
-        """Read the summaries that have come since."""
+        """Read the summaries that were posted since the last call."""
         for post in range(1, int(store.add(f"{number}/posts", 0)) + 1):
             key = f"{number}/post/{post}"
             if post not in heard and store.check([key]):
@@ -160,14 +160,14 @@ class Exchange:
                     heard[post] = NodeSnapshot(0, [], no_calls())
 
     def _forget(self, store: Any, number: int, posts: int) -> None:
-        """Delete the round before the last one: a long job must not fill the store."""
+        """Delete the round before the last one, so that a long job does not fill the store."""
         old, self.keys = self.keys, [f"{number}/post/{post}" for post in range(1, posts + 1)]
         self.keys += [f"{number}/{name}" for name in ("open", "posts", "verdict")]
         for key in old:
             store.delete_key(key)
 
     def _guarded(self, use: Callable[[Any], T], limit_s: float) -> T:
-        """Use the store on a thread of its own, for so long at most."""
+        """Use the store on a helper thread, for at most ``limit_s``."""
         if time.monotonic() < self._lost_until:
             raise Unreachable("the store did not answer a moment ago")
 
@@ -196,7 +196,7 @@ def _round(store: Any) -> int:
 
 
 def _turn_s(world_size: int) -> float:
-    """Return how long one node gets to judge."""
+    """Return how many seconds one node has to judge."""
     return _JUDGE_S + _JUDGE_RANK_S * world_size
 
 
@@ -210,7 +210,7 @@ def _unpacked(verdict: bytes) -> bytes:
 
 
 def _with_unheard(store: Any, snapshot: Snapshot) -> Snapshot:
-    """Note who has not answered, and where each of them is as far as it was signed on."""
+    """Mark the ranks that did not answer, with the host and pid that they registered."""
     silent = {state.rank for state in snapshot.ranks if state.blind}
     places: dict[int, tuple[str, int]] = {}
     last = int(store.add("nodes", 0)) if silent else 0

@@ -1,59 +1,85 @@
-"""What a node's leader does when something is overdue: look, agree, say it once."""
+"""A node's leader: read the node, judge it alone or with the other nodes, give a verdict once.
+
+Verdicts are kept in the run directory: one process writes each, and all ranks of the node read it.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
+import shutil
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rankcall import _stacks
-from rankcall._hangs import Object, decode, id_of
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.state.run_snapshot import snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot, unfinished
 from rankcall.analysis.verdicts import find, settles_in
 from rankcall.analysis.verdicts.evidence import patience
-from rankcall.analysis.verdicts.finding import Finding
-from rankcall.ring.header import Header
-from rankcall.run import load
-from rankcall.watch import _verdict
+from rankcall.analysis.verdicts.finding import Finding, finding_from
+from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.files import run_folder
+from rankcall.process import boot_id
+from rankcall.report.json import diagnosis_object
+from rankcall.ring.layout import Header
+from rankcall.run.directory import make_live_dir
+from rankcall.run.hangs import (
+    HANGS,
+    STACKS,
+    Object,
+    claim,
+    decode,
+    fill,
+    id_of,
+    kept_hangs,
+    next_free,
+    origin,
+)
+from rankcall.run.load import load
+from rankcall.run.stacks import request_stacks
 from rankcall.watch._exchange import Exchange, Unreachable
 
 logger = logging.getLogger("rankcall.watch")
 
 _WINDOW = 64  # calls kept of each rank
-_PAUSE_S = (1.0, 15.0)  # between looks at what is overdue and healthy, at first and at most
-_TOLD_S = 60.0  # between looks at a hang that has been told, for what comes on top of it
-_NO_RING = "no ring for rank"  # other nodes' are elsewhere
+_PAUSE_S = (1.0, 15.0)  # between two looks at overdue calls without a verdict; it doubles
+_VERDICT_PAUSE_S = 60.0  # between two looks at a hang with a verdict: a cause may be added
+_NO_RING = "no ring for rank"  # not a problem here: other nodes' rings are on those nodes
 
 
 class Judge:
-    """Looks at a whole node, from the thread of its leader. ``next_look``: monotonic s."""
+    """Judges a node, on the watcher's thread of its leader.
+
+    ``next_look`` is when to look again, in seconds of ``time.monotonic``.
+    """
 
     def __init__(self, run_dir: Path, hang_after: float) -> None:
         self._run_dir = run_dir
         self._hang_after = hang_after
         self._exchange = Exchange(_own_store)
         self._began_ns = time.monotonic_ns()
-        self._learned = _verdict.Learned(_verdict.written(run_dir))
+        self._learned = Learned(kept_hangs(run_dir))
         self._pause = _PAUSE_S[0]
-        self._unclear = 0  # the hang that was looked at again because it was not clear yet
-        self._heard: list[Object] = []  # the last verdicts that all nodes agreed on
+        self._unclear = 0  # ``first_ns`` of a hang with an unclear cause, which gets a second look
+        # The last two verdicts, in case they could not be kept in the run.
+        self._last_verdicts: list[Object] = []
         self.next_look = 0.0
 
     def rest(self) -> None:
-        """Note that nothing is overdue: the next look comes at once where something is."""
+        """Note that nothing is overdue, so that the next look at an overdue call needs no pause."""
         self.next_look, self._pause = 0.0, _PAUSE_S[0]
 
     def asked(self, headers: dict[int, Header]) -> bool:
-        """Tell whether another node wants a verdict; let them all know who is on this one."""
+        """Return whether another node wants a verdict. This node's ranks are registered as well."""
         try:
             return self._exchange.asked(
                 [(rank, head.host, head.pid) for rank, head in sorted(headers.items())]
@@ -63,61 +89,63 @@ class Judge:
 
     @property
     def signed_on(self) -> bool:
-        """Whether the other nodes can know who is on this one."""
+        """Whether this node's ranks are registered with the other nodes."""
         return self._exchange.signed_on
 
     def look(self, headers: dict[int, Header], first_ns: int, asked: bool) -> bool:
-        """Judge where the ranks stand; tell whether there is a verdict that is new.
+        """Judge the state of the ranks; return whether there is a new verdict.
 
-        ``headers`` are those of this node's ranks, ``first_ns`` is when the oldest overdue call
-        was issued (monotonic).
+        Args:
+            headers: The ring headers of this node's ranks.
+            first_ns: When the oldest overdue call was issued, on the monotonic clock.
+            asked: Whether another node wants a verdict.
         """
-        mine = self._stand(headers)
-        whole = not any(state.blind for state in mine.ranks)
+        mine = self._snapshot(headers)
+        whole = _is_one_node(len(mine.ranks)) or not any(state.blind for state in mine.ranks)
         since = max(first_ns, self._began_ns)
 
         def of_this_hang(kept: Object) -> bool:
             return self._learned.made_ns(kept) >= since
 
-        told = list(filter(of_this_hang, self._all_told()))
-        self.next_look = self._again(mine, bool(told))
+        known = list(filter(of_this_hang, self._all_verdicts()))
+        self.next_look = self._next_look(mine, bool(known))
         if whole:
             found = self._hangs(mine)
-            if not _verdict.news(found, told) or self._becomes_clear(mine, found, first_ns):
+            if not is_news(found, known) or self._becomes_clear(mine, found, first_ns):
                 return False
-        elif not asked and not self._is_late(mine, told):
+        elif not asked and not self._opens_round(mine, known):
             return False
-        dumped = _stacks.ask(headers.values())
-        mine = _with_stacks(mine, dumped)
-        raw, loud = (self._judge(mine), True) if whole else self._together(mine)
+        stacks = request_stacks(headers.values())
+        mine = _with_stacks(mine, stacks)
+        raw, prints = (self._judge(mine), True) if whole else self._together(mine)
         verdict = decode(raw)
-        left = _verdict.put_off_by(verdict)
+        left = postponed_by(verdict)
         if left:
             self.next_look = time.monotonic() + left
-        if not _verdict.news(_verdict.findings_of(verdict), told):
+        if not is_news(findings_of(verdict), known):
             return False
-        self._heard = [*self._heard[-1:], verdict]
+        self._last_verdicts = [*self._last_verdicts[-1:], verdict]
         self._learned.made_ns(verdict)
-        self._publish(verdict, dumped, of_this_hang, loud)
+        self._publish(verdict, stacks, of_this_hang, prints)
         return True
 
-    def told(self) -> list[Object]:
-        """Return the verdicts on this job since this watcher began, oldest first."""
+    def verdicts(self) -> list[Object]:
+        """Return the verdicts since this watcher began, oldest first."""
         return [
             verdict
-            for verdict in self._all_told()
+            for verdict in self._all_verdicts()
             if self._learned.made_ns(verdict) >= self._began_ns
         ]
 
-    def _all_told(self) -> list[Object]:
+    def _all_verdicts(self) -> list[Object]:
         """Return the verdicts in the run, and those that could not be kept there."""
-        kept = _verdict.written(self._run_dir)
+        kept = kept_hangs(self._run_dir)
         names = {id_of(verdict) for verdict in kept}
-        return [*kept, *(verdict for verdict in self._heard if id_of(verdict) not in names)]
+        return [*kept, *(verdict for verdict in self._last_verdicts if id_of(verdict) not in names)]
 
     # --- looking ---
 
-    def _stand(self, headers: dict[int, Header]) -> Snapshot:
+    def _snapshot(self, headers: dict[int, Header]) -> Snapshot:
         run = load(self._run_dir)
         attempt = max(header.attempt for header in headers.values())
         run.heads = [head for head in run.heads if head.header.attempt == attempt]
@@ -127,12 +155,13 @@ class Judge:
 
     def _hangs(self, snapshot: Snapshot) -> list[Finding]:
         found = find(snapshot, self._hang_after)
-        return [each for each in found if each.stops]
+        return [finding for finding in found if finding.stops]
 
     def _becomes_clear(self, snapshot: Snapshot, found: list[Finding], first_ns: int) -> bool:
-        """Tell whether to look again in a moment, once in a hang: on a busy machine all come late.
+        """Return whether to look again soon, which is done once in a hang.
 
-        Who is missing has just come to some call, and may well be the next victim.
+        On a busy machine, a rank that seems to be missing may have just entered another call, as a
+        victim.
         """
         left = settles_in(snapshot, found, self._hang_after)
         if not left or self._unclear == first_ns:
@@ -140,31 +169,35 @@ class Judge:
         self._unclear, self.next_look = first_ns, time.monotonic() + left
         return True
 
-    def _is_late(self, snapshot: Snapshot, told: list[Object]) -> bool:
-        """Tell whether to open a round: a call's patience has run out, and nobody said so yet.
+    def _opens_round(self, snapshot: Snapshot, known: list[Object]) -> bool:
+        """Return whether to open a round.
 
-        Or one of our own ranks is the cause of it, and nobody has named that.
+        That is if a call has lasted too long and there is no verdict yet, or if one of this node's
+        ranks is a cause that no verdict has named.
         """
         calls = snapshot.calls
         late = unfinished(calls) & (calls["age_s"] >= patience(snapshot, self._hang_after))
-        if not late.any() or not told:
-            return bool(late.any())
+        if not late.any():
+            silence = silence_of(snapshot, self._hang_after)
+            return not known and silence is not None and silence.is_long
+        if not known:
+            return True
         found = self._hangs(snapshot)
         ours = [f for f in found if not any(snapshot.ranks[rank].blind for rank in f.ranks)]
-        return _verdict.news(ours, told)
+        return is_news(ours, known)
 
-    def _again(self, snapshot: Snapshot, told: bool) -> float:
-        """Return when to look again: when a call's patience runs out, and less and less often."""
+    def _next_look(self, snapshot: Snapshot, known: bool) -> float:
+        """Return when to look again: when a call becomes overdue, or after a growing pause."""
         calls = snapshot.calls
         left = (patience(snapshot, self._hang_after) - calls["age_s"])[unfinished(calls)]
         soonest = float(np.min(left[left > 0], initial=math.inf))
         pause, self._pause = self._pause, min(2 * self._pause, _PAUSE_S[1])
-        return time.monotonic() + min(soonest + 0.02, _TOLD_S if told else pause)
+        return time.monotonic() + min(soonest + 0.02, _VERDICT_PAUSE_S if known else pause)
 
     # --- judging ---
 
     def _together(self, mine: Snapshot) -> tuple[bytes, bool]:
-        """Return what the nodes agree on, and whether it is ours to print."""
+        """Return the verdict of all nodes, and whether this rank prints it."""
         try:
             return self._exchange.agree(mine, len(mine.ranks), self._judge_all)
         except Unreachable as why:
@@ -176,60 +209,64 @@ class Judge:
             return self._judge(mine), True
 
     def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:
-        """Judge all nodes; put it off once where it will be clearer in a moment."""
+        """Judge all nodes; put the verdict off once if the cause will soon be clearer."""
         found = self._hangs(snapshot)
         left = settles_in(snapshot, found, self._hang_after)
-        if left and not (before and _verdict.put_off_by(decode(before))):
-            return _verdict.put_off(left)
+        if left and not (before and postponed_by(decode(before))):
+            return encode_postponed(left)
         return self._encoded(snapshot, found)
 
     def _judge(self, snapshot: Snapshot) -> bytes:
         return self._encoded(snapshot, self._hangs(snapshot))
 
     def _encoded(self, snapshot: Snapshot, found: list[Finding]) -> bytes:
-        return _verdict.encode(Diagnosis(str(self._run_dir), snapshot, found, self._hang_after))
+        return encode_verdict(Diagnosis(str(self._run_dir), snapshot, found, self._hang_after))
 
     def _publish(
         self,
         verdict: Object,
-        dumped: dict[int, str],
-        of_this_hang: _verdict.OfThisHang,
-        loud: bool,
+        stacks: dict[int, str],
+        of_this_hang: OfThisHang,
+        prints: bool,
     ) -> None:
-        """Keep the verdict in the run, and print it if that is ours to do.
+        """Keep the verdict in the run, and print it if ``prints`` is set.
 
-        A rank that took itself for the leader, too, while this one was slow may have kept the
-        same before.
+        It is not printed if another rank has led in the meantime and kept the same verdict.
         """
         where = ""
         try:
-            place = _verdict.write(self._run_dir, verdict, dumped, of_this_hang)
-            loud = loud and place is not None
+            place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
+            prints = prints and place is not None
             where = f"kept with all stacks in {place}\n"
         except OSError as error:
             logger.warning("the verdict cannot be kept in the run: %s", error)
-        if loud:
+        if prints:
             print(f"\n{verdict['text'].rstrip()}\n{where}", file=sys.stderr, flush=True)
 
 
-def _with_stacks(snapshot: Snapshot, dumped: dict[int, str]) -> Snapshot:
+def _with_stacks(snapshot: Snapshot, stacks: dict[int, str]) -> Snapshot:
     ranks = [
-        replace(state, stack=dumped[state.rank]) if state.rank in dumped else state
+        replace(state, stack=stacks[state.rank]) if state.rank in stacks else state
         for state in snapshot.ranks
     ]
     return replace(snapshot, ranks=ranks)
 
 
+def _is_one_node(world_size: int) -> bool:
+    """Return whether the launcher started all ranks of the job on this node."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+
+
 def _place() -> str:
-    """Return where the job's store is, without asking it; empty where there is none."""
-    from rankcall.store._link import where  # torch comes with it
+    """Return the address of the job's store, without a request to it; empty without a store."""
+    from rankcall.store._client import where  # here, because it imports torch
 
     store = _job_store()
     return f" {where(store)}" if store is not None else ""
 
 
 def _own_store() -> Any:
-    """Return a connection of our own to the job's store, with keys of our own; None without it."""
+    """Return a connection of our own to the job's store, for our own keys; None without a store."""
     import torch.distributed as dist
 
     store = _job_store()
@@ -245,3 +282,130 @@ def _job_store() -> Any:
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()
+
+
+_AGAIN = "again_s"
+OfThisHang = Callable[[Object], bool]
+
+
+def encode_verdict(diagnosis: Diagnosis) -> bytes:
+    """Return a diagnosis with its printed form as one JSON object."""
+    from rankcall.report import diagnosis as report  # here, because it imports rich
+
+    text = report.render(diagnosis) if diagnosis.findings else ""
+    return _encoded_verdict({**diagnosis_object(diagnosis), "text": text})
+
+
+def encode_postponed(seconds: float) -> bytes:
+    """Return a verdict without findings, which says that the cause will be clear in ``seconds``."""
+    return _encoded_verdict({"findings": [], _AGAIN: seconds})
+
+
+def _encoded_verdict(verdict: Object) -> bytes:
+    about = origin(time.monotonic_ns(), time.time_ns(), boot_id(), os.getpid())
+    return json.dumps({**verdict, "hang": about}).encode()
+
+
+def postponed_by(verdict: Object) -> float:
+    """Return after how many seconds to judge again; 0 for a final verdict."""
+    return float(verdict.get(_AGAIN, 0.0))
+
+
+def findings_of(verdict: Object) -> list[Finding]:
+    """Return a verdict's findings."""
+    return [finding_from(fields) for fields in verdict["findings"]]
+
+
+def keep_verdict(
+    run_dir: Path, verdict: Object, stacks: Mapping[int, str], of_this_hang: OfThisHang
+) -> Path | None:
+    """Keep a verdict under the next number and return its folder, or None if it is no news.
+
+    If another node has kept the same verdict on a shared file system, the stacks of our ranks are
+    added to it. A folder gets its final name when it is complete. If two processes write at the
+    same time, the second compares its verdict with the first one's and tries again. If the run
+    directory cannot be written, the verdict is kept beside the live rings.
+
+    Args:
+        run_dir: The run directory.
+        verdict: The verdict, as ``decode`` returns it.
+        stacks: Our ranks' stacks.
+        of_this_hang: Returns whether a verdict that was kept earlier is about the same hang.
+
+    Raises:
+        OSError: The verdict cannot be kept in either place.
+    """
+    try:
+        return _keep(run_dir, run_dir, verdict, stacks, of_this_hang)
+    except OSError:
+        return _keep(run_dir, make_live_dir(run_dir), verdict, stacks, of_this_hang)
+
+
+def _keep(
+    run_dir: Path,
+    where: Path,
+    verdict: Object,
+    stacks: Mapping[int, str],
+    of_this_hang: OfThisHang,
+) -> Path | None:
+    folder = run_folder(where, HANGS)
+    scratch = where / f".hang.{os.getpid()}.{threading.get_native_id()}"
+    try:
+        while True:
+            place, all_kept = next_free(folder), kept_hangs(run_dir)
+            name = id_of(verdict)
+            same = [Path(kept["place"]) for kept in all_kept if id_of(kept) == name]
+            if same:
+                _add_stacks(same[0], stacks)
+                return same[0]
+            if not is_news(findings_of(verdict), filter(of_this_hang, all_kept)):
+                return None
+            if not scratch.exists():
+                fill(scratch, verdict)
+                _add_stacks(scratch, stacks)
+            if claim(scratch, place):
+                return place
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _add_stacks(place: Path, stacks: Mapping[int, str]) -> None:
+    if stacks:
+        (place / STACKS).mkdir(mode=0o700, exist_ok=True)
+    for rank, text in stacks.items():
+        (place / STACKS / f"rank-{rank:05d}.txt").write_text(text + "\n")
+
+
+class Learned:
+    """When this process learned of each verdict, by its own monotonic clock.
+
+    A wall clock can step, and those of two hosts differ. So verdicts are compared by their ids, and
+    their times are on our monotonic clock. For a verdict that was made on this host since it
+    booted, that time is exact. For any other verdict it is the time when this process first saw it.
+    The verdicts in ``first`` are older than every hang that this watcher sees.
+    """
+
+    def __init__(
+        self, first: Iterable[Object], clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._clock = clock
+        self._boot_id = boot_id()
+        self._seen_ns = {id_of(verdict): 0 for verdict in first}
+
+    def made_ns(self, verdict: Object) -> int:
+        """Return when a verdict was made, or else first seen, on our monotonic clock."""
+        about = verdict["hang"]
+        if about.get("boot_id") and about["boot_id"] == self._boot_id:
+            return int(about["mono_ns"])
+        return self._seen_ns.setdefault(id_of(verdict), self._clock())
+
+
+def is_news(findings: Iterable[Finding], earlier: Iterable[Object]) -> bool:
+    """Return whether a finding names a rank that no earlier verdict names."""
+    verdicts, new = list(earlier), list(findings)
+    known_ranks = {
+        rank for verdict in verdicts for old in findings_of(verdict) for rank in old.ranks
+    }
+    return bool(new) and (
+        not verdicts or any(rank not in known_ranks for finding in new for rank in finding.ranks)
+    )

@@ -1,4 +1,7 @@
-"""The watcher's thread: look at the own ring, act for the node where it leads, tell the user."""
+"""The watcher's thread: read the rank's ring, act for the node if it leads, react to verdicts.
+
+``Node`` is a node as one of its ranks sees it: the rings in one folder, and which rank leads.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from rankcall import _stacks, background
+from rankcall import background
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
-from rankcall.capture.tail import RingTail
+from rankcall.process import boot_id
 from rankcall.record import FLAG_ABANDONED
-from rankcall.ring.header import Header
+from rankcall.ring.follower import RingView
+from rankcall.ring.layout import Header, read_header
 from rankcall.ring.writer import put
-from rankcall.watch import _verdict
-from rankcall.watch._judge import Judge
-from rankcall.watch._node import Node
+from rankcall.run.hangs import Object
+from rankcall.run.stacks import register_stack_dump, unregister_stack_dump
+from rankcall.watch._judge import Judge, findings_of
 
 logger = logging.getLogger("rankcall.watch")
 
-ABORT_STATUS = 124  # as timeout(1) has it
+ABORT_STATUS = 124  # the same as that of timeout(1)
 _TICK_S = 0.25
 _OWN_FAILURES = 10
 _OWN_FAILURE_S = 1.0
@@ -32,33 +37,35 @@ OnHang = str | Callable[[list[Finding]], object]
 
 
 class Watcher:
-    """Watches one rank on a daemon thread, and its node where it is the lowest that can."""
+    """Watches one rank on a daemon thread, and its whole node if no lower rank can."""
 
     def __init__(self, recording: Recording, hang_after: float, on_hang: OnHang) -> None:
         assert recording.run_dir is not None
         self._recording = recording
         self._hang_after = hang_after
         self._on_hang = on_hang
-        self._tail = RingTail(recording.ring, recording.geometry)
+        self._records = RingView(recording.ring, recording.geometry)
         self._node = Node(recording)
         self._judge = Judge(recording.run_dir, hang_after)
         self._stopping = threading.Event()
         self._tick_s = min(_TICK_S, hang_after / 8)
-        self._issued: dict[int, tuple[int, float]] = {}  # of each rank: how many calls, since when
+        # Of each rank: its calls and steps, and when they last changed.
+        self._issued: dict[int, tuple[int, float]] = {}
         self._next_asked = 0.0
-        self._verdicts = 0  # that this rank's own look led to
-        # Verdicts of the node's ranks that were acted on, or came before this one watched.
-        self._seen = self._told(self._node.headers())
+        self._verdicts = 0  # that this rank gave
+        # How many verdicts of the node's ranks this rank has reacted to, or were older than it.
+        self._seen = self._verdict_count(self._node.headers())
+        put(recording.ring, "hang_after_ms", max(1, round(hang_after * 1e3)))
         self.thread = threading.Thread(target=self._run, name="rankcall-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread in place of the watcher before, if there is one."""
+        """Start the thread, and end the watcher before it, if there is one."""
         global _current
         before, _current = _current, self
         if before is not None:
             before.end()
         _register_once()
-        _stacks.register(self._recording.ring)
+        register_stack_dump(self._recording.ring)
         self.thread.start()
 
     def stop(self) -> None:
@@ -67,11 +74,11 @@ class Watcher:
         self.end()
         if _current is self:
             _current = None
-            _stacks.unregister(self._recording.ring)
+            unregister_stack_dump(self._recording.ring)
             session.drop("watch")
 
     def end(self) -> None:
-        """End the thread; one that stands in a store that does not answer is left behind."""
+        """End the thread; leave it behind if it waits for a store that does not answer."""
         self._stopping.set()
         if self.thread is not threading.current_thread():
             background.join(self.thread, 2.0)
@@ -95,8 +102,10 @@ class Watcher:
         self._notice(headers)
         if rank not in headers or not self._node.leads(headers, rank):
             return
-        first_ns = min((h.overdue_ns for h in headers.values() if h.overdue_ns), default=0)
         now = time.monotonic()
+        self._note_issued(headers, now)
+        first_ns = min((h.overdue_ns for h in headers.values() if h.overdue_ns), default=0)
+        first_ns = first_ns or self._silent_since_ns(headers, now)
         if not first_ns:
             self._judge.rest()
         asked = self._is_asked(headers, now)
@@ -106,24 +115,37 @@ class Watcher:
             put(self._recording.ring, "verdicts", self._verdicts)
 
     def _overdue_ns(self) -> int:
-        """Return when the oldest call was issued that is in flight for too long; 0 without one."""
-        rows = self._tail.open()
+        """Return when the oldest call was issued that has been in flight for too long, or 0."""
+        rows = self._records.unfinished()
         rows = rows[rows["flags"] & FLAG_ABANDONED == 0]
         if not len(rows):
             return 0
         oldest = int(rows["enqueued_ns"].min())
         return oldest if time.monotonic_ns() - oldest >= self._hang_after * 1e9 else 0
 
-    def _is_asked(self, headers: dict[int, Header], now: float) -> bool:
-        """Tell whether another node has asked for a verdict; only seldom is that looked for.
-
-        Once in ``hang_after`` while the node's ranks issue calls, and every second when one has
-        issued none for half of that, or until there is a store: so a healthy job's store hears
-        next to nothing.
-        """
+    def _note_issued(self, headers: dict[int, Header], now: float) -> None:
+        """Note which ranks of the node have issued a call or taken a step since the last turn."""
         for rank, header in headers.items():
-            if self._issued.get(rank, (-1, 0.0))[0] != header.head:
-                self._issued[rank] = header.head, now
+            done = header.head + header.step
+            if self._issued.get(rank, (-1, 0.0))[0] != done:
+                self._issued[rank] = done, now
+
+    def _silent_since_ns(self, headers: dict[int, Header], now: float) -> int:
+        """Return since when no rank of the node has issued a call, or 0 if that is not long.
+
+        No call is overdue then, but the ranks may wait in functions that leave no record.
+        """
+        since = max(self._issued[rank][1] for rank in headers)
+        ended = any(header.closed_ns or header.left_ns for header in headers.values())
+        return 0 if ended or now - since < self._hang_after else int(since * 1e9)
+
+    def _is_asked(self, headers: dict[int, Header], now: float) -> bool:
+        """Return whether another node wants a verdict, by a poll of the store if one is due.
+
+        While the node's ranks issue calls, the store is polled once in ``hang_after``, so that a
+        healthy job's store gets almost no requests. It is polled every second if a rank has issued
+        no call for half of ``hang_after``, or until there is a store.
+        """
         world = max(header.world_size for header in headers.values())
         if len(headers) >= world:
             return False
@@ -135,31 +157,44 @@ class Watcher:
         self._next_asked = now + (self._hang_after if seldom else soon)
         return asked
 
-    # --- telling ---
+    # --- reactions ---
 
     @staticmethod
-    def _told(headers: dict[int, Header]) -> int:
+    def _verdict_count(headers: dict[int, Header]) -> int:
         return sum(header.verdicts for header in headers.values())
 
     def _notice(self, headers: dict[int, Header]) -> None:
-        """Do what the user wants done where the node has come to a verdict since the last turn."""
-        told = self._told(headers)
-        if told <= self._seen:
+        """Do what ``on_hang`` says if the node has a new verdict since the last turn."""
+        count = self._verdict_count(headers)
+        if count <= self._seen:
             return
-        self._seen = told
-        if self._on_hang == "abort":
+        self._seen = count
+        if self._on_hang == "abort" and _may_abort(self._judge.verdicts()):
             put(self._recording.ring, "aborted_ns", time.monotonic_ns())
             _abort(self._recording.rank())
-        verdicts = self._judge.told()
+        verdicts = self._judge.verdicts()
         if verdicts and callable(self._on_hang):
             try:
-                self._on_hang(_verdict.findings_of(verdicts[-1]))
+                self._on_hang(findings_of(verdicts[-1]))
             except Exception:
                 logger.exception("on_hang failed; the watcher goes on")
 
 
+def _may_abort(verdicts: list[Object]) -> bool:
+    """Return whether the newest verdict is certain that the job hangs.
+
+    Ranks that record nothing may compute for a long time, and must not be ended for that.
+    """
+    if not verdicts:
+        return True
+    findings = findings_of(verdicts[-1])
+    return not all(
+        finding.kind == "no_progress" and finding.confidence != "certain" for finding in findings
+    )
+
+
 def _abort(rank: int) -> None:
-    """End this process at once: its main thread may never run again."""
+    """End this process from this thread, because its main thread may never run again."""
     print(
         f"rankcall: rank {rank} ends because the job hangs (on_hang=abort)",
         file=sys.stderr,
@@ -188,3 +223,48 @@ def _at_exit() -> None:
 def _in_forked_child() -> None:
     global _current
     _current = None
+
+
+_LIST_S = 2.0  # between two listings of the folder
+_FRESH_S = 2.5  # five heartbeats
+
+
+class Node:
+    """The rings in the folder of one recording. Only the watcher's thread uses it."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._boot = boot_id()
+        self._paths: list[Path] = []
+        self._listed = float("-inf")
+
+    def headers(self) -> dict[int, Header]:
+        """Read the newest ring header of each rank of this node, for the newest attempt."""
+        path = self._recording.path
+        if path is None:
+            return {}
+        if time.monotonic() - self._listed > _LIST_S:
+            self._listed = time.monotonic()
+            self._paths = sorted(path.parent.glob("*.ring"))
+        newest: dict[int, Header] = {}
+        for file in {*self._paths, path}:
+            header = read_header(file)
+            if header is None or header.boot_id != self._boot:
+                continue
+            known = newest.get(header.rank)
+            if known is None or known.anchor_mono_ns < header.anchor_mono_ns:
+                newest[header.rank] = header
+        attempt = max((header.attempt for header in newest.values()), default=0)
+        return {rank: header for rank, header in newest.items() if header.attempt == attempt}
+
+    def leads(self, headers: dict[int, Header], rank: int) -> bool:
+        """Return whether ``rank`` acts for the node: it is the lowest whose watcher runs."""
+        running = (header.rank for header in headers.values() if _watcher_runs(header))
+        return rank == min(running, default=rank)
+
+
+def _watcher_runs(header: Header) -> bool:
+    """Return whether a rank's watcher runs: not closed, not stopped, and not kept from the GIL."""
+    age = time.monotonic_ns() - header.python_heartbeat_ns
+    watches = header.stack_fd != 0 and not header.closed_ns and age < _FRESH_S * 1e9
+    return watches and header.process_state() == "alive"

@@ -33,9 +33,11 @@ def _load(job: Job, start_method: str) -> None:
     from torch.utils.data import DataLoader
 
     loader = DataLoader(
-        _Numbers(), batch_size=2, num_workers=2 if start_method == "fork" else 1,
+        _Numbers(),
+        batch_size=2,
+        num_workers=2 if start_method == "fork" else 1,
         multiprocessing_context=start_method,
-    )  # fmt: skip
+    )
     for number, batch in enumerate(loader):
         total = batch.sum()
         dist.all_reduce(total)
@@ -113,9 +115,16 @@ def elastic(job: Job) -> None:
     # A store for each attempt: the addresses of the first attempt's groups are stale in the second.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, monitor_interval=0.05,
-        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", run_id="same", start_method="fork",
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        max_restarts=1,
+        monitor_interval=0.05,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        run_id="same",
+        start_method="fork",
         local_addr="127.0.0.1",
-    )  # fmt: skip
+    )
     launched = elastic_launch(config, _elastic_rank)(str(job.folder), [job.mode_name, 5])
     job.saw("results", launched)

@@ -22,14 +22,14 @@ from samejob.programs import PROGRAMS
 
 _START_SECONDS = 400.0  # to import torch and to compile the native recorder on two busy cores
 _GRACE_SECONDS = 60.0  # from the deadline of a run to the answer
-# What is left after a program may go away for this long. Without recording a shorter time will do:
-# to take a thread that is about to end for a usual one only makes the comparison more lenient.
+# Threads and files of a program may disappear for this long after its end. Without recording, a
+# shorter time is enough: a thread that is still ending then only makes the comparison more lenient.
 _PATIENCE, _USUAL_PATIENCE, _MUTANT_PATIENCE = 10.0, 1.0, 1.0
 _REMARK = "rankcall: "  # begins each line that rankcall itself writes
 
 # A frame of the Python capture in a traceback, or of the torch function by which it goes on.
 _OUR_FRAME = re.compile(
-    r'^(?P<prefix>.*)  File "[^"]*(?:/rankcall/capture/python/\w+|/torch/_ops)\.py", line .*\n'
+    r'^(?P<prefix>.*)  File "[^"]*(?:/rankcall/capture/fallback/\w+|/torch/_ops)\.py", line .*\n'
     r"(?:(?P=prefix)    .*\n)+",
     re.MULTILINE,
 )
@@ -101,7 +101,12 @@ class Harness:
         self._zygote.stdout.close()
 
     def run(
-        self, program: str, mode: str, folder: Path, usual: RunReport | None = None
+        self,
+        program: str,
+        mode: str,
+        folder: Path,
+        usual: RunReport | None = None,
+        deadline: float | None = None,
     ) -> RunReport:
         """Run a program in a mode.
 
@@ -111,8 +116,10 @@ class Harness:
             folder: an empty folder for its files.
             usual: the run without recording. The ranks wait for a moment until they have no more
                 threads, descriptors and objects left than its ranks had.
+            deadline: after how many seconds a run counts as hung; by default the program's own.
         """
         about = PROGRAMS[program]
+        deadline = deadline or about.deadline
         self._runs += 1
         shm = self._shm / f"run-{os.getpid()}-{self._runs}"
         shm.mkdir(parents=True)
@@ -125,13 +132,13 @@ class Harness:
             "port": free_port(),
             "usual": usual and [rank.left for rank in usual.ranks],
             "patience": _patience(mode),
-            "deadline": about.deadline,
+            "deadline": deadline,
         }
         assert self._zygote.stdin is not None
         self._zygote.stdin.write(json.dumps(order).encode() + b"\n")
         self._zygote.stdin.flush()
         try:
-            answer = self._answer(about.deadline + _GRACE_SECONDS)
+            answer = self._answer(deadline + _GRACE_SECONDS)
         finally:
             shutil.rmtree(shm)
         return RunReport(

@@ -147,12 +147,19 @@ _VARIES = [
     (re.compile(r"\[([WEIF])\d{4} \d\d:\d\d:\d\d\.\d+(?: \d+)? "), r"[\1TIME "),
     (re.compile(r"([WEIF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ "), r"\1TIME "),
     # How Gloo notices that the peer has closed the connection is a matter of chance.
-    (re.compile(r"(?:\[[^\]]*/gloo/transport/tcp[^\]]*\] )?"
-                r"(?:Read error|Connection closed|Write error|writev)[^\n]*"
-                r"(?:by peer|Broken pipe)[^\n]*"), "PEER GONE"),
+    (
+        re.compile(
+            r"(?:\[[^\]]*/gloo/transport/tcp[^\]]*\] )?"
+            r"(?:Read error|Connection closed|Write error|writev)[^\n]*"
+            r"(?:by peer|Broken pipe)[^\n]*"
+        ),
+        "PEER GONE",
+    ),
     (re.compile(r"(\[?(?:127\.0\.0\.1|localhost|::1|::ffff:127\.0\.0\.1)\]?):\d+"), r"\1:PORT"),
     (re.compile(r"\b(pid:?|process) \d+"), r"\1 PID"),
-]  # fmt: skip
+    # monitored_barrier gives Gloo the time that is left, which is 49 or 50 of 50 ms.
+    (re.compile(r"Timed out waiting \d+ms"), "Timed out waiting TIME"),
+]
 
 
 def normalised(text: str, folder: Path) -> str:

@@ -12,7 +12,7 @@ _CAPTURE = {"native": "native", "python": "python", "late": "native", "stopped":
 
 
 class Mode(Protocol):
-    """What a rank does before, in the middle of, and after its program."""
+    """The actions of a rank before its program, in the middle of it, and after it."""
 
     def start(self) -> None: ...
     def toggle(self, times: int) -> None: ...

@@ -30,12 +30,12 @@ def warm_up() -> None:
     import torch.nn.parallel
     import torch.utils.data  # noqa: F401
 
+    import rankcall.capture.fallback
     import rankcall.capture.native
-    import rankcall.capture.python
     import rankcall.capture.session  # noqa: F401
 
 
-@program(deadline=8.0)
+@program()
 def probe(job: Job) -> None:
     """A little of everything that fake recordings break."""
     tensor = job.watch("tensor", random_tensor(job.rank, 3))

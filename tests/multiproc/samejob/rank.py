@@ -21,8 +21,8 @@ from samejob import programs
 from samejob.job import Job, normalised
 from samejob.modes import Mode, memory_kib, mode_named
 
-# What rankcall itself has while it records, beside the rings. Nothing else is left out. A ring
-# stays open after disable() until the ops that were in flight have ended.
+# The threads of rankcall itself while it records. The comparison leaves out these threads and the
+# rings, and nothing else. A ring stays open after disable() until the ops in flight have ended.
 OUR_THREADS = frozenset({"rankcall", "rankcall-heart", "rankcall-lines"})
 _PR_SET_PDEATHSIG = 1
 

@@ -59,7 +59,7 @@ def main() -> None:
 
 def _build_recorder() -> None:
     """Compile the native recorder now: no rank's deadline is for a compiler."""
-    from rankcall.capture.native.build import RECORDER
+    from rankcall.capture.native import RECORDER
 
     RECORDER.prebuild()
 

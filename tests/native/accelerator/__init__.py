@@ -41,9 +41,15 @@ POOL = 32  # streams in each device's pool
 # Calls that ask the device how far it is. Each of them, by any thread, invalidates a capture that
 # is under way (CUDA's default capture mode).
 QUERIES = (
-    "queryEvent", "queryStream", "isCompleted", "getDuration", "elapsedTime",
-    "synchronizeEvent", "synchronizeStream", "synchronizeDevice",
-)  # fmt: skip
+    "queryEvent",
+    "queryStream",
+    "isCompleted",
+    "getDuration",
+    "elapsedTime",
+    "synchronizeEvent",
+    "synchronizeStream",
+    "synchronizeDevice",
+)
 
 _native: Any = None
 
@@ -137,7 +143,7 @@ def start(rank: int = 0, world_size: int = 2) -> None:
 
 
 def new_group(backend: str, ranks: list[int] | None = None, op_ms: float = 1.0) -> Any:
-    """Return a new group with one of the back ends, whose ops take ``op_ms`` each.
+    """Return a new group with one of the back ends; each of its ops takes ``op_ms``.
 
     torch takes its back end for NCCL, so that, as with NCCL, a group knows its sequence number.
     """
@@ -215,7 +221,7 @@ def clear_log() -> None:
 
 
 def freeze(on: bool = True) -> None:
-    """Stop the device's clock, or let it go on from where it stood."""
+    """Stop the device's clock, or let it go on from the time at which it stopped."""
     _native.freeze(on)
 
 

@@ -6,7 +6,7 @@
 // * A collective runs on the group's own stream, which waits for the caller's. Since torch 2.8 a
 //   collective with asyncOp=false runs on the caller's stream instead and returns no Work. The
 //   back end "own" does only the former, "caller" does either.
-// * One communicator runs one op at a time, whatever streams they are on. An unbatched
+// * One communicator runs one op at a time, even if the ops are on several streams. An unbatched
 //   point-to-point op has a communicator and a stream of its own for each peer.
 // * A Work's future is completed at issue; wait() makes the caller's stream wait, not the host.
 // * A watchdog goes through the list of outstanding Works and notes in the group's status what it

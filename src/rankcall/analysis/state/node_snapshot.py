@@ -24,8 +24,9 @@ from rankcall.analysis.state.snapshot import (
     labels_of,
     no_calls,
 )
+from rankcall.ranks import compress_ranks, expand_ranks
 from rankcall.record import KINDS, OPS, STATUSES
-from rankcall.ring.tables import CallSite, Group, compress_ranks, expand_ranks
+from rankcall.ring.tables import CallSite, Group
 
 SCHEMA = 2
 _MOST_BYTES = 1 << 28  # once it is decoded
@@ -47,9 +48,13 @@ class NodeSnapshot:
 def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
     """Return the part of a snapshot that is known: without the blind ranks."""
     return NodeSnapshot(
-        len(snapshot.ranks), [each for each in snapshot.ranks if not each.blind], snapshot.calls,
-        snapshot.groups, snapshot.sites, snapshot.problems,
-    )  # fmt: skip
+        len(snapshot.ranks),
+        [each for each in snapshot.ranks if not each.blind],
+        snapshot.calls,
+        snapshot.groups,
+        snapshot.sites,
+        snapshot.problems,
+    )
 
 
 def encode(node: NodeSnapshot) -> bytes:
@@ -96,20 +101,27 @@ def _decoded(found: dict[str, Any]) -> NodeSnapshot:
         raise ValueError("impossible ranks")
     groups = [
         Group(
-            str(each["name"]), int(each["epoch"]), str(each["backend"]), str(each["description"]),
+            str(each["name"]),
+            int(each["epoch"]),
+            str(each["backend"]),
+            str(each["description"]),
             _expanded(json.dumps(each["ranks"])),
         )
         for each in found["groups"]
-    ]  # fmt: skip
+    ]
     sites = [
         CallSite(str(s["file"]), int(s["line"]), str(s["function"]), str(s["api"]))
         for s in found["sites"]
     ]
     calls = np.frombuffer(base64.b64decode(found["calls"]), CALL).copy()
     limits = {
-        "rank": world, "group": len(groups), "site": max(1, len(sites)), "kind": len(KINDS),
-        "op": len(OPS), "status": len(STATUSES),
-    }  # fmt: skip
+        "rank": world,
+        "group": len(groups),
+        "site": max(1, len(sites)),
+        "kind": len(KINDS),
+        "op": len(OPS),
+        "status": len(STATUSES),
+    }
     if any(np.any((calls[name] < 0) | (calls[name] >= most)) for name, most in limits.items()):
         raise ValueError("a call refers to what is not there")
     problems = [str(text) for text in found["problems"]]
@@ -147,9 +159,13 @@ def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
     problems = list(dict.fromkeys(text for node in nodes for text in node.problems))
     ranks = [best.get(rank) or RankState(rank, blind=True) for rank in range(world)]
     return Snapshot(
-        ranks, np.concatenate(calls), groups.items, labels_of(groups.items, ranks), sites.items,
+        ranks,
+        np.concatenate(calls),
+        groups.items,
+        labels_of(groups.items, ranks),
+        sites.items,
         problems,
-    )  # fmt: skip
+    )
 
 
 def _worth(state: RankState) -> tuple[int, float]:

@@ -29,12 +29,13 @@ from rankcall.analysis.state.snapshot import (
     labels_of,
     no_calls,
 )
-from rankcall.processes import LAUNCHER, Exit, process_state, read_exits, read_states
+from rankcall.ranks import format_ranks
 from rankcall.record import FLAG_DEVICE
-from rankcall.ring.header import Header
+from rankcall.ring.layout import Header
 from rankcall.ring.reader import Head, Ring
 from rankcall.ring.tables import CallSite, Group
-from rankcall.run import Progress, Run, format_ranks
+from rankcall.run.exits import LAUNCHER, Exit, read_exits, read_states
+from rankcall.run.load import Progress, Run
 
 Ints = npt.NDArray[np.int64]
 
@@ -57,7 +58,7 @@ def snapshot_of_run(
     *,
     window: int | None = None,
     newest: int | None = None,
-    state_of: ProcessState = process_state,
+    state_of: ProcessState = Header.process_state,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Snapshot:
     """Read where the ranks of a run's last attempt stand.
@@ -72,25 +73,54 @@ def snapshot_of_run(
         state_of: Returns the state of a ring's process.
         now_ns: This host's monotonic clock.
     """
-    problems = list(run.problems)
-    heads = select_rings(run.heads, problems)
-    mixed = lived_apart(heads, problems)
-    chosen = {head.path.name for head in heads}
-    if window is None:
-        window = min(max(_ALL_WINDOWS // max(1, len(chosen)), _WINDOW[0]), _WINDOW[1])
-    gathered, noted = _RingWindows(window), read_states(run.path) if run.path.is_dir() else {}
+    builder = SnapshotBuilder(run, window=window, state_of=state_of, now_ns=now_ns)
     for ring in run.iter_rings(progress, newest):
-        if ring.path.name in chosen:
-            state, moment = state_of(ring.header), now_ns()
-            if state == UNKNOWN:
-                head = ring.header
-                then = noted.get((head.boot_id, head.pid, head.process_start))
-                state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
-            gathered.add(ring, state, moment)
-    problems += [text for text in run.problems if text not in problems]
-    world = max((head.header.world_size for head in heads), default=0)
-    exits = read_exits(run.path) if run.path.is_dir() else []
-    return replace(gathered.finish(world, exits, problems), mixed=mixed)
+        builder.add(ring)
+    return builder.finish()
+
+
+class SnapshotBuilder:
+    """Makes a snapshot from rings that its caller reads, so that one reading can serve others, too.
+
+    The arguments are those of ``snapshot_of_run``.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        window: int | None = None,
+        state_of: ProcessState = Header.process_state,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._run, self._state_of, self._now_ns = run, state_of, now_ns
+        self._problems = list(run.problems)
+        self._heads = select_rings(run.heads, self._problems)
+        self._mixed = lived_apart(self._heads, self._problems)
+        self._chosen = {head.path.name for head in self._heads}
+        if window is None:
+            window = min(max(_ALL_WINDOWS // max(1, len(self._chosen)), _WINDOW[0]), _WINDOW[1])
+        self._windows = _RingWindows(window, has_launcher="nproc_per_node" in run.about)
+        self._noted = read_states(run.path) if run.path.is_dir() else {}
+
+    def add(self, ring: Ring) -> None:
+        """Keep the window of one ring, if the ring belongs to the last attempt."""
+        if ring.path.name not in self._chosen:
+            return
+        header = ring.header
+        state, moment = self._state_of(header), self._now_ns()
+        if state == UNKNOWN:
+            then = self._noted.get((header.boot_id, header.pid, header.process_start))
+            state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
+        self._windows.add(ring, state, moment)
+
+    def finish(self) -> Snapshot:
+        """Return the snapshot, once all rings have been added."""
+        run, problems = self._run, list(self._problems)
+        problems += [text for text in run.problems if text not in problems]
+        world = max((head.header.world_size for head in self._heads), default=0)
+        exits = read_exits(run.path) if run.path.is_dir() else []
+        return replace(self._windows.finish(world, exits, problems), mixed=self._mixed)
 
 
 @dataclass(frozen=True)
@@ -120,6 +150,7 @@ class _RingWindows:
     states: dict[int, str] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
     last_ns: dict[int, int] = field(default_factory=dict)  # sign of life
+    groups_made: dict[int, int] = field(default_factory=dict)
     now_ns: dict[int, int] = field(default_factory=dict)  # of ranks whose process runs here
     calls: list[Calls] = field(default_factory=list)
     issued: list[Ints] = field(default_factory=list)
@@ -127,6 +158,8 @@ class _RingWindows:
     ended: list[Ints] = field(default_factory=list)
     groups: dict[Group, int] = field(default_factory=dict)
     sites: dict[CallSite, int] = field(default_factory=lambda: {CallSite("", 0, "", ""): 0})
+    stops: dict[str, Exit] = field(default_factory=dict)  # launchers told to stop, by host
+    has_launcher: bool = False  # a launcher of rankcall's notes the ends of the processes
     _of_object: dict[int, _Known] = field(default_factory=dict)
 
     def add(self, ring: Ring, state: str, now_ns: int) -> None:
@@ -141,6 +174,7 @@ class _RingWindows:
         self.headers[head.rank], self.states[head.rank] = head, state
         self.dropped[head.rank] = ring.dropped + head.inflight_lost
         self.last_ns[head.rank] = last
+        self.groups_made[head.rank] = len(ring.tables.groups)
         if here:
             self.now_ns[head.rank] = now_ns
         kept = records[_kept(records, self.window)]
@@ -196,6 +230,7 @@ class _RingWindows:
 
     def finish(self, world_size: int, exits: list[Exit], problems: list[str]) -> Snapshot:
         """Turn times into ages, and overlay the states with the noted ends of processes."""
+        self.stops = {each.host: each for each in exits if each.rank == LAUNCHER}
         ends = self._ends(exits)
         now = self._now(ends)
         count = max(world_size, 1 + max(self.headers, default=-1))
@@ -215,17 +250,25 @@ class _RingWindows:
         calls["came_s"] = np.maximum(moment - came, 0) / _S
         calls["ended_s"] = np.where(ended > 0, np.maximum(moment - ended, 0) / _S, np.nan)
         groups = list(self.groups)
-        return Snapshot(ranks, calls, groups, labels_of(groups, ranks), list(self.sites), problems)
+        moments = {self.headers[rank].boot_id: moment for rank, moment in now.items()}
+        return Snapshot(
+            ranks,
+            calls,
+            groups,
+            labels_of(groups, ranks),
+            list(self.sites),
+            problems,
+            moments=moments,
+        )
 
     def _ends(self, exits: list[Exit]) -> dict[int, _End]:
         """Match noted ends to the processes."""
         found = {}
-        told = {ended.host: ended for ended in exits if ended.rank == LAUNCHER}
         for ended in exits:
             head = self.headers.get(ended.rank)
             if head and (head.pid, head.attempt) == (ended.pid, ended.attempt):
                 moment = ended.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
-                found[ended.rank] = _End(ended, moment, _with_launcher(ended, told))
+                found[ended.rank] = _End(ended, moment, _with_launcher(ended, self.stops))
         return found
 
     def _now(self, ends: dict[int, _End]) -> dict[int, int]:
@@ -254,26 +297,50 @@ class _RingWindows:
         seen = self.now_ns.get(rank, moment) if state not in (GONE, UNKNOWN) else moment
         silent = (seen - self.last_ns[rank]) / _S
         found = RankState(
-            rank, head.host, head.pid, head.attempt, state,
+            rank,
+            head.host,
+            head.pid,
+            head.attempt,
+            state,
             silent_s=max(0.0, silent),
             gil_s=max(0.0, (seen - head.python_heartbeat_ns) / _S),
             closed=head.closed_ns != 0,
             leaving=head.left_ns != 0,
+            failure=head.failure,
+            told_s=self._told_s(head, moment),
             aborted=head.aborted_ns != 0,
             expects=(head.expect_what or "a long phase") if moment < head.expect_until_ns else "",
             expected_s=(moment - head.expect_until_ns) / _S if head.expect_until_ns else None,
             steps=min(head.step, _LARGEST),
+            started_s=max(0.0, (moment - head.anchor_mono_ns) / _S),
+            groups=self.groups_made[rank],
             dropped=self.dropped[rank],
             tables_lost=min(head.tables_lost, _LARGEST),
-        )  # fmt: skip
+        )
         if ended is not None:
             return replace(
-                found, state=GONE, exit=ended.noted.code,
+                found,
+                state=GONE,
+                exit=ended.noted.code,
                 gone_s=max(0.0, (moment - ended.mono_ns) / _S),
                 ended_by_launcher=ended.noted.by_launcher or bool(ended.launcher_signal),
                 launcher_signal=ended.launcher_signal,
-            )  # fmt: skip
-        return replace(found, gone_s=found.silent_s) if state == GONE else found
+            )
+        if state != GONE:
+            return found
+        # Its launcher would have noted an earlier end. A launcher lives as long as its ranks.
+        host = self._host(rank)
+        last = max(self.last_ns[each] for each in self.headers if self._host(each) == host)
+        existed = self.has_launcher and last - self.last_ns[rank] > _BEATS_S * _S
+        return replace(found, gone_s=(moment - last) / _S if existed else found.silent_s)
+
+    def _told_s(self, head: Header, moment: int) -> float | None:
+        """Return when a process's launcher was told to stop."""
+        stop = self.stops.get(head.host)
+        if stop is None or stop.epoch_ns < head.anchor_epoch_ns:
+            return None
+        told_ns = stop.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
+        return max(0.0, (moment - told_ns) / _S)
 
 
 def _with_launcher(ended: Exit, told: dict[str, Exit]) -> int:
@@ -282,14 +349,17 @@ def _with_launcher(ended: Exit, told: dict[str, Exit]) -> int:
     if launcher is None:
         return 0
     after = ended.epoch_ns >= launcher.epoch_ns - _AT_ONCE_NS
-    return -launcher.code if after or ended.code in _TERMINATED else 0
+    return -(launcher.code or 0) if after or ended.code in _TERMINATED else 0
 
 
 def _beats(head: Header) -> tuple[int, ...]:
     """Return the times of a ring's own signs of life, ns."""
     return (
-        head.native_heartbeat_ns, head.python_heartbeat_ns, head.closed_ns, head.anchor_mono_ns,
-    )  # fmt: skip
+        head.native_heartbeat_ns,
+        head.python_heartbeat_ns,
+        head.closed_ns,
+        head.anchor_mono_ns,
+    )
 
 
 def _kept(records: Calls, window: int) -> npt.NDArray[np.bool_]:

@@ -3,12 +3,21 @@
 ``run_snapshot`` makes a snapshot from ring files, and ``node_snapshot`` joins what several nodes
 report about their own ranks. Times are ages in s before the moment, by each host's own clock, so
 that differences between hosts' clocks do not matter.
+
+A rank can wait in torch without a record: while it makes a process group, or in its data loader.
+Its Python stack shows that (``code_place``). Stacks come from ``faulthandler`` (a rank's own
+watcher) or from py-spy.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +25,7 @@ import numpy.typing as npt
 
 from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group
-from rankcall.run import label_groups
+from rankcall.run.load import label_groups
 
 # States of a rank's process. Unknown: it is on another host, or left no ring.
 ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
@@ -24,6 +33,8 @@ ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
 COLLECTIVE, P2P = KINDS.index("collective"), KINDS.index("p2p")
 COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
 SEND, RECV = OPS.index("send"), OPS.index("recv")
+
+_RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job that runs
 
 Bools = npt.NDArray[np.bool_]
 Calls = npt.NDArray[Any]
@@ -68,6 +79,8 @@ class RankState:
     gone_s: float | None = None  # since it was gone
     ended_by_launcher: bool = False  # the launcher ended it because another had failed
     launcher_signal: int = 0  # the signal that stopped its launcher, and so this process
+    failure: str = ""  # the exception that ended its program
+    told_s: float | None = None  # since its launcher got a signal to stop
     aborted: bool = False  # its own watcher ended it because the job hung
     silent_s: float = 0.0  # since its last sign of life
     gil_s: float = 0.0  # since a Python thread last ran
@@ -76,6 +89,8 @@ class RankState:
     expects: str = ""  # the phase that it declared to take long, while that phase lasts
     expected_s: float | None = None  # since that phase ended; negative: until it ends
     steps: int = 0
+    started_s: float | None = None  # since it began to record
+    groups: int = 0  # process groups that it has made
     dropped: int = 0  # records overwritten or lost
     tables_lost: int = 0  # groups, lines and error texts that did not fit into its ring
     blind: bool = False  # it left no readable ring, so its calls are not known
@@ -114,6 +129,8 @@ class Snapshot:
     sites: list[CallSite] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     mixed: bool = False  # the records may be of several jobs
+    # By boot id: the moment, in ns of that host's monotonic clock.
+    moments: dict[str, int] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
@@ -230,9 +247,31 @@ class Pace:
     share: float | None
 
 
+def quiet_s(snapshot: Snapshot) -> npt.NDArray[np.float64]:
+    """Return for how long each rank has issued nothing and left no call, in s.
+
+    For a rank without a call on record: since it began to record. Infinity if that is not known.
+    """
+    began = [math.inf if each.started_s is None else each.started_s for each in snapshot.ranks]
+    quiet = np.array(began, np.float64)
+    calls = snapshot.calls
+    np.minimum.at(quiet, calls["rank"], np.fmin(calls["age_s"], calls["ended_s"]))
+    return quiet
+
+
 def pace(snapshot: Snapshot) -> Pace:
-    """Measure the calls on record; each figure is the median over the ranks."""
+    """Measure the newest calls; each figure is the median over the ranks.
+
+    Of a job that runs, the calls of the last seconds count: older calls say nothing about its pace
+    now.
+    """
     step = median_step_s(snapshot)
+    if snapshot.live:
+        recent_s = max(_RECENT_S, _RECENT_STEPS * step)
+        newest = snapshot.calls[snapshot.calls["age_s"] <= recent_s]
+        if len(snapshot.calls) and not len(newest):
+            return Pace(0.0 if step else None, 0.0, None)
+        snapshot = replace(snapshot, calls=newest)
     return Pace(1 / step if step else None, *_busy(snapshot))
 
 
@@ -251,7 +290,9 @@ def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
     reach = np.concatenate([[0.0], np.maximum.accumulate(end)[:-1]])
     inside = np.maximum(end - np.maximum(begin, reach), 0.0)
     ranks, first, count = np.unique(rank, return_index=True, return_counts=True)
-    span = np.maximum.reduceat(end, first) - begin[first]
+    # A job that runs has lasted until now; of one that is over, the last end is known.
+    over = (ranks + 1) * far if snapshot.live else np.maximum.reduceat(end, first)
+    span = over - begin[first]
     enough = (count >= 2) & (span > 0)
     if not enough.any():
         return None, None
@@ -273,3 +314,108 @@ def median_step_s(snapshot: Snapshot) -> float:
     rank, step, age = rank[begins], step[begins], age[begins]
     lasts = (age[:-1] - age[1:])[(rank[1:] == rank[:-1]) & (step[1:] == step[:-1] + 1)]
     return float(np.median(lasts)) if len(lasts) >= 2 else 0.0
+
+
+# Functions of torch.distributed that return only after other ranks have called them as well, and
+# that leave no record before they return.
+SETUP = frozenset(
+    {
+        "init_process_group",
+        "new_group",
+        "split_group",
+        "shrink_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "init_device_mesh",
+        "rendezvous",
+        "init_rpc",
+        "synchronize",
+        "store_barrier",
+    }
+)
+LOADER = "its data loader"
+_OURS = f"{Path(__file__).parents[2]}/"
+_THREADS = re.compile(r"\n(?=Thread |Current thread )")
+_MAIN = re.compile(r"<module>|\"MainThread\"")
+_FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
+_PY_SPY = re.compile(r"^\s+(?P<name>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
+_WRAPPERS = ("wrapper", "inner", "_fn", "__call__", "__enter__")
+
+
+@dataclass(frozen=True)
+class CodePlace:
+    """The user's line at which a rank stands; empty without a stack.
+
+    ``inside``: the function of torch that the line called and that has not returned, or ``LOADER``.
+    """
+
+    line: str = ""
+    function: str = ""
+    inside: str = ""
+
+    @property
+    def is_setup(self) -> bool:
+        """Whether the rank waits for other ranks in a function that leaves no record."""
+        return self.inside in SETUP
+
+
+@dataclass(frozen=True)
+class _Frame:
+    file: str
+    line: int
+    name: str
+
+    @property
+    def is_torch(self) -> bool:
+        return bool(re.search(r"(^|/)torch/", self.file))
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the file belongs to Python or to an installed package."""
+        # py-spy leaves out the folders of Python's own modules and of installed packages.
+        first = self.file.split("/")[0].removesuffix(".py")
+        short = first in sys.stdlib_module_names or first in ("torch", "rankcall")
+        return short or bool(re.search(r"(site|dist)-packages/|lib/python3|^<frozen", self.file))
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether the file is torch's, rankcall's or Python's own."""
+        of_python = self.is_installed and "-packages/" not in self.file
+        return self.is_torch or of_python or self.file.startswith((_OURS, "rankcall/"))
+
+
+@lru_cache(maxsize=4096)
+def code_place(stack: str) -> CodePlace:
+    """Return where the main thread of a dumped stack stands."""
+    frames = _main_frames(stack)
+    if not frames:
+        return CodePlace()
+    outer = next((n for n, each in enumerate(frames) if not each.is_internal), None)
+    own = next((n for n, each in enumerate(frames) if not each.is_installed), outer)
+    place = frames[outer if own is None else own] if outer is not None else frames[-1]
+    above = frames[:outer]  # newest first: what the user's code, or a framework, has called
+    return CodePlace(f"{place.file}:{place.line}", place.name, _inside(above))
+
+
+def _inside(above: list[_Frame]) -> str:
+    """Name the function of torch that was called, by the frames above the caller's."""
+    if any("torch/utils/data/" in each.file for each in above):
+        return LOADER
+    public = [
+        each.name
+        for each in above
+        if "torch/distributed/" in each.file and each.name not in _WRAPPERS
+    ]
+    return next((name for name in public if name in SETUP), public[-1] if public else "")
+
+
+def _main_frames(stack: str) -> list[_Frame]:
+    """Return the main thread's frames, the newest first."""
+    threads = _THREADS.split(stack)
+    main = next((each for each in threads if _MAIN.search(each)), threads[0])
+    found = []
+    for text in main.splitlines():
+        match = _FAULTHANDLER.match(text) or _PY_SPY.match(text)
+        if match:
+            found.append(_Frame(match["file"], int(match["line"]), match["name"].strip()))
+    return found

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.timing.collectives import CollectiveTable, Ints, present
-from rankcall.record import OPS, SYNCHRONISING
-from rankcall.ring.header import Header
+from rankcall.ops import SYNCHRONISING
+from rankcall.record import OPS
+from rankcall.ring.layout import Header
 
 Floats = npt.NDArray[np.float64]
 

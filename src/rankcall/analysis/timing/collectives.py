@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.timing.bandwidth import sizes
+from rankcall.ops import bandwidth_sizes
 from rankcall.record import FLAG_DEVICE, KINDS, OPS, STATUSES, has_duration
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import CallSite, Group
@@ -32,10 +32,25 @@ _COLLECTIVE, _P2P = KINDS.index("collective"), KINDS.index("p2p")
 _FAILED = STATUSES.index("failed")
 _RECV = OPS.index("recv")
 _WANTED = (
-    "seq", "enqueued_ns", "started_ns", "completed_ns", "message_bytes", "in_bytes", "out_bytes",
-    "step", "tag", "group", "call_site", "root", "peer", "kind", "op", "status", "flags",
+    "seq",
+    "enqueued_ns",
+    "started_ns",
+    "completed_ns",
+    "message_bytes",
+    "in_bytes",
+    "out_bytes",
+    "step",
+    "tag",
+    "group",
+    "call_site",
+    "root",
+    "peer",
+    "kind",
+    "op",
+    "status",
+    "flags",
     "device_ms",
-)  # fmt: skip
+)
 _LARGEST = 1 << 62  # no count or size beyond this is believed
 _LATEST = 1 << 60  # ns; 36 years of uptime. Differences and sums of such times cannot overflow
 _NOTHING = np.zeros(0, np.int64)
@@ -155,7 +170,7 @@ def _rank_collectives(rank: int, host: int, columns: Columns, size: int) -> Rank
     agreed = {
         "op": columns["op"],
         "root": columns["root"],
-        "size": sizes(columns, size),
+        "size": bandwidth_sizes(columns, size),
         "bytes": columns["message_bytes"],
     }
     return RankCollectives(

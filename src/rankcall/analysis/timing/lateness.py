@@ -20,7 +20,7 @@ from rankcall.analysis.timing.waiting import SYNC, Block, blocks
 from rankcall.record import KINDS, OPS
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import CallSite
-from rankcall.run import Run
+from rankcall.run.load import Run
 
 Floats = npt.NDArray[np.float64]
 
@@ -53,9 +53,8 @@ class LastSeen:
 
 @dataclass
 class Lateness:
-    """The maps (all groups first), the time they span, and the ranks that came last."""
+    """The maps (all groups first), the width of their bins, and the ranks that came last."""
 
-    begin_ns: int
     bin_ns: float
     maps: list[LateMap]
     lasts: list[LastSeen]
@@ -86,7 +85,7 @@ def lateness(run_tables: RunTables) -> Lateness:
         lasts.append(_add_table(table, run_tables, mine, begin, width))
     maps = [_map("all groups", every)]
     maps += [_map(name, sums[name]) for name in families] if len(families) > 1 else []
-    return Lateness(begin, width, maps, lasts)
+    return Lateness(width, maps, lasts)
 
 
 def _span(run_tables: RunTables) -> tuple[int, int]:

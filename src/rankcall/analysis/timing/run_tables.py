@@ -6,8 +6,9 @@ the share of each rank's time that it spends in communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +29,11 @@ from rankcall.analysis.timing.collectives import (
     share_agreed,
     split_by_group,
 )
+from rankcall.analysis.timing.waiting import Ints, Waits, covered, waits_of
 from rankcall.record import OPS
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import CallSite, Group, Tables
-from rankcall.run import Progress, Run
+from rankcall.run.load import Progress, Run
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class SiteRow:
     op: str
     count: int  # calls, on all ranks
     ranks: int
-    total_ms: float  # a rank's, on average over the ranks that call it
+    total_ms: float  # of the rank that spent most in it; calls that overlap count once
+    most_calls: int  # of one rank
     median_ms: float | None
     worst_ms: float | None
 
@@ -55,7 +58,7 @@ class SiteTimes:
         self._durations: dict[tuple[CallSite, int], list[npt.NDArray[np.float32]]] = {}
         self._code: dict[CallSite, str] = {}
         self._calls: dict[tuple[CallSite, int], int] = {}
-        self._ranks: dict[tuple[CallSite, int], set[int]] = {}
+        self._ranks: dict[tuple[CallSite, int], dict[int, tuple[int, float]]] = {}
 
     def add(self, rank: int, columns: Columns, tables: Tables) -> None:
         """Add one ring."""
@@ -70,7 +73,14 @@ class SiteTimes:
                 self._code.setdefault(site, code)
             durations = spent[rows]
             self._calls[which] = self._calls.get(which, 0) + len(durations)
-            self._ranks.setdefault(which, set()).add(rank)
+            ended = rows[~np.isnan(durations)]
+            begin, end = columns["started_ns"][ended], columns["completed_ns"][ended]
+            if np.any(begin[1:] < begin[:-1]):
+                order = np.argsort(begin, kind="stable")
+                begin, end = begin[order], end[order]
+            known = self._ranks.setdefault(which, {})
+            calls, spent_ns = known.get(rank, (0, 0.0))
+            known[rank] = calls + len(rows), spent_ns + covered(begin, end)
             self._durations.setdefault(which, []).append(durations[~np.isnan(durations)])
 
     def rows(self) -> list[SiteRow]:
@@ -80,14 +90,15 @@ class SiteTimes:
 
     def _row(self, which: tuple[CallSite, int]) -> SiteRow:
         times = np.concatenate(self._durations[which])
-        ranks = len(self._ranks[which])
+        ranks = self._ranks[which].values()
         return SiteRow(
             which[0],
             self._code.get(which[0], ""),
             OPS[which[1]],
             self._calls[which],
-            ranks,
-            float(times.sum(dtype=np.float64)) / ranks / 1e6,
+            len(ranks),
+            max(spent_ns for _, spent_ns in ranks) / 1e6,
+            max(calls for calls, _ in ranks),
             float(np.median(times)) / 1e6 if len(times) else None,
             float(times.max()) / 1e6 if len(times) else None,
         )
@@ -134,8 +145,11 @@ class StepShare:
     ms: float
 
 
-def rank_share(rank: int, attempt: int, columns: Columns) -> RankShare:
-    """Measure one ring: the union of the times that its ops were in flight."""
+def rank_share(rank: int, attempt: int, columns: Columns, finished: int) -> RankShare:
+    """Measure one ring: the union of the times that its ops were in flight.
+
+    Of its steps, the ``finished`` ones count; ops after the last belong to no step.
+    """
     done = columns["completed_ns"] != MISSING
     start, end, step = (columns[n] for n in ("started_ns", "completed_ns", "step"))
     if not done.all():
@@ -151,7 +165,11 @@ def rank_share(rank: int, attempt: int, columns: Columns) -> RankShare:
     busy[1:] = end[1:] - np.maximum(start[1:], reach[:-1])
     busy = np.maximum(busy, 0).astype(np.float64)
     span = float(reach[-1] - start[0])
-    return RankShare(rank, attempt, float(busy.sum()), span, *_by_step(start, reach, step, busy))
+    steps, shares, lasts = _by_step(start, reach, step, busy)
+    whole = steps < finished
+    return RankShare(
+        rank, attempt, float(busy.sum()), span, steps[whole], shares[whole], lasts[whole]
+    )
 
 
 def _by_step(
@@ -234,6 +252,7 @@ class RunTables:
     messages: list[MessageTable] = field(default_factory=list)
     first_ns: list[int] = field(default_factory=list)
     last_ns: list[int] = field(default_factory=list)
+    step_begins: list[Ints] = field(default_factory=list)  # aligned by the hosts' anchors only
     _collectives: dict[tuple[Session, Group], list[RankCollectives]] = field(default_factory=dict)
     _messages: dict[tuple[Session, Group], list[RankMessages]] = field(default_factory=dict)
 
@@ -242,7 +261,7 @@ class RunTables:
         head = ring.header
         columns = columns_of(ring)
         host = self.clocks.of_ring(head)
-        share = rank_share(head.rank, head.attempt, columns)
+        share = rank_share(head.rank, head.attempt, columns, head.step)
         self.shares.append(share)
         self.sites.add(head.rank, columns, ring.tables)
         self.ranks.append(_rank_row(ring, share))
@@ -251,6 +270,7 @@ class RunTables:
             base = self.clocks.hosts[host].base
             self.first_ns.append(int(times[0].min()) + base)
             self.last_ns.append(max(int(column.max()) for column in times) + base)
+            self.step_begins.append(_step_begins(columns) + base)
         found = split_by_group(ring, columns, host)
         for group, member in found.collectives.items():
             members = self._collectives.setdefault((session, group), [])
@@ -259,6 +279,16 @@ class RunTables:
             members.append(member)
         for group, messages in found.messages.items():
             self._messages.setdefault((session, group), []).append(messages)
+
+    @cached_property
+    def waits(self) -> Waits:
+        """How long each rank waited in each of its ops."""
+        return waits_of(self.tables, self.messages, self.clocks.hosts)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first arrival and the last end, by the hosts' anchors."""
+        return min(self.first_ns, default=0), max(self.last_ns, default=0)
 
     def line_up(self) -> None:
         """Line up the members of each group, once all rings have been added."""
@@ -269,6 +299,14 @@ class RunTables:
         self._collectives.clear()
         self._messages.clear()
         align_hosts(self.clocks.hosts, self.tables)
+
+
+def _step_begins(columns: Columns) -> Ints:
+    """Return when a rank issued the first op of each step."""
+    step = np.maximum.accumulate(columns["step"])
+    first = np.concatenate([[0], np.flatnonzero(np.diff(step)) + 1])
+    begins: Ints = columns["enqueued_ns"][first]
+    return begins
 
 
 def _rank_row(ring: Ring, share: RankShare) -> RankRow:
@@ -287,15 +325,25 @@ def _rank_row(ring: Ring, share: RankShare) -> RankRow:
     )
 
 
-def gather(run: Run, progress: Progress | None = None) -> RunTables:
-    """Read all rings of a run once. ``progress``: (rings read, rings in all).
+RingVisitor = Callable[[Ring], None]
 
-    Keeps some 24 bytes of each record; the rings themselves are not kept.
+
+def gather(
+    run: Run, progress: Progress | None = None, also: RingVisitor | None = None
+) -> RunTables:
+    """Read all rings of a run once, and keep some 24 bytes of each record.
+
+    Args:
+        run: The run.
+        progress: Called with the number of rings that are done, and of all rings.
+        also: Called with each ring, so that another analysis need not read it again.
     """
     gathered = RunTables(anchored(head.header for head in run.heads))
     sessions = sessions_of(run)
     for ring in run.iter_rings(progress):
         gathered.add(ring, sessions[ring.path.name])
+        if also is not None:
+            also(ring)
     gathered.line_up()
     return gathered
 

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall._joins import JoinSummary
-from rankcall.analysis.timing.bandwidth import BYTES_PER_GB, bus_factor
 from rankcall.analysis.timing.clocks import HostClock
 from rankcall.analysis.timing.run_tables import (
     RankRow,
+    RingVisitor,
     RunTables,
     SiteRow,
     StepShare,
@@ -21,14 +20,23 @@ from rankcall.analysis.timing.run_tables import (
     gather,
     median_share,
 )
+from rankcall.analysis.timing.stragglers import (
+    Stragglers,
+    find_stragglers,
+    parts_of,
+    slow_start,
+)
 from rankcall.analysis.timing.waiting import (
     Measured,
     WaitTotals,
+    covered,
     measure_collectives,
     measure_messages,
 )
+from rankcall.ops import BYTES_PER_GB, bus_factor
 from rankcall.record import OPS
-from rankcall.run import Progress, Run, RunGroup, label_groups
+from rankcall.run.joins import JoinSummary
+from rankcall.run.load import Progress, Run, RunGroup, label_groups
 
 _BUCKETS = 64
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -44,7 +52,7 @@ class Row:
     count: int
     unfinished: int  # collectives that no member finished
     bytes: int
-    total_ms: float  # what one member spent in them, on average over the members
+    total_ms: float  # what a member spent in them, on average; of messages, the busiest rank
     median_ms: float | None  # of the members' mean durations
     p95_ms: float | None
     transfer_ms: float | None  # median t
@@ -106,7 +114,7 @@ def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]])
         len(mean),
         len(mean) - len(finished),
         sum(count_bytes.tolist()),
-        float(finished.sum()) / 1e6,
+        _total_ns(parts, finished) / 1e6,
         _ms(finished, 50),
         _ms(finished, 95),
         _ms(transfer[~np.isnan(transfer)], 50),
@@ -114,6 +122,31 @@ def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]])
         None if algbw is None else algbw * factor,
         min(1.0, float(waited.sum()) / total) if total > 0 else None,
     )
+
+
+def _total_ns(
+    parts: list[tuple[Source, npt.NDArray[np.intp]]], means: npt.NDArray[np.float64]
+) -> float:
+    """Return the time that a member spent in collectives, or the busiest rank in messages.
+
+    A rank may issue many messages at once. The time in which any is in flight counts once.
+    """
+    spent: dict[int, list[npt.NDArray[np.int64]]] = {}
+    for source, rows in parts:
+        found = source.measured
+        if found.rank is None or found.begin is None:
+            return float(means.sum())
+        ended = rows[~np.isnan(found.mean[rows])]
+        for rank in np.unique(found.rank[ended]).tolist():
+            mine = ended[found.rank[ended] == rank]
+            lasted = found.mean[mine].astype(np.int64)
+            spent.setdefault(rank, []).append(np.stack([found.begin[mine], lasted]))
+    totals = [0.0]
+    for columns in spent.values():
+        begin, lasted = np.concatenate(columns, axis=1)
+        order = np.argsort(begin, kind="stable")
+        totals.append(covered(begin[order], begin[order] + lasted[order]))
+    return max(totals)
 
 
 def _ms(times: npt.NDArray[np.float64], percent: float) -> float | None:
@@ -149,6 +182,8 @@ class Summary:
     hosts: list[HostClock]
     collectives: list[Row]
     stragglers: list[Straggler]
+    late: Stragglers | None  # those of them that make the others wait, by the one rule
+    slow_start_ms: float  # the time of the first steps, if they took far longer than the others
     waiting_ms: float  # of all ranks together
     spent_ms: float  # by all ranks together, in collectives and messages
     call_sites: list[SiteRow]
@@ -168,9 +203,11 @@ class Summary:
         return sum(row.dropped for row in self.ranks)
 
 
-def summarise(run: Run, progress: Progress | None = None) -> Summary:
-    """Read all rings of a run once and analyse them. ``progress``: (rings read, rings in all)."""
-    return conclude(run, gather(run, progress))
+def summarise(
+    run: Run, progress: Progress | None = None, also: RingVisitor | None = None
+) -> Summary:
+    """Read all rings of a run once and analyse them; see ``gather`` for the arguments."""
+    return conclude(run, gather(run, progress, also))
 
 
 def conclude(run: Run, run_tables: RunTables) -> Summary:
@@ -179,18 +216,24 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
     used = {table.group for table in tables} | {each.group for each in messages}
     groups = label_groups(used, run.hosts)
     highest = max((row.rank for row in run_tables.ranks), default=-1)
-    totals = WaitTotals(highest + 1)
+    parts = parts_of(run_tables.step_begins, *run_tables.span)
+    totals = WaitTotals(highest + 1, parts.edges)
+    waits = run_tables.waits
     sources = [
-        Source(groups[table.group].label, table.members, measure_collectives(table, clocks, totals))
-        for table in tables
+        Source(
+            groups[table.group].label,
+            table.members,
+            measure_collectives(table, waited, clocks, totals),
+        )
+        for table, waited in zip(tables, waits.of_tables, strict=True)
     ]
     sources += [
         Source(
             groups[each.group].label,
             len(each.group.ranks),
-            measure_messages(each, clocks, totals),
+            measure_messages(each, waited, clocks, totals),
         )
-        for each in messages
+        for each, waited in zip(messages, waits.of_messages, strict=True)
     ]
     started, duration = _when(run, run_tables)
     return Summary(
@@ -205,6 +248,8 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         hosts=clocks,
         collectives=rows_by_size(sources),
         stragglers=_stragglers(totals, run.hosts),
+        late=find_stragglers(totals, parts, [run.hosts.get(n, "") for n in range(totals.ranks)]),
+        slow_start_ms=float(parts.lengths[: slow_start(parts)].sum()) / 1e6,
         waiting_ms=float(totals.caused.sum()) / 1e6,
         spent_ms=sum(float(source.measured.spent.sum()) for source in sources) / 1e6,
         call_sites=run_tables.sites.rows(),

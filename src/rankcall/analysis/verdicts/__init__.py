@@ -5,9 +5,10 @@
     dead stopped exhausted missing   a rank that others wait for and that waits for no other rank
     mismatch desync                  members of a group that do not issue the same call
     deadlock                         ranks that wait for each other
+    no_progress                      ranks that wait without a record, or do nothing at all
     straggler slow_link              a rank or a link that slows a job that goes on
     kinds                            the base class of all kinds, and two families of kinds
-    evidence slowness                the input of the kinds: a hang's waits, a running job's times
+    evidence                         the input of the kinds: a hang's waits, a running job's times
     wait_graph culprits disagreements    the parts of that evidence
     finding                          a finding, and the words that findings share
 
@@ -23,21 +24,29 @@ from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.verdicts.dead import Dead
 from rankcall.analysis.verdicts.deadlock import Deadlock
 from rankcall.analysis.verdicts.desync import Desync
-from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence
+from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence, recent_calls
 from rankcall.analysis.verdicts.exhausted import Exhausted
 from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding, less_sure
 from rankcall.analysis.verdicts.kinds import CulpritVerdict, Verdict
 from rankcall.analysis.verdicts.mismatch import Mismatch
 from rankcall.analysis.verdicts.missing import Missing
+from rankcall.analysis.verdicts.no_progress import NoProgress
 from rankcall.analysis.verdicts.slow_link import SlowLink
-from rankcall.analysis.verdicts.slowness import recent_calls
 from rankcall.analysis.verdicts.stopped import Stopped
 from rankcall.analysis.verdicts.straggler import Straggler
 
 KINDS: tuple[Verdict, ...] = (
-    Dead(), Stopped(), Exhausted(), Missing(), Mismatch(), Desync(), Deadlock(), Straggler(),
+    Dead(),
+    Stopped(),
+    Exhausted(),
+    Missing(),
+    Mismatch(),
+    Desync(),
+    Deadlock(),
+    NoProgress(),
+    Straggler(),
     SlowLink(),
-)  # fmt: skip
+)
 
 
 def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
@@ -64,9 +73,12 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     return sorted(
         findings,
         key=lambda each: (
-            CONFIDENCES.index(each.confidence), order[each.kind], -each.since_s, each.ranks,
+            CONFIDENCES.index(each.confidence),
+            order[each.kind],
+            -each.since_s,
+            each.ranks,
         ),
-    )  # fmt: skip
+    )
 
 
 def find_slow(snapshot: Snapshot) -> list[Finding]:

@@ -20,6 +20,9 @@ _ASKED = (-2, -15, 130, 143)
 _KILLED = (-9, 137)
 _KILLED_LATER_S = 20.0  # torchrun sends SIGKILL 30 s after SIGTERM
 _AT_ONCE_S = 0.02  # processes that get a signal together end within that time
+# A process that stood still for long and then ended was ended with the whole job, and so were those
+# that ended at that time.
+_TOGETHER_S = 1.0
 BEATS_S = 1.5  # three heartbeats: times of death without a noted end are no more exact
 # A heartbeat comes twice a second. If it is this old, and older than half of the time that the
 # others have waited, it stopped when the waiting began. Otherwise the machine is only busy.
@@ -46,14 +49,17 @@ def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
     rest = [each for each in gone if each.rank not in found.left and each.rank not in victims]
     ends = sorted((_ago(each) for each in gone if each.rank not in found.left), reverse=True)
     live = snapshot.live
-    last = min((each.silent_s for each in snapshot.ranks if not each.blind), default=0.0)
+    known = [each for each in snapshot.ranks if not each.blind]
+    last = min((each.silent_s for each in known), default=0.0)
+    frozen_s = FROZEN_S + min((each.mute_s for each in known), default=0.0)
+    ends_of_stopped = [_ago(each) for each in gone if _was_stopped(each, frozen_s)]
     for each in rest:
-        if each.aborted:
+        ended_with_stopped = any(abs(_ago(each) - end) < _TOGETHER_S for end in ends_of_stopped)
+        with_stopped = ended_with_stopped and each.exit in (None, *_KILLED, *_ASKED)
+        if each.aborted or each.ended_by_launcher or with_stopped:
             own = False
         elif each.exit is None:
-            own = live or each.silent_s > last + BEATS_S
-        elif each.ended_by_launcher:
-            own = False
+            own = bool(each.failure) or live or each.silent_s > last + BEATS_S
         elif each.exit in _ASKED:
             own = _ago(each) == ends[0] and (len(ends) == 1 or ends[0] - ends[1] > _AT_ONCE_S)
         else:
@@ -67,6 +73,14 @@ def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
     if found.own:
         found.first_s = max(_ago(snapshot.ranks[rank]) for rank in found.own)
     return found
+
+
+def _was_stopped(state: RankState, frozen_s: float) -> bool:
+    """Tell whether a process gave no sign of life for long before it ended, unlike the others.
+
+    It existed all that time: something stopped it, and its end is that of the whole job.
+    """
+    return state.mute_s > frozen_s and state.exit in (None, *_KILLED, *_ASKED)
 
 
 def _cut_off(snapshot: Snapshot, told: Collection[int], own: Collection[int]) -> bool:
@@ -93,13 +107,19 @@ def _together(snapshot: Snapshot, victims: Collection[int]) -> set[int]:
         for each in snapshot.ranks
         if each.state in (GONE, UNKNOWN)
         and each.exit is None
+        and not each.ended_by_launcher
         and each.rank not in victims
         and not (each.closed or each.aborted or each.blind)
     }
 
 
 def _ended_well(state: RankState) -> bool:
-    return state.exit == 0 or (state.exit is None and state.closed)
+    """Tell whether a process came to the end of its program, as far as is known.
+
+    A ring that was closed before that is of a program that an exception ended, or that called
+    ``rankcall.disable``.
+    """
+    return state.exit == 0 or (state.exit is None and state.closed and not state.failure)
 
 
 def _ago(state: RankState) -> float:

@@ -56,14 +56,16 @@ class Dead(CulpritVerdict):
         if copied:
             end = f"{end}, or still ran when these records were copied"
         yield self.finding(
-            ranks, hosts=hosts_of(snapshot, ranks), confidence="possible" if copied else "likely",
+            ranks,
+            hosts=hosts_of(snapshot, ranks),
+            confidence="possible" if copied else "likely",
             summary=f"{begin_sentence(name_ranks(snapshot, ranks))} {end}; nobody noted how, and "
             "none had waited for long.",
             evidence=tuple(f"rank {rank}: {last_call(snapshot, rank)}" for rank in ranks[:SHOWN]),
             advice="Most likely killed from outside, with whatever started them: look at the "
             "scheduler (a time limit, a cancelled job), at the kernel (out of memory: dmesg -T) or "
             "for a host that was lost.",
-        )  # fmt: skip
+        )
 
     def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how the processes ended, and when."""
@@ -84,19 +86,28 @@ class Dead(CulpritVerdict):
                 "A SIGKILL that nobody sent is mostly the kernel out of memory: "
                 f"dmesg -T | grep -i 'killed process'{on}."
             )
-        if first.exit is not None and first.exit > 0:
+        if first.failure:
+            return f"Start from that exception: its traceback is in rank {first.rank}'s stderr."
+        if first.exit is None:
+            return (
+                f"Nobody noted how it ended{on}: an error (look at the end of rank {first.rank}'s "
+                "stderr), a signal (a core dump, dmesg -T), or the loss of its host."
+            )
+        if first.exit > 0:
             return f"Its own error comes first: look at the end of rank {first.rank}'s stderr."
         return f"Look for a core dump and at the end of rank {first.rank}'s stderr{on}."
 
 
 def _ending(state: RankState, *, one: bool) -> str:
     """Write how one process, or several alike, ended: ``was killed by SIGKILL``, ``is gone``."""
-    if state.exit is None:
-        return "is gone" if one else "are gone"
     was, its = ("was", "its") if one else ("were", "their")
     if state.launcher_signal:
         name = _signal_name(state.launcher_signal)
         return f"{was} ended with {its} launcher, which {name} told to stop,"
+    if state.failure and (state.exit is None or state.exit > 0):
+        return f"failed with {state.failure}" + ("," if state.failure[-1:] not in ".!?" else "")
+    if state.exit is None:
+        return "is gone" if one else "are gone"
     if state.exit < 0:
         return f"{was} killed by {_signal_name(-state.exit)}"
     return f"exited with code {state.exit}"

@@ -42,14 +42,18 @@ class Deadlock(Verdict):
         return self.finding(
             cycle.ranks,
             victims=tuple(sorted(evidence.graph.victims(cycle.waits) - set(cycle.ranks))),
-            hosts=hosts_of(snapshot, cycle.ranks), group=snapshot.labels[longest.group],
-            seq=longest.seq, op=snapshot.op(int(longest.rows[0])),
-            call_site=common_site(snapshot, longest), since_s=longest.age_s,
+            hosts=hosts_of(snapshot, cycle.ranks),
+            group=snapshot.labels[longest.group],
+            seq=longest.seq,
+            op=snapshot.op(int(longest.rows[0])),
+            call_site=common_site(snapshot, longest),
+            since_s=longest.age_s,
             confidence="likely" if any(wait.soft for wait in cycle.waits) else "certain",
             summary=f"{name} wait for each other: "
             f"{_different_tags(cycle.waits) or '; '.join(steps[:SHOWN])}.",
-            evidence=tuple(steps), advice=_advice(cycle),
-        )  # fmt: skip
+            evidence=tuple(steps),
+            advice=_advice(cycle),
+        )
 
 
 def _inside(cycle: Cycle, ranks: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.verdicts.disagreements import Disagreement, Side
+from rankcall.analysis.verdicts.disagreements import Disagreement, Shift, Side
 from rankcall.analysis.verdicts.finding import begin_sentence, count_of, name_ranks
 from rankcall.analysis.verdicts.kinds import DisagreementVerdict
 
@@ -17,20 +17,14 @@ class Desync(DisagreementVerdict):
     order_differs = True
 
     def summary(self, snapshot: Snapshot, found: Disagreement) -> str:
-        """Write which ranks are out of step, and since which call."""
+        """Write which ranks differ, at which call, and what each of them issued there."""
         first, last = found.sides[0], found.sides[-1]
         text = (
-            f"{begin_sentence(name_ranks(snapshot, first.ranks))} "
-            f"{'is' if len(first.ranks) == 1 else 'are'} out of step with "
-            f"{name_ranks(snapshot, last.ranks)} since #{found.seq} of group "
-            f"{snapshot.labels[found.group]}"
+            f"{begin_sentence(name_ranks(snapshot, first.ranks))} issued {_call(snapshot, first)} "
+            f"as #{found.seq} of group {snapshot.labels[found.group]}, against "
+            f"{_call(snapshot, last)} of {name_ranks(snapshot, last.ranks)}."
         )
-        if not found.shift:
-            return f"{text}: {_call(snapshot, first)} there, against {_call(snapshot, last)}."
-        way = "ahead: skipped" if found.shift > 0 else "behind: issued"
-        extra = "" if found.shift > 0 else " too many"
-        count = count_of(abs(found.shift), "call")
-        return f"{text}, {count} {way} {'it' if abs(found.shift) == 1 else 'them'}{extra}."
+        return f"{text} {_shift(found.shift, len(first.ranks))}" if found.shift else text
 
     def advice(self, found: Disagreement) -> str:
         """Write what makes ranks issue different calls."""
@@ -38,6 +32,18 @@ class Desync(DisagreementVerdict):
             "All members must issue the same calls in the same order: look for a branch, an early "
             "continue or a set that only some ranks take on the way to these lines."
         )
+
+
+def _shift(shift: Shift, count: int) -> str:
+    """Write how the calls are out of step from there on, and what likely made them so."""
+    its, it = ("its", "it") if count == 1 else ("their", "they")
+    calls = count_of(abs(shift.calls), "call")
+    same = f"In {shift.shown_by} calls since #{shift.since}, {its} calls were those of the others"
+    if shift.both_ways:
+        return f"{same} {calls} away: {it} likely skipped {calls} or issued {calls} too many."
+    if shift.calls > 0:
+        return f"{same} {calls} later: {it} likely skipped {calls} before."
+    return f"{same} {calls} earlier: {it} likely issued {calls} too many before."
 
 
 def _call(snapshot: Snapshot, side: Side) -> str:

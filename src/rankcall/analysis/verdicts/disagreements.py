@@ -8,27 +8,36 @@ is the same, its size, dtype, root, reduce op or splits can differ.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.state.snapshot import COLLECTIVE, P2P, RECV, SEND, Bools, Calls, Snapshot
+from rankcall.analysis.state.snapshot import (
+    COLLECTIVE,
+    COMPLETED,
+    P2P,
+    RECV,
+    SEND,
+    Bools,
+    Calls,
+    Snapshot,
+)
 from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.ops import SIZE_TO_AGREE_ON
 from rankcall.record import DTYPES, OPS, REDUCE_OPS
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]
 
-# The size that members must agree on: which column holds it, by op. An all_to_all's may differ.
-SIZE_IN = {
-    "all_reduce": "message_bytes", "broadcast": "message_bytes", "reduce": "message_bytes",
-    "all_gather": "message_bytes", "reduce_scatter": "in_bytes", "gather": "in_bytes",
-    "scatter": "out_bytes",
-}  # fmt: skip
-_BARRIER = OPS.index("barrier")
+_BARRIER, _ALL_TO_ALL = OPS.index("barrier"), OPS.index("all_to_all")
+SPLITS = "splits"  # a field that differs between what members send and what they receive
 FIELDS = ("op", "dtype", "root", "reduce_op", "size")
 _FARTHEST = 8  # calls that a member can be ahead or behind
+# A shift is mentioned if so many calls of a rank differ from the calls of the same number of the
+# other ranks, and equal their calls some numbers on. One or two also differ if calls were swapped,
+# replaced or skipped.
+_ENOUGH = 3
 _UNKNOWN = -1
 
 History = dict[int, tuple[int, ...]]
@@ -43,6 +52,19 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Shift:
+    """How far a member is ahead (+) or behind (-), and how many calls in a row show that.
+
+    ``both_ways``: the calls repeat, so that it can be behind as well as ahead.
+    """
+
+    calls: int
+    since: int  # sequence number
+    shown_by: int
+    both_ways: bool = False
+
+
+@dataclass(frozen=True)
 class Disagreement:
     """A place in a group's sequence at which members differ. The smallest side comes first."""
 
@@ -53,13 +75,15 @@ class Disagreement:
     sides: tuple[Side, ...]
     rows: Rows  # the calls at that place
     open: bool  # a member is still in its call there, or the call failed
-    shift: int = 0  # the first side issues what the others do so many calls later
+    shift: Shift | None = None  # of the first side, if enough calls show one
     message: bool = False  # two ends of a message, not a collective
 
     @property
     def culprits(self) -> tuple[int, ...]:
         """The ranks of all sides but the largest; empty if two sides are the largest."""
-        if len(self.sides) > 1 and len(self.sides[-1].ranks) == len(self.sides[-2].ranks):
+        if len(self.sides) < 2:
+            return ()
+        if len(self.sides[-1].ranks) == len(self.sides[-2].ranks):
             return ()
         return tuple(sorted(rank for side in self.sides[:-1] for rank in side.ranks))
 
@@ -67,7 +91,7 @@ class Disagreement:
 def signatures(calls: Calls) -> dict[str, Ints]:
     """Return what members must agree on, by field; -1 if it is unknown or does not apply."""
     size = np.full(len(calls), _UNKNOWN, np.int64)
-    for name, column in SIZE_IN.items():
+    for name, column in SIZE_TO_AGREE_ON.items():
         rows = calls["op"] == OPS.index(name)
         size[rows] = calls[column][rows]
     size[size <= 0] = _UNKNOWN
@@ -75,9 +99,12 @@ def signatures(calls: Calls) -> dict[str, Ints]:
     dtype[(dtype == 0) | (calls["op"] == _BARRIER)] = _UNKNOWN
     reduce_op[reduce_op == 0] = _UNKNOWN
     return {
-        "op": calls["op"].astype(np.int64), "dtype": dtype,
-        "root": calls["root"].astype(np.int64), "reduce_op": reduce_op, "size": size,
-    }  # fmt: skip
+        "op": calls["op"].astype(np.int64),
+        "dtype": dtype,
+        "root": calls["root"].astype(np.int64),
+        "reduce_op": reduce_op,
+        "size": size,
+    }
 
 
 def disagreements_in(snapshot: Snapshot, stuck: Bools) -> list[Disagreement]:
@@ -85,15 +112,16 @@ def disagreements_in(snapshot: Snapshot, stuck: Bools) -> list[Disagreement]:
     calls = snapshot.calls
     rows = np.flatnonzero(calls["kind"] == COLLECTIVE)
     found: list[Disagreement] = []
+    seen: set[int] = set()
     if len(rows):
         rows = rows[np.lexsort((calls["rank"][rows], calls["seq"][rows], calls["group"][rows]))]
-        seen: set[int] = set()
         for piece, differing in _differing(calls, rows):
             group = int(calls["group"][piece[0]])
             if group not in seen:
                 seen.add(group)
                 found.append(_disagreement(snapshot, piece, differing, stuck))
-    return [*found, *_messages(snapshot, stuck)]
+    exchanges = [each for each in _uneven_exchanges(snapshot) if each.group not in seen]
+    return [*found, *exchanges, *_messages(snapshot, stuck)]
 
 
 def _differing(calls: Calls, rows: Rows) -> Iterator[tuple[Rows, tuple[str, ...]]]:
@@ -119,14 +147,16 @@ def _disagreement(
     sides = _sides(calls, rows, differing)
     group, seq = int(calls["group"][rows[0]]), int(calls["seq"][rows[0]])
     mine, theirs = (_history(calls, group, side.row) for side in (sides[0], sides[-1]))
-    begun, shift = _out_of_step(mine, theirs, seq)
+    shift = _shift_between(mine, theirs, seq)
     # Both sides make both calls, so only the order differs.
     swapped = (
         mine[seq] != theirs[seq] and mine[seq] in theirs.values() and theirs[seq] in mine.values()
     )
-    order_differs = "op" in differing or bool(shift) or swapped
-    if shift and begun < seq:
-        seq = begun
+    order_differs = "op" in differing or shift is not None or swapped
+    if shift is not None and shift.shown_by < _ENOUGH:
+        shift = None
+    if shift is not None and shift.since < seq:
+        seq = shift.since
         rows = np.flatnonzero(
             (calls["kind"] == COLLECTIVE) & (calls["group"] == group) & (calls["seq"] == seq)
         )
@@ -156,18 +186,6 @@ def _sides(calls: Calls, rows: Rows, differing: Sequence[str]) -> list[Side]:
     return sorted(sides, key=lambda side: (len(side.ranks), side.ranks))
 
 
-def out_of_step(snapshot: Snapshot, one: int, other: int) -> tuple[int, int]:
-    """Return since which seq, and by how many calls, a rank is ahead (+) or behind (-) another.
-
-    ``one`` and ``other`` are calls of the two ranks in one group, the newest to compare. Calls are
-    compared together with their call sites. Returns (0, 0) if no shift is visible.
-    """
-    calls = snapshot.calls
-    group = int(calls["group"][one])
-    mine, theirs = _history(calls, group, one), _history(calls, group, other)
-    return _out_of_step(mine, theirs, int(calls["seq"][one]))
-
-
 def off_by_n(snapshot: Snapshot, wait: Wait, rank: int) -> Disagreement | None:
     """Return the shift behind a rank that did not arrive, if its calls so far show one.
 
@@ -181,23 +199,33 @@ def off_by_n(snapshot: Snapshot, wait: Wait, rank: int) -> Disagreement | None:
     if wait.channel is not None or not len(mine):
         return None
     newest = int(mine[np.argmax(calls["seq"][mine])])
-    seq, shift = out_of_step(snapshot, newest, int(wait.rows[0]))
-    if not shift:
+    own, others = (_history(calls, wait.group, row) for row in (newest, int(wait.rows[0])))
+    shift = _shift_between(own, others, int(calls["seq"][newest]))
+    if shift is None:
         return None
-    there = (calls["group"] == wait.group) & (calls["kind"] == COLLECTIVE) & (calls["seq"] == seq)
-    rows = np.flatnonzero(there)
+    there = (calls["group"] == wait.group) & (calls["kind"] == COLLECTIVE)
+    rows = np.flatnonzero(there & (calls["seq"] == shift.since))
     sides = [Side((rank,), newest), Side(tuple(wait.waiters), int(wait.rows[0]))]
     sides = [_moved(calls, rows, side) for side in sides]
-    return Disagreement(True, wait.group, seq, (), tuple(sides), rows, True, shift)
+    shown = shift if shift.shown_by >= _ENOUGH else None
+    return Disagreement(True, wait.group, shift.since, (), tuple(sides), rows, True, shown)
 
 
-def _out_of_step(mine: History, theirs: History, last: int) -> tuple[int, int]:
-    best = 0, 0, 0
-    for shift in [s for n in range(1, _FARTHEST + 1) for s in (n, -n)]:
-        begun, explained = _shifted_run(mine, theirs, shift, last)
-        if explained > best[2]:
-            best = begun, shift, explained
-    return best[0], best[1]
+def _shift_between(mine: History, theirs: History, last: int) -> Shift | None:
+    """Return the shift that explains most calls up to ``last``; None if none explains any.
+
+    Calls are compared together with their call sites. Of two that explain as many, the smaller
+    one is returned, and of two of one size the one ahead.
+    """
+    best: Shift | None = None
+    for calls in [s for n in range(1, _FARTHEST + 1) for s in (n, -n)]:
+        begun, explained = _shifted_run(mine, theirs, calls, last)
+        if explained and (best is None or explained > best.shown_by):
+            other_way = best is not None and best.calls == -calls and best.shown_by >= _ENOUGH
+            best = Shift(calls, begun, explained, both_ways=other_way)
+        elif explained >= _ENOUGH and best is not None and best.calls == -calls:
+            best = replace(best, both_ways=True)
+    return best
 
 
 def _history(calls: Calls, group: int, row: int) -> History:
@@ -234,7 +262,10 @@ def _shifted_run(mine: History, theirs: History, shift: int, last: int) -> tuple
 
 
 def _messages(snapshot: Snapshot, stuck: Bools) -> Iterator[Disagreement]:
-    """Yield the stuck messages whose two ends differ in size."""
+    """Yield messages whose two ends differ in size or dtype: the stuck ones, and one of a channel.
+
+    A back end may let such a message through. The receiver then gets a part of it, or wrong values.
+    """
     calls = snapshot.calls
     ends: dict[tuple[int, int, int, int, int], dict[int, int]] = {}
     for row in np.flatnonzero((calls["kind"] == P2P) & (calls["peer"] >= 0)).tolist():
@@ -243,22 +274,53 @@ def _messages(snapshot: Snapshot, stuck: Bools) -> Iterator[Disagreement]:
         source, target = pair if call["op"] == SEND else pair[::-1]
         key = int(call["group"]), source, target, int(call["tag"]), int(call["seq"])
         ends.setdefault(key, {})[int(call["op"])] = row
-    for both in ends.values():
+    told = set()
+    for (group, *channel, _, seq), both in ends.items():
         if len(both) < 2:
             continue
         send, recv = both[SEND], both[RECV]
         differing = tuple(
             name
             for name, column in (("dtype", "dtype"), ("size", "message_bytes"))
-            if calls[column][send] != calls[column][recv]
+            if calls[column][send] != calls[column][recv] and calls[column][[send, recv]].all()
         )
-        if "size" in differing and (stuck[send] or stuck[recv]):
-            rows = np.array([send, recv])
-            sides = tuple(Side((int(calls["rank"][row]),), row) for row in (send, recv))
+        is_stuck = bool(stuck[send] or stuck[recv])
+        if not differing or (is_stuck and "size" not in differing):
+            continue
+        if not is_stuck and ((group, *channel) in told or calls["status"][recv] != COMPLETED):
+            continue
+        told.add((group, *channel))
+        sides = tuple(Side((int(calls["rank"][row]),), row) for row in (send, recv))
+        yield Disagreement(
+            False, group, seq, differing, sides, np.array([send, recv]), is_stuck, message=True
+        )
+
+
+def _uneven_exchanges(snapshot: Snapshot) -> Iterator[Disagreement]:
+    """Yield the first all_to_all of each group whose members send more or less than they receive.
+
+    Each member may have sizes of its own, so only the sums over all members can be compared.
+    """
+    calls = snapshot.calls
+    rows = np.flatnonzero((calls["kind"] == COLLECTIVE) & (calls["op"] == _ALL_TO_ALL))
+    if not len(rows):
+        return
+    rows = rows[np.lexsort((calls["seq"][rows], calls["group"][rows]))]
+    keys = np.stack([calls["group"][rows], calls["seq"][rows]])
+    cuts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
+    told = set()
+    for piece in np.split(rows, cuts):
+        group, seq = int(calls["group"][piece[0]]), int(calls["seq"][piece[0]])
+        members = snapshot.groups[group].ranks
+        if group in told or len(piece) != len(members):
+            continue
+        if calls["in_bytes"][piece].sum() != calls["out_bytes"][piece].sum():
+            told.add(group)
+            ranks = tuple(sorted(calls["rank"][piece].tolist()))
+            is_open = bool((calls["status"][piece] != COMPLETED).any())
             yield Disagreement(
-                False, int(calls["group"][send]), int(calls["seq"][send]), differing, sides,
-                rows, True, message=True,
-            )  # fmt: skip
+                False, group, seq, (SPLITS,), (Side(ranks, int(piece[0])),), piece, is_open
+            )
 
 
 def value(snapshot: Snapshot, row: int, name: str) -> str:
@@ -272,7 +334,7 @@ def value(snapshot: Snapshot, row: int, name: str) -> str:
         return REDUCE_OPS[int(found["reduce_op"])]
     if name == "root":
         return f"rank {int(found['root'])}"
-    return f"{int(found[SIZE_IN.get(OPS[int(found['op'])], 'message_bytes')]):,} bytes"
+    return f"{int(found[SIZE_TO_AGREE_ON.get(OPS[int(found['op'])], 'message_bytes')]):,} bytes"
 
 
 def values(snapshot: Snapshot, found: Disagreement, side: Side) -> str:

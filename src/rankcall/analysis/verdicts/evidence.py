@@ -1,24 +1,40 @@
-"""The evidence of a hang: the calls that are overdue, and the waits behind them.
+"""The evidence that verdicts rest on.
 
-It is worked out once for a snapshot. Every kind of verdict that can be behind a hang reads it.
+For a hang it is the calls that are overdue, and the waits behind them (``HangEvidence``). It is
+worked out once for a snapshot, and every kind of verdict that can be behind a hang reads it. For a
+job that goes on it is the newest calls, lined up (``RecentCalls``): they show slow ranks and links.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.state.snapshot import (
+    COLLECTIVE,
     COMPLETED,
     P2P,
     Bools,
+    Calls,
     Snapshot,
     failed_for_good,
     median_step_s,
     unfinished,
+)
+from rankcall.analysis.timing.clocks import HostClock, align_hosts
+from rankcall.analysis.timing.collectives import (
+    CollectiveTable,
+    Columns,
+    Ints,
+    MessageTable,
+    RankCollectives,
+    RankMessages,
+    Session,
+    collective_table,
+    message_table,
 )
 from rankcall.analysis.verdicts.culprits import (
     BEATS_S,
@@ -38,10 +54,12 @@ from rankcall.analysis.verdicts.wait_graph import (
     cycles_in,
     waits_of,
 )
+from rankcall.ops import SYNCHRONISING, bandwidth_sizes
+from rankcall.record import OPS
 
 HANG_AFTER_S = 60.0
-_FIRST_STEP = 5.0  # the first step may take so many times longer
-_STEPS = 10.0  # a later call may take so many times the median step
+FIRST_STEP = 5.0  # the first step may take so many times longer
+LONG_STEPS = 10.0  # a later call may take so many times the median step
 # A call in flight for this part of the threshold is followed to the ranks that it waits for. It
 # began with the trouble, or somewhat later; a shorter call may be on its way.
 _FOLLOWED = 0.1
@@ -58,6 +76,7 @@ class HangEvidence:
     """The waits of a job, and their likely causes. All lists are empty if nothing hangs."""
 
     snapshot: Snapshot
+    hang_after: float
     in_flight: Bools  # by call
     graph: WaitGraph
     exits: Exits
@@ -100,7 +119,11 @@ def hang_evidence(
     blind = {each.rank for each in snapshot.ranks if each.blind}
     graph = WaitGraph(waits_of(snapshot, followed, hung), blind)
     exits = exits_of(snapshot, {int(rank) for rank in calls["rank"][failed]})
-    clashes = disagreements_in(snapshot, in_flight | failed)
+    clashes = [
+        each
+        for each in disagreements_in(snapshot, in_flight | failed)
+        if not _after_the_stop(snapshot, each)
+    ]
     clashing = {int(rank) for each in clashes if each.open for rank in calls["rank"][each.rows]}
     explained = _Explained(snapshot, clashes)
     suspects = Suspects(snapshot, graph, exits, hang_after, clashing, explained)
@@ -113,7 +136,7 @@ def hang_evidence(
         suspects.explained = explained = _Explained(snapshot, clashes)
         cycles = [each for each in cycles if _is_cause(each, explained)]
         cases = culprit_cases(suspects, kinds)
-    return HangEvidence(snapshot, in_flight, graph, exits, clashes, cycles, cases)
+    return HangEvidence(snapshot, hang_after, in_flight, graph, exits, clashes, cycles, cases)
 
 
 def patience(snapshot: Snapshot, hang_after: float) -> Floats:
@@ -123,13 +146,13 @@ def patience(snapshot: Snapshot, hang_after: float) -> Floats:
     one from its line. A rank may take any time in a phase that it declared to take long.
     """
     calls = snapshot.calls
-    later = max(float(hang_after), _STEPS * median_step_s(snapshot))
+    later = max(float(hang_after), LONG_STEPS * median_step_s(snapshot))
     allowed = np.full(len(calls), later)
     stepless = np.array([each.steps == 0 for each in snapshot.ranks], bool)[calls["rank"]]
     done = calls["status"] == COMPLETED
     line = calls["rank"].astype(np.int64) * (len(snapshot.sites) + 1) + calls["site"]
     seen = np.isin(line, line[done]) & (calls["site"] > 0)
-    allowed[stepless & ~seen] = _FIRST_STEP * hang_after
+    allowed[stepless & ~seen] = FIRST_STEP * hang_after
     declared = np.array([each.may_be_silent(hang_after) for each in snapshot.ranks], bool)
     allowed[declared[calls["rank"]]] = np.inf
     return allowed
@@ -163,6 +186,19 @@ def _left_behind(snapshot: Snapshot) -> Bools:
     closed = np.array([each.closed or each.exit == 0 for each in snapshot.ranks], bool)
     result: Bools = closed[snapshot.calls["rank"]]
     return result
+
+
+def _after_the_stop(snapshot: Snapshot, found: Disagreement) -> bool:
+    """Tell whether a member issued its call after its launcher had got a signal to stop.
+
+    A program may issue calls of its own then, for example to save what it has.
+    """
+    calls = snapshot.calls[found.rows]
+    told = [snapshot.ranks[rank].told_s for rank in calls["rank"]]
+    return any(
+        since is not None and age <= since
+        for since, age in zip(told, calls["age_s"].tolist(), strict=True)
+    )
 
 
 def _just_begun_s(snapshot: Snapshot, hang_after: float) -> float:
@@ -221,3 +257,144 @@ class _Explained:
 
 def _is_cause(cycle: Cycle, explained: _Explained) -> bool:
     return any(wait.hung for wait in cycle.waits) and not any(map(explained, cycle.waits))
+
+
+SYNC = np.array([name in SYNCHRONISING for name in OPS])
+_RECENT = 384  # calls of a rank
+_S = 1e9
+_ONE_LIFE = Session(0, 0)
+
+
+@dataclass
+class RecentCalls:
+    """Each rank's newest calls, as a snapshot and by group, on clocks that agree."""
+
+    snapshot: Snapshot
+    tables: list[CollectiveTable]
+    messages: list[MessageTable]
+    clocks: list[HostClock]
+    step_begins: list[Ints]  # by rank, aligned ns
+    span: tuple[int, int]  # the first arrival and the last end, aligned ns
+
+    @property
+    def seconds(self) -> float:
+        """The time on record."""
+        return (self.span[1] - self.span[0]) / _S
+
+
+def recent_calls(snapshot: Snapshot) -> RecentCalls:
+    """Line up each rank's newest calls. Older ones say nothing about what is slow now."""
+    calls = snapshot.calls
+    if len(calls):
+        newest = np.zeros(int(calls["rank"].max()) + 1, np.int64)
+        np.maximum.at(newest, calls["rank"], calls["index"])
+        calls = calls[calls["index"] > newest[calls["rank"]] - _RECENT]
+    return _line_up(replace(snapshot, calls=calls))
+
+
+def _line_up(snapshot: Snapshot) -> RecentCalls:
+    """Line up all calls by group, with clocks that make hosts' times comparable.
+
+    Ages become ns since the oldest call of all, by each host's own moment. The offset between two
+    hosts' moments follows from the ends of the collectives that they share.
+    """
+    calls = snapshot.calls
+    host_of, clocks = _clocks(snapshot)
+    if not len(calls):
+        return RecentCalls(snapshot, [], [], clocks, [], (0, 0))
+    oldest = float(calls["age_s"].max()) + 1.0
+    parts: dict[int, list[RankCollectives]] = {}
+    for piece in _by_group(calls[calls["kind"] == COLLECTIVE]):
+        group = int(piece["group"][0])
+        ranks = snapshot.groups[group].ranks
+        parts.setdefault(group, []).append(_part(piece, ranks, host_of, oldest))
+    tables = [
+        collective_table(_ONE_LIFE, snapshot.groups[key], each) for key, each in parts.items()
+    ]
+    align_hosts(clocks, tables)
+    letters: dict[int, list[RankMessages]] = {}
+    for piece in _by_group(calls[calls["kind"] == P2P]):
+        group = int(piece["group"][0])
+        ranks = snapshot.groups[group].ranks
+        letters.setdefault(group, []).append(_messages(piece, ranks, host_of, oldest))
+    messages = [
+        message_table(_ONE_LIFE, snapshot.groups[key], each) for key, each in letters.items()
+    ]
+    return RecentCalls(
+        snapshot, tables, messages, clocks, *_times(snapshot, host_of, clocks, oldest)
+    )
+
+
+def _by_group(calls: Calls) -> list[Calls]:
+    """Return calls by group and rank, each by ascending seq."""
+    if not len(calls):
+        return []
+    calls = calls[np.lexsort((calls["seq"], calls["rank"], calls["group"]))]
+    keys = np.stack([calls["group"], calls["rank"]])
+    cuts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
+    return list(np.split(calls, cuts))
+
+
+def _times(
+    snapshot: Snapshot, host_of: list[int], clocks: list[HostClock], oldest: float
+) -> tuple[list[Ints], tuple[int, int]]:
+    """Return when each rank began its steps, and the first arrival and the last end of all."""
+    begins, first, last = [], [], []
+    calls = snapshot.calls[np.lexsort((snapshot.calls["index"], snapshot.calls["rank"]))]
+    for rank in np.unique(calls["rank"]).tolist():
+        mine = calls[calls["rank"] == rank]
+        clock = clocks[host_of[rank]]
+        came = clock.align(_ns(oldest - mine["age_s"]))
+        new = np.concatenate([[True], mine["step"][1:] > mine["step"][:-1]])
+        begins.append(came[new])
+        ended = mine["ended_s"][~np.isnan(mine["ended_s"])]
+        first.append(int(came.min()))
+        last.append(int(clock.align(_ns(oldest - ended)).max()) if len(ended) else int(came.max()))
+    return begins, (min(first), max(last))
+
+
+def _ns(seconds: npt.NDArray[np.float64]) -> Ints:
+    return np.rint(seconds * _S).astype(np.int64)
+
+
+def _messages(
+    calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: float
+) -> RankMessages:
+    """Return one rank's messages in one group."""
+    rank = int(calls["rank"][0])
+    local = {each: number for number, each in enumerate(ranks)}
+    came = _ns(oldest - calls["came_s"])
+    columns: Columns = {name: calls[name] for name in ("seq", "tag", "op")}
+    columns["peer"] = np.array([local.get(peer, -1) for peer in calls["peer"].tolist()], np.int32)
+    columns["arrival"] = columns["started"] = came
+    columns["completed"] = _ns(np.nan_to_num(oldest - calls["ended_s"]))
+    columns["bytes"], columns["size"] = calls["message_bytes"], calls["message_bytes"] * 1.0
+    columns["own"] = np.full(len(calls), local[rank], np.int32)
+    return RankMessages(rank, host_of[rank], columns)
+
+
+def _clocks(snapshot: Snapshot) -> tuple[list[int], list[HostClock]]:
+    numbers: dict[str, int] = {}
+    host_of = [numbers.setdefault(each.host, len(numbers)) for each in snapshot.ranks]
+    return host_of, [HostClock(name, 0) for name in numbers]
+
+
+def _part(
+    calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: float
+) -> RankCollectives:
+    """Return one rank's calls in one group. A seq that occurs twice is damage, and left out."""
+    calls = calls[np.concatenate([[True], calls["seq"][1:] > calls["seq"][:-1]])]
+    rank = int(calls["rank"][0])
+    came = _ns(oldest - calls["came_s"])
+    ended = _ns(np.nan_to_num(oldest - calls["ended_s"]))
+    columns: Columns = {name: calls[name] for name in ("op", "in_bytes", "out_bytes")}
+    columns["message_bytes"] = calls["message_bytes"]
+    local = {each: number for number, each in enumerate(ranks)}
+    roots = {root: local.get(root, -1) for root in np.unique(calls["root"]).tolist()}
+    agreed = {
+        "op": calls["op"],
+        "root": np.array([roots[root] for root in calls["root"].tolist()], np.int32),
+        "size": bandwidth_sizes(columns, len(ranks)),
+        "bytes": calls["message_bytes"],
+    }
+    return RankCollectives(rank, host_of[rank], calls["seq"], came, came, ended, agreed)

@@ -20,7 +20,7 @@ class Exhausted(CulpritVerdict):
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit ranks whose program has ended well, or is ending."""
-        if not suspects.has_left(suspect.rank):
+        if not suspects.has_left(suspect.rank) or suspect.state.failure:
             return None
         return "certain" if suspect.state.exit == 0 else "likely"
 

@@ -5,19 +5,20 @@ Below it are the words that findings share: how ranks, calls, waits and duration
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankcall.analysis.state.snapshot import FAILED, SEND, Snapshot
+from rankcall.analysis.state.snapshot import FAILED, LOADER, SEND, CodePlace, Snapshot
 from rankcall.analysis.verdicts.wait_graph import Wait
-from rankcall.run import format_ranks
+from rankcall.ranks import format_ranks
 
 HEALTHY = "healthy"
 CONFIDENCES = ("certain", "likely", "possible")
 SHOWN = 3  # ranks, waits, sides or hosts that a finding names one by one
+_LISTS = ("ranks", "victims", "hosts", "evidence")
 _LONGEST = 40  # characters of a list of ranks; a longer list is written as a count
 
 
@@ -45,6 +46,17 @@ class Finding:
     advice: str = ""
     stops: bool = True  # it keeps the run from going on, and does not only slow it
     predicate: str = "hold the others up"  # follows the ranks in a title: "Rank 2 died"
+
+
+def finding_from(fields_of: Mapping[str, Any]) -> Finding:
+    """Return a finding from the object that a report or a watcher wrote."""
+    names = {each.name for each in fields(Finding)}
+    known: dict[str, Any] = {
+        name: tuple(value) if name in _LISTS else value
+        for name, value in fields_of.items()
+        if name in names and value is not None
+    }
+    return Finding(**known)
 
 
 def less_sure(confidence: str, steps: int = 1) -> str:
@@ -165,6 +177,16 @@ def at_line(snapshot: Snapshot, wait: Wait) -> str:
     """Return `` at FILE:LINE``, or nothing if the line is not known."""
     site = common_site(snapshot, wait)
     return f" at {site}" if site else ""
+
+
+def name_place(place: CodePlace) -> str:
+    """Write the place at which a rank's code stands: ``in new_group at train.py:12``."""
+    where = f"at {place.line}" if place.line else ""
+    if place.inside == LOADER:
+        return f"waiting for its data loader {where}".rstrip()
+    if place.inside:
+        return f"in {place.inside} {where}".rstrip()
+    return f"{where} in {place.function}" if where and place.function else where
 
 
 def last_call(snapshot: Snapshot, rank: int) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot
 from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
-from rankcall.analysis.verdicts.disagreements import Disagreement, Side, values
-from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values
+from rankcall.analysis.verdicts.evidence import HangEvidence, RecentCalls
 from rankcall.analysis.verdicts.finding import (
     CONFIDENCES,
     SHOWN,
@@ -27,7 +27,6 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
     name_wait,
 )
-from rankcall.analysis.verdicts.slowness import RecentCalls
 from rankcall.analysis.verdicts.wait_graph import Wait
 
 
@@ -115,11 +114,15 @@ class CulpritVerdict(Verdict):
         if longest is not None:
             place = _place(snapshot, longest)
         return self.finding(
-            ranks, victims=victims, hosts=hosts_of(snapshot, ranks), confidence=confidence,
+            ranks,
+            victims=victims,
+            hosts=hosts_of(snapshot, ranks),
+            confidence=confidence,
             summary=self._summary(snapshot, states, longest, len(victims)),
             evidence=(*_waiting(evidence, ranks, waits), *gaps),
-            advice=self.advice(snapshot, states), **place,
-        )  # fmt: skip
+            advice=self.advice(snapshot, states),
+            **place,
+        )
 
     def _summary(
         self, snapshot: Snapshot, states: Sequence[RankState], wait: Wait | None, victims: int
@@ -139,9 +142,12 @@ class CulpritVerdict(Verdict):
 def _place(snapshot: Snapshot, wait: Wait) -> dict[str, Any]:
     """Return the fields of a finding that name the call that the victims are in."""
     return {
-        "group": snapshot.labels[wait.group], "seq": wait.seq, "op": snapshot.op(int(wait.rows[0])),
-        "call_site": common_site(snapshot, wait), "since_s": wait.age_s,
-    }  # fmt: skip
+        "group": snapshot.labels[wait.group],
+        "seq": wait.seq,
+        "op": snapshot.op(int(wait.rows[0])),
+        "call_site": common_site(snapshot, wait),
+        "since_s": wait.age_s,
+    }
 
 
 def _waiting(evidence: HangEvidence, ranks: Sequence[int], waits: Sequence[Wait]) -> list[str]:
@@ -216,12 +222,15 @@ class DisagreementVerdict(Verdict):
     def _of_disagreement(self, evidence: HangEvidence, found: Disagreement) -> Finding:
         snapshot, graph, culprits = evidence.snapshot, evidence.graph, found.culprits
         members = {rank for side in found.sides for rank in side.ranks}
-        behind = [
-            wait for wait in graph.waits if wait.group == found.group and wait.seq >= found.seq
-        ] if found.open else []  # fmt: skip
+        behind = (
+            [wait for wait in graph.waits if wait.group == found.group and wait.seq >= found.seq]
+            if found.open
+            else []
+        )
         victims = (members | graph.victims(behind)) - set(culprits)
         row = found.sides[-1].row
-        likely = not culprits or (found.shift and "op" not in found.differing)
+        # If only the lines differ, they may differ for another reason.
+        likely = not culprits or (found.order_differs and "op" not in found.differing)
         confidence = "likely" if likely else "certain"
         unseen = _blind(snapshot, set(snapshot.groups[found.group].ranks) - members)
         gaps = []
@@ -231,18 +240,25 @@ class DisagreementVerdict(Verdict):
             gaps = [f"nothing is known of {names}: no records of it here"]
         sides = [_side(snapshot, found, side) for side in found.sides[:SHOWN]]
         return self.finding(
-            culprits, victims=tuple(sorted(victims)), hosts=hosts_of(snapshot, culprits),
-            group=snapshot.labels[found.group], seq=found.seq, op=snapshot.op(row),
+            culprits,
+            victims=tuple(sorted(victims)),
+            hosts=hosts_of(snapshot, culprits),
+            group=snapshot.labels[found.group],
+            seq=found.seq,
+            op=snapshot.op(row),
             call_site=snapshot.site(int(snapshot.calls["site"][row])),
-            since_s=float(snapshot.calls["age_s"][found.rows].max()), confidence=confidence,
-            summary=self.summary(snapshot, found), evidence=(*sides, *gaps),
+            since_s=float(snapshot.calls["age_s"][found.rows].max()),
+            confidence=confidence,
+            summary=self.summary(snapshot, found),
+            evidence=(*sides, *gaps),
             advice=self.advice(found),
-        )  # fmt: skip
+        )
 
 
 def _side(snapshot: Snapshot, found: Disagreement, side: Side) -> str:
     """Write one side: its ranks, its op, its line and the fields that differ."""
     site = snapshot.site(int(snapshot.calls["site"][side.row]))
     op = snapshot.op(side.row)
-    fields = "" if found.differing == ("op",) else f", {values(snapshot, found, side)}"
+    told = found.differing in (("op",), (SPLITS,))
+    fields = "" if told else f", {values(snapshot, found, side)}"
     return f"{name_ranks(snapshot, side.ranks)}: {op}{f' at {site}' if site else ''}{fields}"

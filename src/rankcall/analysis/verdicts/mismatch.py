@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.verdicts.disagreements import Disagreement, values
+from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, values
 from rankcall.analysis.verdicts.finding import begin_sentence, name_ranks
 from rankcall.analysis.verdicts.kinds import DisagreementVerdict
 
@@ -20,22 +20,42 @@ class Mismatch(DisagreementVerdict):
         """Write which ranks differ, and in which fields."""
         first, last = found.sides[0], found.sides[-1]
         place = f"#{found.seq} of group {snapshot.labels[found.group]}"
+        if SPLITS in found.differing:
+            calls = snapshot.calls[found.rows]
+            sent, received = int(calls["in_bytes"].sum()), int(calls["out_bytes"].sum())
+            return (
+                f"{begin_sentence(name_ranks(snapshot, first.ranks))} send {sent:,} bytes in all "
+                f"in all_to_all {place}, and expect to receive {received:,}: their split sizes do "
+                f"not add up.{_consequence(found)}"
+            )
         mine, theirs = (values(snapshot, found, side) for side in (first, last))
         if found.message:
             return (
-                f"rank {first.ranks[0]} sends {mine} and rank {last.ranks[0]} receives {theirs}, "
-                f"in message {place}."
+                f"Rank {first.ranks[0]} sends {mine} and rank {last.ranks[0]} receives {theirs}, "
+                f"in message {place}.{_consequence(found)}"
             )
         fields = " and ".join(name.replace("_", " ") for name in found.differing)
-        done = "" if found.open else " It went through all the same: the results are wrong."
         return (
             f"{begin_sentence(name_ranks(snapshot, first.ranks))} and "
             f"{name_ranks(snapshot, last.ranks)} differ in {fields} in "
-            f"{snapshot.op(last.row)} {place}: {mine} against {theirs}.{done}"
+            f"{snapshot.op(last.row)} {place}: {mine} against {theirs}.{_consequence(found)}"
         )
 
     def advice(self, found: Disagreement) -> str:
         """Write which arguments to compare."""
         if found.message:
-            return "Make both ends the same size."
+            return "Make both ends the same size and dtype."
+        if SPLITS in found.differing:
+            return (
+                "Each rank must send as much as its peer expects: compare "
+                "input_split_sizes with the output_split_sizes of the other members."
+            )
         return "All members of a group must pass the same: compare what the lines above are given."
+
+
+def _consequence(found: Disagreement) -> str:
+    """Write what became of a call that ended although its members differ."""
+    if found.open:
+        return ""
+    wrong = "the received data is wrong or incomplete" if found.message else "the results are wrong"
+    return f" It went through all the same: {wrong}."

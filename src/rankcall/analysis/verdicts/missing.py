@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot, unfinished
+from rankcall.analysis.state.snapshot import (
+    GONE,
+    LOADER,
+    RankState,
+    Snapshot,
+    code_place,
+    unfinished,
+)
 from rankcall.analysis.verdicts.culprits import Suspect, Suspects
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
-from rankcall.analysis.verdicts.finding import SHOWN, hosts_of, verbs_for
+from rankcall.analysis.verdicts.finding import SHOWN, hosts_of, name_place, verbs_for
 from rankcall.analysis.verdicts.kinds import CulpritVerdict
 
 
@@ -47,9 +54,13 @@ class Missing(CulpritVerdict):
             return f"{verbs.have} left no records here"
         if first.closed:
             return (
-                f"{verbs.have} stopped recording (rankcall.disable): whether {verbs.they} came is "
-                "not known"
+                f"{verbs.have} stopped recording, to end or by rankcall.disable: whether "
+                f"{verbs.they} came is not known"
             )
+        places = {code_place(state.stack) for state in states}
+        where = name_place(places.pop()) if len(places) == 1 else ""
+        if where:
+            return f"{verbs.have} not come: {verbs.they} {verbs.be} {where}"
         return f"{verbs.have} not come: {verbs.they} {verbs.be} in user code"
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
@@ -64,6 +75,17 @@ class Missing(CulpritVerdict):
             )
         if first.blind:
             return "Bring the records of all nodes together (rankcall collect), then ask again."
+        place = code_place(first.stack)
+        if place.inside == LOADER:
+            return (
+                f"Look at its data loader: its workers, the files that they read on "
+                f"{first.host or 'its host'}, and whether it has as many batches as the others."
+            )
+        if place.is_setup:
+            return (
+                f"All members must call {place.inside} at the same place of the program: the "
+                "others are in another call."
+            )
         if not snapshot.live:
             return f"Look at what rank {first.rank} does after the call it was last in."
         return (

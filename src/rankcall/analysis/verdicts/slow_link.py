@@ -7,7 +7,7 @@ are slow, so the lower quartile is compared: a busy moment says nothing about a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rankcall.analysis.state.snapshot import P2P, SEND, Snapshot
 from rankcall.analysis.timing.clocks import HostClock, RowClocks
 from rankcall.analysis.timing.collectives import CollectiveTable, present
-from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.evidence import SYNC, HangEvidence, RecentCalls
 from rankcall.analysis.verdicts.finding import (
     Finding,
     common_site,
@@ -28,7 +28,6 @@ from rankcall.analysis.verdicts.finding import (
     short_duration,
 )
 from rankcall.analysis.verdicts.kinds import Verdict
-from rankcall.analysis.verdicts.slowness import SYNC, RecentCalls
 from rankcall.record import OPS
 
 _TIMES = 2.5  # slower than the median link of the kind
@@ -55,16 +54,20 @@ class SlowLink(Verdict):
             return
         ranks = count_of(len(wait.present), "rank")
         yield self.finding(
-            (), victims=tuple(sorted(evidence.graph.victims([wait]))),
-            group=snapshot.labels[wait.group], seq=wait.seq,
+            (),
+            victims=tuple(sorted(evidence.graph.victims([wait]))),
+            group=snapshot.labels[wait.group],
+            seq=wait.seq,
             op=snapshot.op(int(wait.rows[0])),
-            call_site=common_site(snapshot, wait), since_s=wait.age_s, confidence="possible",
+            call_site=common_site(snapshot, wait),
+            since_s=wait.age_s,
+            confidence="possible",
             summary=f"All {ranks} have come to {name_wait(snapshot, wait)}, and "
             f"{count_of(len(wait.waiters), 'rank')} did not get out for "
             f"{duration(wait.age_s)}: the transfer itself is stuck.",
             evidence=(f"{name_ranks(snapshot, wait.waiters)} still in it",),
-            advice="Look at the network between their hosts, and at the back end's log.",
-        )  # fmt: skip
+            advice=_where_to_look(snapshot, wait.present),
+        )
 
     def in_running_job(self, recent: RecentCalls) -> Iterator[Finding]:
         """Yield the slowest links."""
@@ -75,16 +78,22 @@ class SlowLink(Verdict):
                 source, target = link.ranks[:1], link.ranks[1:]
                 ends = f"{name_ranks(snapshot, source)} to {name_ranks(snapshot, target)}"
                 subject = "messages from"
-            hosts = " and ".join(link.hosts) if len(link.hosts) > 1 else "these ranks"
+            hosts = " and ".join(link.hosts)
+            look = f"the network between {hosts}: errors, speed, a shared uplink."
+            if len(link.hosts) < 2:
+                look = "what these ranks share on their host: its cores, memory and links."
             yield self.finding(
-                sorted(link.ranks), hosts=link.hosts, op=link.op, since_s=link.seconds,
+                sorted(link.ranks),
+                hosts=link.hosts,
+                op=link.op,
+                since_s=link.seconds,
                 confidence="likely",
                 summary=f"Slow: {subject} {ends} take {short_duration(link.seconds)} once both "
                 f"ends have come, {link.seconds / link.usual:.1f} times the "
                 f"{short_duration(link.usual)} of {link.compared} others like it.",
                 evidence=(f"over {link.count:,} transfers of up to {link.bytes:,} bytes",),
-                advice=f"Look at the network between {hosts}: errors, speed, a shared uplink.",
-            )  # fmt: skip
+                advice=f"Look at {look}",
+            )
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,14 @@ class LinkTimes:
     usual: float
     count: int
     compared: int
+
+
+def _where_to_look(snapshot: Snapshot, ranks: Sequence[int]) -> str:
+    """Write what to look at if a call that all members have come to does not end."""
+    log = "the back end's log (TORCH_DISTRIBUTED_DEBUG=DETAIL, NCCL_DEBUG=INFO)"
+    if len(hosts_of(snapshot, ranks)) > 1:
+        return f"Look at the network between their hosts, and at {log}."
+    return f"All of them are on one host: look at {log}."
 
 
 def slow_links(recent: RecentCalls) -> list[LinkTimes]:
@@ -135,10 +152,16 @@ def _outliers(
         if seconds > _TIMES * max(usual, 1e-9) and seconds - usual > _LEAST_S:
             found.append(
                 LinkTimes(
-                    ranks, hosts_of(snapshot, ranks), OPS[kind[0]], 1 << kind[1],
-                    seconds, usual, len(links[ranks]), len(others),
+                    ranks,
+                    hosts_of(snapshot, ranks),
+                    OPS[kind[0]],
+                    1 << kind[1],
+                    seconds,
+                    usual,
+                    len(links[ranks]),
+                    len(others),
                 )
-            )  # fmt: skip
+            )
     return found
 
 

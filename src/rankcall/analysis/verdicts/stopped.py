@@ -28,8 +28,11 @@ class Stopped(CulpritVerdict):
         return "likely" if frozen else None
 
     def counts(self, suspects: Suspects, case: Case) -> bool:
-        """Report a stopped rank that others wait for, even beside a disagreement."""
-        return self.has_waited_long(suspects, case)
+        """Report every stopped process, and a frozen one that others wait for.
+
+        A process that a signal has stopped makes no progress, whether others wait for it or not.
+        """
+        return case.state.state == STOPPED or self.has_waited_long(suspects, case)
 
     def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write the sign by which the processes are known to stand still."""
@@ -49,7 +52,12 @@ class Stopped(CulpritVerdict):
         if first.state == GONE:
             return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
         if _is_mute(first):
-            return f"See whether it is swapped out, or its host stands still{on}: pid {first.pid}."
+            same_host = [s for s in snapshot.ranks if s.host == first.host and s not in states]
+            # If others of the host give signs of life, the host does not stand still.
+            or_host = (
+                "" if any(not _is_mute(s) for s in same_host) else ", or its host stands still"
+            )
+            return f"See whether it is swapped out{or_host}{on}: pid {first.pid}."
         return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
 
 

@@ -24,11 +24,11 @@ from rankcall.analysis.state.snapshot import (
     Calls,
     Snapshot,
 )
-from rankcall.record import OPS
+from rankcall.ops import FROM_ROOT, OPS
 
 Rows = npt.NDArray[np.intp]
 
-_FROM_ROOT = [OPS.index(name) for name in ("broadcast", "scatter")]
+_FROM_ROOT = [OPS.index(name) for name in FROM_ROOT]
 # Functions that return only when their message is gone. The others are waited for later.
 BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")
 
@@ -88,9 +88,15 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[W
         absent = np.setdiff1d(members, came)
         absent = _only_root(calls[piece], absent)
         yield Wait(
-            group, seq, piece, calls["rank"][piece].tolist(), absent.tolist(), came.tolist(),
-            float(calls["age_s"][piece].max()), bool(hung[piece].any()),
-        )  # fmt: skip
+            group,
+            seq,
+            piece,
+            calls["rank"][piece].tolist(),
+            absent.tolist(),
+            came.tolist(),
+            float(calls["age_s"][piece].max()),
+            bool(hung[piece].any()),
+        )
 
 
 def _only_root(waiting: Calls, absent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -142,9 +148,13 @@ def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> list[Wait]:
 def _end(calls: Calls, row: int) -> tuple[int, int, int, int, int, int]:
     call = calls[row]
     return (
-        int(call["group"]), int(call["op"]), int(call["rank"]), int(call["peer"]),
-        int(call["tag"]), int(call["seq"]),
-    )  # fmt: skip
+        int(call["group"]),
+        int(call["op"]),
+        int(call["rank"]),
+        int(call["peer"]),
+        int(call["tag"]),
+        int(call["seq"]),
+    )
 
 
 def _message_wait(
@@ -162,9 +172,17 @@ def _message_wait(
     if peer < 0:
         others = [each for each in snapshot.groups[group].ranks if each != rank]
         yield Wait(
-            group, seq, np.array([row]), me, others, me, age, bool(hung[row]),
-            Channel(-1, rank, tag), any_source=True,
-        )  # fmt: skip
+            group,
+            seq,
+            np.array([row]),
+            me,
+            others,
+            me,
+            age,
+            bool(hung[row]),
+            Channel(-1, rank, tag),
+            any_source=True,
+        )
         return
     other_op = RECV if op == SEND else SEND
     came = newest.get((group, other_op, peer, rank, tag), 0) >= seq
@@ -175,9 +193,17 @@ def _message_wait(
         return
     channel = Channel(rank, peer, tag) if op == SEND else Channel(peer, rank, tag)
     yield Wait(
-        group, seq, np.array([row]), me, [] if came else [peer], [rank, peer] if came else me,
-        age, bool(hung[row]), channel, soft,
-    )  # fmt: skip
+        group,
+        seq,
+        np.array([row]),
+        me,
+        [] if came else [peer],
+        [rank, peer] if came else me,
+        age,
+        bool(hung[row]),
+        channel,
+        soft,
+    )
 
 
 def _api(snapshot: Snapshot, row: int) -> str:

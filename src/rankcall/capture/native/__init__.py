@@ -1,34 +1,134 @@
-"""The native recorder: C++ kernels in front of every c10d op (see kernels.h)."""
+"""The native capture: C++ kernels in front of every c10d op (see kernels.h).
+
+``RECORDER`` is the C++ module to build. ``layout_header`` makes one of its headers from our tables.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import mmap
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rankcall.capture import installed
+from rankcall import ops, record
+from rankcall._native import NativeModule
+from rankcall.capture import interface
 from rankcall.capture.device_status import DeviceOp, device_times_wanted
 from rankcall.capture.marks import Marks, span_of
-from rankcall.capture.native.build import load_recorder
-from rankcall.capture.notices import say
-from rankcall.capture.public import BATCH, OBJECT_CALLS, PICKLES, public_name
-from rankcall.record import DTYPES, OPS, op_of_variant
+from rankcall.errors import CaptureUnavailable, warn_once
+from rankcall.ops import BATCH, OBJECT_CALLS, op_of_variant, public_name
+from rankcall.record import DTYPES, OPS, PICKLE_DTYPE
+from rankcall.ring import layout
 from rankcall.ring.layout import ENTRY_LINE, Geometry
-from rankcall.ring.tables import Group
-from rankcall.ring.writer import encode_group, encode_line
+from rankcall.ring.tables import Group, encode_group, encode_line
 
-_MOST_GROUPS = 4096  # whose hosts marks know; a program may make groups without end
+_MOST_GROUPS = 4096  # with known hosts, for marks; a program may make groups without end
 _module: ModuleType | None = None
+
+
+def layout_header() -> str:
+    """Return ``layout.h``: codes, the table of ops, header offsets, and checks of the record."""
+    codes = {f"k{_camel(name)}": code for code, name in enumerate(ops.OPS)}
+    messages = {f"kMessage{_camel(name)}": code for code, name in enumerate(ops.MESSAGES)}
+    constants = {
+        "kWriting": record.COMMIT_WRITING,
+        "kOpen": record.COMMIT_OPEN,
+        "kClosing": record.COMMIT_CLOSING,
+        "kDone": record.COMMIT_DONE,
+        "kMaxDims": record.MAX_DIMS,
+        "kP2p": record.KINDS.index("p2p"),
+        **{f"k{_camel(name)}": code for code, name in enumerate(record.STATUSES)},
+        **codes,
+        **messages,
+        "kReduceOps": len(record.REDUCE_OPS),
+        "kFlagAbandoned": record.FLAG_ABANDONED,
+        "kFlagAnySource": record.FLAG_ANY_SOURCE,
+        "kFlagDevice": record.FLAG_DEVICE,
+        "kGroupsShare": layout.GROUPS_SHARE,
+        "kErrorsShare": layout.ERRORS_SHARE,
+        "kMostErrorBytes": layout.MOST_ERROR_BYTES,
+        "kUnlistedGroups": layout.UNLISTED_GROUPS,
+        "kEntryString": layout.ENTRY_STRING,
+        "kEntryGroup": layout.ENTRY_GROUP,
+        "kEntrySite": layout.ENTRY_SITE,
+        "kEntrySizes": layout.ENTRY_SIZES,
+        "kRank": layout.offset_of("rank"),
+        "kHead": layout.offset_of("head"),
+        "kStep": layout.offset_of("step"),
+        "kTablesUsed": layout.offset_of("tables_used"),
+        "kTablesLost": layout.offset_of("tables_lost"),
+        "kInflightLost": layout.offset_of("inflight_lost"),
+        "kNativeHeartbeat": layout.offset_of("native_heartbeat_ns"),
+    }
+    lines = [
+        "// Generated from record.py and ring/layout.py by layout_header.",
+        "#pragma once",
+        "#include <cstddef>",
+        "namespace rankcall::layout {",
+        *(f"constexpr unsigned {name} = {value};" for name, value in constants.items()),
+        "// By op code: the columns of rankcall/ops.py that the recorder needs.",
+        _array("kMessages", [ops.MESSAGES.index(op.message) for op in ops.TABLE]),
+        _array("kP2pOps", [op.waits == "peer" for op in ops.TABLE]),
+        _array("kRootDescribes", [op.root_describes for op in ops.TABLE]),
+        "}",
+        "#define RANKCALL_ASSERT_LAYOUT(R) \\",
+        f'  static_assert(sizeof(R) == {record.RECORD.itemsize}, "record size"); \\',
+    ]
+    for name, (_, offset) in (record.RECORD.fields or {}).items():  # type: ignore[misc]
+        lines.append(f'  static_assert(offsetof(R, {name}) == {offset}, "{name}"); \\')
+    return "\n".join(lines) + "\n\n"
+
+
+def _array(name: str, values: Sequence[int]) -> str:
+    numbers = ", ".join(str(int(value)) for value in values)
+    return f"constexpr unsigned char {name}[] = {{{numbers}}};"
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.replace(" ", "_").split("_"))
+
+
+RECORDER = NativeModule(
+    "rankcall_recorder",
+    Path(__file__).parent,
+    "recorder.cpp",
+    CaptureUnavailable,
+    {"layout.h": layout_header},
+    ("USE_DISTRIBUTED", "USE_C10D_GLOO"),
+)
+
+
+def nvtx_bridge() -> NativeModule:
+    """Return the bridge to NVTX. Raises ``CaptureUnavailable`` if its headers are not installed."""
+    return NativeModule(
+        "rankcall_nvtx",
+        RECORDER.sources,
+        "nvtx_bridge.cpp",
+        CaptureUnavailable,
+        includes=(nvtx_headers(),),
+        uses_torch=False,
+    )
+
+
+def nvtx_headers() -> Path:
+    """Return the include folder of NVTX, which comes with a package of NVIDIA's."""
+    for entry in sys.path:
+        for found in sorted(Path(entry or ".").glob("nvidia/*/include/nvtx3/nvToolsExt.h")):
+            return found.parents[1]
+    raise CaptureUnavailable(
+        "NVTX's headers are not installed: pip install 'rankcall[nvtx]' (it brings nvidia-nvtx)"
+    )
 
 
 def recorder_module() -> ModuleType:
     """Return the loaded recorder, building it first if need be. Raises ``CaptureUnavailable``."""
     global _module
     if _module is None:
-        _module = load_recorder()
+        _module = RECORDER.load()
     return _module
 
 
@@ -54,8 +154,8 @@ class NativeCapture:
         self._recorder: Any = self._native.create(
             ring,
             sizes,
-            list(installed.DTYPE_CODES.items()),
-            installed.skipped_folders(),
+            list(interface.DTYPE_CODES.items()),
+            interface.skipped_folders(),
             call_sites,
             device_times_wanted(),
         )
@@ -69,7 +169,7 @@ class NativeCapture:
 
     def start(self) -> None:
         """Record every c10d op from now on."""
-        if installed.must_install(self.name):
+        if interface.must_install(self.name):
             codes = {name: OPS.index(op_of_variant(name)) for name in self._native.ops()}
             self._native.install(codes)
         self._native.start(self._recorder)
@@ -81,7 +181,9 @@ class NativeCapture:
     def take_device_ops(self) -> list[DeviceOp]:
         """Return the ops on devices that were issued since the last call."""
         if self._native.device_time_failures(self._recorder):
-            say("device times are incomplete: the device refused to record or read some events")
+            warn_once(
+                "device times are incomplete: the device refused to record or read some events"
+            )
         return [DeviceOp(*each) for each in self._native.take_device_ops(self._recorder)]
 
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
@@ -114,7 +216,7 @@ class NativeCapture:
 
     @property
     def make_statuses(self) -> Callable[..., list[Any]]:
-        """Make what hooks get of a batch of events: see statuses.h."""
+        """Make the statuses that hooks get: see statuses.h."""
         made: Callable[..., list[Any]] = self._native.statuses
         return made
 
@@ -133,11 +235,11 @@ class NativeCapture:
         return int(number)
 
     def add_line(self, site: int, text: str) -> None:
-        """Add what the source says at a call site."""
+        """Add the source line of a call site."""
         self._native.append(self._recorder, ENTRY_LINE, encode_line(site, text))
 
     def mark(self, marks: Marks | None) -> None:
-        """Have a tool told of each op as it is issued, from now on; None ends that."""
+        """Call a tool at the issue of each op from now on; None ends that."""
         self._marks = marks
         if marks is None:
             self._native.marks_off(self._recorder)
@@ -145,10 +247,17 @@ class NativeCapture:
         self.learn_spans(marks)
         variants = self._native.ops()
         self._native.marks(
-            self._recorder, tuple(marks.functions), marks.about(), list(DTYPES),
-            variants, [public_name(variant) for variant in variants], list(OBJECT_CALLS), BATCH,
-            PICKLES, marks.span is not None,
-        )  # fmt: skip
+            self._recorder,
+            tuple(marks.functions),
+            marks.about(),
+            list(DTYPES),
+            variants,
+            [public_name(variant) for variant in variants],
+            list(OBJECT_CALLS),
+            BATCH,
+            PICKLE_DTYPE,
+            marks.span is not None,
+        )
 
     def learn_spans(self, marks: Marks) -> None:
         """Ask again which members of which groups are on other hosts."""

@@ -231,7 +231,7 @@ class CallSites {
     if (file.rfind("<frozen ", 0) == 0 || file.rfind("<eval_with_key>", 0) == 0 ||
         file.find("/torchinductor_") != std::string::npos)
       return kHidden;
-    // What stands between the user and torch's context managers and deprecated functions.
+    // Frames between the user and torch's context managers and deprecated functions.
     for (const std::string between : {"/contextlib.py", "/typing_extensions.py", "/warnings.py"})
       if (file.size() >= between.size() && !file.compare(file.size() - between.size(), between.size(), between))
         return kHidden;

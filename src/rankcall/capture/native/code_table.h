@@ -1,4 +1,4 @@
-// What is remembered of code objects, and of the lines in them that issued ops.
+// Code objects, and the lines in them that issued ops.
 //
 // Written with the GIL, read without a lock. No code object is kept alive: the callback of a weak
 // reference removes its entry just before it is freed. A reader only looks up code objects of

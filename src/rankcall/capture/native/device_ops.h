@@ -15,7 +15,7 @@ namespace rankcall {
 struct DeviceOp {
   uint64_t index;   // of its record
   uint32_t group;   // side-table id
-  int64_t number;   // what the back end calls it: a collective or a p2p sequence number; or kNoNumber
+  int64_t number;   // its sequence number in the back end, of a collective or of p2p; or kNoNumber
   bool p2p;
   uint64_t block;   // ops of one public call, which may share a number
   static constexpr int64_t kNoNumber = -1;
@@ -23,7 +23,7 @@ struct DeviceOp {
 
 class DeviceOps {
  public:
-  // False if the notes are full, because nobody has taken them for a long time.
+  // False if the notes are full, because they have not been taken for a long time.
   bool add(const DeviceOp& op) noexcept {
     try {
       std::lock_guard<std::mutex> lock(mutex_);

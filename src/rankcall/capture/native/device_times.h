@@ -93,7 +93,7 @@ class DeviceTimes {
  private:
   struct Stream {
     std::deque<std::shared_ptr<Span>> timed;
-    std::shared_ptr<Span> last;  // whose end came last
+    std::shared_ptr<Span> last;  // the one that ended last
   };
 
   // Look at the oldest op of each stream. False if too many are still to be seen.

@@ -89,7 +89,7 @@ class Groups {
   }
 
   // The state of a group; never null. It stays valid for as long as the caller holds a reference to
-  // the process group; whoever needs it longer asks for `shared`.
+  // the process group; `shared` returns one that stays valid for longer.
   Group* find(c10d::ProcessGroup* group) {
     Thread& thread = this_thread();
     const uint64_t generation = generation_.load(std::memory_order_acquire);

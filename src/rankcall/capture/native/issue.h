@@ -55,7 +55,7 @@ bool is_captured(c10::Device device) noexcept {
   }
 }
 
-// Read what the arguments say.
+// Read the arguments.
 void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* arguments, Record& record, Issued& issued,
                     c10::Device& device) {
   const auto at = [&](int position) { return position >= 0 ? &arguments[position] : nullptr; };
@@ -142,10 +142,13 @@ void write_record(Recorder& recorder, const Op& op, Record& record, Issued& issu
   }
 }
 
-// Record that an op is issued. False where it is not to be recorded, or recording is off.
+// Record that an op is issued. False if it is not to be recorded, or recording is off.
 bool begin(size_t which, const torch::jit::Stack& stack, Issued& issued) noexcept {
   Recorder* recorder = g_active.load(std::memory_order_acquire);
-  if (!recorder) return false;
+  // The index comes first. Another thread may end the recording at any moment, and a ring that awaits
+  // no more ends is unmapped; an index that was taken keeps it mapped until the op has ended.
+  if (!recorder || !recorder->ring.reserve(issued.index)) return false;
+  issued.recorder = recorder;
   try {
     const Op& op = g_ops[which];
     const c10::IValue* arguments = &*(stack.end() - static_cast<std::ptrdiff_t>(op.arguments));
@@ -157,13 +160,11 @@ bool begin(size_t which, const torch::jit::Stack& stack, Issued& issued) noexcep
     record.thread = this_thread().thread_id();
     record.step = recorder->ring.field<uint64_t>(layout::kStep).load(std::memory_order_relaxed);
     record.device_ms = std::nan("");
-    if (!recorder->ring.reserve(issued.index)) return false;
-    issued.recorder = recorder;
     write_record(*recorder, op, record, issued, device);
   } catch (...) {
-    // An argument nobody foresaw: the user's op goes on. An index that was taken is still finished.
+    // An unforeseen argument: the user's op goes on without a record. Its index still ends.
   }
-  return issued.recorder != nullptr;
+  return true;
 }
 
 }  // namespace

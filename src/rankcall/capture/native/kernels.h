@@ -1,7 +1,7 @@
 // The boxed kernels, one in front of every c10d op.
 //
 // BackendSelect is in every tensor's default key set, so no mode, guard or subclass goes around it.
-// A kernel never throws of its own accord, keeps no tensor, takes no lock across Python, and does
+// A kernel never throws an error of its own, keeps no tensor, takes no lock across Python, and does
 // not wait. Rings are closed by a bit in their head counter and outlive the last op in flight.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include <torch/library.h>
 #include <vector>
 
-#include "follow.h"
+#include "completion_source.h"
 #include "issue.h"
 
 namespace rankcall {
@@ -65,7 +65,7 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
   Recorder& recorder = *issued.recorder;
   const uint64_t index = issued.index;
   try {
-    follow(g_ops[Which], *stack, issued);
+    arrange_completion(g_ops[Which], *stack, issued);
   } catch (...) {
     abandon(recorder, index);  // no memory, for example; the op itself goes on
   }

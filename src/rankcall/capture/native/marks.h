@@ -1,8 +1,9 @@
-// Tell a tool of each op as it is issued, on the issuing thread: the twin of capture/python/marks.py.
+// Call a tool at the issue of each op, on the issuing thread. FallbackMarks in capture/marks.py does
+// the same for the fallback capture.
 //
 // The tool's C functions come from outside (nvtx_bridge.cpp), so the recorder needs no header of
-// theirs. Off, it costs a load. On, a text is made of parts that Python has prepared, under a lock
-// that nobody takes the GIL under.
+// theirs. Off, it costs a load. On, a text is made of parts that Python has prepared, under a lock;
+// a thread that holds this lock never takes the GIL.
 #pragma once
 
 #include <atomic>
@@ -93,8 +94,7 @@ class Marks {
       const Site& site = its_site == sites_.end() ? unknown_site : its_site->second;
       const bool is_object = settings_.object_calls.count(site.api) != 0;
       if (is_object && record.dtype != settings_.pickles) return;  // their lengths
-      const bool root_only = record.op == layout::kGather || record.op == layout::kScatter;
-      if (root_only && group.me >= 0 && record.root != group.me) return;
+      if (layout::kRootDescribes[record.op] && group.me >= 0 && record.root != group.me) return;
       if (settings_.across_only && !crosses(record, group)) return;
       const auto known = settings_.names.find(variant);
       const std::string& name = is_object ? site.api : known != settings_.names.end() ? known->second : variant;

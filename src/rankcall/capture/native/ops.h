@@ -1,4 +1,5 @@
-// What a c10d op's arguments mean, read from its schema: torch adds ops, so none is named by hand.
+// What a c10d op's arguments mean: read from its schema, because torch adds ops, and from the table of
+// ops in rankcall/ops.py.
 #pragma once
 
 #include <ATen/SparseTensorImpl.h>
@@ -27,7 +28,7 @@ struct Op {
   int in_splits = -1, out_splits = -1, input = -1, output = -1, in_place = -1, other_tensor = -1;
 };
 
-// Describe one op; false where it has no process group and so is no business of ours.
+// Describe one op. False if it takes no process group, so that there is nothing to record.
 inline bool describe(const c10::FunctionSchema& schema, Op& op) {
   op.arguments = schema.arguments().size();
   for (size_t i = 0; i < op.arguments; i++) {
@@ -53,7 +54,7 @@ inline bool describe(const c10::FunctionSchema& schema, Op& op) {
   const auto& returns = schema.returns();
   op.returns_work = !returns.empty() && returns.back().type()->annotation_str().find("Work") != std::string::npos;
   op.coalesced = schema.name().find("coalesced") != std::string::npos;
-  op.p2p = op.code == layout::kSend || op.code == layout::kRecv;
+  op.p2p = layout::kP2pOps[op.code];
   return op.process_group >= 0;
 }
 
@@ -133,18 +134,16 @@ inline uint64_t own_slice(const Op& op, const c10::IValue* arguments, uint64_t i
 // What a message of this op carries on this rank, as shared conventions count it (docs/records.md).
 inline uint64_t message_bytes(const Op& op, const c10::IValue* arguments, const Sizes& in, const Sizes& out,
                               int rank, int size) {
-  switch (op.code) {
-    case layout::kAllGather:
-    case layout::kReduceScatter:
-    case layout::kRecv:
+  switch (layout::kMessages[op.code]) {
+    case layout::kMessageOutput:
       return out.bytes;
-    case layout::kGather:
+    case layout::kMessageGathered:
       return out.tensors ? out.bytes - in.bytes : in.bytes;
-    case layout::kScatter:
+    case layout::kMessageScattered:
       return in.tensors ? in.bytes - out.bytes : out.bytes;
-    case layout::kAllToAll:
+    case layout::kMessageExchanged:
       return in.bytes - own_slice(op, arguments, in.bytes, rank, size);
-    case layout::kBarrier:
+    case layout::kMessageOneByte:
       return 1;
     default:
       return in.bytes;

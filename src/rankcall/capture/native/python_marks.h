@@ -1,4 +1,4 @@
-// Python's side of marks.h: a tool that is told of each op, and what it is told of groups.
+// Python's side of marks.h: the tool's functions, and the texts of groups.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -19,7 +19,7 @@ std::vector<std::string> texts_of(PyObject* list) {
   return texts;
 }
 
-// Have a tool told of each op as it is issued, by C functions at these addresses.
+// Call a tool at the issue of each op: C functions at these addresses.
 PyObject* py_marks(PyObject*, PyObject* args) {
   PyObject *capsule, *dtypes, *variants, *names, *calls;
   unsigned long long mark, begin, end;
@@ -51,7 +51,7 @@ PyObject* py_marks_off(PyObject*, PyObject* capsule) {
   Py_RETURN_NONE;
 }
 
-// What marks say of a group: JSON of its label and ranks, the ranks, and this rank's place.
+// The text of a group for marks: JSON of its label and ranks, the ranks, and this rank's place.
 PyObject* py_group_text(PyObject*, PyObject* args) {
   PyObject *capsule, *ranks;
   unsigned int id;

@@ -1,7 +1,7 @@
 // The native recorder, as a Python module.
 //
-// One unit of all: torch's headers take far longer to compile than these. What no other unit
-// includes is internal to it, so that a kernel reaches its globals and functions directly.
+// All headers are compiled as one unit: torch's headers take far longer than these. Everything is
+// internal to the unit, so that a kernel reaches globals and functions directly.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
@@ -115,7 +115,7 @@ PyObject* py_start(PyObject*, PyObject* capsule) {
 // Stop recording. Ops in flight still write their ends; drained() tells when the last has.
 PyObject* py_stop(PyObject*, PyObject* capsule) {
   Recorder& recorder = *holder_of(capsule)->recorder;
-  g_active.store(nullptr, std::memory_order_release);
+  g_active.store(nullptr);
   Py_BEGIN_ALLOW_THREADS
   recorder.stop();
   Py_END_ALLOW_THREADS
@@ -162,7 +162,7 @@ PyObject* py_step(PyObject*, PyObject* capsule) {
   Py_RETURN_NONE;
 }
 
-// Say that the dispatcher is about to sleep on `fd`, and what it wants to be woken for.
+// Note that the thread of hooks is about to sleep on `fd`: 1 wakes it at ends, 2 also at starts.
 PyObject* py_sleep(PyObject*, PyObject* args) {
   int fd, mode;
   if (!PyArg_ParseTuple(args, "ii", &fd, &mode)) return nullptr;
@@ -204,7 +204,7 @@ PyObject* py_end_device_ops(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Before and after a look at what the back ends say: see FirstOp. False if now is not the moment.
+// Before and after a look at the back ends' status: see FirstOp. False if now is not the moment.
 PyObject* py_reading_status(PyObject*, PyObject* begins) {
   const bool reading = PyObject_IsTrue(begins) == 1;
   g_reading_status.store(reading);
@@ -244,9 +244,9 @@ PyMethodDef g_methods[] = {
     {"append", py_append, METH_VARARGS, "Add a side-table entry; returns its id or 0."},
     {"error", py_error, METH_VARARGS, "The id of an error message, or 0."},
     {"add_group", py_add_group, METH_VARARGS, "Announce a process group by name."},
-    {"marks", py_marks, METH_VARARGS, "Have a tool told of each op as it is issued."},
-    {"marks_off", py_marks_off, METH_O, "Tell it no more."},
-    {"group_text", py_group_text, METH_VARARGS, "What marks say of a group."},
+    {"marks", py_marks, METH_VARARGS, "Call a tool at the issue of each op."},
+    {"marks_off", py_marks_off, METH_O, "Call the tool no more."},
+    {"group_text", py_group_text, METH_VARARGS, "The text of a group for marks."},
     {"group_span", py_group_span, METH_VARARGS, "Which members of a group are on other hosts."},
     {"counts", py_counts, METH_O, "Records issued and finished."},
     {"step", py_step, METH_O, "Count an optimizer step."},
@@ -254,8 +254,8 @@ PyMethodDef g_methods[] = {
     {"device_time_failures", py_device_time_failures, METH_O, "How often an event of a device failed."},
     {"end_device_ops", py_end_device_ops, METH_VARARGS, "End records of ops on devices."},
     {"reading_status", py_reading_status, METH_O, "Say that the back ends' status is being read."},
-    {"sleep", py_sleep, METH_VARARGS, "Arm the wake-up of the hook dispatcher."},
-    {"statuses", make_statuses, METH_VARARGS, "What hooks get of a batch of events."},
+    {"sleep", py_sleep, METH_VARARGS, "Arm the wake-up of the thread of hooks."},
+    {"statuses", make_statuses, METH_VARARGS, "The statuses that hooks get of a batch of events."},
     {"find_call_site", py_find_call_site, METH_O, "The call-site id of the caller."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,4 +1,4 @@
-// What is recorded into one ring, from start to stop, and the thread that beats its heart meanwhile.
+// The recorder of one ring, from start to stop, and its thread, which writes the native heartbeat.
 #pragma once
 
 #include <pthread.h>
@@ -62,7 +62,6 @@ class Recorder {
   // End the native thread. It never blocks, but a machine may not run it: it is then left behind.
   void stop() {
     ring.close();
-    ring.note_closed_head();
     std::unique_lock<std::mutex> lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
@@ -123,7 +122,7 @@ struct Issued {
   std::shared_ptr<DeviceTimes::Span> span;
   c10::intrusive_ptr<c10d::Backend> back_end;  // of a collective on a device, for the time of the call
   int64_t tag = 0;
-  uint64_t block = 0;  // what its record has as correlation
+  uint64_t block = 0;  // the correlation number of its record
   uint32_t group = 0;
   bool p2p = false;
   bool on_device = false;  // runs on a device, which the host only enqueues it on

@@ -1,7 +1,7 @@
 // The ring file from the writer's side: lock-free, for many threads of one process.
 //
-// A slot's commit word is `(index + 1) << 2 | state`. Whoever changes the state by compare-and-swap
-// owns the slot until its next store: the thread that issues a record, the one that finishes it, or
+// A slot's commit word is `(index + 1) << 2 | state`. A thread that changes the state by compare-and-
+// swap owns the slot until its next store: the thread that issues a record, the one that finishes it, or
 // one that laps the ring and moves an unfinished record to the in-flight table.
 #pragma once
 
@@ -38,7 +38,7 @@ struct Record {
 };
 RANKCALL_ASSERT_LAYOUT(Record);
 
-// What is known only when an op has ended.
+// The facts that are known only when an op has ended.
 struct Outcome {
   uint8_t status;
   int64_t completed_ns;
@@ -74,7 +74,7 @@ class Ring {
     return !(index & kClosed);
   }
 
-  // Own the slot of `index` for writing. Null where a thread a whole lap behind still owns it: the
+  // Own the slot of `index` for writing. Null if a thread a whole lap behind still owns it: the
   // record is then dropped rather than waited for.
   Record* begin(uint64_t index) {
     Record& slot = record(index);
@@ -164,7 +164,7 @@ class Ring {
   }
 
   // Add a side-table entry; returns its id, 0 if there is no more room. A part of the room is kept
-  // for groups: a record whose group nobody knows says nothing.
+  // for groups: a record of an unknown group is of no use.
   uint32_t append(uint32_t kind, const std::string& payload) {
     std::lock_guard<std::mutex> lock(tables_mutex_);
     return append_locked(kind, payload, room_beside_groups());
@@ -195,11 +195,11 @@ class Ring {
   // Have a function called with each record that is finished. To be set before the first.
   void tell(void (*told)(void*, uint64_t), void* context) { told_ = told, told_context_ = context; }
 
-  void close() { head_.fetch_or(kClosed, std::memory_order_acq_rel); }
+  // No index is taken from now on. To be called once.
+  void close() { closed_head_ = head_.fetch_or(kClosed); }
   uint64_t head() const { return head_.load() & ~kClosed; }
   uint64_t done() const { return done_.load(); }
   bool drained() const { return closed_head_ == done(); }
-  void note_closed_head() { closed_head_ = head(); }
 
   template <typename T>
   std::atomic<T>& field(size_t offset) {
@@ -214,7 +214,7 @@ class Ring {
   }
   Record* parked() { return reinterpret_cast<Record*>(base_ + geometry_.inflight_offset); }
 
-  // A reader that sees what is stored from here on must see the word that says so.
+  // A reader that sees a store after this one must also see the word that announces it.
   static Record* owned(Record& record) {
     std::atomic_thread_fence(std::memory_order_release);
     return &record;

@@ -21,10 +21,10 @@ struct Unref {
 };
 using Owned = std::unique_ptr<PyObject, Unref>;
 
-// A class of nothing but slots, whose objects are made without running its `__init__`.
+// A class of nothing but slots. Its objects are made without running its `__init__`.
 class Slotted {
  public:
-  // False, with an exception set, where a name is not a slot of the class.
+  // False, with an exception set, if a name is not a slot of the class.
   bool open(PyObject* cls, std::initializer_list<const char*> names) {
     type_ = reinterpret_cast<PyTypeObject*>(cls);
     for (const char* name : names) {
@@ -94,7 +94,7 @@ class Statuses {
   }
 
  private:
-  // Id 0 stands for what has no name; so does one that came after the names were read.
+  // Id 0 stands for no name; so does an id that came after the names were read.
   static PyObject* of_list(PyObject* list, uint32_t id) {
     const auto at = static_cast<Py_ssize_t>(id);
     return Py_NewRef(PyList_GET_ITEM(list, at < PyList_GET_SIZE(list) ? at : 0));

@@ -1,4 +1,4 @@
-// What the recorder keeps per thread: one block, so one look-up of thread-local storage a kernel.
+// The recorder's state of a thread, in one block: a kernel looks up thread-local storage once.
 #pragma once
 
 #include <sys/syscall.h>
@@ -15,7 +15,7 @@ struct Thread {
   void* group = nullptr;
   uint64_t group_generation = 0;
   const void* call_frame = nullptr;  // of the last public call that issues several ops
-  uint64_t backward_moment = ~0ull;  // when the caller of backward() was looked up last
+  uint64_t backward_moment = ~0ull;  // the moment of the last search for the caller of backward()
   uint32_t backward_site = 0;
 
   uint32_t thread_id() {

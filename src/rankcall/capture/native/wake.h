@@ -1,4 +1,4 @@
-// Wakes the hook dispatcher, which sleeps on an eventfd.
+// Wakes the thread of hooks, which sleeps on an eventfd.
 #pragma once
 
 #include <unistd.h>
@@ -9,7 +9,7 @@
 namespace rankcall {
 namespace {
 
-// What it wants to be woken for. 0: awake or absent, 1: wants ends, 2: both.
+// 0: it is awake or absent. 1: wake it at ends. 2: wake it at starts, too.
 std::atomic<int> g_sleeping{0};
 std::atomic<int> g_wake_fd{-1};
 

@@ -20,10 +20,11 @@ from rankcall.analysis.details import Details
 from rankcall.analysis.timing.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.errors import ExtraMissing
-from rankcall.report._format import clean, percent, plural, rate, size, time
+from rankcall.files import clean
+from rankcall.ranks import format_ranks
+from rankcall.report.formatting import percent, plural, rate, size, time
 from rankcall.report.html import charts
 from rankcall.report.html.items import curves, items, verdict
-from rankcall.run import format_ranks
 
 __all__ = ["render"]
 
@@ -60,13 +61,21 @@ def _template() -> Any:
             "the HTML report needs jinja2: pip install 'rankcall[report]'"
         ) from error
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
         finalize=_readable,
-    )  # fmt: skip
+    )
     environment.filters.update(
-        clean=clean, percent=percent, size=size, time=time, rate=rate, size_name=size_name,
+        clean=clean,
+        percent=percent,
+        size=size,
+        time=time,
+        rate=rate,
+        size_name=size_name,
         px=partial(round, ndigits=2),
-    )  # fmt: skip
+    )
     return environment.from_string(_asset("page.html.j2"))
 
 

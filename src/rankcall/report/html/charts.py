@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from rankcall.analysis.details import Details, RankSplit
 from rankcall.analysis.timing.summary import size_name
-from rankcall.report._format import clean, plural, rate, size, time
-from rankcall.report.headline import headline
+from rankcall.files import clean
+from rankcall.report.formatting import headline, plural, rate, size, time
 from rankcall.report.html.items import Curve, Point
 
 Floats = npt.NDArray[np.float64]

@@ -11,9 +11,8 @@ from rankcall.analysis.details import Details
 from rankcall.analysis.timing.lateness import LateLine
 from rankcall.analysis.timing.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.report._format import percent, plural, time
-from rankcall.report.headline import headline
-from rankcall.run import format_ranks
+from rankcall.ranks import format_ranks
+from rankcall.report.formatting import headline, percent, plural, time
 
 MOST_CURVES = 240
 _SLOW, _LEAST_PEERS, _LEAST_COUNT = 0.6, 3, 5
@@ -58,10 +57,11 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
     hosts = list(dict.fromkeys(each.host for each in named if each.host))
     ranks = plural(len(named), "rank").split(" ")[1] + f" {format_ranks(first.ranks)}"
     who = (ranks, "on " + ", ".join(hosts)) if hosts else (ranks, "")
+    late = summary.late
+    assert late is not None, "only stragglers alarm"
     others = max(1, len(summary.stragglers) - len(named))
     each_ms = sum(one.caused_wait_ms for one in named) / others
-    share = min(1.0, each_ms / summary.duration_ms) if summary.duration_ms else None
-    cost = time(each_ms), f"{percent(share)} of the run, lost by each other rank"
+    cost = time(each_ms), f"{percent(late.cost)} of the run, lost by each other rank"
     makes = "makes" if len(named) == 1 else "make"
     on = f" on {hosts[0]}" if len(hosts) == 1 else ""
     title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"

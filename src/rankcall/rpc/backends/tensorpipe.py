@@ -1,4 +1,8 @@
-"""TENSORPIPE: torch's TensorPipe agent, brought up and taken down by rankcall."""
+"""TENSORPIPE: torch's TensorPipe agent, brought up and taken down by rankcall.
+
+A dynamic group is torch's own: its agent rewrites a list of names in the store whenever a worker
+joins or leaves, so that nothing around it can make it sound. ZMQ has dynamic groups that are.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rpc import TensorPipeAgent, TensorPipeRpcBackendOptions, api
+from torch.distributed.rpc import (
+    TensorPipeAgent,
+    TensorPipeRpcBackendOptions,
+    api,
+    backend_registry,
+)
 from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
-from rankcall.rpc._bounded import bounded
 from rankcall.rpc._group import (
-    StaticGroup,
+    bounded,
     check_arguments,
     init_deadline,
     set_group,
     undone_on_error,
 )
-from rankcall.rpc._roll import Roll, check_names, claim_place
-from rankcall.rpc.backends._tensorpipe_dynamic import DynamicGroup
+from rankcall.rpc._static import StaticGroup, claim_rank
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
 
 __all__ = ["construct_rpc_backend_options_handler", "init_backend_handler"]
@@ -57,14 +64,14 @@ def init_backend_handler(
     """Bring this worker's agent up and return it, in use.
 
     With a world size: every worker of a static group calls it, and returns when all can call each
-    other. Ends within ``rpc_timeout`` seconds, or 5 where that is less. Raises ``TypeError``,
+    other. Ends within ``rpc_timeout`` seconds, and at least 5 s. Raises ``TypeError``,
     ``InvalidDeviceMap``, ``RpcTimeout``, and ``RuntimeError`` for ranks, sizes or names that
     disagree.
     """
     check_arguments(store, rpc_backend_options, TensorPipeRpcBackendOptions)
     if not world_size:
-        group = DynamicGroup(store, name, rank, rpc_backend_options)
-        agent: TensorPipeAgent = group.join(init_deadline(rpc_backend_options.rpc_timeout))
+        start = backend_registry._tensorpipe_init_backend_handler
+        agent: TensorPipeAgent = start(store, name, rank, None, rpc_backend_options)  # type: ignore[no-untyped-call]
         return agent
     return _static(store, name, rank, world_size, rpc_backend_options)
 
@@ -73,47 +80,38 @@ def _static(
     store: dist.Store, name: str, rank: int, world_size: int, options: TensorPipeRpcBackendOptions
 ) -> TensorPipeAgent:
     deadline = init_deadline(options.rpc_timeout)
-    roll = claim_place(dist.PrefixStore("roll", store), name, rank, world_size, deadline)
-    nodes = exchange_nodes(roll, my_node(name, options), deadline)
+    membership = claim_rank(dist.PrefixStore("static", store), name, rank, world_size, deadline)
+    mine = Node(name, torch.cuda.device_count(), options.device_maps, options.devices)
+    records = membership.introduce({"node": mine.to_json()}, deadline)
+    nodes = [Node.from_json(record["node"]) for record in records]
     validate(nodes, static=True)
     reverse = reverse_maps(name, nodes)
-    devices = device_list(nodes[roll.rank], reverse)
+    devices = device_list(mine, reverse)
     if torch.cuda.is_available() and devices:
         # Others may send to a device before this process has used one.
         torch.cuda.init()  # type: ignore[no-untyped-call]
+    rank, world_size = membership.rank, membership.world_size
     agent = bounded(
-        lambda: TensorPipeAgent(store, name, roll.rank, roll.world_size, options, reverse, devices),
+        lambda: TensorPipeAgent(
+            membership.store, name, rank, world_size, options, reverse, devices
+        ),
         deadline,
         f"init of {name!r}",
     )
     with undone_on_error():
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
         problem = _warm_up(deadline)
-        roll.exchange("ready", None, deadline)  # names who has died meanwhile
+        membership.exchange("ready", None, deadline)  # names the workers that died meanwhile
         if problem is not None:
             raise problem
-    set_group(StaticGroup(agent, roll, store))
+    set_group(StaticGroup(agent, membership, membership.store))
     return agent
 
 
 def _warm_up(deadline: float) -> RuntimeError | None:
-    """Let the agents connect, which the first call does: not at the cost of a user's."""
+    """Have the agents connect now, so that the user's first call does not pay for it."""
     try:
         api._all_gather(None, timeout=max(0.1, 0.8 * (deadline - time.monotonic())))
     except RuntimeError as error:
         return error
     return None
-
-
-def my_node(name: str, options: Any) -> Node:
-    """Return what this worker says of its devices."""
-    return Node(name, torch.cuda.device_count(), options.device_maps, options.devices)
-
-
-def exchange_nodes(roll: Roll, mine: Node, deadline: float) -> list[Node]:
-    """Return every worker's node, in rank order; from here on the roll knows their names."""
-    told = roll.exchange("init", mine.to_json(), deadline)
-    nodes = [Node.from_json(each) for each in told]
-    check_names(node.name for node in nodes)
-    roll.describe = lambda rank: f"{nodes[rank].name!r} (rank {rank})"
-    return nodes

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
-import secrets
-import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rpc import RpcBackendOptions, _is_current_rpc_agent_set, api
-from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
+from torch.distributed.rpc import (
+    _delete_all_user_and_unforked_owner_rrefs,
+    _is_current_rpc_agent_set,
+    api,
+)
 
 from rankcall import background
 from rankcall.background import EXIT_S, exit_budget
-from rankcall.errors import AuthenticationFailed, BackendUnavailable, RpcTimeout
+from rankcall.errors import AuthenticationFailed, RpcTimeout
+from rankcall.process import UNKNOWN, Process
 from rankcall.rpc._group import (
-    StaticGroup,
     check_arguments,
     init_deadline,
+    seconds_left,
     set_group,
     undone_on_error,
+    wait_idle,
 )
-from rankcall.rpc._members import MemberLog, life
-from rankcall.rpc._place import Place
-from rankcall.rpc._roll import Roll, check_names, claim_place
-from rankcall.rpc._secret import derive_keys, find_secret
-from rankcall.rpc.backends._zmq_dynamic import DynamicGroup
-from rankcall.rpc.devices import Node, as_device, as_device_map, device_list, reverse_maps, validate
+from rankcall.rpc._members import MemberLog, WorkerRecord, check_unique, find_conflict, is_dead
+from rankcall.rpc._static import StaticGroup, StaticMembership, claim_rank
+from rankcall.rpc.backends._zmq_worker import (
+    Worker,
+    ZmqRpcBackendOptions,
+    check_descriptors,
+    zmq_library,
+)
+from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
 from rankcall.rpc.native import agent_module
 
 __all__ = [
@@ -40,59 +49,8 @@ __all__ = [
     "init_backend_handler",
 ]
 
-_GIB = 1 << 30
 _FOREVER_S = 1e9
-
-
-class ZmqRpcBackendOptions(RpcBackendOptions):
-    """The options of the ZMQ back end.
-
-    ``num_worker_threads``: how many requests run at once. ``device_maps``, ``devices``: as
-    TensorPipe's. ``host``: the address where workers on other hosts reach this one (default:
-    ``RANKCALL_RPC_HOST``, or that of the way to the store). ``secret_file``: see the guide; without
-    a secret nothing listens on the network. ``heartbeat_timeout``: seconds of silence after which a
-    worker on another host is given up. ``max_message_bytes``: the most that one frame may hold.
-    ``arena_bytes``: the most shared memory to send in; 0 for none.
-    """
-
-    def __init__(
-        self,
-        *,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
-        init_method: str = DEFAULT_INIT_METHOD,
-        num_worker_threads: int = 16,
-        device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
-        devices: Sequence[Any] | None = None,
-        host: str | None = None,
-        secret_file: str | os.PathLike[str] | None = None,
-        heartbeat_timeout: float = 10.0,
-        max_message_bytes: int = 8 * _GIB,
-        arena_bytes: int = 2 * _GIB,
-    ) -> None:
-        super().__init__(rpc_timeout, init_method)
-        for name, value, least in (
-            ("num_worker_threads", num_worker_threads, 1),
-            ("max_message_bytes", max_message_bytes, 1 << 16),
-            ("arena_bytes", arena_bytes, 0),
-        ):
-            if not isinstance(value, int):
-                raise TypeError(f"{name} must be an int; got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}; got {value}")
-        if heartbeat_timeout <= 0:
-            raise ValueError(f"heartbeat_timeout must be positive; got {heartbeat_timeout}")
-        self.num_worker_threads = num_worker_threads
-        self.device_maps = {to: as_device_map(each) for to, each in (device_maps or {}).items()}
-        self.devices = [as_device(device) for device in devices or ()]
-        self.host = host
-        self.secret_file = secret_file
-        self.heartbeat_timeout = heartbeat_timeout
-        self.max_message_bytes = max_message_bytes
-        self.arena_bytes = arena_bytes
-
-    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Add to the map of devices here to devices at worker ``to``."""
-        self.device_maps[to] = as_device_map({**self.device_maps.get(to, {}), **device_map})
+_CONFLICT_POLL_S = 0.2
 
 
 def construct_rpc_backend_options_handler(
@@ -111,159 +69,91 @@ def init_backend_handler(
 ) -> Any:
     """Bring this worker's agent up and return it, in use; see TENSORPIPE's for the contract.
 
-    Also raises ``BackendUnavailable`` where pyzmq or a compiler is missing, and
-    ``AuthenticationFailed`` where workers of several hosts have no common secret.
+    Also raises ``BackendUnavailable`` if pyzmq, a compiler, file descriptors or a usable address is
+    missing, and ``AuthenticationFailed`` if workers of several hosts have no common secret.
     """
     check_arguments(store, rpc_backend_options, ZmqRpcBackendOptions)
-    library = _library()
-    agent_module()  # built before the clock starts
+    library = zmq_library()
+    agent_module()  # built before the deadline counts
     deadline = init_deadline(rpc_backend_options.rpc_timeout)
-    roll = None
+    membership = None
     if world_size:
-        roll = claim_place(dist.PrefixStore("roll", store), name, rank, world_size, deadline)
-        rank = roll.rank
+        membership = claim_rank(dist.PrefixStore("static", store), name, rank, world_size, deadline)
+        rank = membership.rank
     worker = Worker(name, rank, library, rpc_backend_options)
     try:
-        return (
-            _join_static(worker, roll, store, deadline) if roll else _join(worker, store, deadline)
-        )
+        if membership:
+            _join_static(worker, membership, deadline)
+        else:
+            group = DynamicGroup(worker, MemberLog(dist.PrefixStore("dynamic", store)))
+            group.join(deadline)
+            set_group(group)
     except BaseException:
-        worker.place.close()
+        worker.dir.close()
         raise
-
-
-class Worker:
-    """This process's agent with its folder and its addresses."""
-
-    def __init__(self, name: str, rank: int, library: str, options: ZmqRpcBackendOptions) -> None:
-        self.name, self.rank, self.options = name, rank, options
-        self.session = secrets.randbits(63)
-        self.place = Place(self.session)
-        self.agent = agent_module().ZmqAgent(
-            name,
-            rank,
-            options.rpc_timeout,
-            library,
-            self.session,
-            options.num_worker_threads,
-            options.max_message_bytes,
-            int(options.heartbeat_timeout * 1000),
-        )
-        self.agent.on_close(self.place.close)
-        self.local = f"ipc://{self.place.path}/in"
-        self.agent.bind_local(self.local)
-        self.agent.open_arena(f"{self.place.path}/", options.arena_bytes)
-        self.network = self._bind_network()
-
-    def _bind_network(self) -> str:
-        secret = find_secret(self.options.secret_file)
-        if secret is None:
-            return ""
-        self.agent.use_keys(*derive_keys(secret))
-        address = self.options.host or os.environ.get("RANKCALL_RPC_HOST")
-        address = address or _way_to_store(self.options.init_method)
-        shown = f"[{address}]" if ":" in address else address
-        return str(self.agent.bind_network(f"tcp://{shown}:*")).rstrip("\0")
-
-    def card(self) -> dict[str, Any]:
-        """Return what the others need to know of this worker."""
-        options = self.options
-        node = Node(self.name, torch.cuda.device_count(), options.device_maps, options.devices)
-        return {
-            "node": node.to_json(),
-            "rank": self.rank,
-            "session": self.session,
-            "host": self.place.host,
-            **life(),
-            "local": self.local,
-            "network": self.network,
-            "max_message_bytes": options.max_message_bytes,
-        }
-
-    def meet(self, card: Mapping[str, Any]) -> None:
-        """Connect to another worker, or to this one. Raises ``AuthenticationFailed``."""
-        name, here = card["node"]["name"], card["host"] == self.place.host
-        if not here and not (card["network"] and self.network):
-            raise AuthenticationFailed(
-                f"worker {name!r} is on another host ({card['host'].split()[0]}) than "
-                f"{self.name!r} ({self.place.host.split()[0]}), and not both were given a secret: "
-                "set RANKCALL_RPC_SECRET_FILE to a 0600 file with the same content on every host"
-            )
-        arena = card["local"].removeprefix("ipc://").removesuffix("in") if here else ""
-        endpoint, pid = (card["local"], card["pid"]) if here else (card["network"], 0)
-        self.agent.add_peer(
-            name, card["rank"], card["session"], endpoint, arena, pid, card["max_message_bytes"]
-        )
-
-
-def _join(worker: Worker, store: dist.Store, deadline: float) -> Any:
-    group = DynamicGroup(worker, MemberLog(dist.PrefixStore("dynamic", store)))
-    group.join(deadline)
-    set_group(group)
     _end_at_exit()
     return worker.agent
 
 
-def _join_static(worker: Worker, roll: Roll, store: dist.Store, deadline: float) -> Any:
-    cards = roll.exchange("init", worker.card(), deadline)
-    nodes = [Node.from_json(card["node"]) for card in cards]
-    check_names(node.name for node in nodes)
-    roll.describe = lambda rank: f"{nodes[rank].name!r} (rank {rank})"
+# --- static groups
+
+
+def _join_static(worker: Worker, membership: StaticMembership, deadline: float) -> None:
+    check_descriptors(membership.world_size)
+    records = membership.introduce(worker.record(), deadline)
+    nodes = [Node.from_json(record["node"]) for record in records]
     validate(nodes, static=True)
     reverse = reverse_maps(worker.name, nodes)
     devices = device_list(nodes[worker.rank], reverse)
     if torch.cuda.is_available() and devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     agent = worker.agent
-    agent.set_devices(worker.options.device_maps, reverse, devices)
-    for card in cards:
-        worker.meet(card)
-    roll.hopeless = lambda: "; ".join(sorted(agent.gone().values()))
-    agent.on_join(Quiescence(agent, roll).wait)
-    agent.on_control(lambda sender, payload: "")
+    agent.set_devices(0, worker.options.device_maps, reverse, devices)
+    for record in records:
+        worker.meet(record)
+    membership.gone = agent.gone
+    agent.on_join(Quiescence(agent, membership).wait)
+    agent.on_control(lambda payload: "")
     with undone_on_error():
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
-        roll.exchange("started", None, deadline)
-        _reach([card for card in cards if card["host"] != worker.place.host], agent, deadline)
-        roll.exchange("ready", None, deadline)
-    set_group(StaticGroup(agent, roll, store))
-    _end_at_exit()
-    return agent
+        membership.exchange("started", None, deadline)
+        _reach([each for each in records if not worker.shares_memory_with(each)], agent, deadline)
+        membership.exchange("ready", None, deadline)
+    set_group(StaticGroup(agent, membership, membership.store))
 
 
-def _reach(cards: Sequence[Mapping[str, Any]], agent: Any, deadline: float) -> None:
+def _reach(records: Sequence[Mapping[str, Any]], agent: Any, deadline: float) -> None:
     """Hear from every worker on another host. Raises ``AuthenticationFailed``."""
-    left = max(0.1, deadline - time.monotonic())
-    names = [card["node"]["name"] for card in cards]
-    answers = [agent.control(name, "", left) for name in names]
+    names = [record["node"]["name"] for record in records]
+    answers = [agent.control(name, "", seconds_left(deadline)) for name in names]
     for name, answer in zip(names, answers, strict=True):
         try:
             answer.wait()
         except RuntimeError as error:
             raise AuthenticationFailed(
-                f"worker {name!r} on another host cannot be reached, or does not let this one in; "
+                f"worker {name!r} on another host cannot be reached, or refuses this worker; "
                 f"is RANKCALL_RPC_SECRET_FILE's content the same there? ({error})"
             ) from error
 
 
 class Quiescence:
-    """Waits until no call is under way anywhere in a static group."""
+    """Waits until no call is in flight anywhere in a static group."""
 
-    def __init__(self, agent: Any, roll: Roll) -> None:
-        self._counts, self._roll = agent.counts, roll
+    def __init__(self, agent: Any, membership: StaticMembership) -> None:
+        self._counts, self._membership = agent.counts, membership
 
     def wait(self, shutdown: bool, timeout: float) -> None:
         """Return on all workers at once; ``timeout`` in seconds, 0 for none.
 
         Two rounds in a row must find as many calls ended as started, and the same number
-        (Mattern's four counters, 1987): a call that starts another lies between no two of them.
+        (Mattern's four counters, 1987): a call that starts another is then in neither round.
         """
         deadline = time.monotonic() + (timeout or _FOREVER_S)
         before = None
         while True:
             self._wait_for_own(deadline)
-            told = self._roll.exchange("join", self._counts(), deadline)
-            started, ended = map(sum, zip(*told, strict=True))
+            counts = self._membership.exchange("join", self._counts(), deadline)
+            started, ended = map(sum, zip(*counts, strict=True))
             if started == ended == before:
                 return
             before = started if started == ended else None
@@ -274,51 +164,155 @@ class Quiescence:
             if started == ended:
                 return
             if time.monotonic() > deadline:
-                raise RpcTimeout(f"{started - ended} calls of this worker have not come back")
+                raise RpcTimeout(f"{started - ended} calls of this worker were not answered")
             time.sleep(0.001)
 
 
-def _library() -> str:
-    """Return the shared object that brings libzmq in."""
-    try:
-        import zmq
-        from zmq.backend.cython import _zmq
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"the RPC back end ZMQ needs pyzmq: pip install 'rankcall[rpc]' ({error})"
-        ) from error
-    assert zmq.has("curve")
-    return str(_zmq.__file__)
+# --- dynamic groups
 
 
-def _way_to_store(init_method: str) -> str:
-    """Return this host's address on the way to the store's host; loopback where there is none."""
-    url = urlparse(init_method)
-    host = url.hostname if url.scheme == "tcp" else os.environ.get("MASTER_ADDR")
-    try:
-        family, *_, address = socket.getaddrinfo(host or "127.0.0.1", 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+class DynamicGroup:
+    """This worker's view of a group whose workers join and leave, and are lost, at any time.
 
+    A newcomer adds itself to the log, and introduces itself to all members in it at once. The
+    agent's threads call ``_on_control`` and ``_on_lost``. No call of the agent or the store is made
+    with the lock held.
+    """
+
+    def __init__(self, worker: Worker, log: MemberLog) -> None:
+        self._worker, self._agent, self._log = worker, worker.agent, log
+        self._members: dict[str, tuple[int, Node]] = {}  # session and devices, by name
+        self._version = 0
+        self._lock = threading.Lock()
+
+    def join(self, deadline: float) -> None:
+        """Become a member; on return every other member can call this one, and it them."""
+        record = self._worker.record()
+        before = self._log.enter(record, deadline)
+        try:
+            self._start(record, self._living(record, before, deadline), deadline)
+        except BaseException:
+            with suppress(RuntimeError):
+                self._log.leave(record["session"])
+            raise
+
+    def leave(self, deadline: float) -> None:
+        """Finish the calls in flight and leave; the others learn it from the last message."""
+        _delete_all_user_and_unforked_owner_rrefs(timedelta(seconds=seconds_left(deadline)))
+        wait_idle(self._agent, deadline)
+        with suppress(RuntimeError):  # the store's host may have left first
+            self._log.leave(self._worker.session, deadline)
+
+    def _living(
+        self, record: WorkerRecord, before: Iterable[WorkerRecord], deadline: float
+    ) -> list[WorkerRecord]:
+        """Return the members that are not known to be dead, and take the others off the log.
+
+        A member with the newcomer's name may have died on another host: its peers find out within
+        their heartbeat timeouts, so wait for that.
+        """
+        while True:
+            living = []
+            for other in before:
+                if is_dead(other):
+                    self._log.leave(other["session"], by=record["session"])
+                else:
+                    living.append(other)
+            conflict = find_conflict(record, living)
+            if conflict is None:
+                check_descriptors(len(living))
+                return living
+            is_unknown = Process(**conflict["process"]).liveness() == UNKNOWN
+            if not is_unknown or time.monotonic() >= deadline:
+                check_unique(record, living)
+            time.sleep(_CONFLICT_POLL_S)
+            present = {each["session"] for each in self._log.members(deadline)}
+            before = [other for other in living if other["session"] in present]
+
+    def _start(self, record: WorkerRecord, others: Sequence[WorkerRecord], deadline: float) -> None:
+        nodes = [Node.from_json(each["node"]) for each in (record, *others)]
+        validate(nodes, static=False)
+        self._agent.on_control(self._on_control)
+        self._agent.on_lost(self._on_lost)
+        for each in (record, *others):
+            self._meet(each)
+        if torch.cuda.is_available() and device_list(nodes[0], reverse_maps(nodes[0].name, nodes)):
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        with undone_on_error():
+            api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
+            self._introduce(json.dumps(record), [each["node"]["name"] for each in others], deadline)
+
+    def _introduce(self, text: str, names: Sequence[str], deadline: float) -> None:
+        left = seconds_left(deadline)
+        answers = [self._agent.control(name, text, left) for name in names]
+        for name, answer in zip(names, answers, strict=True):
+            try:
+                answer.wait()
+            except RuntimeError as error:
+                if name in self._agent.gone() or name not in self._members:
+                    continue  # it has left, or was lost, since
+                if time.monotonic() < deadline:
+                    raise
+                raise RpcTimeout(
+                    f"worker {self._worker.name!r} could not join in time: "
+                    f"member {name!r} did not answer"
+                ) from error
+
+    def _on_control(self, payload: bytes) -> str:
+        """Take note of a newcomer, which introduces itself."""
+        self._meet(json.loads(payload))
+        return ""
+
+    def _on_lost(self, name: str, session: int, must_be_logged: bool) -> None:
+        """Take note of a member that has left or was lost."""
+        with self._lock:
+            if self._members.get(name, (None,))[0] == session:
+                del self._members[name]
+        self._agent.remove_peer(name, session)
+        self._update_devices()
+        if must_be_logged:
+            with suppress(RuntimeError):
+                self._log.leave(session, by=self._worker.session)
+
+    def _meet(self, record: WorkerRecord) -> None:
+        node = Node.from_json(record["node"])
+        self._worker.meet(record)
+        with self._lock:
+            self._members[node.name] = record["session"], node
+        self._update_devices()
+
+    def _update_devices(self) -> None:
+        with self._lock:
+            self._version += 1
+            version = self._version
+            nodes = {name: node for name, (_, node) in self._members.items()}
+        own = nodes.get(self._worker.name)
+        if own is not None:
+            reverse = reverse_maps(own.name, nodes.values())
+            self._agent.set_devices(version, own.maps, reverse, device_list(own, reverse))
+
+
+# --- the end of the process
 
 _close: Callable[[], None] | None = None
 
 
 def _end_at_exit() -> None:
-    """Close the agent at exit, before whatever is registered by now."""
+    """Close the agent at exit, before what the program has registered until now."""
     global _close
     if _close is not None:
         atexit.unregister(_close)
-    _close = background.at_exit(_at_exit)
+    owner = os.getpid()
+    _close = background.at_exit(lambda: _at_exit(owner))
 
 
-def _at_exit() -> None:
-    """Take down what a program that ends without ``shutdown`` left running."""
-    if _is_current_rpc_agent_set() and isinstance(
-        api._get_current_rpc_agent(), agent_module().ZmqAgent
-    ):
-        # The agent has a patience of its own; what it takes is not there for other waits.
+def _at_exit(owner: int) -> None:
+    """Take down what a program that ends without ``shutdown`` left running.
+
+    A forked child has the agent but none of its threads, and leaves it alone.
+    """
+    if os.getpid() != owner or not _is_current_rpc_agent_set():
+        return
+    if isinstance(api._get_current_rpc_agent(), agent_module().ZmqAgent):
+        # The agent bounds its own wait; the time that it takes is not there for other waits.
         exit_budget.spend(lambda _: api._finalize_shutdown(), EXIT_S)  # type: ignore[no-untyped-call]

@@ -1,11 +1,38 @@
-// Setting an agent up, what torch asks of it, taking it down.
+// The agent towards torch, the ends of calls without an answer, and the end of the agent.
 #include "agent.h"
+
+#include <pthread.h>
+
+#include <fstream>
 
 namespace rankcall {
 namespace {
 
-// What requests get to end in a shutdown: less than all of rankcall may hold up an exit.
+// The time for requests to end in a shutdown: less than rankcall may hold up an exit.
 constexpr std::chrono::seconds kPatience{1};
+// A dying process closes its sockets before it counts as ended.
+constexpr std::chrono::milliseconds kDyingTime{500};
+
+// torch leaves the profiler of a request on the thread that served it. The next request there would
+// record each operator twice, and torch drops such doubles from the profile.
+void forget_profilers() {
+  if (at::hasThreadLocalCallbacks()) at::clearThreadLocalCallbacks();
+}
+
+// The state letter of proc(5)'s stat, or 0 if there is no such process.
+char process_state(int pid) {
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+  std::string text((std::istreambuf_iterator<char>(stat)), {});
+  auto name_end = text.rfind(')');
+  return name_end == std::string::npos || name_end + 2 >= text.size() ? 0 : text[name_end + 2];
+}
+
+// A forked child has the agent, but not its threads. It keeps the agent for ever, so that no
+// destructor waits for them.
+std::weak_ptr<ZmqAgent>& started_agent() {
+  static auto* agent = new std::weak_ptr<ZmqAgent>();
+  return *agent;
+}
 
 }  // namespace
 
@@ -13,107 +40,186 @@ ZmqAgent::ZmqAgent(const std::string& name, int64_t id, float timeout_s, Setting
     : rpc::RpcAgent(rpc::WorkerInfo(name, id), std::make_unique<rpc::RequestCallbackImpl>(),
                     milliseconds(timeout_s)),
       zmq_(load_zmq(settings.library)),
-      settings_(std::move(settings)) {
-  context_ = zmq_.ctx_new();
-  TORCH_CHECK(context_, "ZeroMQ gives no context: ", zmq_.error());
-  zmq_.ctx_set(context_, kMaxSockets, 16384);
-}
+      settings_(std::move(settings)),
+      sockets_(zmq_, settings_.heartbeat_timeout_ms),
+      assembler_(uint64_t(settings_.max_bytes)) {}
 
 ZmqAgent::~ZmqAgent() {
-  if (started_ && !stopping_) shutdownImpl();
-  end_context();
+  if (!on_join_ && !on_control_ && !on_lost_ && !on_close_) return;  // after a shutdown
   py::gil_scoped_acquire gil;
   on_join_ = on_control_ = on_lost_ = on_close_ = py::object();
 }
 
-// ZeroMQ's own threads end with it.
-void ZmqAgent::end_context() {
-  void* ending = std::exchange(context_, nullptr);
-  if (!ending || zmq_.ctx_shutdown(ending) != 0) return;
-  close_sockets();
-  zmq_.ctx_term(ending);
-}
+// --- peers and their connections
 
-void ZmqAgent::bind_local(const std::string& path) {
-  local_ = zmq_.socket(context_, kPull);
-  zmq_.set(local_, kRcvHwm, 0);
-  zmq_.setsockopt(local_, kMaxMsgSize, &settings_.max_bytes, sizeof settings_.max_bytes);
-  TORCH_CHECK(zmq_.bind(local_, path.c_str()) == 0, "cannot listen at ", path, ": ", zmq_.error());
-}
-
-std::string ZmqAgent::bind_network(const std::string& endpoint) {
-  network_ = zmq_.socket(context_, kPull);
-  zmq_.set(network_, kRcvHwm, 0);
-  zmq_.setsockopt(network_, kMaxMsgSize, &settings_.max_bytes, sizeof settings_.max_bytes);
-  zmq_.set(network_, kHeartbeatIvl, settings_.heartbeat_timeout_ms / 4);
-  zmq_.set(network_, kHeartbeatTimeout, settings_.heartbeat_timeout_ms);
-  if (!keys_.server_secret.empty()) {
-    zap_ = zmq_.socket(context_, kRep);  // before the socket it speaks for
-    TORCH_CHECK(zmq_.bind(zap_, "inproc://zeromq.zap.01") == 0, zmq_.error());
-    zmq_.set(network_, kCurveServer, 1);
-    zmq_.set(network_, kCurveSecretKey, keys_.server_secret);
-    zmq_.set(network_, kZapDomain, std::string("rankcall"));
-  }
-  open_monitor(network_, "network", kHandshakeFailed, network_monitor_);
-  TORCH_CHECK(zmq_.bind(network_, endpoint.c_str()) == 0, "cannot listen at ", endpoint, ": ",
-              zmq_.error());
-  char bound[256];
-  std::size_t size = sizeof bound;
-  zmq_.getsockopt(network_, kLastEndpoint, bound, &size);
-  return bound;
-}
-
-void ZmqAgent::open_monitor(void* socket, const std::string& name, int events, void*& monitor) {
-  std::string address = "inproc://monitor-" + name;
-  zmq_.socket_monitor(socket, address.c_str(), events);
-  monitor = zmq_.socket(context_, kPair);
-  zmq_.set(monitor, kLinger, 0);
-  zmq_.connect(monitor, address.c_str());
-}
-
-void ZmqAgent::add_peer(std::shared_ptr<Peer> peer, const std::string& endpoint) {
+void ZmqAgent::add_peer(const std::shared_ptr<Peer>& peer) {
   const std::string& name = peer->info.name_;
-  if (auto former = peers_.find(name); former && former->session == peer->session) return;
-  else if (former) lose(former, "worker '" + name + "' is gone: it has started anew");
-  void* socket = zmq_.socket(context_, kPush);
-  TORCH_CHECK(socket, "no socket for worker '", peer->info.name_, "': ", zmq_.error());
-  zmq_.set(socket, kSndHwm, 0);
-  zmq_.set(socket, kLinger, 0);
-  zmq_.set(socket, kReconnectIvl, 50);
-  zmq_.set(socket, kHeartbeatIvl, settings_.heartbeat_timeout_ms / 4);
-  zmq_.set(socket, kHeartbeatTimeout, settings_.heartbeat_timeout_ms);
-  if (endpoint.starts_with("tcp://") && !keys_.client_secret.empty()) {
-    zmq_.set(socket, kCurveServerKey, keys_.server_public);
-    zmq_.set(socket, kCurvePublicKey, keys_.client_public);
-    zmq_.set(socket, kCurveSecretKey, keys_.client_secret);
+  auto former = peers_.find_name(name);
+  if (former && former->session == peer->session) return;
+  // First, as both may have the same endpoint.
+  if (former) lose(former, "worker '" + name + "' is gone: it has started again", Loss::kDied);
+  peers_.add(peer);
+}
+
+// With connections_mutex_ held.
+void ZmqAgent::open_connection(Peer& peer) {
+  peer.route = sockets_.open_connection(peer.endpoint);
+  peer.changed = Clock::now();
+  connected_[peer.endpoint] = peers_.find_session(peer.session);
+}
+
+// With connections_mutex_ held. Messages that have not left yet are dropped.
+void ZmqAgent::close_connection(Peer& peer) {
+  if (std::exchange(peer.route, "").empty()) return;
+  sockets_.close_connection(peer.endpoint);
+  connected_.erase(peer.endpoint);
+  peer.is_up = false;
+}
+
+void ZmqAgent::connection_changed(const std::string& endpoint, bool is_up) {
+  std::lock_guard<std::mutex> guard(connections_mutex_);
+  auto found = connected_.find(endpoint);
+  if (found == connected_.end()) return;
+  Peer& peer = *found->second;
+  peer.is_up = is_up;
+  peer.was_up |= is_up;
+  peer.changed = Clock::now();
+}
+
+// Gives a peer up for ever: calls to it fail, now and later, and its requests are refused.
+void ZmqAgent::lose(const std::shared_ptr<Peer>& peer, const std::string& why, Loss loss) {
+  {
+    std::lock_guard<std::mutex> guard(connections_mutex_);
+    if (!peer->gone.empty()) return;
+    peer->gone = why;
+    close_connection(*peer);
   }
-  open_monitor(socket, std::to_string(peer->session), kDisconnected | kHandshakeSucceeded,
-               peer->monitor);
-  peer->socket = socket;
-  TORCH_CHECK(zmq_.connect(socket, endpoint.c_str()) == 0, "cannot connect to ", endpoint, ": ",
-              zmq_.error());
-  peers_.add(std::move(peer));
+  own_slabs_.close(peer->session);
+  if (peer->is_local()) others_slabs_.close(peer->slabs);
+  assembler_.forget(peer->session);
+  for (auto& call : calls_.take_all(peer))
+    fail(std::move(call), why, rpc::RPCErrorType::UNKNOWN_ERROR);
+  if (stopping_) return;
+  if (loss == Loss::kLost) refuse(peer);
+  // On a thread of its own: the caller may hold locks that the callback takes.
+  pool_.add_answer([this, peer, loss] {
+    py::gil_scoped_acquire gil;
+    try {
+      py::object call = on_lost_;
+      if (call) call(peer->info.name_, peer->session, loss == Loss::kDied || loss == Loss::kLost);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("rankcall.rpc: a lost worker");
+    }
+  });
 }
 
-void ZmqAgent::set_devices(std::unordered_map<std::string, rpc::DeviceMap> maps,
-                           std::unordered_map<std::string, rpc::DeviceMap> reverse,
-                           std::vector<c10::Device> devices) {
-  std::lock_guard<std::mutex> guard(devices_mutex_);
-  maps_ = std::move(maps);
-  reverse_ = std::move(reverse);
-  if (devices != devices_.back()) devices_.push_back(std::move(devices));
+// Tells a peer that was given up, if it can still be reached, that it was.
+void ZmqAgent::refuse(const std::shared_ptr<Peer>& peer) {
+  std::string why = "worker '" + getWorkerInfo().name_ + "' has given this worker up (" +
+                    reason_gone(*peer) + ") and runs none of its calls. If this worker was " +
+                    "stopped for longer than heartbeat_timeout, call shutdown() and init_rpc() again";
+  transmit_text(*peer, Kind::kRefusal, 0, why);
 }
 
-// --- what torch asks
+bool ZmqAgent::is_in_touch(const Peer& peer) const {
+  std::lock_guard<std::mutex> guard(connections_mutex_);
+  return peer.gone.empty() && (!peer.route.empty() || peer.was_heard);
+}
+
+std::string ZmqAgent::reason_gone(const Peer& peer) const {
+  std::lock_guard<std::mutex> guard(connections_mutex_);
+  return peer.gone;
+}
+
+std::unordered_map<std::string, std::string> ZmqAgent::gone() const {
+  std::unordered_map<std::string, std::string> gone;
+  for (const auto& peer : peers_.members()) {
+    std::string reason = reason_gone(*peer);
+    if (!reason.empty()) gone[peer->info.name_] = reason;
+  }
+  return gone;
+}
+
+void ZmqAgent::watch_connections() {
+  PythonThread python;
+  pthread_setname_np(pthread_self(), "rankcall-rpc-w");
+  auto changed = [this](const std::string& endpoint, bool is_up) {
+    connection_changed(endpoint, is_up);
+  };
+  while (!stopping_ && sockets_.poll(200, changed)) {
+    std::vector<std::shared_ptr<Peer>> connected;
+    {
+      std::lock_guard<std::mutex> guard(connections_mutex_);
+      sockets_.process_commands();
+      for (const auto& [endpoint, peer] : connected_) connected.push_back(peer);
+    }
+    for (const auto& peer : connected) judge(peer);
+  }
+}
+
+// A peer whose connection was lost, or does not come up, is gone.
+void ZmqAgent::judge(const std::shared_ptr<Peer>& peer) {
+  std::string why;
+  bool is_dead = false;
+  {
+    std::lock_guard<std::mutex> guard(connections_mutex_);
+    if (!peer->gone.empty()) {
+      if (Clock::now() > peer->close_at) close_connection(*peer);
+      return;
+    }
+    if (peer->is_up || peer->route.empty()) return;
+    char state = peer->pid ? process_state(peer->pid) : 'R';
+    is_dead = state == 0 || state == 'Z' || state == 'X';
+    auto patience = peer->was_up ? (peer->is_local() ? kDyingTime : std::chrono::milliseconds(0))
+                                 : std::chrono::milliseconds(settings_.heartbeat_timeout_ms);
+    if (!is_dead && Clock::now() - peer->changed < patience) return;
+    auto process = "its process " + std::to_string(peer->pid);
+    why = "worker '" + peer->info.name_ + "' is gone: " +
+          (is_dead         ? process + " has ended"
+           : peer->pid     ? process + " no longer answers (is it stopped?)"
+           : peer->was_up  ? "its connection was lost"
+                           : "nothing answers at " + peer->endpoint);
+  }
+  pool_.add_answer([this, peer, why, is_dead] {
+    lose(peer, why, is_dead ? Loss::kDied : Loss::kLost);
+  });
+}
+
+// --- ends of calls
+
+void ZmqAgent::fail(Call call, const std::string& why, rpc::RPCErrorType type) {
+  call.future->setError(
+      std::make_exception_ptr(std::runtime_error(rpc::makeRPCError(why, type))));
+  calls_.ended();
+}
+
+void ZmqAgent::watch_deadlines() {
+  PythonThread python;
+  pthread_setname_np(pthread_self(), "rankcall-rpc-t");
+  while (!stopping_) {
+    for (auto& call : calls_.take_overdue()) {
+      auto ms = std::to_string(call.timeout.count());
+      std::string why = "RPC ran for more than set timeout (" + ms +
+                        " ms) and will now be marked with an error: worker '" +
+                        call.peer->info.name_ + "' has not answered";
+      auto shared = std::make_shared<Call>(std::move(call));
+      pool_.add_answer([this, shared, why] {
+        fail(std::move(*shared), why, rpc::RPCErrorType::TIMEOUT);
+      });
+    }
+  }
+}
+
+// --- for torch
 
 const rpc::WorkerInfo& ZmqAgent::getWorkerInfo(const std::string& name) const {
-  auto peer = peers_.find(name);
+  auto peer = peers_.find_name(name);
   TORCH_CHECK(peer, "could not find destination: there is no worker '", name, "' in the group");
   return peer->info;
 }
 
 const rpc::WorkerInfo& ZmqAgent::getWorkerInfo(rpc::worker_id_t id) const {
-  auto peer = peers_.find(id);
+  auto peer = peers_.find_id(id);
   TORCH_CHECK(peer, "could not find destination: there is no worker with id ", id, " in the group");
   return peer->info;
 }
@@ -122,6 +228,17 @@ std::vector<rpc::WorkerInfo> ZmqAgent::getWorkerInfos() const {
   std::vector<rpc::WorkerInfo> infos;
   for (const auto& peer : peers_.members()) infos.push_back(peer->info);
   return infos;
+}
+
+void ZmqAgent::set_devices(uint64_t version, std::unordered_map<std::string, rpc::DeviceMap> maps,
+                           std::unordered_map<std::string, rpc::DeviceMap> reverse,
+                           std::vector<c10::Device> devices) {
+  std::lock_guard<std::mutex> guard(devices_mutex_);
+  if (version < devices_version_) return;
+  devices_version_ = version;
+  maps_ = std::move(maps);
+  reverse_ = std::move(reverse);
+  if (devices != devices_.back()) devices_.push_back(std::move(devices));
 }
 
 rpc::DeviceMap ZmqAgent::getDeviceMap(const rpc::WorkerInfo& to) const {
@@ -147,13 +264,14 @@ std::unordered_map<std::string, std::string> ZmqAgent::getMetrics() {
   std::unordered_map<std::string, std::string> metrics{
       {"agent.client_active_calls", text(started - ended)},
       {"agent.server_active_calls", text(serving_.load())},
-      {"agent.thread_pool_size", text(crew_.threads())},
-      {"agent.num_idle_threads", text(crew_.idle())},
-      {"agent.arena_bytes", text(arena_.total())},
+      {"agent.thread_pool_size", text(pool_.threads())},
+      {"agent.num_idle_threads", text(pool_.idle())},
+      {"agent.arena_bytes", text(own_slabs_.total())},
       {"agent.malformed", text(counters_.malformed.load())},
       {"agent.stale", text(counters_.stale.load())},
       {"agent.strangers", text(counters_.strangers.load())},
-      {"agent.refused", text(counters_.refused.load())},
+      {"agent.given_up", text(counters_.given_up.load())},
+      {"agent.refused", text(sockets_.refused())},
       {"agent.late_answers", text(counters_.late_answers.load())},
   };
   if (isGILProfilingEnabled()) {
@@ -163,53 +281,47 @@ std::unordered_map<std::string, std::string> ZmqAgent::getMetrics() {
   return metrics;
 }
 
+// --- start and end
+
 void ZmqAgent::startImpl() {
-  started_ = true;
-  crew_.start(settings_.threads, [this] { return receive(); }, forget_profilers);
-  deadlines_thread_ = std::thread([this] { watch_deadlines(); });
-  peers_thread_ = std::thread([this] { watch_peers(); });
+  started_agent() = weak_from_this();
+  static int registered = pthread_atfork(nullptr, nullptr, [] {
+    auto agent = started_agent().lock();
+    if (!agent) return;
+    agent->is_forked_copy_ = true;
+    new std::shared_ptr<ZmqAgent>(agent);
+  });
+  (void)registered;
+  auto self = shared_from_this();
+  pool_.start(settings_.threads, self, [this] { return receive(); }, forget_profilers);
+  deadlines_thread_ = std::thread([self] { self->watch_deadlines(); });
+  connections_thread_ = std::thread([self] { self->watch_connections(); });
 }
 
 void ZmqAgent::shutdownImpl() {
-  if (stopping_.exchange(true)) return;
-  auto bye = c10::make_intrusive<Message>(std::vector<char>{}, std::vector<at::Tensor>{},
-                                          MessageType::UNKNOWN);
-  for (const auto& peer : peers_.members()) transmit(*peer, Kind::kBye, 0, *bye, {});
+  if (is_forked_copy_ || stopping_.exchange(true)) return;
+  std::string farewell = "worker '" + getWorkerInfo().name_ + "' has left";
+  for (const auto& peer : peers_.members()) {
+    if (is_in_touch(*peer)) transmit_text(*peer, Kind::kFarewell, 0, farewell);
+  }
   for (auto& call : calls_.take_all(nullptr))
     fail(std::move(call), "RPC is shutting down on worker '" + getWorkerInfo().name_ + "'",
          rpc::RPCErrorType::UNKNOWN_ERROR);
   calls_.close();
-  for (const auto& peer : peers_.ever()) {
-    std::lock_guard<std::mutex> guard(peer->mutex);
-    if (peer->gone.empty()) zmq_.set(peer->socket, kLinger, 500);
+  {
+    std::lock_guard<std::mutex> guard(connections_mutex_);
+    is_closed_ = true;
+    for (const auto& [endpoint, peer] : connected_)
+      if (!peer->gone.empty()) sockets_.close_connection(endpoint);
+    sockets_.stop(/*linger_ms=*/500);
   }
-  zmq_.ctx_shutdown(context_);
-  deadlines_thread_.join();
-  peers_thread_.join();
-  if (!crew_.stop(kPatience)) {
-    // A request does not come to an end. Its thread will look for this agent when it does.
-    static std::vector<std::shared_ptr<rpc::RpcAgent>> kept;
-    kept.push_back(rpc::RpcAgent::getCurrentRpcAgent());
-    close_sockets();
-  } else {
-    end_context();
-  }
+  if (deadlines_thread_.joinable()) deadlines_thread_.join();
+  if (connections_thread_.joinable()) connections_thread_.join();
+  if (pool_.stop(kPatience)) sockets_.end();
+  for (const auto& peer : peers_.all()) own_slabs_.close(peer->session);
   py::gil_scoped_acquire gil;
   if (on_close_) on_close_();
-  // They know this agent: it would never be freed.
   on_join_ = on_control_ = on_lost_ = on_close_ = py::object();
-}
-
-void ZmqAgent::close_sockets() {
-  for (const auto& peer : peers_.ever()) {
-    std::lock_guard<std::mutex> guard(peer->mutex);
-    if (peer->gone.empty()) peer->gone = "RPC is no longer running here";
-    if (peer->socket) zmq_.close(peer->socket);
-    peer->socket = nullptr;
-    zmq_.close_at_once(peer->monitor);
-  }
-  for (void** socket : {&local_, &network_, &network_monitor_, &zap_})
-    zmq_.close_at_once(*socket);
 }
 
 }  // namespace rankcall

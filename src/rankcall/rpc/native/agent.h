@@ -1,35 +1,32 @@
 // An agent for torch.distributed.rpc over ZeroMQ.
 //
-// Each worker binds a PULL socket and has one PUSH socket to every peer: answers come back over the
-// answering worker's own connection. Nothing on a message's way takes the GIL but what torch does
-// with it.
+// Answers come over the answering worker's own connection. A connection is made when the first
+// message is sent on it, and two lives of two workers have at most one: if it is lost, each side
+// gives the other one up for ever. So no request is sent or run twice. A request from a peer
+// that was given up is refused before it runs.
+//
+// All threads and callbacks share the agent, so it outlives them, and everything that they use is
+// part of it. No lock is held while a callback or Python code runs.
 #pragma once
 
+#include <ATen/record_function.h>
 #include <torch/csrc/distributed/rpc/message.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
-#include "arena.h"
-#include "crew.h"
-#include "peer.h"
-#include "python_thread.h"
+#include "peers.h"
+#include "shared_memory.h"
+#include "sockets.h"
 #include "tensors.h"
 #include "wire.h"
-#include "zmq_api.h"
+#include "worker_pool.h"
 
 namespace rankcall {
 
 using rpc::Message;
 using rpc::MessageType;
 
-constexpr std::size_t kLarge = 64 * 1024;  // from here on a buffer travels by itself
-
-// What came in one message; the frames live as long as any tensor that lies in one.
-struct Incoming {
-  std::shared_ptr<Frame> head;
-  std::vector<std::shared_ptr<Frame>> frames;
-  Parsed parsed;
-};
+constexpr std::size_t kLarge = 64 * 1024;  // a buffer of this size is not packed into the head
 
 struct Settings {
   std::string library;
@@ -39,21 +36,40 @@ struct Settings {
   int heartbeat_timeout_ms = 10000;
 };
 
-struct Keys {
-  std::string server_public, server_secret, client_public, client_secret;
-};
-
 // How often each thing that should not happen did.
 struct Counters {
-  std::atomic<uint64_t> malformed{0}, stale{0}, strangers{0}, refused{0}, late_answers{0};
+  std::atomic<uint64_t> malformed{0}, stale{0}, strangers{0}, given_up{0}, late_answers{0};
 };
 
-class ZmqAgent : public rpc::RpcAgent {
+inline bool is_interpreter_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
+// Keeps one Python thread state for a native thread: making one for each call is slow.
+class PythonThread {
+ public:
+  PythonThread() : gil_(PyGILState_Ensure()), state_(PyEval_SaveThread()) {}
+  ~PythonThread() {
+    if (is_interpreter_ending()) return;  // taking the GIL would end the thread in a destructor
+    PyEval_RestoreThread(state_);
+    PyGILState_Release(gil_);
+  }
+
+ private:
+  PyGILState_STATE gil_;
+  PyThreadState* state_;
+};
+
+class ZmqAgent : public rpc::RpcAgent, public std::enable_shared_from_this<ZmqAgent> {
  public:
   ZmqAgent(const std::string& name, int64_t id, float timeout_s, Settings settings);
   ~ZmqAgent() override;
 
-  // What torch asks of an agent.
+  // For torch.
   Future send(const rpc::WorkerInfo& to, c10::intrusive_ptr<rpc::Message> message,
               const float timeout_s = rpc::kUnsetRpcTimeout,
               const rpc::DeviceMap& device_map = {}) override;
@@ -69,22 +85,26 @@ class ZmqAgent : public rpc::RpcAgent {
   rpc::DeviceMap getDeviceMap(const rpc::WorkerInfo& to) const override;
   const std::vector<c10::Device>& getDevices() const override;
 
-  // What the Python side sets up. Before start(), but for the peers.
-  void bind_local(const std::string& path);
-  std::string bind_network(const std::string& endpoint);
-  void use_keys(Keys keys) { keys_ = std::move(keys); }
-  void open_arena(std::string prefix, std::size_t limit) { arena_.open(std::move(prefix), limit); }
-  void add_peer(std::shared_ptr<Peer> peer, const std::string& endpoint);
-  void remove_peer(const std::string& name, uint64_t session) { peers_.remove(name, session); }
-  void set_devices(std::unordered_map<std::string, rpc::DeviceMap> maps,
-                   std::unordered_map<std::string, rpc::DeviceMap> reverse,
-                   std::vector<c10::Device> devices);
+  // For the Python side, before the agent starts.
+  void bind_local(const std::string& path) { sockets_.bind_local(path, settings_.max_bytes); }
+  std::string bind_network(const std::string& endpoint, Keys keys) {
+    return sockets_.bind_network(endpoint, std::move(keys));
+  }
+  void open_slabs(std::string prefix, std::size_t limit) {
+    own_slabs_.open(std::move(prefix), limit);
+  }
   void on_join(py::object call) { on_join_ = std::move(call); }
   void on_control(py::object call) { on_control_ = std::move(call); }
   void on_lost(py::object call) { on_lost_ = std::move(call); }
   void on_close(py::object call) { on_close_ = std::move(call); }
 
-  // What the Python side asks.
+  // For the Python side, at any time.
+  void add_peer(const std::shared_ptr<Peer>& peer);
+  void remove_peer(const std::string& name, uint64_t session) { peers_.remove(name, session); }
+  // A lower version than the last one is ignored.
+  void set_devices(uint64_t version, std::unordered_map<std::string, rpc::DeviceMap> maps,
+                   std::unordered_map<std::string, rpc::DeviceMap> reverse,
+                   std::vector<c10::Device> devices);
   Future control(const std::string& to, const std::string& payload, float timeout_s);
   std::unordered_map<std::string, std::string> gone() const;
   std::pair<uint64_t, uint64_t> counts() const {
@@ -97,61 +117,68 @@ class ZmqAgent : public rpc::RpcAgent {
     gil_waits_++;
   }
 
-  // Sending.
+  // Sending: messages.cpp.
   Future call(const std::shared_ptr<Peer>& peer, Kind kind, rpc::Message& message,
               float timeout_s, const rpc::DeviceMap& map, c10::TypePtr type);
   std::string transmit(Peer& peer, Kind kind, uint64_t call, rpc::Message& message,
                        const rpc::DeviceMap& map);
-  std::string transmit_parts(Peer& peer, ZmqMessage& head,
-                             std::vector<torch::jit::WriteableTensorData>& frames);
-  std::vector<Slot> place(Peer& peer, const TensorPack& pack,
-                          std::vector<torch::jit::WriteableTensorData>& frames);
+  std::string transmit_text(Peer& peer, Kind kind, uint64_t call, const std::string& text,
+                            MessageType type = MessageType::UNKNOWN);
+  std::vector<Slot> place(Peer& peer, const TensorPack& pack, std::vector<Bytes>& parts,
+                          std::vector<BlockInUse>& blocks);
+  std::string deliver(Peer& peer, bool is_refusal, const std::vector<Bytes>& parts);
+  std::string deliver_chunks(Peer& peer, const std::vector<Bytes>& parts);
   void respond(const std::shared_ptr<Peer>& peer, uint64_t call, int64_t message_id,
                rpc::JitFuture& result);
 
-  // Receiving.
+  // Receiving: messages.cpp.
   bool receive();
-  void* readable() const;
+  void decode(std::vector<Bytes> frames);
   void dispatch(std::shared_ptr<Incoming> incoming);
   void handle_request(const std::shared_ptr<Peer>& peer, Incoming& incoming);
-  void handle_answer(Incoming& incoming);
-  void handle_control(const std::shared_ptr<Peer>& peer, Incoming& incoming);
+  void handle_answer(const std::shared_ptr<Peer>& peer, Incoming& incoming);
+  void handle_control(Incoming& incoming);
+  void refuse(const std::shared_ptr<Peer>& peer);
+  std::vector<Buffer> buffers_of(Peer& peer, Incoming& incoming);
+  Buffer shared_buffer(Peer& peer, const Slot& slot);
   c10::intrusive_ptr<rpc::Message> message_of(Peer& peer, Incoming& incoming);
-  Buffer buffer_of(Peer& peer, Incoming& incoming, std::size_t slot, std::size_t frame);
 
-  // Ends of calls.
+  // Ends of calls and peers: agent.cpp.
   void fail(Call call, const std::string& why, rpc::RPCErrorType type);
-  void lose(const std::shared_ptr<Peer>& peer, const std::string& why);
+  enum class Loss { kLeft, kGaveUp, kDied, kLost };
+  void lose(const std::shared_ptr<Peer>& peer, const std::string& why, Loss loss);
+  std::string reason_gone(const Peer& peer) const;  // empty if it is not
+  bool is_in_touch(const Peer& peer) const;
+  void open_connection(Peer& peer);
+  void close_connection(Peer& peer);
   void watch_deadlines();
-  void watch_peers();
-  void poll_peers();
-  void read_monitor(void* monitor, const std::shared_ptr<Peer>& peer);
+  void watch_connections();
+  void connection_changed(const std::string& endpoint, bool is_up);
   void judge(const std::shared_ptr<Peer>& peer);
-  void answer_zap();
-  void open_monitor(void* socket, const std::string& name, int events, void*& monitor);
-  void close_sockets();
-  void end_context();
 
   const Zmq& zmq_;
   const Settings settings_;
-  Keys keys_;
-  void* context_ = nullptr;
-  void* local_ = nullptr;
-  void* network_ = nullptr;
-  void* network_monitor_ = nullptr;
-  void* zap_ = nullptr;
+  Sockets sockets_;
+  Assembler assembler_;
   Peers peers_;
   Calls calls_;
-  Arena arena_;
-  Attachments attachments_;
+  OwnSlabs own_slabs_;
+  OthersSlabs others_slabs_;
   Counters counters_;
-  Crew<PythonThread> crew_;
-  std::thread deadlines_thread_, peers_thread_;
+  WorkerPool<PythonThread> pool_;
+  std::thread deadlines_thread_, connections_thread_;
   std::atomic<uint64_t> next_call_{1};
   std::atomic<int64_t> serving_{0}, gil_wait_us_{0}, gil_waits_{0};
-  std::atomic<bool> stopping_{false}, started_{false};
+  std::atomic<bool> stopping_{false}, is_forked_copy_{false};
+
+  // Guards sockets_.send() and its like, and the connections of the peers.
+  mutable std::mutex connections_mutex_;
+  std::unordered_map<std::string, std::shared_ptr<Peer>> connected_;  // by endpoint
+  bool is_closed_ = false;
+  uint64_t transfers_ = 0;
 
   mutable std::mutex devices_mutex_;
+  uint64_t devices_version_ = 0;
   std::unordered_map<std::string, rpc::DeviceMap> maps_, reverse_;
   std::deque<std::vector<c10::Device>> devices_{{}};  // torch keeps references to former lists
 

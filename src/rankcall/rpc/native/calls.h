@@ -29,7 +29,7 @@ struct CallOf {
   Clock::time_point deadline;
 };
 
-// The calls under way. Whoever takes one out ends its future.
+// The calls in flight. The code that takes a call out completes its future.
 template <class Call>
 class CallsOf {
  public:
@@ -51,7 +51,7 @@ class CallsOf {
     return remove(found);
   }
 
-  // Wait until calls are overdue and take them; empty once closed.
+  // Waits until calls are overdue and takes them; empty once closed.
   std::vector<Call> take_overdue() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!closed_) {
@@ -72,6 +72,7 @@ class CallsOf {
     return {};
   }
 
+  // Takes the calls to a peer, or all if it is null.
   std::vector<Call> take_all(const decltype(Call::peer)& peer) {
     std::lock_guard<std::mutex> guard(mutex_);
     std::vector<Call> taken;

@@ -3,9 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "agent.cpp"
-#include "receive.cpp"
-#include "send.cpp"
-#include "watch.cpp"
+#include "messages.cpp"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace rankcall;
@@ -21,18 +19,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             Settings{library, session, threads, max_bytes, heartbeat_timeout_ms});
       }))
       .def("bind_local", &ZmqAgent::bind_local, Free())
-      .def("bind_network", &ZmqAgent::bind_network, Free())
-      .def("use_keys",
-           [](ZmqAgent& agent, std::string server_public, std::string server_secret,
-              std::string client_public, std::string client_secret) {
-             agent.use_keys({server_public, server_secret, client_public, client_secret});
+      .def("bind_network",
+           [](ZmqAgent& agent, const std::string& endpoint, std::string server_public,
+              std::string server_secret, std::string client_public, std::string client_secret) {
+             return agent.bind_network(
+                 endpoint, {server_public, server_secret, client_public, client_secret});
            })
-      .def("open_arena", &ZmqAgent::open_arena)
+      .def("open_slabs", &ZmqAgent::open_slabs)
       .def("add_peer",
            [](ZmqAgent& agent, const std::string& name, int64_t id, uint64_t session,
-              const std::string& endpoint, const std::string& arena, int pid, int64_t max_bytes) {
-             auto peer = std::make_shared<Peer>(name, id, session, arena, pid, max_bytes);
-             agent.add_peer(std::move(peer), endpoint);
+              const std::string& endpoint, const std::string& slabs, int pid, int64_t max_bytes) {
+             agent.add_peer(
+                 std::make_shared<Peer>(name, id, session, endpoint, slabs, pid, max_bytes));
            },
            Free())
       .def("remove_peer", &ZmqAgent::remove_peer, Free())
@@ -61,17 +59,35 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              return agent.getWorkerInfo(id);
            }, Free());
 
-  // For the tests: what the wire's parser makes of frames, without a socket.
-  module.def("parse", [](const std::vector<std::string>& frames) {
-    std::vector<std::size_t> sizes;
-    for (std::size_t i = 1; i < frames.size(); i++) sizes.push_back(frames[i].size());
+  // For the tests: decodes ZeroMQ messages without a socket. Each message is a
+  // list of frames; the result has the kind, call, payload and parts of each message that is whole.
+  module.def("decode", [](const std::vector<std::vector<std::string>>& messages, uint64_t max_bytes,
+                          bool is_known) {
+    Assembler assembler(max_bytes);
+    py::list decoded;
+    auto add = [&](const Incoming& whole) {
+      py::list parts;
+      for (const Bytes& part : whole.parts) parts.append(py::bytes(part.data, part.size));
+      const Header& header = whole.parsed.header;
+      decoded.append(py::make_tuple(int(header.kind), header.call,
+                                    py::bytes(whole.parsed.payload, header.payload_bytes), parts));
+    };
     try {
-      auto parsed = parse(frames.at(0).data(), frames.at(0).size(), sizes);
-      return py::make_tuple(int(parsed.header.kind), parsed.header.call,
-                            py::bytes(parsed.payload, parsed.header.payload_bytes),
-                            parsed.slots.size());
+      for (const auto& frames : messages) {
+        auto chunk = parse_chunk(frames.at(0).data(), frames.at(0).size());
+        if (chunk && frames.size() == 2) {
+          auto whole = assembler.add(*chunk, frames[1].data(), frames[1].size(), is_known);
+          if (whole) add(*whole);
+          continue;
+        }
+        std::vector<Bytes> parts;
+        for (std::size_t i = 1; i < frames.size(); i++)
+          parts.push_back({frames[i].data(), frames[i].size(), nullptr});
+        add(parse_message({frames[0].data(), frames[0].size(), nullptr}, std::move(parts)));
+      }
     } catch (const WireError& error) {
       throw py::value_error(error.what());
     }
+    return decoded;
   });
 }

@@ -1,4 +1,4 @@
-// A message's tensors as one pickle of their shapes and one plain buffer for each storage.
+// The tensors of a message as a pickle of their shapes, and one plain buffer for each storage.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -37,7 +37,7 @@ inline DeviceTag target_of(const at::Tensor& tensor, const rpc::DeviceMap& map,
   return {int8_t(found->second.type()), int8_t(found->second.index())};
 }
 
-// The tensor in host memory; `pending` collects the devices whose copies are still under way.
+// Returns the tensor in host memory; `pending` collects the devices whose copies are in flight.
 inline at::Tensor staged(const at::Tensor& tensor, std::vector<c10::Device>& pending) {
   if (tensor.device().is_cpu()) return tensor;
   at::NoGradGuard no_grad;
@@ -77,7 +77,7 @@ struct Buffer {
   std::size_t bytes;
 };
 
-// The pickle says how large a storage is; what came must be as large.
+// The pickle says how large a storage is; the buffer must be as large.
 inline void check_storage(const at::Tensor& tensor,
                           const std::unordered_map<const void*, std::size_t>& sizes) {
   if (!tensor.defined() || tensor.numel() == 0) return;
@@ -119,7 +119,7 @@ inline std::vector<at::Tensor> unpack(const char* pickle, std::size_t size,
   };
   torch::jit::Unpickler unpickler(read, nullptr, nullptr, record, std::nullopt);
   auto parsed = unpickler.parse_ivalue();
-  if (!parsed.isTensorList()) throw WireError("what came for the tensors is not a list of them");
+  if (!parsed.isTensorList()) throw WireError("the pickle is not a list of tensors");
   std::vector<at::Tensor> tensors;
   for (at::Tensor tensor : parsed.toTensorVector()) {
     check_storage(tensor, sizes);

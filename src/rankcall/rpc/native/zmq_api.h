@@ -22,31 +22,36 @@ struct ZmqPollItem {
   short revents;
 };
 
-enum ZmqSocketType { kPair = 0, kRep = 4, kPull = 7, kPush = 8 };
+enum ZmqSocketType { kPair = 0, kRep = 4, kDealer = 5, kRouter = 6 };
 enum ZmqFlag { kDontWait = 1, kSendMore = 2 };
 constexpr short kPollIn = 1;
 
 enum ZmqOption {
-  kRcvMore = 13,
+  kEvents = 15,
   kLinger = 17,
   kReconnectIvl = 18,
+  kReconnectIvlMax = 21,
   kMaxMsgSize = 22,
   kSndHwm = 23,
   kRcvHwm = 24,
   kLastEndpoint = 32,
+  kRouterMandatory = 33,
   kIpv6 = 42,
+  kPlainUsername = 45,
   kCurveServer = 47,
   kCurvePublicKey = 48,
   kCurveSecretKey = 49,
   kCurveServerKey = 50,
   kZapDomain = 55,
+  kConnectRoutingId = 61,
   kHandshakeIvl = 66,
   kHeartbeatIvl = 75,
   kHeartbeatTimeout = 77,
 };
-enum ZmqContextOption { kMaxSockets = 2, kBlocky = 70 };
+enum ZmqContextOption { kMaxSockets = 2 };
 
 enum ZmqEvent {
+  kAccepted = 0x0020,
   kDisconnected = 0x0200,
   kFailedNoDetail = 0x0800,
   kHandshakeSucceeded = 0x1000,
@@ -67,6 +72,7 @@ struct Zmq {
   int (*getsockopt)(void*, int, void*, std::size_t*);
   int (*bind)(void*, const char*);
   int (*connect)(void*, const char*);
+  int (*disconnect)(void*, const char*);
   int (*msg_init)(ZmqMessage*);
   int (*msg_init_size)(ZmqMessage*, std::size_t);
   int (*msg_init_data)(ZmqMessage*, void*, std::size_t, void (*)(void*, void*), void*);
@@ -95,6 +101,7 @@ struct Zmq {
     find(handle, getsockopt, "zmq_getsockopt");
     find(handle, bind, "zmq_bind");
     find(handle, connect, "zmq_connect");
+    find(handle, disconnect, "zmq_disconnect");
     find(handle, msg_init, "zmq_msg_init");
     find(handle, msg_init_size, "zmq_msg_init_size");
     find(handle, msg_init_data, "zmq_msg_init_data");
@@ -123,6 +130,10 @@ struct Zmq {
     setsockopt(socket, option, &value, sizeof value);
   }
 
+  void set(void* socket, int option, int64_t value) const {
+    setsockopt(socket, option, &value, sizeof value);
+  }
+
   void set(void* socket, int option, const std::string& value) const {
     if (setsockopt(socket, option, value.data(), value.size()) != 0)
       throw std::runtime_error("a socket option was refused: " + error());
@@ -136,7 +147,7 @@ struct Zmq {
   }
 };
 
-// The functions, found once and kept for good: a tensor may lie in a frame longer than its agent.
+// The functions, found once and never unloaded: a tensor may lie in a frame longer than its agent.
 inline const Zmq& load_zmq(const std::string& library) {
   static const Zmq* functions = new Zmq(library);
   return *functions;

@@ -7,7 +7,7 @@ import ctypes
 from rankcall.capture.marks import Functions
 from rankcall.errors import CaptureUnavailable
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks.base import Origin, logger
+from rankcall.trace.sinks import Origin, logger
 
 _DOMAIN = b"rankcall"
 
@@ -20,12 +20,14 @@ class Nvtx:
     use. If no tool listens, it does nothing; Nsight Systems sets ``NVTX_INJECTION64_PATH``.
     """
 
+    sink_name = "nvtx"
+
     def functions(self) -> Functions | None:
         """Return the C functions to call at issue, or None if no tool listens.
 
         Raises ``CaptureUnavailable`` if the bridge to NVTX cannot be built or loaded.
         """
-        from rankcall.capture.native.build import nvtx_bridge
+        from rankcall.capture.native import nvtx_bridge
 
         path = nvtx_bridge().prebuild()
         try:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rankcall.trace.descriptions import Description, Descriptions
-from rankcall.trace.sinks._otlp import exporter
-from rankcall.trace.sinks.counts import Keys
-from rankcall.trace.sinks.extras import imported
-
-if TYPE_CHECKING:
-    from rankcall.trace.sinks.base import Origin
+from rankcall.trace.sinks import Origin, logger, optional_module
+from rankcall.trace.sinks._counts import Keys
 
 _SCOPE = "rankcall"
 _DURATIONS_PER_SECOND = 1000
 _SPANS_PER_STEP = 2000
 _LATE = 2  # a step is complete once this many later steps have begun
 _SHUTDOWN_MS = 1000
+_OTLP = "opentelemetry.exporter.otlp.proto.http"
+_TIMEOUT_SECONDS = 2
+_TRIES = 3  # then the collector is not asked any more
 
 
 class OpenTelemetry:
@@ -46,6 +47,8 @@ class OpenTelemetry:
         ExtraMissing: OpenTelemetry is not installed.
     """
 
+    sink_name = "otel"
+
     def __init__(
         self,
         meter_provider: Any = None,
@@ -57,13 +60,13 @@ class OpenTelemetry:
     ) -> None:
         if span_every < 0:
             raise ValueError(f"span_every must be 0 or more; got {span_every}")
-        self._metrics = imported("opentelemetry.metrics", "otel")
-        self._traces = imported("opentelemetry.trace", "otel")
+        self._metrics = optional_module("opentelemetry.metrics", "otel")
+        self._traces = optional_module("opentelemetry.trace", "otel")
         self._given = meter_provider, tracer_provider
         self._own: list[Any] = []
         self._is_closed = False
         if meter_provider is None and tracer_provider is None:
-            imported("opentelemetry.exporter.otlp.proto.http", "otel")
+            optional_module(_OTLP, "otel")
         self._endpoint = endpoint
         self._every = span_every
         self._keys = Keys()
@@ -186,19 +189,87 @@ class OpenTelemetry:
     # --- the sink's own providers ---
 
     def _own_providers(self, origin: Origin) -> list[Any]:
-        sdk_metrics = imported("opentelemetry.sdk.metrics", "otel")
-        sdk_traces = imported("opentelemetry.sdk.trace", "otel")
-        resource = imported("opentelemetry.sdk.resources", "otel").Resource.create(
+        sdk_metrics = optional_module("opentelemetry.sdk.metrics", "otel")
+        sdk_traces = optional_module("opentelemetry.sdk.trace", "otel")
+        resource = optional_module("opentelemetry.sdk.resources", "otel").Resource.create(
             {"service.name": "rankcall", "host.name": origin.host, "rankcall.rank": origin.rank}
         )
-        reader = imported("opentelemetry.sdk.metrics.export", "otel").PeriodicExportingMetricReader(
-            exporter("metric_exporter", "OTLPMetricExporter", self._endpoint, "v1/metrics")
+        reader = optional_module(
+            "opentelemetry.sdk.metrics.export", "otel"
+        ).PeriodicExportingMetricReader(
+            _exporter("metric_exporter", "OTLPMetricExporter", self._endpoint, "v1/metrics")
         )
         spans = sdk_traces.TracerProvider(resource=resource, shutdown_on_exit=False)
         spans.add_span_processor(
-            imported("opentelemetry.sdk.trace.export", "otel").BatchSpanProcessor(
-                exporter("trace_exporter", "OTLPSpanExporter", self._endpoint, "v1/traces")
+            optional_module("opentelemetry.sdk.trace.export", "otel").BatchSpanProcessor(
+                _exporter("trace_exporter", "OTLPSpanExporter", self._endpoint, "v1/traces")
             )
         )
         meters = sdk_metrics.MeterProvider([reader], resource, shutdown_on_exit=False)
         return [meters, spans]
+
+
+def _exporter(module: str, name: str, endpoint: str | None, path: str) -> Any:
+    """Return an exporter over HTTP.
+
+    Args:
+        module: The exporter's module in the OTLP package.
+        name: The exporter's class.
+        endpoint: The collector's address; None leaves it to the SDK's environment variables.
+        path: The path of this kind of data below ``endpoint``.
+
+    Raises:
+        ExtraMissing: The OTLP package is not installed.
+    """
+    base = getattr(optional_module(f"{_OTLP}.{module}", "otel"), name)
+    made = type(name, (_ReportsOnce, base), {})
+    where = {} if endpoint is None else {"endpoint": f"{endpoint.rstrip('/')}/{path}"}
+    return made(timeout=_TIMEOUT_SECONDS, **where)
+
+
+class _ReportsOnce:
+    """Wraps an exporter's ``export``; after three failures in a row it exports no more."""
+
+    _failures = 0
+    _result: Any = None
+
+    def export(self, *args: Any, **kwargs: Any) -> Any:
+        """Export without the SDK's log messages; log the first failure."""
+        if self._failures >= _TRIES:
+            return self._result
+        with _Quiet():
+            self._result = super().export(*args, **kwargs)  # type: ignore[misc]
+        if self._result.name == "SUCCESS":
+            self._failures = 0
+        else:
+            self._failures += 1
+            if self._failures == 1:
+                where = getattr(self, "_endpoint", "the collector")
+                logger.error(
+                    "the OpenTelemetry collector at %s cannot be reached; training goes on, and "
+                    "after %d tries without it",
+                    where,
+                    _TRIES,
+                )
+        return self._result
+
+
+class _Quiet:
+    """Suppresses the messages that the SDK logs on this thread at each retry."""
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        self._loggers = [
+            known
+            for name, known in list(logging.Logger.manager.loggerDict.items())
+            if name.startswith("opentelemetry.exporter.otlp") and isinstance(known, logging.Logger)
+        ]
+        for sdk_logger in self._loggers:
+            sdk_logger.addFilter(self._passes)
+
+    def __exit__(self, *exception: object) -> None:
+        for sdk_logger in self._loggers:
+            sdk_logger.removeFilter(self._passes)
+
+    def _passes(self, record: logging.LogRecord) -> bool:
+        return record.thread != self._thread

@@ -10,11 +10,10 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from rankcall._whole import joined
+from rankcall.record import concat_rows
 from rankcall.ring.reader import Head, Ring
-from rankcall.run import Run
-from rankcall.trace.sinks.base import Origin
-from rankcall.trace.sinks.extras import load_polars
+from rankcall.run.load import Run
+from rankcall.trace.sinks import Origin, load_polars
 
 
 class Parquet:
@@ -34,6 +33,8 @@ class Parquet:
     Raises:
         ValueError: ``rows`` or ``seconds`` is not positive.
     """
+
+    sink_name = "parquet"
 
     def __init__(
         self,
@@ -85,11 +86,9 @@ class Parquet:
     def _write_segment(self) -> None:
         import polars as pl
 
-        from rankcall._frames import ring_frame
-
         rings = [_as_one(list(parts)) for _, parts in groupby(self._held, _recording_of)]
         run = Run(self.folder, {}, [Head(ring.path, ring.header, ring.tables) for ring in rings])
-        frames = [ring_frame(run, ring) for ring in rings]
+        frames = [run.frame(ring) for ring in rings]
         table = pl.concat(frames, how="vertical") if len(frames) > 1 else frames[0]
         data = io.BytesIO()  # Python writes the file: its OSError says more than Polars' error
         table.write_parquet(data, compression="zstd", compression_level=1)
@@ -127,6 +126,6 @@ def _recording_of(ring: Ring) -> Hashable:
 
 def _as_one(parts: Sequence[Ring]) -> Ring:
     """Join parts of one recording. Its side tables only grow, so the newest ones are complete."""
-    newest, records = parts[-1], joined([part.records for part in parts])
+    newest, records = parts[-1], concat_rows([part.records for part in parts])
     dropped = sum(part.dropped for part in parts)
     return Ring(newest.path, newest.header, records, newest.tables, dropped)

@@ -6,14 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks.counts import BYTES, SECONDS, Histogram, Key, Keys
-from rankcall.trace.sinks.extras import imported
-
-if TYPE_CHECKING:
-    from rankcall.trace.sinks.base import Origin
+from rankcall.trace.sinks import Origin, optional_module
+from rankcall.trace.sinks._counts import BYTES, SECONDS, Histogram, Key, Keys
 
 _CLOSE_SECONDS = 1.0
 _LABELS = ("op", "group", "host", "rank")
@@ -43,12 +40,14 @@ class Prometheus:
         ExtraMissing: ``prometheus-client`` is not installed.
     """
 
+    sink_name = "prometheus"
+
     def __init__(
         self, port: int = 9464, address: str = "127.0.0.1", *, registry: Any = None
     ) -> None:
         if not 0 <= port < 1 << 16:
             raise ValueError(f"port must be from 0 to 65535; got {port}")
-        self._client = imported("prometheus_client", "prometheus")
+        self._client = optional_module("prometheus_client", "prometheus")
         self._asked, self._address, self._registry = port, address, registry
         self._serves = registry is None
         self._server: Any = None
@@ -103,7 +102,7 @@ class Prometheus:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics as they are now."""
-        core = imported("prometheus_client.core", "prometheus")
+        core = optional_module("prometheus_client.core", "prometheus")
         calls = core.CounterMetricFamily(
             "rankcall_collectives", "Ops that have ended.", labels=_LABELS
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks.base import Origin
+from rankcall.trace.sinks import Origin
 
 _LATE = 2  # a step is complete once this many later steps have begun
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks.base import Origin
-from rankcall.trace.sinks.extras import load_polars
+from rankcall.trace.sinks import Origin, load_polars
 
 _MIB = 1 << 20
 
@@ -21,6 +20,8 @@ class Stdout:
 
     ``stream`` is the file to print to; the default is the ``sys.stdout`` of that moment.
     """
+
+    sink_name = "stdout"
 
     def __init__(self, stream: TextIO | None = None) -> None:
         load_polars()
@@ -57,6 +58,8 @@ class JsonLines:
     Raises:
         ValueError: ``max_mib`` is not positive, or ``keep`` is negative.
     """
+
+    sink_name = "jsonl"
 
     def __init__(
         self, path: str | os.PathLike[str] | None = None, *, max_mib: float = 64, keep: int = 4

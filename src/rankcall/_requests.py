@@ -1,0 +1,129 @@
+"""The requests that a protocol over a c10d store makes, as values.
+
+A protocol is a generator. It yields requests, receives their answers and returns its result. So
+the same code runs against a real store (``rankcall.store``) and against a simulated one, whose
+scheduler tries every order of requests (``rankcall.testing.simulated_store``).
+
+No request except ``Wait``, ``WaitRead`` and ``Until`` waits for anything, and these three end at
+the deadline of the call. A request reads a key that is absent as ``None``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[Any, Any, T]
+"""A protocol: it yields requests, is sent their answers, and returns ``T``."""
+
+
+class Add(NamedTuple):
+    """Add to a counter, which starts at 0. The answer is the new value."""
+
+    key: str
+    amount: int
+
+
+class Check(NamedTuple):
+    """The answer is whether all of these keys exist."""
+
+    keys: Sequence[str]
+
+
+class Read(NamedTuple):
+    """The answer is the value of a key, or None if the key does not exist."""
+
+    key: str
+
+
+class ReadMany(NamedTuple):
+    """The answer is the list of the values, as for ``Read``, but not as of one moment."""
+
+    keys: Sequence[str]
+
+
+class Set(NamedTuple):
+    """Set a key."""
+
+    key: str
+    value: bytes
+
+
+class CompareSet(NamedTuple):
+    """Set a key if it holds ``expected``; an absent key counts as empty.
+
+    The answer is the value of the key afterwards, or None if it does not exist.
+    """
+
+    key: str
+    expected: bytes
+    value: bytes
+
+
+class Append(NamedTuple):
+    """Append to a key; only stores with ``appends`` can."""
+
+    key: str
+    value: bytes
+
+
+class Delete(NamedTuple):
+    """Remove a key if it exists. The answer means nothing."""
+
+    key: str
+
+
+class ListKeys(NamedTuple):
+    """The answer is the list of all keys of the store."""
+
+
+class Wait(NamedTuple):
+    """Wait until all of these keys exist. The answer is False if the deadline came first."""
+
+    keys: Sequence[str]
+
+
+class WaitRead(NamedTuple):
+    """Wait until a key exists, and read it. The answer is None if the deadline came first.
+
+    Only for a key that no process removes while this one waits for it.
+    """
+
+    key: str
+
+
+class Until(NamedTuple):
+    """Repeat a request until its answer is enough. The answer is None if the deadline came first.
+
+    A request whose answer is not enough must not have changed anything.
+    """
+
+    request: Any
+    is_enough: Callable[[Any], bool]
+
+
+class Now(NamedTuple):
+    """The answer is the time of this process's monotonic clock, in seconds."""
+
+
+class Sleep(NamedTuple):
+    """Do nothing for a time."""
+
+    seconds: float
+
+
+METHODS: dict[type, str] = {
+    Add: "add",
+    Append: "append",
+    Check: "check",
+    CompareSet: "compare_set",
+    Delete: "delete",
+    ListKeys: "list_keys",
+    Now: "now",
+    Read: "read",
+    ReadMany: "read_many",
+    Set: "set",
+    Sleep: "sleep",
+}
+"""The names of the requests that do not wait, as methods of a connection."""

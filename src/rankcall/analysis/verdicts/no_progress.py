@@ -1,0 +1,235 @@
+"""The verdict ``no_progress``: no call hangs on record, and still nothing goes on.
+
+Ranks wait without a record while they make a process group or wait on a store. The records then
+only show that the ranks do nothing; their stacks, if there are any, show who waits for whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rankcall.analysis.state.snapshot import (
+    ALIVE,
+    GONE,
+    CodePlace,
+    RankState,
+    Snapshot,
+    code_place,
+    median_step_s,
+    quiet_s,
+    unfinished,
+)
+from rankcall.analysis.verdicts.evidence import (
+    FIRST_STEP,
+    LONG_STEPS,
+    HangEvidence,
+)
+from rankcall.analysis.verdicts.finding import (
+    SHOWN,
+    Finding,
+    begin_sentence,
+    count_of,
+    duration,
+    hosts_of,
+    last_call,
+    name_place,
+    name_ranks,
+)
+from rankcall.analysis.verdicts.kinds import Verdict
+
+# A process gets this long to start up, however short the threshold: it imports, opens its data and
+# meets the others.
+_START_UP_S = 20.0
+_MOST_PLACES = 4  # that a finding lists
+
+
+@dataclass(frozen=True)
+class Silence:
+    """How long no rank has done anything on record, and how long that may last."""
+
+    seconds: float
+    allowed_s: float
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has lasted too long."""
+        return self.seconds >= self.allowed_s
+
+
+def silence_of(snapshot: Snapshot, hang_after: float) -> Silence | None:
+    """Return the silence of a job that runs; None if a rank is busy, or has reason to be silent.
+
+    A rank in a call is not silent: the wait for that call has a verdict of its own. A rank is busy
+    if it declared a long phase, or has taken optimizer steps since its last call. If a rank has
+    left the job, the others may do what they like.
+    """
+    known = [each for each in snapshot.ranks if not each.blind]
+    if not snapshot.live or len(snapshot.ranks) < 2 or not known:
+        return None
+    if any(each.leaving or each.closed or each.state == GONE for each in known):
+        return None
+    if any(each.may_be_silent(hang_after) for each in known):
+        return None
+    calls = snapshot.calls
+    if unfinished(calls).any() or _steps_on_its_own(snapshot, known):
+        return None
+    quiet = quiet_s(snapshot)
+    seconds = min(float(quiet[each.rank]) for each in known)
+    allowed = max(hang_after, LONG_STEPS * median_step_s(snapshot))
+    if not len(calls):
+        allowed = max(FIRST_STEP * hang_after, _START_UP_S)
+    elif not any(each.steps for each in known):
+        allowed = FIRST_STEP * hang_after
+    return Silence(seconds, allowed) if np.isfinite(seconds) else None
+
+
+def _steps_on_its_own(snapshot: Snapshot, known: Sequence[RankState]) -> bool:
+    """Tell whether a rank has taken steps since its last call, as in local training."""
+    newest = np.zeros(len(snapshot.ranks), np.int64)
+    np.maximum.at(newest, snapshot.calls["rank"], snapshot.calls["step"])
+    # The optimizer step after the last call belongs to that call.
+    return any(each.steps > newest[each.rank] + 1 for each in known)
+
+
+class NoProgress(Verdict):
+    """Ranks wait without a record, or no rank has issued anything for too long."""
+
+    kind = "no_progress"
+    order = 75
+    predicate = "did not come"
+
+    def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield one finding if all ranks have been silent for too long."""
+        snapshot = evidence.snapshot
+        silence = silence_of(snapshot, evidence.hang_after)
+        if silence is None or not silence.is_long:
+            return
+        places = {each.rank: code_place(each.stack) for each in snapshot.ranks if each.stack}
+        waiting = [rank for rank, place in places.items() if place.is_setup]
+        absent = _absent(snapshot, waiting)
+        longest = duration(silence.seconds)
+        if waiting:
+            summary = _of_waiting(snapshot, places, waiting, absent, longest)
+        elif absent:
+            name = begin_sentence(name_ranks(snapshot, absent))
+            have, its = ("has", "its") if len(absent) == 1 else ("have", "their")
+            summary = (
+                f"{name} {have} not made {its} process group; the other ranks have. "
+                f"No rank has issued anything for {longest}."
+            )
+        else:
+            summary = f"{_nobody(snapshot)} for {longest}."
+        yield self.finding(
+            absent,
+            victims=tuple(r.rank for r in snapshot.ranks if r.rank not in absent and not r.blind),
+            hosts=hosts_of(snapshot, absent),
+            since_s=silence.seconds,
+            call_site=places[waiting[0]].line if waiting else "",
+            confidence="certain" if waiting else "likely" if absent else "possible",
+            summary=summary,
+            evidence=tuple(_stand(snapshot, places)),
+            advice=_advice(snapshot, waiting, absent, places),
+        )
+
+
+def _absent(snapshot: Snapshot, waiting: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that have not come to where others wait.
+
+    With stacks: the ranks whose stack shows them elsewhere, and those that left no record. Without:
+    those that have no process group yet, if others have one, or those that left no record.
+    """
+    ranks = snapshot.ranks
+    if waiting:
+        absent = [
+            each.rank for each in ranks if each.rank not in waiting and (each.stack or each.blind)
+        ]
+    elif any(each.groups for each in ranks):
+        absent = [each.rank for each in ranks if not each.groups]
+    else:
+        absent = [each.rank for each in ranks if each.blind]
+    return tuple(absent)
+
+
+def _of_waiting(
+    snapshot: Snapshot,
+    places: dict[int, CodePlace],
+    waiting: Sequence[int],
+    absent: Sequence[int],
+    longest: str,
+) -> str:
+    functions = sorted({places[rank].inside for rank in waiting})
+    line = places[waiting[0]].line
+    verb = "waits" if len(waiting) == 1 else "wait"
+    text = (
+        f"{begin_sentence(name_ranks(snapshot, waiting))} {verb} in "
+        f"{' and '.join(functions)}{f' at {line}' if line else ''}"
+    )
+    if not absent and len(waiting) == len(snapshot.ranks):
+        return f"{text}: all ranks are there, and nothing has happened for {longest}."
+    if not absent:
+        return (
+            f"{text}. No rank has issued anything for {longest}; the stacks of the others are not "
+            "known."
+        )
+    have = "has" if len(absent) == 1 else "have"
+    return (
+        f"{text} for {name_ranks(snapshot, absent)}, which {have} not come. "
+        f"No rank has issued anything for {longest}."
+    )
+
+
+def _nobody(snapshot: Snapshot) -> str:
+    if not any(each.groups for each in snapshot.ranks):
+        count = count_of(len(snapshot.ranks), "rank")
+        return f"None of {count} has made a process group or issued a collective"
+    return "No rank has issued a collective or a message, and none is in one,"
+
+
+def _stand(snapshot: Snapshot, places: dict[int, CodePlace]) -> Iterator[str]:
+    """Write where each rank stands; ranks at one line share a sentence."""
+    alike: dict[CodePlace, list[int]] = {}
+    for rank, place in places.items():
+        alike.setdefault(place, []).append(rank)
+    for place, ranks in sorted(alike.items(), key=lambda item: item[1])[:_MOST_PLACES]:
+        yield f"{name_ranks(snapshot, ranks)}: {name_place(place) or 'its stack shows no line'}"
+    without = [each.rank for each in snapshot.ranks if each.rank not in places and not each.blind]
+    for rank in without[:SHOWN]:
+        yield f"rank {rank}: {last_call(snapshot, rank)}"
+    blind = [each.rank for each in snapshot.ranks if each.blind]
+    if blind:
+        yield f"nothing is known of {name_ranks(snapshot, blind)}: no records of it here"
+
+
+def _advice(
+    snapshot: Snapshot,
+    waiting: Sequence[int],
+    absent: Sequence[int],
+    places: dict[int, CodePlace],
+) -> str:
+    if waiting and not absent:
+        return (
+            "Check that all ranks have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and that "
+            "they create the same groups in the same order."
+        )
+    blind = [rank for rank in absent if snapshot.ranks[rank].blind]
+    if blind and len(blind) == len(absent):
+        return (
+            "See whether these processes were started: a process leaves records as soon as it has "
+            "imported torch."
+        )
+    if absent:
+        first = snapshot.ranks[absent[0]]
+        if places.get(absent[0]):
+            return f"See what rank {absent[0]} does at that line before it joins the others."
+        return f"See what rank {absent[0]} does: {_look(first)}."
+    alive = next((each for each in snapshot.ranks if each.state == ALIVE), snapshot.ranks[0])
+    see = "" if places else f"See what the ranks do: {_look(alive)}. "
+    return f"{see}If this phase is meant to take long, declare it: rankcall.expect(seconds, what)."
+
+
+def _look(state: RankState) -> str:
+    on = f" on {state.host}" if state.host else ""
+    return f"rankcall diagnose --stacks, or py-spy dump --pid {state.pid}{on}"

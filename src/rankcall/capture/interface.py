@@ -1,0 +1,98 @@
+"""The interface that the native capture and its fallback in Python share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from rankcall.capture.device_status import DeviceOp
+from rankcall.capture.marks import Marks
+from rankcall.record import DTYPES
+from rankcall.ring.tables import Group
+
+
+class Capture(Protocol):
+    """Writes a record into the ring for each c10d op that this process issues.
+
+    Kernels in front of the ops do that, between ``start`` and ``stop``. Ops that are in flight at
+    ``stop`` still get their ends; ``drained`` tells when the last one has.
+    """
+
+    name: str
+
+    def start(self) -> None:
+        """Record every c10d op from now on."""
+
+    def stop(self) -> None:
+        """Record no new ops."""
+
+    def forget(self) -> None:
+        """Record nothing more, because this is a forked child and the ring is its parent's."""
+
+    def drained(self) -> bool:
+        """Tell whether every record of a stopped capture has its end."""
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many records were issued, and how many have ended."""
+
+    def sleep(self, fd: int, wanted: int) -> None:
+        """Have an eventfd written at the next end (``wanted`` is 1), or start or end (2)."""
+
+    @property
+    def make_statuses(self) -> Callable[..., list[Any]] | None:
+        """The native function that makes statuses for hooks; None if Python makes them."""
+
+    def add_group(self, group: Group, me: int) -> int:
+        """Announce a group and return its id; ``me`` is this rank's index in it."""
+
+    def add_line(self, site: int, text: str) -> None:
+        """Add the source line of a call site."""
+
+    def step(self) -> None:
+        """Count an optimizer step."""
+
+    def take_device_ops(self) -> list[DeviceOp]:
+        """Return the ops on devices that were issued since the last call."""
+
+    def end_device_ops(self, records: list[int], time_ns: int) -> None:
+        """End records of ops on devices: completed at ``time_ns``, or abandoned if that is 0."""
+
+    def reading_status(self) -> AbstractContextManager[bool]:
+        """Keep first ops of groups waiting for a moment; yields False if one is under way."""
+
+    def mark(self, marks: Marks | None) -> None:
+        """Call a tool at the issue of each op from now on; None ends that."""
+
+    def learn_spans(self, marks: Marks) -> None:
+        """Ask again which members of which groups are on other hosts."""
+
+
+# The dtypes of the installed torch, and the codes that records use.
+DTYPE_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)
+}
+
+
+def skipped_folders() -> list[str]:
+    """Return the path prefixes of frames that are never the user's: torch's and rankcall's."""
+    folders = [Path(torch.__file__).parent, Path(__file__).parents[1]]
+    return [f"{folder}/" for folder in folders]
+
+
+_installed_last: str | None = None
+
+
+def must_install(capture: str) -> bool:
+    """Tell whether a capture has to put its kernels in front of the ops, and note that it does.
+
+    Kernels stay for the rest of the process. If the other capture was used last, its kernels hide
+    those of this one, which are then installed once more. torch's dispatcher cannot do that safely
+    while other threads issue ops, so a program should keep to one capture.
+    """
+    global _installed_last
+    changed, _installed_last = _installed_last != capture, capture
+    return changed

@@ -1,0 +1,259 @@
+"""Numbers, names, paragraphs and tables as text for a terminal, and the first sentence of a report.
+
+That sentence, the headline, says which ranks make the others wait, if any do.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.table import Table
+from rich.text import Text
+
+from rankcall.analysis.timing.stragglers import Stragglers
+from rankcall.analysis.timing.summary import Straggler, Summary
+from rankcall.analysis.verdicts.finding import begin_sentence
+from rankcall.files import clean
+from rankcall.ranks import format_ranks
+
+_TIMES = ((60_000.0 * 60, 3_600_000.0, "h"), (60_000.0 * 10, 60_000.0, "min"), (1e3, 1e3, "s"))
+_LEAST = 6  # columns that a shortened name keeps
+_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def digits(value: float) -> str:
+    """Write a number with three significant digits: ``1.23``, ``45.6``, ``789``, ``12,345``."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def time(ms: float | None) -> str:
+    """Write a duration: ``154 µs``, ``20.2 ms``, ``66.8 s``, ``12.5 min``."""
+    if ms is None:
+        return "-"
+    if ms <= 0:
+        return "0"
+    for least, unit, name in _TIMES:
+        if ms >= least * 0.9995:
+            return f"{digits(ms / unit)} {name}"
+    if ms >= 0.9995:
+        return f"{digits(ms)} ms"
+    return f"{ms * 1e3:.0f} µs" if ms >= 0.00995 else f"{ms * 1e3:.1f} µs"
+
+
+def size(count: float) -> str:
+    """Write an amount of bytes in decimal units: ``175 GB``."""
+    for name in _DECIMAL:
+        if count < 999.5 or name == _DECIMAL[-1]:
+            return f"{count:.0f} B" if name == "B" else f"{digits(count)} {name}"
+        count /= 1000
+    return ""
+
+
+def rate(gbps: float | None) -> str:
+    """Write a bandwidth in GB/s."""
+    if gbps is None:
+        return "-"
+    return "<0.01" if 0 < gbps < 0.01 else digits(gbps)
+
+
+def percent(share: float | None) -> str:
+    """Write a share: ``88 %``; ``<1 %`` for a small share that is not 0."""
+    if share is None:
+        return "-"
+    if 0 < share < 0.01:
+        return "<1 %"
+    return f"{100 * min(share, 0.99):.0f} %" if 0.99 < share < 1 else f"{100 * share:.0f} %"
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """Write a count with its noun: ``1 rank``, ``1,024 ranks``."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break a text into lines, but not between a number and its unit, nor inside a path."""
+    glued = re.sub(r"(?<=\d) (?=%|\w{1,3}\b)", "\N{NO-BREAK SPACE}", text)
+    return textwrap.fill(glued, width, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ")
+
+
+# --- names and tables that fit into a width ---
+
+
+def cut(text: str, room: int, *, keep_end: bool = False) -> str:
+    """Shorten a text to ``room`` characters. ``keep_end`` is for paths: cut at the beginning."""
+    if cell_len(text) <= room:
+        return text
+    if not keep_end:
+        return set_cell_size(text, max(0, room - 1)).rstrip() + "…"
+    while text and cell_len(text) > room - 1:
+        text = text[1:]
+    return "…" + text
+
+
+def listed(names: Sequence[str], room: int) -> str:
+    """Write as many names as fit: ``node-0, node-1 and 30 more``."""
+    names = [name or "?" for name in names]
+    if cell_len(", ".join(names)) <= room:
+        return ", ".join(names)
+    shown = list(names)
+    while len(shown) > 1:
+        shown.pop()
+        text = f"{', '.join(shown)} and {len(names) - len(shown):,} more"
+        if cell_len(text) <= room:
+            return text
+    return cut(names[0], max(_LEAST, room - 12)) + (
+        f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    )
+
+
+def fitted(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    room: int,
+    *,
+    names: int,
+    paths: bool = False,
+    marked: Sequence[int] = (),
+    tight: bool = False,
+) -> Table:
+    """Make a table that is at most ``room`` characters wide. Numbers are never cut, names are.
+
+    If the table is too wide, numbers lose the space before their unit. If that does not suffice,
+    names are shortened, from the last column of names to the first.
+
+    Args:
+        heads: The columns' heads. A column with an empty head holds bars.
+        rows: The cells.
+        room: The width in characters.
+        names: How many of the first columns hold names.
+        paths: The first column holds paths. It is shortened first, and at its beginning.
+        marked: The indexes of rows that stand out.
+        tight: The numbers have lost their spaces already.
+    """
+    cells = [[clean(cell) for cell in row] for row in rows]
+    widths = [
+        max([cell_len(head), *(cell_len(row[i]) for row in cells)]) for i, head in enumerate(heads)
+    ]
+    over = sum(widths) + len(widths) - 1 - room
+    if over > 0 and not tight:
+        squeezed = [
+            [*row[:names], *(cell.replace(" ", "") for cell in row[names:])] for row in rows
+        ]
+        return fitted(heads, squeezed, room, names=names, paths=paths, marked=marked, tight=True)
+    for column in range(names) if paths else reversed(range(names)):
+        spare = max(0, min(over, widths[column] - max(_LEAST, cell_len(heads[column]))))
+        widths[column] -= spare
+        over -= spare
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for index, head in enumerate(heads):
+        left = index < names or not head
+        table.add_column(head, justify="left" if left else "right", no_wrap=True)
+    for number, row in enumerate(cells):
+        texts = [
+            Text(cut(cell, widths[i], keep_end=paths and i == 0) if i < names else cell)
+            for i, cell in enumerate(row)
+        ]
+        table.add_row(*texts, style="bold red" if number in marked else None)
+    return table
+
+
+_MOST_NAMED = 3  # ranks, one by one
+_MOST_OF_IT = 0.5  # of all waiting
+_WORTH_IT = 0.01  # of the run: less waiting is not worth a sentence
+
+
+@dataclass(frozen=True)
+class Headline:
+    """``text`` names the cause, ``detail`` its cost. ``alarm``: the user should act on it."""
+
+    text: str
+    detail: str
+    alarm: bool
+    ranks: tuple[int, ...] = ()
+
+
+def headline(summary: Summary) -> Headline:
+    """Return the most important sentence about a run."""
+    if not summary.collectives:
+        return Headline(
+            "No collectives were recorded.",
+            "Either the job issued none, or recording was not armed in its workers.",
+            False,
+        )
+    if summary.world_size == 1:
+        return Headline("A world of one rank: no other rank has to wait.", "", False)
+    lost = _lost_share(summary)
+    if summary.late is not None:
+        return _blame(summary, summary.late)
+    if summary.waiting_ms <= 0 or lost < _WORTH_IT:
+        cost = f"Waiting cost each rank {percent(lost)} of the run."
+        return Headline("No rank makes the others wait.", cost, False)
+    first = summary.stragglers[0]
+    caused = f"{percent(first.share)} of {time(summary.waiting_ms)} of waiting"
+    if first.share >= _MOST_OF_IT:
+        return Headline(
+            f"The ranks wait for each other for {percent(lost)} of the run.",
+            begin_sentence(_who(first)) + f" caused {caused}, but in too few steps to call it a "
+            "straggler.",
+            False,
+        )
+    return Headline(
+        f"The ranks wait for each other for {percent(lost)} of the run, "
+        "and no one of them stands out.",
+        f"First is {_who(first)} with {caused}.",
+        False,
+    )
+
+
+def _lost_share(summary: Summary) -> float:
+    """Return the share of the run that a rank waits, on average."""
+    ranks = max(1, len(summary.stragglers))
+    return summary.waiting_ms / ranks / summary.duration_ms if summary.duration_ms else 0.0
+
+
+def _who(each: Straggler) -> str:
+    return f"rank {each.rank} ({clean(each.host)})" if each.host else f"rank {each.rank}"
+
+
+def _blame(summary: Summary, late: Stragglers) -> Headline:
+    """Name the ranks that make the others wait, and what that costs."""
+    named = [each for each in summary.stragglers if each.rank in late.ranks]
+    caused = sum(each.caused_wait_ms for each in named)
+    total = f"caused {time(caused)} of waiting, {percent(late.share)} of all."
+    if late.host:
+        text = (
+            f"Host {clean(late.host)} is late as a whole: its {plural(len(named), 'rank')} "
+            f"({format_ranks(late.ranks)}) {total}"
+        )
+    else:
+        text = " ".join(
+            begin_sentence(f"{_who(each)} {_cost(each)}") for each in named[:_MOST_NAMED]
+        )
+        if len(named) > _MOST_NAMED:
+            text += f" Ranks {format_ranks(late.ranks)} together {total}"
+    them = "it" if len(named) == 1 else "them"
+    detail = f"Waiting for {them} cost each other rank {percent(late.cost)} of the run."
+    if summary.slow_start_ms:
+        detail += (
+            f" The first {time(summary.slow_start_ms)}, in which steps took far longer, "
+            "is left out."
+        )
+    if late.host:
+        detail += " Look at what they share: its network, its disk, its clock speed, its data."
+    return Headline(text, detail, True, late.ranks)
+
+
+def _cost(each: Straggler) -> str:
+    last = (
+        f"came last in {percent(each.came_last / each.collectives)} of "
+        f"{plural(each.collectives, 'collective')} and "
+        if each.came_last
+        else ""
+    )
+    return f"{last}caused {time(each.caused_wait_ms)} of waiting, {percent(each.share)} of all."

@@ -1,0 +1,299 @@
+"""An archive: one file that holds a run. ``rankcall collect`` writes it.
+
+It is a tar file, compressed as its name says (``.tar.zst``, ``.tar.gz``, ``.tgz``, ``.tar``)::
+
+    <run>/run.json                     from the first run directory that has one, without secrets
+    <run>/rings/*.ring                 every rank's ring, moved or live
+    <run>/exits/*.jsonl                how workers ended
+    <run>/states/<host>.<boot>.json    what living processes were doing when it was collected
+    <run>/hangs/*/...                  the watcher's verdicts, with stacks
+
+Any user may have made the archive. So nothing in it is executed, only names that a run can have are
+extracted, and reading it is limited in memory, in members, and in bytes on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+from rankcall.errors import CorruptRun
+from rankcall.files import UnsafeFolder, create_file, open_file, replacing
+from rankcall.ring.layout import HEADER_BYTES, offset_of, parse_header
+from rankcall.run.exits import EXITS, STATES
+from rankcall.run.hangs import HANGS
+from rankcall.run.settle import used_bytes
+
+SUFFIXES = (".tar.zst", ".tar.gz", ".tgz", ".tar")
+FOLDERS = ("rings", EXITS, STATES)  # they hold only files; HANGS also holds folders
+_META = "run.json"
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(
+    rf"{re.escape(_META)}|(?:{'|'.join(FOLDERS)})/{_PART}|{HANGS}/{_PART}(?:/{_PART}){{0,2}}"
+)
+_ZSTD_MAGIC, _GZIP_MAGIC = b"\x28\xb5\x2f\xfd", b"\x1f\x8b"
+_MOST_MEMBERS = 1 << 21
+_MOST_BYTES = 1 << 33  # of one member: twice the largest ring
+_MOST_TOTAL = 1 << 37  # of all members; the free space of the temporary folder is another limit
+_MOST_OF_FREE = 0.8
+_MOST_HEADER = 1 << 16  # of a member's extended header; our archives only have names there
+_MOST_WINDOW = 1 << 25  # bytes that zstd may keep in memory; level 19 needs 8 MiB
+# A new ring is mostly zeros: 560 kB compress to 1 kB. A decompression bomb is all zeros, and zstd
+# compresses 30,000 of them to 1 byte.
+_MOST_RATIO, _RATIO_FROM = 10_000, 1 << 30
+
+
+class _Refused(tarfile.ReadError):
+    """Raised for content that an archive of a run never has."""
+
+
+class _Member(tarfile.TarInfo):
+    """A member whose headers are checked first, because ``tarfile`` reads them into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        """Decode a header block, and refuse types and sizes that our archives never have."""
+        member = super().frombuf(buf, encoding, errors)
+        if member.size < 0:
+            raise _Refused("a member of negative size")
+        if member.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE):
+            raise _Refused("a global or a sparse header")
+        extended = (
+            tarfile.XHDTYPE,
+            tarfile.SOLARIS_XHDTYPE,
+            tarfile.GNUTYPE_LONGNAME,
+            tarfile.GNUTYPE_LONGLINK,
+        )
+        if member.type in extended and member.size > _MOST_HEADER:
+            raise _Refused(f"an extended header of {member.size:,} bytes")
+        return member
+
+    def _refuse_sparse(self, *_: object) -> None:
+        raise _Refused("a sparse member")
+
+    # tarfile would read the map of a sparse file, of any length, in each of its three formats.
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
+
+
+class _Limited:
+    """Reads decompressed data up to the limits."""
+
+    def __init__(self, data: IO[bytes], raw: IO[bytes]) -> None:
+        self._data, self._raw = data, raw
+        self._total = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._data.read(size)
+        self._total += len(data)
+        if self._total > _MOST_TOTAL:
+            raise _Refused(f"more than {_MOST_TOTAL >> 30:,} GiB")
+        if self._total > _RATIO_FROM and self._total > _MOST_RATIO * max(1, self._raw.tell()):
+            raise _Refused(f"data that was compressed to less than 1 in {_MOST_RATIO:,}")
+        return data
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether a file is an archive of a run, by its name or its first bytes."""
+    if path.name.endswith(SUFFIXES):
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4).startswith((_ZSTD_MAGIC, _GZIP_MAGIC))
+    except OSError:
+        return False
+
+
+def check_name(path: Path) -> None:
+    """Raise ``ValueError`` if the name's ending is not that of an archive."""
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(f"{path}: an archive's name ends with one of {', '.join(SUFFIXES)}")
+
+
+def pack(files: Sequence[tuple[str, Path]], target: Path, name: str) -> list[str]:
+    """Write an archive. It gets its name when it is complete.
+
+    Only regular files are packed, because a link may lead to a file that the user did not mean to
+    send. The unused end of a ring is left out.
+
+    Args:
+        files: The files, each with its name inside the run. Of several with one name, the first
+            counts.
+        target: The archive.
+        name: The name of the run, which all members' names begin with.
+
+    Returns:
+        A line for each file that was left out, with the reason.
+
+    Raises:
+        OSError: The archive cannot be written.
+    """
+    check_name(target)
+    left: list[str] = []
+    seen: set[str] = set()
+    with replacing(target) as scratch:
+        with _compressed(scratch, target.name) as out, _tar(out) as tar:
+            for inside, path in files:
+                if inside in seen:
+                    continue
+                if not _NAME.fullmatch(inside):
+                    left.append(f"{inside}: a run has no file of that name")
+                    continue
+                try:
+                    _add(tar, f"{name}/{inside}", path)
+                    seen.add(inside)
+                except FileNotFoundError:
+                    left.append(f"{inside}: it was removed meanwhile")
+                except UnsafeFolder as error:
+                    left.append(f"{inside}: {error.strerror}")
+    return left
+
+
+def _tar(out: IO[bytes]) -> tarfile.TarFile:
+    return tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT)
+
+
+def _add(tar: tarfile.TarFile, name: str, path: Path) -> None:
+    """Add a file with its present size, even if it grows or shrinks meanwhile."""
+    with open_file(path) as file:
+        about = os.fstat(file.fileno())
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = about.st_size, int(about.st_mtime), 0o600
+        head = b""
+        if path.name.endswith(".ring"):
+            head, info.size = _used(file, info.size)
+        tar.addfile(info, cast(Any, _Exactly(file, head, info.size)))
+
+
+def _used(ring: IO[bytes], size: int) -> tuple[bytes, int]:
+    """Return the ring's header and its size without the unused end."""
+    raw = ring.read(HEADER_BYTES)
+    try:
+        used = used_bytes(parse_header(raw, ""))
+    except CorruptRun:
+        return raw, size
+    if used >= size:
+        return raw, size
+    at = offset_of("file_bytes")
+    return raw[:at] + used.to_bytes(8, "little") + raw[at + 8 :], used
+
+
+class _Exactly:
+    """Reads exactly ``size`` bytes: ``head``, then the file, then zeros if the file is shorter."""
+
+    def __init__(self, file: IO[bytes], head: bytes, size: int) -> None:
+        self._file, self._head, self._left = file, head, size
+
+    def read(self, size: int) -> bytes:
+        wanted = min(size, self._left)
+        data, self._head = self._head[:wanted], self._head[wanted:]
+        data += self._file.read(wanted - len(data))
+        self._left -= wanted
+        return data.ljust(wanted, b"\0")
+
+
+@contextlib.contextmanager
+def _compressed(raw: BinaryIO, name: str) -> Iterator[IO[bytes]]:
+    if name.endswith(".zst"):
+        import zstandard
+
+        with zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as out:
+            yield cast(IO[bytes], out)
+    elif name.endswith(".tar"):
+        yield raw
+    else:
+        with gzip.GzipFile("", fileobj=raw, mode="wb", compresslevel=4, mtime=0) as out:
+            yield cast(IO[bytes], out)
+
+
+def unpack(archive: Path) -> Path:
+    """Extract an archive into a new temporary folder and return its path. The caller removes it.
+
+    Raises ``CorruptRun`` if the file is not an archive of a run, is damaged, is larger than any
+    run, or does not fit into the temporary folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
+    try:
+        with archive.open("rb") as raw, _plain(raw) as data:
+            limited = cast(Any, _Limited(data, raw))
+            with tarfile.open(fileobj=limited, mode="r|", tarinfo=_Member) as tar:
+                found = _extract_all(tar, folder)
+        if not found:
+            raise CorruptRun(f"{archive}: this archive holds no run")
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, _Refused):
+            raise CorruptRun(f"{archive}: not an archive of a run: it holds {error}") from error
+        damaged = isinstance(error, (tarfile.TarError, EOFError, gzip.BadGzipFile, RecursionError))
+        if damaged or _is_zstd(error):
+            raise CorruptRun(f"{archive}: not an archive of a run, or damaged: {error}") from error
+        raise
+    return folder
+
+
+def _is_zstd(error: BaseException) -> bool:
+    return (
+        type(error).__module__.partition(".")[0] == "zstandard" or "zlib" in type(error).__module__
+    )
+
+
+@contextlib.contextmanager
+def _plain(raw: IO[bytes]) -> Iterator[IO[bytes]]:
+    magic = raw.read(4)
+    raw.seek(0)
+    if magic == _ZSTD_MAGIC:
+        import zstandard
+
+        with zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW).stream_reader(
+            raw, closefd=False
+        ) as data:
+            yield cast(IO[bytes], data)
+    elif magic.startswith(_GZIP_MAGIC):
+        with gzip.GzipFile(fileobj=raw, mode="rb") as unzipped:
+            yield cast(IO[bytes], unzipped)
+    else:
+        yield raw
+
+
+def _extract_all(tar: tarfile.TarFile, folder: Path) -> int:
+    """Extract the members of a run, and return the number of rings."""
+    room = shutil.disk_usage(folder).free * _MOST_OF_FREE
+    rings, members = 0, 0
+    while (member := tar.next()) is not None:
+        cast(Any, tar).members = []  # a stream needs no list, and it would grow with the archive
+        members += 1
+        room -= member.size
+        if members > _MOST_MEMBERS:
+            raise _Refused(f"more than {_MOST_MEMBERS:,} members")
+        if member.size > _MOST_BYTES:
+            raise _Refused(f"a member of {member.size:,} bytes")
+        if room < 0:
+            raise _Refused(f"more than {folder.parent} has room for")
+        rings += _extract(tar, member, folder)
+    return rings
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> bool:
+    """Extract a member if its name is one that a run can have; return whether it is a ring."""
+    inside = member.name.partition("/")[2]
+    if not member.isreg() or not _NAME.fullmatch(inside):
+        return False
+    target = folder / inside
+    source = tar.extractfile(member)
+    if source is None:
+        return False
+    try:
+        target.parent.mkdir(exist_ok=True, parents=True, mode=0o700)
+        out = open(create_file(target), "wb")  # noqa: SIM115
+    except (FileExistsError, NotADirectoryError):
+        return False  # the archive has two members of that name
+    with out:
+        shutil.copyfileobj(source, out, 1 << 20)
+    return inside.startswith("rings/")

@@ -1,0 +1,227 @@
+"""Where the files of a run are: the run directory, and the folder of its live rings.
+
+::
+
+    rankcall-runs/latest -> 20261121T034130-train_digits
+    rankcall-runs/20261121T034130-train_digits/
+        run.json                                    the command that was started, where and when
+        rings/rank-00003.attempt-0.node-a.4711.ring one file per rank and attempt
+        exits/                                      how the workers ended: see ``exits``
+        hangs/0001/                                 a verdict of the watcher: see ``hangs``
+        joins.jsonl                                 the sums of each ``Join``: see ``joins``
+    /dev/shm/rankcall-<uid>/<run>-<hash>/           the rings of processes that still run
+
+A live ring is on tmpfs, because a page of a disk file can block its writer. ``settle`` moves a ring
+into the run directory after its process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rankcall._version import __version__
+from rankcall.errors import RunNotFound
+from rankcall.files import (
+    UnsafeFolder,
+    check_file,
+    check_folder,
+    make_folder,
+    reason,
+    replacing,
+    run_folder,
+    scratch_beside,
+)
+from rankcall.process import host_name
+from rankcall.run.redact import redact_command
+
+RUNS = "rankcall-runs"
+RUN_SCHEMA = 1
+
+
+def default_run_dir(script: str, started: datetime | None = None) -> Path:
+    """Return ``rankcall-runs/<UTC time>-<script>`` below the working directory."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(script).stem).strip("._") or "python"
+    moment = (started or datetime.now(timezone.utc)).strftime("%Y%m%dT%H%M%S")
+    return Path(RUNS) / f"{moment}-{stem}"
+
+
+def create_run(path: Path, about: dict[str, Any]) -> Path:
+    """Make a run directory of mode 0700 with a ``run.json``, and point ``latest`` at it.
+
+    An existing directory keeps its mode, because other users may use it, too. An existing
+    ``run.json`` is kept: every rank calls this, and the launcher may have been first.
+    """
+    if not path.is_dir():
+        with contextlib.suppress(UnsafeFolder):  # another rank was first; "rings" is checked below
+            make_folder(path, private=False)
+    run_folder(path, "rings")
+    meta = path / "run.json"
+    if not meta.exists():
+        text = json.dumps({"schema": RUN_SCHEMA, "name": path.name, **about}, indent=1)
+        with replacing(meta) as file:
+            file.write(text.encode() + b"\n")
+    if path.parent.name == RUNS:
+        link = path.parent / "latest"
+        scratch = scratch_beside(link)
+        scratch.symlink_to(path.name)
+        scratch.replace(link)
+    return path
+
+
+def about_job(command: Sequence[str], torch: str, **more: Any) -> dict[str, Any]:
+    """Return the content of ``run.json`` for a job that this process starts or is part of.
+
+    Secrets in the command line are replaced, because people copy and send run directories.
+    """
+    return {
+        "created_epoch_ns": time.time_ns(),
+        "command": redact_command(command),
+        "cwd": str(Path.cwd()),
+        "host": host_name(),
+        **more,
+        "torch": torch,
+        "python": sys.version.split()[0],
+        "rankcall": __version__,
+    }
+
+
+def read_about(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return the content of ``run.json``; empty if there is none.
+
+    If the file cannot be read, the result is empty, and ``problems`` gets a line that says why.
+    """
+    try:
+        about = json.loads((path / "run.json").read_text()) if path.is_dir() else {}
+        return about if isinstance(about, dict) else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path / 'run.json'}: cannot be read: {error}")
+        return {}
+
+
+def find_run(path: str | os.PathLike[str] | None = None) -> Path:
+    """Return the path of a run; without ``path``, of the latest run below the working directory.
+
+    Raises ``RunNotFound``, which names the path that does not exist.
+    """
+    if path is None:
+        latest = Path(RUNS) / "latest"
+        if not latest.exists():
+            raise RunNotFound(
+                f"no run given and no {latest} here ({Path.cwd()}): "
+                "start one with 'rankcall run script.py', or name a run directory"
+            )
+        return latest.resolve()
+    found = Path(path)
+    if not found.exists():
+        raise RunNotFound(f"no such run: {found}")
+    return found
+
+
+def live_base() -> Path:
+    """Return the tmpfs that live rings are kept on: ``RANKCALL_SHM``, or /dev/shm."""
+    return Path(os.environ.get("RANKCALL_SHM") or "/dev/shm")
+
+
+def live_dir(path: Path) -> Path:
+    """Return the folder in which this user's processes keep the live rings of a run."""
+    return _live_dir_of(path, os.geteuid())
+
+
+def make_live_dir(path: Path) -> Path:
+    """Make or check the folder of a run's live rings, and return it. Raises ``OSError``."""
+    folder = live_dir(path)
+    make_folder(folder.parent)
+    make_folder(folder)
+    return folder
+
+
+def _live_dir_of(path: Path, owner: int) -> Path:
+    real = path.resolve()
+    digest = hashlib.sha1(str(real).encode(), usedforsecurity=False).hexdigest()[:8]
+    return live_base() / f"rankcall-{owner}" / f"{real.name}-{digest}"
+
+
+def _owners(path: Path) -> set[int]:
+    """Return the users whose live rings and verdicts are trusted: this one and the run's owner."""
+    try:
+        return {os.geteuid(), path.stat().st_uid}
+    except OSError:
+        return {os.geteuid()}
+
+
+def trusted_live_dirs(path: Path, problems: list[str] | None = None) -> list[Path]:
+    """Return the folders of a run's live rings that no other user could have written to.
+
+    ``problems`` gets a line for each folder that is left out.
+    """
+    owners, found = _owners(path), []
+    for owner in sorted(owners):
+        folder = _live_dir_of(path, owner)
+        try:
+            for each in (folder.parent, folder):
+                check_folder(each, owners)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if problems is not None:
+                problems.append(f"{reason(error)}: live rings and verdicts in it are ignored")
+            continue
+        found.append(folder)
+    return found
+
+
+def ring_name(rank: int, attempt: int, host: str, pid: int) -> str:
+    """Return the name of a ring file. It is for people: programs read the header instead."""
+    who = f"rank-{rank:05d}" if rank >= 0 else "rank-unknown"
+    return f"{who}.attempt-{attempt}.{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{pid}.ring"
+
+
+def unused_ring(name: str, *folders: Path) -> str:
+    """Return a ring's name, with a number added if one of the folders has a ring of that name.
+
+    A process that records, stops and records again leaves several rings in one run.
+    """
+    stem, number, candidate = name.removesuffix(".ring"), 1, name
+    while any((folder / candidate).exists() for folder in folders):
+        number += 1
+        candidate = f"{stem}-{number}.ring"
+    return candidate
+
+
+def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
+    """Return the ring files of a run, both moved and live ones; if ``path`` is a file, that file.
+
+    A live ring that another user could have put there is left out, and ``problems`` says so.
+    """
+    if path.is_file():
+        return [path]
+    found: dict[str, Path] = {}
+    for place in (path / "rings", path):
+        if place.is_dir():
+            for ring in sorted(place.glob("*.ring")):
+                found.setdefault(ring.name, ring)
+    owners = _owners(path)
+    for place in trusted_live_dirs(path, problems):
+        for ring in sorted(place.glob("*.ring")):
+            try:
+                check_file(ring, owners)
+            except FileNotFoundError:
+                continue  # it was moved meanwhile
+            except OSError as error:
+                if problems is not None:
+                    problems.append(f"{reason(error)}: it is ignored")
+            else:
+                found.setdefault(ring.name, ring)
+    return list(found.values())

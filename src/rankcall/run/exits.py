@@ -1,0 +1,136 @@
+"""How a run's processes ended, and what they were doing when the run was collected.
+
+The process that starts the ranks, for example the launcher, notes each exit in the run directory::
+
+    exits/<host>.<launcher's pid>.jsonl    one object a line: rank, attempt, host, pid, code, ...
+
+With these notes a diagnosis tells an out-of-memory kill from an exception. If ``rankcall collect``
+packs the run of a living job, it also notes what each process of its host was doing::
+
+    states/<host>.<boot>.json              the time, and the state of each process
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rankcall.files import append_line, run_folder
+from rankcall.process import boot_id
+from rankcall.ring.layout import Header
+
+EXITS, STATES = "exits", "states"
+LAUNCHER = -1  # instead of a rank: the launcher got a signal to stop, which is in ``code``
+_MOST_BYTES = 1 << 24  # of one file; the rest is not read
+_MOST_LINE = 4096
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one worker ended.
+
+    ``code`` is the exit status, or the negative number of a signal. It is ``None`` if the worker's
+    status could not be read. ``by_launcher`` says that the launcher ended the worker,
+    because another one had failed or because the launcher got a signal to stop.
+    """
+
+    rank: int
+    attempt: int
+    host: str
+    pid: int
+    code: int | None
+    epoch_ns: int
+    by_launcher: bool = False
+
+
+def note_exit(run_dir: Path, ended: Exit) -> None:
+    """Append an exit to the run's list. Raises ``OSError`` if it cannot be written."""
+    folder = run_folder(run_dir, EXITS)
+    name = f"{re.sub(r'[^A-Za-z0-9_-]+', '_', ended.host)}.{os.getpid()}.jsonl"
+    append_line(folder / name, json.dumps(asdict(ended)).encode() + b"\n")
+
+
+def read_exits(run_dir: Path) -> list[Exit]:
+    """Return the exits that were noted, one for each process; damaged lines are left out.
+
+    If a process was noted twice, a known code replaces an unknown one.
+    """
+    folder = run_dir / EXITS
+    if not folder.is_dir():
+        return []
+    exits: dict[tuple[int, int, str, int], Exit] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for ended in _exits_in(path):
+            key = ended.rank, ended.attempt, ended.host, ended.pid
+            if key not in exits or ended.code is not None:
+                exits[key] = ended
+    return list(exits.values())
+
+
+def _exits_in(path: Path) -> Iterator[Exit]:
+    try:
+        with path.open("rb") as file:
+            lines = file.read(_MOST_BYTES).splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            yield _exit(json.loads(line[:_MOST_LINE]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+
+
+def _exit(fields: Any) -> Exit:
+    rank, attempt, pid, epoch_ns = (
+        int(fields[name]) for name in ("rank", "attempt", "pid", "epoch_ns")
+    )
+    code = None if fields["code"] is None else int(fields["code"])
+    by_launcher = bool(fields.get("by_launcher"))
+    return Exit(rank, attempt, str(fields["host"]), pid, code, epoch_ns, by_launcher)
+
+
+@dataclass(frozen=True)
+class Noted:
+    """The state of a process when its run was collected, and the time on its host's clock."""
+
+    state: str
+    mono_ns: int
+
+
+Process = tuple[str, int, int]  # boot id, pid, start: one process of the world
+
+
+def describe_states(headers: Iterable[Header]) -> bytes:
+    """Return the content of a file in ``states``: the states of this host's processes now."""
+    found = [(header, header.process_state()) for header in headers]
+    processes = [
+        {"pid": header.pid, "start": header.process_start, "state": state}
+        for header, state in found
+        if state != "unknown"
+    ]
+    about = {"boot_id": boot_id(), "mono_ns": time.monotonic_ns(), "processes": processes}
+    return json.dumps(about).encode()
+
+
+def read_states(run_dir: Path) -> dict[Process, Noted]:
+    """Return what the processes did when the run was collected; damaged files are left out."""
+    found: dict[Process, Noted] = {}
+    folder = run_dir / STATES
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        try:
+            with path.open("rb") as file:
+                about = json.loads(file.read(_MOST_BYTES))
+            moment = int(about["mono_ns"])
+            for each in about["processes"]:
+                key = str(about["boot_id"]), int(each["pid"]), int(each["start"])
+                if each["state"] in ("alive", "stopped", "gone"):
+                    found[key] = Noted(each["state"], moment)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+    return found

@@ -1,0 +1,162 @@
+"""The verdicts that the watcher of a hung job kept in the run directory.
+
+::
+
+    <run>/hangs/0001/verdict.json         as ``rankcall diagnose --json``, with an id and its origin
+    <run>/hangs/0001/verdict.txt          the text that was printed
+    <run>/hangs/0001/stacks/rank-00003.txt
+
+If the run directory cannot be written, for example because the disk is full, they are kept beside
+the live rings until ``settle`` can move them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rankcall.files import clean_lines, open_file, run_folder, scratch_beside
+from rankcall.run.directory import trusted_live_dirs
+
+HANGS = "hangs"
+STACKS = "stacks"
+_VERDICT, _TEXT = "verdict.json", "verdict.txt"
+_LATEST_NS = 1 << 62
+_MOST_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
+Object = dict[str, Any]
+
+
+def decode(raw: bytes) -> Object:
+    """Decode a verdict, which any user may have written. Raises ``ValueError`` if it is damaged."""
+    try:
+        found = json.loads(raw)
+        sound = all(isinstance(each, dict) for each in found["findings"])
+        when = found["hang"]["epoch_ns"] = int(found["hang"]["epoch_ns"])
+        sound &= 0 <= when < _LATEST_NS
+        sound &= 0 <= int(found["hang"].get("mono_ns", 0)) < _LATEST_NS
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a verdict: {type(error).__name__}: {error}") from error
+    if not sound:
+        raise ValueError("not a verdict: a finding is not an object, or the time is impossible")
+    return dict(found)
+
+
+def origin(mono_ns: int, epoch_ns: int, boot_id: str, pid: int) -> Object:
+    """Return a verdict's id, which is unique in a run, and the time and process that it comes from.
+
+    A wall clock can step back, so ``epoch_ns`` is only for people to read. ``mono_ns`` counts from
+    the boot ``boot_id``.
+    """
+    return {
+        "id": f"{boot_id}.{pid}.{mono_ns}",
+        "boot_id": boot_id,
+        "mono_ns": mono_ns,
+        "epoch_ns": epoch_ns,
+        "by_pid": pid,
+    }
+
+
+def id_of(verdict: Object) -> str:
+    """Return a verdict's id; for a verdict of rankcall 0.1, its time and process."""
+    about = verdict["hang"]
+    return str(about.get("id") or f"{about.get('by_pid', 0)}@{about['epoch_ns']}")
+
+
+def kept_hangs(path: Path) -> list[Object]:
+    """Return the verdicts that a job's watcher kept, in the order in which they were kept.
+
+    A verdict that cannot be read is left out.
+    """
+    verdicts: list[Object] = []
+    if not path.is_dir():
+        return verdicts
+    for place in (path, *trusted_live_dirs(path)):
+        for folder in numbered(place / HANGS):
+            with contextlib.suppress(OSError, ValueError):
+                verdict = decode(_read(folder / _VERDICT))
+                verdicts.append({**verdict, "place": str(folder)})
+    return verdicts
+
+
+def text_of(verdict: Object) -> str:
+    """Return the printed text of a verdict from ``kept_hangs``, safe for a terminal."""
+    try:
+        text = _read(Path(verdict["place"]) / _TEXT).decode("utf-8", "replace")
+    except OSError:
+        text = f"verdict: {verdict.get('verdict')}"
+    return clean_lines(text)
+
+
+def _read(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read(_MOST_BYTES)
+
+
+def fill(folder: Path, verdict: Object) -> None:
+    """Write a verdict into a new folder. Raises ``OSError``."""
+    folder.mkdir(mode=0o700)
+    (folder / _TEXT).write_text(str(verdict.get("text", "")))
+    rest = {key: value for key, value in verdict.items() if key not in ("text", "place")}
+    (folder / _VERDICT).write_text(json.dumps(rest, indent=1))
+
+
+def stacks_in(folder: Path) -> list[Path]:
+    """Return the files of stacks beside a verdict."""
+    return sorted((folder / STACKS).glob("*.txt"))
+
+
+def numbered(folder: Path) -> list[Path]:
+    """Return the folders of verdicts below ``hangs``, in order."""
+    try:
+        return sorted(each for each in folder.iterdir() if each.name.isdigit())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def next_free(folder: Path) -> Path:
+    """Return the folder for the next verdict."""
+    return folder / f"{1 + max((int(each.name) for each in numbered(folder)), default=0):04d}"
+
+
+def claim(scratch: Path, place: Path) -> bool:
+    """Rename a complete folder to its final name; return False if the name is taken."""
+    try:
+        scratch.rename(place)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    return True
+
+
+def settle_hangs(source: Path, run_dir: Path) -> None:
+    """Move the verdicts beside the live rings into the run, except those that cannot be moved."""
+    for folder in numbered(source / HANGS):
+        taken = folder.with_name(f".{folder.name}.{os.getpid()}")
+        try:
+            folder.rename(taken)  # only one process gets it
+        except OSError:
+            continue
+        try:
+            _move(taken, run_dir)
+        except OSError:
+            taken.rename(folder)
+    with contextlib.suppress(OSError):
+        (source / HANGS).rmdir()
+
+
+def _move(folder: Path, run_dir: Path) -> None:
+    target = run_folder(run_dir, HANGS)
+    scratch = scratch_beside(target)
+    try:
+        shutil.copytree(folder, scratch, symlinks=True)
+        while not claim(scratch, next_free(target)):
+            pass
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(folder)

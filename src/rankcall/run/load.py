@@ -1,0 +1,340 @@
+"""Read a recorded run as tables: ``load``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankcall.errors import CorruptRun
+from rankcall.ranks import format_ranks
+from rankcall.ring.decode import decode_ring
+from rankcall.ring.reader import Head, Ring, read_head, read_ring
+from rankcall.ring.tables import Group
+from rankcall.run.archive import is_archive, unpack
+from rankcall.run.directory import find_run, read_about, ring_paths
+from rankcall.run.joins import JoinSummary, read_joins
+
+if TYPE_CHECKING:
+    import polars as pl
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """A process group as the whole run knows it."""
+
+    label: str
+    group: Group
+    hosts: tuple[str, ...]  # of its ranks, in group order; "" for a rank without a ring
+
+    @property
+    def cross_host(self) -> bool:
+        """Whether its members are on more than one host."""
+        return len({host for host in self.hosts if host}) > 1
+
+
+@dataclass
+class Run:
+    """A run: its rings' headers and side tables. Records are read only if a caller needs them.
+
+    ``iter_rings`` reads ring after ring and keeps nothing. ``rings`` and ``records`` keep all
+    records in memory (192 bytes each); of a live job they show the state at the first such call.
+    """
+
+    path: Path  # the run directory; for an archive, the folder that it was extracted into
+    about: dict[str, Any]
+    heads: list[Head]
+    problems: list[str] = field(default_factory=list)
+    source: Path | None = None  # the path that was loaded: a run directory, a ring file, an archive
+    _census: dict[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def iter_rings(
+        self, progress: Progress | None = None, newest: int | None = None
+    ) -> Iterator[Ring]:
+        """Read the rings one after the other, by attempt and rank, and keep none of them.
+
+        A ring that cannot be read is left out, and ``problems`` says why.
+
+        Args:
+            progress: Called with the number of rings that are done, and of all rings.
+            newest: Read only this many records of each ring, the last ones.
+        """
+        for done, head in enumerate(self.heads, 1):
+            ring = self.read(head, newest)
+            if ring is not None:
+                if newest is None:
+                    self._census[head.path] = len(ring.records), ring.dropped
+                    self._census[ring.path] = self._census[head.path]
+                yield ring
+            if progress is not None:
+                progress(done, len(self.heads))
+
+    def read(self, head: Head, newest: int | None = None) -> Ring | None:
+        """Read one ring, also if it was moved into the run directory since ``load``.
+
+        Args:
+            head: One of ``heads``.
+            newest: Read only this many records, the last ones.
+
+        Returns:
+            The ring, or None if it cannot be read; ``problems`` then says why.
+        """
+        try:
+            moved = self.path / "rings" / head.path.name
+            return read_ring(head.path if head.path.exists() else moved, newest)
+        except CorruptRun as error:
+            self._note(str(error))
+            return None
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    @cached_property
+    def rings(self) -> list[Ring]:
+        """All rings with their records, kept in memory."""
+        rings = list(self.iter_rings())
+        # A running job may have made groups since ``load``; these heads know the records' groups.
+        self.heads = [Head(ring.path, ring.header, ring.tables, ring.problem) for ring in rings]
+        for stale in ("hosts", "run_groups", "groups"):
+            self.__dict__.pop(stale, None)
+        return rings
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """Each rank's host, from the ring of its last attempt."""
+        ordered = sorted(self.heads, key=lambda head: head.header.attempt)
+        return {head.header.rank: head.header.host for head in ordered}
+
+    @property
+    def world_size(self) -> int:
+        """The largest world size in any ring (0 if none knows it)."""
+        return max((head.header.world_size for head in self.heads), default=0)
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """The ranks of the world that left no readable ring."""
+        return sorted(set(range(max(self.world_size, 0))) - set(self.hosts))
+
+    @property
+    def dropped(self) -> dict[int, int]:
+        """How many records of each rank were overwritten, or lost, before they could be read."""
+        lost: dict[int, int] = {}
+        for head in self.heads:
+            _, dropped = self.count(head)
+            lost[head.header.rank] = lost.get(head.header.rank, 0) + dropped
+        return lost
+
+    @property
+    def tables_lost(self) -> dict[int, int]:
+        """How many names found no room in each rank's ring; ranks that lost none are left out."""
+        lost: dict[int, int] = {}
+        for head in self.heads:
+            if head.header.tables_lost:
+                lost[head.header.rank] = lost.get(head.header.rank, 0) + head.header.tables_lost
+        return lost
+
+    def count(self, head: Head) -> tuple[int, int]:
+        """Return the number of records that a ring holds, and the number that it has dropped."""
+        if head.path not in self._census:
+            for _ in self.iter_rings():
+                pass
+        return self._census.get(head.path, (0, 0))
+
+    @cached_property
+    def run_groups(self) -> dict[Group, RunGroup]:
+        """Every process group of the run, with a label that is unique in it."""
+        known = {group for head in self.heads for group in head.tables.groups.values()}
+        return label_groups(known, self.hosts)
+
+    @cached_property
+    def groups(self) -> pl.DataFrame:
+        """One row a process group: its label, name, backend, size, ranks and hosts."""
+        import polars as pl
+
+        rows = [
+            {
+                "group": known.label,
+                "name": known.group.name,
+                "epoch": known.group.epoch,
+                "description": known.group.description,
+                "backend": known.group.backend,
+                "size": len(known.group.ranks),
+                "ranks": list(known.group.ranks),
+                "hosts": list(known.hosts),
+                "cross_host": known.cross_host,
+            }
+            for known in self.run_groups.values()
+        ]
+        return pl.DataFrame(
+            rows,
+            schema={
+                "group": pl.String,
+                "name": pl.String,
+                "epoch": pl.Int64,
+                "description": pl.String,
+                "backend": pl.String,
+                "size": pl.Int64,
+                "ranks": pl.List(pl.Int64),
+                "hosts": pl.List(pl.String),
+                "cross_host": pl.Boolean,
+            },
+        )
+
+    @cached_property
+    def joins(self) -> list[JoinSummary]:
+        """The sums of each ``rankcall.join.Join`` of the run, in the order in which they ended."""
+        joins, problems = read_joins(self.path)
+        for problem in problems:
+            self._note(problem)
+        return joins
+
+    @cached_property
+    def ranks(self) -> pl.DataFrame:
+        """One row a ring: rank, host, pid, attempt, capture, records, dropped, steps, closed."""
+        import polars as pl
+
+        rows = [
+            {
+                "rank": header.rank,
+                "world_size": header.world_size,
+                "local_rank": header.local_rank,
+                "host": header.host,
+                "node": header.node,
+                "pid": header.pid,
+                "attempt": header.attempt,
+                "capture": header.capture,
+                "records": self.count(head)[0],
+                "dropped": self.count(head)[1],
+                "steps": min(header.step, (1 << 63) - 1),
+                "closed": header.closed_ns != 0,
+            }
+            for head in self.heads
+            for header in (head.header,)
+        ]
+        other_types = {"host": pl.String, "capture": pl.String, "closed": pl.Boolean}
+        return pl.DataFrame(rows, schema={n: other_types.get(n, pl.Int64) for n in rows[0]})
+
+    @cached_property
+    def records(self) -> pl.DataFrame:
+        """One row a record, ordered by rank and issue; docs/records.md lists the columns."""
+        import polars as pl
+
+        frames = [self.frame(ring) for ring in self.rings]
+        return pl.concat(frames, how="vertical") if frames else pl.DataFrame()
+
+    def frame(self, ring: Ring) -> pl.DataFrame:
+        """Return the rows of ``records`` that come from one ring."""
+        import polars as pl
+
+        labels = {group: known.label for group, known in self.run_groups.items()}
+        columns = decode_ring(ring, labels)
+        return pl.DataFrame({name: column.series() for name, column in columns.items()})
+
+
+def label_groups(groups: Iterable[Group], hosts: dict[int, str]) -> dict[Group, RunGroup]:
+    """Give every group a unique label: its name, and if others have it too, its ranks."""
+    ordered = sorted(set(groups), key=_group_order)
+    labels: dict[str, Group] = {}
+    for group in ordered:
+        label = group.label
+        if label in labels:
+            label = f"{label}[{format_ranks(group.ranks)}]"
+        taken, copy = label, 1
+        while label in labels:
+            copy += 1
+            label = f"{taken}~{copy}"
+        labels[label] = group
+    return {
+        group: RunGroup(label, group, tuple(hosts.get(rank, "") for rank in group.ranks))
+        for label, group in labels.items()
+    }
+
+
+def _group_order(group: Group) -> tuple[Any, ...]:
+    name = len(group.name), group.name  # "9" comes before "10"
+    return group.epoch, *name, group.ranks, group.backend, group.description
+
+
+def load(path: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Run:
+    """Read a run, of a live job or a dead one. This imports no torch.
+
+    Records are read later, if a caller needs them. ``Run.problems`` lists what is damaged or
+    missing.
+
+    Args:
+        path: A run directory (also a copied one), an archive or a ring file. Without it, the latest
+            run below the working directory is read.
+        progress: Called with the number of rings that are done, and of all rings.
+
+    Raises:
+        RunNotFound: The path does not exist.
+        CorruptRun: No ring can be read.
+    """
+    source = where = find_run(path)
+    if source.is_file() and is_archive(source):
+        where = unpack(source)
+    try:
+        run = _load(where, source, progress)
+    except BaseException:
+        if where != source:
+            shutil.rmtree(where, ignore_errors=True)
+        raise
+    if where != source:
+        weakref.finalize(run, shutil.rmtree, where, ignore_errors=True)
+    return run
+
+
+def _load(where: Path, source: Path, progress: Progress | None) -> Run:
+    problems: list[str] = []
+    paths = ring_paths(where, problems)
+    heads = list(_read_heads(paths, problems, progress))
+    if not heads:
+        if problems:
+            raise CorruptRun(problems[0])
+        raise CorruptRun(f"{source}: no ring files: this is not a run, or nothing was recorded")
+    heads.sort(key=lambda head: (head.header.attempt, head.header.rank, head.header.pid))
+    run = Run(where, read_about(where, problems), heads, problems, source)
+    if run.missing_ranks:
+        problems.append(
+            f"{source}: no ring for rank {format_ranks(run.missing_ranks)} of "
+            f"{run.world_size}: the results cover the other ranks only"
+        )
+    if run.tables_lost:
+        problems.append(_names_lost(run))
+    return run
+
+
+def _names_lost(run: Run) -> str:
+    """Return the sentence about full side tables; every report shows it among the problems."""
+    lost = run.tables_lost
+    count, ranks = sum(lost.values()), format_ranks(list(lost))
+    names = "1 name" if count == 1 else f"{count:,} names"
+    return (
+        f"{run.source}: the ring's side tables are full on rank {ranks}: {names} (of groups, lines "
+        "or error texts) found no room. Calls of groups without a name are taken for calls of one "
+        "group, so a verdict on them is less sure; rankcall.disable() and enable() begin a new ring"
+    )
+
+
+def _read_heads(
+    paths: Sequence[Path], problems: list[str], progress: Progress | None
+) -> Iterator[Head]:
+    for done, path in enumerate(paths, 1):
+        try:
+            head = read_head(path)
+        except CorruptRun as error:
+            problems.append(str(error))
+        else:
+            if head.problem:
+                problems.append(head.problem)
+            yield head
+        if progress is not None:
+            progress(done, len(paths))

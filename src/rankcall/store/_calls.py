@@ -1,0 +1,490 @@
+"""``barrier``, ``synchronize``, ``get_all``, ``clean_up`` and ``store_timeout``."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import Store
+
+from rankcall._requests import Steps
+from rankcall.process import host_name
+from rankcall.store import _errors, _protocol, _tickets
+from rankcall.store._checks import check_rank, check_seconds, check_store, check_world
+from rankcall.store._client import (
+    Call,
+    LocalState,
+    clock,
+    local_state,
+    lost,
+    on_fork,
+    run,
+    where,
+)
+from rankcall.store._errors import Decoder, StoreLost
+from rankcall.store._keys import BARRIER, CLEAN_UP, EXCHANGE, GET_ALL, Keys, attempt_of, keys_of
+
+LARGEST = 7 << 20  # a TCPStore closes the connection of a process that sends 8 MiB
+_RETIRED = 1024
+_CHECKED = 256
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Seat(_protocol.Member):
+    """A member of this process, which one call at a time may use."""
+
+    lock: Any = field(default_factory=threading.Lock)
+    call: Call | None = None
+    is_retired: bool = False  # it has cleaned up: the next use of the prefix needs another one
+
+
+_seats: weakref.WeakValueDictionary[str, _protocol.Member] = weakref.WeakValueDictionary()
+_retired: deque[str] = deque(maxlen=_RETIRED)  # nonces of members that have cleaned up
+on_fork(_seats.clear)
+
+
+def new_claim(rank: int, world_size: int) -> _protocol.Claim:
+    """Return a claim of this process, with a nonce of its own."""
+    host = re.sub(r"\s+", "_", host_name()) or "unknown"
+    return _protocol.Claim(rank, world_size, os.urandom(6).hex(), os.getpid(), host)
+
+
+@dataclass
+class _Request:
+    """One call of a public function, for its errors."""
+
+    kind: str
+    keys: Keys
+    rank: int
+    timeout: float
+    what: str | None = None
+    hosts: Mapping[int, str] | None = None
+    decoder: Decoder | None = None
+    did: str = "arrived"
+
+    @property
+    def name(self) -> str:
+        return _errors.name_of(self.kind, self.keys.prefix, self.what)
+
+    def late(self, error: _protocol.NotAllArrived) -> Exception:
+        """Return the error for a timeout."""
+        known = {**error.hosts, **_neighbours(self.keys.world_size, self.rank, error.hosts)}
+        return _errors.timed_out(
+            self.kind,
+            self.keys,
+            error,
+            rank=self.rank,
+            timeout=self.timeout,
+            hosts={**known, self.rank: host_name(), **(self.hosts or {})},
+            decoder=self.decoder,
+            what=self.what,
+            did=self.did,
+        )
+
+    def unnamed(self) -> Exception:
+        """Return the error for a timeout in which no missing rank could be named."""
+        return self.late(_protocol.NotAllArrived((), named=False))
+
+    def explained(self, error: Exception, seat: Seat, store: Store) -> Exception:
+        """Return what to raise because of an error of the protocol."""
+        if isinstance(error, _protocol.NotAllArrived):
+            return self.late(error)
+        if isinstance(error, _protocol.WorldsDiffer):
+            return _errors.worlds_differ(self.kind, self.keys, self.rank, error.claims, self.what)
+        if isinstance(error, _protocol.RankTaken):
+            claims = [error.holder, seat.claim]
+            return _errors.claimed_twice(self.kind, self.keys, claims, self.what)
+        if isinstance(error, _protocol.CleanUpPending):
+            return _errors.clean_up_pending(
+                self.kind, self.keys, error.missing, self.rank, self.timeout, self.what
+            )
+        if isinstance(error, _protocol.Unconfirmed):
+            reason = f"{self.name}: requests to arrive were not answered; use another key_prefix"
+            return lost(where(store), reason)
+        if isinstance(error, StoreLost):
+            return StoreLost(f"{self.name}: {error}", host=error.host)
+        return error
+
+
+def _neighbours(world_size: int, rank: int, known: Mapping[int, str]) -> dict[int, str]:
+    """Return the hosts of the ranks beside those known: torchrun numbers ranks host by host."""
+    size = os.environ.get("LOCAL_WORLD_SIZE") or "0"
+    if os.environ.get("WORLD_SIZE") != str(world_size) or not size.isdecimal() or int(size) < 1:
+        return {}
+    by_host = {each // int(size): host for each, host in {**known, rank: host_name()}.items()}
+    return {
+        each: by_host[each // int(size)]
+        for each in range(world_size)
+        if each // int(size) in by_host and each not in known
+    }
+
+
+def _seat(state: LocalState, keys: Keys, rank: int) -> Seat:
+    """Return this process's seat as a rank of a world, on this store object."""
+    place = keys.prefix, keys.attempt, keys.world_size, rank
+    seat: Seat | None = state.members.get(place)
+    if seat is None or seat.is_retired:
+        new = Seat(new_claim(rank, keys.world_size), _seats, _retired)
+        if seat is not None:
+            state.members.pop(place, None)
+        seat = state.members.setdefault(place, new)
+        _seats[seat.claim.nonce] = seat
+    return seat
+
+
+def _take(seat: Seat, call: Call, keys: Keys, store: Store, deadline: float) -> None:
+    """Use a seat for a call alone; wait for a call that its caller has given up."""
+    if not seat.lock.acquire(blocking=False):
+        other = seat.call
+        if other is not None and not other.is_abandoned:
+            raise _errors.claimed_by_a_thread(keys, seat.claim)
+        if not seat.lock.acquire(timeout=max(0.0, min(deadline - clock.monotonic(), 1e6))):
+            raise lost(where(store), "no answer to an earlier call yet")
+    seat.call = call
+
+
+def _perform(
+    store: Store,
+    request: _Request,
+    steps: Callable[[Seat], Steps[T]],
+    unnamed: Callable[[], Exception] | None = None,
+    kind: str | None = None,
+    state: LocalState | None = None,
+) -> T:
+    """Run a protocol for one rank; ``kind`` goes on to the next generation when it has passed."""
+    keys = request.keys
+    state = state or local_state(store)
+    deadline = clock.monotonic() + request.timeout
+    left = request.timeout
+    while True:
+        seat, call = _seat(state, keys, request.rank), Call()
+        try:
+            _take(seat, call, keys, store, deadline)
+        except StoreLost as error:
+            raise request.explained(error, seat, store) from None
+        try:
+            result = run(store, left, steps(seat), call, unnamed, state)
+            if kind is not None:
+                seat.of_kind(kind).advance()
+            return result
+        except _protocol.SameProcess as same:
+            # This process is this rank already, by way of another store object.
+            state.members[keys.prefix, keys.attempt, keys.world_size, request.rank] = same.member
+            left = max(0.001, deadline - clock.monotonic())
+        except (
+            _protocol.NotAllArrived,
+            _protocol.WorldsDiffer,
+            _protocol.RankTaken,
+            _protocol.CleanUpPending,
+            _protocol.Unconfirmed,
+        ) as error:
+            raise request.explained(error, seat, store) from None
+        except StoreLost as error:
+            raise request.explained(error, seat, store) from error.__cause__
+        finally:
+            call.when_over(seat.lock.release)
+
+
+def barrier(
+    store: Store,
+    world_size: int,
+    key_prefix: str,
+    barrier_timeout: float = 300,
+    rank: int | None = None,
+    rank_tracing_decoder: Callable[[int], str] | None = None,
+    trace_timeout: float = 10,
+    *,
+    what: str | None = None,
+    hosts: Mapping[int, str] | None = None,
+    attempt: int | None = None,
+) -> None:
+    """Wait until all ranks are here; name every missing rank, on every rank, if they are not.
+
+    A rank needs two round trips to the store, and one more the first time. It may call from any
+    thread; the store's own connection and timeout are not touched.
+
+    Args:
+        store: Any ``torch.distributed.Store``.
+        world_size: How many ranks there are.
+        key_prefix: Names the barrier. It serves any number of barriers, one after the other.
+        barrier_timeout: In seconds. The call ends at the latest one second later (on a
+            ``FileStore`` two), also if the store's host is stopped.
+        rank: This rank. Then a rank that timed out may call again: it has arrived, and is not
+            counted twice. Without it, processes are counted, and none can be named.
+        rank_tracing_decoder: Turns a rank into a name that a person knows, for the error.
+        trace_timeout: How long naming the missing may take after the timeout, in seconds; never
+            more than one second. With 0, no rank is named.
+        what: The purpose of the barrier; it stands in every error.
+        hosts: The launcher's table of hosts by rank. Without it, the hosts are known of ranks that
+            have been at this barrier before.
+        attempt: Keeps the keys of a restarted job apart; by default torchrun's restart count.
+
+    Raises:
+        BarrierTimeout: Not all ranks came in time.
+        WorldMismatch: Other ranks wait in a world of another size, or another process is this rank.
+        StoreLost: The store's host is gone, or does not answer.
+        ValueError: An argument is out of its range.
+        TypeError: An argument is of the wrong type.
+    """
+    check_store(store, key_prefix)
+    state = local_state(store)
+    which = attempt_of(attempt)
+    arguments = world_size, key_prefix, barrier_timeout, rank, trace_timeout, which, what
+    is_plain = hosts is None and rank_tracing_decoder is None
+    request = state.checked.get(arguments) if is_plain else None
+    if request is None:
+        check_world(world_size)
+        check_seconds(barrier_timeout, "barrier_timeout")
+        check_seconds(trace_timeout, "trace_timeout", positive=False)
+        keys = keys_of(key_prefix, which, world_size, state.appends)
+        if rank is None:
+            if rank_tracing_decoder is not None:
+                raise ValueError("rank_tracing_decoder names ranks: give rank as well")
+            _barrier_without_ranks(store, keys, barrier_timeout, what)
+            return
+        check_rank(rank, world_size)
+        request = _Request(
+            "barrier", keys, rank, barrier_timeout, what, hosts, rank_tracing_decoder
+        )
+        if is_plain and len(state.checked) < _CHECKED:
+            state.checked[arguments] = request
+    _perform(
+        store,
+        request,
+        lambda seat: _protocol.meet(request.keys, seat, trace_timeout > 0),
+        request.unnamed,
+        BARRIER,
+        state,
+    )
+
+
+def _barrier_without_ranks(store: Store, keys: Keys, timeout: float, what: str | None) -> None:
+    """Wait until ``world_size`` processes are here."""
+    state, call = local_state(store), Call()
+    place = keys.prefix, keys.attempt, keys.world_size
+    tickets: _tickets.Tickets = state.members.setdefault(place, _tickets.Tickets())
+    drawn: list[int] = []
+
+    def steps() -> Steps[None]:
+        drawn.append((yield from _tickets.draw(keys, tickets)))
+        yield from _tickets.meet(keys, drawn[0])
+
+    name = _errors.name_of("barrier", keys.prefix, what)
+    try:
+        run(store, timeout, steps(), call)
+        return
+    except _tickets.TooFew as error:
+        raised: Exception = _errors.timed_out(
+            "barrier",
+            keys,
+            error,
+            rank=None,
+            timeout=timeout,
+            hosts={},
+            what=what,
+            arrived=error.arrived,
+        )
+    except _protocol.WorldsDiffer as error:
+        raised = _errors.worlds_differ("barrier", keys, None, error.claims, what)
+    except _protocol.Unconfirmed:
+        reason = f"{name}: a request to arrive was not answered; use another key_prefix, or rank="
+        raised = lost(where(store), reason)
+    except StoreLost as error:
+        raised = StoreLost(f"{name}: {error}", host=error.host)
+    # The next call of this process waits with the same ticket.
+    call.when_over(lambda: tickets.unused.extend(drawn))
+    raise raised
+
+
+def synchronize(
+    store: Store,
+    data: bytes | str,
+    rank: int,
+    world_size: int,
+    key_prefix: str,
+    timeout: float = 300,
+    *,
+    host_rank: int = 0,
+    what: str | None = None,
+    attempt: int | None = None,
+) -> list[bytes]:
+    """Hand in ``data``, and return the data of all ranks, in the order of the ranks.
+
+    Every rank gets the same list. A ``key_prefix`` serves any number of times. A rank that calls
+    again after a timeout goes on waiting with the data that it handed in first.
+
+    Args:
+        store: Any ``torch.distributed.Store``.
+        data: At most 7 MiB: a TCPStore takes no more. Text is encoded as UTF-8.
+        rank: This rank.
+        world_size: How many ranks there are.
+        key_prefix: Names the exchange.
+        timeout: In seconds; see ``barrier``.
+        host_rank: The rank whose process hosts the store. It leaves last.
+        what: The purpose of the exchange; it stands in every error.
+        attempt: Keeps the keys of a restarted job apart; by default torchrun's restart count.
+
+    Raises:
+        BarrierTimeout: Not all ranks came in time; it has the complete list, on every rank.
+        WorldMismatch: As for ``barrier``.
+        StoreLost: The store's host is gone, or does not answer.
+        ValueError: An argument is out of its range.
+        TypeError: An argument is of the wrong type.
+    """
+    check_store(store, key_prefix)
+    check_rank(rank, world_size)
+    check_rank(host_rank, world_size, "host_rank")
+    seconds = check_seconds(timeout, "timeout")
+    value = _data(data, rank)
+    keys = keys_of(key_prefix, attempt_of(attempt), world_size, local_state(store).appends)
+    request = _Request("synchronize", keys, rank, seconds, what)
+    return _perform(
+        store,
+        request,
+        lambda seat: _protocol.exchange(keys, seat, value, host_rank),
+        request.unnamed,
+        EXCHANGE,
+    )
+
+
+def _data(data: bytes | str, rank: int) -> bytes:
+    if isinstance(data, str):
+        data = data.encode()
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise TypeError(f"data must be bytes or str; got {type(data).__name__} on rank {rank}")
+    data = bytes(data)
+    if len(data) > LARGEST:
+        raise ValueError(
+            f"data is {len(data):,} bytes on rank {rank}; a store takes {LARGEST:,} at most: "
+            "use a collective for more"
+        )
+    return data
+
+
+def get_all(
+    store: Store,
+    rank: int,
+    prefix: str,
+    world_size: int,
+    *,
+    host_rank: int = 0,
+    timeout: float | None = None,
+    what: str | None = None,
+    attempt: int | None = None,
+) -> list[bytes]:
+    """Return the values of the keys ``{prefix}0`` to ``{prefix}{world_size - 1}``.
+
+    Args:
+        store: Any ``torch.distributed.Store``.
+        rank: This rank.
+        prefix: The beginning of the keys, which the ranks set themselves.
+        world_size: How many ranks there are.
+        host_rank: The rank whose process hosts the store. It returns when all others have read, so
+            that its process may end; the others do not wait.
+        timeout: In seconds; by default the store's own.
+        what: The purpose of the values; it stands in every error.
+        attempt: Keeps the keys of a restarted job apart; by default torchrun's restart count.
+
+    Raises:
+        BarrierTimeout: ``missing_ranks`` have not set their key, or, on ``host_rank``, have not
+            read.
+        WorldMismatch: Another process is this rank.
+        StoreLost: The store's host is gone, or does not answer.
+        ValueError: An argument is out of its range.
+        TypeError: An argument is of the wrong type.
+    """
+    check_store(store, prefix)
+    check_rank(rank, world_size)
+    check_rank(host_rank, world_size, "host_rank")
+    own: Any = store  # torch's types leave ``timeout`` out
+    seconds = check_seconds(own.timeout.total_seconds() if timeout is None else timeout, "timeout")
+    keys = keys_of(prefix, attempt_of(attempt), world_size, local_state(store).appends)
+    names = [f"{prefix}{one}" for one in range(world_size)]
+    request = _Request("get_all", keys, rank, seconds, what, did="have set their key")
+    values, unread = _perform(
+        store, request, lambda seat: _protocol.gather(keys, seat, names, host_rank), kind=GET_ALL
+    )
+    if unread:
+        request.did = "have read the values"
+        raise request.late(_protocol.NotAllArrived(unread))
+    return values
+
+
+def clean_up(
+    store: Store,
+    key_prefix: str,
+    world_size: int,
+    rank: int | None = None,
+    *,
+    attempt: int | None = None,
+    timeout: float = 60,
+) -> None:
+    """Remove all keys that this package made under ``key_prefix``, also those of earlier attempts.
+
+    With ``rank``, every rank calls it once it has no more use for the prefix. No rank waits, and
+    the last rank removes the keys. A rank that uses the prefix again before that waits for it.
+    Without ``rank``, the keys are removed at once: no process may be using the prefix. Keys that
+    others made are never touched.
+
+    Raises ``StoreLost``, ``WorldMismatch``, ``ValueError`` and ``TypeError``.
+    """
+    check_store(store, key_prefix)
+    check_world(world_size)
+    seconds = check_seconds(timeout, "timeout")
+    state = local_state(store)
+    keys = keys_of(key_prefix, attempt_of(attempt), world_size, state.appends)
+    place = keys.prefix, keys.attempt, keys.world_size
+    if rank is None:
+        call = Call()
+        run(store, seconds, _protocol.remove_all(keys), call)
+        for key in [key for key in state.members if key[:3] == place]:
+            del state.members[key]
+        return
+    check_rank(rank, world_size)
+    request = _Request("clean_up", keys, rank, seconds)
+    cleaned: Seat | None = state.members.get((*place, rank))
+    if cleaned is not None and cleaned.is_retired:
+        cleaned.is_retired = False
+        is_pending = _perform(store, request, lambda seat: _retire(keys, seat))
+        if is_pending:
+            return
+    _perform(store, request, lambda seat: _retire(keys, seat))
+
+
+def _retire(keys: Keys, seat: Seat) -> Steps[bool]:
+    try:
+        return (yield from _protocol.clean_up(keys, seat))
+    finally:
+        if seat.of_kind(CLEAN_UP).additions:
+            seat.is_retired = True
+            if seat.claim.nonce not in _retired:
+                _retired.append(seat.claim.nonce)
+
+
+@contextmanager
+def store_timeout(store: Store, timeout: float) -> Iterator[None]:
+    """Set the store's timeout to ``timeout`` seconds; put the old one back on every way out.
+
+    The timeout is the store object's: all threads that use it see it, and those that use the same
+    store through a ``PrefixStore``. The functions of this module do not need it. Raises
+    ``ValueError`` for a timeout that is not positive.
+    """
+    check_store(store, "")
+    seconds = check_seconds(timeout, "timeout")
+    known: Any = store  # torch's types leave ``timeout`` out
+    before: timedelta = known.timeout
+    known.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        known.set_timeout(before)

@@ -1,0 +1,106 @@
+"""docs/architecture.md stays true: the files, names and threads that it mentions exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import rankcall
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "rankcall"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+SPANS = set(re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)))
+PATH = re.compile(r"(?P<path>\w[\w./]*(?:\.(?:py|h|cpp|md)|/))(?:::(?P<name>[\w.]+))?")
+EXAMPLES = {"file.py::Name", "src/rankcall/trace/sinks/ops_count.py"}  # of the recipes
+PATHS = sorted(span for span in SPANS - EXAMPLES if PATH.fullmatch(span))
+DOTTED = sorted(span for span in SPANS if re.fullmatch(r"rankcall(\.\w+)+", span))
+
+THREAD = re.compile(r'(?:Thread|BackgroundCall)\(.{0,120}?"(rankcall-[a-z-]+)"', re.DOTALL)
+
+
+def file_at(path: str) -> Path | None:
+    """Return what a path of the page means: below the package, or below the repository."""
+    return next((base / path for base in (PACKAGE, ROOT) if (base / path).exists()), None)
+
+
+def names_in(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """Return what a module or class defines or imports, with its definition."""
+    names: dict[str, ast.stmt] = {}
+    for statement in body:
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            names[statement.name] = statement
+        for target in ast.walk(statement):
+            if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                names.setdefault(target.id, statement)
+            if isinstance(target, ast.alias):
+                names.setdefault((target.asname or target.name).split(".")[0], statement)
+    return names
+
+
+def is_defined(file: Path, dotted: str) -> bool:
+    """Tell whether a file defines a name; in C++, whether it has the word."""
+    source = file.read_text()
+    if file.suffix != ".py":
+        return re.search(rf"\b{dotted}\b", source) is not None
+    body = ast.parse(source).body
+    for name in dotted.split("."):
+        found = names_in(body).get(name)
+        if found is None:
+            return False
+        body = found.body if isinstance(found, ast.ClassDef) else []
+    return True
+
+
+@pytest.mark.parametrize("span", PATHS)
+def test_each_path_exists(span: str) -> None:
+    """A path names a file or folder, and what stands behind the colons is defined in the file."""
+    match = PATH.fullmatch(span)
+    assert match
+    file = file_at(match["path"])
+    assert file is not None, f"docs/architecture.md: {match['path']} does not exist"
+    if match["name"]:
+        assert is_defined(file, match["name"]), f"{match['path']} does not define {match['name']}"
+
+
+@pytest.mark.parametrize("span", DOTTED)
+def test_each_dotted_name_exists(span: str) -> None:
+    """A name such as ``rankcall.load`` is public, or a module, or an entry point's group."""
+    parts = span.split(".")[1:]
+    known = parts[0] in rankcall.__all__ or file_at("/".join(parts)) or file_at(f"{parts[0]}.py")
+    sinks = (PACKAGE / "trace" / "sinks").glob("*.py")
+    assert known or any(f'"{span}"' in file.read_text() for file in sinks)
+
+
+def test_the_threads_are_those_that_the_code_starts() -> None:
+    """The table of threads names every thread that the package starts, and the file that does."""
+    table = PAGE.partition("## Threads")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE)
+    listed = {
+        (name, path)
+        for threads, files in rows
+        for name in re.findall(r"`(rankcall-[a-z-]+)`", threads)
+        for path in re.findall(r"`([^`]+)`", files)
+    }
+    for name, path in sorted(listed):
+        file = file_at(path)
+        assert file is not None, path
+        files = file.rglob("*.py") if file.is_dir() else [file]
+        texts = [each.read_text() for each in files]
+        made = any(name in THREAD.findall(text) or 'f"rankcall-{' in text for text in texts)
+        assert made, f"{path} starts no thread {name}"
+    started = {name for file in PACKAGE.rglob("*.py") for name in THREAD.findall(file.read_text())}
+    missing = started - {name for name, _ in listed}
+    assert not missing, f"threads that the table leaves out: {', '.join(sorted(missing))}"
+
+
+def test_the_glossary_is_sorted() -> None:
+    """A reader finds a term without a search; each term has one row."""
+    table = PAGE.partition("## Glossary")[2]
+    terms = [term.lower() for term in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)]
+    terms = [term for term in terms if term not in ("term", "---")]
+    assert len(terms) >= 30
+    assert terms == sorted(set(terms))

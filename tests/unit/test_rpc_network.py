@@ -1,0 +1,94 @@
+"""The addresses that workers advertise and refuse, and the errors for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rankcall import BackendUnavailable
+from rankcall.process import Process
+from rankcall.rpc import _network
+from rankcall.rpc._network import endpoints, is_loopback, own_address
+
+
+@pytest.fixture
+def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Replace what the kernel says about the source address for each host."""
+    known = {
+        "127.0.0.1": "127.0.0.1",
+        "127.0.1.1": "127.0.0.1",
+        "node-a": "127.0.0.1",
+        "node-b": "10.0.0.5",
+        "::1": "::1",
+        _network._ELSEWHERE: "10.0.0.9",
+    }
+    monkeypatch.setattr(_network, "_source_address", lambda host: known.get(host, ""))
+    monkeypatch.delenv("RANKCALL_RPC_HOST", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("method", "address"),
+    [
+        ("tcp://127.0.0.1:1", "127.0.0.1"),  # written as such: all workers are on one host
+        ("tcp://[::1]:1", "::1"),
+        ("tcp://127.0.1.1:1", "10.0.0.9"),  # on Debian, a host's own name resolves to this
+        ("tcp://node-a:1", "10.0.0.9"),
+        ("tcp://node-b:1", "10.0.0.5"),
+        ("file:///shared/store", "10.0.0.9"),
+    ],
+)
+def test_the_address_on_the_way_to_the_store(
+    method: str, address: str, routes: dict[str, str]
+) -> None:
+    """Loopback is advertised only if the user wrote it."""
+    assert own_address(None, method) == address
+
+
+def test_no_route_at_all(routes: dict[str, str]) -> None:
+    """Without any network, the worker is reached from its own host."""
+    routes.clear()
+    assert own_address(None, "tcp://node-a:1") == "127.0.0.1"
+
+
+def test_addresses_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number is taken as it is, in short; an address that no host has is refused."""
+    assert own_address("0:0:0:0:0:0:0:1", "") == "::1"
+    monkeypatch.setenv("RANKCALL_RPC_HOST", "203.0.113.7")
+    assert own_address(None, "tcp://127.0.0.1:1") == "203.0.113.7"
+    for wrong in ("0.0.0.0", "::", "no-such-host.invalid"):
+        with pytest.raises(ValueError, match="host="):
+            own_address(wrong, "")
+
+
+def test_ports() -> None:
+    """A port, a range, or any; IPv6 in brackets."""
+    assert list(endpoints("10.0.0.5", 0)) == ["tcp://10.0.0.5:*"]
+    assert list(endpoints("::1", "7-9")) == [f"tcp://[::1]:{port}" for port in (7, 8, 9)]
+    for wrong in ("x", "1-", "70000", -1, "5-x"):
+        with pytest.raises(ValueError, match="port must be"):
+            list(endpoints("10.0.0.5", wrong))
+
+
+@pytest.mark.parametrize("at", ["127.0.0.1", "127.0.1.1", "[::1]"])
+def test_loopback_is_not_advertised_to_another_host(at: str) -> None:
+    """The error names both workers, and says what to set where."""
+    from rankcall.rpc.backends._zmq_worker import Worker
+
+    def process(boot: str) -> Process:
+        return Process(boot, 1, 2, 3)
+
+    here: Any = SimpleNamespace(
+        name="w0",
+        network="tcp://10.0.0.5:1",
+        dir=SimpleNamespace(host="node-a boot 1"),
+        process=process("boot"),
+    )
+    record = {"node": {"name": "w1"}, "network": f"tcp://{at}:2", "host": "node-b other 1"}
+    assert is_loopback(record["network"])  # type: ignore[arg-type]
+    with pytest.raises(BackendUnavailable, match=r"'w1' listens at .* RANKCALL_RPC_HOST there"):
+        Worker._check_way(here, record, process("other"))
+    Worker._check_way(here, record, process("boot"))  # two containers on one machine

@@ -1,0 +1,73 @@
+"""A worker's folder: the user's own, cleared of what the killed left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rankcall.rpc._worker_dir import WorkerDir
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the folders below a scratch folder."""
+    monkeypatch.setenv("RANKCALL_SHM", str(tmp_path))
+    return tmp_path / f"rankcall-{os.getuid()}" / "rpc"
+
+
+def test_a_folder_goes_with_its_worker(base: Path) -> None:
+    """Made for this user alone, and removed with all that is in it, once."""
+    worker_dir = WorkerDir(7)
+    assert worker_dir.path == base / f"{7:016x}"
+    assert worker_dir.path.stat().st_mode & 0o777 == 0o700
+    (worker_dir.path / "1").write_bytes(b"block")
+    worker_dir.close()
+    worker_dir.close()
+    assert not base.parent.exists()
+
+
+def test_what_the_killed_left_is_removed(base: Path) -> None:
+    """The next worker removes the folders that no process holds, and no other."""
+    alive = WorkerDir(1)
+    left = base / "left"
+    left.mkdir()
+    (left / "lock").touch()
+    (left / "1").write_bytes(b"block")
+    second = WorkerDir(2)
+    assert not left.exists()
+    assert alive.path.exists()
+    alive.close()
+    second.close()
+
+
+def test_a_folder_that_others_may_read_is_refused(base: Path) -> None:
+    """Memory that others could read or write is not used."""
+    base.mkdir(parents=True)
+    base.chmod(0o755)
+    with pytest.raises(PermissionError, match="others can write or read it"):
+        WorkerDir(1)
+
+
+def test_a_directory_that_is_swept_before_it_is_locked(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker sees that its lock is of a file that is gone, and makes the directory again."""
+    from rankcall.rpc import _worker_dir
+
+    flock, sweeps = _worker_dir.fcntl.flock, []
+
+    def sweep_first(fd: int, how: int) -> None:
+        if how == _worker_dir.fcntl.LOCK_EX and len(sweeps) < 2:
+            sweeps.append(fd)
+            _worker_dir._sweep(base)
+        flock(fd, how)
+
+    monkeypatch.setattr(_worker_dir.fcntl, "flock", sweep_first)
+    worker_dir = WorkerDir(5)
+    assert len(sweeps) == 2
+    _worker_dir._sweep(base)
+    assert (worker_dir.path / "lock").exists()
+    worker_dir.close()
+    assert not base.exists()

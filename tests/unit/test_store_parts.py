@@ -1,0 +1,242 @@
+"""The log, the lease and the value of one of many keep their promises in every order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stores import kind, ranks, stores_of
+
+from rankcall._requests import Steps
+from rankcall.store.parts import HostNames, Lease, Log, perform, publish_once
+from rankcall.testing.simulated_store import (
+    LostAnswer,
+    Mark,
+    Now,
+    Process,
+    Simulation,
+    Sleep,
+    Violation,
+    World,
+)
+
+__all__ = ["kind"]  # fixture
+
+
+def again(call: Callable[[], Steps[Any]], times: int = 2) -> Steps[Any]:
+    """Make a call, and make it again if its answer was lost."""
+    for _ in range(times - 1):
+        try:
+            return (yield from call())
+        except LostAnswer:
+            pass
+    return (yield from call())
+
+
+# --- a log ---
+
+
+def _entries(world: World) -> list[bytes]:
+    entries = []
+    while (value := world.store.get(f"l/log/{len(entries)}")) is not None:
+        entries.append(value.partition(b" ")[2])
+    return entries
+
+
+def _writer(name: str) -> Process:
+    def start() -> Steps[None]:
+        log = Log("l", nonce=name.encode())
+        for number in range(2):
+            entry = b"%s %d" % (name.encode(), number)
+            yield Mark("appends", entry)
+            yield from again(lambda entry=entry: log.append(entry))
+            yield Mark("appended", entry)
+        read: list[bytes] = []
+        for _ in range(2):
+            read += yield from again(log.read)
+            yield Mark("read", tuple(read))
+
+    return Process(name, start)
+
+
+def _check_read(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]) -> None:
+    entries = _entries(world)
+    for other in ("a", "b", "c"):
+        mine = [entry for entry in entries if entry.startswith(other.encode())]
+        assert mine == sorted(set(mine)), "an entry is there twice, or out of order"
+    if mark.name == "appended":
+        assert mark.value in entries
+    if mark.name == "read":
+        read = list(mark.value)
+        assert read == entries[: len(read)], "it read other entries than there are"
+        own = [each.value for each in earlier if each.name == "appended"]
+        assert set(own) <= set(read), "it did not read what it had appended itself"
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [{"lost_answers": 1}, {"deaths": 1}, pytest.param({"lost_answers": 2}, marks=pytest.mark.slow)],
+)
+def test_a_log(faults: dict[str, int]) -> None:
+    """Each entry is there once; all read the same, without gaps; a death hides no later entry."""
+    processes = [_writer("a"), _writer("b")]
+    explored = Simulation(processes, on_mark=_check_read, **faults).explore()
+    assert explored.ends
+
+
+# --- one value ---
+
+
+def test_a_value_of_one_of_many() -> None:
+    """All get the same value, which one of them published."""
+
+    def publisher(name: str) -> Process:
+        def start() -> Steps[None]:
+            value = yield from again(lambda: publish_once("v", name.encode()))
+            yield Mark("published", value)
+
+        return Process(name, start)
+
+    def check(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]) -> None:
+        assert mark.value == world.store["v"]
+        assert mark.value in (b"a", b"b", b"c")
+
+    processes = [publisher(name) for name in "abc"]
+    assert Simulation(processes, on_mark=check, lost_answers=1, deaths=1).explore().ends
+
+
+# --- a lease ---
+
+LASTS = 2
+
+
+def _holder(name: str, offset: int, turns: int, release: bool = True) -> Process:
+    """Take the lease, hold it for some turns, and renew it in each."""
+
+    def start() -> Steps[None]:
+        lease = Lease("lease", name, LASTS, nonce=name)
+        for _ in range(turns):
+            held = yield from again(lease.try_take, 3)
+            yield Mark("until", lease._until - offset if held else -1)
+            yield Sleep(1)
+        if release:
+            yield Mark("until", -1)
+            yield from again(lease.release, 3)
+
+    return Process(name, start, clock_offset=offset)
+
+
+def _one_holder(world: World) -> None:
+    believers = []
+    for state in world.states:
+        ends = [mark.value for mark in state.marks if mark.name == "until"]
+        if ends and world.time < ends[-1] and state.outcome is None:
+            believers.append(state.tree.name)
+    assert len(believers) <= 1, f"{believers} hold the lease at once"
+
+
+@pytest.mark.parametrize(
+    "faults", [{"ticks": 4}, {"ticks": 3, "lost_answers": 1}, {"ticks": 4, "deaths": 1}]
+)
+def test_a_lease_has_one_holder(faults: dict[str, int]) -> None:
+    """However slow a process is, and whatever its clock says, no two hold the lease at once."""
+    processes = [_holder("a", 0, 2), _holder("b", 100, 2)]
+    assert Simulation(processes, always=_one_holder, **faults).explore(300_000).ends
+
+
+@pytest.mark.parametrize("schedules", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+def test_a_lease_of_three(schedules: int) -> None:
+    """Three processes that take, renew and release it: random schedules with all faults."""
+    processes = [_holder("a", 0, 5), _holder("b", 100, 5, release=False), _holder("c", -7, 5)]
+    faults = {"ticks": 12, "lost_answers": 2, "deaths": 1}
+    Simulation(processes, always=_one_holder, **faults).search(schedules)
+
+
+def test_a_lease_that_does_not_wait_long_enough_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes the lease over too soon is seen beside the holder."""
+
+    def start() -> Steps[None]:
+        lease = Lease("lease", "b", LASTS, nonce="b")
+        lease._lasts_s = 1
+        for _ in range(3):
+            held = yield from lease.try_take()
+            yield Mark("until", lease._until if held else -1)
+            yield Sleep(1)
+
+    processes = [_holder("a", 0, 3), Process("b", start)]
+    with pytest.raises(Violation, match="hold the lease at once"):
+        Simulation(processes, always=_one_holder, ticks=6).explore()
+
+
+def test_a_dead_holder_loses_the_lease() -> None:
+    """Another process gets it, no later than it lasts and one look."""
+
+    def dead() -> Steps[None]:
+        yield from Lease("lease", "dead", LASTS, nonce="dead").try_take()
+
+    def heir() -> Steps[None]:
+        yield Sleep(1)
+        began = yield Now()
+        lease = Lease("lease", "heir", LASTS, nonce="heir")
+        while not (yield from lease.try_take()):
+            assert (yield Now()) <= began + 100
+            yield Sleep(1)
+        yield Mark("taken", (yield Now()) - began)
+
+    processes = [Process("dead", dead), Process("heir", heir, clock_offset=7)]
+    assert Simulation(processes, ticks=5).explore().ends
+
+
+# --- on real stores ---
+
+
+def test_parts_on_real_stores(kind: str, tmp_path: Path) -> None:
+    """The same on every kind of store."""
+    clients = stores_of(kind, 3, tmp_path)
+
+    def use(rank: int) -> Any:
+        store = clients[rank]
+        log = Log("here")
+        for number in range(4):
+            perform(store, 20, log.append(b"%d %d\xff" % (rank, number)))
+        value = perform(store, 20, publish_once("value", b"from %d" % rank))
+        lease = Lease("lease", f"rank {rank}", 0.5)
+        assert perform(store, 20, lease.take(20))
+        assert perform(store, 20, lease.is_held())
+        perform(store, 20, lease.release())
+        hosts = HostNames("here")
+        perform(store, 20, hosts.publish(rank, f"host{rank}"))
+        return value, log
+
+    results = ranks(use, 3)
+    values, logs = zip(*results, strict=True)
+    assert len(set(values)) == 1
+    entries = [perform(clients[0], 20, log.read()) for log in logs]
+    assert entries[0] == entries[1] == entries[2]
+    assert sorted(entries[0]) == sorted(
+        b"%d %d\xff" % (rank, number) for rank in range(3) for number in range(4)
+    )
+    assert perform(clients[1], 20, HostNames("here").look_up(range(4))) == {
+        rank: f"host{rank}" for rank in range(3)
+    }
+    perform(clients[2], 20, logs[0].remove())
+    assert perform(clients[1], 20, Log("here").read()) == []
+
+
+def test_waiting_for_an_entry(kind: str, tmp_path: Path) -> None:
+    """A reader is woken by the next entry, and gets nothing at its deadline."""
+    clients = stores_of(kind, 2, tmp_path)
+    reader, writer = Log("here"), Log("here")
+    assert perform(clients[0], 0.05, reader.wait()) == []
+    got = ranks(
+        lambda rank: (
+            perform(clients[0], 20, reader.wait())
+            if rank == 0
+            else perform(clients[1], 20, writer.append(b"x"))
+        ),
+        2,
+    )
+    assert got == [[b"x"], 0]

@@ -1,0 +1,164 @@
+"""One straggler rule: the report and the diagnosis of a run name the same ranks, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from worlds import MS, Call, group_of, together, write_world
+
+from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.timing.summary import summarise
+from rankcall.report.formatting import headline
+from rankcall.ring.tables import Group
+from rankcall.run.load import load
+from rankcall.testing.synthetic import Op, Pace, synthetic_run
+
+WORLD = group_of(4)
+SECOND = 1000 * MS
+
+
+def named(run: Path) -> tuple[int, ...]:
+    """Return the stragglers that the report and the diagnosis name; they must agree."""
+    summary = summarise(load(run))
+    findings = [each for each in diagnose(load(run)).findings if each.kind == "straggler"]
+    found = findings[0].ranks if findings else ()
+    assert (summary.late.ranks if summary.late else ()) == found
+    first = headline(summary)
+    assert first.alarm == bool(found)
+    assert first.ranks == found
+    return found
+
+
+def in_steps(lengths: list[int], late: dict[int, int], per_step: int = 1) -> list[Call]:
+    """Return steps of so many ms, each with collectives that one rank comes late to, in ms."""
+    calls, start, seq = [], 0, 0
+    for step, length in enumerate(lengths):
+        start += length * MS
+        for _ in range(per_step):
+            seq += 1
+            arrivals = [start + late.get(rank, 0) * MS for rank in range(4)]
+            end = max(arrivals) + MS
+            calls += together(seq, arrivals, end, WORLD, step=step)
+            start = end
+    return calls
+
+
+def test_a_few_long_steps(tmp_path: Path) -> None:
+    """A rank that holds the others up two seconds in each of six steps is a straggler."""
+    run = write_world(tmp_path / "run", in_steps([1000] * 6, {2: 2000}))
+    assert named(run) == (2,)
+
+
+def test_several_collectives_in_a_step(tmp_path: Path) -> None:
+    """Late to one of five collectives of each step is late in each step."""
+    calls = []
+    for step in range(20):
+        start = 100 * step * MS
+        for n in range(5):
+            at = start + 10 * n * MS
+            arrivals = [at, at + (30 * MS if n == 0 else 0), at, at]
+            calls += together(5 * step + n + 1, arrivals, max(arrivals) + MS, WORLD, step=step)
+            start += 30 * MS if n == 0 else 0
+    assert named(write_world(tmp_path / "run", calls)) == (1,)
+
+
+def test_a_slow_first_step_is_left_out(tmp_path: Path) -> None:
+    """A rank that compiles for long in the first step alone is no straggler, nor hides one."""
+    first = together(1, [0, 0, 60 * SECOND, 0], 60 * SECOND + MS, WORLD, step=0)
+    base = 61 * SECOND // MS
+    rest = [
+        Call(
+            **{
+                **vars(call),
+                "seq": call.seq + 1,
+                "step": call.step + 1,
+                "at": call.at + base * MS,
+                "end": (call.end or 0) + base * MS,
+            }
+        )
+        for call in in_steps([10] * 30, {3: 20})
+    ]
+    run = write_world(tmp_path / "run", first + rest)
+    assert named(run) == (3,)
+    assert "in which steps took far longer, is left out" in headline(summarise(load(run))).detail
+    even = [Call(**{**vars(c), "at": c.at - (20 * MS if c.rank == 3 else 0)}) for c in rest]
+    assert named(write_world(tmp_path / "even", first + even)) == ()
+
+
+def test_uneven_steps(tmp_path: Path) -> None:
+    """Steps of very different lengths do not make a rank a straggler, or hide one."""
+    lengths = [10, 200, 15, 400, 10, 90, 300, 20] * 4
+    assert named(write_world(tmp_path / "even", in_steps(lengths, {}))) == ()
+    assert named(write_world(tmp_path / "late", in_steps(lengths, {0: 60}))) == (0,)
+
+
+@pytest.mark.parametrize("straggler", [None, 5])
+def test_a_rank_late_by_another_is_not_named(tmp_path: Path, straggler: int | None) -> None:
+    """The tensor-parallel peers of a late rank come late to all others: it alone is named."""
+    groups = {"tp": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]}
+    program = (Op("all_gather", 4096, "tp", line=1), Op("all_reduce", 4096, line=2))
+    synthetic_run(
+        tmp_path / "run",
+        16,
+        200,
+        groups=groups,
+        program=program,
+        straggler=straggler,
+        straggler_ms=5.0,
+        pace=Pace(compute_ms=1.0),
+    )
+    assert named(tmp_path / "run") == (() if straggler is None else (straggler,))
+
+
+def pipeline(stages: int, microbatches: int, slow: int | None = None) -> list[Call]:
+    """Return GPipe steps: each stage computes each microbatch forward, then backward."""
+    group, calls = group_of(stages), []
+    seqs: dict[tuple[int, int], int] = {}
+
+    def passed(source: int, target: int, ready: int, wanted: int, step: int) -> int:
+        seq = seqs[source, target] = seqs.get((source, target), 0) + 1
+        end = max(ready, wanted) + MS // 10
+        calls.append(Call(source, seq, ready, end, "send", group=group, peer=target, step=step))
+        calls.append(Call(target, seq, wanted, end, "recv", group=group, peer=source, step=step))
+        return end
+
+    free = [0] * stages
+    for step in range(12):
+        for order in (range(stages), range(stages - 1, -1, -1)):
+            path = list(order)
+            for _ in range(microbatches):
+                ready = 0
+                for at, stage in enumerate(path):
+                    if at:
+                        ready = passed(path[at - 1], stage, ready, free[stage], step)
+                    length = 10 * MS * (4 if stage == slow else 1)
+                    free[stage] = ready = max(free[stage], ready) + length
+    return sorted(calls, key=lambda call: call.at)
+
+
+def test_the_bubbles_of_a_pipeline_are_nobodys(tmp_path: Path) -> None:
+    """The stages of a balanced pipeline wait for each other; a slow stage is named."""
+    assert named(write_world(tmp_path / "even", pipeline(4, 4))) == ()
+    assert named(write_world(tmp_path / "slow", pipeline(4, 8, slow=2))) == (2,)
+
+
+def test_local_training_between_rare_meetings(tmp_path: Path) -> None:
+    """As in DiLoCo: one meeting in many optimizer steps, to which one rank comes late."""
+    calls = []
+    for turn in range(10):
+        start = 500 * turn * MS
+        arrivals = [start, start, start + 400 * MS, start]
+        calls += together(turn + 1, arrivals, start + 401 * MS, WORLD, step=50 * turn)
+    assert named(write_world(tmp_path / "run", calls)) == (2,)
+
+
+def test_disjoint_groups(tmp_path: Path) -> None:
+    """A rank that only its own group waits for is named if that costs the job enough."""
+    halves = [Group("1", 0, "gloo", "", (0, 1)), Group("2", 0, "gloo", "", (2, 3))]
+    calls = []
+    for seq in range(1, 41):
+        start = 50 * seq * MS
+        calls += together(seq, [start, start + 40 * MS], start + 41 * MS, halves[0], step=seq)
+        calls += together(seq, [start, start], start + MS, halves[1], step=seq)
+    assert named(write_world(tmp_path / "run", calls)) == (1,)

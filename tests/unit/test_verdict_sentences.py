@@ -1,0 +1,67 @@
+"""docs/design/verdicts.md lists each sentence with its conditions, and names tests that exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from diagnosing import RANK_2_MISSING, THREE_ENDED, WORLD, causes, diagnose_calls, unfinished
+from worlds import MS
+
+from rankcall.analysis.verdicts import KINDS, find
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/design/verdicts.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_tests_that_exist() -> None:
+    """A sentence's test is named by its file and, after ``::``, its function."""
+    sources = {
+        path.stem: path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    }
+    names = re.findall(r"`(?:tests/multiproc/)?(test_\w+|\.\.\.)(?:\.py)?(?:::(\w+))?`", PAGE)
+    assert len(names) > 20
+    file = ""
+    for stem, function in names:
+        file = file if stem == "..." else stem
+        assert file in sources, file
+        assert f"def {function}" in sources[file] or not function, f"{file}::{function}"
+
+
+def test_the_page_knows_every_kind() -> None:
+    """Every kind of verdict has its sentences on the page."""
+    missing = [kind.kind for kind in KINDS if kind.kind not in PAGE]
+    assert missing == []
+
+
+def test_a_held_gil(tmp_path: Path) -> None:
+    """A rank with a native heartbeat but no Python heartbeat holds the GIL."""
+    calls = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), 5 * MS, line=7)]
+    run = diagnose_calls(tmp_path / "beats", calls, states={})
+    assert causes(run) == [("missing", (2,))]
+    snapshot = run.snapshot
+    snapshot.ranks[2] = replace(snapshot.ranks[2], gil_s=69.0)
+    (held,) = find(snapshot, 60)
+    assert (held.kind, held.ranks) == ("stopped", (2,))
+    assert "held the GIL for 69 s" in held.summary
+    snapshot.ranks[2] = replace(snapshot.ranks[2], gil_s=1.0)
+    assert [finding.kind for finding in find(snapshot, 60)] == ["missing"]
+
+
+@pytest.mark.parametrize("state", ["alive", "stopped"])
+def test_network_and_hosts_are_named_only_if_there_are_several(tmp_path: Path, state: str) -> None:
+    """On one host no advice sends the user to another host or to the network."""
+    diagnosis = diagnose_calls(tmp_path / "one", RANK_2_MISSING, states={2: state})
+    everyone = unfinished(WORLD, 9, (0, 1, 2, 3), 9 * MS, line=7)
+    slow = diagnose_calls(tmp_path / "stuck", [*THREE_ENDED, *everyone], states={})
+    for finding in (*diagnosis.findings, *slow.findings):
+        assert "network" not in finding.advice
+        assert "host is up" not in finding.advice
+    apart = {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"}
+    spread = diagnose_calls(
+        tmp_path / "two", [*THREE_ENDED, *everyone], states={}, hosts=apart, seconds=70
+    )
+    assert any("network" in finding.advice for finding in spread.findings)

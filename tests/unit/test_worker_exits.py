@@ -1,0 +1,66 @@
+"""The launcher notes how each worker ended, and never guesses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankcall.cli._torchrun import Outcome
+from rankcall.cli._worker_exits import ExitWatch, note_failures
+from rankcall.ring.layout import Geometry, Header, make_header, parse_header
+from rankcall.run.exits import Exit, note_exit, read_exits
+
+
+def start_worker(rank: int) -> subprocess.Popen[bytes]:
+    """Start a child that looks like a worker of torchrun and ends only if it gets a signal."""
+    variables = {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"}
+    program = "print(flush=True); import signal; signal.pause()"
+    worker = subprocess.Popen(
+        [sys.executable, "-S", "-c", program], env=os.environ | variables, stdout=subprocess.PIPE
+    )
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    return worker
+
+
+def header_of(rank: int, pid: int) -> Header:
+    """Return the header of a worker's ring."""
+    return parse_header(make_header(Geometry(), {"rank": rank, "pid": pid, "host": b"h"}), "")
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_status_that_is_gone_is_unknown(tmp_path: Path, reaped: bool) -> None:
+    """If torchrun has reaped the worker, its status is noted as unknown; otherwise as it was.
+
+    Here the test takes torchrun's part, and calls the thread's function at the moments that matter.
+    """
+    watch = ExitWatch(tmp_path, "h")
+    with start_worker(3) as worker:
+        try:
+            watch._poll(0)
+            worker.send_signal(signal.SIGTERM)
+            if reaped:
+                worker.wait(timeout=20)
+            watch._poll(20)
+        finally:
+            worker.kill()
+            watch._selector.close()
+    (ended,) = read_exits(tmp_path)
+    assert (ended.rank, ended.pid, ended.by_launcher) == (3, worker.pid, False)
+    assert ended.code == (None if reaped else -signal.SIGTERM)
+
+
+def test_torchrun_knows_a_code_that_nobody_else_read(tmp_path: Path) -> None:
+    """After the job, a known code replaces an unknown one; a code that was read stays."""
+    note_exit(tmp_path, Exit(0, 0, "h", 10, None, 1))
+    note_exit(tmp_path, Exit(1, 0, "h", 11, -9, 1))
+    note_exit(tmp_path, Exit(2, 0, "h", 12, None, 1))
+    headers = [header_of(rank, 10 + rank) for rank in range(4)]
+    note_failures(tmp_path, Outcome(1, {(0, 10): 3, (1, 11): -15, (3, 13): -15}), headers)
+    ends = {ended.rank: (ended.code, ended.by_launcher) for ended in read_exits(tmp_path)}
+    assert ends == {0: (3, False), 1: (-9, False), 2: (None, False), 3: (-15, True)}
