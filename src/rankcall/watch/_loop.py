@@ -111,8 +111,18 @@ class Watcher:
         asked = self._is_asked(headers, now)
         due = first_ns != 0 and now >= self._judge.next_look
         if (asked or due) and self._judge.look(headers, first_ns or time.monotonic_ns(), asked):
-            self._verdicts += 1
-            put(self._recording.ring, "verdicts", self._verdicts)
+            self._call_for_reaction()
+
+    def _call_for_reaction(self) -> None:
+        """Count a verdict, so that the node's ranks react to it.
+
+        A verdict that no rank may be ended for is not counted: a rank that cannot read the verdicts
+        ends if it is called.
+        """
+        if self._on_hang == "abort" and not _may_abort(self._judge.verdicts()):
+            return
+        self._verdicts += 1
+        put(self._recording.ring, "verdicts", self._verdicts)
 
     def _overdue_ns(self) -> int:
         """Return when the oldest call was issued that has been in flight for too long, or 0."""

@@ -1,0 +1,49 @@
+"""Which verdicts the ranks of a node are called to react to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankcall.capture import session
+from rankcall.ring.layout import read_header
+from rankcall.watch import _loop
+
+
+def verdict(kind: str, confidence: str) -> dict[str, Any]:
+    """Return a verdict as the run keeps it, with one finding."""
+    finding = {"kind": kind, "confidence": confidence, "ranks": [1]}
+    return {"findings": [finding], "text": "", "hang": {}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "confidence", "on_hang", "counted"),
+    [
+        ("missing", "likely", "abort", 1),
+        ("no_progress", "certain", "abort", 1),
+        ("no_progress", "likely", "abort", 0),
+        ("no_progress", "likely", "report", 1),
+    ],
+)
+def test_only_verdicts_to_act_on_are_counted(
+    kind: str,
+    confidence: str,
+    on_hang: str,
+    counted: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that sees a new count, and cannot read the verdict, ends itself on ``abort``."""
+    recording = session.claim("watch", tmp_path)
+    try:
+        watcher = _loop.Watcher(recording, 5.0, on_hang)
+        monkeypatch.setattr(watcher._judge, "verdicts", lambda: [verdict(kind, confidence)])
+        watcher._call_for_reaction()
+        assert recording.path is not None
+        header = read_header(recording.path)
+        assert header is not None
+        assert header.verdicts == counted
+    finally:
+        session.drop("watch")
