@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rankcall.capture.recording import _one_line
 from rankcall.run.directory import about_job
 from rankcall.run.redact import redact, redact_command
 
@@ -62,3 +63,11 @@ def test_run_json_has_no_secrets() -> None:
     """A secret that is written to disk is a secret that leaks."""
     command = about_job(["train.py", "--hf-token=hf_SECRET"], "2.13")["command"]
     assert command == ["train.py", f"--hf-token={GONE}"]
+
+
+def test_a_recorded_exception_has_no_secrets() -> None:
+    """A failed request often names its URL, with the password in it."""
+    error = ConnectionError("cannot reach https://me:pw@host/x?token=abc&n=1: refused")
+    assert _one_line(error) == (
+        f"ConnectionError: cannot reach https://{GONE}@host/x?token={GONE}&n=1: refused"
+    )

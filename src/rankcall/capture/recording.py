@@ -28,6 +28,7 @@ from rankcall.registry import Scoped
 from rankcall.ring.layout import CAPTURES, ENTRY_SITE, Geometry, offset_of
 from rankcall.ring.tables import CallSite, Group, decode_site, entries
 from rankcall.ring.writer import Identity, PythonRing, put, put_text
+from rankcall.run.redact import redact_text
 
 if TYPE_CHECKING:
     from rankcall.capture.interface import Capture
@@ -217,9 +218,9 @@ class Recording(Scoped):
 
 
 def _one_line(error: object) -> str:
-    """Return an exception's type and message as one line; its own code may fail to write it."""
-    try:
-        text = " ".join(str(error).split())
+    """Return an exception's type and message as one line, without secrets."""
+    try:  # its own code may fail to write it
+        text = redact_text(" ".join(str(error).split()))
     except Exception:
         text = ""
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
