@@ -38,7 +38,15 @@ _PY_SPY_TIMEOUT_S = 30.0
 _MOST_PY_SPY_CHARS = 1 << 16
 _THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|^Thread .*\"MainThread\"$", re.MULTILINE)
-_OURS = re.compile(r"rankcall/(watch/_loop|capture/recording|capture/delivery)\.py")
+# The files whose functions are the outermost of rankcall's own threads, which only observe.
+OWN_FILES = (
+    "watch/_loop",
+    "capture/recording",
+    "capture/own_ring",
+    "dispatch",
+    "cli/_worker_exits",
+)
+_OURS = re.compile(rf"rankcall/({'|'.join(OWN_FILES)})\.py")
 
 _fd = 0
 
