@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "completion.h"
 #include "recorder.h"
 #include "thread.h"
 
@@ -161,10 +162,11 @@ bool begin(size_t which, const torch::jit::Stack& stack, Issued& issued) noexcep
     record.step = recorder->ring.field<uint64_t>(layout::kStep).load(std::memory_order_relaxed);
     record.device_ms = std::nan("");
     write_record(*recorder, op, record, issued, device);
-  } catch (...) {
-    // An unforeseen argument: the user's op goes on without a record. Its index still ends.
+    return true;
+  } catch (...) {  // an unforeseen argument: the user's op goes on without a record
+    abandon(*recorder, issued.index);
+    return false;
   }
-  return true;
 }
 
 }  // namespace
