@@ -13,7 +13,10 @@
 #include <thread>
 #include <vector>
 
+#include <sys/wait.h>
+
 #include "calls.h"
+#include "process_state.h"
 #include "shared_memory.h"
 #include "wire.h"
 #include "worker_pool.h"
@@ -73,7 +76,7 @@ void the_pool_answers_while_requests_wait() {
     bool is_answer;
   };
   Pipe<Item> pipe;
-  std::atomic<int> cleaned_up{0};
+  std::atomic<int> cleaned_up{0}, failures{0};
   WorkerPool<NoScope> pool;
   auto ask = [&](int number) {
     auto answer = std::make_shared<std::promise<int>>();
@@ -89,7 +92,8 @@ void the_pool_answers_while_requests_wait() {
       pool.add_request([&, item] { pipe.send({item.number, item.answer, true}); });
     return true;
   };
-  pool.start(3, nullptr, receive, [&] { cleaned_up++; });
+  pool.start(3, nullptr, receive, [&] { cleaned_up++; }, [&](const char*) { failures++; });
+  pool.add_answer([] { throw std::runtime_error("a task that fails"); });
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 6; caller++) {
     callers.emplace_back([&] {
@@ -115,7 +119,8 @@ void the_pool_answers_while_requests_wait() {
   for (int i = 0; i < 40; i++) CHECK(outer[i].get() == i);
   pipe.close();
   CHECK(pool.stop(std::chrono::seconds(20)));
-  CHECK(cleaned_up.load() == 6 * 200 * 2 + 40 * 2);
+  CHECK(cleaned_up.load() == 6 * 200 * 2 + 40 * 2 + 1);
+  CHECK(failures.load() == 1);
 }
 
 struct Ended {
@@ -279,7 +284,28 @@ void the_decoder_stays_within_bounds() {
   CHECK(whole > 0);
 }
 
+// The process of an open stat file has ended when the file is read. (The agent once ended here.)
+void a_process_may_end_at_any_time() {
+  CHECK(!has_ended(getpid()));
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  const int stat = open(("/proc/" + std::to_string(child) + "/stat").c_str(), O_RDONLY);
+  CHECK(stat >= 0);
+  kill(child, SIGKILL);
+  siginfo_t info;
+  CHECK(waitid(P_PID, id_t(child), &info, WEXITED | WNOWAIT) == 0);
+  CHECK(has_ended(child));  // a zombie
+  CHECK(waitpid(child, nullptr, 0) == child);
+  CHECK(state_letter(stat) == 0);
+  CHECK(has_ended(child));
+  close(stat);
+}
+
 int main(int, char** arguments) {
+  a_process_may_end_at_any_time();
   the_pool_answers_while_requests_wait();
   calls_end_once();
   blocks_are_not_shared(arguments[1]);

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,43 @@ def run_sanitized(
         pytest.skip("ThreadSanitizer does not run on this kernel")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def build_module(build: str, flag: str, folder: Path) -> dict[str, str]:
+    """Build a native module with a sanitizer; return the environment to use it in.
+
+    Args:
+        build: A Python program that builds it.
+        flag: The compiler's option.
+        folder: Where the module goes. Other processes build into a cache of their own.
+    """
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler here")
+    wrapper = folder / "c++"
+    options = f"-g1 -O1 -fno-omit-frame-pointer {flag} -fno-sanitize-recover=all"
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" {options}\n')
+    wrapper.chmod(0o700)
+    env = {**os.environ, "CXX": str(wrapper), "RANKCALL_CACHE": str(folder / "cache")}
+    subprocess.run([sys.executable, "-c", build], env=env, check=True, timeout=1200)
+    return env
+
+
+def run_to_end(
+    program: Path, env: Mapping[str, str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program; skip the test if the kernel cannot run the sanitizer."""
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("ThreadSanitizer does not run on this kernel")
+    return done
 
 
 def runtime_library(name: str) -> str:

@@ -7,14 +7,10 @@ The ring's readers race with its writers on purpose, and find out by the records
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from sanitized import RACE_REPORT, races_in, runtime_library
+from sanitized import RACE_REPORT, build_module, races_in, run_to_end, runtime_library
 
 pytestmark = pytest.mark.slow
 
@@ -25,32 +21,12 @@ BUILD = "from rankcall.capture.native import RECORDER; print(RECORDER.prebuild()
 
 def build(sanitizer: str, folder: Path) -> dict[str, str]:
     """Build the recorder with a sanitizer; return the environment to use it in."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler here")
-    wrapper = folder / "c++"
-    wrapper.write_text(
-        f'#!/bin/sh\nexec {compiler} "$@" -g1 -O1 -fno-omit-frame-pointer '
-        f"-fsanitize={sanitizer} -fno-sanitize-recover=all\n"
-    )
-    wrapper.chmod(0o700)
-    env = {**os.environ, "CXX": str(wrapper), "RANKCALL_CACHE": str(folder / "cache")}
-    subprocess.run([sys.executable, "-c", BUILD], env=env, check=True, timeout=800)
-    return env
+    return build_module(BUILD, f"-fsanitize={sanitizer}", folder)
 
 
 def drive(env: dict[str, str], *arguments: str) -> None:
     """Run the program to its end."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    if "unexpected memory mapping" in done.stderr:
-        pytest.skip("ThreadSanitizer does not run on this kernel")
+    done = run_to_end(PROGRAM, env, *arguments)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 

@@ -3,7 +3,7 @@
 
 #include <pthread.h>
 
-#include <fstream>
+#include "process_state.h"
 
 namespace rankcall {
 namespace {
@@ -17,14 +17,6 @@ constexpr std::chrono::milliseconds kDyingTime{500};
 // record each operator twice, and torch drops such doubles from the profile.
 void forget_profilers() {
   if (at::hasThreadLocalCallbacks()) at::clearThreadLocalCallbacks();
-}
-
-// The state letter of proc(5)'s stat, or 0 if there is no such process.
-char process_state(int pid) {
-  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
-  std::string text((std::istreambuf_iterator<char>(stat)), {});
-  auto name_end = text.rfind(')');
-  return name_end == std::string::npos || name_end + 2 >= text.size() ? 0 : text[name_end + 2];
 }
 
 // A forked child has the agent, but not its threads. It keeps the agent for ever, so that no
@@ -168,8 +160,7 @@ void ZmqAgent::judge(const std::shared_ptr<Peer>& peer) {
       return;
     }
     if (peer->is_up || peer->route.empty()) return;
-    char state = peer->pid ? process_state(peer->pid) : 'R';
-    is_dead = state == 0 || state == 'Z' || state == 'X';
+    is_dead = peer->pid && has_ended(peer->pid);
     auto patience = peer->was_up ? (peer->is_local() ? kDyingTime : std::chrono::milliseconds(0))
                                  : std::chrono::milliseconds(settings_.heartbeat_timeout_ms);
     if (!is_dead && Clock::now() - peer->changed < patience) return;
@@ -293,7 +284,8 @@ void ZmqAgent::startImpl() {
   });
   (void)registered;
   auto self = shared_from_this();
-  pool_.start(settings_.threads, self, [this] { return receive(); }, forget_profilers);
+  pool_.start(settings_.threads, self, [this] { return receive(); }, forget_profilers,
+              [](const char* what) { TORCH_WARN("rankcall.rpc goes on after a failure: ", what); });
   deadlines_thread_ = std::thread([self] { self->watch_deadlines(); });
   connections_thread_ = std::thread([self] { self->watch_connections(); });
 }

@@ -53,8 +53,10 @@ inline bool is_interpreter_ending() {
 class PythonThread {
  public:
   PythonThread() : gil_(PyGILState_Ensure()), state_(PyEval_SaveThread()) {}
-  ~PythonThread() {
-    if (is_interpreter_ending()) return;  // taking the GIL would end the thread in a destructor
+  // The interpreter may begin to end after the check. Then taking the GIL ends the thread by an
+  // exception that has to leave the destructor.
+  ~PythonThread() noexcept(false) {
+    if (is_interpreter_ending()) return;
     PyEval_RestoreThread(state_);
     PyGILState_Release(gil_);
   }

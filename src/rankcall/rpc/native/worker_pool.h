@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -26,14 +27,16 @@ class WorkerPool {
   using Task = std::function<void()>;
 
   // `receive` blocks; it calls add_request() or add_answer(), and returns false at the end.
-  // `clean_up` is called after each task, on its thread. Each thread shares `owner`, which must keep
-  // this pool and everything that tasks use alive.
+  // `clean_up` is called after each task, on its thread; `on_failure` is told what a task has
+  // thrown. Each thread shares `owner`, which must keep this pool and everything that tasks use
+  // alive.
   void start(std::size_t limit, const std::shared_ptr<void>& owner, std::function<bool()> receive,
-             std::function<void()> clean_up) {
+             std::function<void()> clean_up, std::function<void(const char*)> on_failure) {
     std::lock_guard<std::mutex> guard(mutex_);
     limit_ = limit;
     receive_ = std::move(receive);
     clean_up_ = std::move(clean_up);
+    on_failure_ = std::move(on_failure);
     for (std::size_t i = 0; i <= limit; i++) add_thread(owner);
   }
 
@@ -77,11 +80,19 @@ class WorkerPool {
 
  private:
   void add_thread(const std::shared_ptr<void>& owner) {
-    alive_++;
     threads_.emplace_back([this, owner] {
       pthread_setname_np(pthread_self(), "rankcall-rpc");
       work(owner);
     });
+    alive_++;
+  }
+
+  // The system may refuse another thread. Those that are there go on.
+  void try_to_add_thread(const std::shared_ptr<void>& owner) {
+    try {
+      add_thread(owner);
+    } catch (const std::system_error&) {
+    }
   }
 
   void work(const std::shared_ptr<void>& owner) {
@@ -108,10 +119,14 @@ class WorkerPool {
     tasks.pop_front();
     running_++;
     // A callback of an answer may wait for another answer: some thread must be there to receive it.
-    if (running_ == alive_ && alive_ < 4 * (limit_ + 1)) add_thread(owner);
+    if (running_ == alive_ && alive_ < 4 * (limit_ + 1)) try_to_add_thread(owner);
     if (!receiving_) waiting_.notify_one();
     lock.unlock();
-    task();
+    try {
+      task();
+    } catch (const std::exception& error) {  // the process must not end for it
+      on_failure_(error.what());
+    }
     task = nullptr;
     clean_up_();
     lock.lock();
@@ -135,6 +150,7 @@ class WorkerPool {
   std::condition_variable left_;
   std::function<bool()> receive_;
   std::function<void()> clean_up_;
+  std::function<void(const char*)> on_failure_;
   std::deque<Task> requests_;
   std::deque<Task> answers_;
   std::vector<std::thread> threads_;
