@@ -244,6 +244,13 @@ def test_who_did_not_come_is_named(backend: str) -> None:
     assert 0.9 < took_s < 4
 
 
+_ready: set[int] = set()  # on rank 0, the ranks that have called rank 1
+
+
+def _note_ready(rank: int) -> None:
+    _ready.add(rank)
+
+
 def _dies(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 is killed in a call; shutdown ends on the other ranks and names it."""
     from rankcall import RpcTimeout, rpc
@@ -253,9 +260,9 @@ def _dies(rank: int, world_size: int, backend: str) -> Any:
         time.sleep(60)
     pid = rpc.rpc_sync("w1", os.getpid)
     call = rpc.rpc_async("w1", time.sleep, args=(60,))
-    told = [rpc.rpc_sync(f"w{each}", os.getpid) for each in (0, 2)]
-    assert len(set(told)) == 2
+    rpc.rpc_sync("w0", _note_ready, args=(rank,))
     if rank == 0:
+        wait_until(lambda: _ready == {0, 2})
         os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(RuntimeError) as lost:
@@ -274,8 +281,9 @@ def test_a_worker_that_dies_in_a_call(backend: str, tmp_path: Path) -> None:
         lost_s, lost, late, late_s = results[rank].value
         assert lost_s < 5
         assert late_s < 5
-        assert "2 of 3 workers arrived" in late
-        assert "missing: 'w1' (rank 1)" in late
+        # A worker that comes late to the shutdown may be missing, too: nobody waits for it.
+        assert "workers arrived (worker 'w1' is gone" in late
+        assert "'w1' (rank 1)" in late.partition("missing: ")[2]
         if backend == "ZMQ":
             assert f"worker 'w1' is gone: its process {results[1].pid} has ended" in lost
 

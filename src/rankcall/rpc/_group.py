@@ -54,6 +54,7 @@ def bounded(call: Callable[[], T], deadline: float, doing: str) -> T:
     """
     helper = BackgroundCall(call, "rankcall-rpc-store")
     if not helper.ended(max(0.0, deadline - time.monotonic()) + _GRACE_S):
+        helper.give_up()
         raise StoreLost(
             f"RPC {doing}: the store does not answer: the process that hosts it is stopped, or "
             "cut off from this one. Look at that process"

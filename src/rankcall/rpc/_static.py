@@ -116,13 +116,15 @@ class StaticMembership:
         return f"{self._names[rank]!r} (rank {rank})" if self._names else f"rank {rank}"
 
     def _reason_to_stop(self, missing_ranks: Iterable[int]) -> str:
-        """Return why it is no use to wait any longer, or an empty string."""
-        gone = dict(self.gone())
+        """Return why it is no use to wait for these ranks, or an empty string."""
+        gone, reasons = self.gone(), []
         for rank in missing_ranks if self._processes else ():
-            if self._processes[rank].liveness() == DEAD:
-                name, pid = self._names[rank], self._processes[rank].pid
-                gone.setdefault(name, f"worker {name!r} is gone: its process {pid} has ended")
-        return "; ".join(sorted(gone.values()))
+            name, process = self._names[rank], self._processes[rank]
+            if name in gone:
+                reasons.append(gone[name])
+            elif process.liveness() == DEAD:
+                reasons.append(f"worker {name!r} is gone: its process {process.pid} has ended")
+        return "; ".join(reasons)
 
     def _timeout(self, label: str, late: BarrierTimeout, reason: str) -> RpcTimeout:
         missing: Sequence[int] = late.missing_ranks
