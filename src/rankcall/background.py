@@ -21,11 +21,17 @@ T = TypeVar("T")
 
 
 class BackgroundCall(Generic[T]):
-    """A call that runs on a daemon thread. If it never returns, the thread is left behind."""
+    """A call that runs on a daemon thread. If it never returns, the thread is left behind.
+
+    An exception refers, by its traceback, to all that the call used, and to this object. So this
+    object does not keep it once it has been raised, or is not wanted: the two would keep each
+    other, and what the call used, until the garbage collector runs. Training jobs switch that off.
+    """
 
     def __init__(self, call: Callable[[], T], name: str) -> None:
         self._returned: list[T] = []
         self._raised: list[BaseException] = []
+        self._is_unwanted = False
         self._done = threading.Event()
         thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=True)
         try:
@@ -40,19 +46,33 @@ class BackgroundCall(Generic[T]):
         except BaseException as error:
             self._raised.append(error)
         finally:
+            if self._is_unwanted:
+                self._forget()
             self._done.set()
+
+    def _forget(self) -> None:
+        self._returned.clear()
+        self._raised.clear()
 
     def ended(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the call to end; return whether it has."""
         return self._done.wait(max(0.0, seconds))
 
     def outcome(self) -> T:
-        """Return what the call returned or raise what it raised, once ``ended`` is true."""
+        """Return what the call returned or raise what it raised, once ``ended`` is true.
+
+        The outcome is given once.
+        """
         if not self._done.is_set():
             raise RuntimeError("the call has not ended: wait for it with ended() first")
         if self._raised:
-            raise self._raised[0]
-        return self._returned[0]
+            raise self._raised.pop()
+        return self._returned.pop()
+
+    def give_up(self) -> None:
+        """Note that nobody will ask for the outcome."""
+        self._is_unwanted = True
+        self._forget()
 
 
 class ExitBudget:

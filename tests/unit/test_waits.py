@@ -146,6 +146,10 @@ rpc/_worker_dir.py: flock: fcntl.flock
     its own new file, which others hold only while they remove what a killed worker left
 rpc/_network.py: socket: probe.connect
     a datagram socket: it sends nothing
+store/_client.py: resolver: socket.getaddrinfo
+    on a helper thread, for which the caller waits so many seconds
+rpc/native/process_state.h: read: read
+    a file of /proc: the kernel answers at once
 rpc/_network.py: resolver: socket.getaddrinfo
     inside init_rpc; the resolver has its own timeouts
 rpc/backends/zmq.py: wait: answer.wait

@@ -380,6 +380,7 @@ def _with_deadline(call: Callable[[], T], waits_s: float = 0.0) -> T:
     seconds = _STORE_S + waits_s
     helper = BackgroundCall(call, "rankcall-join-store")
     if not helper.ended(seconds):
+        helper.give_up()
         raise dist.DistNetworkError(
             f"the job's store gave no answer within {seconds:g} s: its host is stopped or cut off"
         )

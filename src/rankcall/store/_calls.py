@@ -279,31 +279,37 @@ def _barrier_without_ranks(store: Store, keys: Keys, timeout: float, what: str |
         drawn.append((yield from _tickets.draw(keys, tickets)))
         yield from _tickets.meet(keys, drawn[0])
 
-    name = _errors.name_of("barrier", keys.prefix, what)
+    def explained(error: Exception) -> Exception:
+        name = _errors.name_of("barrier", keys.prefix, what)
+        if isinstance(error, _tickets.TooFew):
+            return _errors.timed_out(
+                "barrier",
+                keys,
+                error,
+                rank=None,
+                timeout=timeout,
+                hosts={},
+                what=what,
+                arrived=error.arrived,
+            )
+        if isinstance(error, _protocol.WorldsDiffer):
+            return _errors.worlds_differ("barrier", keys, None, error.claims, what)
+        if isinstance(error, StoreLost):
+            return StoreLost(f"{name}: {error}", host=error.host)
+        reason = f"{name}: a request to arrive was not answered; use another key_prefix, or rank="
+        return lost(where(store), reason)
+
     try:
         run(store, timeout, steps(), call)
-        return
-    except _tickets.TooFew as error:
-        raised: Exception = _errors.timed_out(
-            "barrier",
-            keys,
-            error,
-            rank=None,
-            timeout=timeout,
-            hosts={},
-            what=what,
-            arrived=error.arrived,
-        )
-    except _protocol.WorldsDiffer as error:
-        raised = _errors.worlds_differ("barrier", keys, None, error.claims, what)
-    except _protocol.Unconfirmed:
-        reason = f"{name}: a request to arrive was not answered; use another key_prefix, or rank="
-        raised = lost(where(store), reason)
-    except StoreLost as error:
-        raised = StoreLost(f"{name}: {error}", host=error.host)
-    # The next call of this process waits with the same ticket.
-    call.when_over(lambda: tickets.unused.extend(drawn))
-    raise raised
+    except (
+        _tickets.TooFew,
+        _protocol.WorldsDiffer,
+        _protocol.Unconfirmed,
+        StoreLost,
+    ) as error:
+        # The next call of this process waits with the same ticket.
+        call.when_over(lambda: tickets.unused.extend(drawn))
+        raise explained(error) from None
 
 
 def synchronize(

@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -49,6 +49,7 @@ _ABSENT = "rankcall: no such key"
 _EXIT_S = 1.0
 
 T = TypeVar("T")
+Address = tuple[str, int]
 
 
 class Clock:
@@ -246,7 +247,7 @@ class Call:
     is_abandoned = False
     connection: Connection | None = None
     is_late = False  # the deadline has passed, and the helper asks which ranks are missing
-    port = 0  # of the store, to which a connection is being made
+    peers: frozenset[Address] = frozenset()  # the store's addresses, if it may not answer
     helper: background.BackgroundCall[Any] | None = None
     _has_helper = False
     _frees: tuple[Callable[[], None], ...] = ()
@@ -275,6 +276,8 @@ class Call:
     def abandon(self) -> None:
         """Give the call up."""
         self.is_abandoned = True
+        if self.helper is not None:
+            self.helper.give_up()
         connection = self.connection
         if connection is not None:
             connection.shut_down()
@@ -438,16 +441,18 @@ def _run_aside(
         finally:
             if own is not None:
                 give_back(state, own)
+            call.connection = None  # the call may outlive it, and must not keep the store
             call.end_helper()
 
     call.begin_helper()
-    call.port = getattr(root_of(store), "port", 0) if state.is_tcp else 0
+    call.peers = _peers_of(store)
     helper = call.helper = background.BackgroundCall(work, "rankcall-store")
     _running.add(call)
     try:
         has_ended = helper.ended(min(deadline + BEYOND_S - clock.monotonic(), _LONGEST_S))
         if not has_ended:
-            heard = call.connection.heard if call.connection is not None else 0.0
+            connection = call.connection
+            heard = connection.heard if connection is not None else 0.0
             call.abandon()
             if unnamed is not None and (call.is_late or clock.monotonic() - heard < _HEARD_S):
                 raise unnamed()
@@ -489,10 +494,11 @@ def own_connection(store: Store, state: LocalState, seconds: float) -> Connectio
         state.idle.append(Connection(client, _socket_of(client)))
 
     call = Call()
-    call.port = getattr(root_of(store), "port", 0)
+    call.peers = _peers_of(store)
     call.helper = background.BackgroundCall(connect, "rankcall-store-connect")
     _note_connecting(call)
     if not call.helper.ended(seconds):
+        call.helper.give_up()
         return None
     try:
         call.helper.outcome()
@@ -529,8 +535,9 @@ def _release_helpers() -> None:
     for call in calls:
         call.abandon()
     _wait_for(calls, _EXIT_S / 4)
-    for port in {call.port for call in calls if call.port and not _has_ended(call)}:
-        _shut_down_all(port)
+    for call in calls:
+        if call.peers and not _has_ended(call):
+            _shut_down_connections_to(call.peers)
     _wait_for(calls, _EXIT_S)
 
 
@@ -546,14 +553,23 @@ def _wait_for(calls: Iterable[Call], seconds: float) -> None:
             background.exit_budget.spend(call.helper.ended, left)
 
 
-def _shut_down_all(port: int) -> None:
+def _shut_down_connections_to(peers: Collection[Address]) -> None:
     """Shut down this process's connections to a store that does not answer."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             duplicate = socket.socket(fileno=os.dup(int(name)))
             with duplicate:
-                if duplicate.getpeername()[1] == port:
+                if duplicate.getpeername()[:2] in peers:
                     duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _peers_of(store: Store) -> frozenset[Address]:
+    """Return the address that a TCPStore client is connected to."""
+    duplicate = _socket_of(store)
+    if duplicate is None:
+        return frozenset()
+    with duplicate:
+        return frozenset([duplicate.getpeername()[:2]])
 
 
 def _socket_of(client: Store) -> socket.socket | None:
@@ -588,18 +604,20 @@ def connect_to(address: str, port: int, seconds: float) -> Store | None:
     """Connect to a store; None if that fails or takes too long, also if its host is stopped."""
 
     def connect() -> Store:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        call.peers = frozenset((str(info[4][0]), port) for info in found)
         wait = timedelta(seconds=max(1.0, seconds))
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
 
     call = Call()
-    call.port = port
     call.helper = background.BackgroundCall(connect, "rankcall-store-connect")
     _note_connecting(call)
     if not call.helper.ended(seconds):
+        call.helper.give_up()
         return None
     try:
         store: Store = call.helper.outcome()
-    except RuntimeError:
+    except (RuntimeError, OSError):
         return None
     store.set_timeout(timedelta(seconds=300))  # as torch's own default
     return store

@@ -186,6 +186,8 @@ class Exchange:
                 raise Unreachable(str(error)) from error
             except BaseException as error:
                 why = repr(error)
+        else:
+            call.give_up()
         self._store = None
         self._lost_until = time.monotonic() + _RETRY_S
         raise Unreachable(why)

@@ -1,0 +1,70 @@
+"""What a call leaves behind: no reference to the user's store, and no connection at the end."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import FileStore, HashStore, Store, TCPStore
+
+from rankcall import store
+from rankcall.store._client import _shut_down_connections_to
+
+CALLS: dict[str, Callable[[Store], Any]] = {
+    "barrier": lambda client: store.barrier(client, 2, "p", 0.1, 0),
+    "barrier, long": lambda client: store.barrier(client, 2, "q", 4.5, 0),
+    "barrier without ranks": lambda client: store.barrier(client, 2, "r", 0.1),
+    "synchronize": lambda client: store.synchronize(client, b"", 0, 2, "s", 0.1),
+    "get_all": lambda client: store.get_all(client, 0, "x", 2, timeout=0.1),
+    "rollcall": lambda client: store.rollcall(client, 0, 2, timeout=0.1),
+    "clean_up": lambda client: store.clean_up(client, "p", 2, 0, timeout=0.1),
+}
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Switch the garbage collector off, as training jobs do."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", ["TCPStore", "HashStore", "FileStore"])
+def test_a_store_is_let_go(kind: str, name: str, tmp_path: Path) -> None:
+    """A store is freed when its owner lets go of it, whatever has failed on it."""
+    if kind == "TCPStore":
+        client: Store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    else:
+        client = HashStore() if kind == "HashStore" else FileStore(str(tmp_path / "store"), 2)
+    for _ in range(2):
+        with suppress(RuntimeError):
+            CALLS[name](client)
+    seen = weakref.ref(client)
+    del client
+    assert seen() is None
+
+
+def test_only_connections_to_that_store_are_shut_down() -> None:
+    """One to the same port of another host is the user's."""
+    with ExitStack() as stack:
+        lost = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = lost.getsockname()[1]
+        other = stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        ours = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        users = stack.enter_context(socket.create_connection(("127.0.0.2", port), 10))
+        far_end, _ = other.accept()
+        stack.enter_context(far_end)
+        _shut_down_connections_to({("127.0.0.1", port)})
+        assert ours.recv(1) == b""
+        users.sendall(b"x")
+        assert far_end.recv(1) == b"x"
