@@ -91,15 +91,16 @@ class StaticMembership:
                 )  # called again after a timeout, it goes on waiting
                 return [json.loads(each) for each in values]
             except BarrierTimeout as late:
-                reason = self._reason_to_stop(late.missing_ranks)
-                if reason or time.monotonic() >= deadline:
-                    raise self._timeout(label, late, reason) from late
+                if gone := self._reasons_gone(late.missing_ranks):
+                    # The others may only be late, and are not blamed.
+                    raise self._timeout(label, late, "; ".join(gone.values()), list(gone)) from late
+                if time.monotonic() >= deadline:
+                    raise self._timeout(label, late, "", late.missing_ranks) from late
                 if bounded(lambda: _current_epoch(self._root), deadline, label) != self._epoch:
                     if label == "init":
                         raise _StartedAgain from late
-                    raise self._timeout(
-                        label, late, "a worker has called init_rpc again; do the same here"
-                    ) from late
+                    reason = "a worker has called init_rpc again; do the same here"
+                    raise self._timeout(label, late, reason, late.missing_ranks) from late
 
     def farewell(self, deadline: float) -> None:
         """Let rank 0 leave last: it may host the store that the others still read."""
@@ -115,19 +116,20 @@ class StaticMembership:
         """Return a worker's name and rank, as far as they are known."""
         return f"{self._names[rank]!r} (rank {rank})" if self._names else f"rank {rank}"
 
-    def _reason_to_stop(self, missing_ranks: Iterable[int]) -> str:
-        """Return why it is no use to wait for these ranks, or an empty string."""
-        gone, reasons = self.gone(), []
+    def _reasons_gone(self, missing_ranks: Iterable[int]) -> dict[int, str]:
+        """Return for each of the missing that will not come why, by rank."""
+        gone, reasons = self.gone(), {}
         for rank in missing_ranks if self._processes else ():
             name, process = self._names[rank], self._processes[rank]
             if name in gone:
-                reasons.append(gone[name])
+                reasons[rank] = gone[name]
             elif process.liveness() == DEAD:
-                reasons.append(f"worker {name!r} is gone: its process {process.pid} has ended")
-        return "; ".join(reasons)
+                reasons[rank] = f"worker {name!r} is gone: its process {process.pid} has ended"
+        return reasons
 
-    def _timeout(self, label: str, late: BarrierTimeout, reason: str) -> RpcTimeout:
-        missing: Sequence[int] = late.missing_ranks
+    def _timeout(
+        self, label: str, late: BarrierTimeout, reason: str, missing: Sequence[int]
+    ) -> RpcTimeout:
         names = ", ".join(map(self.describe, missing)) or "not known"
         return RpcTimeout(
             f"RPC {label} on {self.describe(self.rank)}: {late.arrived} of {self.world_size} "
