@@ -55,6 +55,46 @@ def test_report(tmp_path: Path) -> None:
     assert "scenario_programs.py" in text
 
 
+def _serves(rank: int, world_size: int, folder: str) -> None:
+    """Rank 0 waits for a request (a file) before each round that all take part in."""
+    import torch
+    import torch.distributed as dist
+
+    for number in range(3):
+        request = Path(folder) / f"request.{number}"
+        if rank == 0:
+            wait_until(request.exists, seconds=120)
+        dist.broadcast(torch.ones(1), 0)
+    (Path(folder) / f"served.{rank}").touch()
+
+
+def test_a_server_between_requests(tmp_path: Path) -> None:
+    """A hang that ends by itself is said to be over; the next wait at that line is no hang."""
+    run, over = tmp_path / "run", tmp_path / "run/hangs/0001/over.json"
+
+    def verdict_now() -> str:
+        return diagnose(load(run)).verdict
+
+    with start_ranks(
+        _serves, 2, str(tmp_path), run_dir=run, watch={"hang_after": HANG_AFTER_S}, timeout=200
+    ) as ranks:
+        (tmp_path / "request.0").touch()  # the first step has more patience
+        wait_until(lambda: _verdicts(run))
+        (tmp_path / "request.1").touch()
+        wait_until(over.exists)
+        wait_until(lambda: verdict_now() == "idle")
+        time.sleep(2.0)  # the watcher looks again in this time, and must not call it a hang
+        (tmp_path / "request.2").touch()
+        wait_until(lambda: all((tmp_path / f"served.{rank}").exists() for rank in range(2)))
+    (verdict,) = _verdicts(run)
+    assert _causes(verdict) == [("missing", [0])]
+    printed = [rank.stderr.count("the hang is over after") for rank in ranks.results]
+    assert sorted(printed) == [0, 1]
+    (kept,) = diagnose(load(run)).kept
+    assert kept.over_s is not None
+    assert kept.over_s >= HANG_AFTER_S
+
+
 def test_abort(tmp_path: Path) -> None:
     """With on_hang=abort every rank ends, by its watcher or because another rank ended."""
     watch = {"hang_after": HANG_AFTER_S, "on_hang": "abort"}

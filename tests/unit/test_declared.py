@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import rankcall
 from rankcall.capture import declared, session
 from rankcall.ring import Geometry, Identity, create
-from rankcall.ring.layout import HEADER_BYTES, Header, parse_header
+from rankcall.ring.layout import FOREVER_NS, HEADER_BYTES, Header, parse_header
 
 
 @pytest.fixture
@@ -66,6 +67,15 @@ def test_an_exception_ends_it(ring: mmap.mmap) -> None:
     assert header(ring).expect_until_ns <= time.monotonic_ns()
 
 
+def test_a_wait_for_work_has_no_end(ring: mmap.mmap) -> None:
+    """``math.inf`` is written as a value of its own; a phase inside it does not end it."""
+    with rankcall.expect(math.inf, "requests"):
+        assert header(ring).expect_until_ns == FOREVER_NS
+        with rankcall.expect(10, "inner"):
+            assert header(ring).expect_what == "requests"
+    assert header(ring).expect_until_ns <= time.monotonic_ns()
+
+
 def test_as_a_decorator(ring: mmap.mmap) -> None:
     """Each call is a phase."""
 
@@ -91,7 +101,7 @@ def test_without_a_recording() -> None:
         pass
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, -math.inf])
 def test_no_time(seconds: float) -> None:
     """A phase takes some seconds."""
     with pytest.raises(ValueError, match="seconds above 0"), rankcall.expect(seconds, "x"):

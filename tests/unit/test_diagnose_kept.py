@@ -53,7 +53,7 @@ def test_a_kept_verdict_is_shown(
     main(["diagnose", "--json", str(target)])
     named = [{"kind": "missing", "ranks": [2]}, {"kind": "desync", "ranks": []}]
     assert json.loads(capsys.readouterr().out)["hangs"] == [
-        {"place": "hangs/0001", "epoch_ns": WHEN, "causes": named, "stacks": 2}
+        {"place": "hangs/0001", "epoch_ns": WHEN, "causes": named, "stacks": 2, "over_s": None}
     ]
 
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosing import RANK_2_MISSING, SECOND, diagnose_calls, unfinished
+from diagnosing import RANK_2_MISSING, SECOND, WORLD, diagnose_calls, unfinished
 from torch.distributed import HashStore
+from worlds import together
 
-from rankcall.analysis.state.snapshot import RankState, Snapshot
+from rankcall.analysis.state.snapshot import FAILED, RankState, Snapshot
 from rankcall.analysis.verdicts import settles_in
 from rankcall.ring.tables import Group
 from rankcall.run.hangs import decode, id_of, kept_hangs
 from rankcall.watch._exchange import Exchange
-from rankcall.watch._judge import Judge
+from rankcall.watch._judge import Judge, going_on
 
 PAIR = Group("1", 0, "gloo", "pair", (2, 3))
 # All wait for rank 2. After 67 s it enters another call, which rank 3 does not enter.
@@ -230,3 +231,20 @@ def test_verdicts_of_an_older_version_are_read(
     assert judge.verdicts() == []
     assert judge.look(no_rings, time.monotonic_ns(), False)
     assert len(judge.verdicts()) == 1
+
+
+def test_when_a_job_goes_on(tmp_path: Path) -> None:
+    """That needs a sign of every rank that is known, and none that ends or whose call failed."""
+    busy = [call for seq in (1, 2) for call in together(seq, [0] * 4, seq * SECOND, WORLD)]
+    snapshot = diagnose_calls(tmp_path / "busy", busy, states={}, seconds=5).snapshot
+    assert going_on(snapshot, 4.0) == pytest.approx(3.0, abs=0.1)
+    assert going_on(snapshot, 2.0) is None
+    for change in ({"state": "gone"}, {"leaving": True}, {"closed": True}):
+        ended = replace(snapshot.ranks[1], **change)  # type: ignore[arg-type]
+        ranks = [snapshot.ranks[0], ended, *snapshot.ranks[2:]]
+        assert going_on(replace(snapshot, ranks=ranks), 4.0) is None, change
+    calls = snapshot.calls.copy()
+    calls["status"][-1] = FAILED
+    assert going_on(replace(snapshot, calls=calls), 4.0) is None
+    unknown = [*snapshot.ranks[:3], RankState(3, blind=True)]
+    assert going_on(replace(snapshot, ranks=unknown), 4.0) is not None

@@ -24,12 +24,16 @@ _LONGEST_S = 1e9  # a larger threshold is damage
 
 @dataclass(frozen=True)
 class Kept:
-    """An earlier verdict of the job's own watcher, kept in ``place`` with ``stacks`` stacks."""
+    """An earlier verdict of the job's own watcher, kept in ``place`` with ``stacks`` stacks.
+
+    ``over_s`` is after how many seconds the hang ended by itself; None if it did not.
+    """
 
     place: str
     epoch_ns: int
     causes: tuple[tuple[str, tuple[int, ...]], ...]  # kind and ranks of each finding
     stacks: int
+    over_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ def _seen(finding: Finding, since_s: float) -> Finding:
         summary=f"The job's own watcher saw, {when}: {finding.summary}",
         advice="" if kind is None else _past_advice(finding),
         stops=kind is None or kind.stops,
+        is_fault=kind is None or kind.is_fault,
         predicate=finding.predicate if kind is None else kind.predicate,
     )
 
@@ -180,4 +185,5 @@ def _kept(run: Run, verdict: Object) -> Kept:
         ranks = each.get("ranks")
         ranks = [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
         causes.append((str(each.get("kind")), tuple(ranks)))
-    return Kept(str(place), verdict["hang"]["epoch_ns"], tuple(causes), stacks)
+    about = verdict["hang"]["epoch_ns"], tuple(causes), stacks, verdict.get("over_s")
+    return Kept(str(place), *about)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from rankcall.ring.layout import FOREVER_NS
 from rankcall.ring.writer import put, put_text
 
 _lock = threading.RLock()
@@ -22,15 +23,17 @@ def expect(seconds: float, what: str) -> Iterator[None]:
 
     Until that time is over, or the block is left, neither the watcher nor ``rankcall diagnose``
     calls this rank hung, nor the ranks that wait for it. If it takes longer, they report ``what``.
-    Use it on the ranks that do the work. Phases may nest and overlap. Also a decorator. Costs
-    microseconds, and does nothing if recording is off. Raises ``ValueError`` if ``seconds`` is not
-    a positive number, or ``what`` is empty.
+    Use it on the ranks that do the work. ``math.inf`` declares that this rank waits for work, such
+    as the next request: while all ranks wait, they are idle. Phases may nest and overlap. Also a
+    decorator. Costs microseconds, and does nothing if recording is off. Raises ``ValueError`` if
+    ``seconds`` is not a positive number, or ``what`` is empty.
     """
-    if not (seconds > 0 and math.isfinite(seconds)):
+    if not seconds > 0:
         raise ValueError(f"expect() takes a number of seconds above 0; got {seconds}")
     if not what.strip():
         raise ValueError("expect() takes a text that says what takes long")
-    phase = time.monotonic_ns() + int(seconds * 1e9), what
+    until = FOREVER_NS if seconds == math.inf else time.monotonic_ns() + int(seconds * 1e9)
+    phase = until, what
     with _lock:
         _phases.append(phase)
         _publish()

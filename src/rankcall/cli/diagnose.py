@@ -55,7 +55,7 @@ def command(
         if stacks and not dumped and not json:
             _explain_no_stacks()
     sys.stdout.flush()
-    if result.findings:
+    if any(found.is_fault for found in result.findings):
         raise typer.Exit(1)
 
 

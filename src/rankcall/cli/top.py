@@ -45,7 +45,7 @@ def command(
     else:
         diagnosis = _follow(run_dir, hang_after, interval, diagnosis)
     sys.stdout.flush()
-    if diagnosis.findings:
+    if any(found.is_fault for found in diagnosis.findings):
         raise typer.Exit(1)
 
 

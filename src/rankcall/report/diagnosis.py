@@ -101,12 +101,13 @@ def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:
             f"{kind}: {named(ranks)}" if ranks else kind for kind, ranks in each.causes
         )
         stacks = f" (with {plural(each.stacks, 'stack')})" if each.stacks else ""
-        text = wrapped(clean(f"{when}  {causes}{stacks}, in {each.place}"), width - _INDENT)
+        over = "" if each.over_s is None else f", over after {duration(each.over_s)}"
+        text = wrapped(clean(f"{when}  {causes}{over}{stacks}, in {each.place}"), width - _INDENT)
         yield Padding(Text(text), (0, 0, 0, _INDENT))
 
 
 def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableType]:
-    style = "bold red" if first else "bold"
+    style = "bold green" if not found.is_fault else "bold red" if first else "bold"
     sure = "" if found.confidence == "certain" else f" ({found.confidence})"
     yield Text(wrapped(clean(f"{found.kind}{sure}: {found.summary}"), width), style)
     if found.advice:

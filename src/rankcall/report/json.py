@@ -169,6 +169,7 @@ def _hang(kept: Kept) -> Object:
         "epoch_ns": kept.epoch_ns,
         "causes": [{"kind": kind, "ranks": list(ranks)} for kind, ranks in kept.causes],
         "stacks": kept.stacks,
+        "over_s": kept.over_s,
     }
 
 

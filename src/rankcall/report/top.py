@@ -103,7 +103,7 @@ def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
             words = f"no rank has issued anything for {duration(silence.seconds)}"
         return Text.assemble(("● ", "green"), ("healthy", "bold green"), (f"  {words}", "dim"))
     first = diagnosis.findings[0]
-    colour = "red" if first.stops else "yellow"
+    colour = "red" if first.stops else "yellow" if first.is_fault else "green"
     text = Text.assemble(("● ", colour), (first.kind, f"bold {colour}"))
     if first.confidence != "certain":
         text.append(f"  {first.confidence}", "dim")

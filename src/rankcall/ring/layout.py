@@ -109,6 +109,10 @@ def offset_of(field: str) -> int:
     return _HEADER_FIELDS[field][1]
 
 
+# In ``expect_until_ns``: the rank waits for work, for as long as it takes.
+FOREVER_NS = 1 << 62
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The sizes a ring file is made of, and the offsets that follow from them."""

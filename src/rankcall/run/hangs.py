@@ -5,6 +5,7 @@
     <run>/hangs/0001/verdict.json         as ``rankcall diagnose --json``, with an id and its origin
     <run>/hangs/0001/verdict.txt          the text that was printed
     <run>/hangs/0001/stacks/rank-00003.txt
+    <run>/hangs/0001/over.json            after how many seconds the hang ended by itself, if it did
 
 If the run directory cannot be written, for example because the disk is full, they are kept beside
 the live rings until ``settle`` can move them.
@@ -17,6 +18,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from rankcall.run.directory import trusted_live_dirs
 
 HANGS = "hangs"
 STACKS = "stacks"
-_VERDICT, _TEXT = "verdict.json", "verdict.txt"
+_VERDICT, _TEXT, _OVER = "verdict.json", "verdict.txt", "over.json"
 _LATEST_NS = 1 << 62
+_LONGEST_S = 1e9
 _MOST_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
 Object = dict[str, Any]
 
@@ -70,7 +73,8 @@ def id_of(verdict: Object) -> str:
 def kept_hangs(path: Path) -> list[Object]:
     """Return the verdicts that a job's watcher kept, in the order in which they were kept.
 
-    A verdict that cannot be read is left out.
+    A verdict that cannot be read is left out. ``over_s`` is after how many seconds its hang ended
+    by itself, or None.
     """
     verdicts: list[Object] = []
     if not path.is_dir():
@@ -79,8 +83,32 @@ def kept_hangs(path: Path) -> list[Object]:
         for folder in numbered(place / HANGS):
             with contextlib.suppress(OSError, ValueError):
                 verdict = decode(_read(folder / _VERDICT))
-                verdicts.append({**verdict, "place": str(folder)})
+                verdicts.append({**verdict, "place": str(folder), "over_s": _over_s(folder)})
     return verdicts
+
+
+def note_over(place: Path, seconds: float) -> None:
+    """Note that a hang ended by itself after so many seconds. Raises ``OSError``."""
+    (place / _OVER).write_text(json.dumps({"seconds": round(seconds, 1)}))
+
+
+def _over_s(folder: Path) -> float | None:
+    try:
+        seconds = float(json.loads(_read(folder / _OVER))["seconds"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    return seconds if 0 <= seconds < _LONGEST_S else None
+
+
+def waits_that_ended(verdicts: Iterable[Object]) -> dict[str, float]:
+    """Return by line the longest hang there that ended by itself, in s."""
+    longest: dict[str, float] = {}
+    for verdict in verdicts:
+        for found in verdict["findings"]:
+            line = found.get("call_site")
+            if isinstance(line, str) and line and verdict.get("over_s"):
+                longest[line] = max(longest.get(line, 0.0), verdict["over_s"])
+    return longest
 
 
 def text_of(verdict: Object) -> str:
@@ -101,7 +129,7 @@ def fill(folder: Path, verdict: Object) -> None:
     """Write a verdict into a new folder. Raises ``OSError``."""
     folder.mkdir(mode=0o700)
     (folder / _TEXT).write_text(str(verdict.get("text", "")))
-    rest = {key: value for key, value in verdict.items() if key not in ("text", "place")}
+    rest = {key: value for key, value in verdict.items() if key not in ("text", "place", "over_s")}
     (folder / _VERDICT).write_text(json.dumps(rest, indent=1))
 
 

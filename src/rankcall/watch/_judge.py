@@ -5,6 +5,7 @@ Verdicts are kept in the run directory: one process writes each, and all ranks o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,16 @@ import numpy as np
 
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.state.run_snapshot import snapshot_of_run
-from rankcall.analysis.state.snapshot import Snapshot, unfinished
+from rankcall.analysis.state.snapshot import (
+    ALIVE,
+    Snapshot,
+    failed_for_good,
+    quiet_s,
+    unfinished,
+)
 from rankcall.analysis.verdicts import find, settles_in
 from rankcall.analysis.verdicts.evidence import patience
-from rankcall.analysis.verdicts.finding import Finding, finding_from
+from rankcall.analysis.verdicts.finding import Finding, duration, finding_from
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.files import run_folder
 from rankcall.process import boot_id
@@ -42,7 +49,9 @@ from rankcall.run.hangs import (
     id_of,
     kept_hangs,
     next_free,
+    note_over,
     origin,
+    waits_that_ended,
 )
 from rankcall.run.load import load
 from rankcall.run.stacks import request_stacks
@@ -72,11 +81,28 @@ class Judge:
         self._unclear = 0  # ``first_ns`` of a hang with an unclear cause, which gets a second look
         # The last two verdicts, in case they could not be kept in the run.
         self._last_verdicts: list[Object] = []
+        self._told: _Told | None = None
         self.next_look = 0.0
 
     def rest(self) -> None:
         """Note that nothing is overdue, so that the next look at an overdue call needs no pause."""
         self.next_look, self._pause = 0.0, _PAUSE_S[0]
+
+    def look_back(self, headers: dict[int, Header]) -> None:
+        """Say that a hang which this rank has told of is over, once the ranks go on."""
+        hang, now_ns = self._told, time.monotonic_ns()
+        if hang is None or now_ns < hang.next_look_ns:
+            return
+        hang.next_look_ns = now_ns + int(_PAUSE_S[0] * 1e9)
+        quiet = going_on(self._snapshot(headers), (now_ns - hang.seen_ns) / 1e9)
+        if quiet is None:
+            return
+        self._told, seconds = None, (now_ns - hang.first_ns) / 1e9 - quiet
+        text = f"rankcall: the hang is over after {duration(seconds)}: the job goes on"
+        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            if hang.place is not None:
+                note_over(hang.place, seconds)
 
     def asked(self, headers: dict[int, Header]) -> bool:
         """Return whether another node wants a verdict. This node's ranks are registered as well."""
@@ -100,6 +126,7 @@ class Judge:
             first_ns: When the oldest overdue call was issued, on the monotonic clock.
             asked: Whether another node wants a verdict.
         """
+        seen_ns = time.monotonic_ns()
         mine = self._snapshot(headers)
         whole = _is_one_node(len(mine.ranks)) or not any(state.blind for state in mine.ranks)
         since = max(first_ns, self._began_ns)
@@ -126,7 +153,7 @@ class Judge:
             return False
         self._last_verdicts = [*self._last_verdicts[-1:], verdict]
         self._learned.made_ns(verdict)
-        self._publish(verdict, stacks, of_this_hang, prints)
+        self._publish(verdict, stacks, of_this_hang, prints, _Told(first_ns, seen_ns, None))
         return True
 
     def verdicts(self) -> list[Object]:
@@ -210,6 +237,7 @@ class Judge:
 
     def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:
         """Judge all nodes; put the verdict off once if the cause will soon be clearer."""
+        snapshot = replace(snapshot, waited_before=waits_that_ended(self._all_verdicts()))
         found = self._hangs(snapshot)
         left = settles_in(snapshot, found, self._hang_after)
         if left and not (before and postponed_by(decode(before))):
@@ -228,6 +256,7 @@ class Judge:
         stacks: dict[int, str],
         of_this_hang: OfThisHang,
         prints: bool,
+        told: _Told,
     ) -> None:
         """Keep the verdict in the run, and print it if ``prints`` is set.
 
@@ -235,13 +264,36 @@ class Judge:
         """
         where = ""
         try:
-            place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
-            prints = prints and place is not None
-            where = f"kept with all stacks in {place}\n"
+            told.place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
+            prints = prints and told.place is not None
+            where = f"kept with all stacks in {told.place}\n"
         except OSError as error:
             logger.warning("the verdict cannot be kept in the run: %s", error)
         if prints:
             print(f"\n{verdict['text'].rstrip()}\n{where}", file=sys.stderr, flush=True)
+            self._told = self._told or told
+
+
+@dataclass
+class _Told:
+    """A hang that this rank has told of. Times in ns of the monotonic clock."""
+
+    first_ns: int  # when its oldest call was issued
+    seen_ns: int  # when it was last seen to last
+    place: Path | None  # of its verdict
+    next_look_ns: int = 0
+
+
+def going_on(snapshot: Snapshot, seconds: float) -> float | None:
+    """Return for how long a rank of a job that goes on has been quiet at most, in s.
+
+    None if not every known rank has issued or left a call in so many seconds, or if one ends.
+    """
+    known = [each for each in snapshot.ranks if not each.blind]
+    if any(each.state != ALIVE or each.leaving or each.closed for each in known):
+        return None
+    longest = float(quiet_s(snapshot)[[each.rank for each in known]].max(initial=0.0))
+    return longest if longest < seconds and not failed_for_good(snapshot.calls).any() else None
 
 
 def _with_stacks(snapshot: Snapshot, stacks: dict[int, str]) -> Snapshot:

@@ -108,6 +108,7 @@ class Watcher:
         first_ns = first_ns or self._silent_since_ns(headers, now)
         if not first_ns:
             self._judge.rest()
+        self._judge.look_back(headers)
         asked = self._is_asked(headers, now)
         due = first_ns != 0 and now >= self._judge.next_look
         if (asked or due) and self._judge.look(headers, first_ns or time.monotonic_ns(), asked):

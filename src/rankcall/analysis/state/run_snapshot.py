@@ -31,10 +31,11 @@ from rankcall.analysis.state.snapshot import (
 )
 from rankcall.ranks import format_ranks
 from rankcall.record import FLAG_DEVICE
-from rankcall.ring.layout import Header
+from rankcall.ring.layout import FOREVER_NS, Header
 from rankcall.ring.reader import Head, Ring
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run.exits import LAUNCHER, Exit, read_exits, read_states
+from rankcall.run.hangs import kept_hangs, waits_that_ended
 from rankcall.run.load import Progress, Run
 
 Ints = npt.NDArray[np.int64]
@@ -120,7 +121,9 @@ class SnapshotBuilder:
         problems += [text for text in run.problems if text not in problems]
         world = max((head.header.world_size for head in self._heads), default=0)
         exits = read_exits(run.path) if run.path.is_dir() else []
-        return replace(self._windows.finish(world, exits, problems), mixed=self._mixed)
+        ended = waits_that_ended(kept_hangs(run.path))
+        found = self._windows.finish(world, exits, problems)
+        return replace(found, mixed=self._mixed, waited_before=ended)
 
 
 @dataclass(frozen=True)
@@ -310,6 +313,7 @@ class _RingWindows:
             told_s=self._told_s(head, moment),
             aborted=head.aborted_ns != 0,
             expects=(head.expect_what or "a long phase") if moment < head.expect_until_ns else "",
+            waits_for_work=head.expect_until_ns >= FOREVER_NS,
             expected_s=(moment - head.expect_until_ns) / _S if head.expect_until_ns else None,
             steps=min(head.step, _LARGEST),
             started_s=max(0.0, (moment - head.anchor_mono_ns) / _S),

@@ -87,6 +87,7 @@ class RankState:
     closed: bool = False  # it stopped recording itself, as at a normal exit
     leaving: bool = False  # its program has ended; the process may still be closing down
     expects: str = ""  # the phase that it declared to take long, while that phase lasts
+    waits_for_work: bool = False  # that phase may last for ever
     expected_s: float | None = None  # since that phase ended; negative: until it ends
     steps: int = 0
     started_s: float | None = None  # since it began to record
@@ -129,6 +130,8 @@ class Snapshot:
     sites: list[CallSite] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     mixed: bool = False  # the records may be of several jobs
+    # By line: the longest hang there, in s, that the watcher saw end by itself.
+    waited_before: dict[str, float] = field(default_factory=dict)
     # By boot id: the moment, in ns of that host's monotonic clock.
     moments: dict[str, int] = field(default_factory=dict)
 

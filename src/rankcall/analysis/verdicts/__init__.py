@@ -6,6 +6,7 @@
     mismatch desync                  members of a group that do not issue the same call
     deadlock                         ranks that wait for each other
     no_progress                      ranks that wait without a record, or do nothing at all
+    idle                             ranks that wait for work, such as the next request
     straggler slow_link              a rank or a link that slows a job that goes on
     kinds                            the base class of all kinds, and two families of kinds
     evidence                         the input of the kinds: a hang's waits, a running job's times
@@ -27,6 +28,7 @@ from rankcall.analysis.verdicts.desync import Desync
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence, recent_calls
 from rankcall.analysis.verdicts.exhausted import Exhausted
 from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding, less_sure
+from rankcall.analysis.verdicts.idle import Idle
 from rankcall.analysis.verdicts.kinds import CulpritVerdict, Verdict
 from rankcall.analysis.verdicts.mismatch import Mismatch
 from rankcall.analysis.verdicts.missing import Missing
@@ -39,6 +41,7 @@ KINDS: tuple[Verdict, ...] = (
     Dead(),
     Stopped(),
     Exhausted(),
+    Idle(),
     Missing(),
     Mismatch(),
     Desync(),

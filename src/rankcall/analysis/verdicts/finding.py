@@ -28,7 +28,8 @@ class Finding:
 
     ``hosts`` are the culprits'. ``group``, ``seq``, ``op`` and ``call_site`` are those of the call
     that the victims are in (empty, or 0, without one), and ``since_s`` is the time that they have
-    been in it. ``stops`` and ``predicate`` are for reports only, and not part of the JSON.
+    been in it. ``stops``, ``is_fault`` and ``predicate`` are for reports only, and not part of the
+    JSON.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Finding:
     evidence: tuple[str, ...] = field(default=())
     advice: str = ""
     stops: bool = True  # it keeps the run from going on, and does not only slow it
+    is_fault: bool = True  # something is wrong
     predicate: str = "hold the others up"  # follows the ranks in a title: "Rank 2 died"
 
 

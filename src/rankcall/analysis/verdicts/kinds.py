@@ -36,6 +36,7 @@ class Verdict:
     kind = ""
     order = 0  # among findings of one confidence; the lowest is the likeliest root cause
     stops = True  # it keeps the run from going on, and does not only slow it
+    is_fault = True  # something is wrong
     predicate = ""  # follows the ranks in a title: "Rank 2 died"
 
     def in_hang(self, evidence: HangEvidence) -> Iterable[Finding]:
@@ -57,7 +58,12 @@ class Verdict:
     def finding(self, ranks: Sequence[int], **fields: Any) -> Finding:
         """Make a finding of this kind."""
         return Finding(
-            self.kind, tuple(ranks), stops=self.stops, predicate=self.predicate, **fields
+            self.kind,
+            tuple(ranks),
+            stops=self.stops,
+            is_fault=self.is_fault,
+            predicate=self.predicate,
+            **fields,
         )
 
 

@@ -1,0 +1,127 @@
+"""The verdict ``idle``: the ranks wait for work, like a server between two requests.
+
+A program declares such a wait: ``with rankcall.expect(math.inf, "requests")``. Without that, the
+first long wait at a line looks like a hang. If it ends by itself, the watcher notes how long it
+lasted, and a later wait at that line is more likely idle than hung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rankcall.analysis.state.snapshot import (
+    ALIVE,
+    RankState,
+    Snapshot,
+    code_place,
+    quiet_s,
+    unfinished,
+)
+from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
+from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.finding import (
+    Finding,
+    begin_sentence,
+    common_site,
+    count_of,
+    duration,
+    hosts_of,
+    name_ranks,
+    verbs_for,
+)
+from rankcall.analysis.verdicts.kinds import CulpritVerdict
+from rankcall.analysis.verdicts.wait_graph import Wait
+
+# A wait may last so many times longer than the longest one that ended by itself at that line.
+_LONGER = 10.0
+
+
+class Idle(CulpritVerdict):
+    """Nothing is wrong: a rank waits for work from outside the job, and the others wait for it."""
+
+    kind = "idle"
+    order = 68
+    stops = False
+    is_fault = False
+    predicate = "waits for work"
+
+    def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
+        """Fit ranks that run, and for which others have waited as long at the same lines before."""
+        state, overdue = suspect.state, suspects.overdue(suspect.waits)
+        if state.state != ALIVE or state.blind or state.closed or state.leaving or not overdue:
+            return None
+        if code_place(state.stack).inside:  # a data loader, or a function that waits for ranks
+            return None
+        snapshot = suspects.snapshot
+        return "likely" if all(_has_ended_before(snapshot, wait) for wait in overdue) else None
+
+    def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield a finding if ranks declared that they wait for work, and all others wait, too."""
+        snapshot = evidence.snapshot
+        declared = [each for each in snapshot.ranks if each.waits_for_work]
+        seconds = _idle_s(snapshot)
+        if not declared or not snapshot.live or seconds < evidence.hang_after:
+            return
+        ranks = tuple(each.rank for each in declared)
+        others = tuple(
+            each.rank for each in snapshot.ranks if not each.waits_for_work and not each.blind
+        )
+        verbs = verbs_for(snapshot, len(ranks))
+        text = (
+            f"{begin_sentence(name_ranks(snapshot, ranks))} {verbs.have} waited for work "
+            f"({declared[0].expects}) for {duration(seconds)}"
+        )
+        waiting = f", and {count_of(len(others), 'rank')} with {verbs.they}" if others else ""
+        yield self.finding(
+            ranks,
+            victims=others,
+            hosts=hosts_of(snapshot, ranks),
+            since_s=seconds,
+            summary=f"{text}{waiting}.",
+        )
+
+    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
+        """Write why this is no hang."""
+        verbs = verbs_for(snapshot, len(states))
+        return f"{verbs.have} not come, as before: an earlier wait at the same line ended by itself"
+
+    def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
+        """Write how to declare the wait, and what to do if it is not meant."""
+        first = states[0]
+        on = f" on {first.host}" if first.host else ""
+        return (
+            f"If rank {first.rank} waits for work there, declare it: with "
+            'rankcall.expect(math.inf, "requests"). If it should be at work, see what it does: '
+            f"rankcall diagnose --stacks, or py-spy dump --pid {first.pid}{on}."
+        )
+
+    def _of_cases(self, evidence: HangEvidence, cases: Sequence[Case]) -> Finding:
+        found, snapshot = super()._of_cases(evidence, cases), evidence.snapshot
+        sites = {common_site(snapshot, wait) for case in cases for wait in case.waits}
+        before = tuple(
+            f"a wait at {site} lasted {duration(snapshot.waited_before[site])} and ended by itself"
+            for site in sorted(sites & snapshot.waited_before.keys())
+        )
+        return replace(found, evidence=(*before, *found.evidence))
+
+
+def _has_ended_before(snapshot: Snapshot, wait: Wait) -> bool:
+    """Tell whether a wait at the same line has ended by itself, and was not much shorter."""
+    before = snapshot.waited_before.get(common_site(snapshot, wait), 0.0)
+    return wait.age_s <= _LONGER * before
+
+
+def _idle_s(snapshot: Snapshot) -> float:
+    """Return for how long every rank has waited: in a call, or for work. 0 if one is busy."""
+    calls, quiet = snapshot.calls, quiet_s(snapshot)
+    in_call = np.zeros(len(snapshot.ranks), bool)
+    in_call[calls["rank"][unfinished(calls)]] = True
+    known = [each for each in snapshot.ranks if not each.blind]
+    if any(each.state != ALIVE for each in known):
+        return 0.0
+    if not all(each.waits_for_work or in_call[each.rank] for each in known):
+        return 0.0
+    return float(min((quiet[each.rank] for each in known), default=0.0))
