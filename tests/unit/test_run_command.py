@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from rankcall.cli import run
-from rankcall.cli._torchrun import BOOT, Job, arming, environment
+from rankcall.cli._torchrun import BOOT, Job, arming, environment, parse
 from rankcall.errors import CaptureUnavailable
 
 JOB = Job(("train.py",), "train.py", True, 1, 4, None, None)
@@ -135,6 +135,25 @@ def test_mistakes_are_one_line(
     assert line.startswith("rankcall: ")
     assert message in line
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["t.py", "--hang-after", "5"], ["--hang-after"]),
+        (["t.py", "--epochs", "3", "--run-dir=x"], ["--run-dir"]),
+        (["t.py", "--hang-after-all", "--lr", "1"], []),
+        (["-m", "job", "x"], []),
+    ],
+)
+def test_own_options_after_the_script_are_pointed_out(
+    arguments: list[str], named: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script gets them all the same, as torchrun would give them to it."""
+    assert parse(arguments).argv == tuple(arguments)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == named
+    assert all("goes to the script" in line for line in lines)
 
 
 def test_a_run_dir_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,10 @@ import pytest
 from diagnosing import RANK_2_MISSING, THREE_ENDED, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS
 
+from rankcall.analysis.state.snapshot import Snapshot, no_calls
 from rankcall.analysis.verdicts import KINDS, find
+from rankcall.analysis.verdicts.finding import name_group
+from rankcall.ring.tables import Group
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/design/verdicts.md").read_text(encoding="utf-8")
@@ -65,3 +68,26 @@ def test_network_and_hosts_are_named_only_if_there_are_several(tmp_path: Path, s
         tmp_path / "two", [*THREE_ENDED, *everyone], states={}, hosts=apart, seconds=70
     )
     assert any("network" in finding.advice for finding in spread.findings)
+
+
+@pytest.mark.parametrize(
+    ("name", "description", "named"),
+    [
+        ("3", "mesh_dp", "3 (mesh_dp)"),
+        ("tp:3", "tp", "tp:3"),
+        ("3", "undefined", "3"),
+        ("0", "default_pg", "0"),
+        ("3", "", "3"),
+    ],
+)
+def test_a_group_is_named_by_its_description(name: str, description: str, named: str) -> None:
+    """The number that torch gives a group says nothing; what torch writes by default does not."""
+    group = Group(name, 0, "gloo", description, (0, 1))
+    assert name_group(Snapshot([], no_calls(), [group], [group.label]), 0) == named
+
+
+def test_a_call_is_named_by_the_function_that_was_called(tmp_path: Path) -> None:
+    """``gather_object`` issues several ops: a user must not look for one that is not there."""
+    calls = [replace(call, api="gather_object") for call in RANK_2_MISSING]
+    (found,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert "in gather_object's all_reduce #4 of group" in found.summary

@@ -68,6 +68,7 @@ def parse(argv: Sequence[str]) -> Job:
         nproc = run.determine_local_world_size(args.nproc_per_node)
     except (ValueError, RuntimeError) as error:
         _refuse(f"--nproc-per-node {args.nproc_per_node}: {error}")
+    _point_out_own_options(args.training_script, args.training_script_args)
     return Job(
         argv=tuple(argv),
         script=args.training_script,
@@ -77,6 +78,17 @@ def parse(argv: Sequence[str]) -> Job:
         rdzv_id=None if args.rdzv_id == "none" or args.standalone else args.rdzv_id,
         local_addr=args.local_addr,
     )
+
+
+def _point_out_own_options(script: str, script_args: Sequence[str]) -> None:
+    """Say which of the script's arguments are named like options of rankcall's."""
+    given = [argument.partition("=")[0] for argument in script_args]
+    for option in OPTIONS:
+        if option in given:
+            say(
+                f"{option} goes to the script, because it comes after {script}. For rankcall's "
+                f"{option}, write: rankcall run {option} ... {script}"
+            )
 
 
 def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:

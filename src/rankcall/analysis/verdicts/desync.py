@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import Disagreement, Shift, Side
-from rankcall.analysis.verdicts.finding import begin_sentence, count_of, name_ranks
+from rankcall.analysis.verdicts.finding import begin_sentence, count_of, name_group, name_ranks
 from rankcall.analysis.verdicts.kinds import DisagreementVerdict
 
 
@@ -21,7 +21,7 @@ class Desync(DisagreementVerdict):
         first, last = found.sides[0], found.sides[-1]
         text = (
             f"{begin_sentence(name_ranks(snapshot, first.ranks))} issued {_call(snapshot, first)} "
-            f"as #{found.seq} of group {snapshot.labels[found.group]}, against "
+            f"as #{found.seq} of group {name_group(snapshot, found.group)}, against "
             f"{_call(snapshot, last)} of {name_ranks(snapshot, last.ranks)}."
         )
         return f"{text} {_shift(found.shift, len(first.ranks))}" if found.shift else text

@@ -19,6 +19,7 @@ HEALTHY = "healthy"
 CONFIDENCES = ("certain", "likely", "possible")
 SHOWN = 3  # ranks, waits, sides or hosts that a finding names one by one
 _LISTS = ("ranks", "victims", "hosts", "evidence")
+_NO_DESCRIPTIONS = ("default_pg", "undefined")  # what torch writes if nobody described a group
 _LONGEST = 40  # characters of a list of ranks; a longer list is written as a count
 
 
@@ -145,14 +146,20 @@ def hosts_of(snapshot: Snapshot, ranks: Iterable[int]) -> tuple[str, ...]:
 def name_call(snapshot: Snapshot, row: int, *, line: bool = True) -> str:
     """Name a call: ``all_reduce #51 of group 0 at train.py:13``."""
     found = snapshot.calls[row]
-    text = f"{snapshot.op(row)} #{int(found['seq'])} of group {group_label(snapshot, found)}"
+    function = snapshot.sites[int(found["site"])].api if snapshot.sites else ""
+    whose = f"{function}'s " if "object" in function else ""  # it issues several ops
+    group = name_group(snapshot, int(found["group"]))
+    text = f"{whose}{snapshot.op(row)} #{int(found['seq'])} of group {group}"
     site = snapshot.site(int(found["site"]))
     return f"{text} at {site}" if line and site else text
 
 
-def group_label(snapshot: Snapshot, found: np.void) -> str:
-    """Return the label of a call's group."""
-    return snapshot.labels[int(found["group"])]
+def name_group(snapshot: Snapshot, number: int) -> str:
+    """Name a group by its label, with its description if its maker gave one: ``3 (mesh_dp)``."""
+    label, description = snapshot.labels[number], snapshot.groups[number].description
+    if description in (*_NO_DESCRIPTIONS, "") or description in label:
+        return label
+    return f"{label} ({description})"
 
 
 def name_wait(snapshot: Snapshot, wait: Wait) -> str:
@@ -165,7 +172,7 @@ def name_wait(snapshot: Snapshot, wait: Wait) -> str:
         text = f"send #{wait.seq} to rank {target}"
     else:
         text = f"recv #{wait.seq} from {f'rank {source}' if source >= 0 else 'any rank'}"
-    text += f" (tag {tag}, group {group_label(snapshot, found)})"
+    text += f" (tag {tag}, group {name_group(snapshot, int(found['group']))})"
     return text + at_line(snapshot, wait)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, values
-from rankcall.analysis.verdicts.finding import begin_sentence, name_ranks
+from rankcall.analysis.verdicts.finding import begin_sentence, name_group, name_ranks
 from rankcall.analysis.verdicts.kinds import DisagreementVerdict
 
 
@@ -19,7 +19,7 @@ class Mismatch(DisagreementVerdict):
     def summary(self, snapshot: Snapshot, found: Disagreement) -> str:
         """Write which ranks differ, and in which fields."""
         first, last = found.sides[0], found.sides[-1]
-        place = f"#{found.seq} of group {snapshot.labels[found.group]}"
+        place = f"#{found.seq} of group {name_group(snapshot, found.group)}"
         if SPLITS in found.differing:
             calls = snapshot.calls[found.rows]
             sent, received = int(calls["in_bytes"].sum()), int(calls["out_bytes"].sum())
