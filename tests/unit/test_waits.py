@@ -132,11 +132,6 @@ trace/sinks/otel.py: shutdown: provider.shutdown
 trace/sinks/prometheus.py: shutdown: server.shutdown
     on the trace thread: callers wait for it with a deadline; the server looks twice
     a second
-watch/_exchange.py: store: store.add | store.check | store.compare_set | store.delete_key
-watch/_exchange.py: store: store.get | store.set
-    on a helper thread: the caller waits for it with a deadline
-watch/_judge.py: store: store.clone
-    on a helper thread: the caller waits for it with a deadline
 rpc/_members.py: store: self._store.append | self._store.check | self._store.compare_set
 rpc/_members.py: store: self._store.get | self._store.set
     on a helper thread: the caller waits for it with a deadline
