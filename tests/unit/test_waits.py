@@ -115,6 +115,11 @@ join/shadow.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
 join/shadow.py: wait: future.wait
     the job's own collective: it ends as that of any program, by the group's timeout
+store/_client.py: store: self._client.add | self._client.append | self._client.check
+store/_client.py: store: self._client.compare_set | self._client.delete_key
+store/_client.py: store: self._client.list_keys | self._client.multi_get | self._client.set
+    on a connection whose socket has a time limit, or on a helper thread: the caller waits
+    for it with a deadline
 store/_client.py: store: store.clone
     on a helper thread: the caller waits for it with a deadline
 testing/_injection.py: sleep: math.isinf(fault.seconds)
