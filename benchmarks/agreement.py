@@ -28,7 +28,7 @@ from typing import Any
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from rankcall.analysis.state.run_snapshot import snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot
@@ -128,7 +128,8 @@ def _node(pipe: Connection, run: Run, node: int, nodes: int, port: int) -> None:
     mine = _own(run, node)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
     judge = Judge(run.path, hang_after=60.0)
-    judge._exchange = Exchange(lambda: PrefixStore("watch", store))
+    judge._exchange = Exchange(lambda: store, "watch/")
+    judge._exchange.asked()  # as every second in a job: it connects
     store.add("ready", 1)
     while int(store.add("ready", 0)) < nodes:
         time.sleep(0.1)

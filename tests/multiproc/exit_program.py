@@ -101,8 +101,8 @@ def trap_agree() -> None:
     """Trap the watcher's helper in a store that does not answer."""
     from rankcall.background import BackgroundCall
 
-    expect("rankcall-agree")
-    BackgroundCall(trapped, "rankcall-agree")
+    expect("rankcall-store")
+    BackgroundCall(trapped, "rankcall-store")
 
 
 def trap_lock() -> None:

@@ -300,9 +300,10 @@ def test_the_host_of_the_store(tmp_path: Path, two_nodes: Any, how: str) -> None
 
 def _once_signed_on(rank: int, world_size: int, plan: FaultPlan) -> None:
     """Begin when every node has registered its ranks with the others."""
-    from rankcall.watch._judge import _own_store
+    from torch.distributed import PrefixStore, distributed_c10d
 
-    store = _own_store()
+    job_store = distributed_c10d._get_default_store()
+    store: Any = PrefixStore("rankcall/watch/0", job_store.clone())
 
     def signed() -> set[int]:
         keys = [f"node/{number}" for number in range(1, int(store.add("nodes", 0)) + 1)]

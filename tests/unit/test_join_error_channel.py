@@ -7,17 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
 
+from rankcall._requests import Steps
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join import error_channel
 from rankcall.join.error_channel import ErrorChannel
 from rankcall.join.shared_log import SharedLog
 from rankcall.process import Process
+from rankcall.store import StoreLost
+from rankcall.store.parts import perform
 
+T = TypeVar("T")
 CLOSED = RuntimeError("Connection closed by peer")
 
 
@@ -27,11 +31,17 @@ class TwoRanks:
     def __init__(self) -> None:
         self.channel = ErrorChannel([0, 1], lambda: 3)
         self.channel.start()
-        self.log = SharedLog(self.channel._name, dist.distributed_c10d._get_default_store())
+        self.log = SharedLog(self.channel._name)
+        self._store: Any = dist.distributed_c10d._get_default_store()
+
+    def do(self, steps: Steps[T]) -> T:
+        """Make requests as rank 1."""
+        return perform(self._store, 60, steps)
 
     def report(self, kind: str, **more: Any) -> None:
         """Append to the log as rank 1, without waking rank 0."""
-        self.log.append({"rank": 1, "host": "node-b", "kind": kind, "ends": [], **more}, [1])
+        entry = {"rank": 1, "host": "node-b", "kind": kind, "ends": [], **more}
+        self.do(self.log.append(entry, [1]))
 
     def report_error(self) -> None:
         """Report that rank 1 raised."""
@@ -39,16 +49,20 @@ class TwoRanks:
 
     def set_process(self, **other: Any) -> None:
         """Publish that rank 1 is this process, with other facts."""
-        self.log.set_process(1, replace(Process.current("node-b"), **other))
+        self.do(self.log.set_process(1, replace(Process.current("node-b"), **other)))
 
     def answer(self) -> None:
         """Answer as rank 1."""
-        self.log.answer(1, [])
+        self.do(self.log.answer(1, []))
 
     def wake(self) -> None:
         """Wake rank 0, and wait until it has read the whole log."""
-        self.log.wake(0)
-        wait_for(lambda: self.channel._read == self.log.length())
+        self.do(self.log.wake(0))
+        wait_for(lambda: self.channel._read == self.do(self.log.length()))
+
+    def answer_of(self, rank: int) -> list[str] | None:
+        """Return the answer of a rank, or None if it has not answered."""
+        return self.do(self.log.answers([rank])).get(rank)
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -85,7 +99,7 @@ def test_a_reported_cause_needs_no_question(two_ranks: TwoRanks) -> None:
     assert isinstance(cause, PeerError)
     assert (cause.rank, cause.host, cause.cause) == (1, "node-b", "KeyError: 7")
     assert "there, line 3" in str(cause)
-    assert two_ranks.log.length() == 1
+    assert two_ranks.do(two_ranks.log.length()) == 1
 
 
 def test_a_cause_replaces_a_lost_connection(two_ranks: TwoRanks) -> None:
@@ -149,8 +163,7 @@ def test_an_own_error_is_reported_after_a_lost_connection(two_ranks: TwoRanks) -
     two_ranks.wake()
     two_ranks.answer()
     two_ranks.channel.publish(KeyError("here"))
-    entry = two_ranks.log.entry(1)
-    assert entry is not None
+    _, entry = two_ranks.do(two_ranks.log.read())
     assert (entry["rank"], entry["kind"], entry["cause"]) == (0, "raised", "KeyError: 'here'")
 
 
@@ -159,13 +172,13 @@ def test_the_store_may_end_once_the_cause_is_known(
 ) -> None:
     """If the failed rank hosted the store, its report is still the cause."""
 
-    def raise_network_error() -> Any:
-        raise dist.DistNetworkError("the store's host is gone")
+    def lose(*arguments: Any) -> Any:
+        raise StoreLost("the store's host is gone")
 
     two_ranks.report_error()
     two_ranks.wake()
     with monkeypatch.context() as patched:
-        patched.setattr(two_ranks.channel._log, "length", raise_network_error)
+        patched.setattr(error_channel, "perform", lose)
         cause = two_ranks.channel.explain(CLOSED)
     assert isinstance(cause, PeerError)
     assert cause.cause == "KeyError: 7"
@@ -190,7 +203,7 @@ def test_connections_are_broken_until_the_training_thread_is_out(
     two_ranks.wake()
     wait_for(lambda: broken)
     assert "first" in broken[0]
-    two_ranks.log.answer(1, ["late"])
+    two_ranks.do(two_ranks.log.answer(1, ["late"]))
     assert broke_late_one.wait(60)
 
 
@@ -198,25 +211,24 @@ def test_leaving_keeps_the_answer(two_ranks: TwoRanks) -> None:
     """The answer names connections on which another rank may still wait, so it stays."""
     two_ranks.report_error()
     two_ranks.wake()
-    wait_for(lambda: two_ranks.log.has_answered(0))
-    ends = two_ranks.log.answer_of(0)
-    assert ends
+    wait_for(lambda: two_ranks.answer_of(0))
+    ends = two_ranks.answer_of(0)
     two_ranks.channel.close()
-    assert two_ranks.log.answer_of(0) == ends
+    assert two_ranks.answer_of(0) == ends
 
 
-class StoppedStore:
+class StoppedStore(dist.Store):
     """A store whose host is stopped: it answers no request until ``resume`` is set."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.resume = threading.Event()
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def request(*arguments: Any) -> Any:
-            self.resume.wait(60)
-            raise dist.DistNetworkError("resumed after the test")
+    def _block(self, *arguments: Any) -> Any:
+        self.resume.wait(60)
+        raise dist.DistNetworkError("resumed after the test")
 
-        return request
+    add = check = compare_set = delete_key = set = _block
 
 
 def test_a_stopped_store_delays_no_rank_beyond_its_deadline(
@@ -228,10 +240,10 @@ def test_a_stopped_store_delays_no_rank_beyond_its_deadline(
     monkeypatch.setattr(error_channel, "_REPORT_S", 0.05)
     stopped = StoppedStore()
     channel = two_ranks.channel
-    monkeypatch.setattr(channel._log, "_store", stopped)
+    monkeypatch.setattr(channel, "_store", stopped)
     cause = channel.explain(CLOSED)
     assert isinstance(cause, PeerError)
-    assert "gave no answer" in str(cause)
+    assert "no answer within" in str(cause)
     with pytest.raises(PeerError, match="cannot agree with the other ranks"):
         channel.leave()
     channel.publish(ValueError("ours"))
@@ -240,7 +252,7 @@ def test_a_stopped_store_delays_no_rank_beyond_its_deadline(
     assert thread is not None
     assert thread.is_alive(), "the listening thread is left behind"
     stopped.resume.set()
-    two_ranks.log.wake(0)
+    two_ranks.do(two_ranks.log.wake(0))
     thread.join(60)
 
 

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from dataclasses import asdict
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.distributed import HashStore
 from rankcall.process import Process
 from rankcall.rpc import _members
 from rankcall.rpc._members import MemberLog, is_dead
+from rankcall.testing.simulated_store import Mark, Simulation, Steps, World
+from rankcall.testing.simulated_store import Process as Simulated
 
 
 def card(session: int) -> dict[str, Any]:
@@ -85,6 +88,47 @@ def test_nobody_is_lost_between_two_logs() -> None:
     assert {each["session"] for each in MemberLog(store).members(soon())} == staying
     for one in staying:
         assert all(one in seen[other] or other in seen[one] for other in staying - {one})
+
+
+def simulated(sessions: int, visits: int, **faults: int) -> Simulation:
+    """Return a simulation of workers that enter and leave, and stay after their last visit."""
+
+    def worker(number: int) -> Simulated:
+        def start() -> Steps[None]:
+            log = MemberLog(None)  # type: ignore[arg-type]
+            for visit in range(visits):
+                session = 10 * number + visit
+                seen = yield from log.entering(card(session))
+                yield Mark("entered", (session, frozenset(each["session"] for each in seen)))
+                if visit < visits - 1:
+                    yield Mark("leaves", session)
+                    yield from log.leaving(session)
+
+        return Simulated(f"worker-{number}", start)
+
+    def check_end(world: World) -> None:
+        marks = [mark for number in range(sessions) for mark in world.marks(f"worker-{number}")]
+        left = {mark.value for mark in marks if mark.name == "leaves"}
+        seen = dict(mark.value for mark in marks if mark.name == "entered")
+        staying = seen.keys() - left
+        for first, second in combinations(sorted(staying), 2):
+            assert first in seen[second] or second in seen[first], f"{first} and {second} missed"
+        kept = [key for key in world.store if len(world.store[key]) > 20]
+        assert len(kept) <= 2, "closed logs keep their lines"
+
+    return Simulation(list(map(worker, range(sessions))), at_end=check_end, **faults)
+
+
+def test_every_order_of_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every order of requests, of two workers that stay one sees the other."""
+    monkeypatch.setattr(_members, "_LINES", 2)
+    assert simulated(2, 2, deaths=1).explore().ends
+
+
+def test_random_orders_of_four_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for more workers and visits, which close several logs."""
+    monkeypatch.setattr(_members, "_LINES", 2)
+    simulated(4, 3, deaths=1).search(500, seed=5)
 
 
 def test_a_lost_worker_takes_no_others_off_the_log() -> None:

@@ -43,12 +43,13 @@ def test_prefixes_do_not_meet() -> None:
 
 
 def test_an_earlier_attempt_does_not_satisfy_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's restart count is in the keys."""
+    """torchrun's restart count is in the keys, as it was when a store was first used."""
     store = HashStore()
+    before, after = PrefixStore("job", store), PrefixStore("job", store)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    timed(lambda: ours.barrier(store, 2, "p", 0.05, 0))
+    timed(lambda: ours.barrier(before, 2, "p", 0.05, 0))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    error, _ = timed(lambda: ours.barrier(store, 2, "p", 0.05, 1))
+    error, _ = timed(lambda: ours.barrier(after, 2, "p", 0.05, 1))
     assert error.missing_ranks == (0,)
 
 

@@ -13,7 +13,7 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 import rankcall
 from rankcall import store as ours
 from rankcall.store import _client
-from rankcall.store._keys import Keys, arrival
+from rankcall.store._keys import RANKS, Keys, arrival
 
 __all__ = ["clients", "kind"]  # fixtures
 LATE_S = {"file": 2.0}
@@ -117,7 +117,7 @@ def test_the_message_says_who_what_and_where(monkeypatch: pytest.MonkeyPatch) ->
     here = [rank for rank in range(1024) if rank not in hosts]
     keys = Keys("epoch-3", 0, 1024)
     for rank in here[:-1]:  # as their calls would, which would take a second
-        shared.add(keys.word_of("b", 0, rank), arrival(rank))
+        shared.add(keys.word("b", 0, rank // RANKS), arrival(rank))
     error, _ = timed(lambda: ours.barrier(shared, 1024, "epoch-3", 0.1, here[-1], hosts=hosts))
     assert str(error).startswith(
         "barrier 'epoch-3' timed out after 0.1 s on rank 1023 (node-b): 1,021 of 1,024 ranks "

@@ -53,6 +53,7 @@ def _writer(name: str) -> Process:
             yield Mark("appends", entry)
             yield from again(lambda entry=entry: log.append(entry))
             yield Mark("appended", entry)
+        assert (yield from again(log.length)) >= 2, "its own entries are there"
         read: list[bytes] = []
         for _ in range(2):
             read += yield from again(log.read)
@@ -230,7 +231,7 @@ def test_waiting_for_an_entry(kind: str, tmp_path: Path) -> None:
     """A reader is woken by the next entry, and gets nothing at its deadline."""
     clients = stores_of(kind, 2, tmp_path)
     reader, writer = Log("here"), Log("here")
-    assert perform(clients[0], 0.05, reader.wait()) == []
+    assert perform(clients[0], 1.0, reader.wait()) == []
     got = ranks(
         lambda rank: (
             perform(clients[0], 20, reader.wait())

@@ -163,8 +163,8 @@ MUTANTS = {
         "2 ranks, 3 exchanges, in time, a lost answer",
     ),
     "removes the counters of this generation": (
-        "yield Delete(self._keys.word_of(self._kind, self._number - 1, self._rank))",
-        "yield Delete(self._keys.word_of(self._kind, self._number, self._rank))",
+        "yield Delete(self._keys.word(self._kind, self._number - 1, self._word))",
+        "yield Delete(self._keys.word(self._kind, self._number, self._word))",
         "3 ranks, barriers, in time, two words",
     ),
     "counts a word too many": (
@@ -186,16 +186,16 @@ MUTANTS = {
         "        if progress.frame is not None:\n"
         "            yield from hand_in(self._keys, self._data, self._rank, progress.frame)\n"
         "        progress.additions += 1\n"
-        "        value: int = yield Add(word, arrival(self._rank, self._keys.ranks_per_word))\n",
+        "        value: int = yield Add(word, self._arrival)\n",
         "        progress.additions += 1\n"
-        "        value: int = yield Add(word, arrival(self._rank, self._keys.ranks_per_word))\n"
+        "        value: int = yield Add(word, self._arrival)\n"
         "        if progress.frame is not None:\n"
         "            yield from hand_in(self._keys, self._data, self._rank, progress.frame)\n",
         "2 ranks, exchanges",
     ),
     "overwrites the data of all": (
-        'yield CompareSet(self._release, b"", _ELSEWHERE)',
-        "yield Set(self._release, _ELSEWHERE)",
+        'yield CompareSet(self.release, b"", _ELSEWHERE)',
+        "yield Set(self.release, _ELSEWHERE)",
         "2 ranks, exchanges",
     ),
     "cleans up before all have": (

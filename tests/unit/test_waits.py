@@ -115,12 +115,11 @@ join/shadow.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
 join/shadow.py: wait: future.wait
     the job's own collective: it ends as that of any program, by the group's timeout
-join/error_channel.py: store: store.clone
-    on a helper thread: the caller waits for it with a deadline
-join/shared_log.py: store: self._store.add | self._store.check | self._store.compare_set
-join/shared_log.py: store: self._store.get | self._store.multi_set | self._store.set
-join/shared_log.py: store: self._store.delete_key
-    on the listening thread, or on a helper thread: the caller waits for it with a deadline
+store/_client.py: store: self._client.add | self._client.append | self._client.check
+store/_client.py: store: self._client.compare_set | self._client.delete_key
+store/_client.py: store: self._client.list_keys | self._client.multi_get | self._client.set
+    on a connection whose socket has a time limit, or on a helper thread: the caller waits
+    for it with a deadline
 store/_client.py: store: store.clone
     on a helper thread: the caller waits for it with a deadline
 testing/_injection.py: sleep: math.isinf(fault.seconds)
@@ -132,16 +131,6 @@ trace/sinks/otel.py: shutdown: provider.shutdown
 trace/sinks/prometheus.py: shutdown: server.shutdown
     on the trace thread: callers wait for it with a deadline; the server looks twice
     a second
-watch/_exchange.py: store: store.add | store.check | store.compare_set | store.delete_key
-watch/_exchange.py: store: store.get | store.set
-    on a helper thread: the caller waits for it with a deadline
-watch/_judge.py: store: store.clone
-    on a helper thread: the caller waits for it with a deadline
-rpc/_members.py: store: self._store.append | self._store.check | self._store.compare_set
-rpc/_members.py: store: self._store.get | self._store.set
-    on a helper thread: the caller waits for it with a deadline
-rpc/_static.py: store: self._store.set | store.compare_set | store.get
-    on a helper thread: the caller waits for it with a deadline
 rpc/_worker_dir.py: flock: fcntl.flock
     its own new file, which others hold only while they remove what a killed worker left
 rpc/_network.py: socket: probe.connect

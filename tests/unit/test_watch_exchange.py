@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import Counter
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch.distributed import Store
 
 from rankcall.analysis.state.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.store import parts
+from rankcall.testing.simulated_store import (
+    Mark,
+    Process,
+    Read,
+    Set,
+    Simulation,
+    Steps,
+    Violation,
+    World,
+)
+from rankcall.watch import _exchange
 from rankcall.watch._exchange import Agreed, Exchange, Unreachable
 
 WORLD = 4
@@ -66,31 +80,100 @@ def test_two_nodes_agree() -> None:
         assert shared.get("latest") == str(number).encode()
 
 
-class Counted:
-    """A store that counts the reads of each key."""
+def simulated(
+    nodes: int, rounds: int, settle_s: int, read: Counter[str] | None = None, **faults: int
+) -> Any:
+    """Return a simulation of nodes of one rank each, which agree in several rounds."""
 
-    def __init__(self) -> None:
-        self.inner = store()
-        self.read: Counter[str] = Counter()
+    def process(rank: int) -> Process:
+        def start() -> Steps[None]:
+            exchange = Exchange(lambda: None, settle_s=settle_s)
+            for number in range(rounds):
+                steps = exchange.steps(
+                    node(rank, world=nodes), nodes, lambda *_, n=number: b"%d by %d" % (n, rank)
+                )
+                agreed = yield from (steps if read is None else counting(steps, read))
+                yield Mark("agreed", agreed)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return Process(f"node-{rank}", start, clock_offset=100 * rank)
 
-    def get(self, key: str) -> Any:
-        """Count the read, and pass it on."""
-        self.read[key] += 1
-        return self.inner.get(key)
+    return Simulation(list(map(process, range(nodes))), on_mark=check_verdict, **faults)
+
+
+def counting(steps: Steps[Agreed], read: Counter[str]) -> Steps[Agreed]:
+    """Count the reads of each key."""
+    answer = None
+    while True:
+        try:
+            request = steps.send(answer)
+        except StopIteration as end:
+            return cast("Agreed", end.value)
+        if isinstance(request, Read):
+            read[request.key] += 1
+        answer = yield request
+
+
+def check_verdict(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]) -> None:
+    """Check that a node has the verdict of the last round that is over."""
+    latest = int(world.store["latest"])
+    if mark.value.by_me and latest > 2:
+        return  # it has removed a round since, and others may have gone on meanwhile
+    published = zlib.decompress(world.store[f"{latest}/verdict"])
+    assert mark.value.verdict == published, f"{name} has another verdict than round {latest}"
+
+
+@pytest.fixture
+def whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll and take turns in steps of the simulation's clock."""
+    for name in ("_POLL_S", "_JUDGE_S"):
+        monkeypatch.setattr(_exchange, name, 1)
+    for name in ("_POLL_RANK_S", "_JUDGE_RANK_S"):
+        monkeypatch.setattr(_exchange, name, 0)
+
+
+@pytest.mark.usefixtures("whole_seconds")
+@pytest.mark.parametrize("deaths", [0, 1])
+def test_every_order_of_two_nodes(deaths: int) -> None:
+    """In every order of requests, two nodes agree on one verdict, also if one dies."""
+    assert simulated(2, 1, 1, ticks=3, deaths=deaths).explore().ends
+
+
+@pytest.mark.usefixtures("whole_seconds")
+def test_random_orders_of_three_nodes() -> None:
+    """A node that is rounds behind the others has no verdict of its own, also if one dies."""
+    simulated(3, 4, 1, ticks=60, deaths=1).search(400, seed=3)
+
+
+@pytest.mark.usefixtures("whole_seconds")
+def test_a_verdict_that_is_overwritten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a judge overwrites the verdict of another, the simulation finds it."""
+
+    def overwrite(key: str, value: bytes) -> Steps[bytes]:
+        yield Set(key, value)
+        return value
+
+    monkeypatch.setattr(parts, "publish_once", overwrite)
+    with pytest.raises(Violation, match="has another verdict"):
+        simulated(2, 1, 1, ticks=4).explore()
+
+
+@pytest.mark.usefixtures("whole_seconds")
+def test_the_work_does_not_grow_with_the_square() -> None:
+    """Each node's summary is read once, by the judge, and not by every other node."""
+    nodes = 16
+    read: Counter[str] = Counter()
+    simulated(nodes, 1, 1000, read, ticks=1000).search(1)
+    posts = [f"1/post/{number}" for number in range(1, nodes + 1)]
+    assert [read[key] for key in posts] == [0] + [1] * (nodes - 1)
 
 
 def test_many_nodes_agree() -> None:
-    """Each node's summary is read once, by the judge, and not by every other node."""
-    shared, world = Counted(), 48
+    """All nodes get one verdict, which knows all of them, and one node has made it."""
+    shared, world = store(), 48
     nodes = [Exchange(lambda: shared) for _ in range(world)]
     agreed = together(nodes, [node(rank, world=world) for rank in range(world)])
     assert {answer.verdict for answer in agreed} == {repr(list(range(world))).encode()}
     assert sum(answer.by_me for answer in agreed) == 1
-    posts = [f"1/post/{number}" for number in range(1, world + 1)]
-    assert [shared.read[key] for key in posts] == [0] + [1] * (world - 1)
 
 
 def test_a_judge_knows_the_round_before() -> None:
@@ -183,14 +266,15 @@ def test_a_post_that_is_no_summary() -> None:
     assert agreed.verdict == b"[2, 3]"
 
 
-class Silent:
+class Silent(Store):
     """A store whose host is stopped."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.over = threading.Event()
         self.calls = 0
 
-    def check(self, keys: list[str]) -> bool:
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Block until the test is over."""
         self.calls += 1
         self.over.wait(30)
@@ -199,8 +283,6 @@ class Silent:
 
 def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that does not answer is given up after a deadline, and not tried again at once."""
-    from rankcall.watch import _exchange
-
     monkeypatch.setattr(_exchange, "_PROBE_S", 0.2)
     silent = Silent()
     exchange = Exchange(lambda: silent, settle_s=0.1)

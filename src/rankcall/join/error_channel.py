@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,12 +22,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from rankcall.background import BackgroundCall
+from rankcall._requests import Now, Sleep, Steps
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join.shared_log import Entry, SharedLog
 from rankcall.join.sockets import abort_devices, break_connections, endpoints
 from rankcall.process import DEAD, Process, host_name
 from rankcall.ranks import format_ranks
+from rankcall.store.parts import perform
 
 logger = logging.getLogger("rankcall.join")
 T = TypeVar("T")
@@ -37,6 +37,8 @@ T = TypeVar("T")
 _TURNS, _TURN_S = 20, 0.01
 _ANSWER_S = 5.0  # for the answers of the other ranks; a rank whose process has ended needs none
 _STORE_S = 10.0  # for the answer of the store, which may be on a stopped host
+_POLL_S = 0.005
+_DAY_S = 86_400.0  # the longest wait for a failure; then the thread waits again
 _REPORT_S = 0.5  # for a report to arrive, after connections broke although all ranks are alive
 
 _spent_names: list[str] = []  # of the last block; its keys may be removed
@@ -60,7 +62,8 @@ class ErrorChannel:
         self._settled = threading.Event()  # a rank has failed, or all ranks have left
         self._left: tuple[int, int] | None = None  # rank and step of the first to leave
         self._leaves = 0
-        self._read = 0  # how many entries of the log the thread has read
+        self._unread: list[Entry] = []  # the thread has them, and has not looked at them
+        self._read = 0  # how many entries of the log the thread has looked at
         self._processes: dict[int, Process] = {}  # those read from the log so far
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -73,18 +76,15 @@ class ErrorChannel:
         number = _joins[key] = _joins.get(key, 0) + 1
         checksum = zlib.crc32(repr(key).encode())
         self._name = f"rankcall/join/{key[0]}-{key[-1]}-{checksum:08x}/{number}"
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         self._store_ports = _ports(store)
 
-        def connect() -> None:
-            own_client = store.clone()  # type: ignore[attr-defined]
-            self._log = SharedLog(self._name, store)
-            self._own_log = SharedLog(self._name, own_client)  # for the thread alone
-            self._log.set_process(self.rank, Process.current(host_name()))
-
+        self._log = SharedLog(self._name)
+        self._store = store
         try:
-            _with_deadline(connect)
-        except (RuntimeError, AttributeError) as error:
+            self._perform(self._log.set_process(self.rank, Process.current(host_name())))
+        except RuntimeError as error:
+            self._store = None
             logger.warning("this Join cannot report the errors of other ranks: %s", error)
             return
         self._thread = threading.Thread(target=self._listen, name="rankcall-join", daemon=True)
@@ -99,27 +99,33 @@ class ErrorChannel:
         self._closing = True
         log = self._log
 
-        def wake() -> None:
+        def wake() -> Steps[None]:
             # Keep an answer that names connections: another rank may still wait on one of them.
-            log.answer_if_missing(self.rank)
-            log.wake(self.rank)
+            yield from log.answer_if_missing(self.rank)
+            yield from log.wake(self.rank)
 
-        def remove_keys_of_last_block() -> None:
+        def remove_keys_of_last_block() -> Steps[None]:
             # Every rank left that block before it entered this one, so no rank reads its keys.
-            store = dist.distributed_c10d._get_default_store()
             for name in _spent_names:
-                SharedLog(name, store).remove_keys_of(self.rank)
+                yield from SharedLog(name).remove_keys_of(self.rank)
 
         try:
-            _with_deadline(wake)
+            self._perform(wake())
         except Exception:  # the store is gone or does not answer; either ends the thread
             thread.join(_REPORT_S)
         else:
             thread.join(2 * _ANSWER_S)
             with contextlib.suppress(Exception):
-                _with_deadline(remove_keys_of_last_block)
+                self._perform(remove_keys_of_last_block())
         _spent_names[:] = [self._name]
-        del self._log, self._own_log
+        self._store = None
+
+    def _perform(self, steps: Steps[T], waits_s: float = 0.0) -> T:
+        """Make requests to the store; ``waits_s`` is how long they may wait for other ranks.
+
+        Raises ``StoreLost`` if the store is gone or does not answer.
+        """
+        return perform(self._store, _STORE_S + waits_s, steps)
 
     # Reports of this rank.
 
@@ -132,12 +138,12 @@ class ErrorChannel:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         cause = traceback.format_exception_only(type(error), error)[-1].strip()
 
-        def report() -> None:
-            self._append("raised", cause=cause, traceback=text[-20_000:])
-            self._wait_for_answers(_ANSWER_S)
+        def report() -> Steps[None]:
+            yield from self._append("raised", cause=cause, traceback=text[-20_000:])
+            yield from self._wait_for_answers(_ANSWER_S)
 
         try:
-            _with_deadline(report, _ANSWER_S)
+            self._perform(report(), _ANSWER_S)
         except RuntimeError as problem:  # the store is gone: the error itself must not be lost
             logger.warning("could not report to the other ranks: %s: %s", cause, problem)
 
@@ -146,22 +152,23 @@ class ErrorChannel:
         if self._thread is None:
             return None
         try:
-            return _with_deadline(lambda: self._cause_of(error), 3 * _ANSWER_S + _REPORT_S)
+            return self._perform(self._cause_of(str(error)), 3 * _ANSWER_S + _REPORT_S)
         except dist.DistError as problem:
-            if self._failure is not None and self._failure["kind"] != "lost":
-                return self._explained(self._failure)
+            failure = self._failure
+            if failure is not None and failure["kind"] != "lost":
+                return self._error_of(failure)
             return PeerError(f"{error}; and the store, on which ranks agree, is gone: {problem}")
 
-    def _cause_of(self, error: BaseException) -> RuntimeError | None:
+    def _cause_of(self, error: str) -> Steps[RuntimeError | None]:
         """Find the cause of a failed collective in the log, or in a rank that does not answer."""
-        self._catch_up()
+        yield from self._catch_up()
         if self._failure is None:
-            self._append("lost", cause=str(error))
-            silent = self._wait_for_answers(_ANSWER_S)
+            yield from self._append("lost", cause=error)
+            silent = yield from self._wait_for_answers(_ANSWER_S)
             if not self._failed.wait(0 if silent else _REPORT_S):
-                return self._gone(silent, str(error)) if silent else None
+                return (yield from self._gone(silent, error)) if silent else None
         assert self._failure is not None
-        return self._explained(self._failure)
+        return (yield from self._explained(self._failure))
 
     def leave(self) -> None:
         """Leave the loop early; return once all ranks have left it at the same step.
@@ -173,7 +180,7 @@ class ErrorChannel:
         own_step = self._steps()
         self._leaves += 1
         try:
-            step, rank = _with_deadline(lambda: self._announce_leaving(own_step))
+            step, rank = self._perform(self._announce_leaving(own_step))
         except dist.DistError as problem:
             raise PeerError(
                 f"rank {self.rank} left the loop after {own_step} batches and cannot agree with "
@@ -193,13 +200,15 @@ class ErrorChannel:
         self.check()
         self._left = None
 
-    def _announce_leaving(self, own_step: int) -> tuple[int, int]:
+    def _announce_leaving(self, own_step: int) -> Steps[tuple[int, int]]:
         """Announce that this rank leaves; return the step and the rank of the first to leave."""
-        step, rank = self._log.leave(self.rank, own_step, self._leaves)
+        step, rank = yield from self._log.leave(self.rank, own_step, self._leaves)
         if rank == self.rank:
-            self._append("left", at=own_step)
-        if step == own_step and self._log.count_leaver(self._leaves) == len(self._ranks):
-            self._append("all-left")
+            yield from self._append("left", at=own_step)
+        if step == own_step:
+            count = yield from self._log.count_leaver(self._leaves)
+            if count == len(self._ranks):
+                yield from self._append("all-left")
         return step, rank
 
     def check(self) -> None:
@@ -208,34 +217,31 @@ class ErrorChannel:
         if left is not None and left[1] < self._steps():
             raise self._left_behind(*left)
         if self._failure is not None:
-            raise self._explained(self._failure)
+            raise self._perform(self._explained(self._failure), 2 * _ANSWER_S)
 
     # On the listening thread.
 
     def _listen(self) -> None:
-        log = self._own_log
+        store = self._store
         while not self._closing:
             try:
-                log.wait_to_be_woken(self.rank)
-                self._read_log(log)
+                perform(store, _DAY_S, self._log.wait_to_be_woken(self.rank))
+                perform(store, _STORE_S, self._read_log())
                 if self._failure is not None:
-                    self._break_out(log)
-            except dist.DistStoreError:
-                continue  # a day without an entry
+                    self._break_out(store)
             except Exception:  # the store is gone: no entry can come any more
                 if self._failure is not None:
-                    self._break_out(log)
+                    self._break_out(store)
                 return
 
-    def _read_log(self, log: SharedLog) -> None:
-        while not self._closing:
-            entry = log.entry(self._read)
-            if entry is None:
-                return
-            self._take_in(entry, log)
+    def _read_log(self) -> Steps[None]:
+        self._unread += yield from self._log.read()
+        while self._unread and not self._closing:
+            yield from self._take_in(self._unread[0])
+            self._unread.pop(0)
             self._read += 1
 
-    def _take_in(self, entry: Entry, log: SharedLog) -> None:
+    def _take_in(self, entry: Entry) -> Steps[None]:
         kind = entry["kind"]
         if kind == "all-left":
             self._settled.set()
@@ -244,18 +250,18 @@ class ErrorChannel:
         elif kind == "left":
             self._left = (entry["rank"], entry["at"])
             if self._steps() > entry["at"] and self._failure is None:
-                self._note({**entry, "kind": "behind"}, log)
+                yield from self._note({**entry, "kind": "behind"})
         elif self._failure is None or (kind == "raised" and self._failure["kind"] == "lost"):
-            self._note(entry, log)
+            yield from self._note(entry)
 
-    def _note(self, entry: Entry, log: SharedLog) -> None:
+    def _note(self, entry: Entry) -> Steps[None]:
         """Note another rank's failure, then answer it. An answer promises that it was noted."""
         self._failure = entry
         self._failed.set()
         self._settled.set()
-        log.answer(self.rank, endpoints())
+        yield from self._log.answer(self.rank, endpoints())
 
-    def _break_out(self, log: SharedLog) -> None:
+    def _break_out(self, store: Any) -> None:
         """Interrupt the collective in which the training thread may be waiting."""
         if any(self._out.wait(_TURN_S) for _ in range(_TURNS)):
             return
@@ -264,56 +270,60 @@ class ErrorChannel:
         abort_devices()
         while not self._closing:
             with contextlib.suppress(RuntimeError):  # the store may end with the rank that failed
-                self._read_log(log)
-                for rank in sorted(unanswered):
-                    ends = log.answer_of(rank)
-                    if ends is not None:
-                        far_ends |= set(ends)
-                        unanswered.discard(rank)
+                perform(store, _STORE_S, self._read_log())
+                answers = perform(store, _STORE_S, self._log.answers(sorted(unanswered)))
+                far_ends.update(*answers.values())
+                unanswered -= answers.keys()
             break_connections(far_ends, self._store_ports)
             if self._out.wait(pause):
                 return
             pause = min(2 * pause, 1.0)
 
-    # On a helper thread, for which the training thread waits.
+    # Requests for which the training thread waits.
 
-    def _catch_up(self) -> None:
+    def _catch_up(self) -> Steps[None]:
         """Wait until the thread has read all entries that are in the log now."""
-        end, deadline = self._log.length(), time.monotonic() + _ANSWER_S
-        self._log.wake(self.rank)
-        while self._failure is None and self._read < end and time.monotonic() < deadline:
-            time.sleep(0.005)
+        end, deadline = (yield from self._log.length()), (yield Now()) + _ANSWER_S
+        yield from self._log.wake(self.rank)
+        while self._failure is None and self._read < end and (yield Now()) < deadline:
+            yield Sleep(_POLL_S)
 
-    def _append(self, kind: str, **more: Any) -> None:
+    def _append(self, kind: str, **more: Any) -> Steps[None]:
         ends = endpoints()
         entry = {"rank": self.rank, "host": host_name(), "kind": kind, "ends": ends, **more}
         if kind in ("raised", "lost"):
-            self._log.answer(self.rank, ends)
-        self._log.append(entry, self._ranks)
+            yield from self._log.answer(self.rank, ends)
+        yield from self._log.append(entry, self._ranks)
 
-    def _wait_for_answers(self, seconds: float) -> list[int]:
+    def _wait_for_answers(self, seconds: float) -> Steps[list[int]]:
         """Return the ranks that did not answer in time; do not wait for ended processes."""
-        deadline = time.monotonic() + seconds
+        deadline = (yield Now()) + seconds
         silent = [rank for rank in self._ranks if rank != self.rank]
         while True:
-            silent = self._unanswered(silent)
-            if all(self._is_gone(rank) for rank in silent):
-                return self._unanswered(silent)  # a rank may have answered and then ended
-            if time.monotonic() > deadline:
+            silent = yield from self._unanswered(silent)
+            if len((yield from self._ended(silent))) == len(silent):
+                return (yield from self._unanswered(silent))  # one may have answered and then ended
+            if (yield Now()) > deadline:
                 return silent
-            time.sleep(0.005)
+            yield Sleep(_POLL_S)
 
-    def _unanswered(self, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if not self._log.has_answered(rank)]
+    def _unanswered(self, ranks: Sequence[int]) -> Steps[list[int]]:
+        answers = yield from self._log.answers(ranks)
+        return [rank for rank in ranks if rank not in answers]
 
-    def _is_gone(self, rank: int) -> bool:
-        process = self._process(rank)
-        return process is not None and process.liveness() == DEAD
+    def _ended(self, ranks: Sequence[int]) -> Steps[list[int]]:
+        """Return those ranks whose processes have ended."""
+        ended = []
+        for rank in ranks:
+            process = yield from self._process(rank)
+            if process is not None and process.liveness() == DEAD:
+                ended.append(rank)
+        return ended
 
-    def _process(self, rank: int) -> Process | None:
+    def _process(self, rank: int) -> Steps[Process | None]:
         """Return the process of a rank; None if the rank never entered the block."""
         if rank not in self._processes:
-            process = self._log.process_of(rank)
+            process = yield from self._log.process_of(rank)
             if process is None:
                 return None
             self._processes[rank] = process
@@ -321,13 +331,16 @@ class ErrorChannel:
 
     # The errors that this rank raises.
 
-    def _explained(self, entry: Entry) -> RuntimeError:
+    def _explained(self, entry: Entry) -> Steps[RuntimeError]:
         """Return the error to raise here because of another rank's entry."""
         if entry["kind"] == "lost":
-            silent = self._wait_for_answers(_ANSWER_S)
+            silent = yield from self._wait_for_answers(_ANSWER_S)
             if silent:
-                return self._gone(silent, entry["cause"])
+                return (yield from self._gone(silent, entry["cause"]))
             entry = self._failure or entry  # the cause may have arrived by now
+        return self._error_of(entry)
+
+    def _error_of(self, entry: Entry) -> RuntimeError:
         rank, host, cause = entry["rank"], entry["host"], entry.get("cause", "")
         if entry["kind"] == "behind":
             return self._left_behind(rank, entry["at"])
@@ -337,11 +350,13 @@ class ErrorChannel:
         text = f"rank {rank} ({host}) failed inside Join: {cause}\n{entry['traceback']}"
         return PeerError(text, rank=rank, host=host, cause=cause, traceback=entry["traceback"])
 
-    def _gone(self, silent: Sequence[int], error: str) -> PeerError:
+    def _gone(self, silent: Sequence[int], error: str) -> Steps[PeerError]:
         """Return an error that names the ranks that are gone, or else those that do not answer."""
-        gone_ranks = [rank for rank in silent if self._is_gone(rank)]
+        gone_ranks = yield from self._ended(silent)
         ranks = gone_ranks or list(silent)
-        processes = [self._process(rank) for rank in ranks]
+        processes = []
+        for rank in ranks:
+            processes.append((yield from self._process(rank)))
         hosts = [process.host for process in processes if process is not None]
         where = f" ({', '.join(sorted(set(hosts)))})" if hosts else ""
         state = (
@@ -369,19 +384,3 @@ def _ports(store: Any) -> list[int]:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return [store.port] if isinstance(store, dist.TCPStore) else []
-
-
-def _with_deadline(call: Callable[[], T], waits_s: float = 0.0) -> T:
-    """Return ``call()``, which makes requests to the store, from a helper thread.
-
-    ``waits_s`` is how long ``call`` itself may wait for other ranks. Raises ``DistNetworkError`` at
-    the deadline, and abandons the thread.
-    """
-    seconds = _STORE_S + waits_s
-    helper = BackgroundCall(call, "rankcall-join-store")
-    if not helper.ended(seconds):
-        helper.give_up()
-        raise dist.DistNetworkError(
-            f"the job's store gave no answer within {seconds:g} s: its host is stopped or cut off"
-        )
-    return helper.outcome()

@@ -1,20 +1,23 @@
 """The members of a dynamic group: a log in the store, to which workers add that they come and go.
 
-Adding a line is one atomic operation, so joining takes no lock, and a worker that dies while it
-joins blocks no other. The order of the log says who was there before whom.
+Adding a line is one atomic request, so joining takes no lock, and a worker that dies while it joins
+blocks no other. The order of the log says who was there before whom. Unlike the entries of
+``rankcall.store.parts.Log``, all lines are in one key: one request reads them, and a log can be
+closed and begun anew.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
+from rankcall._requests import Append, Read, Set, Steps
 from rankcall.process import DEAD, Process
-from rankcall.rpc._group import bounded
+from rankcall.rpc._group import seconds_left
+from rankcall.store.parts import perform, publish_once
 
 WorkerRecord = Mapping[str, Any]
 Present = dict[int, WorkerRecord]
@@ -33,16 +36,16 @@ class MemberLog:
     """
 
     def __init__(self, store: dist.Store) -> None:
-        self._store: Any = store  # torch's types lack append()
+        self._store = store
         self._number: int | None = None  # of the newest log that is known; it only grows
 
     def enter(self, record: WorkerRecord, deadline: float) -> list[WorkerRecord]:
         """Add a worker; return the records of those that came before it and have not left."""
-        return bounded(lambda: self._enter(record), deadline, "join")
+        return perform(self._store, seconds_left(deadline), self.entering(record))
 
     def members(self, deadline: float) -> list[WorkerRecord]:
         """Return the records of those that have not left."""
-        return list(bounded(self._present, deadline, "join").values())
+        return perform(self._store, seconds_left(deadline), self.reading())
 
     def leave(self, session: int, deadline: float | None = None, by: int | None = None) -> None:
         """Add that a worker has left or was lost. Doing so twice is harmless.
@@ -50,62 +53,70 @@ class MemberLog:
         ``by`` is the session of the member that lost it. The line has no effect if that member has
         itself been lost before: a worker that was stopped for long takes all others for lost.
         """
-        until = time.monotonic() + _LEAVE_S
-        entry = {"out": session} if by is None else {"out": session, "by": by}
-        bounded(lambda: self._add(entry), min(until, deadline or until), "leave")
+        left = min(_LEAVE_S, seconds_left(deadline)) if deadline else _LEAVE_S
+        perform(self._store, left, self.leaving(session, by))
 
-    def _enter(self, record: WorkerRecord) -> list[WorkerRecord]:
-        lines = self._add({"in": record})
+    # The protocol: generators of requests.
+
+    def entering(self, record: WorkerRecord) -> Steps[list[WorkerRecord]]:
+        """Do as ``enter`` does."""
+        lines = yield from self._add({"in": record})
         own = [line.get("in", {}).get("session") for line in lines].index(record["session"])
         before, now = _present(lines[:own]), _present(lines)
         if len(lines) > max(_LINES, 4 * len(now)):
-            self._add(_END)
+            yield from self._add(_END)
         return [other for session, other in before.items() if session in now]
 
-    def _present(self) -> Present:
-        number = self._newest()
-        while _is_closed(lines := self._read(number)):
-            number = self._begin_next(number, lines)
-        return _present(lines)
+    def reading(self) -> Steps[list[WorkerRecord]]:
+        """Do as ``members`` does."""
+        number = yield from self._newest()
+        while _is_closed(lines := (yield from self._read(number))):
+            number = yield from self._begin_next(number, lines)
+        return list(_present(lines).values())
 
-    def _add(self, entry: Mapping[str, Any]) -> list[Any]:
+    def leaving(self, session: int, by: int | None = None) -> Steps[None]:
+        """Do as ``leave`` does."""
+        yield from self._add({"out": session} if by is None else {"out": session, "by": by})
+
+    def _add(self, entry: Mapping[str, Any]) -> Steps[list[Any]]:
         """Append to the newest log; return its lines, including the new one."""
-        number = self._newest()
+        number = yield from self._newest()
         while True:
-            self._store.append(f"{_LOG}/{number}", json.dumps(entry) + "\n")
-            lines = self._read(number)
+            yield Append(f"{_LOG}/{number}", _line(entry))
+            lines = yield from self._read(number)
             if not _is_closed(lines):
                 return lines
-            number = self._begin_next(number, lines)
+            number = yield from self._begin_next(number, lines)
             if entry == _END:
                 return lines
 
-    def _read(self, number: int) -> list[Any]:
+    def _read(self, number: int) -> Steps[list[Any]]:
         """Return a log's lines, up to the one that closes it."""
-        key = f"{_LOG}/{number}"
-        text = self._store.get(key).decode() if self._store.check([key]) else ""
         lines = []
-        for line in text.splitlines():
+        for line in ((yield Read(f"{_LOG}/{number}")) or b"").splitlines():
             lines.append(json.loads(line))
             if "end" in lines[-1]:
                 break
         return lines
 
-    def _begin_next(self, closed: int, lines: list[Any]) -> int:
+    def _begin_next(self, closed: int, lines: list[Any]) -> Steps[int]:
         """Return the number of the log after a closed one. The first worker here begins it."""
         if lines != [_END]:  # else another worker has begun it, and cleared the closed one
-            begin = "".join(json.dumps({"in": each}) + "\n" for each in _present(lines).values())
-            self._store.compare_set(f"{_LOG}/{closed + 1}", "", begin or "{}\n")
-            self._store.set(_NEWEST, str(closed + 1))
-            self._store.set(f"{_LOG}/{closed}", json.dumps(_END) + "\n")
+            begin = b"".join(_line({"in": each}) for each in _present(lines).values())
+            yield from publish_once(f"{_LOG}/{closed + 1}", begin or b"{}\n")
+            yield Set(_NEWEST, b"%d" % (closed + 1))
+            yield Set(f"{_LOG}/{closed}", _line(_END))
         self._number = closed + 1
         return closed + 1
 
-    def _newest(self) -> int:
+    def _newest(self) -> Steps[int]:
         if self._number is None:
-            is_known = self._store.check([_NEWEST])
-            self._number = int(self._store.get(_NEWEST)) if is_known else 0
+            self._number = int((yield Read(_NEWEST)) or 0)
         return self._number
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
 
 
 def _is_closed(lines: list[Any]) -> bool:

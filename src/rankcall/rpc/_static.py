@@ -19,10 +19,12 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rpc import _delete_all_user_and_unforked_owner_rrefs
 
+from rankcall._requests import CompareSet, Read, Set, Steps, Until, Wait
 from rankcall.errors import RpcTimeout
 from rankcall.process import DEAD, Process
 from rankcall.rpc._group import bounded, seconds_left, wait_idle
 from rankcall.store import BarrierTimeout, synchronize
+from rankcall.store.parts import perform, publish_once
 
 _ASK_S = 1.0  # how often a waiting worker looks for peers that died or started again
 _NAMING_S = 2.0  # of shutdown's time: kept to find out who is missing
@@ -43,10 +45,9 @@ class StaticMembership:
     """
 
     def __init__(self, store: Store, name: str, rank: int, world_size: int) -> None:
-        self._root, self._name = store, name
+        self._store, self._name = store, name
         self.rank, self.world_size = rank, world_size
         self._epoch = 0
-        self._store: Store = store
         self._names: list[str] = []
         self._processes: list[Process] = []
         # Returns the reasons why workers are known to be gone, by name.
@@ -55,7 +56,7 @@ class StaticMembership:
     @property
     def store(self) -> Store:
         """The store for keys of this attempt to form the group."""
-        return self._store
+        return PrefixStore(f"epoch-{self._epoch}", self._store)
 
     def introduce(self, card: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
         """Give ``card``, which JSON can carry, to all; return the cards of all, in rank order.
@@ -69,7 +70,7 @@ class StaticMembership:
                 cards: list[dict[str, Any]] = self.exchange("init", record, deadline)
                 break
             except _StartedAgain:
-                self._claim_rank(deadline)
+                self.claim_rank(deadline)
         names = [card["node"]["name"] for card in cards]
         check_names(names)
         self._names = names
@@ -87,7 +88,7 @@ class StaticMembership:
             patience = min(seconds_left(deadline, 0.01), _ASK_S)
             try:
                 values = synchronize(
-                    self._store, data, self.rank, self.world_size, label, patience
+                    self._store, data, self.rank, self.world_size, self._key(label), patience
                 )  # called again after a timeout, it goes on waiting
                 return [json.loads(each) for each in values]
             except BarrierTimeout as late:
@@ -96,7 +97,7 @@ class StaticMembership:
                     raise self._timeout(label, late, "; ".join(gone.values()), list(gone)) from late
                 if time.monotonic() >= deadline:
                     raise self._timeout(label, late, "", late.missing_ranks) from late
-                if bounded(lambda: _current_epoch(self._root), deadline, label) != self._epoch:
+                if perform(self._store, seconds_left(deadline), _current_epoch()) != self._epoch:
                     if label == "init":
                         raise _StartedAgain from late
                     reason = "a worker has called init_rpc again; do the same here"
@@ -104,13 +105,16 @@ class StaticMembership:
 
     def farewell(self, deadline: float) -> None:
         """Let rank 0 leave last: it may host the store that the others still read."""
-        keys = [f"gone/{rank}" for rank in range(1, self.world_size)]
-        left = timedelta(seconds=seconds_left(deadline, 0.01))
-        with contextlib.suppress(RuntimeError):
+        gone = [self._key(f"gone/{rank}") for rank in range(1, self.world_size)]
+
+        def steps() -> Steps[None]:
             if self.rank:
-                bounded(lambda: self._store.set(f"gone/{self.rank}", ""), deadline, "shutdown")
-            elif keys:
-                bounded(lambda: self._store.wait(keys, left), deadline, "shutdown")
+                yield Set(gone[self.rank - 1], b"")
+            elif gone:
+                yield Wait(gone)
+
+        with contextlib.suppress(RuntimeError):
+            perform(self._store, seconds_left(deadline, 0.01), steps())
 
     def describe(self, rank: int) -> str:
         """Return a worker's name and rank, as far as they are known."""
@@ -142,33 +146,47 @@ class StaticMembership:
             what=label,
         )
 
-    def _claim_rank(self, deadline: float) -> None:
+    def claim_rank(self, deadline: float) -> None:
         """Enter the current epoch and claim the rank there; -1 claims the first that is free."""
-        bounded(lambda: self._claim(deadline), deadline, f"init of {self._name!r}")
+        perform(self._store, seconds_left(deadline), self._claim())
 
-    def _claim(self, deadline: float) -> None:
+    def _claim(self) -> Steps[None]:
         record = {"name": self._name, **_process_record()}
         while True:
-            self._epoch = _enter_epoch(self._root)
-            self._store = PrefixStore(f"epoch-{self._epoch}", self._root)
-            size = _agree_on_size(self._store, self.world_size, deadline)
+            self._epoch = yield from _enter_epoch()
+            size = yield from self._agree_on_size()
             self._check_size(size)
-            holder = _claim_one(
-                self._store, range(size) if self.rank == -1 else [self.rank], record
-            )
-            if isinstance(holder, int):
-                self.rank, self.world_size = holder, size
-                return
+            holder: dict[str, Any] = {}
+            for rank in range(size) if self.rank == -1 else [self.rank]:
+                mine = json.dumps(record).encode()
+                text = yield from publish_once(self._key(f"rank/{rank}"), mine)
+                if text == mine:
+                    self.rank, self.world_size = rank, size
+                    return
+                holder = json.loads(text)
             name = holder.pop("name")
             if Process(**holder).liveness() != DEAD:
                 break
-            _end_epoch(self._root, self._epoch)  # it died in its init_rpc
+            yield from _end_epoch(self._epoch)  # it died in its init_rpc
         if self.rank == -1:
             raise RuntimeError(f"all {size} ranks of the group are taken: none for {self._name!r}")
         raise RuntimeError(
             f"rank argument {self.rank} of worker {self._name!r} is not unique: "
             f"worker {name!r} has rank {self.rank}"
         )
+
+    def _agree_on_size(self) -> Steps[int]:
+        key = self._key("size")
+        if self.world_size != -1:
+            return int((yield from publish_once(key, b"%d" % self.world_size)))
+        # Not a Wait: a TCPStore without libuv does not wake one for a key made by compare_set.
+        size = yield Until(Read(key), bool)
+        if size is None:
+            raise RpcTimeout("no worker of the group has said how many workers there are")
+        return int(size)
+
+    def _key(self, name: str) -> str:
+        return f"epoch-{self._epoch}/{name}"
 
     def _check_size(self, size: int) -> None:
         if self.world_size not in (-1, size):
@@ -192,7 +210,7 @@ def claim_rank(
     many there are, ``StoreLost``.
     """
     membership = StaticMembership(store, name, rank, world_size)
-    membership._claim_rank(deadline)
+    membership.claim_rank(deadline)
     return membership
 
 
@@ -242,45 +260,21 @@ def _process_record() -> dict[str, Any]:
     return dataclasses.asdict(Process.current())
 
 
-def _current_epoch(store: Store) -> int:
-    return int(store.compare_set("epoch", "", "0"))
+def _current_epoch() -> Steps[int]:
+    return int((yield from publish_once("epoch", b"0")))
 
 
-def _end_epoch(store: Store, epoch: int) -> None:
+def _end_epoch(epoch: int) -> Steps[None]:
     """Move the group on, unless another worker has done so already."""
-    store.compare_set("epoch", str(epoch), str(epoch + 1))
+    yield CompareSet("epoch", b"%d" % epoch, b"%d" % (epoch + 1))
 
 
-def _enter_epoch(store: Store) -> int:
+def _enter_epoch() -> Steps[int]:
     """Return the current epoch; a process takes part in each epoch once."""
-    identity = store.compare_set("identity", "", secrets.token_hex(8)).decode()
-    epoch = _current_epoch(store)
+    identity = (yield from publish_once("identity", secrets.token_hex(8).encode())).decode()
+    epoch = yield from _current_epoch()
     if epoch == _last_epochs.get(identity):
-        _end_epoch(store, epoch)
-        epoch = _current_epoch(store)
+        yield from _end_epoch(epoch)
+        epoch = yield from _current_epoch()
     _last_epochs[identity] = epoch
     return epoch
-
-
-def _agree_on_size(store: Store, world_size: int, deadline: float) -> int:
-    if world_size != -1:
-        return int(store.compare_set("size", "", str(world_size)))
-    try:
-        store.wait(["size"], timedelta(seconds=seconds_left(deadline, 0.01)))
-    except RuntimeError as error:
-        raise RpcTimeout("no worker of the group has said how many workers there are") from error
-    return int(store.get("size"))
-
-
-def _claim_one(
-    store: Store, candidates: Iterable[int], record: Mapping[str, Any]
-) -> int | dict[str, Any]:
-    """Claim the first rank that is free and return it, or return the record of the last holder."""
-    mine = json.dumps(record)
-    holder = mine
-    for rank in candidates:
-        holder = store.compare_set(f"rank/{rank}", "", mine).decode()
-        if holder == mine:
-            return rank
-    record_of_holder: dict[str, Any] = json.loads(holder)
-    return record_of_holder

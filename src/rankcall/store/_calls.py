@@ -18,7 +18,13 @@ from torch.distributed import Store
 from rankcall._requests import Steps
 from rankcall.process import host_name
 from rankcall.store import _errors, _protocol, _tickets
-from rankcall.store._checks import check_rank, check_seconds, check_store, check_world
+from rankcall.store._checks import (
+    check_prefix,
+    check_rank,
+    check_seconds,
+    check_store,
+    check_world,
+)
 from rankcall.store._client import (
     Call,
     LocalState,
@@ -30,7 +36,7 @@ from rankcall.store._client import (
     where,
 )
 from rankcall.store._errors import Decoder, StoreLost
-from rankcall.store._keys import BARRIER, CLEAN_UP, EXCHANGE, GET_ALL, Keys, attempt_of, keys_of
+from rankcall.store._keys import BARRIER, CLEAN_UP, EXCHANGE, GET_ALL, Keys
 
 LARGEST = 7 << 20  # a TCPStore closes the connection of a process that sends 8 MiB
 _RETIRED = 1024
@@ -144,7 +150,7 @@ def _seat(state: LocalState, keys: Keys, rank: int) -> Seat:
 
 def _take(seat: Seat, call: Call, keys: Keys, store: Store, deadline: float) -> None:
     """Use a seat for a call alone; wait for a call that its caller has given up."""
-    if not seat.lock.acquire(blocking=False):
+    if not seat.lock.acquire(False):
         other = seat.call
         if other is not None and not other.is_abandoned:
             raise _errors.claimed_by_a_thread(keys, seat.claim)
@@ -236,17 +242,16 @@ def barrier(
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
-    check_store(store, key_prefix)
     state = local_state(store)
-    which = attempt_of(attempt)
-    arguments = world_size, key_prefix, barrier_timeout, rank, trace_timeout, which, what
+    arguments = world_size, key_prefix, barrier_timeout, rank, trace_timeout, attempt, what
     is_plain = hosts is None and rank_tracing_decoder is None
     request = state.checked.get(arguments) if is_plain else None
     if request is None:
+        check_prefix(key_prefix)
         check_world(world_size)
         check_seconds(barrier_timeout, "barrier_timeout")
         check_seconds(trace_timeout, "trace_timeout", positive=False)
-        keys = keys_of(key_prefix, which, world_size, state.appends)
+        keys = state.keys(key_prefix, attempt, world_size)
         if rank is None:
             if rank_tracing_decoder is not None:
                 raise ValueError("rank_tracing_decoder names ranks: give rank as well")
@@ -347,12 +352,13 @@ def synchronize(
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
-    check_store(store, key_prefix)
+    state = local_state(store)
+    check_prefix(key_prefix)
     check_rank(rank, world_size)
     check_rank(host_rank, world_size, "host_rank")
     seconds = check_seconds(timeout, "timeout")
     value = _data(data, rank)
-    keys = keys_of(key_prefix, attempt_of(attempt), world_size, local_state(store).appends)
+    keys = state.keys(key_prefix, attempt, world_size)
     request = _Request("synchronize", keys, rank, seconds, what)
     return _perform(
         store,
@@ -360,6 +366,7 @@ def synchronize(
         lambda seat: _protocol.exchange(keys, seat, value, host_rank),
         request.unnamed,
         EXCHANGE,
+        state,
     )
 
 
@@ -409,16 +416,21 @@ def get_all(
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
-    check_store(store, prefix)
+    state = local_state(store)
+    check_prefix(prefix)
     check_rank(rank, world_size)
     check_rank(host_rank, world_size, "host_rank")
     own: Any = store  # torch's types leave ``timeout`` out
     seconds = check_seconds(own.timeout.total_seconds() if timeout is None else timeout, "timeout")
-    keys = keys_of(prefix, attempt_of(attempt), world_size, local_state(store).appends)
+    keys = state.keys(prefix, attempt, world_size)
     names = [f"{prefix}{one}" for one in range(world_size)]
     request = _Request("get_all", keys, rank, seconds, what, did="have set their key")
     values, unread = _perform(
-        store, request, lambda seat: _protocol.gather(keys, seat, names, host_rank), kind=GET_ALL
+        store,
+        request,
+        lambda seat: _protocol.gather(keys, seat, names, host_rank),
+        kind=GET_ALL,
+        state=state,
     )
     if unread:
         request.did = "have read the values"
@@ -444,11 +456,11 @@ def clean_up(
 
     Raises ``StoreLost``, ``WorldMismatch``, ``ValueError`` and ``TypeError``.
     """
-    check_store(store, key_prefix)
+    state = local_state(store)
+    check_prefix(key_prefix)
     check_world(world_size)
     seconds = check_seconds(timeout, "timeout")
-    state = local_state(store)
-    keys = keys_of(key_prefix, attempt_of(attempt), world_size, state.appends)
+    keys = state.keys(key_prefix, attempt, world_size)
     place = keys.prefix, keys.attempt, keys.world_size
     if rank is None:
         call = Call()
@@ -485,7 +497,7 @@ def store_timeout(store: Store, timeout: float) -> Iterator[None]:
     store through a ``PrefixStore``. The functions of this module do not need it. Raises
     ``ValueError`` for a timeout that is not positive.
     """
-    check_store(store, "")
+    check_store(store)
     seconds = check_seconds(timeout, "timeout")
     known: Any = store  # torch's types leave ``timeout`` out
     before: timedelta = known.timeout

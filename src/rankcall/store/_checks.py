@@ -6,13 +6,17 @@ import math
 
 from torch.distributed import Store
 
-__all__ = ["check_rank", "check_seconds", "check_store", "check_world"]
+__all__ = ["check_prefix", "check_rank", "check_seconds", "check_store", "check_world"]
 
 
-def check_store(store: Store, key_prefix: str) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if this is not a store, or not a prefix."""
+def check_store(store: Store) -> None:
+    """Raise ``TypeError`` if this is not a store."""
     if not isinstance(store, Store):
         raise TypeError(f"store must be a torch.distributed.Store; got {type(store).__name__}")
+
+
+def check_prefix(key_prefix: str) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if this is not a prefix of keys."""
     if not isinstance(key_prefix, str):
         raise TypeError(f"key_prefix must be a str; got {type(key_prefix).__name__}")
     try:

@@ -28,13 +28,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store, TCPStore
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 
 from rankcall import background
 from rankcall._requests import METHODS, Steps, Until, Wait, WaitRead
+from rankcall.store._checks import check_store
 from rankcall.store._errors import StoreLost
+from rankcall.store._keys import Keys, attempt_of_this_process, keys_of
 
 BEYOND_S = 0.85  # the time after its timeout in which a call names the missing or gives up
 _HEARD_S = 1.5  # a store that answered so recently is there; only this machine is too busy
@@ -65,8 +68,7 @@ clock = Clock()
 class Connection:
     """One way to a store, for one thread at a time. Its methods are the requests.
 
-    ``operations`` counts the requests, ``round_trips`` those that are answered; ``heard`` is when
-    the last answer came.
+    ``heard`` is when the last answer came.
     """
 
     def __init__(self, client: Store, own_socket: socket.socket | None = None) -> None:
@@ -79,8 +81,6 @@ class Connection:
         self._limit = 0.0
         self.where = where(client)
         self.is_broken = False
-        self.operations = 0
-        self.round_trips = 0
         self.heard = 0.0
 
     @property
@@ -98,14 +98,14 @@ class Connection:
             self._limit = seconds
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(self._client.add, key, amount))
+        return self._client.add(key, amount)  # type: ignore[no-any-return]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(self._client.check, list(keys)))
+        return bool(self._client.check(list(keys)))
 
     def read(self, key: str) -> bytes | None:
         # One round trip that never waits, unlike get().
-        value = bytes(self._ask(self._client.compare_set, key, _ABSENT, _ABSENT))
+        value = bytes(self._client.compare_set(key, _ABSENT, _ABSENT))
         return None if value == _ABSENT.encode() else value
 
     def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -113,30 +113,28 @@ class Connection:
             return [self.read(key) for key in keys]
         if self.check(keys):
             try:
-                return list(self._ask(self._client.multi_get, list(keys)))
+                return list(self._client.multi_get(list(keys)))
             except DistStoreError:
                 return [self.read(key) for key in keys]  # one was removed in between
         half = len(keys) // 2
         return self.read_many(keys[:half]) + self.read_many(keys[half:])
 
     def set(self, key: str, value: bytes) -> None:
-        self.round_trips -= 1  # the store does not answer
-        self._ask(self._client.set, key, value)
+        self._client.set(key, value)
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes | None:
-        held = bytes(self._ask(self._client.compare_set, key, expected, value))
+        held = bytes(self._client.compare_set(key, expected, value))
         # An absent key is answered with what was expected; a key that held that has been set.
         return None if expected and held == expected != value else held
 
     def append(self, key: str, value: bytes) -> None:
-        self.round_trips -= 1
-        self._ask(self._client.append, key, value)
+        self._client.append(key, value)
 
     def delete(self, key: str) -> None:
-        self._ask(self._client.delete_key, key)
+        self._client.delete_key(key)
 
     def list_keys(self) -> list[str]:
-        return list(self._ask(self._client.list_keys))
+        return list(self._client.list_keys())
 
     def now(self) -> float:
         return clock.monotonic()
@@ -147,24 +145,15 @@ class Connection:
     def block(self, keys: Sequence[str], seconds: float) -> bool:
         """Wait for keys as long as the store allows; return whether they are there."""
         try:
-            span = timedelta(seconds=min(max(seconds, 0.001), _LONGEST_S))
-            self._ask(self._client.wait, list(keys), span)
+            self._client.wait(keys, _span(int(seconds) or max(seconds, 0.001)))
         except DistStoreError:
             return False
         return True
 
-    def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
-        self.operations += 1
-        self.round_trips += 1
-        try:
-            answer = request(*arguments)
-        except DistStoreError:
-            raise
-        except (DistNetworkError, RuntimeError) as error:  # RuntimeError: a FileStore without file
-            self.is_broken = True
-            raise lost(self.where, str(error)) from error
-        self.heard = clock.monotonic()
-        return answer
+    def lost(self, error: Exception) -> StoreLost:
+        """Return the error for a request that failed; the connection is of no more use."""
+        self.is_broken = True
+        return lost(self.where, str(error))
 
     def shut_down(self) -> None:
         """Let a thread that waits for an answer go on, with an error."""
@@ -185,6 +174,12 @@ class Connection:
             self.close()
 
 
+@lru_cache(maxsize=64)
+def _span(seconds: float) -> timedelta:
+    """Return a time in the store's type. It takes long to make, so waits are in whole seconds."""
+    return timedelta(seconds=min(seconds, _LONGEST_S))
+
+
 @dataclass
 class LocalState:
     """The state that this process keeps for a store object, as long as that lives."""
@@ -192,10 +187,16 @@ class LocalState:
     answers_slowly: bool  # a request may take longer than it was given
     is_tcp: bool
     appends: bool
+    attempt: int  # of the job, when this process first used the store
     idle: list[Connection] = field(default_factory=list)
     members: dict[Any, Any] = field(default_factory=dict)
     seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # of roll calls
     checked: dict[Any, Any] = field(default_factory=dict)  # arguments that were in order
+
+    def keys(self, prefix: str, attempt: int | None, world_size: int) -> Keys:
+        """Return the keys of a world under a prefix."""
+        which = self.attempt if attempt is None else attempt
+        return keys_of(prefix, which, world_size, self.appends)
 
 
 _states: weakref.WeakKeyDictionary[Store, LocalState] = weakref.WeakKeyDictionary()
@@ -205,9 +206,10 @@ _is_watching: list[bool] = []
 
 
 def local_state(store: Store) -> LocalState:
-    """Return the state that this process keeps for a store object."""
-    found = _states.get(store)
+    """Return the state that this process keeps for a store object; ``TypeError`` if it is none."""
+    found = _states.get(store) if isinstance(store, Store) else None
     if found is None:
+        check_store(store)
         if not _is_watching:
             _is_watching.append(True)
             os.register_at_fork(after_in_child=_after_fork)
@@ -217,6 +219,7 @@ def local_state(store: Store) -> LocalState:
             answers_slowly=not isinstance(root, HashStore),
             is_tcp=isinstance(root, TCPStore),
             appends=bool(root.has_extended_api()),  # type: ignore[attr-defined]
+            attempt=attempt_of_this_process(),
         )
         found = _states.setdefault(store, found)
     return found
@@ -310,12 +313,17 @@ def drive(
         while True:
             if call.is_abandoned:
                 raise _Abandoned
-            if request.__class__ in _WAITS:
-                answer = wait(request)
-                if answer is _PENDING:
-                    return False, request
-            else:
-                answer = _METHODS[request.__class__](connection, *request)
+            kind = request.__class__
+            try:
+                if kind in _WAITS:
+                    answer = wait(request)
+                    if answer is _PENDING:
+                        return False, request
+                else:
+                    answer = _METHODS[kind](connection, *request)
+            except RuntimeError as error:  # also of a FileStore whose file is gone
+                raise connection.lost(error) from error
+            connection.heard = clock.monotonic()
             request = steps.send(answer)
     except StopIteration as end:
         return True, end.value
@@ -333,6 +341,7 @@ def _blocking(connection: Connection, call: Call, until: float, deadline: float)
             return _polling(connection, call, until, until >= deadline)(request)
         keys = request.keys if request.__class__ is Wait else (request.key,)
         while not connection.block(keys, until - clock.monotonic()):
+            connection.heard = clock.monotonic()
             if clock.monotonic() >= until:
                 is_last = until >= deadline
                 return _polling(connection, call, until)(request) if is_last else _PENDING
@@ -358,7 +367,7 @@ def _polling(connection: Connection, call: Call, until: float, is_last: bool = T
                 answer = _METHODS[inner.__class__](connection, *inner)
                 is_there = request.is_enough(answer)
                 answer = answer if is_there else None
-            now = clock.monotonic()
+            connection.heard = now = clock.monotonic()
             if is_there:
                 return answer
             if call.is_abandoned:
@@ -465,6 +474,7 @@ def _run_aside(
     return result
 
 
+@lru_cache(maxsize=64)
 def blocking_times(timeout: float) -> tuple[float, float] | None:
     """Return how long an answer and a blocking wait may take; None if it is better not to block.
 

@@ -21,14 +21,10 @@ _LOW_BITS = sum(1 << 2 * position for position in range(RANKS))
 _CLAIM = "claim"
 
 
-def attempt_of(attempt: int | None) -> int:
-    """Return the elastic attempt: the given one, else torchrun's restart count, else 0."""
-    if attempt is None:
-        text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return int(text) if text.isdecimal() else 0
-    if attempt < 0:
-        raise ValueError(f"attempt counts restarts from 0; got {attempt}")
-    return attempt
+def attempt_of_this_process() -> int:
+    """Return the elastic attempt: torchrun's restart count, or 0."""
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,9 @@ class Keys:
         """The process that is this rank."""
         return f"{self._sized}{_CLAIM}{rank}"
 
-    def word_of(self, kind: str, number: int, rank: int) -> str:
-        """The counter that holds the arrival of a rank in a generation."""
-        return f"{self._sized}{kind}{number}/w{rank // self.ranks_per_word}"
+    def word(self, kind: str, number: int, word: int) -> str:
+        """One counter of arrivals of a generation."""
+        return f"{self._sized}{kind}{number}/w{word}"
 
     def words(self, kind: str, number: int) -> list[str]:
         """All counters of arrivals of a generation."""
@@ -155,6 +151,8 @@ def is_claim(key: str) -> bool:
 @lru_cache(maxsize=4096)
 def keys_of(prefix: str, attempt: int, world_size: int, appends: bool) -> Keys:
     """Return the keys of a world; made once while they are in use."""
+    if attempt < 0:
+        raise ValueError(f"attempt counts restarts from 0; got {attempt}")
     return Keys(prefix, attempt, world_size, appends)
 
 

@@ -211,21 +211,25 @@ def announce(keys: Keys, entry: bytes) -> Steps[None]:
 class Round:
     """One rank's way through one generation of barriers or exchanges.
 
-    ``data``, for an exchange, is what this rank hands in.
+    ``data``, for an exchange, is what this rank hands in. ``release`` is the key that all wait for.
     """
+
+    _blob: bytes | None = None  # the data of all ranks, if this rank has read it
 
     def __init__(self, keys: Keys, member: Member, kind: str, data: bytes | None = None) -> None:
         self._keys = keys
         self._member = member
         self._rank = member.claim.rank
+        self._word, position = divmod(self._rank, keys.ranks_per_word)
+        self._arrival = 1 << 2 * position  # what this rank adds to its word
         self._kind = kind
         self._progress = progress = member.of_kind(kind)
-        self._number = progress.generation
-        self._release = keys.release(kind, self._number)
-        self._data = keys.data(self._number) if kind == EXCHANGE else ""
-        self._blob: bytes | None = None  # the data of all ranks, if this rank has read it
-        if data is not None and progress.frame is None:
-            progress.frame = frame(self._rank, data)
+        self._number = number = progress.generation
+        self.release = keys.release(kind, number)
+        if kind == EXCHANGE:
+            self._data = keys.data(number)
+            if data is not None and progress.frame is None:
+                progress.frame = frame(self._rank, data)
 
     def arrive(self) -> Steps[bool]:
         """Arrive unless this rank has; return whether this rank has let all ranks pass."""
@@ -234,38 +238,37 @@ class Round:
             yield from claim_rank(keys, self._member)
         if progress.is_settled:
             return False
-        word = keys.word_of(self._kind, self._number, self._rank)
         is_complete = False
-        if progress.additions == 0:
-            value = yield from self._add(word)
-            number, own = divmod(self._rank, keys.ranks_per_word)
-            if value == keys.full_value(number) or value == 1 << 2 * own:
-                is_complete = yield from self._follow_up(value)
+        if progress.additions:
+            is_complete = yield from self._arrive_again()
         else:
-            is_complete = yield from self._arrive_again(word)
+            value = yield from self._add()
+            if value == self._arrival or value == keys.full_value(self._word):
+                is_complete = yield from self._follow_up(value)
         if progress.leftovers:
             yield from remove_leftovers(self._keys, progress)
         progress.is_settled = True
         return is_complete
 
-    def _add(self, word: str) -> Steps[int]:
+    def _add(self) -> Steps[int]:
         progress = self._progress
         if progress.additions >= MOST_ADDITIONS:
             raise Unconfirmed
+        word = self._keys.word(self._kind, self._number, self._word)
         if progress.frame is not None:
             yield from hand_in(self._keys, self._data, self._rank, progress.frame)
         progress.additions += 1
-        value: int = yield Add(word, arrival(self._rank, self._keys.ranks_per_word))
+        value: int = yield Add(word, self._arrival)
         progress.has_arrived = True
         return value
 
-    def _arrive_again(self, word: str) -> Steps[bool]:
+    def _arrive_again(self) -> Steps[bool]:
         """Arrive after an answer was lost: the arrival may be there already, or not."""
         keys, progress = self._keys, self._progress
         if not progress.has_arrived:
-            value = counter((yield Read(word)))
+            value = counter((yield Read(keys.word(self._kind, self._number, self._word))))
             if not arrivals(value, self._rank, keys.ranks_per_word):
-                value = yield from self._add(word)
+                value = yield from self._add()
                 if arrivals(value, self._rank, keys.ranks_per_word) == 1:
                     return (yield from self._follow_up(value))
             progress.has_arrived = True
@@ -274,26 +277,25 @@ class Round:
         is_complete = not missing_ranks(words, keys.world_size, keys.ranks_per_word)
         if is_complete:
             yield from self._let_pass()
-            if self._kind == EXCHANGE and (yield Read(self._release))[:1] == _COPY:
+            if self._kind == EXCHANGE and (yield Read(self.release))[:1] == _COPY:
                 yield from remove_log(keys, self._data)
         yield from self._remove_as_first()
-        number = self._rank // keys.ranks_per_word
-        if is_full(counter(words[number]), number, keys.world_size, keys.ranks_per_word):
+        value = counter(words[self._word])
+        if is_full(value, self._word, keys.world_size, keys.ranks_per_word):
             yield from self._remove_as_last(of_all=is_complete)
         return is_complete
 
     def _follow_up(self, value: int) -> Steps[bool]:
         """Do the duties of the first and of the last rank of a word."""
         keys, is_complete = self._keys, False
-        number, own = divmod(self._rank, keys.ranks_per_word)
-        if is_full(value, number, keys.world_size, keys.ranks_per_word):
+        if is_full(value, self._word, keys.world_size, keys.ranks_per_word):
             is_complete = keys.word_count == 1 or keys.word_count == (
                 yield Add(keys.full(self._kind, self._number), 1)
             )
             if is_complete:
                 yield from self._complete()
             yield from self._remove_as_last(of_all=is_complete)
-        if value == 1 << 2 * own and (number == 0 or self._number == 0):
+        if value == self._arrival and (self._word == 0 or self._number == 0):
             yield from self._remove_as_first()
         return is_complete
 
@@ -303,7 +305,7 @@ class Round:
         if self._kind == EXCHANGE:
             self._blob = blob = yield from read_log(keys, self._data)
             is_copied = len(blob) <= _LARGEST_COPY
-            yield Set(self._release, _COPY + blob if is_copied else _ELSEWHERE)
+            yield Set(self.release, _COPY + blob if is_copied else _ELSEWHERE)
             if is_copied:
                 yield from remove_log(keys, self._data)
             else:
@@ -318,13 +320,13 @@ class Round:
     def _let_pass(self) -> Steps[None]:
         """Let all pass; any rank that finds all arrived may, as the one that should may be gone."""
         if self._kind == EXCHANGE:
-            yield CompareSet(self._release, b"", _ELSEWHERE)
+            yield CompareSet(self.release, b"", _ELSEWHERE)
         elif self._keys.appends:
             # Creates the counter, or changes nothing: a counter is read up to the first
             # character that is not a digit. Unlike adding 0, it needs no answer.
-            yield Append(self._release, b"\n0")
+            yield Append(self.release, b"\n0")
         else:
-            yield Add(self._release, 0)
+            yield Add(self.release, 0)
 
     def _remove_as_first(self) -> Steps[None]:
         """Remove keys of the generation before last, as the first rank to arrive.
@@ -340,32 +342,24 @@ class Round:
     def _remove_as_last(self, of_all: bool) -> Steps[None]:
         """Remove counters of the last generation, as the last rank of a word to arrive.
 
-        A rank that is still in the last generation does without them: see ``_late``. And all ranks
+        A rank that is still in the last generation does without them: see ``late``. And all ranks
         have left the generation before that, which counter 0 had released.
         """
         if self._number > 0:
-            yield Delete(self._keys.word_of(self._kind, self._number - 1, self._rank))
+            yield Delete(self._keys.word(self._kind, self._number - 1, self._word))
             if of_all and self._keys.word_count > 1:
                 yield Delete(self._keys.full(self._kind, self._number - 1))
 
-    def wait(self, name_missing: bool = True) -> Steps[None]:
-        """Return once all ranks have arrived.
+    def late(self) -> Steps[None]:
+        """Return if all have arrived after all, at the deadline.
 
-        Raises ``NotAllArrived`` or ``WorldsDiffer`` if the deadline came first.
+        Else raise ``NotAllArrived`` with the ranks that have not, or ``WorldsDiffer``.
         """
-        if (yield Wait((self._release,))):
-            return
-        if not name_missing:
-            raise NotAllArrived((), named=False)
-        yield from self._late()
-
-    def _late(self) -> Steps[None]:
-        """Return if all have arrived after all; else raise with the ranks that have not."""
         keys, kind = self._keys, self._kind
         words = yield ReadMany(keys.words(kind, self._number))
         # In this order: if a counter has been removed, the release was set before, and it stays
         # until this rank has left.
-        if (yield Check((self._release,))):
+        if (yield Check((self.release,))):
             return
         missing = missing_ranks(words, keys.world_size, keys.ranks_per_word)
         if not missing:
@@ -385,17 +379,17 @@ class Round:
         raise NotAllArrived(missing, hosts=hosts, rejected=rejected)
 
     def wait_data(self) -> Steps[bytes]:
-        """Return the data of all ranks once all have arrived; raises as ``wait``."""
+        """Return the data of all ranks once all have arrived; raises as ``late``."""
         if self._blob is not None:
             return self._blob
-        value = yield WaitRead(self._release)
+        value = yield WaitRead(self.release)
         if value is None:
-            yield from self._late()
-            value = yield Read(self._release)
+            yield from self.late()
+            value = yield Read(self.release)
         if value[:1] == _ELSEWHERE:
             blob: bytes = yield from read_log(self._keys, self._data)
             # If the last rank copies the data after all, it then removes them here.
-            value = yield Read(self._release)
+            value = yield Read(self.release)
             if value[:1] == _ELSEWHERE:
                 self._progress.leave_behind(self._data)
                 return blob
@@ -412,8 +406,11 @@ class Round:
 def meet(keys: Keys, member: Member, name_missing: bool = True) -> Steps[None]:
     """Go through a barrier."""
     one = Round(keys, member, BARRIER)
-    if not (yield from one.arrive()):
-        yield from one.wait(name_missing)
+    if (yield from one.arrive()) or (yield Wait((one.release,))):
+        return
+    if not name_missing:
+        raise NotAllArrived((), named=False)
+    yield from one.late()
 
 
 def exchange(keys: Keys, member: Member, data: bytes, host_rank: int) -> Steps[list[bytes]]:
@@ -461,7 +458,8 @@ def clean_up(keys: Keys, member: Member) -> Steps[bool]:
         yield from claim_rank(keys, member)
         progress.additions += 1
         rank = member.claim.rank
-        value = yield Add(keys.word_of(CLEAN_UP, 0, rank), arrival(rank, keys.ranks_per_word))
+        word = keys.word(CLEAN_UP, 0, rank // keys.ranks_per_word)
+        value = yield Add(word, arrival(rank, keys.ranks_per_word))
         progress.has_arrived = True
         number = rank // keys.ranks_per_word
         if not is_full(value, number, keys.world_size, keys.ranks_per_word):

@@ -13,9 +13,8 @@ from torch.distributed import Store
 from rankcall._requests import ReadMany, Set, Steps, Until
 from rankcall.process import host_name
 from rankcall.store import _errors
-from rankcall.store._checks import check_rank, check_seconds, check_store
+from rankcall.store._checks import check_prefix, check_rank, check_seconds
 from rankcall.store._client import Call, clock, local_state, run
-from rankcall.store._keys import attempt_of, keys_of
 
 _OLD_S = 60.0  # a rank whose answer this process has known for so long does not answer any more
 
@@ -87,11 +86,11 @@ def rollcall(
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
-    check_store(store, key_prefix)
+    state = local_state(store)
+    check_prefix(key_prefix)
     check_rank(rank, world_size)
     seconds = check_seconds(timeout, "timeout")
-    state = local_state(store)
-    keys = keys_of(key_prefix, attempt_of(attempt), world_size, state.appends)
+    keys = state.keys(key_prefix, attempt, world_size)
     names = [keys.answer(one) for one in range(world_size)]
     own = asdict(Answer(rank, host_name(), os.getpid(), newest() if doing is None else doing))
     # The nonce makes each answer of a rank another one, also if it says the same.

@@ -91,6 +91,13 @@ class Log:
         yield Until(Check((self._key(self.cursor),)), bool)
         return (yield from self.read())
 
+    def length(self) -> Steps[int]:
+        """Return how many entries there are, read or not."""
+        index = self.cursor
+        while (yield Check((self._key(index),))):
+            index += 1
+        return index
+
     def remove(self) -> Steps[None]:
         """Remove the log. No process may use it any more."""
         index = 0

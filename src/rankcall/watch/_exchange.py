@@ -3,13 +3,14 @@
 While nothing hangs, a node only polls whether another node has opened a round. A node with an
 overdue call opens one. Each node's leader posts its summary. The first that posted reads all
 summaries and judges; if that takes too long, the next one does. The others only wait for the
-verdict, so the store's work grows with the number of nodes, not with its square. ``compare_set``
-makes sure that there is one verdict.
+verdict, so the store's work grows with the number of nodes, not with its square. The first verdict
+that is published counts for all.
 
-Keys, below ``rankcall/watch/<attempt>/``: ``latest``, the last round that is over;
-``<round>/open``; ``<round>/posts``, a count; ``<round>/post/<number>``; ``<round>/verdict``.
-``nodes``, a count, and ``node/<number>``: the ranks of a node, written once, so that a verdict can
-name a lost node.
+Keys, below the prefix: ``latest``, the number of the last round that is over; ``<round>/posts``, a
+count, with which the round begins; ``<round>/post/<number>``; ``<round>/verdict``. ``nodes``, a
+count, and ``node/<number>``: the ranks of a node, written once, so that a verdict can name a lost
+node. The judge of a round removes the keys of the round before last. A node that is so late that
+its round has been removed starts over in the present one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from rankcall._requests import Add, Check, CompareSet, Delete, Now, Read, Set, Sleep, Steps
 from rankcall.analysis.state.node_snapshot import (
     NodeSnapshot,
     decode,
@@ -29,10 +31,10 @@ from rankcall.analysis.state.node_snapshot import (
     node_snapshot_of,
 )
 from rankcall.analysis.state.snapshot import RankState, Snapshot, no_calls
-from rankcall.background import BackgroundCall
 
 T = TypeVar("T")
 Member = tuple[int, str, int]  # rank, host, pid
+JudgeAll = Callable[[Snapshot, bytes], bytes]
 # The time for the other nodes to post: they poll every second, and wait for stacks. A round takes
 # all of it only if a node is gone.
 SETTLE_S = 6.0
@@ -57,144 +59,156 @@ class Unreachable(Exception):
     """The store does not answer."""
 
 
-class _NoStore(Exception):
-    """There is no store yet."""
-
-
 class Exchange:
-    """One node's side of the rounds. ``open_store`` connects; it returns None without a store.
+    """One node's side of the rounds. ``job_store`` returns None while there is no store.
 
-    Each use runs on a helper thread, which is left behind if the store does not answer: no timeout
-    applies to a store whose host was stopped.
+    No reference to the store is kept. ``rankcall.store`` makes the requests over a connection of
+    its own, and gives up a store that does not answer.
     """
 
-    def __init__(self, open_store: Callable[[], Any], settle_s: float = SETTLE_S) -> None:
-        self._open_store = open_store
+    def __init__(
+        self, job_store: Callable[[], Any], prefix: str = "", settle_s: float = SETTLE_S
+    ) -> None:
+        self._job_store = job_store
+        self._prefix = prefix
         self._settle_s = settle_s
-        self._store: Any = None
         self._lost_until = 0.0
         self._signed: list[Member] = []
-        self.keys: list[str] = []  # of the last round that this node judged
 
     def asked(self, members: Sequence[Member] = ()) -> bool:
         """Return whether another node has opened a round; register our ranks if they are not yet.
 
         Raises ``Unreachable`` like ``agree``.
         """
-
-        def ask(store: Any) -> bool:
-            self._sign(store, list(members))
-            return bool(store.check([f"{_round(store)}/open"]))
-
-        return self._guarded(ask, _PROBE_S)
-
-    def _sign(self, store: Any, members: list[Member]) -> None:
-        if members and members != self._signed:
-            store.set(f"node/{int(store.add('nodes', 1))}", json.dumps(members))
-            self._signed = members
+        return self._perform(_PROBE_S, self._ask(list(members)))
 
     @property
     def signed_on(self) -> bool:
         """Whether this node's ranks are in the store."""
         return bool(self._signed)
 
-    def agree(
-        self, mine: Snapshot, world_size: int, judge: Callable[[Snapshot, bytes], bytes]
-    ) -> Agreed:
+    def agree(self, mine: Snapshot, world_size: int, judge: JudgeAll) -> Agreed:
         """Post the state of our ranks, and return the verdict of all nodes together.
 
         ``judge`` gets the snapshot of all ranks, and the verdict of the round before or ``b""``.
         Raises ``Unreachable`` if the store is gone or silent.
         """
-        self._guarded(_round, _PROBE_S)
-        return self._guarded(
-            lambda store: self._agree(store, mine, world_size, judge),
-            self._settle_s + _JUDGES * _turn_s(world_size),
-        )
+        self._perform(_PROBE_S, self._latest())
+        limit_s = self._settle_s + _JUDGES * _turn_s(world_size)
+        return self._perform(limit_s, self.steps(mine, world_size, judge))
 
-    def _agree(
-        self, store: Any, mine: Snapshot, world_size: int, judge: Callable[[Snapshot, bytes], bytes]
-    ) -> Agreed:
-        number = _round(store)
-        store.add(f"{number}/open", 1)
-        post, own = int(store.add(f"{number}/posts", 1)), node_snapshot_of(mine)
-        store.set(f"{number}/post/{post}", encode(own))
-        verdict, settled = f"{number}/verdict", time.monotonic() + self._settle_s
-        heard = {post: own}
+    def _perform(self, limit_s: float, steps: Steps[T]) -> T:
+        from rankcall.store.parts import perform  # here: the launcher imports this without torch
+
+        if time.monotonic() < self._lost_until:
+            raise Unreachable("the store did not answer a moment ago")
+        try:
+            store = self._job_store()
+            if store is not None:
+                return perform(store, limit_s, steps)
+        except Exception as error:
+            self._lost_until = time.monotonic() + _RETRY_S
+            raise Unreachable(str(error) or repr(error)) from error
+        raise Unreachable("the default process group has not been made")
+
+    # The protocol: generators of requests.
+
+    def _ask(self, members: list[Member]) -> Steps[bool]:
+        if members and members != self._signed:
+            number = yield Add(self._key("nodes"), 1)
+            yield Set(self._key(f"node/{number}"), json.dumps(members).encode())
+            self._signed = members
+        number = (yield from self._latest()) + 1
+        return bool((yield Check([self._key(f"{number}/posts")])))
+
+    def steps(self, mine: Snapshot, world_size: int, judge: JudgeAll) -> Steps[Agreed]:
+        """Do as ``agree`` does, as requests (``rankcall._requests``)."""
+        own = node_snapshot_of(mine)
+        while True:
+            number = (yield from self._latest()) + 1
+            proposed, raw = yield from self._one_round(number, own, world_size, judge)
+            # The first node that gets here ends the round. If a later round is over as well, this
+            # verdict may be one that was published after the round's own had been removed.
+            last = b"%d" % number
+            if (yield CompareSet(self._key("latest"), _before(number), last)) == last:
+                verdict = _unpacked(raw)
+                if verdict == proposed and number > 2:
+                    yield from self._remove(number - 2)
+                return Agreed(verdict, verdict == proposed)
+            yield from self._remove(number)
+
+    def _one_round(
+        self, number: int, own: NodeSnapshot, world_size: int, judge: JudgeAll
+    ) -> Steps[tuple[bytes | None, bytes]]:
+        """Return what this node proposed, if it judged, and the verdict of the round, packed."""
+        from rankcall.store.parts import publish_once
+
+        post = yield Add(self._key(f"{number}/posts"), 1)
+        yield Set(self._key(f"{number}/post/{post}"), encode(own))
+        heard, settled = {post: own}, (yield Now()) + self._settle_s
         if post == 1:
-            while not _covered(heard, world_size) and time.monotonic() < settled:
-                time.sleep(_POLL_S)
-                self._hear(store, number, heard)
+            while not _covered(heard, world_size) and (yield Now()) < settled:
+                yield Sleep(_POLL_S)
+                yield from self._hear(number, heard)
         turn = settled + (post - 1) * _turn_s(world_size) if post > 1 else 0.0
-        while not store.check([verdict]):
-            if time.monotonic() >= turn:
-                return self._decide(store, number, heard, judge)
-            time.sleep(max(_POLL_S, _POLL_RANK_S * world_size))
-        return Agreed(_verdict_of(store, number), False)
+        verdict = self._key(f"{number}/verdict")
+        while (raw := (yield Read(verdict))) is None:
+            if (yield Now()) >= turn:
+                yield from self._hear(number, heard)
+                known = yield from self._with_unheard(merge(list(heard.values())))
+                before = yield Read(self._key(f"{number - 1}/verdict"))
+                proposed = judge(known, _unpacked(before) if before else b"")
+                return proposed, (yield from publish_once(verdict, zlib.compress(proposed)))
+            yield Sleep(max(_POLL_S, _POLL_RANK_S * world_size))
+        return None, raw
 
-    def _decide(
-        self,
-        store: Any,
-        number: int,
-        heard: dict[int, NodeSnapshot],
-        judge: Callable[[Snapshot, bytes], bytes],
-    ) -> Agreed:
-        """Judge by the summaries posted so far; the first verdict in the store counts."""
-        self._hear(store, number, heard)
-        known = _with_unheard(store, merge(list(heard.values())))
-        proposed = judge(known, _verdict_of(store, number - 1))
-        packed = zlib.compress(proposed)
-        agreed = _unpacked(store.compare_set(f"{number}/verdict", "", packed))
-        store.set("latest", str(number))
-        self._forget(store, number, len(heard))
-        return Agreed(agreed, agreed == proposed)
+    def _latest(self) -> Steps[int]:
+        return int((yield Read(self._key("latest"))) or 0)
 
-    def _hear(self, store: Any, number: int, heard: dict[int, NodeSnapshot]) -> None:
+    def _hear(self, number: int, heard: dict[int, NodeSnapshot]) -> Steps[None]:
         """Read the summaries that were posted since the last call."""
-        for post in range(1, int(store.add(f"{number}/posts", 0)) + 1):
-            key = f"{number}/post/{post}"
-            if post not in heard and store.check([key]):
+        posts = int((yield Read(self._key(f"{number}/posts"))) or 0)
+        fresh = [post for post in range(1, posts + 1) if post not in heard]
+        for post in fresh:
+            summary = yield Read(self._key(f"{number}/post/{post}"))
+            if summary is not None:
                 try:
-                    heard[post] = decode(bytes(store.get(key)))
+                    heard[post] = decode(summary)
                 except ValueError:
                     heard[post] = NodeSnapshot(0, [], no_calls())
 
-    def _forget(self, store: Any, number: int, posts: int) -> None:
-        """Delete the round before the last one, so that a long job does not fill the store."""
-        old, self.keys = self.keys, [f"{number}/post/{post}" for post in range(1, posts + 1)]
-        self.keys += [f"{number}/{name}" for name in ("open", "posts", "verdict")]
-        for key in old:
-            store.delete_key(key)
+    def _remove(self, number: int) -> Steps[None]:
+        """Remove the keys of a round, so that a long job does not fill the store."""
+        posts = int((yield Read(self._key(f"{number}/posts"))) or 0)
+        names = [f"post/{post}" for post in range(1, posts + 1)] + ["verdict", "posts"]
+        for name in names:
+            yield Delete(self._key(f"{number}/{name}"))
 
-    def _guarded(self, use: Callable[[Any], T], limit_s: float) -> T:
-        """Use the store on a helper thread, for at most ``limit_s``."""
-        if time.monotonic() < self._lost_until:
-            raise Unreachable("the store did not answer a moment ago")
+    def _with_unheard(self, snapshot: Snapshot) -> Steps[Snapshot]:
+        """Mark the ranks that did not answer, with the host and pid that they registered."""
+        silent = {state.rank for state in snapshot.ranks if state.blind}
+        places: dict[int, tuple[str, int]] = {}
+        last = int((yield Read(self._key("nodes"))) or 0) if silent else 0
+        for number in range(last, 0, -1):
+            if silent <= places.keys():
+                break
+            for rank, host, pid in json.loads((yield Read(self._key(f"node/{number}"))) or "[]"):
+                places.setdefault(rank, (host, pid))
+        ranks = [
+            RankState(state.rank, *places.get(state.rank, ("", 0)), blind=True, unheard=True)
+            if state.blind
+            else state
+            for state in snapshot.ranks
+        ]
+        return replace(snapshot, ranks=ranks)
 
-        def work() -> T:
-            self._store = self._store or self._open_store()
-            if self._store is None:
-                raise _NoStore("the default process group has not been made")
-            return use(self._store)
-
-        call = BackgroundCall(work, "rankcall-agree")
-        why = f"no answer within {limit_s:g} s"
-        if call.ended(limit_s):
-            try:
-                return call.outcome()
-            except _NoStore as error:
-                raise Unreachable(str(error)) from error
-            except BaseException as error:
-                why = repr(error)
-        else:
-            call.give_up()
-        self._store = None
-        self._lost_until = time.monotonic() + _RETRY_S
-        raise Unreachable(why)
+    def _key(self, name: str) -> str:
+        return self._prefix + name
 
 
-def _round(store: Any) -> int:
-    return int(store.get("latest")) + 1 if store.check(["latest"]) else 1
+def _before(number: int) -> bytes:
+    """Return what ``latest`` holds until a round is over."""
+    return b"%d" % (number - 1) if number > 1 else b""
 
 
 def _turn_s(world_size: int) -> float:
@@ -202,33 +216,8 @@ def _turn_s(world_size: int) -> float:
     return _JUDGE_S + _JUDGE_RANK_S * world_size
 
 
-def _verdict_of(store: Any, number: int) -> bytes:
-    key = f"{number}/verdict"
-    return _unpacked(store.get(key)) if store.check([key]) else b""
-
-
 def _unpacked(verdict: bytes) -> bytes:
-    return zlib.decompressobj().decompress(bytes(verdict), _MOST_BYTES)
-
-
-def _with_unheard(store: Any, snapshot: Snapshot) -> Snapshot:
-    """Mark the ranks that did not answer, with the host and pid that they registered."""
-    silent = {state.rank for state in snapshot.ranks if state.blind}
-    places: dict[int, tuple[str, int]] = {}
-    last = int(store.add("nodes", 0)) if silent else 0
-    for number in range(last, 0, -1):
-        if silent <= places.keys():
-            break
-        key = f"node/{number}"
-        for rank, host, pid in json.loads(bytes(store.get(key))) if store.check([key]) else []:
-            places.setdefault(rank, (host, pid))
-    ranks = [
-        RankState(state.rank, *places.get(state.rank, ("", 0)), blind=True, unheard=True)
-        if state.blind
-        else state
-        for state in snapshot.ranks
-    ]
-    return replace(snapshot, ranks=ranks)
+    return zlib.decompressobj().decompress(verdict, _MOST_BYTES)
 
 
 def _covered(heard: dict[int, NodeSnapshot], world_size: int) -> bool:

@@ -74,7 +74,8 @@ class Judge:
     def __init__(self, run_dir: Path, hang_after: float) -> None:
         self._run_dir = run_dir
         self._hang_after = hang_after
-        self._exchange = Exchange(_own_store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._exchange = Exchange(_job_store, f"rankcall/watch/{attempt}/")
         self._began_ns = time.monotonic_ns()
         self._learned = Learned(kept_hangs(run_dir))
         self._pause = _PAUSE_S[0]
@@ -315,17 +316,6 @@ def _place() -> str:
 
     store = _job_store()
     return f" {where(store)}" if store is not None else ""
-
-
-def _own_store() -> Any:
-    """Return a connection of our own to the job's store, for our own keys; None without a store."""
-    import torch.distributed as dist
-
-    store = _job_store()
-    if store is None:
-        return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"rankcall/watch/{attempt}", store.clone())
 
 
 def _job_store() -> Any:
