@@ -11,7 +11,8 @@ import numpy as np
 from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
 from rankcall.ring.layout import offset_of
 from rankcall.ring.tables import CallSite, Group
-from rankcall.testing.synthetic import RingSpec, write_ring
+from rankcall.ring.whole import RingSpec, write_ring
+from rankcall.run.directory import ring_name
 
 MS = 1_000_000
 START = 1_000 * MS
@@ -86,8 +87,8 @@ def write_world(
         spec.closed, spec.left, spec.aborted = closed(rank), rank in left, rank in aborted
         if beats and rank in beats:
             spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
-        folder_of_life = folder / "rings"
-        path = write_ring(folder_of_life, spec, (capacities or {}).get(rank))
+        name = ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
+        path = write_ring(folder / "rings" / name, spec, (capacities or {}).get(rank))
         if rank in (failures or {}):
             with path.open("r+b") as file:
                 file.seek(offset_of("failure"))

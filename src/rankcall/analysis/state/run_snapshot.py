@@ -29,6 +29,7 @@ from rankcall.analysis.state.snapshot import (
     labels_of,
     no_calls,
 )
+from rankcall.evidence.flight_recorder import CAPTURE
 from rankcall.ranks import format_ranks
 from rankcall.record import FLAG_DEVICE
 from rankcall.ring.layout import Header
@@ -120,7 +121,8 @@ class SnapshotBuilder:
         problems += [text for text in run.problems if text not in problems]
         world = max((head.header.world_size for head in self._heads), default=0)
         exits = read_exits(run.path) if run.path.is_dir() else []
-        return replace(self._windows.finish(world, exits, problems), mixed=self._mixed)
+        found = self._windows.finish(world, exits, problems)
+        return replace(found, mixed=self._mixed, dumped=run.about.get("evidence") == CAPTURE)
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ class Snapshot:
     sites: list[CallSite] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     mixed: bool = False  # the records may be of several jobs
+    dumped: bool = False  # made of dumps: the processes lived when they wrote them
     # By boot id: the moment, in ns of that host's monotonic clock.
     moments: dict[str, int] = field(default_factory=dict)
 
