@@ -1,9 +1,9 @@
 """Jobs on NCCL that hang, as their Flight Recorder dumps show them.
 
-``simulate`` runs a program on many ranks. Each rank's host issues ops in order, ahead of its device.
-The device runs them in order, and a collective ends on all members at once, when all of them have
-begun the same op with the same size. A planted fault changes what one host issues. So the ranks that
-a verdict must name are known, and nothing in here looks at what the reader makes of the dumps.
+``simulate`` runs a program on many ranks. Each host issues ops in order, ahead of its device. The
+device runs them in order, and a collective ends on all members at once, when all of them have begun
+the same op with the same size. A planted fault changes what one host issues. So the ranks that a
+verdict must name are known, and nothing in here looks at what the reader makes of the dumps.
 """
 
 from __future__ import annotations

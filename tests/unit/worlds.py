@@ -79,7 +79,7 @@ def write_world(
     size = world_size or 1 + max((rank for rank, _, _ in by_ring), default=0)
     for (rank, attempt, life), mine in by_ring.items():
         host = (hosts or {}).get(rank, "node-a")
-        spec = RingSpec(rank, size, host, attempt)
+        spec = RingSpec(rank, size, host, attempt, pid=1000 + rank + (attempt << 20))
         shift = (offsets or {}).get(host, 0)
         spec.anchor_mono_ns = START + shift
         spec.anchor_epoch_ns = 10**18 + life * 10**12 + shift

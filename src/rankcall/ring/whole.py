@@ -46,14 +46,10 @@ class RingSpec:
     aborted: bool = False  # the watcher ended the process
     native_beat_ns: int = 0  # 0: the time when the last op ended
     python_beat_ns: int = 0
+    pid: int = 0  # 0: not known
     lost: int = 0  # records that were issued before the first one of ``records``
     records: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RECORD))
     entries: dict[tuple[int, bytes], int] = field(default_factory=dict)
-
-    @property
-    def pid(self) -> int:
-        """A number that differs between ranks and attempts."""
-        return 1000 + self.rank + (self.attempt << 20)
 
     def string(self, text: str) -> int:
         """Return the id of a string, adding it if it is new."""

@@ -188,7 +188,7 @@ def _ring_spec(
     host = truth.hosts[rank]
     rows = np.flatnonzero(truth.arrivals[:, rank] >= 0)
     own_groups = {key: _group_of(rank, value) for key, value in truth.families.items()}
-    spec = RingSpec(rank, len(truth.hosts), host, attempt)
+    spec = RingSpec(rank, len(truth.hosts), host, attempt, pid=1000 + rank + (attempt << 20))
     clock = BOOT_NS + truth.clock_offsets_ns[host]
     spec.anchor_mono_ns, spec.anchor_epoch_ns = clock, EPOCH_NS + truth.clock_offsets_ns[host]
     spec.records = _records(truth.program, rows, own_groups, rank, per_step, spec)
