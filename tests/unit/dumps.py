@@ -8,9 +8,11 @@ verdict must name are known, and nothing in here looks at what the reader makes 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -185,6 +187,7 @@ def dump_of(
 ) -> dict[str, Any]:
     """Return the dump that NCCL's process group would write for a rank."""
     names = {family: str(number) for number, family in enumerate(job.groups)}
+    pairs = {family: (name, _desc(family)) for family, name in names.items()}
     entries: list[dict[str, Any]] = []
     p2p: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -192,7 +195,7 @@ def dump_of(
         last[call.group] = max(last.get(call.group, 0), call.seq if call.peer < 0 else 0)
         common = {
             "pg_id": int(names[call.group]),
-            "process_group": (names[call.group], _desc(call.group)),
+            "process_group": pairs[call.group],
             "collective_seq_id": last[call.group],
             "p2p_seq_id": p2p.get(call.group, 0),
             "op_id": len(entries) + 1,
@@ -201,7 +204,7 @@ def dump_of(
             "is_p2p": call.peer >= 0,
         }
         if frames:
-            common["frames"] = [*FRAMES[:2], {**FRAMES[2], "line": call.line}]
+            common["frames"] = [*FRAMES[:2], _frame(call.line)]
         if call.peer < 0:
             entries.append({**common, **_tensors(job, call, rank), **_state(call, call.done)})
             continue
@@ -231,6 +234,11 @@ def dump_of(
     }
 
 
+@functools.lru_cache
+def _frame(line: int) -> dict[str, Any]:
+    return {**FRAMES[2], "line": line}
+
+
 def _desc(family: str) -> str:
     return "default_pg" if family == "world" else f"{family.upper()}_GROUP"
 
@@ -243,7 +251,7 @@ def _tensors(job: Job, call: Issued, rank: int) -> dict[str, Any]:
     }.get(call.op, (call.numel, call.numel))
     name = "all_reduce_barrier" if call.op == "barrier" else call.op
     return {
-        "profiling_name": f"nccl:{name}",
+        "profiling_name": sys.intern(f"nccl:{name}"),
         "input_sizes": [[into]],
         "input_dtypes": ["BFloat16"],
         "output_sizes": [[out]],
@@ -256,7 +264,7 @@ def _message(job: Job, call: Issued, rank: int) -> dict[str, Any]:
     arrow = "->" if call.op == "send" else "<-"
     sent, received = ([[call.numel]], []) if call.op == "send" else ([], [[call.numel]])
     return {
-        "profiling_name": f"nccl:{call.op} {own}{arrow}{call.peer}",
+        "profiling_name": sys.intern(f"nccl:{call.op} {own}{arrow}{call.peer}"),
         "input_sizes": sent,
         "input_dtypes": ["BFloat16"] * len(sent),
         "output_sizes": received,

@@ -3,15 +3,18 @@
 An entry has the names of its backend and op, the sizes and dtypes of its tensors, its state and the
 Python stack that issued it. It does not have the root, the reduce op, tags or splits. Times are of
 the wall clock. Whether an op has ended is known from its state on NCCL. Gloo's entries stay
-``scheduled`` and are only marked as retired when the op has ended, well or not.
+``scheduled`` and are only marked as retired when the op has ended, well or not; and if torch is
+late, some are not even marked.
 """
 
 from __future__ import annotations
 
+import marshal
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -34,7 +37,7 @@ Records = npt.NDArray[Any]
 GroupKey = tuple[str, str, str]  # name, description, backend
 
 _LARGEST = 1 << 62
-_MOST_TENSORS, _MOST_DIMS = 1 << 22, 64  # of all entries; of one tensor
+_MOST_SIZES_BYTES, _MOST_KEY_BYTES = 1 << 26, 1 << 16  # of the sizes of all entries; of one
 _MOST_FRAMES = 256  # of a stack; the user's line is near its beginning
 _MOST_TEXT = 400  # characters of a name or a path
 _COLLECTIVE, _P2P = KINDS.index("collective"), KINDS.index("p2p")
@@ -64,6 +67,7 @@ _DTYPES = {
     "UInt32": ("uint32", 4),
     "UInt64": ("uint64", 8),
 }
+_SHAPE = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _ON_CPU = ("gloo", "mpi", "ucc", "fake")
 _MESSAGE = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})")
 # Frames of libraries that stand between the user's line and the op.
@@ -87,6 +91,7 @@ class DumpRecords:
     ended: npt.NDArray[np.bool_]
     lost: int  # entries that were overwritten before the dump
     last_ns: int  # the newest time in it; 0: none
+    on_cpu: npt.NDArray[np.bool_]
     timeout_ns: int  # the longest timeout of its entries
 
 
@@ -94,31 +99,33 @@ class DumpRecords:
 class _Shapes:
     """One record for each different (op, sizes, dtypes), without times and state."""
 
-    known: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    known: dict[bytes, int] = field(default_factory=dict)
     rows: list[Records] = field(default_factory=list)
-    tensors_left: int = _MOST_TENSORS
+    bytes_left: int = _MOST_SIZES_BYTES
 
-    def index(self, entry: Mapping[str, Any]) -> int:
-        """Return the index of an entry's shape."""
-        name = entry.get("profiling_name")
-        sizes = entry.get("input_sizes") or (), entry.get("output_sizes") or ()
-        dtypes = entry.get("input_dtypes") or (), entry.get("output_dtypes") or ()
-        key: tuple[Any, ...] = (name if isinstance(name, str) else "",)
+    def index(self, shape: tuple[Any, ...]) -> int:
+        """Return the index of (name, input sizes, output sizes, input dtypes, output dtypes)."""
         try:
-            # A small file can refer to one large list from many entries.
-            self.tensors_left -= sum(map(len, (*sizes, *dtypes)))
-            dims = max((len(dim) for each in sizes for dim in each), default=0)
-            if self.tensors_left >= 0 and dims <= _MOST_DIMS:
-                full = (*key, *(tuple(map(tuple, each)) for each in sizes), *map(tuple, dtypes))
-                hash(full)
-                key = full
-        except TypeError:
-            pass  # these are not lists of lists
+            # Equal bytes stand for equal values, and make a fast key.
+            key = marshal.dumps(shape) if self.bytes_left > 0 else b""
+        except ValueError:
+            key = b""  # nested too deeply
+        # A small file can refer to one large list from many entries.
+        self.bytes_left -= len(key)
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = len(self.rows)
-            self.rows.append(_shape(*key) if len(key) == 5 else _shape(*key, (), (), (), ()))
+            sound = key and len(key) < _MOST_KEY_BYTES and _are_tensors(*shape[1:])
+            self.rows.append(_shape(*shape) if sound else _shape(shape[0], (), (), (), ()))
         return found
+
+
+def _are_tensors(inputs: Any, outputs: Any, in_dtypes: Any, out_dtypes: Any) -> bool:
+    """Tell whether sizes and dtypes have the form that Flight Recorder gives them."""
+    return all(isinstance(each, (list, tuple)) for each in (in_dtypes, out_dtypes)) and all(
+        isinstance(sizes, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in sizes)
+        for sizes in (inputs, outputs)
+    )
 
 
 def _shape(name: Any, inputs: Any, outputs: Any, in_dtypes: Any, out_dtypes: Any) -> Records:
@@ -143,9 +150,8 @@ def _shape(name: Any, inputs: Any, outputs: Any, in_dtypes: Any, out_dtypes: Any
     record["tensors"] = min(len(inputs), 65535)
     record["device_type"] = DEVICE_TYPES.index("cpu" if backend in _ON_CPU else "cuda")
     record["device_index"], record["device_ms"], record["async_op"] = -1, np.nan, 2
-    # Dumps do not tell the times between which an op ran, so these records have no durations. That
-    # is the same as for records of ops that were only seen on the host.
-    record["flags"] = FLAG_DEVICE
+    # A device's times are those at which the host noticed them. A CPU's are not in a dump at all.
+    record["flags"] = 0 if backend in _ON_CPU else FLAG_DEVICE
     return row
 
 
@@ -180,14 +186,15 @@ def _bytes(sizes: Sequence[Sequence[Any]], dtypes: Sequence[Any]) -> int:
 def records_of(entries: Sequence[Mapping[str, Any]]) -> DumpRecords:
     """Return the records of a dump's entries."""
     shapes, sites, groups = _Shapes(), _Sites(), _Groups()
-    names = [_text(entry.get("profiling_name")) for entry in entries]
-    which = np.array([shapes.index(entry) for entry in entries], np.intp)
+    names = [*map(_text, _values(entries, "profiling_name"))]
+    columns = [[v or () for v in _values(entries, name)] for name in _SHAPE]
+    which = np.array([*map(shapes.index, zip(names, *columns, strict=True))], np.intp)
     table = np.concatenate(shapes.rows) if shapes.rows else np.zeros(0, RECORD)
     records: Records = table[which]
     records["group"] = [groups.index(e, n) for e, n in zip(entries, names, strict=True)]
-    records["call_site"] = [sites.index(entry.get("frames")) for entry in entries]
-    is_p2p = np.array([bool(entry.get("is_p2p")) for entry in entries], bool)
-    records["kind"] = np.where(is_p2p, _P2P, records["kind"])
+    records["call_site"] = [*map(sites.index, _values(entries, "frames"))]
+    is_p2p = np.array([value is True for value in _values(entries, "is_p2p")], bool)
+    records["kind"][is_p2p] = _P2P
     collective = _column(entries, "collective_seq_id")
     if not collective.any():
         collective = _column(entries, "seq_id")  # the name in the oldest dumps
@@ -199,16 +206,15 @@ def records_of(entries: Sequence[Mapping[str, Any]]) -> DumpRecords:
     records["started_ns"] = _column(entries, "time_discovered_started_ns")
     completed = _column(entries, "time_discovered_completed_ns")
     records["completed_ns"] = completed
-    for row, entry in enumerate(entries):
-        if "duration_ms" in entry:
-            records["device_ms"][row] = _duration(entry["duration_ms"])
-    status = np.array([_state(entry.get("state")) for entry in entries], np.uint8)
+    records["device_ms"] = [*map(_duration, _values(entries, "duration_ms"))]
+    status = np.array([*map(_state, _values(entries, "state"))], np.uint8)
     status[completed > 0] = _COMPLETED
-    retired = np.array([entry.get("retired") is True for entry in entries], bool)
+    retired = np.array([value is True for value in _values(entries, "retired")], bool)
     on_cpu = records["device_type"] == DEVICE_TYPES.index("cpu")
     ended = retired & on_cpu & (status == _ENQUEUED)
     status[ended] = _COMPLETED
     records["status"] = status
+    records["completed_ns"][on_cpu] = 0
     numbers = _column(entries, "record_id")
     lost = int(numbers[0]) if len(numbers) else 0
     merged, kept = _without_batches(records, names)
@@ -220,6 +226,7 @@ def records_of(entries: Sequence[Mapping[str, Any]]) -> DumpRecords:
         ended[kept],
         min(lost, _LARGEST >> 4),
         max(times, default=0),
+        on_cpu[kept],
         int(_column(entries, "timeout_ms").clip(0, 10**9).max(initial=0)) * 1_000_000,
     )
 
@@ -258,10 +265,17 @@ def _without_batches(
 class _Groups:
     keys: list[GroupKey] = field(default_factory=list)
     _known: dict[GroupKey, int] = field(default_factory=dict)
+    _raw: dict[tuple[Any, str], int] = field(default_factory=dict)  # as the entries have them
 
     def index(self, entry: Mapping[str, Any], name: str) -> int:
         """Return the index of an entry's group."""
         group = entry.get("process_group")
+        raw = (group, name) if type(group) is tuple else None
+        try:
+            if raw is not None and raw in self._raw:
+                return self._raw[raw]
+        except TypeError:
+            raw = None  # the names are not texts
         both = group if isinstance(group, (tuple, list)) and len(group) == 2 else None
         named = both or (group if isinstance(group, str) else entry.get("pg_id", ""), "")
         key = _text(named[0]), _text(named[1]), name.partition(":")[0]
@@ -269,6 +283,8 @@ class _Groups:
         if number is None:
             number = self._known[key] = len(self.keys)
             self.keys.append(key)
+        if raw is not None:
+            self._raw[raw] = number
         return number
 
 
@@ -311,16 +327,26 @@ def _site(frames: Sequence[Any]) -> CallSite | None:
     return None
 
 
+def _values(entries: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """Return the values of a field; None where it is absent."""
+    try:
+        return list(map(itemgetter(name), entries))
+    except KeyError:
+        return [entry.get(name) for entry in entries]
+
+
 def _column(entries: Sequence[Mapping[str, Any]], name: str) -> npt.NDArray[np.int64]:
     """Return the values of a field; 0 if a value is absent or no sound number."""
-    values = [entry.get(name) for entry in entries]
+    values = _values(entries, name)
+    types = set(map(type, values))
+    if types <= {type(None)}:
+        return np.zeros(len(values), np.int64)
     try:
-        if set(map(type, values)) == {int}:
-            column = np.array(values, np.int64)
-            return column.clip(0, _LARGEST)
+        if types == {int}:
+            return np.array(values, np.int64).clip(0, _LARGEST)
     except OverflowError:
         pass
-    return np.array([min(_int(value), _LARGEST) for value in values], np.int64)
+    return np.array([0 if value is None else _int(value) for value in values], np.int64)
 
 
 def _int(value: Any) -> int:
@@ -333,16 +359,18 @@ def _int(value: Any) -> int:
 
 
 def _state(value: Any) -> int:
-    return _STATES.get(value, _ENQUEUED) if isinstance(value, str) else _ENQUEUED
+    return _STATES.get(value, _ENQUEUED) if type(value) is str else _ENQUEUED
 
 
 def _duration(value: Any) -> float:
-    sound = isinstance(value, (int, float)) and 0 <= value < 1e12
-    return float(value) if sound else math.nan
+    if value is None:
+        return math.nan
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e12 else math.nan
 
 
 def _text(value: Any) -> str:
     """Return a name; a number as digits, and anything else as nothing."""
     if isinstance(value, str):
-        return value[:_MOST_TEXT].encode("utf-8", "replace").decode()
+        short = value[:_MOST_TEXT]
+        return short if short.isascii() else short.encode("utf-8", "replace").decode()
     return str(value) if type(value) is int and abs(value) < _LARGEST else ""

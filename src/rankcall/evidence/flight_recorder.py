@@ -7,13 +7,14 @@ lists, which messages belong together, and which of Gloo's retired calls cannot 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rankcall.errors import CorruptRun
 from rankcall.evidence.dump_files import Dump, looks_like_dumps, read_dumps
@@ -41,7 +42,7 @@ _MARGIN_NS, _USUAL_TIMEOUT_NS = 120 * 10**9, 1800 * 10**9
 _APART_NS = 60 * 10**9  # the clocks of the hosts of one job may differ by so much
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rank:
     """One rank's dump."""
 
@@ -76,7 +77,7 @@ def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[Rin
     _find_groups(ranks, world_size, problems)
     _number_messages(ranks)
     now_ns = _set_times(ranks, problems)
-    _mark_failed(ranks)
+    _judge_ends(ranks)
     for rank in ranks:
         yield _ring(rank, world_size, now_ns)
 
@@ -248,30 +249,70 @@ def _set_times(ranks: Sequence[_Rank], problems: list[str]) -> int:
     return max(last, *(rank.written_ns for rank in ranks))
 
 
-def _mark_failed(ranks: Sequence[_Rank]) -> None:
+def _judge_ends(ranks: Sequence[_Rank]) -> None:
+    """Find out which calls on the CPU have ended, and which of them cannot have succeeded."""
+    dumps: dict[int, _Rank] = {rank.rank: rank for rank in ranks}
+    users: dict[Group, list[tuple[_Rank, int]]] = {}
+    for rank in ranks:
+        for number, group in enumerate(rank.groups):
+            if (rank.content.on_cpu & (rank.content.records["group"] == number)).any():
+                users.setdefault(group, []).append((rank, number))
+    for group, using in users.items():
+        calls = {rank.rank: _synchronising(rank, number) for rank, number in using}
+        newest = {
+            member: int(calls[member].seq.max(initial=0)) if member in calls else 0
+            for member in group.ranks
+            if member in dumps
+        }
+        if len(newest) == len(group.ranks):
+            _mark_ended(calls, min(newest.values()))
+        _mark_failed(calls, {dumps[member]: came for member, came in newest.items()})
+
+
+class _Calls(NamedTuple):
+    """One rank's calls in a group on the CPU that no member can leave before all have come."""
+
+    content: DumpRecords
+    rows: npt.NDArray[np.intp]
+    seq: npt.NDArray[np.int64]
+
+
+def _synchronising(rank: _Rank, number: int) -> _Calls:
+    content, records = rank.content, rank.content.records
+    mine = content.on_cpu & (records["group"] == number) & (records["kind"] != _P2P)
+    rows = np.flatnonzero(mine & np.isin(records["op"], _SYNCHRONISING))
+    return _Calls(content, rows, records["seq"][rows].astype(np.int64))
+
+
+def _mark_ended(calls: Mapping[int, _Calls], reached: int) -> None:
+    """Mark calls as ended that all members have issued, and one of them has left.
+
+    Gloo may be late to retire a call that has ended. ``reached``: the last call of all members.
+    """
+    left = {
+        seq
+        for each in calls.values()
+        for seq in each.seq[each.content.ended[each.rows]].tolist()
+        if seq <= reached
+    }
+    for each in calls.values():
+        rows = each.rows[np.isin(each.seq, list(left))]
+        each.content.records["status"][rows] = _COMPLETED
+
+
+def _mark_failed(calls: Mapping[int, _Calls], newest: Mapping[_Rank, int]) -> None:
     """Mark retired calls as failed if a member had not issued them long after.
 
     Gloo retires a call that failed like one that succeeded.
     """
-    dumps: dict[int, _Rank] = {rank.rank: rank for rank in ranks}
-    newest: dict[tuple[Group, int], int] = {}
-    for rank in ranks:
-        records = rank.content.records
-        for number, group in enumerate(rank.groups):
-            mine = (records["group"] == number) & (records["kind"] != _P2P)
-            newest[group, rank.rank] = int(records["seq"][mine].max(initial=0))
-    for rank in ranks:
-        records = rank.content.records
-        ended = rank.content.ended & np.isin(records["op"], _SYNCHRONISING)
-        for number, group in enumerate(rank.groups):
-            rows = np.flatnonzero(ended & (records["group"] == number))
-            for member in group.ranks:
-                other = dumps.get(member)
-                came = newest.get((group, member), 0)
-                if other is None or (other.content.lost and not came) or not other.written_ns:
-                    continue
-                late = records["enqueued_ns"][rows] <= other.written_ns - _JUST_BEGUN_NS
-                records["status"][rows[late & (records["seq"][rows] > came)]] = _FAILED
+    for each in calls.values():
+        records = each.content.records
+        ended = each.content.ended[each.rows]
+        for other, came in newest.items():
+            if (other.content.lost and not came) or not other.written_ns:
+                continue
+            late = records["enqueued_ns"][each.rows] <= other.written_ns - _JUST_BEGUN_NS
+            records["status"][each.rows[ended & late & (each.seq > came)]] = _FAILED
 
 
 def _ring(rank: _Rank, world_size: int, now_ns: int) -> RingSpec:

@@ -94,7 +94,7 @@ def write_ring(path: Path, spec: RingSpec, capacity: int | None = None) -> Path:
     records = spec.records
     first = spec.lost + 1
     records["commit"] = (np.arange(first, first + count, dtype=np.uint64) << 2) | COMMIT_DONE
-    if spec.lost + count > shape.capacity:
+    if spec.lost or count > shape.capacity:
         kept = records[-shape.capacity :]
         records = np.zeros(shape.capacity, RECORD)
         records[((kept["commit"] >> 2).astype(np.int64) - 1) % shape.capacity] = kept

@@ -287,7 +287,7 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
     problems: list[str] = []
     try:
         if source.is_file() and is_archive(source):
-            where = unpack(source)
+            where = _unpacked(source)
             scratch.append(where)
         if _holds_dumps(where):
             where = _rings_of_dumps(where, problems)
@@ -299,6 +299,18 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
     if scratch:
         weakref.finalize(run, _remove, scratch)
     return run
+
+
+def _unpacked(archive: Path) -> Path:
+    """Extract an archive of a run, or of dumps."""
+    try:
+        return unpack(archive)
+    except CorruptRun as no_run:
+        folder = unpack(archive, dumps=True)
+        if looks_like_dumps(folder):
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        raise no_run
 
 
 def _remove(folders: Sequence[Path]) -> None:
