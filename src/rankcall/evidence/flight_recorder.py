@@ -26,9 +26,7 @@ from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import Group
 from rankcall.ring.whole import RingSpec
 
-__all__ = ["CAPTURE", "looks_like_dumps", "rings_of_dumps"]
-
-CAPTURE = "flight_recorder"  # in the headers of these rings
+__all__ = ["looks_like_dumps", "rings_of_dumps"]
 
 _P2P = KINDS.index("p2p")
 _COMPLETED, _FAILED = STATUSES.index("completed"), STATUSES.index("failed")
@@ -56,10 +54,15 @@ class _Rank:
     groups: list[Group] = field(default_factory=list)  # by the numbers in its records
 
     @property
+    def first_ns(self) -> int:
+        """When its first entry was created; 0: not known."""
+        records = self.content.records
+        return int(records["enqueued_ns"][0]) if len(records) else 0
+
+    @property
     def begun_ns(self) -> int:
         """When its first entry was created; 0 if older entries are lost."""
-        records = self.content.records
-        return int(records["enqueued_ns"][0]) if len(records) and not self.content.lost else 0
+        return 0 if self.content.lost else self.first_ns
 
 
 def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[RingSpec]:
@@ -78,8 +81,10 @@ def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[Rin
     _number_messages(ranks)
     now_ns = _set_times(ranks, problems)
     _judge_ends(ranks)
+    # The times of a ring are of a clock that begins with a host's boot.
+    began_ns = min((rank.first_ns for rank in ranks if rank.first_ns), default=now_ns) - 10**9
     for rank in ranks:
-        yield _ring(rank, world_size, now_ns)
+        yield _ring(rank, world_size, now_ns, began_ns)
 
 
 def _read(sources: Sequence[Path], problems: list[str]) -> list[_Rank]:
@@ -315,23 +320,26 @@ def _mark_failed(calls: Mapping[int, _Calls], newest: Mapping[_Rank, int]) -> No
             records["status"][each.rows[ended & late & (each.seq > came)]] = _FAILED
 
 
-def _ring(rank: _Rank, world_size: int, now_ns: int) -> RingSpec:
+def _ring(rank: _Rank, world_size: int, now_ns: int, began_ns: int) -> RingSpec:
     content = rank.content
     records = content.records
-    begun = int(records["enqueued_ns"][0]) if len(records) else now_ns
+    begun = max(rank.first_ns or now_ns, began_ns)
     spec = RingSpec(
         rank.rank,
         world_size,
         rank.host,
-        capture=CAPTURE,
-        anchor_mono_ns=begun,
+        capture="imported",
+        anchor_mono_ns=begun - began_ns,
         anchor_epoch_ns=begun,
         closed=False,
-        native_beat_ns=now_ns,
-        python_beat_ns=now_ns,
+        native_beat_ns=now_ns - began_ns,
+        python_beat_ns=now_ns - began_ns,
         lost=content.lost,
     )
     spec.records = records
+    for name in ("enqueued_ns", "started_ns", "completed_ns"):
+        known = records[name] > 0
+        records[name][known] = np.maximum(records[name][known] - began_ns, 1)
     groups = np.array([spec.group(group) for group in rank.groups] or [0], np.uint32)
     sites = np.array([0, *(spec.site(site) for site in content.sites[1:])], np.uint32)
     records["group"] = groups[records["group"]] if len(records) else 0

@@ -109,6 +109,7 @@ def write_ring(path: Path, spec: RingSpec, capacity: int | None = None) -> Path:
 def _ring_header(spec: RingSpec, shape: Geometry, kept: int) -> bytes:
     ends = spec.records["completed_ns"]
     last = int(ends.max()) if len(ends) else spec.anchor_mono_ns
+    steps = int(spec.records["step"].max()) + 1 if len(spec.records) else 0
     boot = hashlib.sha256(spec.host.encode()).hexdigest()
     values = {
         "file_bytes": shape.records_offset + kept * RECORD.itemsize,
@@ -125,7 +126,7 @@ def _ring_header(spec: RingSpec, shape: Geometry, kept: int) -> bytes:
         "boot_id": boot[:36].encode(),
         "head": spec.lost + len(spec.records),
         "tables_used": len(spec.tables()),
-        "step": int(spec.records["step"].max()) + 1 if len(spec.records) else 0,
+        "step": 0 if spec.capture == "imported" else steps,
         "native_heartbeat_ns": spec.native_beat_ns or last,
         "python_heartbeat_ns": spec.python_beat_ns or last,
         "closed_ns": last + 1 if spec.closed else 0,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall.errors import CorruptRun
-from rankcall.evidence.flight_recorder import CAPTURE, looks_like_dumps, rings_of_dumps
+from rankcall.evidence import Source, source_of
 from rankcall.ranks import format_ranks
 from rankcall.ring.decode import decode_ring
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
@@ -289,8 +289,9 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
         if source.is_file() and is_archive(source):
             where = _unpacked(source)
             scratch.append(where)
-        if _holds_dumps(where):
-            where = _rings_of_dumps(where, problems)
+        other = None if _has_rings(where) else source_of(where)
+        if other is not None:
+            where = _rings_from(other, where, problems)
             scratch.append(where)
         run = _load(where, source, progress, problems)
     except BaseException:
@@ -307,7 +308,7 @@ def _unpacked(archive: Path) -> Path:
         return unpack(archive)
     except CorruptRun as no_run:
         folder = unpack(archive, dumps=True)
-        if looks_like_dumps(folder):
+        if source_of(folder) is not None:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         raise no_run
@@ -318,17 +319,16 @@ def _remove(folders: Sequence[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _holds_dumps(where: Path) -> bool:
-    """Tell whether there is no ring, but a dump of Flight Recorder."""
-    return not any(path.suffix == ".ring" for path in ring_paths(where)) and looks_like_dumps(where)
+def _has_rings(where: Path) -> bool:
+    return any(path.suffix == ".ring" for path in ring_paths(where))
 
 
-def _rings_of_dumps(dumps: Path, problems: list[str]) -> Path:
-    """Write the rings of Flight Recorder's dumps to a new temporary folder, and return its path."""
+def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
+    """Write the rings of another tool's evidence to a new temporary folder, and return its path."""
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
-        create_run(folder, {"evidence": CAPTURE})
-        for spec in rings_of_dumps([dumps], problems):
+        create_run(folder, {"evidence": source.name})
+        for spec in source.rings([evidence], problems):
             name = ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
             write_ring(folder / "rings" / name, spec)
     except BaseException:
@@ -347,7 +347,7 @@ def _load(where: Path, source: Path, progress: Progress | None, problems: list[s
     heads.sort(key=lambda head: (head.header.attempt, head.header.rank, head.header.pid))
     run = Run(where, read_about(where, problems), heads, problems, source)
     if run.missing_ranks:
-        left = "dump" if run.about.get("evidence") == CAPTURE else "ring"
+        left = "dump" if "evidence" in run.about else "ring"
         problems.append(
             f"{source}: no {left} for rank {format_ranks(run.missing_ranks)} of "
             f"{run.world_size}: the results cover the other ranks only"

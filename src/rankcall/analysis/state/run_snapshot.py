@@ -29,7 +29,6 @@ from rankcall.analysis.state.snapshot import (
     labels_of,
     no_calls,
 )
-from rankcall.evidence.flight_recorder import CAPTURE
 from rankcall.ranks import format_ranks
 from rankcall.record import FLAG_DEVICE
 from rankcall.ring.layout import Header
@@ -122,7 +121,7 @@ class SnapshotBuilder:
         world = max((head.header.world_size for head in self._heads), default=0)
         exits = read_exits(run.path) if run.path.is_dir() else []
         found = self._windows.finish(world, exits, problems)
-        return replace(found, mixed=self._mixed, dumped=run.about.get("evidence") == CAPTURE)
+        return replace(found, mixed=self._mixed, dumped="evidence" in run.about)
 
 
 @dataclass(frozen=True)
