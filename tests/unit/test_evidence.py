@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
 from rankcall.errors import CorruptRun, RankcallError
-from rankcall.evidence.dump_files import read_dump
-from rankcall.evidence.dump_records import op_of_entry, records_of
+from rankcall.imports.dump_files import read_dump
+from rankcall.imports.dump_records import op_of_entry, records_of
 from rankcall.run.load import load
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankcall import evidence
+from rankcall import imports
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.export import export
 from rankcall.record import KINDS, OPS, RECORD, STATUSES
@@ -55,8 +55,8 @@ def rings_of_toy(sources: Sequence[Path], problems: list[str]) -> Iterator[RingS
 @pytest.fixture
 def toy_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Add the toy to the sources, and return a folder in which rank 1 does not come."""
-    toy = evidence.Source("Toy", looks_like_toy, rings_of_toy)
-    monkeypatch.setattr(evidence, "SOURCES", (*evidence.SOURCES, toy))
+    toy = imports.Source("Toy", looks_like_toy, rings_of_toy)
+    monkeypatch.setattr(imports, "SOURCES", (*imports.SOURCES, toy))
     folder = tmp_path / "toys"
     folder.mkdir()
     for rank in range(3):
@@ -95,6 +95,6 @@ def test_a_folder_of_another_tool_is_not_taken_for_it(toy_run: Path) -> None:
 
 def test_every_source_has_a_name_of_its_own() -> None:
     """The name tells a reader of a run where it came from."""
-    names = [source.name for source in evidence.SOURCES]
+    names = [source.name for source in imports.SOURCES]
     assert len(set(names)) == len(names)
     assert all(names)

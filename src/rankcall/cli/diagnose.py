@@ -30,8 +30,8 @@ def command(
     run: Annotated[
         Path | None,
         typer.Argument(
-            help="A run directory, an archive, a ring file, or a directory of Flight Recorder dumps; "
-            "else the latest run."
+            help="A run directory, an archive or a ring file, or a directory of Flight Recorder "
+            "dumps; else the latest run."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,

@@ -242,9 +242,10 @@ def _without_batches(
     kept = np.ones(len(records), bool)
     keys = np.stack([records["group"], records["kind"], records["seq"].astype(np.int64)])
     changes = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
-    begins = np.concatenate([[0], np.flatnonzero(changes) + 1]) if len(records) else []
-    ends = np.concatenate([begins[1:], [len(records)]]) if len(records) else []
-    for begin, end in zip(begins, ends, strict=True):
+    cuts = (np.flatnonzero(changes) + 1).tolist() if len(records) else []
+    for begin, end in zip([0, *cuts], [*cuts, len(records)], strict=True):
+        if end == begin:
+            continue
         if end - begin < 2:
             kept[begin] = not names[begin].endswith("coalesced") or records["op"][begin] > 0
             continue

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rankcall.evidence.flight_recorder import looks_like_dumps, rings_of_dumps
+from rankcall.imports.flight_recorder import looks_like_dumps, rings_of_dumps
 from rankcall.ring.whole import RingSpec
 
 __all__ = ["SOURCES", "Source", "source_of"]

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.errors import CorruptRun
-from rankcall.evidence.dump_files import Dump, looks_like_dumps, read_dumps
-from rankcall.evidence.dump_records import DumpRecords, GroupKey, records_of
 from rankcall.files import clean
+from rankcall.imports.dump_files import Dump, looks_like_dumps, read_dumps
+from rankcall.imports.dump_records import DumpRecords, GroupKey, records_of
 from rankcall.ops import SYNCHRONISING
 from rankcall.ranks import MAX_RANKS, format_ranks
 from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
