@@ -22,6 +22,7 @@ LEVELS = (
     ("process", "files"),
     ("registry", "_native"),
     ("ring",),
+    ("imports",),  # other tools' evidence becomes rings, which a run loads
     ("run",),
     ("analysis", "capture"),
     ("dispatch",),
@@ -37,6 +38,7 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 # A trace is read on a laptop, without torch.
 TORCHLESS = (
     *("errors", "_requests", "ops", "record", "ranks", "files", "process", "ring", "run"),
+    "imports",
     *("analysis", "report", "export", "trace"),
 )
 LAZY = ("cli", "testing")  # torch only inside what needs it

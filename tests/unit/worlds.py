@@ -11,7 +11,8 @@ import numpy as np
 from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
 from rankcall.ring.layout import offset_of
 from rankcall.ring.tables import CallSite, Group
-from rankcall.testing.synthetic import RingSpec, write_ring
+from rankcall.ring.whole import RingSpec, write_ring
+from rankcall.run.directory import ring_name
 
 MS = 1_000_000
 START = 1_000 * MS
@@ -78,7 +79,7 @@ def write_world(
     size = world_size or 1 + max((rank for rank, _, _ in by_ring), default=0)
     for (rank, attempt, life), mine in by_ring.items():
         host = (hosts or {}).get(rank, "node-a")
-        spec = RingSpec(rank, size, host, attempt)
+        spec = RingSpec(rank, size, host, attempt, pid=1000 + rank + (attempt << 20))
         shift = (offsets or {}).get(host, 0)
         spec.anchor_mono_ns = START + shift
         spec.anchor_epoch_ns = 10**18 + life * 10**12 + shift
@@ -86,8 +87,8 @@ def write_world(
         spec.closed, spec.left, spec.aborted = closed(rank), rank in left, rank in aborted
         if beats and rank in beats:
             spec.native_beat_ns, spec.python_beat_ns = (START + shift + at for at in beats[rank])
-        folder_of_life = folder / "rings"
-        path = write_ring(folder_of_life, spec, (capacities or {}).get(rank))
+        name = ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
+        path = write_ring(folder / "rings" / name, spec, (capacities or {}).get(rank))
         if rank in (failures or {}):
             with path.open("r+b") as file:
                 file.seek(offset_of("failure"))

@@ -29,7 +29,10 @@ _MOST_STACKS = 8  # ranks; a screen has no room for more
 def command(
     run: Annotated[
         Path | None,
-        typer.Argument(help="A run directory, an archive or a ring file; else the latest run."),
+        typer.Argument(
+            help="A run directory, an archive or a ring file, or a directory of Flight Recorder "
+            "dumps; else the latest run."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
     watch: Annotated[

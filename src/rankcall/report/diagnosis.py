@@ -285,4 +285,5 @@ def world(diagnosis: Diagnosis) -> str:
     """Name the size of a job: ``8 ranks on 2 hosts``."""
     ranks = diagnosis.snapshot.ranks
     hosts = {each.host for each in ranks if each.host}
-    return f"{plural(len(ranks), 'rank')} on {plural(len(hosts), 'host')}"
+    where = f" on {plural(len(hosts), 'host')}" if hosts else ""
+    return f"{plural(len(ranks), 'rank')}{where}"

@@ -32,7 +32,7 @@ HEADER_BYTES = 4096
 ENTRY_HEADER = np.dtype([("commit", "<u4"), ("kind", "<u4"), ("length", "<u4"), ("crc32", "<u4")])
 ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES, ENTRY_LINE = range(1, 6)  # UTF-8 text; JSON
 
-CAPTURES = ("unknown", "native", "python")
+CAPTURES = ("unknown", "native", "python", "imported")
 MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is damaged
 MAX_TABLES_BYTES = 1 << 28
 

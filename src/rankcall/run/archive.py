@@ -21,7 +21,7 @@ import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -44,6 +44,7 @@ _MOST_MEMBERS = 1 << 21
 _MOST_BYTES = 1 << 33  # of one member: twice the largest ring
 _MOST_TOTAL = 1 << 37  # of all members; the free space of the temporary folder is another limit
 _MOST_OF_FREE = 0.8
+_MOST_NAME = 200  # characters of the name of a foreign file; its end tells the rank
 _MOST_HEADER = 1 << 16  # of a member's extended header; our archives only have names there
 _MOST_WINDOW = 1 << 25  # bytes that zstd may keep in memory; level 19 needs 8 MiB
 # A new ring is mostly zeros: 560 kB compress to 1 kB. A decompression bomb is all zeros, and zstd
@@ -213,8 +214,11 @@ def _compressed(raw: BinaryIO, name: str) -> Iterator[IO[bytes]]:
             yield cast(IO[bytes], out)
 
 
-def unpack(archive: Path) -> Path:
+def unpack(archive: Path, *, dumps: bool = False) -> Path:
     """Extract an archive into a new temporary folder and return its path. The caller removes it.
+
+    ``dumps``: it holds files of other tools, which are extracted side by side; the folders that
+    they were in become parts of their names.
 
     Raises ``CorruptRun`` if the file is not an archive of a run, is damaged, is larger than any
     run, or does not fit into the temporary folder.
@@ -224,7 +228,7 @@ def unpack(archive: Path) -> Path:
         with archive.open("rb") as raw, _plain(raw) as data:
             limited = cast(Any, _Limited(data, raw))
             with tarfile.open(fileobj=limited, mode="r|", tarinfo=_Member) as tar:
-                found = _extract_all(tar, folder)
+                found = _extract_all(tar, folder, _flat_name if dumps else _name_in_run)
         if not found:
             raise CorruptRun(f"{archive}: this archive holds no run")
     except BaseException as error:
@@ -262,8 +266,21 @@ def _plain(raw: IO[bytes]) -> Iterator[IO[bytes]]:
         yield raw
 
 
-def _extract_all(tar: tarfile.TarFile, folder: Path) -> int:
-    """Extract the members of a run, and return the number of rings."""
+Naming = Callable[[str], str]  # from a member's name to the name of its file; empty: skip it
+
+
+def _name_in_run(member: str) -> str:
+    inside = member.partition("/")[2]
+    return inside if _NAME.fullmatch(inside) else ""
+
+
+def _flat_name(member: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "__", member.strip("./"))
+    return name[-_MOST_NAME:].lstrip(".")
+
+
+def _extract_all(tar: tarfile.TarFile, folder: Path, naming: Naming) -> int:
+    """Extract the members that have a name, and return the number of rings or dumps."""
     room = shutil.disk_usage(folder).free * _MOST_OF_FREE
     rings, members = 0, 0
     while (member := tar.next()) is not None:
@@ -276,14 +293,14 @@ def _extract_all(tar: tarfile.TarFile, folder: Path) -> int:
             raise _Refused(f"a member of {member.size:,} bytes")
         if room < 0:
             raise _Refused(f"more than {folder.parent} has room for")
-        rings += _extract(tar, member, folder)
+        rings += _extract(tar, member, folder, naming)
     return rings
 
 
-def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> bool:
-    """Extract a member if its name is one that a run can have; return whether it is a ring."""
-    inside = member.name.partition("/")[2]
-    if not member.isreg() or not _NAME.fullmatch(inside):
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, naming: Naming) -> bool:
+    """Extract a member if it gets a name; return whether it is a ring or a dump."""
+    inside = naming(member.name)
+    if not member.isreg() or not inside:
         return False
     target = folder / inside
     source = tar.extractfile(member)
@@ -296,4 +313,6 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> boo
         return False  # the archive has two members of that name
     with out:
         shutil.copyfileobj(source, out, 1 << 20)
-    return inside.startswith("rings/")
+    if naming is _flat_name and 0 < member.mtime < 1 << 33:
+        os.utime(target, (member.mtime, member.mtime))
+    return naming is _flat_name or inside.startswith("rings/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall.errors import CorruptRun
+from rankcall.imports import Source, source_of
 from rankcall.ranks import format_ranks
 from rankcall.ring.decode import decode_ring
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
 from rankcall.ring.tables import Group
+from rankcall.ring.whole import write_ring
 from rankcall.run.archive import is_archive, unpack
-from rankcall.run.directory import find_run, read_about, ring_paths
+from rankcall.run.directory import create_run, find_run, read_about, ring_name, ring_paths
 from rankcall.run.joins import JoinSummary, read_joins
 
 if TYPE_CHECKING:
@@ -270,30 +273,71 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
     missing.
 
     Args:
-        path: A run directory (also a copied one), an archive or a ring file. Without it, the latest
-            run below the working directory is read.
+        path: A run directory (also a copied one), an archive or a ring file; or Flight Recorder's
+            dumps: one, a directory or an archive of them. Without it, the latest run below the
+            working directory is read.
         progress: Called with the number of rings that are done, and of all rings.
 
     Raises:
         RunNotFound: The path does not exist.
-        CorruptRun: No ring can be read.
+        CorruptRun: No ring, and no dump, can be read.
     """
     source = where = find_run(path)
-    if source.is_file() and is_archive(source):
-        where = unpack(source)
+    scratch: list[Path] = []
+    problems: list[str] = []
     try:
-        run = _load(where, source, progress)
+        if source.is_file() and is_archive(source):
+            where = _unpacked(source)
+            scratch.append(where)
+        other = None if _has_rings(where) else source_of(where)
+        if other is not None:
+            where = _rings_from(other, where, problems)
+            scratch.append(where)
+        run = _load(where, source, progress, problems)
     except BaseException:
-        if where != source:
-            shutil.rmtree(where, ignore_errors=True)
+        _remove(scratch)
         raise
-    if where != source:
-        weakref.finalize(run, shutil.rmtree, where, ignore_errors=True)
+    if scratch:
+        weakref.finalize(run, _remove, scratch)
     return run
 
 
-def _load(where: Path, source: Path, progress: Progress | None) -> Run:
-    problems: list[str] = []
+def _unpacked(archive: Path) -> Path:
+    """Extract an archive of a run, or of dumps."""
+    try:
+        return unpack(archive)
+    except CorruptRun as no_run:
+        folder = unpack(archive, dumps=True)
+        if source_of(folder) is not None:
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        raise no_run
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_rings(where: Path) -> bool:
+    return any(path.suffix == ".ring" for path in ring_paths(where))
+
+
+def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
+    """Write the rings of another tool's evidence to a new temporary folder, and return its path."""
+    folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
+    try:
+        create_run(folder, {"evidence": source.name})
+        for spec in source.rings([evidence], problems):
+            name = ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
+            write_ring(folder / "rings" / name, spec)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def _load(where: Path, source: Path, progress: Progress | None, problems: list[str]) -> Run:
     paths = ring_paths(where, problems)
     heads = list(_read_heads(paths, problems, progress))
     if not heads:
@@ -303,8 +347,9 @@ def _load(where: Path, source: Path, progress: Progress | None) -> Run:
     heads.sort(key=lambda head: (head.header.attempt, head.header.rank, head.header.pid))
     run = Run(where, read_about(where, problems), heads, problems, source)
     if run.missing_ranks:
+        left = "dump" if "evidence" in run.about else "ring"
         problems.append(
-            f"{source}: no ring for rank {format_ranks(run.missing_ranks)} of "
+            f"{source}: no {left} for rank {format_ranks(run.missing_ranks)} of "
             f"{run.world_size}: the results cover the other ranks only"
         )
     if run.tables_lost:

@@ -6,11 +6,6 @@ of each host. So a test knows the result that the analysis must have.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.ops import FROM_ROOT, TO_ROOT
-from rankcall.record import COMMIT_DONE, DTYPES, KINDS, OPS, RECORD, STATUSES
-from rankcall.ring.layout import (
-    CAPTURES,
-    ENTRY_GROUP,
-    ENTRY_LINE,
-    ENTRY_SITE,
-    ENTRY_STRING,
-    Geometry,
-    make_header,
-)
-from rankcall.ring.tables import CallSite, Group, encode_group, encode_line, encode_site
+from rankcall.record import DTYPES, KINDS, OPS, RECORD, STATUSES
+from rankcall.ring.tables import CallSite, Group
+from rankcall.ring.whole import RingSpec, write_ring
 from rankcall.run.directory import create_run, ring_name
 from rankcall.run.exits import Exit, note_exit
 from rankcall.testing._lockstep import (
@@ -51,10 +38,6 @@ _VARIANTS = {
 }
 EPOCH_NS = 1_790_000_000_000_000_000
 BOOT_NS = 5_000_000_000_000
-
-# The rings of a large world are written one after the other, and all contain the same groups.
-_encoded = functools.lru_cache(maxsize=64)(encode_group)
-
 
 __all__ = ["PROGRAM", "Op", "Pace", "Planted", "Synthetic", "synthetic_run"]
 
@@ -152,7 +135,8 @@ def synthetic_run(
         spec = _ring_spec(truth, rank, per_step, drifts[host_of[rank]], attempt)
         spec.anchor_epoch_ns += errors[host_of[rank]]
         _end(truth, spec, rank)
-        write_ring(truth.path / "rings", spec, capacity)
+        name = ring_name(rank, spec.attempt, spec.host, spec.pid)
+        write_ring(truth.path / "rings" / name, spec, capacity)
     return truth
 
 
@@ -204,7 +188,7 @@ def _ring_spec(
     host = truth.hosts[rank]
     rows = np.flatnonzero(truth.arrivals[:, rank] >= 0)
     own_groups = {key: _group_of(rank, value) for key, value in truth.families.items()}
-    spec = RingSpec(rank, len(truth.hosts), host, attempt)
+    spec = RingSpec(rank, len(truth.hosts), host, attempt, pid=1000 + rank + (attempt << 20))
     clock = BOOT_NS + truth.clock_offsets_ns[host]
     spec.anchor_mono_ns, spec.anchor_epoch_ns = clock, EPOCH_NS + truth.clock_offsets_ns[host]
     spec.records = _records(truth.program, rows, own_groups, rank, per_step, spec)
@@ -316,112 +300,3 @@ def _in_out(op: Op, size: int, own: int) -> tuple[int, int]:
         "scatter": (data * size if root else 0, data),
         "barrier": (0, 0),
     }.get(op.op, (data, data))
-
-
-@dataclass
-class RingSpec:
-    """One rank's records and side tables, in memory."""
-
-    rank: int
-    world_size: int
-    host: str
-    attempt: int = 0
-    capture: str = "native"
-    anchor_mono_ns: int = 0
-    anchor_epoch_ns: int = 0
-    closed: bool = True  # False: recording was never switched off
-    left: bool = False  # the program reached its end
-    aborted: bool = False  # the watcher ended the process
-    native_beat_ns: int = 0  # 0: the time when the last op ended
-    python_beat_ns: int = 0
-    records: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RECORD))
-    entries: dict[tuple[int, bytes], int] = field(default_factory=dict)
-
-    @property
-    def pid(self) -> int:
-        """A number that differs between ranks and attempts."""
-        return 1000 + self.rank + (self.attempt << 20)
-
-    def string(self, text: str) -> int:
-        """Return the id of a string, adding it if it is new."""
-        return self._entry(ENTRY_STRING, text.encode())
-
-    def group(self, group: Group) -> int:
-        """Return the id of a process group, adding it if it is new."""
-        return self._entry(ENTRY_GROUP, _encoded(group))
-
-    def site(self, site: CallSite) -> int:
-        """Return the id of a call site, adding it if it is new."""
-        return self._entry(ENTRY_SITE, encode_site(site))
-
-    def line(self, site: CallSite, text: str) -> int:
-        """Return the id of a call site's source line, adding it if it is new."""
-        return self._entry(ENTRY_LINE, encode_line(self.site(site), text))
-
-    def _entry(self, kind: int, payload: bytes) -> int:
-        return self.entries.setdefault((kind, payload), len(self.entries) + 1)
-
-    def tables(self) -> bytes:
-        """Return the bytes of the side tables."""
-        parts = []
-        for (kind, payload), number in self.entries.items():
-            parts.append(struct.pack("<IIII", number, kind, len(payload), zlib.crc32(payload)))
-            parts.append(payload.ljust((len(payload) + 7) // 8 * 8, b"\0"))
-        return b"".join(parts)
-
-
-def write_ring(folder: Path, spec: RingSpec, capacity: int | None = None) -> Path:
-    """Write a ring into a folder.
-
-    Args:
-        folder: The folder.
-        spec: The ring's contents.
-        capacity: How many records the ring holds, a power of two; older records are overwritten.
-            By default it holds all of them.
-
-    Returns:
-        The path of the ring.
-    """
-    count, tables = len(spec.records), spec.tables()
-    fitting = 1 << max(count - 1, 63).bit_length()
-    shape = Geometry(capacity or fitting, 0, (len(tables) + 4095) // 4096 * 4096)
-    records = spec.records
-    records["commit"] = (np.arange(1, count + 1, dtype=np.uint64) << 2) | COMMIT_DONE
-    if count > shape.capacity:
-        records = np.roll(records[-shape.capacity :], count % shape.capacity)
-    header = _ring_header(spec, shape, len(records))
-    path = folder / ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(header)
-        file.write(tables.ljust(shape.tables_bytes, b"\0"))
-        file.write(records.data.cast("B") if len(records) else b"")
-    return path
-
-
-def _ring_header(spec: RingSpec, shape: Geometry, kept: int) -> bytes:
-    ends = spec.records["completed_ns"]
-    last = int(ends.max()) if len(ends) else spec.anchor_mono_ns
-    boot = hashlib.sha256(spec.host.encode()).hexdigest()
-    values = {
-        "file_bytes": shape.records_offset + kept * RECORD.itemsize,
-        "rank": spec.rank,
-        "world_size": spec.world_size,
-        "local_rank": -1,
-        "node": -1,
-        "attempt": spec.attempt,
-        "pid": spec.pid,
-        "anchor_mono_ns": spec.anchor_mono_ns,
-        "anchor_epoch_ns": spec.anchor_epoch_ns,
-        "capture": CAPTURES.index(spec.capture),
-        "host": spec.host.encode()[:63],
-        "boot_id": boot[:36].encode(),
-        "head": len(spec.records),
-        "tables_used": len(spec.tables()),
-        "step": int(spec.records["step"].max()) + 1 if len(spec.records) else 0,
-        "native_heartbeat_ns": spec.native_beat_ns or last,
-        "python_heartbeat_ns": spec.python_beat_ns or last,
-        "closed_ns": last + 1 if spec.closed else 0,
-        "left_ns": last + 1 if spec.left else 0,
-        "aborted_ns": last + 1 if spec.aborted else 0,
-    }
-    return make_header(shape, values)

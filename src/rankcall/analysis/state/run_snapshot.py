@@ -123,7 +123,8 @@ class SnapshotBuilder:
         exits = read_exits(run.path) if run.path.is_dir() else []
         ended = waits_that_ended(kept_hangs(run.path))
         found = self._windows.finish(world, exits, problems)
-        return replace(found, mixed=self._mixed, waited_before=ended)
+        dumped = "evidence" in run.about
+        return replace(found, mixed=self._mixed, waited_before=ended, dumped=dumped)
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ class Snapshot:
     mixed: bool = False  # the records may be of several jobs
     # By line: the longest hang there, in s, that the watcher saw end by itself.
     waited_before: dict[str, float] = field(default_factory=dict)
+    dumped: bool = False  # made of dumps: the processes lived when they wrote them
     # By boot id: the moment, in ns of that host's monotonic clock.
     moments: dict[str, int] = field(default_factory=dict)
 

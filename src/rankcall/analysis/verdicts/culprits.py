@@ -100,7 +100,7 @@ def _cut_off(snapshot: Snapshot, told: Collection[int], own: Collection[int]) ->
 
 def _together(snapshot: Snapshot, victims: Collection[int]) -> set[int]:
     """Return the ranks that cannot go on and have no noted end; in a copy, they may have ended."""
-    if snapshot.live:
+    if snapshot.live or snapshot.dumped:
         return set()
     return {
         each.rank

@@ -152,6 +152,8 @@ def _disagreement(
     swapped = (
         mine[seq] != theirs[seq] and mine[seq] in theirs.values() and theirs[seq] in mine.values()
     )
+    if shift is not None and _agree_again(mine, theirs, seq):
+        shift = None
     order_differs = "op" in differing or shift is not None or swapped
     if shift is not None and shift.shown_by < _ENOUGH:
         shift = None
@@ -164,6 +166,15 @@ def _disagreement(
     return Disagreement(
         order_differs, group, seq, differing, tuple(sides), rows, bool(stuck[rows].any()), shift
     )
+
+
+def _agree_again(mine: History, theirs: History, seq: int) -> bool:
+    """Tell whether two ranks are in step after a call in which they differ.
+
+    A device's host issues calls behind one that hangs. If those agree, none was skipped.
+    """
+    later = [each for each in mine if each > seq and each in theirs]
+    return len(later) >= _ENOUGH and all(mine[each] == theirs[each] for each in later)
 
 
 def _moved(calls: Calls, rows: Rows, side: Side) -> Side:

@@ -108,6 +108,8 @@ def hang_evidence(
     in_flight, failed = unfinished(calls), failed_for_good(calls)
     in_flight &= ~_left_behind(snapshot)
     allowed = np.full(len(calls), _just_begun_s(snapshot, hang_after))
+    if snapshot.dumped:
+        allowed[:] = 0.0  # calls that had only just begun are abandoned in dumps
     if snapshot.live:
         allowed = patience(snapshot, hang_after)
     lasted = held_for(snapshot)

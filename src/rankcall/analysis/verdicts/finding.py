@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankcall.analysis.state.snapshot import FAILED, LOADER, SEND, CodePlace, Snapshot
+from rankcall.analysis.state.snapshot import COMPLETED, FAILED, LOADER, SEND, CodePlace, Snapshot
 from rankcall.analysis.verdicts.wait_graph import Wait
 from rankcall.ranks import format_ranks
 
@@ -207,6 +207,8 @@ def last_call(snapshot: Snapshot, rank: int) -> str:
     ended, age = (float(snapshot.calls[name][row]) for name in ("ended_s", "age_s"))
     if snapshot.calls["status"][row] == FAILED:
         return f"{name_call(snapshot, row)} failed {ago(snapshot, ended)}"
+    if snapshot.calls["status"][row] == COMPLETED and np.isnan(ended):
+        return f"last in {name_call(snapshot, row)}, which it left"
     if np.isnan(ended):
         return f"in {name_call(snapshot, row)} for {duration(age)}"
     return f"last in {name_call(snapshot, row)}, which it left {ago(snapshot, ended)}"

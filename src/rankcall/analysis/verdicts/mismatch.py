@@ -26,19 +26,20 @@ class Mismatch(DisagreementVerdict):
             return (
                 f"{begin_sentence(name_ranks(snapshot, first.ranks))} send {sent:,} bytes in all "
                 f"in all_to_all {place}, and expect to receive {received:,}: their split sizes do "
-                f"not add up.{_consequence(found)}"
+                f"not add up.{_consequence(snapshot, found)}"
             )
         mine, theirs = (values(snapshot, found, side) for side in (first, last))
         if found.message:
             return (
                 f"Rank {first.ranks[0]} sends {mine} and rank {last.ranks[0]} receives {theirs}, "
-                f"in message {place}.{_consequence(found)}"
+                f"in message {place}.{_consequence(snapshot, found)}"
             )
         fields = " and ".join(name.replace("_", " ") for name in found.differing)
+        then = _consequence(snapshot, found)
         return (
             f"{begin_sentence(name_ranks(snapshot, first.ranks))} and "
             f"{name_ranks(snapshot, last.ranks)} differ in {fields} in "
-            f"{snapshot.op(last.row)} {place}: {mine} against {theirs}.{_consequence(found)}"
+            f"{snapshot.op(last.row)} {place}: {mine} against {theirs}.{then}"
         )
 
     def advice(self, found: Disagreement) -> str:
@@ -53,9 +54,12 @@ class Mismatch(DisagreementVerdict):
         return "All members of a group must pass the same: compare what the lines above are given."
 
 
-def _consequence(found: Disagreement) -> str:
-    """Write what became of a call that ended although its members differ."""
-    if found.open:
+def _consequence(snapshot: Snapshot, found: Disagreement) -> str:
+    """Write what became of a call that ended although its members differ.
+
+    Dumps do not tell whether a call on the CPU succeeded.
+    """
+    if found.open or snapshot.dumped:
         return ""
     wrong = "the received data is wrong or incomplete" if found.message else "the results are wrong"
     return f" It went through all the same: {wrong}."

@@ -16,8 +16,9 @@ from rankcall.analysis.state.snapshot import (
 )
 from rankcall.analysis.verdicts.culprits import Suspect, Suspects
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
-from rankcall.analysis.verdicts.finding import SHOWN, hosts_of, name_place, verbs_for
+from rankcall.analysis.verdicts.finding import SHOWN, hosts_of, name_call, name_place, verbs_for
 from rankcall.analysis.verdicts.kinds import CulpritVerdict
+from rankcall.record import FLAG_DEVICE
 
 
 class Missing(CulpritVerdict):
@@ -32,7 +33,10 @@ class Missing(CulpritVerdict):
         """Fit every rank that is waited for."""
         state = suspect.state
         unseen = (state.blind and not state.unheard) or (state.closed and state.state != GONE)
-        return "possible" if unseen else "certain"
+        if unseen:
+            return "possible"
+        # Dumps are not all of one moment.
+        return "likely" if suspects.snapshot.dumped else "certain"
 
     def settles_in(self, snapshot: Snapshot, hang_after: float, ranks: Sequence[int]) -> float:
         """Return in how many s it will be clear whether the ranks are on their way.
@@ -51,12 +55,18 @@ class Missing(CulpritVerdict):
         if first.unheard:
             return f"{verbs.do} not answer: no word has come from where {verbs.they} ran"
         if first.blind:
-            return f"{verbs.have} left no records here"
+            return f"{verbs.have} left no {'dump' if snapshot.dumped else 'records'} here"
         if first.closed:
             return (
                 f"{verbs.have} stopped recording, to end or by rankcall.disable: whether "
                 f"{verbs.they} came is not known"
             )
+        row = _call_on_device(snapshot, first.rank)
+        if row is not None:
+            call = name_call(snapshot, row)
+            return f"{verbs.have} not come: {verbs.they} {verbs.be} still in {call}"
+        if snapshot.dumped:
+            return f"{verbs.have} not come: the calls that {verbs.they} dumped end before that"
         places = {code_place(state.stack) for state in states}
         where = name_place(places.pop()) if len(places) == 1 else ""
         if where:
@@ -73,8 +83,18 @@ class Missing(CulpritVerdict):
                 f"See whether {lost or 'their host'} is up, and what the launcher there says: a "
                 "host that is lost or stands still takes all its ranks with it."
             )
+        if first.blind and snapshot.dumped:
+            return (
+                "Find out how it ended (the end of its stderr, dmesg -T): a process that is killed "
+                "writes no dump. If it wrote one, put that beside the others."
+            )
         if first.blind:
             return "Bring the records of all nodes together (rankcall collect), then ask again."
+        if _call_on_device(snapshot, first.rank) is not None:
+            return (
+                f"Look at rank {first.rank}'s device{on} and its links (dmesg -T | grep -i xid): "
+                "the other members have left that call."
+            )
         place = code_place(first.stack)
         if place.inside == LOADER:
             return (
@@ -91,3 +111,11 @@ class Missing(CulpritVerdict):
         return (
             f"See what it does: rankcall diagnose --stacks, or py-spy dump --pid {first.pid}{on}."
         )
+
+
+def _call_on_device(snapshot: Snapshot, rank: int) -> int | None:
+    """Return the row of the oldest call that a rank's device has not left; None without one."""
+    calls = snapshot.calls
+    on_device = calls["flags"] & FLAG_DEVICE != 0
+    rows = np.flatnonzero(unfinished(calls) & on_device & (calls["rank"] == rank))
+    return int(rows[np.argmin(calls["index"][rows])]) if len(rows) else None

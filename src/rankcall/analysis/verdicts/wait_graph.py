@@ -24,10 +24,13 @@ from rankcall.analysis.state.snapshot import (
     Calls,
     Snapshot,
 )
-from rankcall.ops import FROM_ROOT, OPS
+from rankcall.ops import FROM_ROOT, OPS, SYNCHRONISING
+from rankcall.record import FLAG_DEVICE
 
 Rows = npt.NDArray[np.intp]
 
+_NEVER = np.iinfo(np.int64).max
+_SYNCHRONISING = [OPS.index(name) for name in SYNCHRONISING]
 _FROM_ROOT = [OPS.index(name) for name in FROM_ROOT]
 # Functions that return only when their message is gone. The others are waited for later.
 BLOCKING = ("send", "recv", "send_object_list", "recv_object_list")
@@ -57,6 +60,7 @@ class Wait:
     soft: bool = False  # an isend: its rank need not be waiting for it
     any_source: bool = False  # any one of the absent ranks can end it
     presumed: list[int] = field(default_factory=list)  # ranks without records, probably in it
+    behind: bool = False  # other members have left the collective, so nothing holds the waiters
 
 
 def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
@@ -72,7 +76,7 @@ def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
 
 def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[Wait]:
     calls = snapshot.calls
-    newest = _Newest(calls)
+    progress = _Progress(calls, rows)
     # Only the first stuck call of a rank in a group shows why; the later ones queue behind it.
     order = rows[np.lexsort((calls["seq"][rows], calls["rank"][rows], calls["group"][rows]))]
     keys = np.stack([calls["group"][order], calls["rank"][order]])
@@ -83,10 +87,14 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[W
     cuts = np.flatnonzero(np.any(same[:, 1:] != same[:, :-1], axis=0)) + 1
     for piece in np.split(order, cuts):
         group, seq = int(calls["group"][piece[0]]), int(calls["seq"][piece[0]])
-        came = newest.reached(group, seq)
+        came = progress.reached(group, seq)
         members = np.array(snapshot.groups[group].ranks, np.int64)
         absent = np.setdiff1d(members, came)
         absent = _only_root(calls[piece], absent)
+        behind = int(calls["op"][piece[0]]) in _SYNCHRONISING and progress.left(group, seq)
+        if behind:
+            # No member can leave before all have come: this outweighs records that are lost.
+            absent, came = absent[:0], members
         yield Wait(
             group,
             seq,
@@ -96,6 +104,7 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[W
             came.tolist(),
             float(calls["age_s"][piece].max()),
             bool(hung[piece].any()),
+            behind=behind,
         )
 
 
@@ -106,23 +115,42 @@ def _only_root(waiting: Calls, absent: npt.NDArray[np.int64]) -> npt.NDArray[np.
     return absent[absent == root] if from_root and root in absent else absent
 
 
-class _Newest:
-    """The newest collective of each rank in each group."""
+class _Progress:
+    """How far each rank has come in the collectives of each group.
 
-    def __init__(self, calls: Calls) -> None:
+    A rank arrives at a collective when it issues it. But a device runs the collectives of a group
+    in order, and the host may have issued hundreds behind one that never ends. There, a rank has
+    arrived only if it has left all earlier ones.
+    """
+
+    def __init__(self, calls: Calls, stuck: Rows) -> None:
         rows = np.flatnonzero(calls["kind"] == COLLECTIVE)
         rows = rows[np.lexsort((calls["seq"][rows], calls["rank"][rows], calls["group"][rows]))]
         keys = np.stack([calls["group"][rows], calls["rank"][rows]])
-        last = np.concatenate([np.any(keys[:, 1:] != keys[:, :-1], axis=0), [True]])
-        rows = rows[last]
-        self._group, self._rank = calls["group"][rows], calls["rank"][rows].astype(np.int64)
-        self._seq = calls["seq"][rows]
+        changes = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
+        first = np.flatnonzero(np.concatenate([[True], changes]))
+        seq, on_device = calls["seq"][rows], calls["flags"][rows] & FLAG_DEVICE != 0
+        self._group = calls["group"][rows][first]
+        self._rank = calls["rank"][rows][first].astype(np.int64)
+        self._newest = np.maximum.reduceat(seq, first)
+        held = on_device & np.isin(rows, stuck)
+        self._oldest_stuck = np.minimum.reduceat(np.where(held, seq, _NEVER), first)
+        done = on_device & (calls["status"][rows] == COMPLETED)
+        self._left = np.maximum.reduceat(np.where(done, seq, -1), first)
 
     def reached(self, group: int, seq: int) -> npt.NDArray[np.int64]:
-        """Return the ranks that have issued ``seq`` in a group, or a later one."""
-        here = slice(*np.searchsorted(self._group, [group, group + 1]))
-        came: npt.NDArray[np.int64] = self._rank[here][self._seq[here] >= seq]
+        """Return the ranks that have arrived at ``seq`` in a group, or at a later one."""
+        here = self._of(group)
+        arrived = (self._newest[here] >= seq) & (self._oldest_stuck[here] >= seq)
+        came: npt.NDArray[np.int64] = self._rank[here][arrived]
         return came
+
+    def left(self, group: int, seq: int) -> bool:
+        """Tell whether the device of any rank has left ``seq`` in a group, or a later one."""
+        return bool((self._left[self._of(group)] >= seq).any())
+
+    def _of(self, group: int) -> slice:
+        return slice(*np.searchsorted(self._group, [group, group + 1]))
 
 
 def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> list[Wait]:
@@ -221,9 +249,14 @@ class WaitGraph:
                 _presume(wait, blind)
         self.in_wait: dict[int, list[Wait]] = {}
         self.waits_for: dict[int, list[Wait]] = {}
+        late = {rank for wait in waits if wait.behind for rank in wait.waiters}
         for wait in waits:
+            # A rank that is late on its device has issued other calls behind the one that it is in.
+            # If no rank is missing there, they are no reason why it does not go on.
+            held = late if not wait.absent else ()
             for rank in [*wait.waiters, *wait.presumed]:
-                self.in_wait.setdefault(rank, []).append(wait)
+                if rank not in held:
+                    self.in_wait.setdefault(rank, []).append(wait)
             for rank in wait.absent:
                 self.waits_for.setdefault(rank, []).append(wait)
 

@@ -1,0 +1,141 @@
+"""From Flight Recorder dumps to a verdict: how long it takes, beside torch's own analyser.
+
+The dumps are of a made-up job on NCCL: ``--ranks`` ranks in groups of eight, ``--entries`` entries
+each. One rank stops issuing collectives; the others go on issuing. ``seconds``, ``cpu_seconds`` and
+``peak_mib`` are those of one ``rankcall diagnose``, a process of its own.
+
+``torchfrtrace_seconds`` is the time of ``torch.distributed.flight_recorder.fr_trace`` on the same
+files, and ``torchfrtrace_right`` says whether it names that rank and no other one. Both are null if
+the analyser was ended after ``--peer-seconds``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+GROUP = 8
+BEHIND = 500  # collectives that the others issue behind the one that hangs
+LATE = 3  # the rank that stops
+T0, STEP_NS = 1_780_000_000_000_000_000, 1_000_000
+
+
+def main() -> int:
+    """Print one JSON object with the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--entries", type=int, default=2000)
+    parser.add_argument("--peer-seconds", type=float, default=400.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for rank in range(options.ranks):
+            dump = _dump(rank, options.ranks, options.entries)
+            (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
+        figures = {"ranks": options.ranks, "entries": options.entries}
+        figures |= _ours(folder) | _peer(folder, options.peer_seconds)
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+def _dump(rank: int, ranks: int, entries: int) -> dict[str, Any]:
+    """Return one rank's dump: an op in its group of eight after each op in the world."""
+    first = rank // GROUP * GROUP
+    groups = {"0": list(range(ranks)), "1": list(range(first, min(first + GROUP, ranks)))}
+    hangs_at = max(2, entries - BEHIND) // 2 * 2  # in the world
+    frames = [
+        [
+            {"name": "all_reduce", "filename": "/venv/torch/distributed/c10d.py", "line": 3245},
+            {"name": "step", "filename": "/job/train.py", "line": 10 + place},
+            {"name": "<module>", "filename": "/job/train.py", "line": 80},
+        ]
+        for place in range(2)
+    ]
+    names = ("nccl:all_reduce", "nccl:_all_gather_base")
+    pairs = (("0", "default_pg"), ("1", "TENSOR_MODEL_PARALLEL_GROUP"))
+    found = []
+    for number in range(hangs_at if rank == LATE else entries):
+        place, done = number % 2, number < hangs_at
+        created = T0 + number * STEP_NS + rank
+        found.append(
+            {
+                "record_id": number,
+                "pg_id": place,
+                "process_group": pairs[place],
+                "collective_seq_id": number // 2 + 1,
+                "p2p_seq_id": 0,
+                "op_id": number // 2 + 1,
+                "profiling_name": names[place],
+                "time_created_ns": created,
+                "input_sizes": [[4096]],
+                "input_dtypes": ["BFloat16"],
+                "output_sizes": [[4096 * (GROUP if place else 1)]],
+                "output_dtypes": ["BFloat16"],
+                "state": "completed" if done else "scheduled",
+                "time_discovered_started_ns": None,
+                "time_discovered_completed_ns": created + STEP_NS // 2 if done else None,
+                "retired": done,
+                "timeout_ms": 600_000,
+                "is_p2p": False,
+                "frames": frames[place],
+            }
+        )
+    config = {
+        name: {"name": name, "desc": desc, "ranks": str(groups[name])} for name, desc in pairs
+    }
+    return {"version": "2.9", "pg_config": config, "pg_status": {}, "entries": found}
+
+
+def _ours(folder: Path) -> dict[str, Any]:
+    """Return how long ``rankcall diagnose`` took, its peak memory, and whether it was right."""
+    command = [sys.executable, "-m", "rankcall", "diagnose", str(folder), "--json"]
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.read())
+        _, _, usage = os.wait4(process.pid, 0)
+        process.returncode = 1
+    found = [(finding["kind"], finding["ranks"]) for finding in told["findings"]]
+    return {
+        "seconds": round(time.perf_counter() - began, 2),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        "peak_mib": round(usage.ru_maxrss / 1024),
+        "right": found == [("missing", [LATE])],
+    }
+
+
+def _peer(folder: Path, seconds: float) -> dict[str, Any]:
+    """Return how long torch's analyser took, and whether it names the rank that stopped alone."""
+    module = "torch.distributed.flight_recorder.fr_trace"
+    command = [sys.executable, "-m", module, str(folder), "-p", "nccl_trace_rank_"]
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"torchfrtrace_seconds": None, "torchfrtrace_right": None}
+    took = round(time.perf_counter() - began, 2)
+    named: set[int] = set()
+    for ranks in re.findall(r"missing ranks: \{([\d, ]*)\}", done.stdout + done.stderr):
+        named.update(map(int, re.findall(r"\d+", ranks)))
+    for rank in re.findall(r"Culprit rank (\d+)", done.stdout + done.stderr):
+        named.add(int(rank))
+    return {
+        "torchfrtrace_seconds": took,
+        "torchfrtrace_exit": done.returncode,
+        "torchfrtrace_named": sorted(named)[:32],
+        "torchfrtrace_right": named == {LATE},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Evidence that other tools left about a job. Each source becomes rings.
+
+::
+
+    dump_files        reads Flight Recorder's dumps: which files are dumps, of which rank, and what
+                      they contain; treats every file as hostile
+    dump_records      turns the entries of one dump into records
+    flight_recorder   turns the dumps of all ranks into rings
+
+A run that is made of the evidence of another tool is read, judged and reported like every other
+run. To add a source, write its module and put it into ``SOURCES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rankcall.imports.flight_recorder import looks_like_dumps, rings_of_dumps
+from rankcall.ring.whole import RingSpec
+
+__all__ = ["SOURCES", "Source", "source_of"]
+
+
+class Source(NamedTuple):
+    """A tool that leaves evidence.
+
+    Attributes:
+        name: The name of the tool.
+        looks_like: Tells whether a file, or a folder, begins like evidence of that tool.
+        rings: Yields a ring for each rank of the evidence in some files and folders. It adds a line
+            to a list of problems for what it leaves out, and for what the tool cannot know.
+    """
+
+    name: str
+    looks_like: Callable[[Path], bool]
+    rings: Callable[[Sequence[Path], list[str]], Iterator[RingSpec]]
+
+
+SOURCES: tuple[Source, ...] = (Source("Flight Recorder", looks_like_dumps, rings_of_dumps),)
+
+
+def source_of(path: Path) -> Source | None:
+    """Return the source whose evidence a file or a folder holds; None if it holds none."""
+    return next((source for source in SOURCES if source.looks_like(path)), None)

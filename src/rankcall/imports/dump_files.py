@@ -1,0 +1,261 @@
+"""Read Flight Recorder's dumps: pickles or JSON, one file for each rank, under any name.
+
+Any user may have written a file, so each is limited in size, in depth and in the number of objects
+that it can create, and a pickle can create nothing but numbers, texts, lists, tuples and dicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import pickle
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankcall.errors import CorruptRun
+from rankcall.files import clean
+from rankcall.ranks import MAX_RANKS
+
+MOST_FILES = 1 << 17
+_MOST_BYTES = 1 << 27  # of a pickle; one of 2,000 entries with stacks takes 1 to 3 MB
+_MOST_JSON_BYTES = 1 << 26
+_MOST_CONTAINERS = 4_000_000  # lists, tuples and dicts of one file
+_MOST_ENTRIES = 1 << 20
+# A dump has at least one of these keys near its beginning.
+_KEYS = (b"entries", b"pg_config", b"pg_status", b"comm_lib_version", b"nccl_version")
+_HEAD_BYTES = 4096
+_NEWEST = (2, 10)  # the newest version of the format that this module was tested with
+
+# All opcodes that a pickle of plain data needs. An index of the memo has at most 21 bits, because
+# the unpickler allocates memory up to the largest index. Texts are left out: ``_is_plain`` steps
+# over them.
+_OPCODES = re.compile(
+    rb"(?:[(.012N\]})aesutld\x85-\x89\x94]"
+    rb"|[Khq\x80].|M..|J.{4}|j.{4}|[G\x95].{8}|r..[\x00-\x1f]\x00"
+    rb"|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9})"
+    rb"){1,4096}",
+    re.DOTALL,
+)
+_TEXTS = {  # opcode: the number of bytes of its length
+    **{ord("X"): 4, 0x8C: 1, 0x8D: 8},  # texts
+    **{ord("U"): 1, ord("T"): 4, ord("C"): 1, ord("B"): 4},  # bytes
+}
+_CONTAINERS = (b"]", b"}", b")", b"(", b"\x85", b"\x86", b"\x87")
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One rank's dump: a dict with Flight Recorder's keys."""
+
+    path: Path
+    rank: int
+    content: dict[str, Any]
+    modified_ns: int  # when the file was last written
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it wants {module}.{name}")
+
+
+def looks_like_dumps(folder: Path) -> bool:
+    """Tell whether a folder or a file may be one of dumps: a file in it begins like a dump."""
+    return next(iter(_candidates([folder])), None) is not None
+
+
+def read_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[Dump]:
+    """Yield the dumps in some files and folders, by rank, one at a time.
+
+    A file that begins like a dump and cannot be read is left out, and ``problems`` says why.
+
+    Args:
+        sources: Files, or folders that are searched with the folders in them.
+        problems: Gets a line for each file that is left out.
+
+    Raises:
+        CorruptRun: There is no dump, or the names do not tell the ranks.
+    """
+    paths = list(_candidates(sources))
+    if len(paths) > MOST_FILES:
+        raise CorruptRun(f"{sources[0]}: more than {MOST_FILES:,} dumps")
+    for rank, path in sorted(_ranks_of(paths).items()):
+        try:
+            yield Dump(path, rank, read_dump(path, problems), path.stat().st_mtime_ns)
+        except CorruptRun as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{path}: cannot be read: {error.strerror}")
+
+
+def _candidates(sources: Iterable[Path]) -> Iterator[Path]:
+    for source in sources:
+        if source.is_dir():
+            for folder, below, names in os.walk(source):
+                below.sort()
+                paths = [Path(folder, name) for name in sorted(names) if name[0] != "."]
+                yield from (path for path in paths if _begins_like_a_dump(path))
+        elif _begins_like_a_dump(source):
+            yield source
+
+
+def _begins_like_a_dump(path: Path) -> bool:
+    """Tell by its first bytes whether a file may be a pickled dict or a JSON object.
+
+    A file without a number in its name is no rank's dump.
+    """
+    if not re.search(r"\d", path.name):
+        return False
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    return head.lstrip()[:1] in (b"\x80", b"{") and any(key in head for key in _KEYS)
+
+
+def _ranks_of(paths: Sequence[Path]) -> dict[int, Path]:
+    """Return the paths by the rank that their names tell.
+
+    The rank is a number in the name: the one after ``rank`` if all names have that, or else the
+    last one that differs between all files.
+    """
+    if not paths:
+        return {}
+    texts = [_stem(path) for path in paths]
+    after_rank = [re.findall(r"rank[_\-.]?(\d+)", text, re.IGNORECASE) for text in texts]
+    choices = []
+    if all(after_rank):
+        choices.append([found[-1] for found in after_rank])
+    numbers = [re.findall(r"\d+", text) for text in texts]
+    shared = min(map(len, numbers))
+    choices += [[found[-1 - place] for found in numbers] for place in range(shared)]
+    for chosen in choices:
+        if len(set(map(int, chosen))) == len(paths):
+            ranks = {int(number): path for number, path in zip(chosen, paths, strict=True)}
+            if max(ranks) >= MAX_RANKS:
+                continue
+            return ranks
+    return _newest_of_each(choices, paths)
+
+
+def _newest_of_each(choices: Sequence[Sequence[str]], paths: Sequence[Path]) -> dict[int, Path]:
+    """Refuse names that give one rank to several files; the message lists two such files."""
+    first: dict[int, Path] = {}
+    for number, path in zip(choices[0] if choices else (), paths, strict=False):
+        other = first.setdefault(int(number), path)
+        if other is not path:
+            raise CorruptRun(
+                f"{path}: its name gives rank {int(number):,}, like that of {other}: name one dump "
+                "for each rank, of one job"
+            )
+    raise CorruptRun(f"{paths[0]}: its name does not tell which rank wrote it")
+
+
+def _stem(path: Path) -> str:
+    """Return a file's name without the endings of its format, which may contain digits."""
+    return re.sub(r"\.(?:json|pkl|pickle|bin|dump|txt|trace|p)$", "", path.name, flags=re.I)
+
+
+def read_dump(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return the content of one dump, with its entries as a list of dicts.
+
+    Raises ``CorruptRun``, which names the file, if it is damaged, too large, or no dump.
+    """
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise CorruptRun(f"{path}: {size:,} bytes, more than any dump of Flight Recorder")
+    raw = path.read_bytes()
+    with _without_gc():
+        content = _unpickle(path, raw) if raw[:1] == b"\x80" else _from_json(path, raw)
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), (list, tuple)):
+        raise CorruptRun(f"{path}: not a dump of Flight Recorder: it has no list of entries")
+    entries = content["entries"]
+    if len(entries) > _MOST_ENTRIES or not all(isinstance(entry, dict) for entry in entries):
+        raise CorruptRun(f"{path}: not a dump of Flight Recorder: damaged entries")
+    _check_version(path, content.get("version"), problems)
+    return content
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Switch the garbage collector off: it would visit all new objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _check_version(path: Path, version: Any, problems: list[str]) -> None:
+    found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
+    if found is None or int(found[1]) != _NEWEST[0]:
+        told = clean(str(version)[:40]) if version is not None else "none"
+        raise CorruptRun(
+            f"{path}: version {told} of Flight Recorder's format; this rankcall reads 2.0 to "
+            f"{_NEWEST[0]}.{_NEWEST[1]}"
+        )
+    if int(found[2]) > _NEWEST[1]:
+        text = (
+            f"dumps of version {version} are newer than the newest that this rankcall knows "
+            f"({_NEWEST[0]}.{_NEWEST[1]}): fields that have changed since may be misread"
+        )
+        if text not in problems:
+            problems.append(text)
+
+
+def _unpickle(path: Path, raw: bytes) -> Any:
+    if sum(map(raw.count, _CONTAINERS)) > _MOST_CONTAINERS:
+        raise CorruptRun(f"{path}: more objects than any dump of Flight Recorder")
+    if not _is_plain(raw):
+        raise CorruptRun(
+            f"{path}: not a dump of Flight Recorder: this pickle does not only hold plain data"
+        )
+    try:
+        return _PlainUnpickler(io.BytesIO(raw), encoding="utf-8", errors="replace").load()
+    except Exception as error:  # a damaged pickle raises almost anything
+        why = clean(str(error)[:200])
+        raise CorruptRun(f"{path}: not a dump of Flight Recorder, or damaged: {why}") from error
+
+
+def _is_plain(raw: bytes) -> bool:
+    """Tell whether a pickle consists of the opcodes of plain data, up to its end.
+
+    The opcodes are checked before the unpickler sees them, because it allocates what an opcode
+    announces.
+    """
+    at = 0
+    while True:
+        found = _OPCODES.match(raw, at)
+        at = found.end() if found else at
+        if at >= len(raw):
+            return True
+        if found:
+            continue
+        width = _TEXTS.get(raw[at])
+        if width is None:
+            return False
+        length = int.from_bytes(raw[at + 1 : at + 1 + width], "little")
+        at += 1 + width + length
+        if at > len(raw):
+            return False
+
+
+def _from_json(path: Path, raw: bytes) -> Any:
+    if len(raw) > _MOST_JSON_BYTES or raw.count(b"[") + raw.count(b"{") > _MOST_CONTAINERS:
+        raise CorruptRun(f"{path}: {len(raw):,} bytes, more than any dump of Flight Recorder")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        why = clean(str(error)[:200])
+        raise CorruptRun(f"{path}: not a dump of Flight Recorder, or damaged: {why}") from error
