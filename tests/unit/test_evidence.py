@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dumps import T0, Fault, dump_of, simulate, write_dumps
+from dumps import T0, Fault, Step, dump_of, simulate, write_dumps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,6 +139,19 @@ def test_any_name_and_version(tmp_path: Path, name: str, version: str, as_json: 
     assert causes(diagnose(load(folder))) == {("missing", (3,))}
 
 
+def test_a_call_that_gloo_never_retired_is_no_hang(tmp_path: Path) -> None:
+    """Torch leaves a call unretired now and then. A later barrier shows that it has ended."""
+    for rank in range(4):
+        content = dump_of(simulate(4, 7, groups={"world": WORLD_OF_4}, program=IN_WORLD), rank)
+        for entry in content["entries"]:
+            entry["profiling_name"] = entry["profiling_name"].replace("nccl", "gloo")
+            entry["state"], entry["time_discovered_completed_ns"] = "scheduled", None
+        content["entries"][5]["profiling_name"] = "gloo:broadcast"
+        content["entries"][5]["retired"] = rank != 3
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(content))
+    assert diagnose(load(tmp_path)).findings == []
+
+
 def test_archives_of_dumps(tmp_path: Path) -> None:
     """A tar file is read like the directory in it."""
     folder = write_dumps(tmp_path / "d", simulate(8, 60, [Fault("missing", 3, 42)]))
@@ -197,6 +210,8 @@ class Evil:
         return os.system, ("touch /tmp/rankcall-was-here",)
 
 
+WORLD_OF_4 = dict.fromkeys(range(4), (0, 1, 2, 3))
+IN_WORLD = (Step("world", "all_reduce"),)
 GOOD = dump_of(simulate(8, 20), 0)
 LONG_MEMO = b"\x80\x02}r\xff\xff\xff\x7f(X\x07\x00\x00\x00entries]u."
 BAD = {

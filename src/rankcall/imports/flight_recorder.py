@@ -270,7 +270,7 @@ def _judge_ends(ranks: Sequence[_Rank]) -> None:
             if member in dumps
         }
         if len(newest) == len(group.ranks):
-            _mark_ended(calls, min(newest.values()))
+            _mark_ended(using, calls, min(newest.values()))
         _mark_failed(calls, {dumps[member]: came for member, came in newest.items()})
 
 
@@ -289,20 +289,26 @@ def _synchronising(rank: _Rank, number: int) -> _Calls:
     return _Calls(content, rows, records["seq"][rows].astype(np.int64))
 
 
-def _mark_ended(calls: Mapping[int, _Calls], reached: int) -> None:
-    """Mark calls as ended that all members have issued, and one of them has left.
+def _mark_ended(
+    using: Sequence[tuple[_Rank, int]], calls: Mapping[int, _Calls], reached: int
+) -> None:
+    """Mark the calls of a group as ended, up to the last one that all have issued and one has left.
 
-    Gloo may be late to retire a call that has ended. ``reached``: the last call of all members.
+    Gloo is late to retire some calls that have ended, or never retires them. ``reached``: the last
+    call that all members have issued.
     """
-    left = {
-        seq
-        for each in calls.values()
-        for seq in each.seq[each.content.ended[each.rows]].tolist()
-        if seq <= reached
-    }
-    for each in calls.values():
-        rows = each.rows[np.isin(each.seq, list(left))]
-        each.content.records["status"][rows] = _COMPLETED
+    left = max(
+        (
+            int(each.seq[each.content.ended[each.rows] & (each.seq <= reached)].max(initial=0))
+            for each in calls.values()
+        ),
+        default=0,
+    )
+    for rank, number in using:
+        records = rank.content.records
+        mine = rank.content.on_cpu & (records["group"] == number) & (records["kind"] != _P2P)
+        late = mine & (records["seq"] <= left) & (records["status"] < _COMPLETED)
+        records["status"][late] = _COMPLETED
 
 
 def _mark_failed(calls: Mapping[int, _Calls], newest: Mapping[_Rank, int]) -> None:
