@@ -237,11 +237,18 @@ class Judge:
         try:
             place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
             prints = prints and place is not None
-            where = f"kept with all stacks in {place}\n"
+            where = f"{_stack_text(stacks)}kept with all stacks in {place}\n"
         except OSError as error:
             logger.warning("the verdict cannot be kept in the run: %s", error)
         if prints:
             print(f"\n{verdict['text'].rstrip()}\n{where}", file=sys.stderr, flush=True)
+
+
+def _stack_text(stacks: Mapping[int, str]) -> str:
+    """Return the stacks of this node's ranks for the terminal, equal ones together."""
+    from rankcall.report.diagnosis import stack_lines  # here, because it imports rich
+
+    return "\n".join(["", *stack_lines(stacks), "", ""]) if stacks else ""
 
 
 def _with_stacks(snapshot: Snapshot, stacks: dict[int, str]) -> Snapshot:
