@@ -28,6 +28,7 @@ LEVELS = (
     ("store",),  # a roll call says what each rank is doing
     ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
+    ("serve",),
     ("testing", "cli"),
     ("__main__",),
 )
@@ -41,7 +42,7 @@ TORCHLESS = (
 )
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
-OPTIONAL = ("jinja2", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn")
+OPTIONAL = ("jinja2", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn", "starlette", "uvicorn")
 
 
 def unit_of(path: Path) -> str | None:

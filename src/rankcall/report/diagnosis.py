@@ -103,7 +103,7 @@ def body(diagnosis: Diagnosis, width: int) -> RenderableType:
 
 def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     if not diagnosis.findings:
-        yield Text(wrapped(_healthy(diagnosis), width), "bold green")
+        yield Text(wrapped(healthy(diagnosis), width), "bold green")
     for number, found in enumerate(diagnosis.findings):
         if number:
             yield Text()
@@ -155,7 +155,8 @@ def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableT
         yield Padding(Text(wrapped(clean(line), width - _INDENT), "dim"), (0, 0, 0, _INDENT))
 
 
-def _healthy(diagnosis: Diagnosis) -> str:
+def healthy(diagnosis: Diagnosis) -> str:
+    """Say that nothing is wrong, how fast the job goes, or how it ended."""
     snapshot = diagnosis.snapshot
     ranks = [each for each in snapshot.ranks if not each.blind]
     found = pace(snapshot)
