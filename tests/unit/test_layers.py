@@ -42,7 +42,16 @@ TORCHLESS = (
 )
 LAZY = ("cli", "testing")  # torch only inside what needs it
 # Each is an extra of its own: the adapter that needs it imports it when it is used.
-OPTIONAL = ("jinja2", "prometheus_client", "opentelemetry", "nvtx", "zmq", "sklearn", "starlette", "uvicorn")
+OPTIONAL = (
+    "jinja2",
+    "prometheus_client",
+    "opentelemetry",
+    "nvtx",
+    "zmq",
+    "sklearn",
+    "starlette",
+    "uvicorn",
+)
 
 
 def unit_of(path: Path) -> str | None:

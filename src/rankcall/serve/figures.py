@@ -22,6 +22,7 @@ from rankcall.analysis.verdicts.evidence import recent_calls
 KEPT_S = 300.0
 _MOST_ROWS, _MOST_LATE = 8, 3
 _LEAST_SHARE = 0.005  # of the time: less waiting names nobody
+_STANDS_OUT, _TIMES_ITS_SHARE = 0.1, 1.5  # of all waiting: who causes less is not named
 _NEWEST_CALLS = 1 << 15  # of all ranks; figures of a live page need no more
 
 
@@ -96,7 +97,7 @@ def _late(snapshot: Snapshot, totals: WaitTotals) -> Iterator[LateRank]:
     caused = totals.caused
     whole = float(caused.sum())
     for rank in np.argsort(-caused, kind="stable")[:_MOST_LATE].tolist():
-        if caused[rank] > 0:
+        if caused[rank] > whole * max(_STANDS_OUT, _TIMES_ITS_SHARE / max(1, len(caused))):
             part = int(totals.took_part[rank])
             last = int(totals.came_last[rank]) / part if part else 0.0
             host = snapshot.ranks[rank].host

@@ -1,10 +1,9 @@
-"""Runs the page on a socket, on the calling thread or on a thread of the launcher."""
+"""Listens on a socket and answers requests for the page, until the process is told to end."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,27 +44,15 @@ class PageServer:
         self._socket = _listen(host, port)
         self.access = Access.of(host, self._socket.getsockname()[1], names)
         self._run = LiveRun(run, hang_after)
-        self._server: Any = None
 
     def serve(self) -> None:
-        """Answer requests until Ctrl-C or ``stop``."""
+        """Answer requests until Ctrl-C or SIGTERM."""
         try:
             asyncio.run(self._serve())
         except KeyboardInterrupt:  # uvicorn raises it again once it has ended
             pass
         finally:
             self._socket.close()
-
-    def start(self) -> threading.Thread:
-        """Answer requests on a daemon thread."""
-        thread = threading.Thread(target=self.serve, name="rankcall-serve", daemon=True)
-        thread.start()
-        return thread
-
-    def stop(self) -> None:
-        """Make ``serve`` return within some seconds. Any thread may call this."""
-        if self._server is not None:
-            self._server.should_exit = True
 
     async def _serve(self) -> None:
         import uvicorn
@@ -87,7 +74,7 @@ class PageServer:
             ws="none",
             timeout_graceful_shutdown=1,
         )
-        self._server = server = uvicorn.Server(config)
+        server = uvicorn.Server(config)
         closing = asyncio.create_task(_close_when(server, page.closing))
         try:
             await server.serve(sockets=[self._socket])

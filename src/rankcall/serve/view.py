@@ -30,7 +30,7 @@ SECTIONS = ("verdict", "ranks", "figures", "stacks")
 _MOST_RANK_CELLS = 2048  # with more ranks, a cell is a host
 _MOST_PLACES, _MOST_CLASSES, _MOST_PROBLEMS = 24, 12, 4
 _MOST_CURVES = 3
-_CHART = 640, 120
+_CHART = 420, 90
 _SILENT_S = 5.0
 
 # How a rank stands, the worst first: key and words.
@@ -173,7 +173,7 @@ def _title(look: Look) -> Verdict:
     if text.startswith("nothing found yet"):
         return Verdict("Nothing found yet", text.partition(": ")[2].capitalize(), False)
     title = f"Healthy: {'the rank goes' if count == '1 rank' else f'all {count} go'} on"
-    return Verdict(title, text.partition(".")[2].strip(), False)
+    return Verdict(title, text.partition(". ")[2], False)
 
 
 def _problems(found: Diagnosis) -> list[str]:
@@ -307,15 +307,9 @@ def _charts(look: Look, history: History) -> dict[str, Any]:
     kinds = Counter(key for each in samples for key in each.busbw)
     order = [(row.op, row.group, row.bucket) for row in (look.figures.rows if look.figures else ())]
     order += [key for key, _ in kinds.most_common() if key not in order]
-    curves = [
-        {
-            "name": f"{op}, group {clean(group)}, {size_name(bucket)}",
-            "points": _points(samples, (op, group, bucket)),
-        }
-        for op, group, bucket in order
-        if kinds[op, group, bucket]
-    ][:_MOST_CURVES]
-    highest = max((value for curve in curves for _, value in curve["points"]), default=0.0)
+    known = [key for key in order if kinds[key]][:_MOST_CURVES]
+    curves = {key: _points(samples, key) for key in known}
+    highest = max((value for points in curves.values() for _, value in points), default=0.0)
     most_waiting = max((value for _, value in waiting), default=0.0)
     scale = next((each for each in (0.05, 0.1, 0.25, 0.5) if most_waiting <= each), 1.0)
     return {
@@ -324,11 +318,11 @@ def _charts(look: Look, history: History) -> dict[str, Any]:
         "waiting_scale": percent(scale),
         "curves": [
             {
-                "name": each["name"],
-                "path": _path(each["points"], now, highest),
-                "now": digits(each["points"][-1][1]),
+                "name": f"{op}, group {clean(group)}, {size_name(bucket)}",
+                "path": _path(points, now, highest),
+                "now": digits(points[-1][1]),
             }
-            for each in curves
+            for (op, group, bucket), points in curves.items()
         ],
         "highest": digits(highest) if highest else "",
         "wide": _CHART[0],
