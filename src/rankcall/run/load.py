@@ -263,7 +263,12 @@ def _group_order(group: Group) -> tuple[Any, ...]:
     return group.epoch, *name, group.ranks, group.backend, group.description
 
 
-def load(path: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Run:
+def load(
+    path: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    *,
+    read: Callable[[Path], Head] = read_head,
+) -> Run:
     """Read a run, of a live job or a dead one. This imports no torch.
 
     Records are read later, if a caller needs them. ``Run.problems`` lists what is damaged or
@@ -273,6 +278,7 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
         path: A run directory (also a copied one), an archive or a ring file. Without it, the latest
             run below the working directory is read.
         progress: Called with the number of rings that are done, and of all rings.
+        read: Reads the head of one ring file.
 
     Raises:
         RunNotFound: The path does not exist.
@@ -282,7 +288,7 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
     if source.is_file() and is_archive(source):
         where = unpack(source)
     try:
-        run = _load(where, source, progress)
+        run = _load(where, source, progress, read)
     except BaseException:
         if where != source:
             shutil.rmtree(where, ignore_errors=True)
@@ -292,10 +298,12 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
     return run
 
 
-def _load(where: Path, source: Path, progress: Progress | None) -> Run:
+def _load(
+    where: Path, source: Path, progress: Progress | None, read: Callable[[Path], Head]
+) -> Run:
     problems: list[str] = []
     paths = ring_paths(where, problems)
-    heads = list(_read_heads(paths, problems, progress))
+    heads = list(_read_heads(paths, problems, progress, read))
     if not heads:
         if problems:
             raise CorruptRun(problems[0])
@@ -325,11 +333,14 @@ def _names_lost(run: Run) -> str:
 
 
 def _read_heads(
-    paths: Sequence[Path], problems: list[str], progress: Progress | None
+    paths: Sequence[Path],
+    problems: list[str],
+    progress: Progress | None,
+    read: Callable[[Path], Head],
 ) -> Iterator[Head]:
     for done, path in enumerate(paths, 1):
         try:
-            head = read_head(path)
+            head = read(path)
         except CorruptRun as error:
             problems.append(str(error))
         else:
