@@ -223,7 +223,8 @@ def _span(run: Path) -> float:
     from rankcall.analysis.timing.summary import summarise
     from rankcall.run.load import load
 
-    return summarise(load(run)).duration_ms / 1e3
+    seconds: float = summarise(load(run)).duration_ms / 1e3
+    return seconds
 
 
 if __name__ == "__main__":

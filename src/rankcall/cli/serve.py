@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,7 @@ def command(
         typer.Option(help="A further host name by which browsers reach the page."),
     ] = None,
     hang_after: HangAfter = None,
+    end_with_parent: Annotated[bool, typer.Option("--end-with-parent", hidden=True)] = False,
 ) -> None:
     """Show a job in a browser, for everybody who has the link, until Ctrl-C.
 
@@ -38,7 +40,9 @@ def command(
     """
     if run is not None:
         run = find_run(run).absolute()
-    server = PageServer(run, host, port, allow_name or (), hang_after)
-    typer.echo(server.access.link())
-    say("Ctrl-C ends the page; the job goes on")
+    parent = os.getppid() if end_with_parent else None
+    server = PageServer(run, host, port, allow_name or (), hang_after, parent)
+    typer.echo(f"{'rankcall: the live page: ' if end_with_parent else ''}{server.access.link()}")
+    if not end_with_parent:
+        say("Ctrl-C ends the page; the job goes on")
     server.serve()

@@ -80,7 +80,11 @@ def stack_lines(stacks: Mapping[int, str]) -> list[str]:
 
 def _class_lines(alike: StackClass, most: int) -> Iterator[str]:
     count = plural(len(alike.ranks), "rank")
-    name = f"rank {alike.ranks[0]}" if len(alike.ranks) == 1 else f"{count}: {_shortened(alike)}"
+    name = (
+        f"rank {alike.ranks[0]}"
+        if len(alike.ranks) == 1
+        else f"{count}: {shortened_ranks(alike.ranks)}"
+    )
     yield f"{' ' * _INDENT}{name}"
     frames = telling_frames(alike.frames, most)
     for frame in frames:
@@ -92,8 +96,12 @@ def _class_lines(alike: StackClass, most: int) -> Iterator[str]:
         yield f"{' ' * 2 * _INDENT}and {plural(len(alike.frames) - len(frames), 'more call')}"
 
 
-def _shortened(alike: StackClass) -> str:
-    return cut(format_ranks(alike.ranks), _RANKS_WIDE * 2)
+def shortened_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks, the last ones left out if there are too many."""
+    text = format_ranks(ranks)
+    return (
+        text if len(text) <= 2 * _RANKS_WIDE else text[: 2 * _RANKS_WIDE].rpartition(",")[0] + ",…"
+    )
 
 
 def body(diagnosis: Diagnosis, width: int) -> RenderableType:

@@ -1,8 +1,9 @@
-"""Who may read the page: the rules for addresses, tokens and the Host and Origin headers.
+"""The rules for readers of the page: addresses, tokens, and the Host and Origin headers.
 
-A page on a loopback address needs no token: whoever can connect is on this host. Any other address
-needs the token that is made at start. A browser sends the cookies of a site to whatever address
-the site's name leads to at that moment (DNS rebinding), so the Host header is checked as well.
+A page on a loopback address needs no token: only processes of this host can connect to it. Any
+other address needs the token that is made at start. A browser sends the cookies of a site to
+whatever address the site's name leads to at that moment (DNS rebinding), so the Host header is
+checked as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
 _LOCAL_NAMES = ("localhost",)
-_MOST_CHARS = 512  # of a token or header that is looked at
+_MOST_CHARS = 512  # of a token or header; the rest is ignored
 
 
 def is_loopback(address: str) -> bool:
@@ -57,7 +58,7 @@ class Access:
 
     @property
     def cookie_value(self) -> str:
-        """What the cookie holds: not the token itself, but what only the token's owner can get."""
+        """The cookie's value: not the token itself, but a value that follows from it alone."""
         return hmac.new(self.token.encode(), b"rankcall cookie", hashlib.sha256).hexdigest()
 
     def link(self) -> str:

@@ -41,7 +41,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-_OPEN = ("/login",)  # what a request without the token may ask for
+_OPEN = ("/login",)  # addresses that need no token
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -144,7 +144,7 @@ class Page:
         return HTMLResponse(page(update.look, dict(update.sections)))
 
     async def events(self, request: Request) -> Response:
-        """Return the stream of changes; the browser asks again by itself if it is cut off."""
+        """Return the stream of changes; the browser asks again if it is cut off."""
         if self._viewers >= MOST_VIEWERS:
             return PlainTextResponse("too many viewers\n", 503, {"Retry-After": "10"})
         return _EventStream(self._changes(), media_type="text/event-stream")

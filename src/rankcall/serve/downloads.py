@@ -1,8 +1,8 @@
 """The report, the timeline and the archive of a run, made by rankcall's own commands when asked.
 
 Each is made by a process of its own with a low priority, so a large run neither blocks the page nor
-takes the cores that the job needs. One file is made at a time; who asks for the same one meanwhile
-gets the same file.
+takes the cores that the job needs. One file is made at a time; viewers that want the same one
+meanwhile get the same file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LEFT_OUT = 1  # the exit status of a command that has done its work but met pro
 
 @dataclass(frozen=True)
 class Kind:
-    """A file that can be asked for. ``arguments``: of rankcall; RUN and FILE are replaced."""
+    """A file that viewers can ask for. ``arguments``: of rankcall; RUN and FILE are replaced."""
 
     name: str
     media_type: str
@@ -96,7 +96,7 @@ class Downloads:
             why = clean(lines[-1]) if lines else f"exit status {done.returncode}"
             raise RankcallError(f"{kind.name} cannot be made: {why}")
         for key, (_, older) in list(self._made.items()):
-            if key[0] == kind.name:  # whoever still sends it has it open
+            if key[0] == kind.name:  # a viewer that still receives it has it open
                 shutil.rmtree(older.parent, ignore_errors=True)
                 del self._made[key]
         return target

@@ -21,8 +21,8 @@ from rankcall.analysis.verdicts.evidence import recent_calls
 
 KEPT_S = 300.0
 _MOST_ROWS, _MOST_LATE = 8, 3
-_LEAST_SHARE = 0.005  # of the time: less waiting names nobody
-_STANDS_OUT, _TIMES_ITS_SHARE = 0.1, 1.5  # of all waiting: who causes less is not named
+_LEAST_SHARE = 0.005  # of the time: less waiting names no rank
+_STANDS_OUT, _TIMES_ITS_SHARE = 0.1, 1.5  # of all waiting; ranks that cause less are not named
 _NEWEST_CALLS = 1 << 15  # of all ranks; figures of a live page need no more
 
 
@@ -40,7 +40,8 @@ class LateRank:
 class Figures:
     """The newest calls of a job that goes on.
 
-    ``waiting``: the share of the ranks' time that they wait for others. ``rows``: by op, group and
+    ``waiting``: the share of the ranks' time that they wait for others. ``share``: that of their
+    time in communication. ``rows``: by op, group and
     size, those that take most time first. ``late``: the ranks that cause most of the waiting.
     """
 
@@ -48,6 +49,7 @@ class Figures:
     waiting: float | None
     steps_per_s: float | None
     calls_per_s: float | None
+    share: float | None = None
     rows: tuple[Row, ...] = ()
     late: tuple[LateRank, ...] = ()
 
@@ -57,7 +59,7 @@ def recent_figures(snapshot: Snapshot) -> Figures:
     speed = pace(snapshot)
     recent = recent_calls(_newest(snapshot))
     if (not recent.tables and not recent.messages) or recent.seconds <= 0:
-        return Figures(0.0, None, speed.steps_per_s, speed.calls_per_s)
+        return Figures(0.0, None, speed.steps_per_s, speed.calls_per_s, speed.share)
     totals = WaitTotals(len(snapshot.ranks))
     waits = waits_of(recent.tables, recent.messages, recent.clocks)
     sources = []
@@ -77,6 +79,7 @@ def recent_figures(snapshot: Snapshot) -> Figures:
         waiting,
         speed.steps_per_s,
         speed.calls_per_s,
+        speed.share,
         tuple(rows_by_size(sources)[:_MOST_ROWS]),
         tuple(_late(snapshot, totals)) if waiting >= _LEAST_SHARE else (),
     )

@@ -1,8 +1,7 @@
-"""A run as the page shows it: what one look found, whatever state the run is in."""
+"""A run as the page shows it: the result of one look, also if there is nothing to read."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,10 +10,9 @@ from pathlib import Path
 from rankcall.analysis.diagnosis import Diagnosis, diagnose, judge, kept_verdict, with_stacks
 from rankcall.analysis.state.run_snapshot import SnapshotBuilder, WindowMemo
 from rankcall.errors import RankcallError
-from rankcall.files import clean, open_file
 from rankcall.ring.reader import Head, Ring, read_ring
 from rankcall.run.directory import find_run, ring_paths
-from rankcall.run.hangs import Object, kept_hangs, stacks_in
+from rankcall.run.hangs import Object, kept_hangs, kept_stacks
 from rankcall.run.load import Run, load
 from rankcall.run.stacks import request_stacks, tidy
 from rankcall.serve.figures import Figures, recent_figures
@@ -22,9 +20,7 @@ from rankcall.serve.figures import Figures, recent_figures
 WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"
 _NEWEST = 512  # records read from the end of each ring of a live job
 _WINDOW = 1 << 16  # calls kept of all ranks together
-_MOST_STACK_BYTES = 1 << 16
 _MOST_STACKS = 4096
-_RANK_IN_NAME = re.compile(r"rank-(\d{1,9})\.txt")
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Look:
-    """What one look at a run found.
+    """The result of one look at a run.
 
     ``state``: ``waiting`` (no ring yet), ``live``, ``ended``, or ``lost`` (the run was there and
     cannot be read any more; ``diagnosis`` is then the last one). ``problem`` says why it cannot be
@@ -61,7 +57,7 @@ class Look:
 
 
 class _Rings:
-    """The rings as they were at the last look: what has not changed is not decoded again."""
+    """The rings as they were at the last look. Unchanged records are not decoded again."""
 
     def __init__(self) -> None:
         self._known: dict[str, Ring] = {}
@@ -79,7 +75,7 @@ class _Rings:
 
 @dataclass
 class LiveRun:
-    """A run that is looked at again and again, by one thread at a time.
+    """Looks at a run again and again, on one thread at a time.
 
     ``path`` None is the latest run below the working directory, so the page follows a job that is
     started again.
@@ -128,7 +124,7 @@ class LiveRun:
             self._seen = self._over = self._asked = None  # the job was started again
             self._rings, self._memo = _Rings(), WindowMemo()
         if where.is_dir() and not ring_paths(where):
-            return self._unread(f"{clean(str(where))} has no records yet")
+            return self._unread(f"{where} has no records yet")
         finished = self._finished(where)
         if finished is not None:
             return self._as_look(where, ENDED, finished)
@@ -190,14 +186,6 @@ def _stacks_of_watcher(kept: list[Object]) -> Stacks | None:
     """Return the stacks beside the newest verdict that the watcher kept, if it has any."""
     if not kept:
         return None
-    texts = {}
-    for path in stacks_in(Path(kept[-1]["place"]))[:_MOST_STACKS]:
-        match = _RANK_IN_NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        try:
-            with open_file(path) as file:
-                texts[int(match[1])] = tidy(file.read(_MOST_STACK_BYTES).decode("utf-8", "replace"))
-        except OSError:
-            continue
+    found = kept_stacks(kept[-1], _MOST_STACKS)
+    texts = {rank: tidy(text) for rank, text in found.items()}
     return Stacks(texts, kept[-1]["hang"]["epoch_ns"] / 1e9, by_watcher=True) if texts else None

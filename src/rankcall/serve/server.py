@@ -1,8 +1,9 @@
-"""Listens on a socket and answers requests for the page, until the process is told to end."""
+"""Listens on a socket and answers requests for the page, until it gets a signal."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ from rankcall.serve.live_run import LiveRun
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8088
 _BACKLOG = 512
-_CLOSE_S = 2.0
+_POLL_S = 0.1
 
 
 class PageServer:
@@ -26,6 +27,7 @@ class PageServer:
         port: The port; 0 takes a free one.
         names: Further names under which browsers may reach the page.
         hang_after: See ``judge``.
+        parent: End when the process with this id is not this process's parent any more.
 
     Raises:
         ExtraMissing: starlette, uvicorn or jinja2 is not installed.
@@ -39,11 +41,13 @@ class PageServer:
         port: int = DEFAULT_PORT,
         names: Iterable[str] = (),
         hang_after: float | None = None,
+        parent: int | None = None,
     ) -> None:
-        _check_extra()
+        check_extra()
         self._socket = _listen(host, port)
         self.access = Access.of(host, self._socket.getsockname()[1], names)
         self._run = LiveRun(run, hang_after)
+        self._parent = parent
 
     def serve(self) -> None:
         """Answer requests until Ctrl-C or SIGTERM."""
@@ -75,21 +79,24 @@ class PageServer:
             timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)
-        closing = asyncio.create_task(_close_when(server, page.closing))
+        closing = asyncio.create_task(_close_when(server, page.closing, self._parent))
         try:
             await server.serve(sockets=[self._socket])
         finally:
             closing.cancel()
 
 
-async def _close_when(server: Any, closing: asyncio.Event) -> None:
-    """End the streams when the server is told to end; it waits for them."""
+async def _close_when(server: Any, closing: asyncio.Event, parent: int | None) -> None:
+    """End the streams when the server ends, which waits for them, or when its parent is gone."""
     while not server.should_exit:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(_POLL_S)
+        if parent is not None and os.getppid() != parent:
+            server.should_exit = True
     closing.set()
 
 
-def _check_extra() -> None:
+def check_extra() -> None:
+    """Raise ``ExtraMissing`` if a package that the page needs is not installed."""
     try:
         import jinja2
         import starlette

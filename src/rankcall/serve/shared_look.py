@@ -1,8 +1,8 @@
 """One look serves all viewers: the newest look, and what has changed on the page since.
 
 A look is made if somebody asks and the newest one is too old. All who ask meanwhile get its result,
-so 200 viewers cost one look, and nobody costs none. A look runs on a thread; if it takes too long,
-for example because a network file system hangs, viewers get the last one with a note.
+so 200 viewers cost one look, and an unseen page costs none. A look runs on a thread; if it takes
+too long, for example because a network file system hangs, viewers get the last one with a note.
 """
 
 from __future__ import annotations

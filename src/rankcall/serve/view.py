@@ -7,22 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib import resources
 from pathlib import PurePath
 from typing import Any
 
-from rankcall._version import __version__
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.state.call_stacks import StackClass, stack_classes
-from rankcall.analysis.state.snapshot import Pace, pace
-from rankcall.analysis.timing.summary import size_name
 from rankcall.files import clean
-from rankcall.ranks import format_ranks
 from rankcall.report import diagnosis as words
 from rankcall.report import top
 from rankcall.report.formatting import digits, percent, plural
 from rankcall.report.html import asset, digest, environment
 from rankcall.report.html.items import Verdict, item_of_finding, verdict_of_finding
-from rankcall.serve import assets
 from rankcall.serve.figures import KEPT_S, History, Sample
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, Look
 
@@ -51,8 +47,8 @@ _ORDER = {name: number for number, name in enumerate(STANDINGS)}
 def _templates() -> Any:
     return environment(
         **{
-            "live.html.j2": assets.text("live.html.j2"),
-            "live.parts.j2": assets.text("live.parts.j2"),
+            "live.html.j2": _file("live.html.j2"),
+            "live.parts.j2": _file("live.parts.j2"),
         }
     )
 
@@ -60,12 +56,16 @@ def _templates() -> Any:
 @functools.cache
 def _static() -> dict[str, str]:
     """Return the page's own style and script, with the digest that its policy names."""
-    script = assets.text("live.js")
+    script = _file("live.js")
     return {
-        "style": asset("page.css") + assets.text("live.css"),
+        "style": asset("page.css") + _file("live.css"),
         "script": script,
         "script_digest": digest(script),
     }
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def policy() -> str:
@@ -81,9 +81,7 @@ def page(look: Look, parts: dict[str, str]) -> str:
     """Return the whole page with these sections. It can be read without its script."""
     template = _templates().get_template("live.html.j2")
     name = clean(PurePath(look.run).name) or "rankcall"
-    html: str = template.render(
-        **_static(), run=name, sections=parts, title=_title(look).title, version=__version__
-    )
+    html: str = template.render(**_static(), run=name, sections=parts, title=_title(look).title)
     return html
 
 
@@ -91,7 +89,7 @@ def login_page(problem: str = "") -> str:
     """Return the page that asks for the token."""
     template = _templates().get_template("live.html.j2")
     html: str = template.render(
-        **_static(), run="", sections={}, title="rankcall: the token", problem=problem, version=""
+        **_static(), run="", sections={}, title="rankcall: the token", problem=problem
     )
     return html
 
@@ -126,8 +124,9 @@ def _top(look: Look) -> dict[str, Any]:
     if found is not None:
         facts.append((words.world(found), ""))
         steps = max((each.steps for each in found.snapshot.ranks), default=0)
-        speed = pace(found.snapshot) if look.state == LIVE and not look.hangs else _no_pace()
         facts += [(f"step {steps:,}", "")] if steps else []
+    speed = look.figures
+    if speed is not None:
         if speed.steps_per_s is not None:
             facts.append((digits(speed.steps_per_s), "steps/s"))
         elif speed.calls_per_s is not None:
@@ -144,10 +143,6 @@ def _top(look: Look) -> dict[str, Any]:
         "problem": clean(look.problem),
         "tone": _tone(look),
     }
-
-
-def _no_pace() -> Pace:
-    return Pace(None, None, None)
 
 
 def _tone(look: Look) -> str:
@@ -280,7 +275,7 @@ def _places(found: Diagnosis) -> dict[str, Any]:
     rows = [
         {
             **_row(line, found),
-            "ranks": _named([each.rank for each in line.places]),
+            "ranks": words.shortened_ranks([each.rank for each in line.places]),
             "count": len(line.places),
             "share": len(line.places) / total,
             "named": line.named,
@@ -290,11 +285,6 @@ def _places(found: Diagnosis) -> dict[str, Any]:
     rest = sum(len(line.places) for line in lines[_MOST_PLACES:])
     more = f"and {plural(rest, 'more rank')} at other lines" if rest else ""
     return {"rows": rows, "more": more}
-
-
-def _named(ranks: Sequence[int]) -> str:
-    text = format_ranks(ranks)
-    return text if len(text) <= 60 else f"{text[:56].rpartition(',')[0]}, …"
 
 
 # --- waiting and bandwidth over time ---
@@ -318,7 +308,8 @@ def _charts(look: Look, history: History) -> dict[str, Any]:
         "waiting_scale": percent(scale),
         "curves": [
             {
-                "name": f"{op}, group {clean(group)}, {size_name(bucket)}",
+                "name": f"{op}, group {clean(group)}",
+                "bucket": bucket,
                 "path": _path(points, now, highest),
                 "now": digits(points[-1][1]),
             }
@@ -370,7 +361,7 @@ def _class(alike: StackClass) -> dict[str, Any]:
     line = alike.line
     return {
         "count": plural(len(alike.ranks), "rank"),
-        "ranks": _named(alike.ranks),
+        "ranks": words.shortened_ranks(alike.ranks),
         "line": clean(f"{PurePath(line).name}") if line else "",
         "frames": [
             {

@@ -77,6 +77,7 @@ def environment(**templates: str) -> Any:
         lstrip_blocks=True,
         finalize=_readable,
     )
+    found.globals["version"] = __version__
     found.filters.update(
         clean=clean,
         percent=percent,
@@ -123,7 +124,6 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "groups": [known.label for known in summary.groups],
         "stragglers": summary.stragglers,
         "data": _data(details, columns, maps, traffic),
-        "version": __version__,
     }
 
 
