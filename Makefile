@@ -66,6 +66,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/trace.py --json
 	$(BIN)/python benchmarks/rpc.py --json
 	$(BIN)/python benchmarks/store.py --json
+	$(BIN)/python benchmarks/serve.py --json
 
 # What to run first on a GPU; see docs/performance.md. What the machine lacks is skipped.
 gpu: $(INSTALLED)

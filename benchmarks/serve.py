@@ -158,7 +158,7 @@ def _first_paint(run: Path) -> float | None:
         return None
     if path is None:
         return None
-    times = []
+    times: list[float] = []
     with _Served(str(run)) as served, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
         for _ in range(5):

@@ -28,6 +28,7 @@ _MOST_PLACES, _MOST_CLASSES, _MOST_PROBLEMS = 24, 12, 4
 _MOST_CURVES = 3
 _CHART = 420, 90
 _SILENT_S = 5.0
+_OLD_S = 30.0  # figures of a job that hangs are not those of now
 
 # How a rank stands, the worst first: key and words.
 STANDINGS = {
@@ -305,6 +306,7 @@ def _charts(look: Look, history: History) -> dict[str, Any]:
     return {
         "waiting": _path(waiting, now, scale),
         "waiting_now": percent(waiting[-1][1]) if waiting else "",
+        "old": bool(samples) and now - samples[-1].epoch_s > _OLD_S,
         "waiting_scale": percent(scale),
         "curves": [
             {
