@@ -33,7 +33,7 @@ def command(
     hang_after: HangAfter = None,
     end_with_parent: Annotated[bool, typer.Option("--end-with-parent", hidden=True)] = False,
 ) -> None:
-    """Show a job in a browser, for everybody who has the link, until Ctrl-C.
+    """Show a job in a browser, to all who have the link, until Ctrl-C.
 
     The page reads the ranks' records as top does, and only while somebody looks. An address that
     other hosts can reach needs the token in the printed link.
