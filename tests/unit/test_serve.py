@@ -145,6 +145,42 @@ def test_a_run_that_is_over_is_read_once(tmp_path: Path) -> None:
     assert looked.look().diagnosis is not first
 
 
+def test_only_stacks_of_this_hang_are_evidence(
+    tmp_path: Path, someone: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stacks that were taken during the hang name the rank's line; older ones are only shown."""
+    at = 'Current thread 0x1:\n  File "/home/ada/data.py", line 7 in read'
+    monkeypatch.setattr("rankcall.serve.live_run.request_stacks", lambda headers: {2: at})
+    run, now = live_run(tmp_path, 8, someone.pid), [1e9]
+    looked = LiveRun(run, clock=lambda: now[0])
+    assert looked.take_stacks().by_rank == {2: at}
+    during = looked.look()
+    now[0] += 3600.0
+    after = looked.look()
+    for look in (during, after):
+        assert look.stacks is not None
+        assert look.stacks.by_rank == {2: at}
+        assert look.diagnosis is not None
+    assert "data.py:7 in read" in during.diagnosis.findings[0].summary
+    assert "data.py" not in after.diagnosis.findings[0].summary
+
+
+def test_an_archive(tmp_path: Path) -> None:
+    """An archive of a run is shown like the run."""
+    synthetic_run(tmp_path / "run", 4, 40, planted=Planted("dead", (1,), 20))
+    archive = tmp_path / "run.tar.zst"
+    subprocess.run(
+        [str(RANKCALL), "collect", str(tmp_path / "run"), "--to", str(archive)],
+        check=True,
+        timeout=DEADLINE_S,
+        capture_output=True,
+    )
+    looked = LiveRun(archive)
+    first = looked.look()
+    assert (first.state, first.hangs) == (ENDED, True)
+    assert looked.look().diagnosis is first.diagnosis
+
+
 def test_damaged_rings_do_not_end_the_page(tmp_path: Path) -> None:
     """A run of which nothing can be read is named as such."""
     rings = tmp_path / "run" / "rings"

@@ -162,17 +162,22 @@ class LiveRun:
         )
 
     def _with_kept_stacks(self, run: Run, look: Look, kept: list[Object]) -> Look:
-        """Use the stacks that the job's own watcher kept as evidence about the same hang."""
+        """Add the newest stacks; those that were dumped during the hang are evidence about it."""
         found = look.diagnosis
-        if found is None or not look.hangs or not kept:
-            return replace(look, stacks=self._asked)
-        causes = {str(each.get("kind")) for each in kept[-1]["findings"]}
-        if causes.isdisjoint(each.kind for each in found.findings):
-            return replace(look, stacks=self._asked)
-        stacks = self._asked or _stacks_of_watcher(kept)
-        if stacks is not None:
+        if found is None or not look.hangs:
+            return look
+        causes = {str(each.get("kind")) for each in kept[-1]["findings"]} if kept else set()
+        of_watcher = None
+        if not causes.isdisjoint(each.kind for each in found.findings):
+            of_watcher = _stacks_of_watcher(kept)
+        stacks = max(filter(None, (self._asked, of_watcher)), key=_epoch_s, default=None)
+        if stacks is not None and stacks.epoch_s >= look.epoch_s - found.findings[0].since_s:
             found = with_stacks(run, found, stacks.by_rank)
         return replace(look, diagnosis=found, stacks=stacks)
+
+
+def _epoch_s(stacks: Stacks) -> float:
+    return stacks.epoch_s
 
 
 def _fingerprint(where: Path) -> object:
