@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from liveruns import live_run
 from terminal import ALTERNATE, HIDDEN, NORMAL, SHOWN, Terminal, frames
 
-from rankcall.process import boot_id, process_start
-from rankcall.ring.layout import offset_of
-from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
-
-HUNG_S = 120
 COMMANDS = {"top": ["top"], "diagnose": ["diagnose", "--watch"]}
 
 
@@ -26,30 +21,6 @@ def someone() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
-
-
-def live_run(folder: Path, ranks: int, pid: int) -> Path:
-    """Write a run of ranks that hang for two minutes, and run: all in one process."""
-    offset = time.monotonic_ns() - BOOT_NS - HUNG_S * 10**9
-    synthetic_run(
-        folder / "run",
-        ranks,
-        60,
-        planted=Planted("missing", (ranks // 3,), 41),
-        hung_s=HUNG_S,
-        clock_offsets_ns=[offset],
-    )
-    theirs = {
-        "pid": pid.to_bytes(4, "little"),
-        "process_start": (process_start(pid) or 0).to_bytes(8, "little"),
-        "boot_id": boot_id().encode().ljust(40, b"\0"),
-    }
-    for path in (folder / "run/rings").iterdir():
-        with path.open("r+b") as file:
-            for name, value in theirs.items():
-                file.seek(offset_of(name))
-                file.write(value)
-    return folder / "run"
 
 
 @pytest.mark.parametrize("leave", [b"q", b"\x03"])

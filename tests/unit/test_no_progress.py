@@ -12,7 +12,8 @@ from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls
 from worlds import MS, START, together, write_world
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose, judge, with_stacks
-from rankcall.analysis.state.snapshot import LOADER, CodePlace, code_place, pace
+from rankcall.analysis.state.call_stacks import LOADER, CodePlace, code_place
+from rankcall.analysis.state.snapshot import pace
 from rankcall.report import diagnosis as report
 from rankcall.report import top
 from rankcall.ring.layout import offset_of

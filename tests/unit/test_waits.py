@@ -107,6 +107,16 @@ capture/own_ring.py: wait: self._wanted.wait
     a daemon thread of its own, woken at the end of the recording
 cli/diagnose.py: sleep: True
     the user asked to watch until Ctrl-C
+serve/app.py: lock: self._stacks_turn
+    a coroutine's lock; its owner waits for the ranks' stacks, which has a deadline
+serve/app.py: wait: self.closing.wait
+    inside wait_for, which bounds it
+serve/downloads.py: acquire: self._turn.acquire
+    inside wait_for, which bounds it
+serve/server.py: sleep: not server.should_exit
+    the user asked for the page until Ctrl-C
+serve/shared_look.py: result: next(iter(done)).result | task.result
+    of a task that has ended
 join/rank_group.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
 join/rank_group.py: wait: self._work.wait

@@ -67,7 +67,7 @@ def diagnose(
     """
     snapshot = snapshot_of_run(run, progress, state_of=state_of, now_ns=now_ns)
     found, verdicts = judge(run, snapshot, hang_after), kept_hangs(run.path)
-    found = replace(found, kept=[_kept(run, each) for each in verdicts])
+    found = replace(found, kept=[kept_verdict(run, each) for each in verdicts])
     return _as_the_watcher_saw(found, verdicts[-1]) if verdicts and not snapshot.live else found
 
 
@@ -172,7 +172,8 @@ def _past_advice(finding: Finding) -> str:
     )
 
 
-def _kept(run: Run, verdict: Object) -> Kept:
+def kept_verdict(run: Run, verdict: Object) -> Kept:
+    """Return a verdict from ``kept_hangs`` in short."""
     place = Path(verdict["place"])
     stacks = len(stacks_in(place))
     if run.source not in (

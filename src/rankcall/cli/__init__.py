@@ -21,11 +21,12 @@ _COMMANDS = {
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
     "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
     "top": "Show the state of every rank, live.",
+    "serve": "Show every rank of a job on a page, to all who have the link.",
     "collect": "Put a run that is spread over nodes into one file.",
     "clean": "Free the memory that the records of killed jobs take on this host.",
     "build": "Build the native recorder and RPC agent ahead of time.",
 }
-_WORKING = ("run", "report", "diagnose", "export", "top", "collect")
+_WORKING = ("run", "report", "diagnose", "export", "top", "serve", "collect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ __all__ = ["command"]
 
 _WATCH_S = 2.0
 _MOST_ASKED = 64  # ranks from which stacks are requested
-_MOST_STACKS = 8  # ranks; a screen has no room for more
+_MOST_STACKS = 4096  # ranks
 
 
 def command(
@@ -40,7 +40,7 @@ def command(
     ] = False,
     stacks: Annotated[
         bool,
-        typer.Option("--stacks", help="Show the stacks of the culprits, and of one waiting rank."),
+        typer.Option("--stacks", help="Show the stacks of this host's ranks, equal ones together."),
     ] = False,
     hang_after: HangAfter = None,
 ) -> None:
@@ -53,7 +53,7 @@ def command(
     if watch:
         result = _watch(run, hang_after, result, json)
     else:
-        dumped = stacks_of(find_run(run), _ranks_of_interest(result)) if stacks else {}
+        dumped = stacks_of(find_run(run), _by_interest(result)) if stacks else {}
         _print(result, json, dumped)
         if stacks and not dumped and not json:
             _explain_no_stacks()
@@ -102,14 +102,13 @@ def _print(result: Diagnosis, json: bool, dumped: dict[int, str]) -> None:
         sys.stdout.write(diagnosis.render(result, console.width, dumped))
 
 
-def _ranks_of_interest(diagnosis: Diagnosis) -> list[int]:
-    """Return the ranks that the findings name, and one victim of each; else the first ranks."""
+def _by_interest(diagnosis: Diagnosis) -> list[int]:
+    """Return the ranks: those that the findings name, one victim of each, then the others."""
     ranks: dict[int, None] = {}
     for finding in diagnosis.findings:
         ranks.update(dict.fromkeys(finding.ranks))
         ranks.update(dict.fromkeys(finding.victims[:1]))
-    if not diagnosis.findings:
-        ranks.update((state.rank, None) for state in diagnosis.snapshot.ranks)
+    ranks.update((state.rank, None) for state in diagnosis.snapshot.ranks)
     return list(ranks)[:_MOST_STACKS]
 
 

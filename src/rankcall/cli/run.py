@@ -21,6 +21,7 @@ from rankcall import watch
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.capture.session import check_torch
 from rankcall.cli._console import say
+from rankcall.cli._run_page import page_of
 from rankcall.cli._torchrun import (
     USAGE_ERROR,
     Job,
@@ -125,6 +126,14 @@ def command(
             "--history", help="Keep every record, as Parquet in history/ of the run directory."
         ),
     ] = False,
+    serve: Annotated[
+        str,
+        typer.Option(
+            envvar="RANKCALL_SERVE",
+            metavar="[HOST:]PORT",
+            help="Show the job on a live page while it runs; port 0 takes a free one.",
+        ),
+    ] = "",
 ) -> None:
     """Run a script as torchrun does, and record and watch every collective of every rank.
 
@@ -151,7 +160,7 @@ def command(
             watch.ON_HANG: on_hang.value,
             **tracing(trace.value if trace else None, history),
         }
-        with environment(variables):
+        with page_of(chosen_dir, serve, hang_after), environment(variables):
             try:
                 with noting_exits(chosen_dir, host_name()):
                     outcome = torchrun(job.argv)

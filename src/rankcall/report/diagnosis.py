@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis, Kept
+from rankcall.analysis.state.call_stacks import StackClass, stack_classes, telling_frames
 from rankcall.analysis.state.snapshot import (
     RankPosition,
     pace,
@@ -33,13 +34,14 @@ _INDENT = 2
 _RANKS_WIDE, _LINE_WIDE = 22, 32
 _MOST_PROBLEMS = 4
 _MOST_KEPT = 3
+_STACK_LINES, _MOST_CLASSES, _LEAST_FRAMES = 20, 6, 2
 LONG = 0.1  # of the age at which a call counts as hung
 
 
 def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | None = None) -> str:
     """Return the diagnosis as plain text, no line of it wider than ``width``.
 
-    ``stacks`` are texts by rank, shown as they are.
+    ``stacks`` are texts by rank.
     """
     out = StringIO()
     show(diagnosis, Console(file=out, width=width, color_system=None, highlight=False), stacks)
@@ -49,11 +51,57 @@ def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | No
 def show(diagnosis: Diagnosis, console: Console, stacks: Mapping[int, str] | None = None) -> None:
     """Print the diagnosis; ``console`` decides on width and colour."""
     console.print(body(diagnosis, console.width))
-    for rank, text in (stacks or {}).items():
+    if stacks:
+        title, *lines = stack_lines(stacks)
         console.print()
-        console.print(Text(f"Stacks of rank {rank}", "bold"))
-        for line in text.splitlines():
-            console.print(Text(" " * _INDENT + clean(line)), soft_wrap=True)
+        console.print(Text(title, "bold"))
+        for line in lines:
+            console.print(Text(cut(line, console.width)))
+
+
+def stack_lines(stacks: Mapping[int, str]) -> list[str]:
+    """Return the stacks as lines: a title, then the ranks with equal stacks, fewest ranks first.
+
+    Of three classes there are at most 20 lines. Each class has the newest calls first, and as many
+    of them as fit; the user's own calls are kept longest.
+    """
+    classes = stack_classes(stacks)
+    shown = classes[:_MOST_CLASSES]
+    most = max(_LEAST_FRAMES, (_STACK_LINES - 1 - 2 * len(shown)) // max(1, len(shown)))
+    lines = [f"Stacks of {plural(len(stacks), 'rank')}, equal ones together"]
+    for each in shown:
+        lines += _class_lines(each, most)
+    if classes[_MOST_CLASSES:]:
+        left = sum(len(each.ranks) for each in classes[_MOST_CLASSES:])
+        more = plural(len(classes) - _MOST_CLASSES, "other stack")
+        lines.append(f"and {plural(left, 'more rank')} with {more} (--json has all)")
+    return [clean(line) for line in lines]
+
+
+def _class_lines(alike: StackClass, most: int) -> Iterator[str]:
+    count = plural(len(alike.ranks), "rank")
+    name = (
+        f"rank {alike.ranks[0]}"
+        if len(alike.ranks) == 1
+        else f"{count}: {shortened_ranks(alike.ranks)}"
+    )
+    yield f"{' ' * _INDENT}{name}"
+    frames = telling_frames(alike.frames, most)
+    for frame in frames:
+        where = f"{PurePath(frame.file).name}:{frame.line}" if frame.line else frame.file
+        yield f"{' ' * 2 * _INDENT}{frame.name}  {where}"
+    if not frames:
+        yield f"{' ' * 2 * _INDENT}{' '.join(alike.text.split())}"
+    if len(alike.frames) > len(frames):
+        yield f"{' ' * 2 * _INDENT}and {plural(len(alike.frames) - len(frames), 'more call')}"
+
+
+def shortened_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks, the last ones left out if there are too many."""
+    text = format_ranks(ranks)
+    return (
+        text if len(text) <= 2 * _RANKS_WIDE else text[: 2 * _RANKS_WIDE].rpartition(",")[0] + ",…"
+    )
 
 
 def body(diagnosis: Diagnosis, width: int) -> RenderableType:
@@ -63,7 +111,7 @@ def body(diagnosis: Diagnosis, width: int) -> RenderableType:
 
 def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     if not diagnosis.findings:
-        yield Text(wrapped(_healthy(diagnosis), width), "bold green")
+        yield Text(wrapped(healthy(diagnosis), width), "bold green")
     for number, found in enumerate(diagnosis.findings):
         if number:
             yield Text()
@@ -116,7 +164,8 @@ def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableT
         yield Padding(Text(wrapped(clean(line), width - _INDENT), "dim"), (0, 0, 0, _INDENT))
 
 
-def _healthy(diagnosis: Diagnosis) -> str:
+def healthy(diagnosis: Diagnosis) -> str:
+    """Say that nothing is wrong, how fast the job goes, or how it ended."""
     snapshot = diagnosis.snapshot
     ranks = [each for each in snapshot.ranks if not each.blind]
     found = pace(snapshot)

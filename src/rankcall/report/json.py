@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rankcall.analysis.diagnosis import Diagnosis, Kept
+from rankcall.analysis.state.call_stacks import stack_classes
 from rankcall.analysis.state.snapshot import RankPosition, rank_positions
 from rankcall.analysis.timing.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
@@ -158,9 +159,22 @@ def diagnosis_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = No
         "findings": [_finding(each) for each in diagnosis.findings],
         "ranks": [_rank(each) for each in rank_positions(diagnosis.snapshot)],
         "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
+        "stack_classes": stack_objects(stacks or {}),
         "problems": diagnosis.snapshot.problems,
         "hangs": [_hang(each) for each in diagnosis.kept],
     }
+
+
+def stack_objects(stacks: Mapping[int, str]) -> list[Object]:
+    """Return the classes of equal stacks, the smallest first; a native frame has no line."""
+    return [
+        {
+            "ranks": list(each.ranks),
+            "frames": [{**vars(frame), "line": frame.line or None} for frame in each.frames],
+            "text": each.text,
+        }
+        for each in stack_classes(stacks)
+    ]
 
 
 def _hang(kept: Kept) -> Object:

@@ -26,7 +26,7 @@ _FILL = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█")
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """Ranks that are at the same line, in the same op; their sequence numbers may differ."""
 
     places: tuple[RankPosition, ...]
@@ -48,7 +48,7 @@ def render(diagnosis: Diagnosis, width: int = 80) -> str:
 
 def view(diagnosis: Diagnosis, width: int, note: str = "") -> RenderableType:
     """Return the view as something to print; ``note`` stands at its foot."""
-    lines = _lines(diagnosis)
+    lines = lines_of(diagnosis)
     parts: list[RenderableType] = [
         _head(diagnosis, width),
         Text(),
@@ -123,7 +123,7 @@ def _culprits(ranks: Sequence[int]) -> str:
     return named(ranks) if ranks else "nobody in particular"
 
 
-def _lines(diagnosis: Diagnosis) -> list[_Line]:
+def lines_of(diagnosis: Diagnosis) -> list[Line]:
     """Put ranks at the same line together: culprits first, then the many, then the few."""
     culprits = {rank for found in diagnosis.findings for rank in found.ranks}
     alike: dict[tuple[object, ...], list[RankPosition]] = {}
@@ -140,11 +140,11 @@ def _lines(diagnosis: Diagnosis) -> list[_Line]:
             place.call_site,
         )
         alike.setdefault(key, []).append(place)
-    found = [_Line(tuple(each), each[0].rank in culprits) for each in alike.values()]
+    found = [Line(tuple(each), each[0].rank in culprits) for each in alike.values()]
     return sorted(found, key=lambda line: (not line.named, -len(line.places), line.places[0].rank))
 
 
-def _table(diagnosis: Diagnosis, lines: Sequence[_Line], width: int) -> RenderableType:
+def _table(diagnosis: Diagnosis, lines: Sequence[Line], width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, justify in (
         ("ranks", "left"),
@@ -156,7 +156,7 @@ def _table(diagnosis: Diagnosis, lines: Sequence[_Line], width: int) -> Renderab
     ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     total = max(1, len(diagnosis.snapshot.ranks))
-    rows = [_cells(line, total, moving=not diagnosis.findings) for line in lines]
+    rows = [cells(line, total, moving=not diagnosis.findings) for line in lines]
     fixed = sum(max((len(row[i]) for row in rows), default=0) for i in (0, 1, 2, 5)) + 10
     room = max(16, width - fixed)
     call = min(max((len(row[3]) for row in rows), default=0), room * 2 // 3)
@@ -170,7 +170,8 @@ def _table(diagnosis: Diagnosis, lines: Sequence[_Line], width: int) -> Renderab
     return table
 
 
-def _cells(line: _Line, total: int, *, moving: bool) -> list[str]:
+def cells(line: Line, total: int, *, moving: bool) -> list[str]:
+    """Return a row: ranks, a bar, the state, the call, the line, and for how long."""
     first = line.places[0]
     seqs = sorted({place.seq for place in line.places})
     number = f"#{seqs[0]:,}" if len(seqs) == 1 else f"#{seqs[0]:,}–{seqs[-1]:,}"

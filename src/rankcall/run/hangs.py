@@ -31,6 +31,7 @@ _VERDICT, _TEXT, _OVER = "verdict.json", "verdict.txt", "over.json"
 _LATEST_NS = 1 << 62
 _LONGEST_S = 1e9
 _MOST_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
+_MOST_STACK_BYTES = 1 << 16
 Object = dict[str, Any]
 
 
@@ -120,9 +121,9 @@ def text_of(verdict: Object) -> str:
     return clean_lines(text)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int = _MOST_BYTES) -> bytes:
     with open_file(path) as file:
-        return file.read(_MOST_BYTES)
+        return file.read(most)
 
 
 def fill(folder: Path, verdict: Object) -> None:
@@ -136,6 +137,17 @@ def fill(folder: Path, verdict: Object) -> None:
 def stacks_in(folder: Path) -> list[Path]:
     """Return the files of stacks beside a verdict."""
     return sorted((folder / STACKS).glob("*.txt"))
+
+
+def kept_stacks(verdict: Object, most: int) -> dict[int, str]:
+    """Return the stacks beside a verdict from ``kept_hangs``, by rank; of ``most`` ranks."""
+    found = {}
+    for path in stacks_in(Path(verdict["place"]))[:most]:
+        rank = path.stem.removeprefix("rank-")
+        with contextlib.suppress(OSError):
+            if rank.isascii() and rank.isdigit() and len(rank) < 10:
+                found[int(rank)] = _read(path, _MOST_STACK_BYTES).decode("utf-8", "replace")
+    return found
 
 
 def numbered(folder: Path) -> list[Path]:

@@ -266,7 +266,12 @@ def _group_order(group: Group) -> tuple[Any, ...]:
     return group.epoch, *name, group.ranks, group.backend, group.description
 
 
-def load(path: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Run:
+def load(
+    path: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    *,
+    read: Callable[[Path], Head] = read_head,
+) -> Run:
     """Read a run, of a live job or a dead one. This imports no torch.
 
     Records are read later, if a caller needs them. ``Run.problems`` lists what is damaged or
@@ -277,6 +282,7 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
             dumps: one, a directory or an archive of them. Without it, the latest run below the
             working directory is read.
         progress: Called with the number of rings that are done, and of all rings.
+        read: Reads the head of one ring file.
 
     Raises:
         RunNotFound: The path does not exist.
@@ -293,7 +299,7 @@ def load(path: str | os.PathLike[str] | None = None, progress: Progress | None =
         if other is not None:
             where = _rings_from(other, where, problems)
             scratch.append(where)
-        run = _load(where, source, progress, problems)
+        run = _load(where, source, progress, problems, read)
     except BaseException:
         _remove(scratch)
         raise
@@ -337,9 +343,15 @@ def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
     return folder
 
 
-def _load(where: Path, source: Path, progress: Progress | None, problems: list[str]) -> Run:
+def _load(
+    where: Path,
+    source: Path,
+    progress: Progress | None,
+    problems: list[str],
+    read: Callable[[Path], Head],
+) -> Run:
     paths = ring_paths(where, problems)
-    heads = list(_read_heads(paths, problems, progress))
+    heads = list(_read_heads(paths, problems, progress, read))
     if not heads:
         if problems:
             raise CorruptRun(problems[0])
@@ -370,11 +382,14 @@ def _names_lost(run: Run) -> str:
 
 
 def _read_heads(
-    paths: Sequence[Path], problems: list[str], progress: Progress | None
+    paths: Sequence[Path],
+    problems: list[str],
+    progress: Progress | None,
+    read: Callable[[Path], Head],
 ) -> Iterator[Head]:
     for done, path in enumerate(paths, 1):
         try:
-            head = read_head(path)
+            head = read(path)
         except CorruptRun as error:
             problems.append(str(error))
         else:

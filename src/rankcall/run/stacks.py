@@ -35,6 +35,7 @@ _POLL_S = 0.01
 _MOST_BYTES = 1 << 18
 _MOST_KEPT = 1 << 22
 _PY_SPY_TIMEOUT_S = 30.0
+_MOST_SPIED = 8
 _MOST_PY_SPY_CHARS = 1 << 16
 _THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|^Thread .*\"MainThread\"$", re.MULTILINE)
@@ -163,7 +164,11 @@ class _Dump:
 
 
 def stacks_of(where: Path, ranks: Sequence[int]) -> dict[int, str]:
-    """Return the stacks of those of the ranks that run on this host and can be inspected."""
+    """Return the stacks of those of the ranks that run on this host and can be inspected.
+
+    py-spy, if it is installed, inspects the first ranks; it takes a second for each. The others
+    dump their stacks themselves.
+    """
     if not where.is_dir():
         return {}
     wanted = set(ranks)
@@ -175,8 +180,9 @@ def stacks_of(where: Path, ranks: Sequence[int]) -> dict[int, str]:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(4) as pool:
-            texts = pool.map(lambda header: _spied(spy, header), here)
-            for header, text in zip(here, texts, strict=True):
+            first = sorted(here, key=lambda header: ranks.index(header.rank))[:_MOST_SPIED]
+            texts = pool.map(lambda header: _spied(spy, header), first)
+            for header, text in zip(first, texts, strict=True):
                 if text:
                     stacks[header.rank] = text
     stacks.update(request_stacks([header for header in here if header.rank not in stacks]))

@@ -267,7 +267,7 @@ class Judge:
         try:
             told.place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
             prints = prints and told.place is not None
-            where = f"kept with all stacks in {told.place}\n"
+            where = f"{_stack_text(stacks)}kept with all stacks in {told.place}\n"
         except OSError as error:
             logger.warning("the verdict cannot be kept in the run: %s", error)
         if prints:
@@ -295,6 +295,13 @@ def going_on(snapshot: Snapshot, seconds: float) -> float | None:
         return None
     longest = float(quiet_s(snapshot)[[each.rank for each in known]].max(initial=0.0))
     return longest if longest < seconds and not failed_for_good(snapshot.calls).any() else None
+
+
+def _stack_text(stacks: Mapping[int, str]) -> str:
+    """Return the stacks of this node's ranks for the terminal, equal ones together."""
+    from rankcall.report.diagnosis import stack_lines  # here, because it imports rich
+
+    return "\n".join(["", *stack_lines(stacks), "", ""]) if stacks else ""
 
 
 def _with_stacks(snapshot: Snapshot, stacks: dict[int, str]) -> Snapshot:

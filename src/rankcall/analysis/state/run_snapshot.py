@@ -83,7 +83,8 @@ def snapshot_of_run(
 class SnapshotBuilder:
     """Makes a snapshot from rings that its caller reads, so that one reading can serve others, too.
 
-    The arguments are those of ``snapshot_of_run``.
+    The arguments are those of ``snapshot_of_run``; ``memo``, of the same run, saves work for rings
+    that ``read_ring`` has found unchanged.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class SnapshotBuilder:
         window: int | None = None,
         state_of: ProcessState = Header.process_state,
         now_ns: Callable[[], int] = time.monotonic_ns,
+        memo: WindowMemo | None = None,
     ) -> None:
         self._run, self._state_of, self._now_ns = run, state_of, now_ns
         self._problems = list(run.problems)
@@ -102,6 +104,10 @@ class SnapshotBuilder:
         if window is None:
             window = min(max(_ALL_WINDOWS // max(1, len(self._chosen)), _WINDOW[0]), _WINDOW[1])
         self._windows = _RingWindows(window, has_launcher="nproc_per_node" in run.about)
+        if memo is not None:
+            memo.begin(self._chosen)
+            self._windows.memo, self._windows.groups = memo, memo.groups
+            self._windows.sites = memo.sites
         self._noted = read_states(run.path) if run.path.is_dir() else {}
 
     def add(self, ring: Ring) -> None:
@@ -125,6 +131,44 @@ class SnapshotBuilder:
         found = self._windows.finish(world, exits, problems)
         dumped = "evidence" in run.about
         return replace(found, mixed=self._mixed, waited_before=ended, dumped=dumped)
+
+
+class _Window(NamedTuple):
+    """The kept calls of one ring, with their times in ns of its host's clock."""
+
+    calls: Calls
+    issued: Ints
+    came: Ints
+    ended: Ints
+
+
+@dataclass
+class WindowMemo:
+    """The windows of an earlier snapshot of the same run, by the ring's name."""
+
+    groups: dict[Group, int] = field(default_factory=dict)
+    sites: dict[CallSite, int] = field(default_factory=lambda: {CallSite("", 0, "", ""): 0})
+    _rings: frozenset[str] = frozenset()
+    _windows: dict[str, tuple[object, object, int, _Window]] = field(default_factory=dict)
+
+    def begin(self, rings: set[str]) -> None:
+        """Forget everything if the run has other rings than before: groups may have gone."""
+        if rings != self._rings:
+            self._rings = frozenset(rings)
+            self._windows.clear()
+            self.groups.clear()
+            for site in list(self.sites)[1:]:
+                del self.sites[site]
+
+    def get(self, ring: Ring, most: int) -> _Window | None:
+        """Return the window of a ring whose records have not changed."""
+        records, tables, window, found = self._windows.get(ring.path.name, (None, None, 0, None))
+        same = records is ring.records and tables is ring.tables and window == most
+        return found if same else None
+
+    def put(self, ring: Ring, most: int, window: _Window) -> None:
+        """Keep a window."""
+        self._windows[ring.path.name] = ring.records, ring.tables, most, window
 
 
 @dataclass(frozen=True)
@@ -163,6 +207,7 @@ class _RingWindows:
     groups: dict[Group, int] = field(default_factory=dict)
     sites: dict[CallSite, int] = field(default_factory=lambda: {CallSite("", 0, "", ""): 0})
     stops: dict[str, Exit] = field(default_factory=dict)  # launchers told to stop, by host
+    memo: WindowMemo | None = None
     has_launcher: bool = False  # a launcher of rankcall's notes the ends of the processes
     _of_object: dict[int, _Known] = field(default_factory=dict)
 
@@ -181,10 +226,17 @@ class _RingWindows:
         self.groups_made[head.rank] = len(ring.tables.groups)
         if here:
             self.now_ns[head.rank] = now_ns
-        kept = records[_kept(records, self.window)]
-        self._keep(ring, kept)
+        window = self.memo.get(ring, self.window) if self.memo else None
+        if window is None:
+            window = self._window_of(ring, records[_kept(records, self.window)])
+            if self.memo is not None:
+                self.memo.put(ring, self.window, window)
+        self.calls.append(window.calls)
+        self.issued.append(window.issued)
+        self.came.append(window.came)
+        self.ended.append(window.ended)
 
-    def _keep(self, ring: Ring, kept: Calls) -> None:
+    def _window_of(self, ring: Ring, kept: Calls) -> _Window:
         rank = ring.header.rank
         calls = np.zeros(len(kept), CALL)
         calls["rank"], calls["group"], calls["site"] = rank, -1, 0
@@ -214,13 +266,15 @@ class _RingWindows:
                 number = self.sites.setdefault(site, len(self.sites))
                 calls["site"][kept["call_site"] == key] = number
         placed = calls["group"] >= 0
-        self.calls.append(calls[placed])
-        self.issued.append(np.ascontiguousarray(kept["enqueued_ns"][placed]))
         on_device = (kept["flags"] & FLAG_DEVICE != 0) & (kept["started_ns"] > 0)
         came = np.where(on_device, kept["started_ns"], kept["enqueued_ns"])
-        self.came.append(came[placed])
         over = np.where(kept["status"] >= COMPLETED, kept["completed_ns"], 0)
-        self.ended.append(np.ascontiguousarray(over[placed]))
+        return _Window(
+            calls[placed],
+            np.ascontiguousarray(kept["enqueued_ns"][placed]),
+            came[placed],
+            np.ascontiguousarray(over[placed]),
+        )
 
     def _known(self, group: Group) -> _Known:
         """Return a group's index and members; rings that share the object share the look-up."""

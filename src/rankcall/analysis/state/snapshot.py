@@ -3,21 +3,13 @@
 ``run_snapshot`` makes a snapshot from ring files, and ``node_snapshot`` joins what several nodes
 report about their own ranks. Times are ages in s before the moment, by each host's own clock, so
 that differences between hosts' clocks do not matter.
-
-A rank can wait in torch without a record: while it makes a process group, or in its data loader.
-Its Python stack shows that (``code_place``). Stacks come from ``faulthandler`` (a rank's own
-watcher) or from py-spy.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -318,108 +310,3 @@ def median_step_s(snapshot: Snapshot) -> float:
     rank, step, age = rank[begins], step[begins], age[begins]
     lasts = (age[:-1] - age[1:])[(rank[1:] == rank[:-1]) & (step[1:] == step[:-1] + 1)]
     return float(np.median(lasts)) if len(lasts) >= 2 else 0.0
-
-
-# Functions of torch.distributed that return only after other ranks have called them as well, and
-# that leave no record before they return.
-SETUP = frozenset(
-    {
-        "init_process_group",
-        "new_group",
-        "split_group",
-        "shrink_group",
-        "new_subgroups",
-        "new_subgroups_by_enumeration",
-        "init_device_mesh",
-        "rendezvous",
-        "init_rpc",
-        "synchronize",
-        "store_barrier",
-    }
-)
-LOADER = "its data loader"
-_OURS = f"{Path(__file__).parents[2]}/"
-_THREADS = re.compile(r"\n(?=Thread |Current thread )")
-_MAIN = re.compile(r"<module>|\"MainThread\"")
-_FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
-_PY_SPY = re.compile(r"^\s+(?P<name>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
-_WRAPPERS = ("wrapper", "inner", "_fn", "__call__", "__enter__")
-
-
-@dataclass(frozen=True)
-class CodePlace:
-    """The user's line at which a rank stands; empty without a stack.
-
-    ``inside``: the function of torch that the line called and that has not returned, or ``LOADER``.
-    """
-
-    line: str = ""
-    function: str = ""
-    inside: str = ""
-
-    @property
-    def is_setup(self) -> bool:
-        """Whether the rank waits for other ranks in a function that leaves no record."""
-        return self.inside in SETUP
-
-
-@dataclass(frozen=True)
-class _Frame:
-    file: str
-    line: int
-    name: str
-
-    @property
-    def is_torch(self) -> bool:
-        return bool(re.search(r"(^|/)torch/", self.file))
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the file belongs to Python or to an installed package."""
-        # py-spy leaves out the folders of Python's own modules and of installed packages.
-        first = self.file.split("/")[0].removesuffix(".py")
-        short = first in sys.stdlib_module_names or first in ("torch", "rankcall")
-        return short or bool(re.search(r"(site|dist)-packages/|lib/python3|^<frozen", self.file))
-
-    @property
-    def is_internal(self) -> bool:
-        """Whether the file is torch's, rankcall's or Python's own."""
-        of_python = self.is_installed and "-packages/" not in self.file
-        return self.is_torch or of_python or self.file.startswith((_OURS, "rankcall/"))
-
-
-@lru_cache(maxsize=4096)
-def code_place(stack: str) -> CodePlace:
-    """Return where the main thread of a dumped stack stands."""
-    frames = _main_frames(stack)
-    if not frames:
-        return CodePlace()
-    outer = next((n for n, each in enumerate(frames) if not each.is_internal), None)
-    own = next((n for n, each in enumerate(frames) if not each.is_installed), outer)
-    place = frames[outer if own is None else own] if outer is not None else frames[-1]
-    above = frames[:outer]  # newest first: what the user's code, or a framework, has called
-    return CodePlace(f"{place.file}:{place.line}", place.name, _inside(above))
-
-
-def _inside(above: list[_Frame]) -> str:
-    """Name the function of torch that was called, by the frames above the caller's."""
-    if any("torch/utils/data/" in each.file for each in above):
-        return LOADER
-    public = [
-        each.name
-        for each in above
-        if "torch/distributed/" in each.file and each.name not in _WRAPPERS
-    ]
-    return next((name for name in public if name in SETUP), public[-1] if public else "")
-
-
-def _main_frames(stack: str) -> list[_Frame]:
-    """Return the main thread's frames, the newest first."""
-    threads = _THREADS.split(stack)
-    main = next((each for each in threads if _MAIN.search(each)), threads[0])
-    found = []
-    for text in main.splitlines():
-        match = _FAULTHANDLER.match(text) or _PY_SPY.match(text)
-        if match:
-            found.append(_Frame(match["file"], int(match["line"]), match["name"].strip()))
-    return found

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankcall.analysis.state.snapshot import COMPLETED, FAILED, LOADER, SEND, CodePlace, Snapshot
+from rankcall.analysis.state.call_stacks import LOADER, CodePlace
+from rankcall.analysis.state.snapshot import COMPLETED, FAILED, SEND, Snapshot
 from rankcall.analysis.verdicts.wait_graph import Wait
 from rankcall.ranks import format_ranks
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from rankcall.analysis.state.call_stacks import code_place
 from rankcall.analysis.state.snapshot import (
     ALIVE,
     RankState,
     Snapshot,
-    code_place,
     quiet_s,
     unfinished,
 )

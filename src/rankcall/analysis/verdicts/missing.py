@@ -6,14 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rankcall.analysis.state.snapshot import (
-    GONE,
-    LOADER,
-    RankState,
-    Snapshot,
-    code_place,
-    unfinished,
-)
+from rankcall.analysis.state.call_stacks import LOADER, code_place
+from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.culprits import Suspect, Suspects
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
 from rankcall.analysis.verdicts.finding import SHOWN, hosts_of, name_call, name_place, verbs_for

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rankcall.analysis.state.call_stacks import CodePlace, code_place
 from rankcall.analysis.state.snapshot import (
     ALIVE,
     GONE,
-    CodePlace,
     RankState,
     Snapshot,
-    code_place,
     median_step_s,
     quiet_s,
     unfinished,

@@ -44,30 +44,41 @@ def render(details: Details, findings: Sequence[Finding] = ()) -> str:
     Raises:
         ExtraMissing: jinja2 is not installed.
     """
-    template = _template()
-    script, style = _asset("page.js"), _asset("page.css")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = environment().get_template("page.html.j2")
+    script, style = asset("page.js"), asset("page.css")
     html: str = template.render(
-        **_content(details, findings), script=script, style=style, script_digest=digest
+        **_content(details, findings), script=script, style=style, script_digest=digest(script)
     )
     return html
 
 
-def _template() -> Any:
+def digest(script: str) -> str:
+    """Return the hash of a script, as a content security policy names it."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def environment(**templates: str) -> Any:
+    """Return jinja2's environment for this folder's templates and ``templates``, by name.
+
+    Names from records are escaped, and their control characters replaced. Raises ``ExtraMissing``.
+    """
     try:
         import jinja2
     except ImportError as error:
         raise ExtraMissing(
             "the HTML report needs jinja2: pip install 'rankcall[report]'"
         ) from error
-    environment = jinja2.Environment(
+    shared = {name: asset(name) for name in ("parts.html.j2", "page.html.j2")}
+    found = jinja2.Environment(
+        loader=jinja2.DictLoader({**shared, **templates}),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=_readable,
     )
-    environment.filters.update(
+    found.globals["version"] = __version__
+    found.filters.update(
         clean=clean,
         percent=percent,
         size=size,
@@ -76,7 +87,7 @@ def _template() -> Any:
         size_name=size_name,
         px=partial(round, ndigits=2),
     )
-    return environment.from_string(_asset("page.html.j2"))
+    return found
 
 
 def _readable(value: Any) -> Any:
@@ -84,7 +95,8 @@ def _readable(value: Any) -> Any:
     return clean(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of a file of this folder."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -112,7 +124,6 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "groups": [known.label for known in summary.groups],
         "stragglers": summary.stragglers,
         "data": _data(details, columns, maps, traffic),
-        "version": __version__,
     }
 
 

@@ -48,7 +48,7 @@ class Verdict:
 def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
     """Return the cause that stopped the run, else the ranks that slow it, if any do."""
     if findings and findings[0].stops:
-        return _stopped(findings[0])
+        return verdict_of_finding(findings[0])
     summary = details.summary
     first = headline(summary)
     if not first.alarm:
@@ -69,8 +69,8 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
     return Verdict(title, f"{first.text} {first.detail}", True, who, where, cost)
 
 
-def _stopped(found: Finding) -> Verdict:
-    """Return the verdict about the likeliest root cause of a hang."""
+def verdict_of_finding(found: Finding) -> Verdict:
+    """Return the verdict that one finding makes: the likeliest root cause of a hang."""
     who = None
     title = found.predicate
     if found.ranks:
@@ -110,10 +110,11 @@ def _before(line: LateLine) -> str:
 
 def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = ()) -> list[Item]:
     """Return the items to look at: findings, then high costs, then gaps in the evidence."""
-    return [*map(_found, findings), *_late(details), *_slow(curves), *_gaps(details)]
+    return [*map(item_of_finding, findings), *_late(details), *_slow(curves), *_gaps(details)]
 
 
-def _found(finding: Finding) -> Item:
+def item_of_finding(finding: Finding) -> Item:
+    """Return a finding with its evidence and advice."""
     sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
     words = [*(f"{each.rstrip('.')}." for each in finding.evidence), finding.advice]
     return Item("alarm", finding.summary + sure, " ".join(filter(None, words)), finding.call_site)

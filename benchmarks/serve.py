@@ -1,0 +1,231 @@
+"""What the live page costs: 1,024 live rings on this machine, and training with a viewer.
+
+The rings are synthetic and one real process owns them all. A missing rank hangs the job, and each
+update finds the records of ``--moving`` ranks changed. ``first_paint_seconds``: from the start of
+the request until Chromium has painted (null without a browser). ``update_cpu_seconds``: CPU time of
+one look with its sections, the median. ``page_kib``: of the whole page, with style and script.
+``verdict_equals_diagnose``: the page's findings are those of ``rankcall diagnose``.
+``training_ratio_with_viewer``: time of the same job with a viewer over without one, both watched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+HUNG_S = 120
+RANKCALL = Path(sys.executable).with_name("rankcall")
+
+
+def main() -> int:
+    """Print one JSON object with the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--updates", type=int, default=9)
+    parser.add_argument("--moving", type=int, default=64, help="ranks that record between updates")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of jobs; 0: no training")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="rankcall-bench-", dir="/dev/shm"))
+    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    try:
+        found = _page(folder, owner.pid, options)
+        found["training_ratio_with_viewer"] = _training(options.rounds)
+    finally:
+        owner.kill()
+        owner.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps({"ranks": options.ranks, "moving": options.moving, **found}, indent=1))
+    return 0
+
+
+def _page(folder: Path, pid: int, options: argparse.Namespace) -> dict[str, Any]:
+    sys.path.insert(0, str(ROOT / "tests/unit"))
+    from liveruns import give_to  # type: ignore[import-not-found]
+
+    from rankcall.serve.figures import History
+    from rankcall.serve.live_run import LiveRun
+    from rankcall.serve.view import page, sections
+    from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
+
+    run = folder / "run"
+    offset = time.monotonic_ns() - BOOT_NS - HUNG_S * 10**9
+    hosts = max(1, options.ranks // 8)
+    synthetic_run(
+        run,
+        options.ranks,
+        60,
+        hosts=hosts,
+        planted=Planted("missing", (options.ranks // 3,), 41),
+        hung_s=HUNG_S,
+        clock_offsets_ns=[offset] * hosts,
+    )
+    give_to(run, pid)
+    rings = sorted((run / "rings").iterdir())
+    live, history = LiveRun(run), History()
+    first = live.look()
+    text = page(first, sections(first, history))
+    spent = []
+    for number in range(options.updates):
+        for each in range(options.moving):
+            _touch(rings[(number * options.moving + each) % len(rings)], number)
+        began = time.process_time()
+        look = live.look()
+        sections(look, history)
+        spent.append(time.process_time() - began)
+    return {
+        "first_paint_seconds": _first_paint(run),
+        "update_cpu_seconds": round(median(spent), 3),
+        "page_kib": round(len(text.encode()) / 1024, 1),
+        "verdict_equals_diagnose": _findings(look) == _diagnosed(run),
+    }
+
+
+def _touch(ring: Path, number: int) -> None:
+    """Change the time at which a ring's newest record of all was closed by a nanosecond."""
+    from rankcall.record import RECORD
+    from rankcall.ring.layout import read_header
+
+    header = read_header(ring)
+    assert header is not None
+    index = (header.head - 2) % header.geometry.capacity
+    fields = RECORD.fields
+    assert fields is not None
+    offset = header.geometry.records_offset + index * RECORD.itemsize + fields["completed_ns"][1]
+    with ring.open("r+b") as file:
+        file.seek(offset)
+        value = int.from_bytes(file.read(8), "little") + 1 + number % 2
+        file.seek(offset)
+        file.write(value.to_bytes(8, "little"))
+
+
+def _findings(look: Any) -> list[Any]:
+    return [(each.kind, list(each.ranks), each.op, each.seq) for each in look.diagnosis.findings]
+
+
+def _diagnosed(run: Path) -> list[Any]:
+    done = subprocess.run(
+        [str(RANKCALL), "diagnose", "--json", str(run)],
+        stdout=subprocess.PIPE,
+        timeout=120,
+        check=False,
+    )
+    found = json.loads(done.stdout)["findings"]
+    return [(each["kind"], each["ranks"], each["op"], each["seq"]) for each in found]
+
+
+class _Served:
+    """``rankcall serve`` for the length of a block."""
+
+    def __init__(self, *arguments: str, cwd: Path | None = None) -> None:
+        self._process = subprocess.Popen(
+            [str(RANKCALL), "serve", "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=cwd,
+        )
+        assert self._process.stdout is not None
+        self.url = self._process.stdout.readline().strip()
+
+    def __enter__(self) -> _Served:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+
+
+def _first_paint(run: Path) -> float | None:
+    """Return the median time until the first paint of a server that runs, s."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return None
+    if path is None:
+        return None
+    times: list[float] = []
+    with _Served(str(run)) as served, sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        for _ in range(5):
+            page = browser.new_page()
+            page.goto(served.url)
+            page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
+            times.append(
+                page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+            )
+            page.close()
+            time.sleep(2.5)  # so that each viewer needs a new look
+        browser.close()
+    return round(median(times) / 1e3, 3)
+
+
+def _training(rounds: int) -> float | None:
+    """Return the ratio of the times of the digits example with and without a viewer."""
+    if not rounds:
+        return None
+    ratios = []
+    for number in range(rounds):
+        order = (False, True) if number % 2 else (True, False)
+        took = {viewed: _job(viewed) for viewed in order}
+        ratios.append(took[True] / took[False])
+    return round(median(ratios), 3)
+
+
+def _job(viewed: bool) -> float:
+    """Run the digits example on two ranks; return its own time of training, s."""
+    with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as name:
+        run = Path(name) / "run"
+        run.mkdir()
+        job = subprocess.Popen(
+            [
+                str(RANKCALL),
+                *("run", "--run-dir", str(run), "--nproc-per-node", "2"),
+                str(ROOT / "examples/train_digits.py"),
+                *("--epochs", "12"),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        if not viewed:
+            job.wait(600)
+        else:
+            with _Served(str(run)) as served:
+                viewer = threading.Thread(target=_view, args=(served.url, job), daemon=True)
+                viewer.start()
+                job.wait(600)
+        return _span(run)
+
+
+def _view(url: str, job: subprocess.Popen[bytes]) -> None:
+    """Read the stream of changes until the job ends."""
+    with urllib.request.urlopen(f"{url}events", timeout=60) as stream:
+        while job.poll() is None and stream.readline():
+            pass
+
+
+def _span(run: Path) -> float:
+    from rankcall.analysis.timing.summary import summarise
+    from rankcall.run.load import load
+
+    seconds: float = summarise(load(run)).duration_ms / 1e3
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

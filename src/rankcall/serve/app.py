@@ -1,0 +1,261 @@
+"""The page's addresses, and the checks that each request passes first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+
+from rankcall.errors import RankcallError
+from rankcall.report.json import diagnosis_object, stack_objects
+from rankcall.serve.access import Access
+from rankcall.serve.downloads import KINDS, Downloads
+from rankcall.serve.live_run import LiveRun, Look
+from rankcall.serve.shared_look import SharedLook
+from rankcall.serve.view import login_page, page, policy
+
+MOST_VIEWERS = 512  # event streams at once
+_SEND_S = 30.0  # a viewer that takes no byte for so long is gone
+_MOST_BODY = 4096
+_STACKS_EVERY_S = 2.0  # requests within that time get the same stacks
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+_OPEN = ("/login",)  # addresses that need no token
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _EventStream(StreamingResponse):
+    """A stream that ends if its viewer takes nothing for ``_SEND_S`` seconds."""
+
+    async def stream_response(self, send: Any) -> None:
+        async def send_in_time(message: Any) -> None:
+            await asyncio.wait_for(send(message), _SEND_S)
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await super().stream_response(send_in_time)
+
+
+class Page:
+    """Answers the requests for one run. ``closing`` is set when the server ends."""
+
+    def __init__(self, run: LiveRun, access: Access) -> None:
+        self.shared = SharedLook(run)
+        self.downloads = Downloads()
+        self.closing = asyncio.Event()
+        self._access = access
+        self._viewers = 0
+        self._stacks_turn = asyncio.Lock()
+        self._stacks_at = float("-inf")
+
+    def routes(self) -> list[Route]:
+        """Return the addresses."""
+        made = [(f"/{name}", name) for name in ("report", "timeline", "archive")]
+        return [
+            Route("/", self._checked(self.index)),
+            Route("/login", self._checked(self.login), methods=["POST"]),
+            Route("/events", self._checked(self.events)),
+            Route("/stacks", self._checked(self.stacks_form), methods=["POST"]),
+            Route("/api/diagnosis", self._checked(self.diagnosis)),
+            Route("/api/figures", self._checked(self.figures)),
+            Route("/api/stacks", self._checked(self.stacks), methods=["GET", "POST"]),
+            *(Route(path, self._checked(self._download(name))) for path, name in made),
+            Route("/api/report", self._checked(self._download("summary"))),
+        ]
+
+    # --- checks ---
+
+    def _checked(self, handler: Handler) -> Handler:
+        async def answer(request: Request) -> Response:
+            response = self._refusal(request)
+            if response is None:
+                try:
+                    response = await handler(request)
+                except RankcallError as error:
+                    response = PlainTextResponse(f"{error}\n", 503)
+            response.headers.update(_HEADERS)
+            response.headers.setdefault("Content-Security-Policy", policy())
+            return response
+
+        return answer
+
+    def _refusal(self, request: Request) -> Response | None:
+        """Return why a request gets no answer, or None."""
+        headers = request.headers
+        host = headers.get("host", "")
+        if len(headers.getlist("host")) != 1 or not self._access.is_known_host(host):
+            return PlainTextResponse(
+                "this is not a name of the server: see rankcall serve --allow-name\n", 421
+            )
+        origin = headers.get("origin", "")
+        if request.method == "POST" and not self._access.is_same_origin(origin, host):
+            return PlainTextResponse("this request must come from the page itself\n", 403)
+        if request.url.path in _OPEN:
+            return None
+        if not self._access.may_read(headers.get("authorization", ""), headers.get("cookie", "")):
+            if request.url.path == "/":
+                return HTMLResponse(login_page(), 401)
+            return PlainTextResponse(
+                "the token is missing or wrong\n", 401, {"WWW-Authenticate": "Bearer"}
+            )
+        return None
+
+    async def login(self, request: Request) -> Response:
+        """Set the cookie for a token from a form."""
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BODY:
+                return PlainTextResponse("too long\n", 413)
+        given = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0]
+        if not self._access.is_token(given.strip()):
+            return HTMLResponse(login_page("That is not the token of this server."), 401)
+        response = RedirectResponse("./", 303)
+        response.set_cookie(
+            self._access.cookie, self._access.cookie_value, httponly=True, samesite="strict"
+        )
+        return response
+
+    # --- the page ---
+
+    async def index(self, request: Request) -> Response:
+        """Return the whole page."""
+        update = await self.shared.newest()
+        return HTMLResponse(page(update.look, dict(update.sections)))
+
+    async def events(self, request: Request) -> Response:
+        """Return the stream of changes; the browser asks again if it is cut off."""
+        if self._viewers >= MOST_VIEWERS:
+            return PlainTextResponse("too many viewers\n", 503, {"Retry-After": "10"})
+        return _EventStream(self._changes(), media_type="text/event-stream")
+
+    async def _changes(self) -> AsyncIterator[bytes]:
+        self._viewers += 1
+        try:
+            known: dict[str, str] = {}
+            yield b"retry: 3000\n\n"
+            while not self.closing.is_set():
+                update = await self.shared.newest()
+                # A comment shows the viewer, and us, that the connection still works.
+                yield update.event(known) if dict(update.digests) != known else b": no change\n\n"
+                known = dict(update.digests)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.closing.wait(), self.shared.pause)
+        finally:
+            self._viewers -= 1
+
+    # --- JSON ---
+
+    async def diagnosis(self, request: Request) -> Response:
+        """Return the object that ``rankcall diagnose --json`` prints."""
+        look = (await self.shared.newest()).look
+        if look.diagnosis is None:
+            return JSONResponse({"state": look.state, "problem": look.problem}, 503)
+        stacks = look.stacks.by_rank if look.stacks else {}
+        found = diagnosis_object(look.diagnosis, stacks)
+        return JSONResponse({**found, "state": look.state, "epoch_s": look.epoch_s})
+
+    async def figures(self, request: Request) -> Response:
+        """Return waiting and bandwidth over the last minutes."""
+        await self.shared.newest()
+        rows = [
+            {
+                "epoch_s": each.epoch_s,
+                "waiting": each.waiting,
+                "busbw": [
+                    {"op": op, "group": group, "size_bucket_bytes": size, "busbw_gbps": rate}
+                    for (op, group, size), rate in each.busbw.items()
+                ],
+            }
+            for each in list(self.shared.history.samples)
+        ]
+        return JSONResponse({"samples": rows})
+
+    async def stacks(self, request: Request) -> Response:
+        """Return the stacks that the page shows; a POST takes new ones first."""
+        if request.method == "POST":
+            await self._take_stacks()
+        look = (await self.shared.newest()).look
+        return JSONResponse(_stacks_object(look))
+
+    async def stacks_form(self, request: Request) -> Response:
+        """Take stacks for a browser without scripts."""
+        await self._take_stacks()
+        return RedirectResponse("./#stacks", 303)
+
+    async def _take_stacks(self) -> None:
+        """Have the ranks dump their stacks, once for all who ask at the same time."""
+        loop = asyncio.get_running_loop()
+        async with self._stacks_turn:
+            if loop.time() - self._stacks_at < _STACKS_EVERY_S:
+                return
+            await asyncio.to_thread(self.shared.run.take_stacks)
+            self._stacks_at = loop.time()
+            self.shared.forget()
+
+    # --- files ---
+
+    def _download(self, name: str) -> Handler:
+        kind = KINDS[name]
+
+        async def send(request: Request) -> Response:
+            run: Path = await asyncio.to_thread(self.shared.run.place)
+            path = await self.downloads.make(kind, run)
+            if kind.shown:
+                # The report has a policy of its own, and may load nothing either.
+                response = FileResponse(path, media_type=kind.media_type)
+                response.headers["Content-Security-Policy"] = (
+                    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+                    "script-src 'unsafe-inline'; frame-ancestors 'none'"
+                )
+                return response
+            if kind.media_type == "application/json":
+                return FileResponse(path, media_type=kind.media_type)
+            stem = run.resolve().name.partition(".tar")[0]
+            plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in stem)
+            return FileResponse(path, media_type=kind.media_type, filename=f"{plain}.{kind.name}")
+
+        return send
+
+
+def _stacks_object(look: Look) -> dict[str, Any]:
+    stacks = look.stacks
+    return {
+        "epoch_s": stacks.epoch_s if stacks else None,
+        "by_watcher": bool(stacks and stacks.by_watcher),
+        "stack_classes": stack_objects(stacks.by_rank) if stacks else [],
+    }
+
+
+def make_app(run: LiveRun, access: Access) -> tuple[Starlette, Page]:
+    """Return the application, and the page whose ``closing`` ends its streams."""
+    served = Page(run, access)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            served.downloads.close()
+
+    return Starlette(routes=served.routes(), lifespan=lifespan), served

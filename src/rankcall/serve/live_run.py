@@ -1,0 +1,196 @@
+"""A run as the page shows it: the result of one look, also if there is nothing to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rankcall.analysis.diagnosis import Diagnosis, diagnose, judge, kept_verdict, with_stacks
+from rankcall.analysis.state.run_snapshot import SnapshotBuilder, WindowMemo
+from rankcall.errors import RankcallError
+from rankcall.ring.reader import Head, Ring, read_ring
+from rankcall.run.directory import find_run, ring_paths
+from rankcall.run.hangs import Object, kept_hangs, kept_stacks
+from rankcall.run.load import Run, load
+from rankcall.run.stacks import request_stacks, tidy
+from rankcall.serve.figures import Figures, recent_figures
+
+WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"
+_NEWEST = 512  # records read from the end of each ring of a live job
+_WINDOW = 1 << 16  # calls kept of all ranks together
+_MOST_STACKS = 4096
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Stacks by rank, and when they were dumped, as epoch seconds."""
+
+    by_rank: Mapping[int, str]
+    epoch_s: float
+    by_watcher: bool  # the job's own watcher kept them with its verdict; else a viewer asked
+
+
+@dataclass(frozen=True)
+class Look:
+    """The result of one look at a run.
+
+    ``state``: ``waiting`` (no ring yet), ``live``, ``ended``, or ``lost`` (the run was there and
+    cannot be read any more; ``diagnosis`` is then the last one). ``problem`` says why it cannot be
+    read.
+    """
+
+    state: str
+    epoch_s: float
+    run: str = ""
+    problem: str = ""
+    diagnosis: Diagnosis | None = None
+    figures: Figures | None = None
+    stacks: Stacks | None = None
+    reading_cpu_s: float = 0.0
+
+    @property
+    def hangs(self) -> bool:
+        """Whether something stops the job."""
+        return bool(self.diagnosis and self.diagnosis.findings and self.diagnosis.findings[0].stops)
+
+
+class _Rings:
+    """The rings as they were at the last look. Unchanged records are not decoded again."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Ring] = {}
+
+    def head(self, path: Path) -> Head:
+        """Read the newest records of a ring together with its head."""
+        ring = read_ring(path, _NEWEST, self._known.get(path.name))
+        self._known[path.name] = ring
+        return Head(ring.path, ring.header, ring.tables, ring.problem)
+
+    def of(self, head: Head) -> Ring:
+        """Return the ring that ``head`` was read with."""
+        return self._known[head.path.name]
+
+
+@dataclass
+class LiveRun:
+    """Looks at a run again and again, on one thread at a time.
+
+    ``path`` None is the latest run below the working directory, so the page follows a job that is
+    started again.
+    """
+
+    path: Path | None = None
+    hang_after: float | None = None
+    clock: Callable[[], float] = time.time
+    _rings: _Rings = field(default_factory=lambda: _Rings(), repr=False)
+    _memo: WindowMemo = field(default_factory=WindowMemo, repr=False)
+    _seen: Look | None = field(default=None, repr=False)
+    _over: tuple[object, Diagnosis] | None = field(default=None, repr=False)
+    _asked: Stacks | None = field(default=None, repr=False)
+
+    def look(self) -> Look:
+        """Read the newest records of every rank and judge them. Raises nothing."""
+        began = time.thread_time()
+        try:
+            found = self._read()
+        except (RankcallError, OSError, ValueError) as error:
+            found = self._unread(" ".join(str(error).split()))
+        found = replace(found, reading_cpu_s=time.thread_time() - began)
+        if found.state in (LIVE, ENDED):
+            self._seen = found
+        return found
+
+    def place(self) -> Path:
+        """Return the run's path. Raises ``RunNotFound``."""
+        return find_run(self.path)
+
+    def take_stacks(self) -> Stacks:
+        """Have this host's ranks dump their stacks; raises ``RankcallError`` if there is no run."""
+        headers = [head.header for head in load(self.place()).heads][:_MOST_STACKS]
+        texts = {rank: tidy(text) for rank, text in request_stacks(headers).items()}
+        self._asked = Stacks(texts, self.clock(), by_watcher=False)
+        return self._asked
+
+    def _unread(self, problem: str) -> Look:
+        if self._seen is None:
+            return Look(WAITING, self.clock(), problem=problem)
+        return replace(self._seen, state=LOST, problem=problem, epoch_s=self.clock())
+
+    def _read(self) -> Look:
+        where = self.place()
+        if self._seen is not None and self._seen.run != str(where):
+            self._seen = self._over = self._asked = None  # the job was started again
+            self._rings, self._memo = _Rings(), WindowMemo()
+        if where.is_dir() and not ring_paths(where):
+            return self._unread(f"{where} has no records yet")
+        finished = self._finished(where)
+        if finished is not None:
+            return self._as_look(where, ENDED, finished)
+        run = load(where, read=self._rings.head)
+        window = max(32, min(256, _WINDOW // max(1, len(run.heads))))
+        builder = SnapshotBuilder(run, window=window, memo=self._memo)
+        for head in run.heads:
+            builder.add(self._rings.of(head))
+        snapshot = builder.finish()
+        if not snapshot.live:
+            ended = diagnose(run, self.hang_after or None)
+            self._over = _fingerprint(where), ended
+            return self._as_look(where, ENDED, ended)
+        found = judge(run, snapshot, self.hang_after or None)
+        kept = kept_hangs(run.path)
+        found = replace(found, kept=[kept_verdict(run, each) for each in kept])
+        return self._with_kept_stacks(run, self._as_look(where, LIVE, found), kept)
+
+    def _finished(self, where: Path) -> Diagnosis | None:
+        """Return the diagnosis of a job that was over at the last look, if no file has changed."""
+        if self._over is None or self._over[0] != _fingerprint(where):
+            return None
+        return self._over[1]
+
+    def _as_look(self, where: Path, state: str, found: Diagnosis) -> Look:
+        is_moving = state == LIVE and not (found.findings and found.findings[0].stops)
+        return Look(
+            state,
+            self.clock(),
+            str(where),
+            diagnosis=found,
+            figures=recent_figures(found.snapshot) if is_moving else None,
+            stacks=self._asked
+            or (_stacks_of_watcher(kept_hangs(where)) if where.is_dir() else None),
+        )
+
+    def _with_kept_stacks(self, run: Run, look: Look, kept: list[Object]) -> Look:
+        """Add the newest stacks; those that were dumped during the hang are evidence about it."""
+        found = look.diagnosis
+        if found is None or not look.hangs:
+            return look
+        causes = {str(each.get("kind")) for each in kept[-1]["findings"]} if kept else set()
+        of_watcher = None
+        if not causes.isdisjoint(each.kind for each in found.findings):
+            of_watcher = _stacks_of_watcher(kept)
+        stacks = max(filter(None, (self._asked, of_watcher)), key=_epoch_s, default=None)
+        if stacks is not None and stacks.epoch_s >= look.epoch_s - found.findings[0].since_s:
+            found = with_stacks(run, found, stacks.by_rank)
+        return replace(look, diagnosis=found, stacks=stacks)
+
+
+def _epoch_s(stacks: Stacks) -> float:
+    return stacks.epoch_s
+
+
+def _fingerprint(where: Path) -> object:
+    """Return what changes if anything is added to a run whose processes have ended."""
+    rings = [(path.name, path.stat().st_mtime_ns) for path in ring_paths(where)]
+    folders = [path.stat().st_mtime_ns for path in (where, where / "exits") if path.exists()]
+    return sorted(rings), folders
+
+
+def _stacks_of_watcher(kept: list[Object]) -> Stacks | None:
+    """Return the stacks beside the newest verdict that the watcher kept, if it has any."""
+    if not kept:
+        return None
+    found = kept_stacks(kept[-1], _MOST_STACKS)
+    texts = {rank: tidy(text) for rank, text in found.items()}
+    return Stacks(texts, kept[-1]["hang"]["epoch_ns"] / 1e9, by_watcher=True) if texts else None

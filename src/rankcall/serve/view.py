@@ -1,0 +1,377 @@
+"""From a look to the page's sections as HTML: the verdict, the ranks, the figures, the stacks."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import resources
+from pathlib import PurePath
+from typing import Any
+
+from rankcall.analysis.diagnosis import Diagnosis
+from rankcall.analysis.state.call_stacks import StackClass, stack_classes
+from rankcall.files import clean
+from rankcall.report import diagnosis as words
+from rankcall.report import top
+from rankcall.report.formatting import digits, percent, plural
+from rankcall.report.html import asset, digest, environment
+from rankcall.report.html.items import Verdict, item_of_finding, verdict_of_finding
+from rankcall.serve.figures import KEPT_S, History, Sample
+from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, Look
+
+SECTIONS = ("verdict", "ranks", "figures", "stacks")
+_MOST_RANK_CELLS = 2048  # with more ranks, a cell is a host
+_MOST_PLACES, _MOST_CLASSES, _MOST_PROBLEMS = 24, 12, 4
+_MOST_CURVES = 3
+_CHART = 420, 90
+_SILENT_S = 5.0
+_OLD_S = 30.0  # figures of a job that hangs are not those of now
+
+# How a rank stands, the worst first: key and words.
+STANDINGS = {
+    "culprit": "named by the verdict",
+    "gone": "gone",
+    "stopped": "stopped",
+    "silent": "silent",
+    "unknown": "no records",
+    "call": "in a call",
+    "code": "in user code",
+    "ended": "ended",
+}
+_ORDER = {name: number for number, name in enumerate(STANDINGS)}
+
+
+@functools.cache
+def _templates() -> Any:
+    return environment(
+        **{
+            "live.html.j2": _file("live.html.j2"),
+            "live.parts.j2": _file("live.parts.j2"),
+        }
+    )
+
+
+@functools.cache
+def _static() -> dict[str, str]:
+    """Return the page's own style and script, with the digest that its policy names."""
+    script = _file("live.js")
+    return {
+        "style": asset("page.css") + _file("live.css"),
+        "script": script,
+        "script_digest": digest(script),
+    }
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def policy() -> str:
+    """Return the content security policy: the page's own script, and nothing from elsewhere."""
+    return (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; connect-src 'self'; "
+        f"script-src 'sha256-{_static()['script_digest']}'; base-uri 'none'; form-action 'self'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def page(look: Look, parts: dict[str, str]) -> str:
+    """Return the whole page with these sections. It can be read without its script."""
+    template = _templates().get_template("live.html.j2")
+    name = clean(PurePath(look.run).name) or "rankcall"
+    html: str = template.render(**_static(), run=name, sections=parts, title=_title(look).title)
+    return html
+
+
+def login_page(problem: str = "") -> str:
+    """Return the page that asks for the token."""
+    template = _templates().get_template("live.html.j2")
+    html: str = template.render(
+        **_static(), run="", sections={}, title="rankcall: the token", problem=problem
+    )
+    return html
+
+
+def sections(look: Look, history: History) -> dict[str, str]:
+    """Return the page's sections by name."""
+    parts = _templates().get_template("live.parts.j2").module
+    found = look.diagnosis
+    if found is None:
+        nothing = dict.fromkeys(SECTIONS, "")
+        return {**nothing, "verdict": parts.verdict(_top(look), _title(look), [], [])}
+    return {
+        "verdict": parts.verdict(
+            _top(look),
+            _title(look),
+            [item_of_finding(each) for each in found.findings],
+            _problems(found),
+        ),
+        "ranks": parts.ranks(_grid(found), _places(found)),
+        "figures": parts.figures(_charts(look, history), look.figures, look.state == LIVE),
+        "stacks": parts.stacks(_stacks(look), look.state == LIVE),
+    }
+
+
+# --- the verdict ---
+
+
+def _top(look: Look) -> dict[str, Any]:
+    """Return the lines around the verdict: the run's state, and the figures beside it."""
+    found = look.diagnosis
+    facts: list[tuple[str, str]] = []
+    if found is not None:
+        facts.append((words.world(found), ""))
+        steps = max((each.steps for each in found.snapshot.ranks), default=0)
+        facts += [(f"step {steps:,}", "")] if steps else []
+    speed = look.figures
+    if speed is not None:
+        if speed.steps_per_s is not None:
+            facts.append((digits(speed.steps_per_s), "steps/s"))
+        elif speed.calls_per_s is not None:
+            facts.append((digits(speed.calls_per_s), "calls/s"))
+        if speed.share is not None:
+            facts.append((percent(speed.share), "of the time in communication"))
+    state = {WAITING: "no data yet", LIVE: "running", ENDED: "ended", LOST: "not readable"}
+    return {
+        "state": look.state,
+        "words": state[look.state],
+        "run": clean(look.run),
+        "facts": facts,
+        "since": _clock(look.epoch_s) if look.state == LOST else "",
+        "problem": clean(look.problem),
+        "tone": _tone(look),
+    }
+
+
+def _tone(look: Look) -> str:
+    if look.state in (WAITING, LOST):
+        return "unsure"
+    if look.diagnosis is not None and look.diagnosis.findings:
+        return "alarm" if look.hangs else "warn"
+    return "fine"
+
+
+def _title(look: Look) -> Verdict:
+    """Return the first words of the page."""
+    found = look.diagnosis
+    if look.state == WAITING or found is None:
+        why = "The page shows the ranks as soon as the first one has recorded something."
+        return Verdict("No data yet", why, False)
+    if found.findings:
+        return verdict_of_finding(found.findings[0])
+    text = words.healthy(found)
+    count = plural(len(found.snapshot.ranks), "rank")
+    if look.state == ENDED:
+        return Verdict("The job has ended", text.removeprefix("healthy: ").capitalize(), False)
+    if text.startswith("nothing found yet"):
+        return Verdict("Nothing found yet", text.partition(": ")[2].capitalize(), False)
+    title = f"Healthy: {'the rank goes' if count == '1 rank' else f'all {count} go'} on"
+    return Verdict(title, text.partition(". ")[2], False)
+
+
+def _problems(found: Diagnosis) -> list[str]:
+    problems = found.snapshot.problems
+    shown = [clean(each) for each in problems[:_MOST_PROBLEMS]]
+    more = len(problems) - len(shown)
+    return [*shown, f"and {more:,} more (in /api/diagnosis)"] if more else shown
+
+
+def _clock(epoch_s: float) -> str:
+    return f"{datetime.fromtimestamp(epoch_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+
+
+# --- where every rank stands ---
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A rank, or a host, in the grid. ``place``: the index of its row in the table; -1: none."""
+
+    label: str
+    standing: str
+    place: int = -1
+
+
+@dataclass(frozen=True)
+class HostCells:
+    """The cells of one host."""
+
+    host: str
+    cells: tuple[Cell, ...]
+
+
+def _grid(found: Diagnosis) -> dict[str, Any]:
+    lines = top.lines_of(found)
+    place_of = {each.rank: n for n, line in enumerate(lines) for each in line.places}
+    in_call = {each.rank: each.in_call for line in lines for each in line.places}
+    culprits = {rank for finding in found.findings for rank in finding.ranks}
+    standings = [_standing(each, in_call, culprits) for each in found.snapshot.ranks]
+    by_host: dict[str, list[Cell]] = {}
+    for state, standing in zip(found.snapshot.ranks, standings, strict=True):
+        cell = Cell(str(state.rank), standing, place_of.get(state.rank, -1))
+        by_host.setdefault(clean(state.host) or "host not known", []).append(cell)
+    hosts = [HostCells(host, tuple(cells)) for host, cells in by_host.items()]
+    if len(standings) > _MOST_RANK_CELLS:
+        hosts = [HostCells("", tuple(map(_host_cell, hosts)))]
+    counts = Counter(standings)
+    return {
+        "hosts": hosts,
+        "of_hosts": len(standings) > _MOST_RANK_CELLS,
+        "large": len(standings) <= 64,
+        "key": [(name, STANDINGS[name], counts[name]) for name in STANDINGS if counts[name]],
+        "places": [_tip(line, found) for line in lines[:_MOST_RANK_CELLS]],
+    }
+
+
+def _standing(state: Any, in_call: dict[int, bool], culprits: set[int]) -> str:
+    if state.rank in culprits:
+        return "culprit"
+    if state.blind:
+        return "unknown"
+    if state.closed or state.exit == 0:
+        return "ended"
+    if state.state == "gone" or state.exit is not None:
+        return "gone"
+    if state.state == "stopped":
+        return "stopped"
+    if state.mute_s > _SILENT_S:
+        return "silent"
+    return "call" if in_call.get(state.rank) else "code"
+
+
+def _host_cell(host: HostCells) -> Cell:
+    """Return one cell for a host: as the worst of its ranks stands."""
+    worst = min(host.cells, key=lambda cell: _ORDER[cell.standing])
+    count = sum(cell.standing == worst.standing for cell in host.cells)
+    label = f"{host.host}: {count} of {plural(len(host.cells), 'rank')} {STANDINGS[worst.standing]}"
+    return Cell(label, worst.standing, worst.place)
+
+
+def _tip(line: top.Line, found: Diagnosis) -> str:
+    """Return what the tip of a rank says, after the rank's number and host."""
+    cells = _row(line, found)
+    where = f" at {cells['line']}" if cells["line"] else ""
+    return ", ".join(filter(None, (cells["state"], f"{cells['call']}{where}")))
+
+
+def _row(line: top.Line, found: Diagnosis) -> dict[str, str]:
+    total = max(1, len(found.snapshot.ranks))
+    _, _, state, call, name, age = top.cells(line, total, moving=not found.findings)
+    return {
+        "state": clean(state),
+        "call": clean(call),
+        "line": clean(name),
+        "site": clean(line.places[0].call_site),
+        "age": age,
+    }
+
+
+def _places(found: Diagnosis) -> dict[str, Any]:
+    """Return the table of the lines at which ranks are: culprits first, then the many."""
+    lines = top.lines_of(found)
+    total = max(1, len(found.snapshot.ranks))
+    rows = [
+        {
+            **_row(line, found),
+            "ranks": words.shortened_ranks([each.rank for each in line.places]),
+            "count": len(line.places),
+            "share": len(line.places) / total,
+            "named": line.named,
+        }
+        for line in lines[:_MOST_PLACES]
+    ]
+    rest = sum(len(line.places) for line in lines[_MOST_PLACES:])
+    more = f"and {plural(rest, 'more rank')} at other lines" if rest else ""
+    return {"rows": rows, "more": more}
+
+
+# --- waiting and bandwidth over time ---
+
+
+def _charts(look: Look, history: History) -> dict[str, Any]:
+    samples = list(history.samples)
+    now = look.epoch_s
+    waiting = [(each.epoch_s, each.waiting) for each in samples if each.waiting is not None]
+    kinds = Counter(key for each in samples for key in each.busbw)
+    order = [(row.op, row.group, row.bucket) for row in (look.figures.rows if look.figures else ())]
+    order += [key for key, _ in kinds.most_common() if key not in order]
+    known = [key for key in order if kinds[key]][:_MOST_CURVES]
+    curves = {key: _points(samples, key) for key in known}
+    highest = max((value for points in curves.values() for _, value in points), default=0.0)
+    most_waiting = max((value for _, value in waiting), default=0.0)
+    scale = next((each for each in (0.05, 0.1, 0.25, 0.5) if most_waiting <= each), 1.0)
+    return {
+        "waiting": _path(waiting, now, scale),
+        "waiting_now": percent(waiting[-1][1]) if waiting else "",
+        "old": bool(samples) and now - samples[-1].epoch_s > _OLD_S,
+        "waiting_scale": percent(scale),
+        "curves": [
+            {
+                "name": f"{op}, group {clean(group)}",
+                "bucket": bucket,
+                "path": _path(points, now, highest),
+                "now": digits(points[-1][1]),
+            }
+            for (op, group, bucket), points in curves.items()
+        ],
+        "highest": digits(highest) if highest else "",
+        "wide": _CHART[0],
+        "tall": _CHART[1],
+        "minutes": round(KEPT_S / 60),
+    }
+
+
+def _points(samples: Sequence[Sample], key: tuple[str, str, int]) -> list[tuple[float, float]]:
+    return [(each.epoch_s, each.busbw[key]) for each in samples if key in each.busbw]
+
+
+def _path(points: Sequence[tuple[float, float]], now: float, highest: float) -> str:
+    """Return a line through the points; the right edge is now, the left one minutes ago."""
+    wide, tall = _CHART
+    if not points or highest <= 0:
+        return ""
+    places = [
+        (wide * (1 - (now - at) / KEPT_S), tall * (1 - min(value / highest, 1.0)))
+        for at, value in points
+    ]
+    if len(places) == 1:
+        places.insert(0, (places[0][0] - 2, places[0][1]))
+    return "".join(f"{'L' if n else 'M'}{x:.1f} {y:.1f}" for n, (x, y) in enumerate(places))
+
+
+# --- stacks ---
+
+
+def _stacks(look: Look) -> dict[str, Any]:
+    if look.stacks is None:
+        return {"classes": [], "when": "", "by_watcher": False, "asked": False, "more": ""}
+    classes = stack_classes(look.stacks.by_rank)
+    rest = sum(len(each.ranks) for each in classes[_MOST_CLASSES:])
+    return {
+        "classes": [_class(each) for each in classes[:_MOST_CLASSES]],
+        "when": _clock(look.stacks.epoch_s),
+        "by_watcher": look.stacks.by_watcher,
+        "asked": True,
+        "more": f"and {plural(rest, 'more rank')} with other stacks" if rest else "",
+    }
+
+
+def _class(alike: StackClass) -> dict[str, Any]:
+    line = alike.line
+    return {
+        "count": plural(len(alike.ranks), "rank"),
+        "ranks": words.shortened_ranks(alike.ranks),
+        "line": clean(f"{PurePath(line).name}") if line else "",
+        "frames": [
+            {
+                "name": clean(frame.name),
+                "where": clean(f"{frame.file}:{frame.line}" if frame.line else frame.file),
+                "own": bool(frame.line) and not frame.is_installed,
+            }
+            for frame in alike.frames
+        ],
+        "text": "" if alike.frames else clean(alike.text[:2000]),
+    }

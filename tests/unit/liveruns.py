@@ -1,0 +1,41 @@
+"""Runs of live jobs that a test writes: the rings are synthetic, one real process owns them all."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rankcall.process import boot_id, process_start
+from rankcall.ring.layout import offset_of
+from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
+
+HUNG_S = 120
+
+
+def live_run(folder: Path, ranks: int, pid: int) -> Path:
+    """Write a run of ranks that hang for two minutes, and run: all in one process."""
+    offset = time.monotonic_ns() - BOOT_NS - HUNG_S * 10**9
+    synthetic_run(
+        folder / "run",
+        ranks,
+        60,
+        planted=Planted("missing", (ranks // 3,), 41),
+        hung_s=HUNG_S,
+        clock_offsets_ns=[offset],
+    )
+    give_to(folder / "run", pid)
+    return folder / "run"
+
+
+def give_to(run: Path, pid: int) -> None:
+    """Make a live process of this host the owner of all rings of a run."""
+    theirs = {
+        "pid": pid.to_bytes(4, "little"),
+        "process_start": (process_start(pid) or 0).to_bytes(8, "little"),
+        "boot_id": boot_id().encode().ljust(40, b"\0"),
+    }
+    for path in (run / "rings").iterdir():
+        with path.open("r+b") as file:
+            for name, value in theirs.items():
+                file.seek(offset_of(name))
+                file.write(value)

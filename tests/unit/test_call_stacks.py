@@ -1,0 +1,129 @@
+"""Ranks with equal stacks share one row: in the terminal, in JSON and on the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from diagnosing import RANK_2_MISSING, diagnose_calls
+
+from rankcall.analysis.state.call_stacks import Frame, stack_classes, telling_frames
+from rankcall.report.diagnosis import render, stack_lines
+from rankcall.report.json import render_diagnosis
+
+TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
+
+
+def dumped(thread: int, *calls: tuple[str, int, str]) -> str:
+    """Return a stack as faulthandler writes it, the newest call first."""
+    lines = [f'  File "{file}", line {line} in {name}' for file, line, name in calls]
+    return "\n".join([f"Current thread {thread:#018x} (most recent call first):", *lines])
+
+
+def waiting(rank: int) -> str:
+    """Return the stack of a rank that waits in a collective, 40 calls deep."""
+    inner = (TORCH, 2900, "all_reduce"), (TORCH, 83, "wrapper")
+    model = [("/home/ada/model.py", 10 + n, f"layer_{n}") for n in range(36)]
+    outer = ("/home/ada/train.py", 91, "step"), ("/home/ada/train.py", 120, "<module>")
+    return dumped(0x7000 + rank, *inner, *model, *outer)
+
+
+def reading(rank: int) -> str:
+    """Return the stack of a rank that reads a file."""
+    return dumped(rank, ("/home/ada/data.py", 7, "read"), ("/home/ada/train.py", 88, "<module>"))
+
+
+def saving(rank: int) -> str:
+    """Return the stack of a rank that writes a checkpoint."""
+    return dumped(rank, ("/home/ada/save.py", 3, "save"), ("/home/ada/train.py", 99, "<module>"))
+
+
+def a_thousand() -> dict[int, str]:
+    """Return 1,024 stacks in three classes, of 1,021, 2 and 1 ranks."""
+    found = {rank: waiting(rank) for rank in range(1024)}
+    return {**found, 341: reading(341), 5: saving(5), 900: saving(900)}
+
+
+def test_equal_stacks_are_one_class_the_smallest_first() -> None:
+    """The address of a thread does not count; the line does. Each rank is in exactly one class."""
+    found = stack_classes(a_thousand())
+    assert [each.ranks[:2] for each in found] == [(341,), (5, 900), (0, 1)]
+    assert sorted(rank for each in found for rank in each.ranks) == list(range(1024))
+    assert found[0].line == "/home/ada/data.py:7"
+    assert found[2].frames[0] == Frame(TORCH, 2900, "all_reduce")
+
+
+def test_a_line_apart_is_another_class() -> None:
+    """Ranks in one function at different lines are told apart."""
+    one, other = (dumped(1, ("/a/train.py", line, "main")) for line in (8, 9))
+    assert [each.ranks for each in stack_classes({0: one, 1: other, 2: one})] == [(1,), (0, 2)]
+
+
+def test_who_dumped_the_stack_does_not_matter() -> None:
+    """A stack from py-spy, with native frames and short names, equals the rank's own dump."""
+    spied = (
+        'Thread 4711 (idle): "MainThread"\n'
+        "    epoll_wait (libc.so.6)\n"
+        "    c10d::wait (torch/csrc/Work.cpp:12)\n"
+        "    Loader.read (data.py:7)\n"
+        "    <module> (train.py:88)"
+    )
+    (found,) = stack_classes({0: spied, 1: reading(1)})
+    assert found.ranks == (0, 1)
+    assert [frame.name for frame in found.frames] == [
+        "epoll_wait",
+        "c10d::wait",
+        "Loader.read",
+        "<module>",
+    ]
+    assert [frame.line for frame in found.frames] == [0, 0, 7, 88]
+
+
+def test_other_threads_do_not_count() -> None:
+    """Only the main thread decides; a text without a frame is compared as it is."""
+    pool = 'Thread 0x2:\n  File "/x/pool.py", line {} in run\n\n'
+    first, second = (pool.format(line) + reading(1) for line in (1, 2))
+    assert [each.ranks for each in stack_classes({0: first, 1: second})] == [(0, 1)]
+    assert [each.ranks for each in stack_classes({0: "gone", 1: "gone", 2: "?"})] == [(2,), (0, 1)]
+
+
+def test_a_thousand_stacks_take_twenty_lines() -> None:
+    """Three classes of 1,024 ranks fit; the newest call and the user's own lines are kept."""
+    lines = stack_lines(a_thousand())
+    assert len(lines) <= 20
+    text = "\n".join(lines)
+    assert "rank 341\n    read  data.py:7\n    <module>  train.py:88\n  2 ranks: 5,900\n" in text
+    assert "1,021 ranks: 0-4,6-340,342-899,901-1023\n    all_reduce  " in text
+    assert "layer_0  model.py:10" in text
+    assert lines[-1] == "    and 36 more calls"
+
+
+def test_many_classes_are_cut() -> None:
+    """If every rank is somewhere else, six are shown, and the number of the others."""
+    lines = stack_lines({n: dumped(n, ("/a/train.py", n + 1, "main")) for n in range(50)})
+    assert lines[-1] == "and 44 more ranks with 44 other stacks (--json has all)"
+    assert len(lines) == 1 + 6 * 2 + 1
+
+
+def test_the_users_calls_are_kept_longest() -> None:
+    """Of a stack that is too deep, the newest call stays, then the user's, in their order."""
+    calls = [Frame(TORCH, n + 1, f"inner{n}") for n in range(9)] + [Frame("/a/t.py", 5, "fit")]
+    assert [f.name for f in telling_frames(calls, 3)] == ["inner0", "inner1", "fit"]
+    assert telling_frames(calls, 10) == calls
+
+
+def test_names_cannot_act_on_the_terminal() -> None:
+    """Control characters of a function's or file's name are replaced."""
+    hostile = dumped(1, ("/a/\x1b[2Jx.py", 5, "f\x1b]0;owned\x07"))
+    assert "\x1b" not in "".join(stack_lines({0: hostile}))
+
+
+def test_terminal_and_json_have_the_same_classes(tmp_path: Path) -> None:
+    """Both show the classes of the stacks that were dumped, in the same order."""
+    found, stacks = diagnose_calls(tmp_path, RANK_2_MISSING, states={}), a_thousand()
+    classes = json.loads(render_diagnosis(found, stacks))["stack_classes"]
+    assert [len(each["ranks"]) for each in classes] == [1, 2, 1021]
+    assert classes[0]["frames"][0] == {"file": "/home/ada/data.py", "line": 7, "name": "read"}
+    text = render(found, 80, stacks)
+    assert text.index("rank 341\n") < text.index("2 ranks: 5,900") < text.index("1,021 ranks: ")
+    assert max(map(len, text.splitlines())) <= 80

@@ -1,0 +1,168 @@
+"""The page of ``rankcall serve`` in real Chromium: with and without scripts, by mouse and keys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import chromium
+from liveruns import live_run
+from serving import DEADLINE_S, Served
+
+from rankcall.testing.synthetic import Planted, synthetic_run
+
+pytest.importorskip("starlette", reason="needs rankcall[serve]")
+pytest.importorskip("uvicorn", reason="needs rankcall[serve]")
+
+HOSTILE = '"><img src=x onerror="window.hurt=1">', "</script><script>window.hurt=1</script>\x1b[2J"
+WAIT_MS = DEADLINE_S * 1000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Start one browser for the module's tests."""
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def someone() -> Iterator[subprocess.Popen[bytes]]:
+    """Return a process that is there, until the test is over."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait(DEADLINE_S)
+
+
+def opened(browser: Any, served: Served, **options: Any) -> tuple[Any, list[str]]:
+    """Open the page; return it with a list that collects errors and foreign requests."""
+    page = browser.new_context(**options).new_page()
+    page.set_default_timeout(WAIT_MS)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
+    page.on("request", lambda r: None if r.url.startswith(served.url) else wrong.append(r.url))
+    page.goto(served.url)
+    return page, wrong
+
+
+def test_a_thousand_ranks(browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
+    """Each rank has a square, all fit on one screen, and the culprit's tells where it is."""
+    run = live_run(tmp_path, 1024, someone.pid)
+    with Served(run) as served:
+        page, wrong = opened(browser, served, viewport={"width": 1280, "height": 900})
+        assert page.locator("h1").inner_text() == "Rank 341 did not come"
+        assert page.locator("#grid .cell").count() == 1024
+        assert page.locator("#grid").bounding_box()["height"] <= 900
+        culprit = page.locator("#grid .cell.culprit")
+        assert culprit.get_attribute("data-r") == "341"
+        culprit.hover()
+        page.wait_for_selector("#tip:not([hidden])")
+        tip = page.locator("#tip").inner_text()
+        assert tip.startswith("rank 341 (node-0)")
+        assert "all_reduce #41" in tip
+        page.context.close()
+        assert wrong == []
+
+
+def test_keys_reach_every_rank(
+    browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]
+) -> None:
+    """Arrow keys, Home and End move between ranks once the squares have the focus."""
+    run = live_run(tmp_path, 8, someone.pid)
+    with Served(run) as served:
+        page, wrong = opened(browser, served)
+        page.locator("#grid").focus()
+        for key, rank in (("ArrowRight", "0"), ("ArrowRight", "1"), ("End", "7"), ("Home", "0")):
+            page.keyboard.press(key)
+            assert page.locator("#grid .at").get_attribute("data-r") == rank
+            assert page.locator("#tip").inner_text().startswith(f"rank {rank} (")
+        page.keyboard.press("Escape")
+        assert page.locator("#tip").is_hidden()
+        page.context.close()
+        assert wrong == []
+
+
+def test_changes_come_by_themselves(
+    browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]
+) -> None:
+    """The page shows the end of a job without being loaded again; what is open stays open."""
+    run = live_run(tmp_path, 8, someone.pid)
+    with Served(run) as served:
+        page, wrong = opened(browser, served)
+        page.wait_for_selector(".state.alarm >> text=running")
+        page.locator("#verdict details[data-keep=why] summary").click()
+        page.evaluate("window.same = true")
+        someone.kill()
+        someone.wait(DEADLINE_S)
+        page.wait_for_selector(".state >> text=ended")
+        assert page.evaluate("window.same")
+        assert page.locator("#verdict details[data-keep=why]").get_attribute("open") is not None
+        page.context.close()
+        assert wrong == []
+
+
+def test_without_scripts(browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
+    """The verdict, the squares, the table and the button are there; the page reloads itself."""
+    run = live_run(tmp_path, 8, someone.pid)
+    with Served(run) as served:
+        page, _ = opened(browser, served, java_script_enabled=False)
+        assert page.locator("h1").inner_text() == "Rank 2 did not come"
+        assert page.locator("#grid .cell").count() == 8
+        rows = page.locator("table.places tbody tr").all_inner_texts()
+        assert any(row.split()[:2] == ["1", "2"] for row in rows)
+        page.locator("#take button").click()
+        page.wait_for_selector("text=No rank of this host has answered")
+        page.context.close()
+
+
+def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:
+    """Markup and escape codes in names of hosts are shown as they are, and do nothing."""
+    synthetic_run(tmp_path / "run", 4, 60, hosts=list(HOSTILE), planted=Planted("dead", (1,), 30))
+    with Served(tmp_path / "run") as served:
+        page, wrong = opened(browser, served)
+        page.wait_for_selector("#grid")
+        assert page.locator("img").count() == 0
+        assert page.evaluate("window.hurt") is None
+        assert "<img src=x" in page.locator("#grid").inner_text()
+        assert "\x1b" not in page.content()
+        page.context.close()
+        assert wrong == []
+
+
+def test_the_link_with_the_token_opens_the_page(browser: Any, tmp_path: Path) -> None:
+    """The link logs in by itself and the token leaves the address; without it a form asks."""
+    synthetic_run(tmp_path / "run", 4, 60)
+    with Served(tmp_path / "run", "--host", "0.0.0.0") as served:
+        page = browser.new_context().new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(served.url)
+        assert page.locator("h1").inner_text() == "This page needs the token"
+        page.goto("about:blank")
+        page.goto(f"{served.url}#token={served.token}")
+        page.wait_for_selector("#grid")
+        assert served.token not in page.url
+        page.context.close()
+        form = browser.new_context(java_script_enabled=False).new_page()
+        form.goto(served.url)
+        form.fill("#token", served.token)
+        form.click("#login button")
+        form.wait_for_selector("#grid", timeout=WAIT_MS)
+        form.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone(browser: Any, tmp_path: Path, scheme: str) -> None:
+    """The page is no wider than a phone, in light and dark."""
+    synthetic_run(tmp_path / "run", 64, 60, hosts=8, planted=Planted("dead", (9,), 30))
+    with Served(tmp_path / "run") as served:
+        size = {"width": 390, "height": 844}
+        page, wrong = opened(browser, served, viewport=size, color_scheme=scheme)
+        page.wait_for_selector("#grid")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.context.close()
+        assert wrong == []
