@@ -69,7 +69,7 @@ def _serves(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_a_server_between_requests(tmp_path: Path) -> None:
-    """A hang that ends by itself is said to be over; the next wait at that line is no hang."""
+    """The watcher says that a hang is over; the next wait at that line is no hang."""
     run, over = tmp_path / "run", tmp_path / "run/hangs/0001/over.json"
 
     def verdict_now() -> str:

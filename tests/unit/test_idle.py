@@ -1,4 +1,4 @@
-"""``idle``: ranks that wait for work are told from ranks that hang, declared or learned."""
+"""``idle`` tells ranks that wait for work from ranks that hang: declared, or learned."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_server_that_is_busy_is_not_idle(tmp_path: Path) -> None:
 
 
 def test_a_phase_with_an_end_is_no_wait_for_work(tmp_path: Path) -> None:
-    """A checkpoint that was declared to take long is healthy; nothing is said of idleness."""
+    """A checkpoint that was declared to take long is healthy, and no verdict calls it idle."""
     run = write_run(tmp_path, RANK_2_MISSING, 70)
     declare(run, 2, START + 500 * SECOND, "checkpoint")
     assert causes(look(run, 70)) == []
@@ -132,7 +132,7 @@ def test_all_ranks_wait_for_work(tmp_path: Path) -> None:
     ],
 )
 def test_a_wait_as_before(tmp_path: Path, line: str, lasted: float | None, kind: str) -> None:
-    """A wait is likely idle if one at the same line ended by itself, and was not much shorter."""
+    """A wait is likely idle if one at the same line passed, and was not much shorter."""
     run = write_run(tmp_path, RANK_2_MISSING, 70)
     remember(run, line, lasted)
     diagnosis = look(run, 70)

@@ -26,7 +26,7 @@ _LONGEST_S = 1e9  # a larger threshold is damage
 class Kept:
     """An earlier verdict of the job's own watcher, kept in ``place`` with ``stacks`` stacks.
 
-    ``over_s`` is after how many seconds the hang ended by itself; None if it did not.
+    ``over_s`` is after how many seconds the hang passed; None if it did not.
     """
 
     place: str

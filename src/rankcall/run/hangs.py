@@ -5,7 +5,7 @@
     <run>/hangs/0001/verdict.json         as ``rankcall diagnose --json``, with an id and its origin
     <run>/hangs/0001/verdict.txt          the text that was printed
     <run>/hangs/0001/stacks/rank-00003.txt
-    <run>/hangs/0001/over.json            after how many seconds the hang ended by itself, if it did
+    <run>/hangs/0001/over.json            after how many seconds the hang passed, if it did
 
 If the run directory cannot be written, for example because the disk is full, they are kept beside
 the live rings until ``settle`` can move them.
@@ -74,8 +74,8 @@ def id_of(verdict: Object) -> str:
 def kept_hangs(path: Path) -> list[Object]:
     """Return the verdicts that a job's watcher kept, in the order in which they were kept.
 
-    A verdict that cannot be read is left out. ``over_s`` is after how many seconds its hang ended
-    by itself, or None.
+    A verdict that cannot be read is left out. ``over_s`` is after how many seconds its hang
+    passed, or None.
     """
     verdicts: list[Object] = []
     if not path.is_dir():
@@ -89,7 +89,7 @@ def kept_hangs(path: Path) -> list[Object]:
 
 
 def note_over(place: Path, seconds: float) -> None:
-    """Note that a hang ended by itself after so many seconds. Raises ``OSError``."""
+    """Note that a hang passed after so many seconds. Raises ``OSError``."""
     (place / _OVER).write_text(json.dumps({"seconds": round(seconds, 1)}))
 
 
@@ -102,7 +102,7 @@ def _over_s(folder: Path) -> float | None:
 
 
 def waits_that_ended(verdicts: Iterable[Object]) -> dict[str, float]:
-    """Return by line the longest hang there that ended by itself, in s."""
+    """Return by line the longest hang there that passed, in s."""
     longest: dict[str, float] = {}
     for verdict in verdicts:
         for found in verdict["findings"]:

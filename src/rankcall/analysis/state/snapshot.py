@@ -122,7 +122,7 @@ class Snapshot:
     sites: list[CallSite] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     mixed: bool = False  # the records may be of several jobs
-    # By line: the longest hang there, in s, that the watcher saw end by itself.
+    # By line: the longest hang there, in s, that the watcher saw pass.
     waited_before: dict[str, float] = field(default_factory=dict)
     dumped: bool = False  # made of dumps: the processes lived when they wrote them
     # By boot id: the moment, in ns of that host's monotonic clock.

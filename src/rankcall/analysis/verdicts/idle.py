@@ -1,7 +1,7 @@
 """The verdict ``idle``: the ranks wait for work, like a server between two requests.
 
 A program declares such a wait: ``with rankcall.expect(math.inf, "requests")``. Without that, the
-first long wait at a line looks like a hang. If it ends by itself, the watcher notes how long it
+first long wait at a line looks like a hang. If it passes, the watcher notes how long it
 lasted, and a later wait at that line is more likely idle than hung.
 """
 
@@ -35,7 +35,7 @@ from rankcall.analysis.verdicts.finding import (
 from rankcall.analysis.verdicts.kinds import CulpritVerdict
 from rankcall.analysis.verdicts.wait_graph import Wait
 
-# A wait may last so many times longer than the longest one that ended by itself at that line.
+# A wait may last so many times longer than the longest one that passed at that line.
 _LONGER = 10.0
 
 
@@ -86,7 +86,7 @@ class Idle(CulpritVerdict):
     def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write why this is no hang."""
         verbs = verbs_for(snapshot, len(states))
-        return f"{verbs.have} not come, as before: an earlier wait at the same line ended by itself"
+        return f"{verbs.have} not come, as before: an earlier wait at the same line passed"
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to declare the wait, and what to do if it is not meant."""
@@ -102,14 +102,14 @@ class Idle(CulpritVerdict):
         found, snapshot = super()._of_cases(evidence, cases), evidence.snapshot
         sites = {common_site(snapshot, wait) for case in cases for wait in case.waits}
         before = tuple(
-            f"a wait at {site} lasted {duration(snapshot.waited_before[site])} and ended by itself"
+            f"a wait at {site} lasted {duration(snapshot.waited_before[site])} and passed"
             for site in sorted(sites & snapshot.waited_before.keys())
         )
         return replace(found, evidence=(*before, *found.evidence))
 
 
 def _has_ended_before(snapshot: Snapshot, wait: Wait) -> bool:
-    """Tell whether a wait at the same line has ended by itself, and was not much shorter."""
+    """Tell whether a wait at the same line has passed, and was not much shorter."""
     before = snapshot.waited_before.get(common_site(snapshot, wait), 0.0)
     return wait.age_s <= _LONGER * before
 
