@@ -104,11 +104,12 @@ def all_gather_object(w: World, g: Members) -> None:
     line, call = here(), w.new_call()
     dist.all_gather_object(into, mine, group=g.pg)
     most = pickled("x" * (3 * (g.n - 1)))
+    is_newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
     for size, dtype in ((8, "int64"), (most, "uint8")):
         w.saw(
             g,
             "all_gather",
-            "allgather_",
+            "_allgather_base_" if is_newer else "allgather_",
             api="all_gather_object",
             line=line,
             call=call,
