@@ -73,9 +73,9 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     assert recorded.problems == []
     assert ops(recorded) == [(0, 0, "all_reduce"), (0, 1, "all_reduce")]
     where = f"rankcall-runs/{place.name}"
-    assert ended.ours == [
-        f"rankcall: recorded rank 0-1 in {where}; read it with: rankcall report {where}"
-    ]
+    pointed_out, said = ended.ours
+    assert pointed_out.startswith("rankcall: --run-dir goes to the script")
+    assert said == f"rankcall: recorded rank 0-1 in {where}; read it with: rankcall report {where}"
 
 
 def test_a_module_with_data_loaders(tmp_path: Path) -> None:
