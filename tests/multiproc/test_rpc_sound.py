@@ -248,16 +248,18 @@ def test_attempts_to_come_up_meet() -> None:
 def _dies_first(rank: int, world_size: int) -> Any:
     """Rank 1 dies in init; rank 2 takes its place, as a supervisor would have it."""
     from rankcall import RpcTimeout, rpc
+    from rankcall.process import process_start
     from rankcall.rpc._static import StaticMembership
 
     store = aside()
     if rank == 1:
         StaticMembership.introduce = lambda *_: (  # type: ignore[method-assign,assignment]
-            store.set("dead", ""),
+            store.set("dying", str(os.getpid())),
             os.kill(os.getpid(), signal.SIGKILL),
         )
     if rank == 2:
-        store.wait(["dead"])
+        dying = int(store.get("dying"))
+        wait_until(lambda: process_start(dying) is None)
     own = min(rank, 1)
     for _ in range(3):
         try:
