@@ -41,6 +41,9 @@ logger = logging.getLogger("rankcall")
 
 NO_HURRY, AT_ENDS, AT_EVENTS = range(3)  # what wakes a subscriber's thread
 _NAP_SECONDS = 0.001  # between two looks while ops come, so that they come in batches
+# If many ops came, the next look waits longer: a switch of threads holds up the training thread.
+_MANY = 128
+_LONG_NAP_SECONDS = 0.004
 _IDLE_SECONDS = 0.5
 _TURN_SECONDS = 0.05  # between two looks for a subscriber in no hurry
 _SHARE = 0.25  # look again before more than this share of the ring has been written
@@ -245,6 +248,7 @@ class Subscription:
             return True
         deliveries, seen = self._dispatcher.look(self)
         happened = sum(len(batch.rows) for each in deliveries for batch in each.batches)
+        filled = max((_share_written(delivery) for delivery in deliveries), default=0.0)
         if deliveries:
             self._subscriber.take(deliveries, is_last=False)
         with self._turned:
@@ -254,9 +258,10 @@ class Subscription:
             return self._is_drained(happened > 0)
         wake_at = self._subscriber.wake_at()
         if wake_at == NO_HURRY:
-            self._rest(deliveries)
+            self._rest(filled)
         elif happened or self._dispatcher.is_unsettled:
-            time.sleep(_NAP_SECONDS)
+            is_long = happened >= _MANY and filled * _LONG_NAP_SECONDS < _SHARE * _NAP_SECONDS
+            time.sleep(_LONG_NAP_SECONDS if is_long else _NAP_SECONDS)
         else:
             self._sleep(seen, wake_at)
         return False
@@ -270,11 +275,10 @@ class Subscription:
         self._subscriber.take(deliveries, is_last=True)
         return True
 
-    def _rest(self, deliveries: Sequence[Delivery]) -> None:
+    def _rest(self, filled: float) -> None:
         """Wait for the next turn, less long if many ops came since the last one."""
         now = time.monotonic()
         elapsed, self._looked_at = now - self._looked_at, now
-        filled = max((_share_written(delivery) for delivery in deliveries), default=0.0)
         seconds = min(_TURN_SECONDS, elapsed * _SHARE / filled) if filled else _TURN_SECONDS
         self._await_wake_up(seconds)
 
