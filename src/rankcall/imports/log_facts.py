@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 
 from rankcall.errors import CorruptRun
 from rankcall.imports.log_lines import Line, Log, Source
-from rankcall.imports.log_messages import TROUBLE, AttemptEnded, Fact, Restarted, facts_of
+from rankcall.imports.log_messages import (
+    TROUBLE,
+    AttemptEnded,
+    BarrierFailed,
+    Fact,
+    Lagging,
+    LauncherExit,
+    Restarted,
+    facts_of,
+)
 from rankcall.ops import op_of_variant
 from rankcall.ranks import MAX_RANKS
 
@@ -42,7 +51,7 @@ _BLOCK = (
     re.compile(r"\s*traceback\s*: (.*)"),
 )
 _CODE = 5  # lines of a block up to the one with the exit code
-_MOST_FACTS = 1 << 20
+_MOST_RANKS = 1 << 22  # in all messages that list ranks
 
 
 @dataclass
@@ -92,6 +101,7 @@ class LogFacts:
     raised: list[Raised] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    size: int = 0  # ranks in all messages that list some
     # The ranks that torch put before lines, by log and launcher's prefix.
     ranks: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
 
@@ -147,7 +157,7 @@ def read_logs(logs: Sequence[Log]) -> LogFacts:
         try:
             for line in log.lines():
                 reader.read(line)
-                if len(found.facts) > _MOST_FACTS:
+                if found.size > _MOST_RANKS:
                     log.cut = True
                     break
         except CorruptRun as error:
@@ -185,6 +195,8 @@ class _Reader:
                 self._forget(self._ended.get(fact.agent, 0))
                 self._ended[fact.agent] = line.number
             found.facts.append(fact)
+            if isinstance(fact, (BarrierFailed, Lagging, LauncherExit)):
+                found.size += len(fact[2] if isinstance(fact, BarrierFailed) else fact[1])
         if self._report.take(line):
             return
         before = self._tracebacks.get(source)

@@ -29,7 +29,7 @@ __all__ = ["STDIN", "Line", "Log", "Source", "logs_of"]
 STDIN = Path("-")
 _BLOCK = 1 << 22
 _MOST_BYTES = 1 << 36  # of one log; a small compressed file can hold any number
-_MOST_LINES = 300_000  # of one log that are looked at: they take about 6 s
+_MOST_LINES = 150_000  # of one log that are looked at; 1,024 ranks write about 10,000
 _MOST_LINE = 1 << 14  # bytes of a line; the longest message lists the shapes of a collective
 _TRACEBACK, _SUMMARY, _REPORT = 300, 2000, 40  # lines of messages that have several
 

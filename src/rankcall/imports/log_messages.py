@@ -7,6 +7,7 @@ which process wrote it, and the analysis decides which ranks can be believed.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from rankcall.ops import op_of_variant
 from rankcall.ranks import MAX_RANKS
 
 _LARGEST = 1 << 62
+_MOST_RANKS = 1 << 13  # of one message; a line is too short for many more
 
 
 class GroupName(NamedTuple):
@@ -321,7 +323,7 @@ def _launcher_exit(line: Line) -> Fact | None:
     if match is None:
         return None
     tasks = ranks_in(match[1])
-    return LauncherExit(line, tasks, _SIGNALS.get(match[2], 0), False)
+    return LauncherExit(line, tasks, _SIGNALS.get(match[2], 0), False) if tasks else None
 
 
 def _killed(line: Line) -> Fact | None:
@@ -368,6 +370,7 @@ def number(text: str) -> int:
     return min(int(text), _LARGEST) if text.isascii() and text.isdigit() and len(text) < 19 else 0
 
 
+@functools.lru_cache(maxsize=256)
 def op_name(op_type: str) -> str:
     """Return our name of an op that torch writes as ``ALLREDUCE`` or ``_ALLGATHER_BASE``."""
     if not op_type:
@@ -384,7 +387,7 @@ def ranks_in(text: str) -> tuple[int, ...]:
         if not first.isdigit() or (last and not last.isdigit()):
             return ()
         begin, end = int(first), int(last or first)
-        if not begin <= end < MAX_RANKS:
+        if not begin <= end < MAX_RANKS or end - begin + len(ranks) > _MOST_RANKS:
             return ()
         ranks.update(range(begin, end + 1))
     return tuple(sorted(ranks))

@@ -114,10 +114,10 @@ class Case:
         since: float = 0.0,
     ) -> Finding:
         """Return a finding that quotes the lines it rests on."""
-        quotes = dict.fromkeys(self.all.quote(line) for line in lines)
-        shown = list(quotes)[:_SHOWN]
-        if len(quotes) > _SHOWN:
-            shown.append(f"and {count_of(len(quotes) - _SHOWN, 'more line')} of this kind")
+        quoted = list({(line.source.file, line.number): line for line in lines}.values())
+        shown = [self.all.quote(line) for line in quoted[:_SHOWN]]
+        if len(quoted) > _SHOWN:
+            shown.append(f"and {count_of(len(quoted) - _SHOWN, 'more line')} of this kind")
         waiting = set(victims)
         sites = Counter(
             each.site for each in self.raised if self.rank(each.line) in waiting and each.site
