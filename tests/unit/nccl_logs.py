@@ -18,7 +18,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank was in when its watchdog ended it."""
+    """The call that a rank was in when its watchdog ended it."""
 
     seq: int
     op: str = "ALLREDUCE"
@@ -28,7 +28,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Wording:
-    """How one version writes. ``group``: what stands before a rank's state."""
+    """How one version writes. ``group`` stands before a rank's state."""
 
     version: str
     work: str
@@ -89,7 +89,7 @@ def log_of(
     Args:
         wording: The version of torch.
         timed_out: The calls that ranks timed out in.
-        dumped: By rank: the last work enqueued and completed, of ranks that were told to dump.
+        dumped: By rank: the last work enqueued and completed, of ranks that got the signal to dump.
         name: The group.
         desc: Its description.
         members: The ranks of the group, in order; None: of the whole job.

@@ -80,7 +80,7 @@ def fr_trace(folder: Path) -> str:
 
 
 def test_torchs_analyser_reads_the_dumps(tmp_path: Path) -> None:
-    """torchfrtrace names the rank that had not come, and nobody in a healthy run."""
+    """torchfrtrace names the rank that had not come, and no rank in a healthy run."""
     export(load(faulty(tmp_path / "run", FAULTS[0])), "flight-recorder", tmp_path / "dumps")
     text = fr_trace(tmp_path / "dumps")
     missing = re.findall(r"missing ranks: \{([\d, ]*)\}", text)

@@ -18,8 +18,6 @@ from nccl_logs import OLD, WORDINGS, Call, Wording, log_of
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.errors import CorruptRun, RankcallError
-from rankcall.imports.log_facts import read_logs
-from rankcall.imports.log_lines import logs_of
 from rankcall.report import diagnosis as report
 
 REAL = Path(__file__).parents[1] / "logs"
@@ -39,7 +37,7 @@ LATE = {rank: Call(51) for rank in (0, 1, 3)}
 
 def diagnosed(*paths: Path) -> Diagnosis:
     """Read logs and judge them."""
-    return diagnose_logs(read_logs(logs_of(paths)))
+    return diagnose_logs(paths)
 
 
 def verdict(folder: Path, lines: Sequence[str], name: str = "job.log") -> Diagnosis:
@@ -87,7 +85,7 @@ def test_a_rank_that_had_issued_the_call_is_not_missing(tmp_path: Path, wording:
 
 
 @pytest.mark.parametrize("wording", [*OLD, *WORDINGS], ids=lambda each: each.version)
-def test_time_outs_alone_name_nobody(tmp_path: Path, wording: Wording) -> None:
+def test_time_outs_alone_name_no_rank(tmp_path: Path, wording: Wording) -> None:
     """All that time out are victims, and a rank that writes nothing may just be in no log."""
     found = verdict(tmp_path, log_of(wording, LATE))
     assert cause(found) == ("undecided", ())
@@ -122,7 +120,7 @@ def test_groups_of_one_name_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_behind_may_wait_in_another_group(tmp_path: Path) -> None:
-    """Rank 2 is behind in the world's group, and the log shows another group: nobody is named."""
+    """Rank 2 is behind in the world's group, and the log shows another group: no rank is named."""
     lines = log_of(NEWEST, {0: Call(51), 1: Call(51)}, {2: (50, 50)})
     lines += log_of(NEWEST, {2: Call(7)}, name="5", desc="dp", members=(2, 3))
     assert cause(verdict(tmp_path, lines)) == ("undecided", ())
@@ -142,7 +140,7 @@ def test_the_state_of_a_healthy_group_says_nothing(tmp_path: Path) -> None:
 
 
 def test_two_attempts_in_one_log_are_not_mixed(tmp_path: Path) -> None:
-    """torchrun started the workers again: what was before is of another attempt."""
+    """torchrun started the workers again: the lines before are of another attempt."""
     failed = (
         "E1122 18:59:08.232000 6005 torch/distributed/elastic/multiprocessing/api.py:1002] failed "
         "(exitcode: 1) local_rank: 2 (pid: {pid}) of binary: /venv/bin/python"
@@ -264,7 +262,7 @@ def test_a_worker_that_torchrun_ended_itself_is_no_cause(tmp_path: Path) -> None
 
 
 def test_a_chain_of_exceptions_that_begins_with_a_lost_connection(tmp_path: Path) -> None:
-    """An exception that came of a broken connection is not the rank's own, whatever it says."""
+    """An exception that came of a broken connection is not the rank's own."""
     lines = (REAL / "gloo-raise.log").read_text().splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("[rank1]"))
     victim = [line for line in lines if line.startswith("[rank1]")]
@@ -412,7 +410,7 @@ def test_a_log_without_trouble(tmp_path: Path) -> None:
 def test_a_log_with_no_end_of_messages_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only so many lines are looked at, and the report says where it stopped."""
+    """Only so many lines are parsed, and the report gives the number of the last one."""
     monkeypatch.setattr("rankcall.imports.log_lines._MOST_LINES", 100)
     lines = ["[rank0]: RuntimeError: Connection closed by peer [::1]:1"] * 1000
     found = verdict(tmp_path, lines)
@@ -492,7 +490,7 @@ def mutated(lines: list[str], draw: st.DrawFn) -> bytes:
 
 @given(st.data())
 def test_a_damaged_log_never_names_another_rank(data: st.DataObject) -> None:
-    """Whatever is lost or moved, no rank is named that the whole log does not name."""
+    """If lines are lost or moved, no rank is named that the whole log does not name."""
     name = data.draw(st.sampled_from(sorted(SAMPLES)))
     raw = mutated(SAMPLES[name], data.draw)
     assert named_in(raw) <= {2}, name
@@ -500,7 +498,7 @@ def test_a_damaged_log_never_names_another_rank(data: st.DataObject) -> None:
 
 @given(st.binary(max_size=3000) | st.text(max_size=3000).map(str.encode))
 def test_garbage_is_read_as_a_log_without_messages(raw: bytes) -> None:
-    """Random bytes raise nothing but our own error, and name nobody."""
+    """Random bytes raise nothing but our own error, and name no rank."""
     assert named_in(raw) == set()
 
 

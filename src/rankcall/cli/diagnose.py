@@ -13,10 +13,6 @@ import typer
 from rankcall.analysis.diagnosis import Diagnosis, diagnose, with_stacks
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.cli._console import LEAVE, HangAfter, console_for_result, keys
-from rankcall.errors import RankcallError
-from rankcall.files import clean
-from rankcall.imports.log_facts import read_logs
-from rankcall.imports.log_lines import logs_of
 from rankcall.report import diagnosis
 from rankcall.report.json import render_diagnosis
 from rankcall.run.directory import find_run
@@ -68,7 +64,7 @@ def command(
         _from_logs([*log, *rest], json)
         return
     if more_logs:
-        raise RankcallError(f"{clean(str(more_logs[0]))}: give one run, or logs after --log")
+        raise typer.BadParameter("give one run, or logs after --log")
     result = read(run, hang_after)
     if watch:
         result = _watch(run, hang_after, result, json)
@@ -84,7 +80,7 @@ def command(
 
 def _from_logs(paths: list[Path], json: bool) -> None:
     """Diagnose a job from its logs, and print the verdict."""
-    result = diagnose_logs(read_logs(logs_of(paths)))
+    result = diagnose_logs(paths)
     _print(result, json, {})
     sys.stdout.flush()
     if any(found.is_fault for found in result.findings):

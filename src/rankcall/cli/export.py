@@ -13,7 +13,8 @@ from rankcall.export import FOLDERS, FORMATS, export
 from rankcall.files import clean
 from rankcall.report.formatting import plural, size
 
-_NAMES = ", ".join(FORMATS)
+_SUFFIXES = {**FORMATS, **FOLDERS}
+_NAMES = ", ".join(_SUFFIXES)
 
 
 def command(
@@ -42,10 +43,10 @@ def command(
     The job may still run, or have been killed. Exits with 1 if part of the run could not be read;
     the file then has the rest.
     """
-    if to not in FORMATS:
+    if to not in _SUFFIXES:
         raise RankcallError(f"--to {clean(to)}: no such format; one of {_NAMES}")
     opened = open_run(run)
-    path = file or Path(f"{opened.path.resolve().name}.{FORMATS[to]}")
+    path = file or Path(f"{opened.path.resolve().name}.{_SUFFIXES[to]}")
     if to in FOLDERS and str(path) == "-":
         raise RankcallError(f"--to {to} has a file for each rank: give -o the path of a folder")
     with bar(f"writing {to}") as progress:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from rankcall.errors import ExportFailed
 from rankcall.files import new_file
 from rankcall.run.load import Progress, Run
 
@@ -24,10 +23,9 @@ FORMATS = {
     "parquet": "parquet",
     "jsonl": "jsonl",
     "csv": "csv",
-    "flight-recorder": "dumps",
-    "kineto": "traces",
 }
-FOLDERS = ("flight-recorder", "kineto")  # these write a folder
+# The same for formats that have a file for each rank, in a folder.
+FOLDERS = {"flight-recorder": "dumps", "kineto": "traces"}
 
 
 def export(
@@ -46,7 +44,7 @@ def export(
 
     Args:
         run: The run.
-        to: A name in ``FORMATS``.
+        to: A name in ``FORMATS`` or ``FOLDERS``.
         target: The file to write. A regular file gets its name once it is complete. Into a pipe
             or an open stream the bytes go directly. Flight Recorder's dumps and the traces of
             torch.profiler need the path of a folder.
@@ -57,8 +55,8 @@ def export(
         ValueError: The format is unknown, or it needs the path of a folder.
         ExportFailed: The file cannot be written.
     """
-    if to not in FORMATS:
-        raise ValueError(f"no format {to!r}: one of {', '.join(FORMATS)}")
+    if to not in FORMATS and to not in FOLDERS:
+        raise ValueError(f"no format {to!r}: one of {', '.join([*FORMATS, *FOLDERS])}")
     if to in FOLDERS:
         if not isinstance(target, Path):
             raise ValueError(f"{to} has a file for each rank: give the path of a folder")
@@ -72,20 +70,14 @@ def export(
 def _export_folder(
     run: Run, to: str, folder: Path, progress: Progress | None, as_json: bool
 ) -> None:
-    try:
-        if to == "kineto":
-            from rankcall.export.kineto import write_kineto
+    if to == "kineto":
+        from rankcall.export.kineto import write_kineto
 
-            write_kineto(run, folder, progress)
-        else:
-            from rankcall.export.flight_recorder import write_flight_recorder
+        write_kineto(run, folder, progress)
+    else:
+        from rankcall.export.dump_writer import write_dumps
 
-            write_flight_recorder(run, folder, progress, as_json=as_json)
-    except ExportFailed:
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ExportFailed(f"{folder}: cannot be written: {reason}") from error
+        write_dumps(run, folder, progress, as_json=as_json)
 
 
 def _writer(to: str) -> Writer:

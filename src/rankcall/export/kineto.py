@@ -23,7 +23,7 @@ import numpy.typing as npt
 from rankcall.analysis.timing.clocks import RunClocks
 from rankcall.analysis.timing.run_tables import align
 from rankcall.export.perfetto_packets import lanes
-from rankcall.files import new_file
+from rankcall.files import make_output_folder, new_file
 from rankcall.imports.dump_records import TORCH_DTYPES
 from rankcall.record import DTYPES, OPS, REDUCE_OPS, STATUSES, has_duration
 from rankcall.ring.reader import Ring
@@ -60,7 +60,7 @@ def write_kineto(run: Run, folder: Path, progress: Progress | None = None) -> No
         folder: Where to write; it is made if it is missing.
         progress: Called with (rings written, all rings) after each ring.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_output_folder(folder)
     clocks = align(run)
     base = min((head.header.anchor_epoch_ns for head in run.heads), default=0)
     several = len({head.header.attempt for head in run.heads}) > 1

@@ -1,8 +1,8 @@
-"""What the logs of a job say about its failure: the facts of all lines, and who wrote them.
+"""The facts in the logs of a job that failed, and the rank that wrote each of them.
 
 Two messages have several lines, and in a log of several ranks other lines stand between them: the
 traceback of an exception, and torchrun's report of the workers that failed. Both are put together
-here, for each source by itself.
+here, separately for each source.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rankcall.errors import CorruptRun
-from rankcall.imports.log_lines import Line, Log, Source
+from rankcall.imports.log_lines import Line, Log, Source, logs_of
 from rankcall.imports.log_messages import (
     TROUBLE,
     AttemptEnded,
@@ -34,7 +35,7 @@ _FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _BUILT_IN = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Iteration)$")
-# Exceptions that follow from the end of another process, whatever they say.
+# Exceptions that follow from the end of another process; their message does not matter.
 _FOLLOWS = re.compile(
     r"(?:^|\.)(?:Dist\w*Error|Connection\w*Error|BrokenPipeError|EOFError|TimeoutError"
     r"|KeyboardInterrupt|SystemExit|SignalException|ChildFailedError|Rendezvous\w*)$"
@@ -144,13 +145,14 @@ class LogFacts:
 _SHOWN = 170
 
 
-def read_logs(logs: Sequence[Log]) -> LogFacts:
-    """Read logs, and return what they say.
+def read_logs(paths: Sequence[Path]) -> LogFacts:
+    """Read the logs of one job, and return what they say; a folder stands for the files in it.
 
     Raises:
         CorruptRun: No log can be read.
     """
-    found = LogFacts(list(logs))
+    logs = logs_of(paths)
+    found = LogFacts(logs)
     unreadable = 0
     for log in logs:
         reader = _Reader(found, log)
@@ -234,7 +236,7 @@ _LAST = 5  # lines after the exception that ended a program
 
 
 class _Traceback:
-    """One traceback, whose lines come one by one."""
+    """One traceback. Its lines arrive one after the other."""
 
     def __init__(self, line: Line, chained: _Traceback | None) -> None:
         # torch's own hook writes the rank before each line of it.

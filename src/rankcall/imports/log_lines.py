@@ -1,8 +1,8 @@
 """The lines of a log that can tell why a job failed, and which rank wrote each of them.
 
-A log can have gigabytes, and few of its lines are about a failure. So a log is read in blocks, and
-only lines with one of ``_MARKERS`` are looked at, with the lines after them where a message has
-several. Memory is bounded by a block, whatever is in the log.
+A log can have gigabytes, and few of its lines are about a failure. So this module reads a log in
+blocks, and parses only lines with one of ``_MARKERS``. If a message has several lines, it also
+parses the lines after that. It never holds more than two blocks in memory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["STDIN", "Line", "Log", "Source", "logs_of"]
 STDIN = Path("-")
 _BLOCK = 1 << 22
 _MOST_BYTES = 1 << 36  # of one log; a small compressed file can hold any number
-_MOST_LINES = 150_000  # of one log that are looked at; 1,024 ranks write about 10,000
+_MOST_LINES = 150_000  # of one log that are parsed; 1,024 ranks write about 10,000
 _MOST_LINE = 1 << 14  # bytes of a line; the longest message lists the shapes of a collective
 _TRACEBACK, _SUMMARY, _REPORT = 300, 2000, 40  # lines of messages that have several
 
-# What a line of interest contains, and how many of the lines after it belong to the message. They
-# are searched for one by one: that takes 0.3 s for 1 GB each, a regular expression 16 s.
+# A line of interest contains one of these; so many of the lines after it belong to the message.
+# Each is searched for separately: that takes about 0.3 s for 1 GB, a regular expression 16 s.
 _MARKERS = (
     (b"Watchdog caught", 0),  # NCCL's watchdog
     (b"ast enqueued", 0),  # the state of a group, in all versions
@@ -67,7 +67,7 @@ _FAR = 200  # characters before ``[rank3]:``: a time, a pod, the name of an acto
 
 
 class Source(NamedTuple):
-    """Who wrote a line, as far as its prefix and its file tell.
+    """The writer of a line, as far as its prefix and its file tell.
 
     Attributes:
         file: The index of the log.

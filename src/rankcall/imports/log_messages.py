@@ -1,4 +1,4 @@
-"""What torch and its launchers write about a failure: from the words of a line to a fact.
+"""Messages of torch and its launchers about a failure: from the words of a line to a fact.
 
 docs/log-messages.md says in which versions each wording was seen. Ranks in a message are often
 those within a process group, so each fact keeps the source of its line: ``log_facts`` finds out
@@ -57,7 +57,7 @@ class Progress(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """What a rank called, as TORCH_DISTRIBUTED_DEBUG=DETAIL describes it."""
+    """The call of a rank, as TORCH_DISTRIBUTED_DEBUG=DETAIL describes it."""
 
     seq: int  # -1: not known
     op: str
@@ -133,7 +133,7 @@ class AttemptEnded(NamedTuple):
 
 
 class Restarted(NamedTuple):
-    """torchrun starts all workers again: what is before this line is of another attempt."""
+    """torchrun starts all workers again: the lines before this one are of another attempt."""
 
     line: Line
 
@@ -222,7 +222,7 @@ TROUBLE = re.compile(
 
 
 def facts_of(line: Line) -> list[Fact]:
-    """Return what a line says; nothing if it is none of the messages above."""
+    """Return the facts in a line; an empty list if it has none of the messages above."""
     text = line.text
     found: list[Fact] = []
     for words, read in _READERS:

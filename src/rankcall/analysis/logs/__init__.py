@@ -2,10 +2,9 @@
 
 ::
 
-    case       one failed job: what its logs say, and which numbers of ranks can be believed
+    case       one failed job: the facts of its logs, and which numbers of ranks can be believed
     ended      ranks that failed by themselves
-    compared   ranks that torch itself compared
-    watchdog   what NCCL's watchdogs wrote
+    compared   ranks that can be compared by what they wrote
 
 A log has only what ranks wrote when they failed, and most of them are victims. So a rank is named
 only for one of these reasons:
@@ -21,14 +20,23 @@ the same as in the whole job (``case.Ranks``). If no reason holds, the verdict i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, ranks_text
-from rankcall.analysis.logs.compared import absent, lagging, mismatch
+from rankcall.analysis.logs.compared import (
+    absent,
+    behind,
+    different,
+    lagging,
+    late_ranks,
+    mismatch,
+)
 from rankcall.analysis.logs.ended import dead
-from rankcall.analysis.logs.watchdog import behind, different, late_ranks
 from rankcall.analysis.state.snapshot import Snapshot, no_calls
 from rankcall.analysis.verdicts.finding import Finding, begin_sentence, count_of
-from rankcall.imports.log_facts import LogFacts
+from rankcall.imports.log_facts import read_logs
 from rankcall.imports.log_messages import (
     BarrierFailed,
     LauncherExit,
@@ -49,8 +57,16 @@ _ALL_LOGS = "Give this command the logs of all ranks and of all nodes, too."
 _REASONS = (mismatch, dead, absent, lagging, behind, different)  # the surest first
 
 
-def diagnose_logs(facts: LogFacts) -> Diagnosis:
-    """Return the verdict of what logs say; its confidence is never ``certain``."""
+def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
+    """Return the verdict of a job's logs; its confidence is never ``certain``.
+
+    Args:
+        paths: The logs, which may be compressed; ``-`` is stdin, and a folder stands for its files.
+
+    Raises:
+        CorruptRun: No log can be read.
+    """
+    facts = read_logs(paths)
     case = Case(facts)
     findings = next((found for reason in _REASONS if (found := reason(case))), None)
     name = ", ".join(log.name for log in facts.logs[:3])

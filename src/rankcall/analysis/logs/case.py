@@ -1,4 +1,4 @@
-"""One failed job: what its logs say, and the parts that all findings share."""
+"""One failed job: the facts of its logs, and the parts that all findings share."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.timing.clocks import RunClocks
 from rankcall.analysis.timing.run_tables import align
-from rankcall.files import new_file
+from rankcall.files import make_output_folder, new_file
 from rankcall.imports.dump_records import TORCH_DTYPES
 from rankcall.record import DTYPES, FLAG_ABANDONED, FLAG_DEVICE, KINDS, OPS, STATUSES, has_duration
 from rankcall.ring.reader import Ring
@@ -31,7 +31,7 @@ from rankcall.run.load import Progress, Run
 Object = dict[str, Any]
 
 _VERSION = "2.10"
-_PREFIX = "nccl_trace_rank_"  # torchfrtrace finds it by itself if all names begin with it
+_PREFIX = "nccl_trace_rank_"  # if all names begin with it, torchfrtrace needs no option
 _P2P = KINDS.index("p2p")
 _STARTED, _COMPLETED = STATUSES.index("started"), STATUSES.index("completed")
 _BACKENDS = ("nccl", "gloo", "xccl", "rccl", "hccl")  # that torchfrtrace knows
@@ -44,7 +44,7 @@ _API_FILE = "torch/distributed/distributed_c10d.py"
 _UNKNOWN_GROUP = Group("unknown", 0, "", "", ())
 
 
-def write_flight_recorder(
+def write_dumps(
     run: Run, folder: Path, progress: Progress | None = None, *, as_json: bool = False
 ) -> None:
     """Write a dump for each rank into a folder, of the rank's last attempt.
@@ -57,7 +57,7 @@ def write_flight_recorder(
         progress: Called with (rings written, all rings) after each ring.
         as_json: Write JSON instead of pickles.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_output_folder(folder)
     clocks = align(run)
     last: dict[int, int] = {}
     for head in run.heads:
