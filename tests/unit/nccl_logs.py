@@ -28,9 +28,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Wording:
-    """How one version writes. ``group`` stands before a rank's state."""
+    """How one version writes, and the issue that shows it. ``group`` precedes a rank's state."""
 
-    version: str
+    seen_in: str
     work: str
     group: str
     state: str
@@ -38,12 +38,12 @@ class Wording:
     prefix: str = "[rank{rank}]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] "
 
 
-_WORK_24 = "SeqNum={seq}, OpType={op}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000"
-_STATE_24 = (
+_WORK = "SeqNum={seq}, OpType={op}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000"
+_STATE = (
     "Exception (either an error or timeout) detected by watchdog at work: {seq}, last enqueued "
     "NCCL work: {enqueued}, last completed NCCL work: {completed}."
 )
-_STATE_27 = (
+_NEW_STATE = (
     " failure detected by watchdog at work sequence id: {seq} PG status: last enqueued work: "
     "{enqueued}, last completed work: {completed}"
 )
@@ -53,25 +53,33 @@ _DUMP = (
     "{completed}." + ADVICE
 )
 WORDINGS = (
-    Wording("2.4", _WORK_24, "[PG {name} Rank {number}]", _STATE_24, _DUMP),
-    Wording("2.4-described", _WORK_24, "[PG {name} ({desc}) Rank {number}]", _STATE_24, _DUMP),
-    Wording("2.5", _WORK_24, "[PG ID 0 PG GUID {name}({desc}) Rank {number}]", _STATE_24, _DUMP),
-    Wording("2.7", _WORK_24, "[PG ID 0 PG GUID {name}({desc}) Rank {number}]", _STATE_27, _DUMP),
+    Wording("llamafactory-6269", _WORK, "[PG {name} Rank {number}]", _STATE, _DUMP),
+    Wording("verl-597", _WORK, "[PG {name} ({desc}) Rank {number}]", _STATE, _DUMP),
+    Wording("basicsr-737", _WORK, "[PG ID 0 PG GUID {name}({desc}) Rank {number}]", _STATE, _DUMP),
     Wording(
-        "2.13",
-        _WORK_24,
+        "openrlhf-1126", _WORK, "[PG ID 0 PG GUID {name}({desc}) Rank {number}]", _NEW_STATE, _DUMP
+    ),
+    Wording(
+        "pytorch-183656",
+        _WORK,
         "[PG ID 0 PG GUID {name}({desc}) Rank {number}]",
-        _STATE_27.replace(", last completed", ", last started work: {seq}, last completed"),
+        _NEW_STATE.replace(", last completed", ", last started work: {seq}, last completed"),
         _DUMP,
     ),
 )
 OLD = (  # no state of a group: such a log never tells which rank is at fault
-    Wording("1.10", "OpType={op}, Timeout(ms)=1800000", "", "", prefix="[E ProcessGroupNCCL.cpp] "),
     Wording(
-        "1.13", "SeqNum={seq}, OpType={op}, Timeout(ms)=1800000", "", "", prefix="[E x.cpp:737] "
+        "softgroup-83",
+        "OpType={op}, Timeout(ms)=1800000",
+        "",
+        "",
+        prefix="[E ProcessGroupNCCL.cpp] ",
     ),
-    Wording("2.1", _WORK_24, "", "", prefix="[E ProcessGroupNCCL.cpp:474] "),
-    Wording("2.2", _WORK_24, "", "", prefix="[rank{rank}]:[E ProcessGroupNCCL.cpp:523] "),
+    Wording(
+        "ofa-271", "SeqNum={seq}, OpType={op}, Timeout(ms)=1800000", "", "", prefix="[E x.cpp:737] "
+    ),
+    Wording("pytorch-118369", _WORK, "", "", prefix="[E ProcessGroupNCCL.cpp:474] "),
+    Wording("without-state", _WORK, "", "", prefix="[rank{rank}]:[E ProcessGroupNCCL.cpp:523] "),
 )
 
 

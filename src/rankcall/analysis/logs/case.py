@@ -97,6 +97,14 @@ class Case:
         """Return for how long a call lasted before it timed out, s; 0 if that is not known."""
         return max((each.seconds for each in self.timeouts), default=0.0)
 
+    def site(self, ranks: Iterable[int]) -> str:
+        """Return the line at which most of some ranks raised an exception; empty if not known."""
+        wanted = set(ranks)
+        sites = Counter(
+            each.site for each in self.raised if each.site and self.rank(each.line) in wanted
+        )
+        return sites.most_common(1)[0][0] if sites else ""
+
     def finding(
         self,
         kind: str,
@@ -118,10 +126,6 @@ class Case:
         shown = [self.all.quote(line) for line in quoted[:_SHOWN]]
         if len(quoted) > _SHOWN:
             shown.append(f"and {count_of(len(quoted) - _SHOWN, 'more line')} of this kind")
-        waiting = set(victims)
-        sites = Counter(
-            each.site for each in self.raised if self.rank(each.line) in waiting and each.site
-        )
         return Finding(
             kind,
             tuple(sorted(ranks)),
@@ -130,7 +134,7 @@ class Case:
             group,
             seq,
             op,
-            sites.most_common(1)[0][0] if sites else "",
+            self.site(victims),
             min(since, 1e9),
             confidence,
             summary,

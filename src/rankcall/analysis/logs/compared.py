@@ -50,7 +50,7 @@ def mismatch(case: Case) -> list[Finding]:
     ops = {call.op for call in said.values()}
     kind = "desync" if len(ops) > 1 or len({call.seq for call in said.values()}) > 1 else ""
     texts = [
-        f"{ranks_text(each)} called {_call_text(said[min(each)])}"
+        f"{ranks_text(each)} called {_call_text(said[min(each)])}{_at(case.site(each))}"
         for each in sorted(sides.values(), key=lambda each: (len(each), min(each)))
     ]
     call = said[min(said)]
@@ -76,6 +76,10 @@ def _call_text(call: Fingerprint) -> str:
     return " ".join(part for part in parts if part)
 
 
+def _at(site: str) -> str:
+    return f" at {site}" if site else ""
+
+
 def absent(case: Case) -> list[Finding]:
     """Return the ranks that did not come to a barrier that knows its members."""
     return _monitored_barrier(case) or _store_barrier(case)
@@ -92,12 +96,14 @@ def _monitored_barrier(case: Case) -> list[Finding]:
     if not missing or ranks.wrong:
         return []
     waited = max(each.seconds for each in reports)
-    text = f"{begin_sentence(ranks_text(missing))} did not come to a monitored barrier"
+    others = came | {each.rank for each in reports}
+    where = _at(case.site(others))
+    text = f"{begin_sentence(ranks_text(missing))} did not come to a monitored barrier{where}"
     return [
         case.finding(
             "missing",
             tuple(missing),
-            tuple(sorted(came | {each.rank for each in reports})),
+            tuple(sorted(others)),
             f"{text} within {duration(waited)}; TORCH_DISTRIBUTED_DEBUG=DETAIL makes one "
             "before each collective.",
             [each.line for each in reports],
