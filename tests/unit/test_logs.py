@@ -243,6 +243,34 @@ def test_the_exit_code_that_torchrun_reports(tmp_path: Path, code: int, expected
     assert (kind, ranks) == (expected, (5,) if expected == "dead" else ())
 
 
+def test_a_victim_that_crashes_is_no_cause(tmp_path: Path) -> None:
+    """A rank that has timed out can crash while it shuts down: its signal names it no more."""
+    crashed = SUMMARY.format(rank=1, code=-11, name=" (SIGSEGV)", traceback="Signal 11")
+    lines = [*log_of(NEWEST, LATE), *crashed.splitlines()]
+    assert cause(verdict(tmp_path, lines)) == ("undecided", ())
+
+
+def test_the_first_of_several_nodes(tmp_path: Path) -> None:
+    """Each node has a report of its own: the rank that died first is named, and not the others."""
+    first = SUMMARY.format(rank=9, code=-9, name="", traceback="Signal 9")
+    later = SUMMARY.format(rank=3, code=-11, name="", traceback="Signal 11")
+    later = later.replace("15:43:03", "15:43:40")
+    victim = SUMMARY.format(rank=0, code=1, name="", traceback="To enable traceback see: ...")
+    text = victim.replace("15:43:03", "15:43:01") + later + first
+    assert cause(verdict(tmp_path, text.splitlines())) == ("dead", (9,))
+
+
+def test_ranks_that_fail_alike_are_named_together(tmp_path: Path) -> None:
+    """If several ranks raise the same of their own, all are named, with less confidence."""
+    raised = (REAL / "gloo-raise.log").read_text().splitlines()
+    own = [line for line in raised if line.startswith("[rank2]")]
+    other = [line.replace("[rank2]", "[rank0]") for line in own]
+    finding = verdict(tmp_path, own + other).findings[0]
+    assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (0, 2), "possible")
+    mixed = [line.replace("ValueError", "KeyError") for line in other]
+    assert cause(verdict(tmp_path, own + mixed)) == ("dead", (2,))  # the first one in the log
+
+
 def test_an_exception_that_the_program_recorded_for_torchrun(tmp_path: Path) -> None:
     """torchrun's report can hold a traceback: its last line tells what the rank failed with."""
     frames = 'Traceback (most recent call last):\n    File "/job/x.py", line 3, in main\n      f()'

@@ -18,8 +18,16 @@ def dead(case: Case) -> list[Finding]:
 
 
 def _killed(case: Case) -> list[Finding]:
-    """Return the ranks that torchrun saw die first, by a signal that no failure sends."""
-    found = [each for each in case.failures if each.first and _signal(each.code) in _OWN_SIGNALS]
+    """Return the ranks that torchrun saw die first, by a signal that no failure sends.
+
+    A rank that timed out or lost a connection can crash while it shuts down.
+    """
+    victims = set(case.victims(set()))
+    found = [
+        each
+        for each in case.failures
+        if each.first and _signal(each.code) in _OWN_SIGNALS and each.rank not in victims
+    ]
     if not found:
         return []
     first = min(each.time for each in found)
@@ -114,7 +122,7 @@ def _raised(case: Case) -> list[Finding]:
             f"{raised.kind.rpartition('.')[2]}{message}",
             [*(own[rank].line for rank in sorted(alike)[:3]), *case.trouble()],
             f"Look at the traceback of rank {first}.",
-            "likely",
+            "likely" if len(alike) == 1 else "possible",
         )
     ]
 
