@@ -7,6 +7,10 @@ each. One rank stops issuing collectives; the others go on issuing. ``seconds``,
 ``torchfrtrace_seconds`` is the time of ``torch.distributed.flight_recorder.fr_trace`` on the same
 files, and ``torchfrtrace_right`` says whether it names that rank and no other one. Both are null if
 the analyser was ended after ``--peer-seconds``.
+
+``log_seconds`` and ``log_peak_mib`` are those of ``rankcall diagnose --log`` on a log of
+``--log-bytes``: what the ranks of a job print while they train, with the time-outs of 1,023 of them
+near its end. ``log_right`` says whether the verdict names the one that had not come.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--entries", type=int, default=2000)
     parser.add_argument("--peer-seconds", type=float, default=400.0)
+    parser.add_argument("--log-bytes", type=int, default=1_000_000_000)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -44,6 +49,9 @@ def main() -> int:
             (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
         figures = {"ranks": options.ranks, "entries": options.entries}
         figures |= _ours(folder) | _peer(folder, options.peer_seconds)
+        for path in folder.iterdir():
+            path.unlink()
+        figures |= _log(folder / "job.log", options.log_bytes)
     print(json.dumps(figures, indent=1))
     return 0
 
@@ -98,7 +106,12 @@ def _dump(rank: int, ranks: int, entries: int) -> dict[str, Any]:
 
 def _ours(folder: Path) -> dict[str, Any]:
     """Return how long ``rankcall diagnose`` took, its peak memory, and whether it was right."""
-    command = [sys.executable, "-m", "rankcall", "diagnose", str(folder), "--json"]
+    return _diagnosed([str(folder)])
+
+
+def _diagnosed(arguments: list[str]) -> dict[str, Any]:
+    """Return the figures of one ``rankcall diagnose``, a process of its own."""
+    command = [sys.executable, "-m", "rankcall", "diagnose", *arguments, "--json"]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -112,6 +125,57 @@ def _ours(folder: Path) -> dict[str, Any]:
         "peak_mib": round(usage.ru_maxrss / 1024),
         "right": found == [("missing", [LATE])],
     }
+
+
+def _log(path: Path, size: int) -> dict[str, Any]:
+    """Return how long ``rankcall diagnose --log`` took on a log of so many bytes."""
+    lines = [
+        f"[rank{rank}]: 2026-11-22 18:44:{rank % 60:02d},715 INFO train.py:123 step {number:7d} "
+        f"loss 2.3{rank} lr 1.2e-4 tokens/s 12345 memory 60.1 GiB\n"
+        for number in range(64)
+        for rank in range(1024)
+    ]
+    block = "".join([*lines, *_LOGGED]).encode()
+    end = "".join(_time_outs()).encode()
+    with path.open("wb") as file:
+        while file.tell() < size - len(end):
+            file.write(block)
+        file.write(end)
+    found = {f"log_{name}": value for name, value in _diagnosed(["--log", str(path)]).items()}
+    return {"log_bytes": path.stat().st_size, **found}
+
+
+_LOGGED = [  # an exception that the program caught
+    "Traceback (most recent call last):\n",
+    '  File "/job/data.py", line 80, in load\n',
+    "    return open(path)\n",
+    "FileNotFoundError: shard-17\n",
+]
+
+
+def _time_outs() -> list[str]:
+    group = "[PG ID 0 PG GUID 0(default_pg) Rank {}]"
+    head = "[rank{}]:[E1206 18:44:12.715298746 ProcessGroupNCCL.cpp:683] "
+    lines = []
+    for rank in range(1024):
+        prefix, place = head.format(rank), group.format(rank)
+        if rank == LATE:
+            lines.append(
+                f"{prefix}{place} Received a dump signal due to a collective timeout from  rank 0 "
+                "and we will try our best to dump the debug info. Last enqueued NCCL work: 7750, "
+                "last completed NCCL work: 7750.\n"
+            )
+            continue
+        lines.append(
+            f"{prefix}[Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL("
+            "SeqNum=7753, OpType=_REDUCE_SCATTER_BASE, NumelIn=544997376, NumelOut=68124672, "
+            "Timeout(ms)=600000) ran for 600061 milliseconds before timing out.\n"
+        )
+        lines.append(
+            f"{prefix}{place}  failure detected by watchdog at work sequence id: 7753 PG status: "
+            "last enqueued work: 7755, last completed work: 7752\n"
+        )
+    return lines
 
 
 def _peer(folder: Path, seconds: float) -> dict[str, Any]:

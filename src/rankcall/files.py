@@ -234,6 +234,14 @@ def new_file(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
         raise ExportFailed(f"{name}: cannot be written: {reason}") from error
 
 
+def make_output_folder(path: Path) -> None:
+    """Make a folder for a user's output, if it is missing; raise ``ExportFailed`` if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportFailed(f"{path}: cannot be written: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def _opened_for_output(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
     if not isinstance(target, Path):

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose, with_stacks
+from rankcall.analysis.logs import diagnose_logs
 from rankcall.cli._console import LEAVE, HangAfter, console_for_result, keys
 from rankcall.report import diagnosis
 from rankcall.report.json import render_diagnosis
@@ -43,12 +44,27 @@ def command(
         typer.Option("--stacks", help="Show the stacks of this host's ranks, equal ones together."),
     ] = False,
     hang_after: HangAfter = None,
+    log: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--log",
+            help="Read this log of the job instead, a folder of logs, or - for stdin; give it once "
+            "for each log.",
+        ),
+    ] = None,
+    more_logs: Annotated[list[Path] | None, typer.Argument(hidden=True)] = None,
 ) -> None:
     """Say which rank holds the others up, in which collective, called from which line.
 
     The job may still run or be dead, and the run may be a copy. Exits with 0 if the job is healthy,
     with 1 if there are findings, and with 2 if there is nothing to read.
     """
+    if log:
+        rest = [*([run] if run else []), *(more_logs or [])]
+        _from_logs([*log, *rest], json)
+        return
+    if more_logs:
+        raise typer.BadParameter("give one run, or logs after --log")
     result = read(run, hang_after)
     if watch:
         result = _watch(run, hang_after, result, json)
@@ -57,6 +73,15 @@ def command(
         _print(result, json, dumped)
         if stacks and not dumped and not json:
             _explain_no_stacks()
+    sys.stdout.flush()
+    if any(found.is_fault for found in result.findings):
+        raise typer.Exit(1)
+
+
+def _from_logs(paths: list[Path], json: bool) -> None:
+    """Diagnose a job from its logs, and print the verdict."""
+    result = diagnose_logs(paths)
+    _print(result, json, {})
     sys.stdout.flush()
     if any(found.is_fault for found in result.findings):
         raise typer.Exit(1)

@@ -9,11 +9,12 @@ import typer
 
 from rankcall.cli._console import bar, open_run, output, report_problems
 from rankcall.errors import RankcallError
-from rankcall.export import FORMATS, export
+from rankcall.export import FOLDERS, FORMATS, export
 from rankcall.files import clean
 from rankcall.report.formatting import plural, size
 
-_NAMES = ", ".join(FORMATS)
+_SUFFIXES = {**FORMATS, **FOLDERS}
+_NAMES = ", ".join(_SUFFIXES)
 
 
 def command(
@@ -27,22 +28,36 @@ def command(
         typer.Option(
             "-o",
             "--output",
-            help="The file to write; - is stdout. Without it: a file named after the run, here.",
+            help="The file to write, or the folder if the format has a file for each rank; - is "
+            "stdout. Without it: one named after the run, here.",
         ),
     ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="With flight-recorder: JSON instead of pickles.")
+    ] = False,
 ) -> None:
     """Write all records of a run as a Perfetto trace, Parquet, JSON lines or CSV.
+
+    Or write a file for each rank: Flight Recorder's dumps, or the traces of torch.profiler.
 
     The job may still run, or have been killed. Exits with 1 if part of the run could not be read;
     the file then has the rest.
     """
-    if to not in FORMATS:
+    if to not in _SUFFIXES:
         raise RankcallError(f"--to {clean(to)}: no such format; one of {_NAMES}")
     opened = open_run(run)
-    path = file or Path(f"{opened.path.resolve().name}.{FORMATS[to]}")
+    path = file or Path(f"{opened.path.resolve().name}.{_SUFFIXES[to]}")
+    if to in FOLDERS and str(path) == "-":
+        raise RankcallError(f"--to {to} has a file for each rank: give -o the path of a folder")
     with bar(f"writing {to}") as progress:
-        export(opened, to, output(path), progress)
+        export(opened, to, path if to in FOLDERS else output(path), progress, as_json=json)
     if str(path) != "-":
         count = sum(opened.count(head)[0] for head in opened.heads)
-        typer.echo(f"{path}: {plural(count, 'record')}, {size(path.stat().st_size)}")
+        typer.echo(f"{path}: {plural(count, 'record')}, {size(_bytes(path))}")
     report_problems(opened.problems)
+
+
+def _bytes(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)

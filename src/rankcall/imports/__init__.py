@@ -1,4 +1,4 @@
-"""Evidence that other tools left about a job. Each source becomes rings.
+"""Evidence that other tools left about a job. Each source becomes rings; only logs do not.
 
 ::
 
@@ -6,9 +6,13 @@
                       they contain; treats every file as hostile
     dump_records      turns the entries of one dump into records
     flight_recorder   turns the dumps of all ranks into rings
+    log_lines         finds the lines of logs that are about a failure
+    log_messages      turns such a line into facts
+    log_facts         collects the facts of all logs of a job, and the ranks that wrote them
 
 A run that is made of the evidence of another tool is read, judged and reported like every other
-run. To add a source, write its module and put it into ``SOURCES``.
+run. To add a source, write its module and put it into ``SOURCES``. Logs have too little for a run:
+``analysis/logs`` judges their facts.
 """
 
 from __future__ import annotations

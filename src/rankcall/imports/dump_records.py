@@ -67,6 +67,8 @@ _DTYPES = {
     "UInt32": ("uint32", 4),
     "UInt64": ("uint64", 8),
 }
+# Our names, with torch's and the bytes of an element.
+TORCH_DTYPES = {ours: (torchs, width) for torchs, (ours, width) in _DTYPES.items()}
 _SHAPE = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _ON_CPU = ("gloo", "mpi", "ucc", "fake")
 _MESSAGE = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})")

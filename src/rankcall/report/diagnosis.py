@@ -116,15 +116,8 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         if number:
             yield Text()
         yield from _finding(found, width, first=number == 0)
-    stand = rows(diagnosis)
-    yield Text()
-    yield Text(f"Where the {world(diagnosis)} stand", "bold")
-    yield Padding(_table(stand, width - _INDENT), (0, 0, 0, _INDENT))
-    rest = stand[_ROWS:]
-    if rest:
-        left = sum(len(row.ranks) for row in rest)
-        text = f"and {plural(left, 'more rank')} in {plural(len(rest), 'other place')}"
-        yield Padding(Text(f"{text} (--json has all)", "dim"), (0, 0, 0, _INDENT))
+    if diagnosis.snapshot.ranks:  # a log does not tell where they stand
+        yield from _places(diagnosis, width)
     yield from _kept(diagnosis.kept[-_MOST_KEPT:], width)
     problems = diagnosis.snapshot.problems
     if problems:
@@ -136,6 +129,19 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         for line in lines:
             text = wrapped(clean(line), width - _INDENT)
             yield Padding(Text(text, "yellow"), (0, 0, 0, _INDENT))
+
+
+def _places(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+    """Yield the table of where the ranks stand."""
+    stand = rows(diagnosis)
+    yield Text()
+    yield Text(f"Where the {world(diagnosis)} stand", "bold")
+    yield Padding(_table(stand, width - _INDENT), (0, 0, 0, _INDENT))
+    rest = stand[_ROWS:]
+    if rest:
+        left = sum(len(row.ranks) for row in rest)
+        text = f"and {plural(left, 'more rank')} in {plural(len(rest), 'other place')}"
+        yield Padding(Text(f"{text} (--json has all)", "dim"), (0, 0, 0, _INDENT))
 
 
 def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:

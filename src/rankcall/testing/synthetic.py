@@ -210,7 +210,8 @@ def _change(record: Any, fault: Planted, rank: int) -> None:
     if fault.kind == "desync":
         record["op"], record["message_bytes"] = OPS.index("barrier"), 1
     elif fault.kind == "mismatch":
-        record["message_bytes"] += 4
+        for name in ("message_bytes", "in_bytes", "out_bytes"):
+            record[name] += 4
     elif fault.kind == "deadlock":
         at = fault.ranks.index(rank)
         record["op"], record["kind"], record["seq"] = OPS.index("recv"), KINDS.index("p2p"), 1
