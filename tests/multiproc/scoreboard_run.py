@@ -52,11 +52,21 @@ class Judged:
 def _named(case: Case, finding: Finding) -> tuple[int, ...]:
     """Return the ranks that a finding blames; in a tie, those that it calls concerned.
 
-    A finding that blames a rank of a tie is wrong: nothing tells which side is at fault.
+    A finding that blames a rank of a tie is wrong: nothing tells which side is at fault. Its lines
+    of evidence name the sides: ``ranks 0,2 (host): all_reduce at ...``.
     """
-    if case.tie and finding.kind in ("mismatch", "desync") and not finding.ranks:
-        return finding.victims
-    return (-1, *finding.ranks) if case.tie else finding.ranks
+    if not case.tie or finding.kind not in ("mismatch", "desync"):
+        return finding.ranks
+    if finding.ranks:
+        return (-1, *finding.ranks)
+    sides = [re.match(r"ranks? ([\d,-]+)", line) for line in finding.evidence]
+    return tuple(sorted(rank for side in sides if side for rank in _listed(side[1])))
+
+
+def _listed(text: str) -> list[int]:
+    """Return the ranks in a list such as ``0,2-3``."""
+    spans = [each.partition("-") for each in text.rstrip(",").split(",")]
+    return [rank for first, _, last in spans for rank in range(int(first), int(last or first) + 1)]
 
 
 def run(case: Case, folder: Path, timeout_s: float, *, torch_detail: bool = True) -> Judged:
@@ -124,7 +134,8 @@ def torch_says(case: Case, results: list[RankResult]) -> str:
 
 def _ranks_in(text: str) -> set[int]:
     """Return the ranks that messages of torch point at."""
-    ranks = {int(found) for found in re.findall(r"Rank (\d+) failed to pass monitoredBarrier", text)}
+    late = re.findall(r"Rank (\d+) failed to pass monitoredBarrier", text)
+    ranks = set(map(int, late))
     for ours, theirs in re.findall(
         r"Rank (\d+) is running collective.{0,600}?but Rank (\d+) is running", text, re.DOTALL
     ):

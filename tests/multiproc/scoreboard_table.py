@@ -74,9 +74,7 @@ def _sound(op: str, world_size: int, **fields: object) -> Program:
     return [[*steps, Call("barrier")] for _ in range(world_size)]
 
 
-def _case(
-    name: str, kind_of_fault: str, program: Program, *causes: Cause, **about: object
-) -> Case:
+def _case(name: str, kind_of_fault: str, program: Program, *causes: Cause, **about: object) -> Case:
     groups = about.pop("groups", {})
     assert isinstance(groups, dict)
     everybody = tuple(range(len(program)))
@@ -169,13 +167,13 @@ def _left(op: str, ranks: Sequence[int], world_size: int = 4, *, last: bool = Fa
     return _edited(ORDERING, what, op, ranks, edit, ("exhausted", tuple(ranks)), world_size)
 
 
-def _invalid(name: str, op: str, rank: int, bad: Call) -> Case:
+def _invalid(name: str, op: str, rank: int, bad: Call, kind: str) -> Case:
     """One rank passes an argument that torch refuses; it fails, and the others wait."""
 
     def edit(calls: list[Call], at: int) -> None:
         calls[at] = bad
 
-    return _edited(PARAMETER, name, op, [rank], edit, ("dead", (rank,)))
+    return _edited(PARAMETER, name, op, [rank], edit, (kind, (rank,)))
 
 
 def _messages(
@@ -464,7 +462,7 @@ CONCURRENCY = [
             [replace(Call("all_reduce_async"), count=count) for count in counts] + [Call("wait")]
             for counts in [(16, 8), (8, 16), (8, 16)]
         ],
-        ("mismatch", (0,)),
+        ("desync", (0,)),
     ),
     _messages(
         "tensor written before the wait on 1 of 3",
@@ -483,13 +481,12 @@ CONCURRENCY = [
 ]
 
 PARAMETERS = [
-    _invalid("root outside the group", "broadcast", 2, Call("broadcast", root=9)),
-    _invalid("negative tag", "all_reduce", 1, send(0, tag=-1)),
-    _invalid("peer outside the group", "all_reduce", 3, send(9)),
-    _invalid("list too short", "all_gather", 0, Call("all_gather_short")),
-    _invalid(
-        "operator that the dtype lacks", "all_reduce", 1, Call("all_reduce", reduce_op="BAND")
-    ),
+    _changed(PARAMETER, "broadcast", [2], root=9),
+    _changed(PARAMETER, "reduce", [0], 3, root=9),
+    _changed(PARAMETER, "all_reduce", [1], reduce_op="BAND"),
+    _invalid("list too short", "all_gather", 0, Call("all_gather_short"), "mismatch"),
+    _invalid("negative tag", "all_reduce", 1, send(0, tag=-1), "dead"),
+    _invalid("peer outside the group", "all_reduce", 3, send(9), "dead"),
 ]
 
 FAULTY = [
