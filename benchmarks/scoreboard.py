@@ -7,7 +7,8 @@ runs under rankcall, and a second time without it, with TORCH_DISTRIBUTED_DEBUG=
 A finding is right if its kind and its ranks are exactly what was planted. For each class:
 ``planted`` and ``found`` causes, ``recall``, ``precision`` (the part of the findings that is right)
 and ``false_alarms`` (findings that are not right). ``torch`` and ``torch_detail`` count what torch
-says: nothing, a time-out, another error, the right ranks, the right ones among others, other ranks.
+says: nothing, a time-out, another error, the right ranks, the right ones among others, some of
+them, or other ranks.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from rankcall.run.load import load
 from rankcall.testing import RankResult, start_ranks
 
 RANK_S = 60.0  # how long a rank may run beyond its groups' time-out
-# What torch said. A message that names ranks can be right, or name ranks that are not at fault.
+# What torch said. A message can name exactly the ranks that were planted, these and others, some of
+# them, or only others.
 NOTHING, ERROR, TIME_OUT = "nothing", "error", "time-out"
-RIGHT, AMONG, WRONG = "right ranks", "among others", "other ranks"
-TORCH = (NOTHING, TIME_OUT, ERROR, RIGHT, AMONG, WRONG)
+RIGHT, AMONG, SOME, WRONG = "right ranks", "among others", "some of them", "other ranks"
+TORCH = (NOTHING, TIME_OUT, ERROR, RIGHT, AMONG, SOME, WRONG)
 
 
 @dataclass
@@ -122,7 +123,9 @@ def torch_says(case: Case, results: list[RankResult]) -> str:
     if named:
         if named == planted:
             return RIGHT
-        return AMONG if planted <= named else WRONG
+        if planted < named:
+            return AMONG
+        return SOME if named < planted else WRONG
     if all(each.ok for each in results):
         return NOTHING
     own = [each.rank for each in results if _is_refusal(each.error or "")]
