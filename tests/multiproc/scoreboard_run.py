@@ -1,4 +1,4 @@
-"""Run one row of the scoreboard's table: what rankcall says about it, and what torch says."""
+"""Run one row of the scoreboard's table, and judge it by rankcall and by torch's own messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scoreboard_calls import plain, run_calls
-from scoreboard_table import Case, Cause
+from scoreboard_case import Case, Cause
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.analysis.verdicts.finding import Finding
@@ -16,8 +16,8 @@ from rankcall.run.load import load
 from rankcall.testing import RankResult, start_ranks
 
 RANK_S = 60.0  # how long a rank may run beyond its groups' time-out
-# What torch said. A message can name exactly the ranks that were planted, these and others, some of
-# them, or only others.
+# The kinds of messages of torch. A message can name exactly the ranks that were planted, these and
+# others, some of them, or only others.
 NOTHING, ERROR, TIME_OUT = "nothing", "error", "time-out"
 RIGHT, AMONG, SOME, WRONG = "right ranks", "among others", "some of them", "other ranks"
 TORCH = (NOTHING, TIME_OUT, ERROR, RIGHT, AMONG, SOME, WRONG)
@@ -44,7 +44,7 @@ class Judged:
 
     @property
     def problem(self) -> str:
-        """What is not as it should be; empty if nothing is."""
+        """The findings beside the right ones, if they differ; else empty."""
         if Counter(self.found) == Counter(self.case.causes):
             return ""
         return f"{self.case.name}: {sorted(self.found)} instead of {sorted(self.case.causes)}"

@@ -1,4 +1,4 @@
-"""The scoreboard's rows get the right verdict: faults of others' benchmarks, and sound programs."""
+"""The scoreboard's rows get the right verdict: faults of MPI benchmarks, and sound programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from scoreboard_case import BUFFERS, CORRECT, Case
 from scoreboard_run import run
-from scoreboard_table import BUFFERS, CASES, CORRECT, FAULTY, SOUND, Case
+from scoreboard_table import CASES, FAULTY, SOUND
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
