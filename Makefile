@@ -30,7 +30,7 @@ demo: $(INSTALLED)
 # What is compiled is compiled first: no test's time-out is for a compiler.
 test: $(INSTALLED)
 	$(BIN)/rankcall build || true
-	$(BIN)/python -m pytest -q -m 'not slow' -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -q --hypothesis-profile=long --timeout=1800 -o faulthandler_timeout=1700

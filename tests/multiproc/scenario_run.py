@@ -7,11 +7,12 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scenario_sentences import Claims
 from scenarios import SLOW_KINDS, Cause, Scenario
 
 from rankcall.analysis.diagnosis import diagnose
@@ -20,6 +21,7 @@ from rankcall.ring.layout import HEADER, HEADER_BYTES, parse_header
 from rankcall.run.load import load
 from rankcall.testing import RankResult, Ranks, start_ranks
 
+Object = dict[str, Any]
 VERDICT_S = 60.0  # the time that a watcher has to name all causes
 
 
@@ -34,6 +36,7 @@ class Found:
     took: float
     kept: int = 0  # verdicts in the run, before the ranks were ended
     told: int = 0  # verdicts printed beyond those in the run
+    false: list[str] = field(default_factory=list)  # sentences, with what is not true in them
 
     @property
     def wrong(self) -> list[str]:
@@ -50,6 +53,7 @@ class Found:
             problems.append(f"{self.kept} verdicts on {len(want)} causes")
         if self.told > 0:
             problems.append(f"{self.told} verdicts were printed that are not in the run")
+        problems += self.false
         return problems
 
 
@@ -57,7 +61,8 @@ def run(scenario: Scenario, folder: Path) -> Found:
     """Run a scenario in ``folder`` and judge it every way that there is."""
     began, hang_after = time.monotonic(), scenario.hang_after
     by: dict[str, list[Cause]] = {}
-    seconds = None
+    seconds, findings = None, list[Object]()
+    rows: list[Object] = []
     run_dir = folder / "run"
     with _nodes(scenario, folder) as env:
         with start_ranks(
@@ -78,17 +83,24 @@ def run(scenario: Scenario, folder: Path) -> Found:
                 seconds = _await_verdict(scenario, run_dir, ranks)
                 by["watcher"] = _watchers(run_dir)
                 if scenario.nodes == 1:
-                    by["outside"] = _diagnosed(scenario, run_dir)
+                    by["outside"] = _diagnosed(scenario, run_dir, findings)
+                    rows = load(run_dir).records.to_dicts()
             kept = len(_verdicts(run_dir))
         if scenario.healthy:
             by["watcher"] = _watchers(run_dir)
         if scenario.ahead:
             set_ahead(run_dir, scenario.ahead, scenario.world_size // 2)
         if (scenario.healthy or scenario.ends or scenario.slow) and scenario.nodes == 1:
-            by["afterwards"] = _diagnosed(scenario, run_dir)
+            by["afterwards"] = _diagnosed(scenario, run_dir, findings)
+            rows = load(run_dir).records.to_dicts()
     told = sum(each.stderr.count("kept with all stacks in") for each in ranks.results)
     told -= len(_verdicts(run_dir))
-    return Found(scenario, by, seconds, ranks.results, time.monotonic() - began, kept, told)
+    for place in _verdicts(run_dir):
+        findings += json.loads(place.read_text())["findings"]
+    took = time.monotonic() - began
+    claims = Claims(scenario, [each.pid for each in ranks.results], took, rows)
+    false = [problem for finding in findings for problem in claims.false(finding)]
+    return Found(scenario, by, seconds, ranks.results, took, kept, told, false)
 
 
 def _verdicts(run_dir: Path) -> list[Path]:
@@ -124,11 +136,12 @@ def _after_threshold(place: Path, hang_after: float) -> float:
     return float(place.stat().st_mtime - (judged - since) - hang_after)
 
 
-def _diagnosed(scenario: Scenario, run_dir: Path) -> list[Cause]:
+def _diagnosed(scenario: Scenario, run_dir: Path, findings: list[Object]) -> list[Cause]:
+    """Diagnose a run; add the findings that count to a list."""
     found = diagnose(load(run_dir), scenario.hang_after).findings
-    return [
-        (each.kind, each.ranks) for each in found if scenario.slow or each.kind not in SLOW_KINDS
-    ]
+    found = [each for each in found if scenario.slow or each.kind not in SLOW_KINDS]
+    findings += map(asdict, found)
+    return [(each.kind, each.ranks) for each in found]
 
 
 def set_ahead(run_dir: Path, seconds: float, first: int) -> None:

@@ -103,13 +103,27 @@ def check(ended: Ended, ending: str, folder: Path) -> None:
     assert ended.seconds < EXIT_S + 5 * slow, f"{ended.seconds:.1f} s\n{ended.err}"
 
 
-@pytest.mark.parametrize("ending", STATUS)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] if each in ("exit", "raise") else [])
+        for each in STATUS
+    ],
+)
 def test_blocked_threads_do_not_hold_up_an_end(ending: str, tmp_path: Path) -> None:
     """However a program ends, threads that are blocked for ever cost one budget together."""
     check(end(tmp_path / "job", "blocked", ending, *THREADS), ending, tmp_path)
 
 
-@pytest.mark.parametrize("state", ["idle", "busy", "blocked", "ended"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "busy",
+        "ended",
+        pytest.param("idle", marks=pytest.mark.slow),
+        pytest.param("blocked", marks=pytest.mark.slow),
+    ],
+)
 def test_threads_of_the_python_capture(state: str, tmp_path: Path) -> None:
     """Threads that idle, spin, are blocked or have ended leave the exit status alone."""
     check(end(tmp_path / "job", state, "exit", *THREADS, capture="python"), "exit", tmp_path)

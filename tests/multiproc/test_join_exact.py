@@ -149,14 +149,14 @@ def exact(pool: Pool, case: dict[str, Any]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(shadowed)
 def test_some_patterns_shadowed(three: Pool, case: dict[str, Any]) -> None:
     """Shadowing is exact for DDP and ZeRO with any numbers of batches."""
     exact(three, case)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(replayed)
 def test_some_patterns_replayed(four: Pool, case: dict[str, Any]) -> None:
     """Replaying is exact for DDP, ZeRO, FSDP2, HSDP and tensor parallelism with any numbers."""

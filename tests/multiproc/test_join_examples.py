@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]  # for a busy mac
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_uneven_fsdp() -> None:
     """The FSDP2 example ends with the comparison to one process."""
     results = try_ranks(EXAMPLES / "uneven_fsdp.py", 4, init=False, timeout=300)

@@ -95,6 +95,7 @@ for how in ("fork", "spawn"):
     assert ops(load(tmp_path / "here")) == [(0, 0, "all_reduce")]
 
 
+@pytest.mark.slow
 def test_a_program_that_is_no_python(tmp_path: Path) -> None:
     """``--no-python bash -c``: of the Pythons that bash starts, those that import torch record."""
     job(tmp_path)
@@ -176,7 +177,9 @@ def test_restarts_keep_each_attempt(tmp_path: Path) -> None:
     assert ops(load(tmp_path / "here")) == [(0, 0, "all_reduce"), (1, 0, "all_reduce")]
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "sig", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_launcher_that_is_told_to_end(tmp_path: Path, sig: signal.Signals) -> None:
     """Ctrl-C or SIGTERM: the workers end, their records are kept, the status is torchrun's."""
     job(tmp_path, "Path('ready').touch()\ntime.sleep(60)")
@@ -278,6 +281,7 @@ def test_a_torch_that_is_too_old(tmp_path: Path) -> None:
     assert "2.11" in line
 
 
+@pytest.mark.slow
 def test_the_environment_of_a_launcher_inside_a_job(tmp_path: Path) -> None:
     """A launcher that a worker starts records its own workers into its own run."""
     job(tmp_path)

@@ -63,15 +63,18 @@ def _compare(
     return found + memory
 
 
-def _is_slow(about: programs.Program, mode: str) -> bool:
-    return about.slow or (about.heavy and mode in ("late", "stopped"))
+_EVERY_MODE = ("ddp", "toggles", "errors")  # the others switch on or off in mid-job in the long run
+
+
+def _is_slow(name: str, about: programs.Program, mode: str) -> bool:
+    return about.slow or (name not in _EVERY_MODE and mode in ("late", "stopped"))
 
 
 CASES = [
     pytest.param(
         name,
         mode,
-        marks=[pytest.mark.slow] if _is_slow(about, mode) else [],
+        marks=[pytest.mark.slow] if _is_slow(name, about, mode) else [],
         id=f"{name}-{mode}",
     )
     for name, about in programs.PROGRAMS.items()
@@ -93,26 +96,42 @@ def test_same_job(
     assert not found, f"{program} is not the same in mode {mode}\n" + "\n".join(map(str, found))
 
 
+HARM: list[tuple[str, set[str]]] = [
+    ("nothing", set()),
+    ("keeps_group", {"alive", "threads", "descriptors"}),
+    ("keeps_store", {"alive"}),
+    ("keeps_tensor", {"alive"}),
+    ("keeps_memory_of_tensor", {"alive"}),
+    ("keeps_work", {"alive", "threads", "descriptors"}),
+    ("changes_bit", {"result"}),
+    ("changes_work", {"result"}),
+    ("changes_error", {"error"}),
+    ("prints", {"stdout"}),
+    ("warns", {"stderr"}),
+    ("leaves_thread", {"threads"}),
+    ("leaves_descriptor", {"descriptors"}),
+    ("leaves_socket", {"descriptors"}),
+    ("leaves_process", {"processes"}),
+    ("takes_memory", {"memory"}),
+    ("changes_status", {"status"}),
+]
+_QUICK_HARM = (
+    "nothing",
+    "keeps_tensor",
+    "changes_bit",
+    "leaves_thread",
+    "leaves_descriptor",
+    "takes_memory",
+)
+
+
 @pytest.mark.parametrize(
     ("mutant", "kinds"),
     [
-        ("nothing", set()),
-        ("keeps_group", {"alive", "threads", "descriptors"}),
-        ("keeps_store", {"alive"}),
-        ("keeps_tensor", {"alive"}),
-        ("keeps_memory_of_tensor", {"alive"}),
-        ("keeps_work", {"alive", "threads", "descriptors"}),
-        ("changes_bit", {"result"}),
-        ("changes_work", {"result"}),
-        ("changes_error", {"error"}),
-        ("prints", {"stdout"}),
-        ("warns", {"stderr"}),
-        ("leaves_thread", {"threads"}),
-        ("leaves_descriptor", {"descriptors"}),
-        ("leaves_socket", {"descriptors"}),
-        ("leaves_process", {"processes"}),
-        ("takes_memory", {"memory"}),
-        ("changes_status", {"status"}),
+        pytest.param(
+            mutant, kinds, marks=[] if mutant in _QUICK_HARM else [pytest.mark.slow], id=mutant
+        )
+        for mutant, kinds in HARM
     ],
 )
 def test_harm_is_reported(

@@ -290,6 +290,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_agents_cross_nodes_without_code(tmp_path: Path) -> None:
     """Two torchrun agents: CROSSNODE in files and as NVTX marks, DDP's own ops as well."""
     (tmp_path / "job.py").write_text(SCRIPT)

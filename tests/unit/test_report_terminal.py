@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 from worlds import MS, Call, group_of, together, write_world
 
 import golden
 from rankcall.analysis import Summary, summarise
 from rankcall.files import clean
 from rankcall.report import terminal
-from rankcall.report.formatting import cut, headline, listed, percent, rate, size, time
+from rankcall.report.formatting import (
+    cut,
+    cut_path,
+    fitted,
+    headline,
+    listed,
+    percent,
+    rate,
+    size,
+    time,
+)
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, synthetic_run
@@ -194,10 +207,35 @@ def test_numbers() -> None:
     ]
 
 
+def test_tables_never_cut_file_names() -> None:
+    """First directories go, then other names are shortened; a longer file name is folded."""
+    row = ["/home/somebody/train_a_rather_long_name.py:1234", "a_function_of_a_long_name", "12 ms"]
+    printed = [
+        _printed(fitted(["line", "function", "time"], [row], room, names=2, paths=0), room)
+        for room in (100, 70, 30)
+    ]
+    assert row[0] in printed[0]
+    assert "train_a_rather_long_name.py:1234" in printed[1]
+    assert "/home" not in printed[1]
+    column = [line.split()[0] for line in printed[2].splitlines()[1:]]
+    assert "".join(column) == "train_a_rather_long_name.py:1234"
+    for room, text in zip((100, 70, 30), printed, strict=True):
+        assert max(map(len, text.splitlines())) <= room
+
+
+def _printed(table: Table, width: int) -> str:
+    out = StringIO()
+    Console(file=out, width=width, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
 def test_names_are_cut_to_fit() -> None:
     """Lists say how many are left out; paths keep their end."""
     assert listed(["node-a", "node-b", "node-c"], 80) == "node-a, node-b, node-c"
     assert listed(["node-a", "node-b", "node-c"], 20) == "node-a and 2 more"
-    assert cut("/very/long/path/train.py:10", 14, keep_end=True) == "…h/train.py:10"
+    assert cut_path("/very/long/path/train.py:10", 18) == "…/path/train.py:10"
+    assert cut_path("/very/long/path/train.py:10", 17) == "train.py:10"
+    assert cut_path("/very/long/path/train.py:10", 4) == "train.py:10"
     assert cut("short", 10) == "short"
+    assert cut("shortened", 6) == "short…"
     assert clean("a\x1b[0m\nb") == "a\N{REPLACEMENT CHARACTER}[0m\N{REPLACEMENT CHARACTER}b"

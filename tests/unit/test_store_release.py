@@ -38,8 +38,18 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("kind", ["TCPStore", "HashStore", "FileStore"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind,
+            name,
+            marks=[pytest.mark.slow] if kind != "TCPStore" and name == "barrier, long" else [],
+        )
+        for kind in ("TCPStore", "HashStore", "FileStore")
+        for name in CALLS
+    ],
+)
 def test_a_store_is_let_go(kind: str, name: str, tmp_path: Path) -> None:
     """A store is freed when its owner lets go of it, whatever has failed on it."""
     if kind == "TCPStore":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from diagnosing import RANK_2_MISSING, THREE_ENDED, WORLD, causes, diagnose_calls, unfinished
-from worlds import MS
+from worlds import MS, Call
 
 from rankcall.analysis.state.snapshot import Snapshot, no_calls
 from rankcall.analysis.verdicts import KINDS, find
@@ -52,6 +52,33 @@ def test_a_held_gil(tmp_path: Path) -> None:
     assert "held the GIL for 69 s" in held.summary
     snapshot.ranks[2] = replace(snapshot.ranks[2], gil_s=1.0)
     assert [finding.kind for finding in find(snapshot, 60)] == ["missing"]
+
+
+def test_a_heartbeat_that_needs_the_gil(tmp_path: Path) -> None:
+    """Of a rank with the Python capture, only this is known: no Python thread has run."""
+    run = diagnose_calls(tmp_path / "beats", RANK_2_MISSING, states={})
+    for needs_gil, sign in ((False, "given no sign of life"), (True, "run no Python thread")):
+        state = replace(run.snapshot.ranks[2], silent_s=69.0, gil_s=69.0, needs_gil=needs_gil)
+        run.snapshot.ranks[2] = state
+        (found,) = find(run.snapshot, 60)
+        assert (found.kind, found.ranks) == ("stopped", (2,))
+        assert f"{sign} for 69 s" in found.summary
+        assert ("GIL" in found.advice) == needs_gil
+
+
+def test_only_those_in_a_call_have_waited_there(tmp_path: Path) -> None:
+    """Ranks that wait in another call, or for a waiting rank, are counted apart."""
+    ahead = [
+        *unfinished(WORLD, 4, (0, 1), 5 * MS, line=7),
+        Call(3, 4, 5 * MS, 6 * MS, group=WORLD, line=7),  # as after a broadcast
+        *unfinished(WORLD, 5, (3,), 6 * MS, line=8),
+    ]
+    (found,) = diagnose_calls(tmp_path / "apart", [*THREE_ENDED, *ahead], states={}).findings
+    assert (found.kind, found.ranks, found.victims) == ("missing", (2,), (0, 1, 3))
+    assert "3 ranks cannot go on: 2 have waited" in found.summary
+    assert found.summary.endswith("and 1 is in another call.")
+    (found,) = diagnose_calls(tmp_path / "all", RANK_2_MISSING, states={}).findings
+    assert "3 ranks have waited" in found.summary
 
 
 @pytest.mark.parametrize("state", ["alive", "stopped"])

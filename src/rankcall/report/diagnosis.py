@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from io import StringIO
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -27,11 +27,11 @@ from rankcall.analysis.verdicts.finding import Finding, duration
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.files import clean
 from rankcall.ranks import format_ranks
-from rankcall.report.formatting import cut, digits, fitted, percent, plural, wrapped
+from rankcall.report.formatting import digits, fitted, percent, plural, wrapped
 
 _ROWS = 16
 _INDENT = 2
-_RANKS_WIDE, _LINE_WIDE = 22, 32
+_RANKS_WIDE = 22
 _MOST_PROBLEMS = 4
 _MOST_KEPT = 3
 _STACK_LINES, _MOST_CLASSES, _LEAST_FRAMES = 20, 6, 2
@@ -56,7 +56,7 @@ def show(diagnosis: Diagnosis, console: Console, stacks: Mapping[int, str] | Non
         console.print()
         console.print(Text(title, "bold"))
         for line in lines:
-            console.print(Text(cut(line, console.width)))
+            console.print(Text(line, overflow="fold"))
 
 
 def stack_lines(stacks: Mapping[int, str]) -> list[str]:
@@ -150,8 +150,15 @@ def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:
         )
         stacks = f" (with {plural(each.stacks, 'stack')})" if each.stacks else ""
         over = "" if each.over_s is None else f", over after {duration(each.over_s)}"
-        text = wrapped(clean(f"{when}  {causes}{over}{stacks}, in {each.place}"), width - _INDENT)
+        place = _from_here(each.place)
+        text = wrapped(clean(f"{when}  {causes}{over}{stacks}, in {place}"), width - _INDENT)
         yield Padding(Text(text), (0, 0, 0, _INDENT))
+
+
+def _from_here(path: str) -> str:
+    """Write a path below the current directory without that directory's name."""
+    here = Path.cwd()
+    return str(PurePath(path).relative_to(here)) if PurePath(path).is_relative_to(here) else path
 
 
 def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableType]:
@@ -298,14 +305,14 @@ def _table(stand: Sequence[Row], room: int) -> RenderableType:
             ranks_cell(row.ranks),
             row.state,
             row.where,
-            cut(clean(PurePath(row.line).name), _LINE_WIDE, keep_end=True),
+            PurePath(row.line).name,
             since_cell(row),
         ]
         for row in stand[:_ROWS]
     ]
     marked = [number for number, row in enumerate(stand[:_ROWS]) if row.named]
     heads = ["ranks", "state", "call", "line", "since"]
-    return fitted(heads, cells, room, names=4, marked=marked)
+    return fitted(heads, cells, room, names=4, paths=3, marked=marked)
 
 
 def ranks_cell(ranks: Sequence[int]) -> str:

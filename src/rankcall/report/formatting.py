@@ -77,23 +77,32 @@ def plural(count: int, one: str, many: str = "") -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Break a text into lines, but not between a number and its unit, nor inside a path."""
+    """Break a text into lines, but not between a number and its unit, nor inside a path.
+
+    So a path may be wider.
+    """
     glued = re.sub(r"(?<=\d) (?=%|\w{1,3}\b)", "\N{NO-BREAK SPACE}", text)
-    return textwrap.fill(glued, width, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ")
+    lines = textwrap.fill(glued, width, break_on_hyphens=False, break_long_words=False)
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
 
 
 # --- names and tables that fit into a width ---
 
 
-def cut(text: str, room: int, *, keep_end: bool = False) -> str:
-    """Shorten a text to ``room`` characters. ``keep_end`` is for paths: cut at the beginning."""
+def cut(text: str, room: int) -> str:
+    """Shorten a text to ``room`` characters."""
     if cell_len(text) <= room:
         return text
-    if not keep_end:
-        return set_cell_size(text, max(0, room - 1)).rstrip() + "…"
-    while text and cell_len(text) > room - 1:
-        text = text[1:]
-    return "…" + text
+    return set_cell_size(text, max(0, room - 1)).rstrip() + "…"
+
+
+def cut_path(path: str, room: int) -> str:
+    """Leave out the first directories of a path, until it fits. Its file name is never cut."""
+    left, short = path, path
+    while cell_len(short) > room and "/" in left:
+        left = left.split("/", 1)[1]
+        short = f"…/{left}" if "/" in left else left
+    return short
 
 
 def listed(names: Sequence[str], room: int) -> str:
@@ -118,21 +127,22 @@ def fitted(
     room: int,
     *,
     names: int,
-    paths: bool = False,
+    paths: int | None = None,
     marked: Sequence[int] = (),
     tight: bool = False,
 ) -> Table:
     """Make a table that is at most ``room`` characters wide. Numbers are never cut, names are.
 
     If the table is too wide, numbers lose the space before their unit. If that does not suffice,
-    names are shortened, from the last column of names to the first.
+    paths lose directories, and then names are shortened, from the last column of names to the
+    first. A file name longer than half of the room goes on in the next line.
 
     Args:
         heads: The columns' heads. A column with an empty head holds bars.
         rows: The cells.
         room: The width in characters.
         names: How many of the first columns hold names.
-        paths: The first column holds paths. It is shortened first, and at its beginning.
+        paths: The column of names that holds paths.
         marked: The indexes of rows that stand out.
         tight: The numbers have lost their spaces already.
     """
@@ -146,17 +156,34 @@ def fitted(
             [*row[:names], *(cell.replace(" ", "") for cell in row[names:])] for row in rows
         ]
         return fitted(heads, squeezed, room, names=names, paths=paths, marked=marked, tight=True)
-    for column in range(names) if paths else reversed(range(names)):
-        spare = max(0, min(over, widths[column] - max(_LEAST, cell_len(heads[column]))))
+    least = [max(_LEAST, cell_len(head)) for head in heads]
+    order = list(reversed(range(names)))
+    if paths is not None:
+        longest = max((cell_len(cut_path(row[paths], 0)) for row in cells), default=0)
+        least[paths] = max(least[paths], longest if longest <= room // 2 else room // 3)
+        order.sort(key=lambda column: column != paths)
+    for column in order:
+        spare = max(0, min(over, widths[column] - least[column]))
         widths[column] -= spare
         over -= spare
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for index, head in enumerate(heads):
         left = index < names or not head
-        table.add_column(head, justify="left" if left else "right", no_wrap=True)
+        table.add_column(
+            head,
+            justify="left" if left else "right",
+            no_wrap=index != paths,
+            overflow="fold" if index == paths else "ellipsis",
+        )
     for number, row in enumerate(cells):
         texts = [
-            Text(cut(cell, widths[i], keep_end=paths and i == 0) if i < names else cell)
+            Text(
+                cut_path(cell, widths[i])
+                if i == paths
+                else cut(cell, widths[i])
+                if i < names
+                else cell
+            )
             for i, cell in enumerate(row)
         ]
         table.add_row(*texts, style="bold red" if number in marked else None)

@@ -266,7 +266,7 @@ def _sites(summary: Summary, room: int) -> RenderableType:
         )
         for row in shown
     ]
-    table = fitted(heads, rows, room, names=3 + source, paths=True)
+    table = fitted(heads, rows, room, names=3 + source, paths=0)
     return _more(table, len(summary.call_sites) - _SITES, "call site")
 
 

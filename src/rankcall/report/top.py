@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import PurePath
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -154,16 +155,23 @@ def _table(diagnosis: Diagnosis, lines: Sequence[Line], width: int) -> Renderabl
         ("line", "left"),
         ("for", "right"),
     ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        folds = name == "line"
+        table.add_column(
+            name,
+            justify=justify,  # type: ignore[arg-type]
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
+        )
     total = max(1, len(diagnosis.snapshot.ranks))
     rows = [cells(line, total, moving=not diagnosis.findings) for line in lines]
     fixed = sum(max((len(row[i]) for row in rows), default=0) for i in (0, 1, 2, 5)) + 10
     room = max(16, width - fixed)
-    call = min(max((len(row[3]) for row in rows), default=0), room * 2 // 3)
+    place = max((cell_len(row[4]) for row in rows), default=0)  # not cut: it folds
+    call = max((len(row[3]) for row in rows), default=0)
+    call = min(call, max(room - place, room // 2))
     for line, row in zip(lines, rows, strict=True):
         style = "bold red" if line.named else "" if line.places[0].in_call else "dim"
         row[3] = cut(row[3], call)
-        row[4] = cut(row[4], max(8, room - call), keep_end=True)
         texts = [Text(clean(cell)) for cell in row]
         texts[1] = Text(row[1], "red" if line.named else "cyan")
         table.add_row(*texts, style=style)

@@ -39,8 +39,8 @@ HOLD_NS = 50_000_000
 NO_ROWS: Rows = np.empty(0, RECORD)
 _ENQUEUED = STATUSES.index("enqueued")
 _NEVER_WRITTEN_NS = 100_000_000  # after this, an index that was taken is not going to be written
-# More records than fit the processor's caches are slow to go through; and for arrays of 500 elements
-# or more, numpy lets go of the GIL and then waits for it, several times in each look.
+# More records than fit the processor's caches are slow to go through. And for arrays of 500
+# elements or more, numpy lets go of the GIL and then waits for it, several times in each look.
 _CHUNK = 448
 _MOST_HELD = 2048
 _TRIES = 20  # a record is in change for nanoseconds

@@ -105,7 +105,7 @@ def _elastic_rank(folder: str, shape: list[Any]) -> list[str]:
     return results
 
 
-@program(world_size=1, bare=True, quiet=True, heavy=True)
+@program(world_size=1, bare=True, quiet=True)
 def elastic(job: Job) -> None:
     """An elastic agent restarts its two ranks once."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

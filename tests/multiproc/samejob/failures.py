@@ -44,7 +44,7 @@ def errors(job: Job) -> None:
             job.middle()
 
 
-@program(heavy=True)
+@program()
 def timeouts(job: Job) -> None:
     """Ops that a peer does not join, each on a group of its own: from the call and from wait()."""
 

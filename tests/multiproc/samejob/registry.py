@@ -22,15 +22,14 @@ class Program:
     """A program and how it is run.
 
     ``bare`` programs make their groups and start the recording by themselves. ``quiet`` ones do not
-    report how much was recorded. Of ``heavy`` ones only two modes are in the short tests, and
-    of ``slow`` ones none. ``deadline`` is in seconds.
+    report how much was recorded. ``slow`` ones are not in the short tests. ``deadline`` is in
+    seconds.
     """
 
     function: Callable[[Job], None]
     world_size: int = 2
     bare: bool = False
     quiet: bool = False
-    heavy: bool = False
     slow: bool = False
     deadline: float = 90.0
 

@@ -47,7 +47,7 @@ def fsdp2(job: Job) -> None:
     _train(job, fully_shard(model), clip=True)
 
 
-@program(world_size=4, heavy=True)
+@program(world_size=4)
 def hsdp(job: Job) -> None:
     """Sharded in pairs, replicated across them."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -92,7 +92,7 @@ def pipeline(job: Job) -> None:
     job.saw("gradients", [parameter.grad for parameter in module.parameters()])
 
 
-@program(heavy=True)
+@program()
 def compiled(job: Job) -> None:
     """A graph with collectives in it, traced once and run several times."""
     import torch.distributed._functional_collectives as funcol

@@ -38,7 +38,7 @@ _MAIN = re.compile(r"<module>|\"MainThread\"")
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _PY_SPY = re.compile(r"^\s+(?P<name>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
 _NATIVE = re.compile(r"^\s+(?P<name>\S.*) \((?P<file>[^():]+)\)$")  # py-spy: name (library)
-_WRAPPERS = ("wrapper", "inner", "_fn", "__call__", "__enter__")
+_WRAPPERS = ("wrapper", "inner")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ class Frame:
         of_python = self.is_installed and "-packages/" not in self.file
         return self.is_torch or of_python or self.file.startswith((_OURS, "rankcall/"))
 
+    @property
+    def is_users(self) -> bool:
+        """Whether the file is the user's own."""
+        return not (self.is_installed or self.is_internal)
+
 
 @lru_cache(maxsize=4096)
 def code_place(stack: str) -> CodePlace:
@@ -93,7 +98,7 @@ def code_place(stack: str) -> CodePlace:
     if not frames:
         return CodePlace()
     outer = next((n for n, each in enumerate(frames) if not each.is_internal), None)
-    own = next((n for n, each in enumerate(frames) if not each.is_installed), outer)
+    own = next((n for n, each in enumerate(frames) if each.is_users), outer)
     place = frames[outer if own is None else own] if outer is not None else frames[-1]
     above = frames[:outer]  # newest first: what the user's code, or a framework, has called
     return CodePlace(f"{place.file}:{place.line}", place.name, _inside(above))
@@ -106,7 +111,9 @@ def _inside(above: Sequence[Frame]) -> str:
     public = [
         each.name
         for each in above
-        if "torch/distributed/" in each.file and each.name not in _WRAPPERS
+        if "torch/distributed/" in each.file
+        and each.name[:1] not in ("_", "<")
+        and each.name not in _WRAPPERS
     ]
     return next((name for name in public if name in SETUP), public[-1] if public else "")
 
@@ -190,7 +197,7 @@ def telling_frames(frames: Sequence[Frame], most: int) -> list[Frame]:
     """
     if len(frames) <= most:
         return list(frames)
-    own = [n for n, frame in enumerate(frames) if frame.line and not frame.is_installed]
+    own = [n for n, frame in enumerate(frames) if frame.line and frame.is_users]
     outer = [n for n, frame in enumerate(frames) if frame.line and not frame.is_internal]
     order = dict.fromkeys([0, *own, *outer, *range(len(frames))])
     return [frames[n] for n in sorted(list(order)[:most])]

@@ -364,6 +364,7 @@ class _RingWindows:
             state,
             silent_s=max(0.0, silent),
             gil_s=max(0.0, (seen - head.python_heartbeat_ns) / _S),
+            needs_gil=head.capture == "python",
             closed=head.closed_ns != 0,
             leaving=head.left_ns != 0,
             failure=head.failure,

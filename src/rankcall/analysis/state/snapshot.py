@@ -77,6 +77,7 @@ class RankState:
     aborted: bool = False  # its own watcher ended it because the job hung
     silent_s: float = 0.0  # since its last sign of life
     gil_s: float = 0.0  # since a Python thread last ran
+    needs_gil: bool = False  # only a Python thread can give a sign of life
     closed: bool = False  # it stopped recording itself, as at a normal exit
     leaving: bool = False  # its program has ended; the process may still be closing down
     expects: str = ""  # the phase that it declared to take long, while that phase lasts

@@ -71,7 +71,7 @@ class Dead(CulpritVerdict):
         """Write how the processes ended, and when."""
         first = states[0]
         endings = {_ending(state, one=len(states) == 1) for state in states}
-        text = endings.pop() if len(endings) == 1 else "ended badly"
+        text = endings.pop() if len(endings) == 1 else "ended badly,"
         gone = first.gone_s if first.gone_s is not None else first.silent_s
         return f"{text} {ago(snapshot, gone)}"
 
@@ -110,7 +110,7 @@ def _ending(state: RankState, *, one: bool) -> str:
         return "is gone" if one else "are gone"
     if state.exit < 0:
         return f"{was} killed by {_signal_name(-state.exit)}"
-    return f"exited with code {state.exit}"
+    return f"exited with code {state.exit},"
 
 
 def _signal_name(number: int) -> str:

@@ -33,7 +33,7 @@ class Exhausted(CulpritVerdict):
         first, verbs = states[0], verbs_for(snapshot, len(states))
         if first.exit == 0:
             when = ago(snapshot, first.gone_s or 0.0)
-            return f"left the loop and exited with code 0 {when}"
+            return f"left the loop and exited with code 0, {when}"
         if first.state == GONE:
             return f"left the loop and ended {ago(snapshot, first.gone_s or 0.0)}"
         return f"left the loop: {verbs.they} {verbs.be} closing down"

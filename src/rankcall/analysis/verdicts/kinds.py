@@ -124,25 +124,44 @@ class CulpritVerdict(Verdict):
             victims=victims,
             hosts=hosts_of(snapshot, ranks),
             confidence=confidence,
-            summary=self._summary(snapshot, states, longest, len(victims)),
+            summary=self._summary(snapshot, states, longest, victims),
             evidence=(*_waiting(evidence, ranks, waits), *gaps),
             advice=self.advice(snapshot, states),
             **place,
         )
 
     def _summary(
-        self, snapshot: Snapshot, states: Sequence[RankState], wait: Wait | None, victims: int
+        self,
+        snapshot: Snapshot,
+        states: Sequence[RankState],
+        wait: Wait | None,
+        victims: Sequence[int],
     ) -> str:
         name = name_ranks(snapshot, [state.rank for state in states])
         begin = f"{begin_sentence(name)} {self.matter(snapshot, states)}"
         if wait is None or not victims:
             return f"{begin}."
-        have = ("has" if victims == 1 else "have") if snapshot.live else "had"
-        them = "it" if len(states) == 1 else "them"
-        return (
-            f"{begin}. {count_of(victims, 'rank')} {have} waited {duration(wait.age_s)} for "
-            f"{them} in {name_wait(snapshot, wait)}."
-        )
+        return f"{begin}. {_held_up(snapshot, len(states), wait, victims)}"
+
+
+def _held_up(snapshot: Snapshot, culprits: int, wait: Wait, victims: Sequence[int]) -> str:
+    """Write which ranks cannot go on: only some of them may be in the call that waits longest."""
+    live = snapshot.live
+    there = len(set(wait.waiters) & set(victims))
+    elsewhere = len(victims) - there
+    have = ("has" if there == 1 else "have") if live else "had"
+    waited = (
+        f"{have} waited {duration(wait.age_s)} for {'it' if culprits == 1 else 'them'} "
+        f"in {name_wait(snapshot, wait)}"
+    )
+    if not elsewhere:
+        return f"{count_of(there, 'rank')} {waited}."
+    verb = ("is" if elsewhere == 1 else "are") if live else ("was" if elsewhere == 1 else "were")
+    others = "in another call" if elsewhere == 1 else "in other calls"
+    return (
+        f"{count_of(len(victims), 'rank')} {'cannot' if live else 'could not'} go on: "
+        f"{there:,} {waited}, and {elsewhere:,} {verb} {others}."
+    )
 
 
 def _place(snapshot: Snapshot, wait: Wait) -> dict[str, Any]:

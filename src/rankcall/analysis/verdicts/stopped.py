@@ -39,6 +39,8 @@ class Stopped(CulpritVerdict):
         first, verbs = states[0], verbs_for(snapshot, len(states))
         if first.state == STOPPED:
             return f"{verbs.be} stopped (SIGSTOP, or a debugger)"
+        if _is_mute(first) and first.needs_gil:
+            return f"{verbs.have} run no Python thread for {duration(first.mute_s)}"
         if _is_mute(first):
             return f"{verbs.have} given no sign of life for {duration(first.mute_s)}"
         return f"{verbs.have} held the GIL for {duration(first.gil_held_s)}"
@@ -57,7 +59,8 @@ class Stopped(CulpritVerdict):
             or_host = (
                 "" if any(not _is_mute(s) for s in same_host) else ", or its host stands still"
             )
-            return f"See whether it is swapped out{or_host}{on}: pid {first.pid}."
+            or_held = ", or one thread holds the GIL" if first.needs_gil else ""
+            return f"See whether it is swapped out{or_held}{or_host}{on}: pid {first.pid}."
         return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
 
 

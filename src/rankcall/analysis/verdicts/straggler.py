@@ -56,7 +56,7 @@ class Straggler(Verdict):
         since = f", since step {found.since_step:,}" if found.since_step is not None else ""
         text = (
             f"{begin_sentence(name_ranks(snapshot, found.ranks))} {verb} the others wait{since}: "
-            f"waiting for {it} costs each of them {found.cost:.0%} of its time, on average."
+            f"waiting for {it} costs each of them {100 * found.cost:.0f} % of its time, on average."
         )
         if place:
             text += (
@@ -65,12 +65,14 @@ class Straggler(Verdict):
                 f"{short_duration(late.late_s)} at the median."
             )
         evidence = [
-            f"{found.share:.0%} of all waiting in {duration(late.span_s)} on record; most of the "
-            f"waiting in {found.along:.0%} of its parts"
+            f"{100 * found.share:.0f} % of all waiting in {duration(late.span_s)} on record; most "
+            f"of the waiting in {100 * found.along:.0f} % of its parts"
         ]
         if late.table is not None:
             count = len(late.table.seq)
-            evidence.append(f"last in {late.last_in:.0%} of {count:,} collectives of that group")
+            evidence.append(
+                f"last in {100 * late.last_in:.0f} % of {count:,} collectives of that group"
+            )
         yield self.finding(
             found.ranks,
             victims=_peers(recent, found.ranks),
