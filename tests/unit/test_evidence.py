@@ -421,3 +421,27 @@ def test_python_pickles_of_every_protocol_are_read(tmp_path: Path) -> None:
         path = tmp_path / f"rank_{protocol}"
         path.write_bytes(out.getvalue())
         assert read_dump(path, []) == GOOD
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_bytes_of_a_zip_file_are_survived(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A zip file with changed bytes is read, or refused; the error names it or a file in it."""
+    folder = tmp_path_factory.mktemp("d")
+    path = folder / "dumps.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for rank in range(2):
+            content = {**GOOD, "entries": GOOD["entries"][:2]}
+            archive.writestr(f"dumps/rank_{rank}", pickle.dumps(content))
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(4, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(raw))
+    raised = None
+    try:
+        load(path)
+    except CorruptRun as error:
+        raised = error
+    assert raised is None or str(folder) in str(raised) or "rankcall-" in str(raised)

@@ -21,6 +21,7 @@ import gzip
 import os
 import re
 import shutil
+import struct
 import tarfile
 import tempfile
 import time
@@ -276,7 +277,9 @@ def _members(raw: BinaryIO) -> Iterator[Iterable[_Content]]:
     raw.seek(0)
     if magic == _ZIP_MAGIC:
         _check_zip_list(raw)
-        with zipfile.ZipFile(raw) as archive:
+        with _damage_named():
+            archive = zipfile.ZipFile(raw)
+        with archive:
             yield map(partial(_zip_member, archive), archive.infolist())
         return
     with _plain(raw) as data:
@@ -293,12 +296,26 @@ def _tar_members(tar: tarfile.TarFile) -> Iterator[_Content]:
 
 
 def _zip_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Content:
-    name = "" if member.is_dir() else member.filename
+    name = "" if member.filename.endswith("/") else member.filename
     try:
         mtime = time.mktime((*member.date_time, 0, 0, -1))  # zip files have local times
     except (ValueError, OverflowError):
         mtime = 0.0
-    return _Content(name, member.file_size, mtime, partial(archive.open, member))
+    return _Content(name, member.file_size, mtime, partial(_open_in_zip, archive, member))
+
+
+def _open_in_zip(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
+    with _damage_named():
+        return archive.open(member)
+
+
+@contextlib.contextmanager
+def _damage_named() -> Iterator[None]:
+    """Turn the errors of ``zipfile`` about impossible offsets and sizes into ``BadZipFile``."""
+    try:
+        yield
+    except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
+        raise zipfile.BadZipFile(str(error)) from error
 
 
 def _check_zip_list(raw: BinaryIO) -> None:
