@@ -112,3 +112,17 @@ def nothing_outlives_a_test() -> Iterator[None]:
     if left and session is not None:
         session.disable()
     assert not left, "outlived the test: " + "; ".join(left)
+
+
+@pytest.fixture(autouse=True)
+def figures_add_up(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check the figures of each run that real ranks record in a test."""
+    is_asked_for = "tmp_path" in request.fixturenames and request.node.get_closest_marker(
+        "multiproc"
+    )
+    folder = request.getfixturevalue("tmp_path") if is_asked_for else None
+    yield
+    if folder is not None:
+        from figures import check_all_below
+
+        check_all_below(folder)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from figures import check
 from worlds import Call, write_world
 
-from rankcall.analysis.details import Details, detail
 from rankcall.record import OPS
-from rankcall.report.formatting import headline
 from rankcall.ring.tables import Group
 from rankcall.run.load import Run, load
 from rankcall.testing.synthetic import Op, Pace, synthetic_run
@@ -81,53 +80,6 @@ def random_job(folder: Path, rng: np.random.Generator) -> Run:
         seed=int(rng.integers(1 << 30)),
     )
     return load(folder)
-
-
-def check(run: Run) -> Details:
-    """Check every identity that the figures of a run must keep."""
-    found = detail(run)
-    summary = found.summary
-    caused = sum(each.caused_wait_ms for each in summary.stragglers)
-    suffered = sum(each.suffered_wait_ms for each in summary.stragglers)
-    assert caused == pytest.approx(suffered, abs=1e-6)
-    assert caused == pytest.approx(summary.waiting_ms, abs=1e-6)
-    assert sum(each.waiting_ms for each in found.splits) == pytest.approx(caused, abs=1e-6)
-    elapsed = {each.rank: each.total_ms for each in found.splits}
-    records = run.records
-    for each in found.splits:
-        for part in (each.compute_ms, each.waiting_ms, each.transfer_ms):
-            assert -1e-9 <= part <= each.total_ms + 1e-9
-        mine = records.filter(records["rank"] == each.rank)
-        ended = mine.filter(mine["completed_ns"].is_not_null())
-        if len(ended) == len(mine):
-            span = int(ended["completed_ns"].max()) - int(ended["enqueued_ns"].min())
-            assert each.total_ms == pytest.approx(span / 1e6)
-    for each in summary.stragglers:
-        assert 0 <= each.share <= 1 + 1e-9
-        assert 0 <= each.came_last <= each.collectives
-        assert each.suffered_wait_ms <= elapsed.get(each.rank, 0.0) + 1e-6
-    assert sum(each.share for each in summary.stragglers) == pytest.approx(1 if caused else 0)
-    for row in summary.collectives:
-        assert row.waiting_share is None or 0 <= row.waiting_share <= 1
-        assert row.median_ms is None or row.median_ms <= row.total_ms + 1e-9
-        assert row.p95_ms is None or row.p95_ms <= row.total_ms + 1e-9
-        if row.op in ("send", "recv"):
-            assert row.total_ms <= max(elapsed.values()) + 1e-6
-    for site in summary.call_sites:
-        # Single durations are kept in single precision.
-        assert site.worst_ms is None or site.worst_ms <= site.total_ms * (1 + 1e-6)
-        assert site.total_ms <= max(elapsed.values(), default=0.0) + 1e-6
-        assert site.most_calls <= site.count <= site.most_calls * site.ranks
-    for share in (*(each.comm_share for each in summary.ranks), summary.comm_share):
-        assert share is None or 0 <= share <= 1
-    steps = {row.rank: row.steps for row in summary.ranks}
-    assert all(each.steps == steps[each.rank] for each in found.splits)
-    assert len(summary.steps) <= max(steps.values(), default=0)
-    if summary.late is not None:
-        assert 0 < summary.late.cost <= 1
-        assert 0 < summary.late.share <= 1 + 1e-9
-    assert "nan" not in headline(summary).text.lower()
-    return found
 
 
 def check_seed(seed: int) -> None:
