@@ -315,6 +315,7 @@ def test_splits_that_do_not_add_up(tmp_path: Path) -> None:
                 max(pair),
                 in_bytes=pair[0],
                 out_bytes=pair[1] + (extra if rank == 2 else 0),
+                shape_hash=1,
                 group=WORLD,
             )
             for rank, pair in enumerate(sizes)
@@ -323,3 +324,99 @@ def test_splits_that_do_not_add_up(tmp_path: Path) -> None:
         assert causes(diagnosis) == expected, name
     assert "send 450 bytes in all" in diagnosis.findings[0].summary
     assert "to receive 458" in diagnosis.findings[0].summary
+
+
+@pytest.mark.parametrize(("shape_hash", "expected"), [(0, [("mismatch", (1,))]), (1, [])])
+def test_an_all_to_all_of_another_size(
+    tmp_path: Path, shape_hash: int, expected: list[object]
+) -> None:
+    """Without splits all members must pass one size; with splits each may have a size of its own.
+
+    Each member sends as much as it receives, so that the sums over all members are equal.
+    """
+    sizes = [128, 192, 128, 128]
+    calls = [
+        Call(
+            rank,
+            9,
+            9 * MS,
+            10 * MS,
+            "all_to_all",
+            size,
+            in_bytes=size,
+            out_bytes=size,
+            shape_hash=shape_hash,
+            group=WORLD,
+        )
+        for rank, size in enumerate(sizes)
+    ]
+    diagnosis = diagnose_calls(tmp_path, [*TWO_OPS_ENDED, *calls], seconds=2, states={})
+    assert causes(diagnosis) == expected
+    assert all("192 bytes against 128 bytes" in each.summary for each in diagnosis.findings)
+
+
+def test_a_root_outside_the_group(tmp_path: Path) -> None:
+    """A rank that names a root outside the group fails; it is named, not the ranks that wait."""
+    failed = {"status": "failed", "op": "broadcast"}
+    calls = [
+        *TWO_OPS_ENDED,
+        *[Call(rank, 9, 9 * MS, 80 * MS, root=0, group=WORLD, **failed) for rank in (0, 1, 3)],
+        Call(2, 9, 9 * MS, 10 * MS, root=9, group=WORLD, **failed),
+    ]
+    exits = {rank: (1, 0.02 if rank == 2 else 0.1) for rank in range(4)}
+    states = dict.fromkeys(range(4), "gone")
+    diagnosis = diagnose_calls(tmp_path, calls, states=states, exits=exits)
+    assert causes(diagnosis) == [("mismatch", (2,))]
+    assert "a rank outside the group against rank 0" in diagnosis.findings[0].summary
+
+
+@pytest.mark.parametrize(("peer", "tag"), [(9, 0), (0, -1)])
+def test_a_message_that_is_refused(tmp_path: Path, peer: int, tag: int) -> None:
+    """A rank that failed by its own arguments waits for no rank: it died of its own error."""
+    calls = [
+        *TWO_OPS_ENDED,
+        *[Call(rank, 9, 9 * MS, 80 * MS, group=WORLD, status="failed") for rank in (0, 2, 3)],
+        Call(1, 1, 9 * MS, 10 * MS, "send", peer=peer, tag=tag, group=WORLD, status="failed"),
+    ]
+    exits = {rank: (1, 0.02 if rank == 1 else 0.1) for rank in range(4)}
+    states = dict.fromkeys(range(4), "gone")
+    diagnosis = diagnose_calls(tmp_path, calls, states=states, exits=exits)
+    assert causes(diagnosis) == [("dead", (1,))]
+
+
+def test_ranks_that_wait_for_a_rank_that_waits_for_any_of_them(tmp_path: Path) -> None:
+    """If all possible sources wait for the receiver, none can ever send: a deadlock of all."""
+    calls = [
+        *TWO_OPS_ENDED,
+        *unfinished(WORLD, 9, (1, 2, 3), 9 * MS, line=7),
+        Call(0, 1, 9 * MS, None, "recv", group=WORLD, api="recv"),
+    ]
+    assert causes(diagnose_calls(tmp_path, calls, states={})) == [("deadlock", (0, 1, 2, 3))]
+
+
+def test_a_rank_that_may_still_send_is_missing(tmp_path: Path) -> None:
+    """If one possible source is in user code, the receive from any source waits for that one."""
+    calls = [
+        *TWO_OPS_ENDED,
+        *unfinished(WORLD, 9, (1, 2), 9 * MS, line=7),
+        Call(0, 1, 9 * MS, None, "recv", group=WORLD, api="recv"),
+    ]
+    assert causes(diagnose_calls(tmp_path, calls, states={})) == [("missing", (3,))]
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(8192, [("mismatch", ())]), (4096, [])])
+def test_a_message_too_long_for_a_receive_from_any_source(
+    tmp_path: Path, sent: int, expected: list[object]
+) -> None:
+    """The only message on its way to a failed receive from any source is compared with it."""
+    calls = [
+        *TWO_OPS_ENDED,
+        Call(0, 1, 9 * MS, 20 * MS, "recv", 4096, group=WORLD, api="recv", status="failed"),
+        Call(2, 1, 9 * MS, 20 * MS, "send", sent, peer=0, group=WORLD, api="send", status="failed"),
+    ]
+    found = diagnose_calls(tmp_path, calls, states={}).findings
+    mismatches = [each for each in found if each.kind == "mismatch"]
+    assert [(each.kind, each.ranks) for each in mismatches] == expected
+    assert all(
+        "Rank 2 sends 8,192 bytes and rank 0 receives 4,096" in e.summary for e in mismatches
+    )

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import tarfile
 import zipfile
 from pathlib import Path
@@ -159,6 +160,58 @@ def test_archives_of_dumps(tmp_path: Path) -> None:
         tar.add(folder, "node/dumps")
     run = load(tmp_path / "dumps.tar.gz")
     assert causes(diagnose(run)) == {("missing", (3,))}
+
+
+def _zipped(folder: Path, target: Path) -> Path:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.iterdir()):
+            archive.write(path, f"node/dumps/{path.name}")
+    return target
+
+
+def test_zip_files_of_dumps(tmp_path: Path) -> None:
+    """A zip file is read like the directory in it, whatever its name."""
+    folder = write_dumps(tmp_path / "d", simulate(8, 60, [Fault("missing", 3, 42)]))
+    run = load(_zipped(folder, tmp_path / "dumps"))
+    assert causes(diagnose(run)) == {("missing", (3,))}
+    assert len(run.heads) == 8
+
+
+@pytest.mark.parametrize("keep", [4, 100, 2000, -30, -10])
+def test_a_zip_file_that_is_cut_off(tmp_path: Path, keep: int) -> None:
+    """A damaged zip file is refused with an error that names it."""
+    folder = write_dumps(tmp_path / "d", simulate(8, 20, []))
+    path = _zipped(folder, tmp_path / "dumps.zip")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CorruptRun, match=re.escape(str(path))):
+        load(path)
+
+
+def test_a_zip_file_with_a_long_list(tmp_path: Path) -> None:
+    """A list of members that would fill the memory is refused before it is read."""
+    folder = write_dumps(tmp_path / "d", simulate(8, 20, []))
+    path = _zipped(folder, tmp_path / "dumps.zip")
+    raw = bytearray(path.read_bytes())
+    at = raw.rindex(b"PK\x05\x06")
+    for changed, words in (
+        (raw[: at + 12] + b"\xff\xff\xff\x7f" + raw[at + 16 :], "list of members"),
+        (raw[:at] + b"PK\x06\x07" + bytes(16) + raw[at:], "make a tar file"),
+    ):
+        path.write_bytes(bytes(changed))
+        with pytest.raises(CorruptRun, match=words):
+            load(path)
+
+
+def test_an_encrypted_zip_file(tmp_path: Path) -> None:
+    """An encrypted member is refused."""
+    folder = write_dumps(tmp_path / "d", simulate(8, 20, []))
+    path = _zipped(folder, tmp_path / "dumps.zip")
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"PK\x03\x04") + 6] |= 1
+    raw[raw.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(bytes(raw))
+    with pytest.raises(CorruptRun, match="encrypted"):
+        load(path)
 
 
 def test_records_of_dumps_are_those_of_the_job(tmp_path: Path) -> None:
@@ -368,3 +421,27 @@ def test_python_pickles_of_every_protocol_are_read(tmp_path: Path) -> None:
         path = tmp_path / f"rank_{protocol}"
         path.write_bytes(out.getvalue())
         assert read_dump(path, []) == GOOD
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_bytes_of_a_zip_file_are_survived(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A zip file with changed bytes is read, or refused; the error names it or a file in it."""
+    folder = tmp_path_factory.mktemp("d")
+    path = folder / "dumps.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for rank in range(2):
+            content = {**GOOD, "entries": GOOD["entries"][:2]}
+            archive.writestr(f"dumps/rank_{rank}", pickle.dumps(content))
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(4, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(raw))
+    raised = None
+    try:
+        load(path)
+    except CorruptRun as error:
+        raised = error
+    assert raised is None or str(folder) in str(raised) or "rankcall-" in str(raised)

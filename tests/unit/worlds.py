@@ -47,6 +47,7 @@ class Call:
     life: int = 0
     dtype: str = "float32"
     reduce_op: str = "none"
+    shape_hash: int = 0  # of an all_to_all: not 0 if it has split sizes
     api: str = ""
 
 
@@ -122,6 +123,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "device_ms": np.nan,
         "dtype": DTYPES.index(call.dtype),
         "reduce_op": REDUCE_OPS.index(call.reduce_op),
+        "shape_hash": call.shape_hash,
     }
     for name, value in values.items():
         row[name] = value

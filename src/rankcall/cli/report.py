@@ -11,6 +11,7 @@ import typer
 from rankcall.analysis.diagnosis import diagnose, judge
 from rankcall.analysis.state.run_snapshot import SnapshotBuilder
 from rankcall.analysis.timing.summary import Summary, summarise
+from rankcall.analysis.verdicts import find
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli._console import bar, console_for_result, open_run, output, report_problems
 from rankcall.errors import RankcallError
@@ -44,36 +45,34 @@ def command(
         report_problems(_write_page(run, html))
         return
     opened = open_run(run)
+    summary, findings = _read(opened)
     if json:
-        with bar("reading records") as progress:
-            summary = summarise(opened, progress)
-        sys.stdout.write(json_report.render(summary))
+        sys.stdout.write(json_report.render(summary, findings))
     else:
-        summary, stopped = _read(opened)
-        _print(summary, stopped)
+        _print(summary, findings)
     sys.stdout.flush()
     report_problems(summary.problems)
 
 
-def _read(run: Run) -> tuple[Summary, Finding | None]:
-    """Return the summary of a run, and the finding that explains why the run stopped, if it did.
+def _read(run: Run) -> tuple[Summary, list[Finding]]:
+    """Return the summary of a run, and the findings that explain why it stopped, if it did.
 
-    The finding comes from the same reading of the rings. If all processes have closed their rings,
-    the run most likely ended normally; its rings are read again only if a collective did not end.
+    If all processes have closed their rings and all collectives have ended, the run most likely
+    ended normally. The findings are then those that made its results wrong. They come from the same
+    reading of the rings.
     """
-    if all(head.header.closed_ns for head in run.heads):
-        with bar("reading records") as progress:
-            summary = summarise(run, progress)
-        if not any(row.unfinished for row in summary.collectives):
-            return summary, None
+    builder = SnapshotBuilder(run)
+    with bar("reading records") as progress:
+        summary = summarise(run, progress, builder.add)
+    closed = all(head.header.closed_ns for head in run.heads)
+    if closed and any(row.unfinished for row in summary.collectives):
         with bar("diagnosing") as progress:
-            findings = diagnose(run, progress=progress).findings
+            found = diagnose(run, progress=progress).findings
+    elif closed:
+        found = find(builder.finish())
     else:
-        builder = SnapshotBuilder(run)
-        with bar("reading records") as progress:
-            summary = summarise(run, progress, builder.add)
-        findings = judge(run, builder.finish()).findings
-    return summary, findings[0] if findings and findings[0].stops else None
+        found = judge(run, builder.finish()).findings
+    return summary, [each for each in found if each.stops]
 
 
 def _write_page(path: Path | None, target: Path) -> list[str]:
@@ -93,9 +92,9 @@ def _write_page(path: Path | None, target: Path) -> list[str]:
     return details.summary.problems
 
 
-def _print(summary: Summary, stopped: Finding | None) -> None:
+def _print(summary: Summary, findings: list[Finding]) -> None:
     console = console_for_result()
     if console.is_terminal:
-        terminal.show(summary, console, stopped)
+        terminal.show(summary, console, findings)
     else:
-        sys.stdout.write(terminal.render(summary, console.width, stopped))
+        sys.stdout.write(terminal.render(summary, console.width, findings))

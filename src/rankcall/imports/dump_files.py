@@ -6,8 +6,6 @@ that it can create, and a pickle can create nothing but numbers, texts, lists, t
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import io
 import json
 import os
@@ -174,8 +172,7 @@ def read_dump(path: Path, problems: list[str]) -> dict[str, Any]:
     if size > _MOST_BYTES:
         raise CorruptRun(f"{path}: {size:,} bytes, more than any dump of Flight Recorder")
     raw = path.read_bytes()
-    with _without_gc():
-        content = _unpickle(path, raw) if raw[:1] == b"\x80" else _from_json(path, raw)
+    content = _unpickle(path, raw) if raw[:1] == b"\x80" else _from_json(path, raw)
     if not isinstance(content, dict) or not isinstance(content.get("entries"), (list, tuple)):
         raise CorruptRun(f"{path}: not a dump of Flight Recorder: it has no list of entries")
     entries = content["entries"]
@@ -183,18 +180,6 @@ def read_dump(path: Path, problems: list[str]) -> dict[str, Any]:
         raise CorruptRun(f"{path}: not a dump of Flight Recorder: damaged entries")
     _check_version(path, content.get("version"), problems)
     return content
-
-
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Switch the garbage collector off: it would visit all new objects again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _check_version(path: Path, version: Any, problems: list[str]) -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import marshal
 import math
 import re
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,11 +32,14 @@ from rankcall.record import (
     OPS,
     RECORD,
     STATUSES,
+    take_rows,
 )
 from rankcall.ring.tables import CallSite
 
 Records = npt.NDArray[Any]
 GroupKey = tuple[str, str, str]  # name, description, backend
+Entry = tuple[Any, Any, Any, Any, Any]  # name, input sizes, output sizes, input and output dtypes
+T = TypeVar("T")
 
 _LARGEST = 1 << 62
 _MOST_SIZES_BYTES, _MOST_KEY_BYTES = 1 << 26, 1 << 16  # of the sizes of all entries; of one
@@ -70,6 +75,11 @@ _DTYPES = {
 # Our names, with torch's and the bytes of an element.
 TORCH_DTYPES = {ours: (torchs, width) for torchs, (ours, width) in _DTYPES.items()}
 _SHAPE = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+_FIELDS = (
+    *("profiling_name", *_SHAPE, "process_group", "pg_id", "frames", "is_p2p", "state", "retired"),
+    *("collective_seq_id", "p2p_seq_id", "record_id", "timeout_ms"),
+    *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
+)
 _ON_CPU = ("gloo", "mpi", "ucc", "fake")
 _MESSAGE = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})")
 # Frames of libraries that stand between the user's line and the op.
@@ -97,29 +107,44 @@ class DumpRecords:
     timeout_ns: int  # the longest timeout of its entries
 
 
-@dataclass
-class _Shapes:
-    """One record for each different (op, sizes, dtypes), without times and state."""
+def _shapes(entries: Sequence[Entry]) -> tuple[Records, npt.NDArray[np.intp]]:
+    """Return a record for each different (op, sizes, dtypes), and which of them each entry has.
 
-    known: dict[bytes, int] = field(default_factory=dict)
-    rows: list[Records] = field(default_factory=list)
-    bytes_left: int = _MOST_SIZES_BYTES
+    The records are without times and states.
 
-    def index(self, shape: tuple[Any, ...]) -> int:
-        """Return the index of (name, input sizes, output sizes, input dtypes, output dtypes)."""
+    Args:
+        entries: For each entry: the name, the input and output sizes, the input and output dtypes.
+    """
+    keys: list[bytes] = []
+    bytes_left = _MOST_SIZES_BYTES
+    written = map(marshal.dumps, entries)  # equal bytes stand for equal values, and make fast keys
+    while len(keys) < len(entries):
         try:
-            # Equal bytes stand for equal values, and make a fast key.
-            key = marshal.dumps(shape) if self.bytes_left > 0 else b""
+            for key in written:
+                keys.append(key)
+                bytes_left -= len(key)
+                if bytes_left < 0:
+                    # A small file can refer to one large list from many entries.
+                    keys += [b""] * (len(entries) - len(keys))
+                    break
         except ValueError:
-            key = b""  # nested too deeply
-        # A small file can refer to one large list from many entries.
-        self.bytes_left -= len(key)
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = len(self.rows)
-            sound = key and len(key) < _MOST_KEY_BYTES and _are_tensors(*shape[1:])
-            self.rows.append(_shape(*shape) if sound else _shape(shape[0], (), (), (), ()))
-        return found
+            keys.append(b"")  # nested too deeply
+    first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+    rows = [
+        _shape(*entries[at]) if _is_sound(key, entries[at]) else _unknown_shape(entries[at][0])
+        for key, at in first.items()
+    ]
+    numbers = {key: number for number, key in enumerate(first)}
+    which = np.fromiter(map(numbers.__getitem__, keys), np.intp, len(keys))
+    return np.concatenate([np.zeros(0, RECORD), *rows]), which
+
+
+def _is_sound(key: bytes, entry: Entry) -> bool:
+    return 0 < len(key) < _MOST_KEY_BYTES and _are_tensors(*entry[1:])
+
+
+def _unknown_shape(name: Any) -> Records:
+    return _shape(name, (), (), (), ())
 
 
 def _are_tensors(inputs: Any, outputs: Any, in_dtypes: Any, out_dtypes: Any) -> bool:
@@ -150,6 +175,8 @@ def _shape(name: Any, inputs: Any, outputs: Any, in_dtypes: Any, out_dtypes: Any
     record["ndim"] = min(len(first), MAX_DIMS)
     record["shape"][: record["ndim"]] = [_int(each) for each in first[:MAX_DIMS]]
     record["tensors"] = min(len(inputs), 65535)
+    if op == "all_to_all":  # a dump does not tell whether it has splits
+        record["shape_hash"] = zlib.crc32(repr((inputs, outputs)).encode()) or 1
     record["device_type"] = DEVICE_TYPES.index("cpu" if backend in _ON_CPU else "cuda")
     record["device_index"], record["device_ms"], record["async_op"] = -1, np.nan, 2
     # A device's times are those at which the host noticed them. A CPU's are not in a dump at all.
@@ -187,49 +214,51 @@ def _bytes(sizes: Sequence[Sequence[Any]], dtypes: Sequence[Any]) -> int:
 
 def records_of(entries: Sequence[Mapping[str, Any]]) -> DumpRecords:
     """Return the records of a dump's entries."""
-    shapes, sites, groups = _Shapes(), _Sites(), _Groups()
-    names = [*map(_text, _values(entries, "profiling_name"))]
-    columns = [[v or () for v in _values(entries, name)] for name in _SHAPE]
-    which = np.array([*map(shapes.index, zip(names, *columns, strict=True))], np.intp)
-    table = np.concatenate(shapes.rows) if shapes.rows else np.zeros(0, RECORD)
-    records: Records = table[which]
-    records["group"] = [groups.index(e, n) for e, n in zip(entries, names, strict=True)]
-    records["call_site"] = [*map(sites.index, _values(entries, "frames"))]
-    is_p2p = np.array([value is True for value in _values(entries, "is_p2p")], bool)
+    columns = _columns(entries)
+    sites, groups = _Sites(), _Groups()
+    names = _each(_text, columns["profiling_name"])
+    sizes = [[value or () for value in columns[name]] for name in _SHAPE]
+    table, which = _shapes(list(zip(names, *sizes, strict=True)))
+    records = take_rows(table, which)
+    records["group"] = groups.indexes(columns["process_group"], columns["pg_id"], names)
+    records["call_site"] = [*map(sites.index, columns["frames"])]
+    is_p2p = np.array([value is True for value in columns["is_p2p"]], bool)
     records["kind"][is_p2p] = _P2P
-    collective = _column(entries, "collective_seq_id")
+    collective = _numbers(columns["collective_seq_id"])
     if not collective.any():
-        collective = _column(entries, "seq_id")  # the name in the oldest dumps
-    messages = _column(entries, "p2p_seq_id")
+        # The name in the oldest dumps.
+        collective = _numbers([entry.get("seq_id") for entry in entries])
+    messages = _numbers(columns["p2p_seq_id"])
     records["seq"] = np.where(records["kind"] == _P2P, messages, collective)
     records["tag"] = 0
-    created = _column(entries, "time_created_ns")
+    created = _numbers(columns["time_created_ns"])
     records["enqueued_ns"] = created
-    records["started_ns"] = _column(entries, "time_discovered_started_ns")
-    completed = _column(entries, "time_discovered_completed_ns")
+    records["started_ns"] = _numbers(columns["time_discovered_started_ns"])
+    completed = _numbers(columns["time_discovered_completed_ns"])
     records["completed_ns"] = completed
-    records["device_ms"] = [*map(_duration, _values(entries, "duration_ms"))]
-    status = np.array([*map(_state, _values(entries, "state"))], np.uint8)
+    durations = [entry.get("duration_ms") for entry in entries]  # few entries have one
+    records["device_ms"] = _each(_duration, durations)
+    status = np.array(_each(_state, columns["state"]), np.uint8)
     status[completed > 0] = _COMPLETED
-    retired = np.array([value is True for value in _values(entries, "retired")], bool)
+    retired = np.array([value is True for value in columns["retired"]], bool)
     on_cpu = records["device_type"] == DEVICE_TYPES.index("cpu")
     ended = retired & on_cpu & (status == _ENQUEUED)
     status[ended] = _COMPLETED
     records["status"] = status
     records["completed_ns"][on_cpu] = 0
-    numbers = _column(entries, "record_id")
+    numbers = _numbers(columns["record_id"])
     lost = int(numbers[0]) if len(numbers) else 0
     merged, kept = _without_batches(records, names)
     times = [int(each.max()) for each in (created, completed) if len(each)]
     return DumpRecords(
-        merged[kept],
+        take_rows(merged, kept),
         groups.keys,
         sites.sites,
         ended[kept],
         min(lost, _LARGEST >> 4),
         max(times, default=0),
         on_cpu[kept],
-        int(_column(entries, "timeout_ms").clip(0, 10**9).max(initial=0)) * 1_000_000,
+        int(_numbers(columns["timeout_ms"]).clip(0, 10**9).max(initial=0)) * 1_000_000,
     )
 
 
@@ -268,27 +297,26 @@ def _without_batches(
 class _Groups:
     keys: list[GroupKey] = field(default_factory=list)
     _known: dict[GroupKey, int] = field(default_factory=dict)
-    _raw: dict[tuple[Any, str], int] = field(default_factory=dict)  # as the entries have them
 
-    def index(self, entry: Mapping[str, Any], name: str) -> int:
-        """Return the index of an entry's group."""
-        group = entry.get("process_group")
-        raw = (group, name) if type(group) is tuple else None
-        try:
-            if raw is not None and raw in self._raw:
-                return self._raw[raw]
-        except TypeError:
-            raw = None  # the names are not texts
+    def indexes(self, groups: Sequence[Any], ids: Sequence[Any], names: Sequence[str]) -> list[int]:
+        """Return the index of each entry's group."""
+        if set(map(type, groups)) <= {tuple}:
+            pairs = list(zip(groups, names, strict=True))
+            try:
+                found = {pair: self._index(pair[0], "", pair[1]) for pair in dict.fromkeys(pairs)}
+                return [*map(found.__getitem__, pairs)]
+            except TypeError:
+                pass  # the names are not texts
+        return [*map(self._index, groups, ids, names)]
+
+    def _index(self, group: Any, number: Any, name: str) -> int:
         both = group if isinstance(group, (tuple, list)) and len(group) == 2 else None
-        named = both or (group if isinstance(group, str) else entry.get("pg_id", ""), "")
+        named = both or (group if isinstance(group, str) else number, "")
         key = _text(named[0]), _text(named[1]), name.partition(":")[0]
-        number = self._known.get(key)
-        if number is None:
-            number = self._known[key] = len(self.keys)
+        found = self._known.setdefault(key, len(self.keys))
+        if found == len(self.keys):
             self.keys.append(key)
-        if raw is not None:
-            self._raw[raw] = number
-        return number
+        return found
 
 
 @dataclass
@@ -296,6 +324,7 @@ class _Sites:
     """Call sites; index 0 stands for one that is not known."""
 
     sites: list[CallSite] = field(default_factory=lambda: [CallSite("", 0, "", "")])
+    _of_list: dict[int, int] = field(default_factory=dict)
     _known: dict[tuple[int, ...], int] = field(default_factory=dict)
     _numbers: dict[CallSite, int] = field(default_factory=dict)
 
@@ -303,7 +332,13 @@ class _Sites:
         """Return the index of the nearest frame outside torch."""
         if not isinstance(frames, (list, tuple)) or not frames:
             return 0
-        # Stacks of one line share their frames, which live as long as the entries do.
+        # Stacks of one line are one list, or share their frames. All live as long as the entries.
+        number = self._of_list.get(id(frames))
+        if number is None:
+            number = self._of_list[id(frames)] = self._of_frames(frames)
+        return number
+
+    def _of_frames(self, frames: Sequence[Any]) -> int:
         key = tuple(map(id, frames[:_MOST_FRAMES]))
         number = self._known.get(key)
         if number is None:
@@ -330,26 +365,37 @@ def _site(frames: Sequence[Any]) -> CallSite | None:
     return None
 
 
-def _values(entries: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """Return the values of a field; None where it is absent."""
+def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
+    """Return the values of each of ``_FIELDS``; None where a field is absent."""
     try:
-        return list(map(itemgetter(name), entries))
+        rows = [*map(itemgetter(*_FIELDS), entries)]
     except KeyError:
-        return [entry.get(name) for entry in entries]
+        return {name: [entry.get(name) for entry in entries] for name in _FIELDS}
+    columns: Iterable[Sequence[Any]] = zip(*rows, strict=True) if rows else repeat(())
+    return dict(zip(_FIELDS, columns, strict=False))
 
 
-def _column(entries: Sequence[Mapping[str, Any]], name: str) -> npt.NDArray[np.int64]:
-    """Return the values of a field; 0 if a value is absent or no sound number."""
-    values = _values(entries, name)
-    types = set(map(type, values))
-    if types <= {type(None)}:
-        return np.zeros(len(values), np.int64)
+def _each(function: Callable[[Any], T], values: Sequence[Any]) -> list[T]:
+    """Apply a function to all values, once to those that are equal."""
     try:
-        if types == {int}:
-            return np.array(values, np.int64).clip(0, _LARGEST)
+        found = {value: function(value) for value in set(values)}
+    except TypeError:
+        return [*map(function, values)]  # one of them is a list, or a dict
+    return [*map(found.__getitem__, values)]
+
+
+def _numbers(values: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Return the values of a field; 0 if a value is absent or no sound number."""
+    types = set(map(type, values))
+    try:
+        if types <= {int}:
+            return np.fromiter(values, np.int64, len(values)).clip(0, _LARGEST)
+        if types <= {int, type(None)}:
+            known = [value or 0 for value in values]
+            return np.fromiter(known, np.int64, len(known)).clip(0, _LARGEST)
     except OverflowError:
         pass
-    return np.array([0 if value is None else _int(value) for value in values], np.int64)
+    return np.array([_int(value) for value in values], np.int64)
 
 
 def _int(value: Any) -> int:

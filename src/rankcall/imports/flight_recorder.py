@@ -6,6 +6,8 @@ lists, which messages belong together, and which of Gloo's retired calls cannot 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +77,9 @@ def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[Rin
     Raises:
         CorruptRun: There is no dump that can be read.
     """
-    ranks = _of_one_job(_read(sources, problems), problems)
+    with _without_gc():
+        every = _read(sources, problems)
+    ranks = _of_one_job(every, problems)
     world_size = _world_size(ranks, problems)
     _find_groups(ranks, world_size, problems)
     _number_messages(ranks)
@@ -90,29 +94,51 @@ def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[Rin
 def _read(sources: Sequence[Path], problems: list[str]) -> list[_Rank]:
     ranks, count = [], 0
     for dump in read_dumps(sources, problems):
-        try:
-            rank = _rank_of(dump)
-        except (ValueError, TypeError, OverflowError, MemoryError) as error:
-            problems.append(f"{dump.path}: damaged: {clean(str(error)[:200])}")
-            continue
-        outside = [name for name, members in rank.listed.items() if rank.rank not in members]
-        if outside:
-            problems.append(
-                f"{dump.path}: its name says rank {rank.rank}, but its group {clean(outside[0])} "
-                f"has ranks {format_ranks(rank.listed[outside[0]])[:80]}: it is left out"
-            )
+        rank = _rank_of(dump, problems)
+        if rank is None:
             continue
         count += len(rank.content.records)
         if count > _MOST_RECORDS:
             raise CorruptRun(f"{dump.path}: more than {_MOST_RECORDS:,} entries in all dumps")
         ranks.append(rank)
+        # Its objects go before the next dump creates as many: that one then gets their memory.
+        del dump
     if not ranks:
         why = problems[0] if problems else f"{sources[0]}: there is no dump of Flight Recorder"
         raise CorruptRun(why)
     return ranks
 
 
-def _rank_of(dump: Dump) -> _Rank:
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Switch the garbage collector off: it would visit all new objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _rank_of(dump: Dump, problems: list[str]) -> _Rank | None:
+    """Return the rank that wrote a dump; None if the dump is left out."""
+    try:
+        rank = _parsed(dump)
+    except (ValueError, TypeError, OverflowError, MemoryError) as error:
+        problems.append(f"{dump.path}: damaged: {clean(str(error)[:200])}")
+        return None
+    outside = [name for name, members in rank.listed.items() if rank.rank not in members]
+    if outside:
+        problems.append(
+            f"{dump.path}: its name says rank {rank.rank}, but its group {clean(outside[0])} "
+            f"has ranks {format_ranks(rank.listed[outside[0]])[:80]}: it is left out"
+        )
+        return None
+    return rank
+
+
+def _parsed(dump: Dump) -> _Rank:
     config = dump.content.get("pg_config")
     listed, descriptions = {}, {}
     for name, about in (config if isinstance(config, dict) else {}).items():

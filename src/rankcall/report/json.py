@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,12 +37,12 @@ _FINDING = (
 Object = dict[str, Any]
 
 
-def render(summary: Summary) -> str:
+def render(summary: Summary, findings: Sequence[Finding] = ()) -> str:
     """Return the report as one JSON object, a line for each entry of its lists."""
-    return json.dumps(as_object(summary), indent=1, allow_nan=False) + "\n"
+    return json.dumps(as_object(summary, findings), indent=1, allow_nan=False) + "\n"
 
 
-def as_object(summary: Summary) -> Object:
+def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
     """Return the report as plain dicts and lists; times in ms, no NaN."""
     found: Object = {
         "schema": SCHEMA,
@@ -56,6 +56,7 @@ def as_object(summary: Summary) -> Object:
         "call_sites": _call_sites(summary),
         "comm_share": _comm_share(summary),
         "joins": [asdict(join) for join in summary.joins],
+        "findings": [_finding(each) for each in findings],
         "dropped": summary.dropped,
         "problems": summary.problems,
     }

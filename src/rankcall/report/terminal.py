@@ -43,24 +43,29 @@ _MORE = "Where each rank stands: rankcall diagnose."
 _LABEL = 9
 
 
-def render(summary: Summary, width: int = 80, stopped: Finding | None = None) -> str:
+def render(summary: Summary, width: int = 80, findings: Sequence[Finding] = ()) -> str:
     """Return the report as plain text, no line of it wider than ``width``."""
     out = StringIO()
-    show(summary, Console(file=out, width=width, color_system=None, highlight=False), stopped)
+    show(summary, Console(file=out, width=width, color_system=None, highlight=False), findings)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def show(summary: Summary, console: Console, stopped: Finding | None = None) -> None:
+def show(summary: Summary, console: Console, findings: Sequence[Finding] = ()) -> None:
     """Print the report; ``console`` decides on width and colour.
 
-    ``stopped`` is the finding that keeps the run from going on; it is printed first.
+    ``findings`` say why the run stopped, or why its results are wrong. The first is printed first.
     """
     first = headline(summary)
-    if stopped is not None:
-        console.print(Text(wrapped(clean(stopped.summary), console.width), "bold red"))
-        console.print(Text(wrapped(clean(f"{stopped.advice} {_MORE}".strip()), console.width)))
+    if findings:
+        likeliest = findings[0]
+        console.print(Text(wrapped(clean(likeliest.summary), console.width), "bold red"))
+        console.print(Text(wrapped(clean(f"{likeliest.advice} {_MORE}".strip()), console.width)))
+        if len(findings) > 1:
+            console.print(Text(f"There {_are(len(findings) - 1)} beside it.", "dim"))
         console.print()
-        console.print(Text("Until then", "bold"))
+        ended = all(row.closed for row in summary.ranks)
+        if not ended or any(row.unfinished for row in summary.collectives):
+            console.print(Text("Until then", "bold"))
     text = wrapped(first.text, console.width)
     console.print(Text(text, "bold red" if first.alarm else "bold green"))
     if first.detail:
@@ -69,6 +74,10 @@ def show(summary: Summary, console: Console, stopped: Finding | None = None) -> 
         console.print()
         console.print(Text(title, "bold"))
         console.print(Padding(body, (0, 0, 0, _INDENT)))
+
+
+def _are(count: int) -> str:
+    return "is 1 more finding" if count == 1 else f"are {count:,} more findings"
 
 
 def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[str, RenderableType]]:

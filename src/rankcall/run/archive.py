@@ -8,6 +8,8 @@ It is a tar file, compressed as its name says (``.tar.zst``, ``.tar.gz``, ``.tgz
     <run>/states/<host>.<boot>.json    what living processes were doing when it was collected
     <run>/hangs/*/...                  the watcher's verdicts, with stacks
 
+A zip file of the same files can be read, too, or one of other tools' dumps.
+
 Any user may have made the archive. So nothing in it is executed, only names that a run can have are
 extracted, and reading it is limited in memory, in members, and in bytes on disk.
 """
@@ -19,11 +21,15 @@ import gzip
 import os
 import re
 import shutil
+import struct
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from rankcall.errors import CorruptRun
 from rankcall.files import UnsafeFolder, create_file, open_file, replacing
@@ -39,11 +45,13 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(
     rf"{re.escape(_META)}|(?:{'|'.join(FOLDERS)})/{_PART}|{HANGS}/{_PART}(?:/{_PART}){{0,2}}"
 )
-_ZSTD_MAGIC, _GZIP_MAGIC = b"\x28\xb5\x2f\xfd", b"\x1f\x8b"
+_ZSTD_MAGIC, _GZIP_MAGIC, _ZIP_MAGIC = b"\x28\xb5\x2f\xfd", b"\x1f\x8b", b"PK\x03\x04"
 _MOST_MEMBERS = 1 << 21
 _MOST_BYTES = 1 << 33  # of one member: twice the largest ring
 _MOST_TOTAL = 1 << 37  # of all members; the free space of the temporary folder is another limit
 _MOST_OF_FREE = 0.8
+_MOST_ZIP_LIST = 1 << 28  # bytes of the list of members, which ``zipfile`` reads into memory
+_ZIP_TAIL = 22 + (1 << 16)  # bytes that hold the end of a zip file's list
 _MOST_NAME = 200  # characters of the name of a foreign file; its end tells the rank
 _MOST_HEADER = 1 << 16  # of a member's extended header; our archives only have names there
 _MOST_WINDOW = 1 << 25  # bytes that zstd may keep in memory; level 19 needs 8 MiB
@@ -107,7 +115,7 @@ def is_archive(path: Path) -> bool:
         return True
     try:
         with path.open("rb") as file:
-            return file.read(4).startswith((_ZSTD_MAGIC, _GZIP_MAGIC))
+            return file.read(4).startswith((_ZSTD_MAGIC, _GZIP_MAGIC, _ZIP_MAGIC))
     except OSError:
         return False
 
@@ -225,27 +233,102 @@ def unpack(archive: Path, *, dumps: bool = False) -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
-        with archive.open("rb") as raw, _plain(raw) as data:
-            limited = cast(Any, _Limited(data, raw))
-            with tarfile.open(fileobj=limited, mode="r|", tarinfo=_Member) as tar:
-                found = _extract_all(tar, folder, _flat_name if dumps else _name_in_run)
+        with archive.open("rb") as raw, _members(raw) as members:
+            found = _extract_all(members, folder, _flat_name if dumps else _name_in_run)
         if not found:
             raise CorruptRun(f"{archive}: this archive holds no run")
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, _Refused):
             raise CorruptRun(f"{archive}: not an archive of a run: it holds {error}") from error
-        damaged = isinstance(error, (tarfile.TarError, EOFError, gzip.BadGzipFile, RecursionError))
+        damaged = isinstance(error, _DAMAGES)
         if damaged or _is_zstd(error):
             raise CorruptRun(f"{archive}: not an archive of a run, or damaged: {error}") from error
         raise
     return folder
 
 
+# RuntimeError: a zip file is encrypted; NotImplementedError: it is compressed in a way that
+# ``zipfile`` does not know.
+_DAMAGES = (
+    *(tarfile.TarError, EOFError, gzip.BadGzipFile, RecursionError, zipfile.BadZipFile),
+    *(RuntimeError, NotImplementedError),
+)
+
+
 def _is_zstd(error: BaseException) -> bool:
     return (
         type(error).__module__.partition(".")[0] == "zstandard" or "zlib" in type(error).__module__
     )
+
+
+class _Content(NamedTuple):
+    """A member of an archive. ``name`` is empty if it is no regular file."""
+
+    name: str
+    size: int
+    mtime: float
+    open: Callable[[], IO[bytes] | None]
+
+
+@contextlib.contextmanager
+def _members(raw: BinaryIO) -> Iterator[Iterable[_Content]]:
+    magic = raw.read(4)
+    raw.seek(0)
+    if magic == _ZIP_MAGIC:
+        _check_zip_list(raw)
+        with _damage_named():
+            archive = zipfile.ZipFile(raw)
+        with archive:
+            yield map(partial(_zip_member, archive), archive.infolist())
+        return
+    with _plain(raw) as data:
+        limited = cast(Any, _Limited(data, raw))
+        with tarfile.open(fileobj=limited, mode="r|", tarinfo=_Member) as tar:
+            yield _tar_members(tar)
+
+
+def _tar_members(tar: tarfile.TarFile) -> Iterator[_Content]:
+    while (member := tar.next()) is not None:
+        cast(Any, tar).members = []  # a stream needs no list, and it would grow with the archive
+        name = member.name if member.isreg() else ""
+        yield _Content(name, member.size, member.mtime, partial(tar.extractfile, member))
+
+
+def _zip_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Content:
+    name = "" if member.filename.endswith("/") else member.filename
+    try:
+        mtime = time.mktime((*member.date_time, 0, 0, -1))  # zip files have local times
+    except (ValueError, OverflowError):
+        mtime = 0.0
+    return _Content(name, member.file_size, mtime, partial(_open_in_zip, archive, member))
+
+
+def _open_in_zip(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
+    with _damage_named():
+        return archive.open(member)
+
+
+@contextlib.contextmanager
+def _damage_named() -> Iterator[None]:
+    """Turn the errors of ``zipfile`` about impossible offsets and sizes into ``BadZipFile``."""
+    try:
+        yield
+    except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
+        raise zipfile.BadZipFile(str(error)) from error
+
+
+def _check_zip_list(raw: BinaryIO) -> None:
+    """Refuse a zip file whose list of members is too large to be read into memory."""
+    size = raw.seek(0, os.SEEK_END)
+    raw.seek(max(0, size - _ZIP_TAIL))
+    tail = raw.read()
+    raw.seek(0)
+    if b"PK\x06\x07" in tail:
+        raise _Refused("more than 65,535 files, or 4 GiB, as a zip file: make a tar file of them")
+    for found in re.finditer(rb"PK\x05\x06.{8}(.{4})", tail, re.DOTALL):
+        if int.from_bytes(found[1], "little") > _MOST_ZIP_LIST:
+            raise _Refused("a list of members that is too long")
 
 
 @contextlib.contextmanager
@@ -279,33 +362,29 @@ def _flat_name(member: str) -> str:
     return name[-_MOST_NAME:].lstrip(".")
 
 
-def _extract_all(tar: tarfile.TarFile, folder: Path, naming: Naming) -> int:
+def _extract_all(members: Iterable[_Content], folder: Path, naming: Naming) -> int:
     """Extract the members that have a name, and return the number of rings or dumps."""
     room = shutil.disk_usage(folder).free * _MOST_OF_FREE
-    rings, members = 0, 0
-    while (member := tar.next()) is not None:
-        cast(Any, tar).members = []  # a stream needs no list, and it would grow with the archive
-        members += 1
+    rings = 0
+    for count, member in enumerate(members, 1):
         room -= member.size
-        if members > _MOST_MEMBERS:
+        if count > _MOST_MEMBERS:
             raise _Refused(f"more than {_MOST_MEMBERS:,} members")
         if member.size > _MOST_BYTES:
             raise _Refused(f"a member of {member.size:,} bytes")
         if room < 0:
             raise _Refused(f"more than {folder.parent} has room for")
-        rings += _extract(tar, member, folder, naming)
+        rings += _extract(member, folder, naming)
     return rings
 
 
-def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, naming: Naming) -> bool:
+def _extract(member: _Content, folder: Path, naming: Naming) -> bool:
     """Extract a member if it gets a name; return whether it is a ring or a dump."""
     inside = naming(member.name)
-    if not member.isreg() or not inside:
-        return False
-    target = folder / inside
-    source = tar.extractfile(member)
+    source = member.open() if inside else None
     if source is None:
         return False
+    target = folder / inside
     try:
         target.parent.mkdir(exist_ok=True, parents=True, mode=0o700)
         out = open(create_file(target), "wb")  # noqa: SIM115

@@ -21,6 +21,7 @@ from rankcall.analysis.state.snapshot import (
     CALL,
     COMPLETED,
     GONE,
+    OUTSIDE,
     P2P,
     UNKNOWN,
     Calls,
@@ -259,7 +260,8 @@ class _RingWindows:
             for name in ("root", "peer"):
                 local = kept[name][rows]
                 sound = (local >= 0) & (local < len(ranks))
-                calls[name][rows] = np.where(sound, ranks[np.where(sound, local, 0)], -1)
+                named = ranks[np.where(sound, local, 0)]
+                calls[name][rows] = np.where(sound, named, np.where(local < 0, -1, OUTSIDE))
         for key in np.unique(kept["call_site"]):
             site = ring.tables.sites.get(int(key))
             if site is not None:

@@ -24,6 +24,7 @@ ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
 
 COLLECTIVE, P2P = KINDS.index("collective"), KINDS.index("p2p")
 COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
+OUTSIDE = -2  # a root or peer that is no member of the group
 SEND, RECV = OPS.index("send"), OPS.index("recv")
 
 _RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job that runs
@@ -35,8 +36,8 @@ CALL = np.dtype(
         ("rank", "<i4"),
         ("group", "<i4"),  # index into Snapshot.groups
         ("site", "<i4"),  # index into Snapshot.sites; 0: not known
-        ("root", "<i4"),  # global rank; -1: none
-        ("peer", "<i4"),  # global rank; -1: none, or any source in flight
+        ("root", "<i4"),  # global rank; -1: none; -2: not in the group
+        ("peer", "<i4"),  # global rank; -1: none, or any source in flight; -2: not in the group
         ("shape_hash", "<u4"),
         ("seq", "<i8"),
         ("tag", "<i8"),
@@ -170,6 +171,16 @@ def failed_for_good(calls: Calls) -> Bools:
     done = calls["status"] == COMPLETED
     np.maximum.at(newest, calls["rank"][done], calls["index"][done])
     result: Bools = failed & (calls["index"] > newest[calls["rank"]])
+    return result
+
+
+def invalid_calls(calls: Calls) -> Bools:
+    """Return which calls failed by their own arguments, whatever the other ranks did.
+
+    Their root or peer is not in the group, or their tag is negative.
+    """
+    outside = (calls["root"] == OUTSIDE) | (calls["peer"] == OUTSIDE)
+    result: Bools = (calls["status"] == FAILED) & (outside | (calls["tag"] < 0))
     return result
 
 

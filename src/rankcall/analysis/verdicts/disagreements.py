@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rankcall.analysis.state.snapshot import (
     COLLECTIVE,
     COMPLETED,
+    OUTSIDE,
     P2P,
     RECV,
     SEND,
@@ -41,6 +42,8 @@ _ENOUGH = 3
 _UNKNOWN = -1
 
 History = dict[int, tuple[int, ...]]
+# The rows of a message's ends, by op. The key: group, source, target, tag, seq.
+Ends = dict[tuple[int, int, int, int, int], dict[int, int]]
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ def signatures(calls: Calls) -> dict[str, Ints]:
     for name, column in SIZE_TO_AGREE_ON.items():
         rows = calls["op"] == OPS.index(name)
         size[rows] = calls[column][rows]
+    # With even splits, each member sends to each other one what that one expects. With splits of
+    # its own, a member may send and receive any sizes.
+    even = (calls["op"] == _ALL_TO_ALL) & (calls["shape_hash"] == 0)
+    size[even] = calls["in_bytes"][even]
     size[size <= 0] = _UNKNOWN
     dtype, reduce_op = (calls[name].astype(np.int64) for name in ("dtype", "reduce_op"))
     dtype[(dtype == 0) | (calls["op"] == _BARRIER)] = _UNKNOWN
@@ -278,13 +285,14 @@ def _messages(snapshot: Snapshot, stuck: Bools) -> Iterator[Disagreement]:
     A back end may let such a message through. The receiver then gets a part of it, or wrong values.
     """
     calls = snapshot.calls
-    ends: dict[tuple[int, int, int, int, int], dict[int, int]] = {}
+    ends: Ends = {}
     for row in np.flatnonzero((calls["kind"] == P2P) & (calls["peer"] >= 0)).tolist():
         call = calls[row]
         pair = int(call["rank"]), int(call["peer"])
         source, target = pair if call["op"] == SEND else pair[::-1]
         key = int(call["group"]), source, target, int(call["tag"]), int(call["seq"])
         ends.setdefault(key, {})[int(call["op"])] = row
+    ends.update(_sends_for_any_source(calls, stuck, ends))
     told = set()
     for (group, *channel, _, seq), both in ends.items():
         if len(both) < 2:
@@ -305,6 +313,26 @@ def _messages(snapshot: Snapshot, stuck: Bools) -> Iterator[Disagreement]:
         yield Disagreement(
             False, group, seq, differing, sides, np.array([send, recv]), is_stuck, message=True
         )
+
+
+def _sends_for_any_source(calls: Calls, stuck: Bools, ends: Ends) -> Ends:
+    """Return the only message that each stuck receive from any source can be of.
+
+    Such a receive does not know its source while it has not ended.
+    """
+    waiting: dict[tuple[int, int, int], list[tuple[tuple[int, int, int, int, int], int]]] = {}
+    for key, both in ends.items():
+        if SEND in both and RECV not in both:
+            waiting.setdefault((key[0], key[2], key[3]), []).append((key, both[SEND]))
+    found: Ends = {}
+    for row in np.flatnonzero(stuck & (calls["op"] == RECV) & (calls["peer"] == -1)).tolist():
+        call = calls[row]
+        place = int(call["group"]), int(call["rank"]), int(call["tag"])
+        sends = waiting.pop(place, [])
+        if len(sends) == 1:
+            key, send = sends[0]
+            found[key] = {SEND: send, RECV: row}
+    return found
 
 
 def _uneven_exchanges(snapshot: Snapshot) -> Iterator[Disagreement]:
@@ -344,8 +372,10 @@ def value(snapshot: Snapshot, row: int, name: str) -> str:
     if name == "reduce_op":
         return REDUCE_OPS[int(found["reduce_op"])]
     if name == "root":
-        return f"rank {int(found['root'])}"
-    return f"{int(found[SIZE_TO_AGREE_ON.get(OPS[int(found['op'])], 'message_bytes')]):,} bytes"
+        root = int(found["root"])
+        return "a rank outside the group" if root == OUTSIDE else f"rank {root}"
+    column = "in_bytes" if found["op"] == _ALL_TO_ALL else "message_bytes"
+    return f"{int(found[SIZE_TO_AGREE_ON.get(OPS[int(found['op'])], column)]):,} bytes"
 
 
 def values(snapshot: Snapshot, found: Disagreement, side: Side) -> str:

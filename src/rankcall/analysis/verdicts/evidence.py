@@ -21,6 +21,7 @@ from rankcall.analysis.state.snapshot import (
     Calls,
     Snapshot,
     failed_for_good,
+    invalid_calls,
     median_step_s,
     unfinished,
 )
@@ -105,7 +106,8 @@ def hang_evidence(
         kinds: The kinds that classify ranks, in order.
     """
     calls = snapshot.calls
-    in_flight, failed = unfinished(calls), failed_for_good(calls)
+    in_flight, invalid = unfinished(calls), invalid_calls(calls)
+    failed = failed_for_good(calls) & ~invalid
     in_flight &= ~_left_behind(snapshot)
     allowed = np.full(len(calls), _just_begun_s(snapshot, hang_after))
     if snapshot.dumped:

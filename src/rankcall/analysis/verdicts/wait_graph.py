@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rankcall.analysis.state.snapshot import (
     COLLECTIVE,
     COMPLETED,
+    OUTSIDE,
     P2P,
     RECV,
     SEND,
@@ -164,6 +165,7 @@ def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> list[Wait]:
         if op == RECV and peer < 0 and calls["status"][row] < COMPLETED:
             open_to_any.add((group, rank, tag))
     first: dict[tuple[int, int, int, int, int], int] = {}
+    rows = rows[calls["peer"][rows] != OUTSIDE]  # a back end will refuse these
     for row in rows[np.argsort(calls["seq"][rows], kind="stable")].tolist():
         first.setdefault(_end(calls, row)[:5], row)
     return [
@@ -319,9 +321,12 @@ def cycles_in(waits: Sequence[Wait], halted: Collection[int]) -> list[Cycle]:
         for rank in waiting.intersection(wait.waiters):
             mine.setdefault(rank, []).append(number)
     # A receive from any source needs one of the ranks that it waits for. It is certain to need a
-    # rank only if that is the only one left.
+    # rank only if that is the only one left, or if none of them can ever send.
+    stuck = _stuck_for_good(waits, mine)
     certain = [
-        [] if wait.any_source and len(wait.absent) > 1 else [r for r in wait.absent if r in waiting]
+        []
+        if wait.any_source and len(wait.absent) > 1 and not stuck.issuperset(wait.absent)
+        else [rank for rank in wait.absent if rank in waiting]
         for wait in waits
     ]
     edges = {number: [-1 - rank for rank in absent] for number, absent in enumerate(certain)}
@@ -333,6 +338,27 @@ def cycles_in(waits: Sequence[Wait], halted: Collection[int]) -> list[Cycle]:
         )
         for part in components(edges)
     ]
+
+
+def _stuck_for_good(waits: Sequence[Wait], mine: Mapping[int, Sequence[int]]) -> set[int]:
+    """Return the ranks that can go on only if another one of them does.
+
+    Args:
+        waits: All waits.
+        mine: The waits that each rank is in, as indexes.
+    """
+    stuck = set(mine)
+
+    def holds(wait: Wait) -> bool:
+        if wait.any_source:
+            return stuck.issuperset(wait.absent)
+        return not stuck.isdisjoint(wait.absent)
+
+    while True:
+        free = {rank for rank in stuck if not any(holds(waits[number]) for number in mine[rank])}
+        if not free:
+            return stuck
+        stuck -= free
 
 
 def components(edges: Edges) -> list[list[int]]:

@@ -1,0 +1,87 @@
+"""How often the diagnosis is right on faults that others defined, beside what torch says.
+
+The rows are in tests/multiproc/scoreboard_table.py: the classes of faults of the MPI Bugs
+Initiative and of MPI-CorrBench, as small programs on 2 to 4 Gloo ranks, and correct programs. Each
+runs under rankcall, and a second time without it, with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+A finding is right if its kind and its ranks are exactly what was planted. For each class:
+``planted`` and ``found`` causes, ``recall``, ``precision`` (the part of the findings that is right)
+and ``false_alarms`` (findings that are not right). ``torch`` and ``torch_detail`` count what torch
+says: nothing, a time-out, another error, the right ranks, the right ones among others, some of
+them, or other ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+SUITE = Path(__file__).resolve().parents[1] / "tests/multiproc"
+
+
+def main() -> int:
+    """Print one JSON object with the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON (it always does)")
+    parser.add_argument("--only", default="", help="only rows with this in their name")
+    parser.add_argument("--timeout", type=float, default=4.0, help="of the groups, in s")
+    parser.add_argument("--no-detail", action="store_true", help="leave DETAIL mode out")
+    parser.add_argument("--progress", action="store_true", help="print each row to stderr")
+    options = parser.parse_args()
+    sys.path.insert(0, str(SUITE))
+    from scoreboard_run import run  # type: ignore[import-not-found]
+    from scoreboard_table import CASES  # type: ignore[import-not-found]
+
+    judged, began, load = [], time.perf_counter(), os.getloadavg()[0]
+    for case in CASES:
+        if options.only not in case.name:
+            continue
+        with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
+            judged.append(
+                run(case, Path(folder), options.timeout, torch_detail=not options.no_detail)
+            )
+        if options.progress:
+            print(case.name, judged[-1].torch, judged[-1].problem, file=sys.stderr, flush=True)
+    classes = list(dict.fromkeys(each.case.kind_of_fault for each in judged))
+    figures = {
+        "date": time.strftime("%Y-%m-%d"),
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],  # before, and at the end
+        "seconds": round(time.perf_counter() - began, 1),
+        **_score(judged),
+        "by_class": {
+            name: _score(each for each in judged if each.case.kind_of_fault == name)
+            for name in classes
+        },
+        "wrong": [each.problem for each in judged if each.problem],
+    }
+    print(json.dumps(figures, indent=1))
+    return 0
+
+
+def _score(judged: Iterable[Any]) -> dict[str, Any]:
+    """Return the figures of some rows."""
+    rows = list(judged)
+    planted = sum(len(each.case.causes) for each in rows)
+    found, right = sum(len(each.found) for each in rows), sum(each.right for each in rows)
+    return {
+        "programs": len(rows),
+        "planted": planted,
+        "found": right,
+        "recall": round(right / planted, 4) if planted else None,
+        "precision": round(right / found, 4) if found else None,
+        "false_alarms": found - right,
+        "torch": dict(Counter(each.torch["plain"] for each in rows)),
+        "torch_detail": dict(Counter(each.torch.get("detail", "not run") for each in rows)),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
