@@ -143,13 +143,13 @@ def command(
     the same --run-dir, on a shared file system.
     """
     # This launcher may itself run inside a recorded worker. It must not count as that worker.
-    with environment({"RANKCALL_ARM": None, "RANKCALL_WORKER": None}):
+    with environment({"RANKCALL_WORKER": None, "RANKCALL_PLACES": None}):
         check_torch()
         job = parse(args)
         if job.is_file and not Path(job.script).exists():
             say(f"no such script: {job.script} (for a module: -m, for a program: --no-python)")
             raise typer.Exit(USAGE_ERROR)
-        recorder = _prepare(capture.value)
+        recorder = prepare(capture.value)
         chosen_dir = _run_dir(run_dir, job, hang_after)
         rings_before = {path.name for path in ring_paths(chosen_dir)}
         verdicts_before = verdict_ids(chosen_dir)
@@ -171,7 +171,7 @@ def command(
     raise typer.Exit(outcome.status)
 
 
-def _prepare(capture: str) -> str:
+def prepare(capture: str) -> str:
     """Build the native recorder once for all workers; return the capture that they use."""
     if capture == "python":
         return capture
@@ -196,7 +196,7 @@ def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
         say(f"--run-dir {path} is not a directory")
         raise typer.Exit(USAGE_ERROR)
     if job.max_nodes == 1 and ring_paths(path):
-        say(f"{path} already has a run: its records and the new ones will be read as one run")
+        say(f"{path} already has a run: this job becomes a new attempt of it")
     import torch
 
     about = about_job(
@@ -294,8 +294,8 @@ def _summarise(run_dir: Path, job: Job, rings_before: set[str], headers: list[He
     missing = _missing(job, headers)
     if missing:
         say(
-            f"no records of {missing}: the process ended before it imported torch, never did, or "
-            "was started as python -I, -E or -S (they ignore PYTHONPATH, which arms recording)"
+            f"no records of {missing}: the process never created a process group, or was started "
+            "as python -I, -E or -S (they ignore PYTHONPATH, which switches recording on)"
         )
 
 

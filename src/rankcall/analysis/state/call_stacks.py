@@ -33,6 +33,7 @@ SETUP = frozenset(
 )
 LOADER = "its data loader"
 _OURS = f"{Path(__file__).parents[2]}/"
+_HOOK = str(Path(__file__).parents[3] / "_rankcall_hook.py")  # calls init_process_group
 _THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|\"MainThread\"")
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
@@ -83,7 +84,8 @@ class Frame:
     def is_internal(self) -> bool:
         """Whether the file is torch's, rankcall's or Python's own."""
         of_python = self.is_installed and "-packages/" not in self.file
-        return self.is_torch or of_python or self.file.startswith((_OURS, "rankcall/"))
+        ours = (_OURS, _HOOK, "rankcall/", "_rankcall_hook.py")
+        return self.is_torch or of_python or self.file.startswith(ours)
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,182 @@
+"""Choose the run that a job's records belong to, once for all its ranks.
+
+The ranks agree through the job's own store, because a store is all that the ranks of every launcher
+have in common. Rank 0 proposes a run. The others take what is published, so none of them waits for
+a rank that has not created its process group.
+
+A run holds *attempts*: each job that is recorded into a run directory is one, and each elastic
+restart of it is a further one. Attempts are reserved by files in the run directory::
+
+    attempts/00000.json     the command that the attempt belongs to
+
+The store of torchrun's agent outlives a restart, so all restarts of a job find the same choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from rankcall._requests import Read, Steps, Until
+from rankcall.files import run_folder
+from rankcall.process import DEAD, boot_seconds, process_start
+from rankcall.ring.layout import read_header
+from rankcall.run.directory import about_job, default_run_dir, ring_paths
+from rankcall.store.parts import publish_once
+
+ATTEMPTS = "attempts"
+KEY = "rankcall/run"
+_MOST_ATTEMPTS = 100_000
+_MOST_TRIES = 1_000
+_NAME = re.compile(r"\.attempt-(\d{1,9})\.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The run of a job. ``first_attempt`` is the number of its attempt before any restart."""
+
+    run_dir: Path
+    first_attempt: int = 0
+
+    def encode(self) -> bytes:
+        """Return the choice as it is published in the store."""
+        return json.dumps({"run_dir": str(self.run_dir), "attempt": self.first_attempt}).encode()
+
+
+def decode(published: bytes) -> Choice:
+    """Return a choice that was published. Raises ``ValueError`` if it is none."""
+    try:
+        fields = json.loads(published)
+        run_dir, attempt = Path(fields["run_dir"]), int(fields["attempt"])
+    except (TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"not the choice of a run: {published[:200]!r}") from error
+    if not run_dir.is_absolute() or not 0 <= attempt < _MOST_ATTEMPTS:
+        raise ValueError(f"not the choice of a run: {published[:200]!r}")
+    return Choice(run_dir, attempt)
+
+
+def agree(key: str, propose: Callable[[], Choice] | None) -> Steps[Choice | None]:
+    """Return the choice of the job; None if it has not been published by the deadline.
+
+    Args:
+        key: The key in the store, the same on all ranks.
+        propose: Called if nothing is published yet. Without it, wait for another rank's proposal.
+    """
+    if propose is None:
+        held = yield Until(Read(key), lambda value: value is not None)
+    else:
+        held = yield Read(key)
+        if held is None:
+            mine = propose()
+            held = yield from publish_once(key, mine.encode())
+            if held != mine.encode():
+                withdraw(mine)
+    return None if held is None else decode(held)
+
+
+def store_and_key(store: Store) -> tuple[Store, str]:
+    """Return the store and the key for a group's store.
+
+    Below torchrun it is the agent's store, which all restarts of the job share. Each restart has
+    another prefix in it.
+    """
+    root: Any = store
+    while isinstance(root, PrefixStore):
+        root = root.underlying_store
+    agent = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_agents and isinstance(root, TCPStore) and (root.host, str(root.port)) == agent:
+        return root, f"{KEY}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    return store, KEY
+
+
+# --- proposals ---
+
+
+def propose_in(run_dir: Path, torch: str) -> Choice:
+    """Reserve the next attempt of a run directory that the user has named."""
+    number = _next_attempt(run_dir)
+    with contextlib.suppress(OSError):  # for example, it cannot be written
+        folder = run_folder(run_dir, ATTEMPTS)
+        text = json.dumps(about_job(sys.argv, torch), indent=1)
+        for candidate in range(number, number + _MOST_TRIES):
+            with contextlib.suppress(FileExistsError):
+                with (folder / f"{candidate:05d}.json").open("x") as file:
+                    file.write(text)
+                return Choice(run_dir, candidate)
+    return Choice(run_dir, number)
+
+
+def propose_new(base: Path | None = None) -> Choice:
+    """Make a new run directory for this job, beside ``base`` if that is given."""
+    path = base or own_run_dir().absolute()
+    number, candidate = 1, path
+    while number < _MOST_TRIES:
+        try:
+            candidate.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        except OSError:
+            break  # the recording reports the error when it needs the directory
+        else:
+            break
+    return Choice(candidate)
+
+
+def withdraw(choice: Choice) -> None:
+    """Remove the directory or the reservation of a proposal that was not taken."""
+    with contextlib.suppress(OSError):
+        (choice.run_dir / ATTEMPTS / f"{choice.first_attempt:05d}.json").unlink(missing_ok=True)
+        choice.run_dir.rmdir()  # fails if it is in use
+
+
+def own_run_dir() -> Path:
+    """Name a run after the script and the start of the job, as far as this process knows that."""
+    import multiprocessing
+
+    started_by_other = "RANK" in os.environ or multiprocessing.parent_process() is not None
+    ticks = process_start(os.getppid() if started_by_other else os.getpid()) or 0
+    moment = boot_seconds() + ticks // os.sysconf("SC_CLK_TCK")
+    script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-", "-c") else "python"
+    if script == "-m":
+        script = "python"
+    return default_run_dir(script, datetime.fromtimestamp(moment, timezone.utc))
+
+
+def _next_attempt(run_dir: Path) -> int:
+    """Return the number after the last attempt that a run directory has seen.
+
+    Rings count if their process has ended: those of this job may exist already.
+    """
+    last = -1
+    with contextlib.suppress(OSError):
+        for each in (run_dir / ATTEMPTS).iterdir():
+            if each.stem.isdecimal():
+                last = max(last, int(each.stem))
+    named: dict[int, list[Path]] = {}
+    for path in ring_paths(run_dir) if run_dir.is_dir() else []:
+        match = _NAME.search(path.name)
+        if match:
+            named.setdefault(int(match[1]), []).append(path)
+    for number in sorted(named, reverse=True):
+        if number <= last:
+            break
+        if any(_has_ended(path) for path in named[number]):
+            last = number
+    return min(last + 1, _MOST_ATTEMPTS - 1)
+
+
+def _has_ended(ring: Path) -> bool:
+    header = read_header(ring)
+    return header is not None and bool(header.closed_ns or header.process.liveness() == DEAD)
