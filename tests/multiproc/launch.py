@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +33,20 @@ class Ended:
 
 
 class Launch:
-    """A running ``rankcall`` command and everything below it."""
+    """A running ``rankcall`` command, or another program, and everything below it."""
 
-    def __init__(self, *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *args: str | Path,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str | Path] = (RANKCALL,),
+    ) -> None:
         self._mark = uuid.uuid4().hex
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by finish()
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [str(RANKCALL), *map(str, args)],
+            [*map(str, program), *map(str, args)],
             cwd=cwd,
             env={
                 **os.environ,
@@ -109,3 +115,10 @@ def launch(
 ) -> Ended:
     """Run a ``rankcall`` command to its end."""
     return Launch(*args, cwd=cwd, env=env).finish(timeout)
+
+
+def run_program(
+    *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 240
+) -> Ended:
+    """Run a program without rankcall to its end."""
+    return Launch(*args, cwd=cwd, env=env, program=()).finish(timeout)

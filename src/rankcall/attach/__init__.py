@@ -1,43 +1,20 @@
 """Record this process, and give its records a place in the run of its job.
 
 A recording begins before the job's run is known. The ranks choose the run when the default process
-group is created (``choice``). Until then, the ring of a run without a name vanishes with its
-process.
+group is created (``placement``, ``choice``). Until then, the ring of a run without a name vanishes
+with its process.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import sys
 import threading
-import weakref
 from pathlib import Path
-from typing import Any
 
-from rankcall.attach.choice import (
-    Choice,
-    agree,
-    own_run_dir,
-    propose_in,
-    propose_new,
-    store_and_key,
-)
-from rankcall.background import BackgroundCall
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
-from rankcall.errors import warn_once
-from rankcall.ring.tables import Group
-
-logger = logging.getLogger("rankcall")
 
 NESTED = "RANKCALL_WORKER"  # the pid of a recorded rank: a group below it belongs to another job
-PLACES = "RANKCALL_PLACES"  # a file of ``rankcall exec``, to which ranks add the path of their run
-_INLINE_S = 2.0  # for the store, inside init_process_group
-_LATER_S = 8.0  # for rank 0's proposal, on a thread of our own
-_OWN_S = 2.0  # for a proposal in rank 0's place
-_UNNAMED_S = 15.0  # a rank that waits so long in init_process_group gets a run of its own
 
 
 def enable(
@@ -82,17 +59,33 @@ def claim(
     call_sites: bool = True,
 ) -> Recording:
     """Claim the recording for ``owner``, and choose its run once there is a group."""
-    named = run_dir or (None if _is_nested() else os.environ.get("RANKCALL_RUN_DIR")) or None
-    planned = Path(named).absolute() if named else None
+    planned, outer = _planned(run_dir)
     recording = session.claim(owner, planned, capture, capacity, call_sites)
+    from rankcall.attach.placement import Placement  # needs torch, which the launcher may lack
+
+    placement = Placement(recording, planned, outer)
     with _starting:
-        if recording.placement is None:
-            recording.placement = placement = Placement(recording, planned)
-            placement.start()
+        is_first = recording.placement is None
+        if is_first:
+            recording.placement = placement
+    if is_first:
+        placement.start()
     return recording
 
 
-_starting = threading.RLock()
+_starting = threading.Lock()
+
+
+def _planned(run_dir: str | os.PathLike[str] | None) -> tuple[Path | None, Path | None]:
+    """Return the run directory that is asked for, and that of the job that this one is inside."""
+    current = session.current()
+    if run_dir:
+        return Path(run_dir).absolute(), None
+    inherited = os.environ.get("RANKCALL_RUN_DIR")
+    if not inherited or (current is not None and current.placement is not None):
+        return None, None
+    path = Path(inherited).absolute()
+    return (None, path) if _is_nested() else (path, None)
 
 
 def attach(rank: int, world_size: int) -> None:
@@ -103,163 +96,10 @@ def attach(rank: int, world_size: int) -> None:
     recording = enable()
     recording.expect_rank(rank, world_size)
     os.environ[NESTED] = str(os.getpid())
-    if isinstance(recording.placement, Placement):
+    if recording.placement is not None:
         recording.placement.name_in_time()
 
 
 def _is_nested() -> bool:
     """Return whether this process was started by a recorded rank, and so belongs to another job."""
     return os.environ.get(NESTED, str(os.getpid())) != str(os.getpid())
-
-
-class Placement:
-    """Gives one recording its run and its attempt, when the job's default group is created.
-
-    It never raises, and holds a group's creation up for at most ``_INLINE_S``. If the ranks cannot
-    agree, for example because the store has gone, this rank chooses alone.
-    """
-
-    def __init__(self, recording: Recording, planned: Path | None) -> None:
-        from rankcall.capture.groups import watch
-
-        self._recording = weakref.ref(recording)
-        self._planned = planned
-        self._choice: Choice | None = None
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._has_group = False
-        self._pid = os.getpid()
-        self._groups = watch
-
-    def start(self) -> None:
-        """Watch for the default group; one that exists is used at once."""
-        self._groups.add(self._on_group)
-
-    def name_in_time(self) -> None:
-        """Name the run also if the group is long in coming, so that others can read the records."""
-        recording = self._recording()
-        if self._choice is None and recording is not None and recording.run_dir is None:
-            call = BackgroundCall(self._wait_for_group, "rankcall-run")
-            call.give_up()
-
-    def finish(self) -> None:
-        """Place the records now, because the recording ends."""
-        self._groups.remove(self._on_group)
-        self._over.set()
-        if self._choice is None and self._has_group:
-            self._settle(self._alone())
-
-    # --- on the thread that creates a group ---
-
-    def _on_group(self, process_group: Any, group: Group) -> None:
-        if group.description != "default_pg" and process_group is not _world().default_pg:
-            return
-        self._has_group = True
-        rank = group.ranks[process_group.rank()]
-        known = self._choice
-        propose = self._propose if known is None else lambda: known
-        is_first = rank == 0 or known is not None
-        try:
-            if len(group.ranks) == 1 or group.backend == "fake":
-                choice: Choice | None = propose()
-            else:
-                choice = self._ask(propose if is_first else None, _INLINE_S)
-        except Exception as error:
-            logger.debug("rankcall chooses a run without the job's store: %s", error)
-            choice = self._alone()
-        if known is None and choice is not None:
-            self._settle(choice, announce=rank == 0)
-        elif known is None:
-            call = BackgroundCall(self._ask_later, "rankcall-run")
-            call.give_up()
-
-    def _ask(self, propose: Any, seconds: float) -> Choice | None:
-        """Ask the store for the job's choice. Raises whatever the store raises."""
-        from rankcall.store.parts import perform
-
-        metadata = _world().pg_map.get(_world().default_pg)
-        if metadata is None:
-            raise RuntimeError("the default process group is gone")
-        store, key = store_and_key(metadata[1])
-        return perform(store, seconds, agree(key, propose))
-
-    # --- on other threads ---
-
-    def _ask_later(self) -> None:
-        """Wait for rank 0's proposal, and then propose in its place: it may not be recorded."""
-        try:
-            choice = self._ask(None, _LATER_S) or self._ask(self._propose, _OWN_S)
-        except Exception as error:
-            logger.debug("rankcall chooses a run without the job's store: %s", error)
-            choice = None
-        if not self._over.is_set():
-            self._settle(choice or self._alone())
-
-    def _wait_for_group(self) -> None:
-        if not self._over.wait(_UNNAMED_S) and not self._has_group:
-            self._enter(self._alone())
-
-    # --- both ---
-
-    def _propose(self) -> Choice:
-        import torch
-
-        recording = self._recording()
-        place = recording.run_dir if recording is not None else None
-        if self._planned is None and place is None:
-            outer = os.environ.get("RANKCALL_RUN_DIR") if _is_nested() else None
-            path = Path(outer).absolute() if outer else None
-            return propose_new(path and path.with_name(f"{path.name}-inner"))
-        return propose_in(self._planned or place or own_run_dir(), torch.__version__)
-
-    def _alone(self) -> Choice:
-        """Return a choice without the others. Ranks with one parent name the same directory."""
-        recording = self._recording()
-        place = recording.run_dir if recording is not None else None
-        return Choice(self._planned or place or own_run_dir().absolute())
-
-    def _settle(self, choice: Choice, announce: bool = False) -> None:
-        with self._lock:
-            if self._choice is not None:
-                return
-            self._choice = choice
-        self._over.set()
-        place = self._enter(choice)
-        if announce and self._planned is None and place is not None:
-            warn_once(f"recording in {place}")
-
-    def _enter(self, choice: Choice) -> Path | None:
-        recording = self._recording()
-        if recording is None or os.getpid() != self._pid:
-            return None
-        path = self._planned or _writable(choice.run_dir)
-        with contextlib.suppress(OSError, RuntimeError):
-            session.place(recording, path, choice.first_attempt)
-        _note_place(recording.run_dir)
-        return recording.run_dir
-
-
-def _writable(run_dir: Path) -> Path:
-    """Return rank 0's directory, or one of that name here if this node does not have its path."""
-    if run_dir.is_dir():
-        return run_dir
-    with contextlib.suppress(OSError):
-        run_dir.mkdir(parents=True, mode=0o700, exist_ok=True)
-        return run_dir
-    return Path.cwd() / run_dir.parent.name / run_dir.name
-
-
-def _note_place(run_dir: Path | None) -> None:
-    """Tell ``rankcall exec``, if it runs on this host, where this rank's records are."""
-    path = os.environ.get(PLACES)
-    if path and run_dir is not None:
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.write(fd, os.fsencode(run_dir) + b"\0")
-            finally:
-                os.close(fd)
-
-
-def _world() -> Any:
-    return sys.modules["torch.distributed.distributed_c10d"]._world

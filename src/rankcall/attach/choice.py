@@ -94,10 +94,14 @@ def store_and_key(store: Store) -> tuple[Store, str]:
     while isinstance(root, PrefixStore):
         root = root.underlying_store
     agent = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_agents and isinstance(root, TCPStore) and (root.host, str(root.port)) == agent:
+    if is_elastic() and isinstance(root, TCPStore) and (root.host, str(root.port)) == agent:
         return root, f"{KEY}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     return store, KEY
+
+
+def is_elastic() -> bool:
+    """Return whether a torchrun agent holds the job's store, and may restart the job."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 # --- proposals ---
@@ -141,17 +145,22 @@ def withdraw(choice: Choice) -> None:
         choice.run_dir.rmdir()  # fails if it is in use
 
 
-def own_run_dir() -> Path:
-    """Name a run after the script and the start of the job, as far as this process knows that."""
+def own_run_dir(unique: bool = False) -> Path:
+    """Name a run after the script and the start of the job, as far as this process knows that.
+
+    If ``unique``, the process that started the job is in the name, so that no other job has it.
+    """
     import multiprocessing
 
     started_by_other = "RANK" in os.environ or multiprocessing.parent_process() is not None
-    ticks = process_start(os.getppid() if started_by_other else os.getpid()) or 0
+    starter = os.getppid() if started_by_other else os.getpid()
+    ticks = process_start(starter) or 0
     moment = boot_seconds() + ticks // os.sysconf("SC_CLK_TCK")
     script = sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-", "-c") else "python"
     if script == "-m":
         script = "python"
-    return default_run_dir(script, datetime.fromtimestamp(moment, timezone.utc))
+    path = default_run_dir(script, datetime.fromtimestamp(moment, timezone.utc))
+    return path.with_name(f"{path.name}-{starter}") if unique else path
 
 
 def _next_attempt(run_dir: Path) -> int:

@@ -41,6 +41,9 @@ _DRAIN_SECONDS = 0.1
 class Placement(Protocol):
     """Gives a recording its run once the job has chosen one (``rankcall.attach``)."""
 
+    def name_in_time(self) -> None:
+        """Give the run a name also if no group is created for a while."""
+
     def finish(self) -> None:
         """Place the records now: the recording ends."""
 

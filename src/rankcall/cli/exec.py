@@ -79,6 +79,7 @@ def command(
     if run_dir is not None and run_dir.exists() and not run_dir.is_dir():
         say(f"--run-dir {run_dir} is not a directory")
         raise typer.Exit(2)
+    _check(args[0])
     recorder = capture.value
     if not _has_recorder():
         with contextlib.suppress(RankcallError):  # without torch here, the ranks say what is wrong
@@ -110,12 +111,16 @@ def _has_recorder() -> bool:
     return any(cache_dir().glob("rankcall_recorder-*.so"))
 
 
+def _check(program: str) -> None:
+    """Exit as a shell does if there is no such program."""
+    if shutil.which(program) is None:
+        is_file = Path(program).is_file()
+        say(f"{program}: {'not executable' if is_file else 'command not found'}")
+        raise typer.Exit(_NOT_EXECUTABLE if is_file else _NOT_FOUND)
+
+
 def _run(args: list[str]) -> int:
     """Run the command and return its exit code, negative if a signal ended it."""
-    if shutil.which(args[0]) is None:
-        is_file = Path(args[0]).is_file()
-        say(f"{args[0]}: {'not executable' if is_file else 'command not found'}")
-        return _NOT_EXECUTABLE if is_file else _NOT_FOUND
     child: list[subprocess.Popen[bytes]] = []
     pending: list[int] = []
 
