@@ -15,6 +15,7 @@ import pytest
 from attach_programs import ACCELERATE, CHILDREN, ELASTIC, LIGHTNING, PLAIN, REINIT
 from launch import RANKCALL, Ended, Launch, launch, run_program
 
+from rankcall.cli._torchrun import BOOT
 from rankcall.run.load import load
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
@@ -296,8 +297,8 @@ def test_a_python_without_rankcall(tmp_path: Path) -> None:
         "-S",
         "-c",
         f"{boot}; {paths}",
-        str(Path(load.__code__.co_filename).parents[1] / "_boot"),
         str(BOOT),
+    ]
     env: Mapping[str, str] = {"PYTHONPATH": str(tmp_path)}
     ended = launch("exec", "--capture=python", "--", *program, cwd=tmp_path, env=env)
     assert (ended.status, ended.out) == (0, "made\n")

@@ -28,7 +28,7 @@ from rankcall.capture.groups import watch as groups
 from rankcall.capture.recording import Recording
 from rankcall.errors import warn_once
 from rankcall.ring.tables import Group
-from rankcall.store.parts import perform
+from rankcall.store.parts import perform_shared
 
 logger = logging.getLogger("rankcall")
 
@@ -104,7 +104,7 @@ class Placement:
         if group is None:
             raise RuntimeError("the default process group is gone")
         store, key = store_and_key(c10d._world.pg_map[group][1])
-        return perform(store, seconds, agree(key, propose))
+        return perform_shared(store, seconds, agree(key, propose))
 
     # --- on other threads ---
 
