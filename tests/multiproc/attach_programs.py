@@ -8,6 +8,8 @@ from __future__ import annotations
 
 PLAIN = """
 import hashlib, os, sys, time
+
+LOADERS = 0 if os.environ.get("HANG") else 1  # those of a rank that is killed outlive it a moment
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,7 +22,7 @@ def train(rank=None, world_size=None, init_method=None):
     torch.manual_seed(7)
     weights = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)
-    batches = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4, num_workers=1)
+    batches = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4, num_workers=LOADERS)
     for step, (batch,) in enumerate(batches):
         if step == 2 and dist.get_rank() == 1 and os.environ.get("HANG"):
             time.sleep(600)
@@ -78,6 +80,8 @@ for turn in range(2):
 
 ACCELERATE = """
 import hashlib, os, sys, time
+
+LOADERS = 0 if os.environ.get("HANG") else 1  # those of a rank that is killed outlive it a moment
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
@@ -86,7 +90,7 @@ accelerator = Accelerator(cpu=True)
 torch.manual_seed(7)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-batches = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=2, num_workers=1)
+batches = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=2, num_workers=LOADERS)
 model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 for step, (batch,) in enumerate(batches):
     if step == 2 and accelerator.process_index == 1 and os.environ.get("HANG"):
@@ -101,6 +105,8 @@ sys.exit(int(os.environ.get("STATUS", "0")))
 
 LIGHTNING = """
 import hashlib, os, sys, time
+
+LOADERS = 0 if os.environ.get("HANG") else 1  # those of a rank that is killed outlive it a moment
 import torch
 import lightning
 from torch.utils.data import DataLoader, TensorDataset
@@ -121,7 +127,7 @@ class Model(lightning.LightningModule):
 
 if __name__ == "__main__":
     torch.manual_seed(7)
-    batches = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4, num_workers=1)
+    batches = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=4, num_workers=LOADERS)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_steps=4, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

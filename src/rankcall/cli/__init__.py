@@ -25,6 +25,7 @@ _COMMANDS = {
     "serve": "Show every rank of a job on a page, to all who have the link.",
     "collect": "Put a run that is spread over nodes into one file.",
     "clean": "Free the memory that the records of killed jobs take on this host.",
+    "doctor": "Say whether recording will work here.",
     "build": "Build the native recorder and RPC agent ahead of time.",
 }
 _WORKING = ("run", "exec", "report", "diagnose", "export", "top", "serve", "collect")
