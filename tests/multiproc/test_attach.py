@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import signal
 import socket
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from attach_programs import ACCELERATE, CHILDREN, ELASTIC, LIGHTNING, PLAIN, REINIT
+from attach_programs import ACCELERATE, CHILDREN, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
 from launch import RANKCALL, Ended, Launch, launch, run_program
 
 from rankcall.cli._torchrun import BOOT
@@ -76,6 +77,7 @@ FILES = {
     "light.py": LIGHTNING,
     "elastic.py": ELASTIC,
     "reinit.py": REINIT,
+    "late.py": LATE,
 }
 
 
@@ -156,6 +158,22 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
     )
     assert f'{script}", line {line}' in verdict.read_text()
     assert f"{script}:{line}" in ended.err
+
+
+def test_a_rank_that_is_late_to_init(tmp_path: Path) -> None:
+    """A rank that waits inside init_process_group is recorded, and names the rank that is not."""
+    prepare(tmp_path, LAUNCHERS["torchrun"])
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "late.py"]
+    options = ["exec", "--capture=python", "--run-dir=mine", "--hang-after=2", "--"]
+    started = Launch(*options, *torchrun, cwd=tmp_path)
+    verdict = tmp_path / "mine/hangs/0001/verdict.json"
+    started.wait_for(verdict, 150)
+    (finding,) = json.loads(verdict.read_text())["findings"]
+    started.process.terminate()
+    ended = started.finish()
+    assert (finding["kind"], finding["ranks"]) == ("no_progress", [1])
+    assert f"in init_process_group at {tmp_path / 'late.py'}:5" in finding["summary"]
+    assert ended.status != 0
 
 
 def test_restarts_are_attempts_of_one_run(tmp_path: Path) -> None:
@@ -248,6 +266,54 @@ def test_a_job_inside_a_rank_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert [len(ring.records) for ring in load(tmp_path / "mine").rings] == [1]
     assert [len(ring.records) for ring in load(tmp_path / "mine-inner").rings] == [3]
+
+
+def test_a_rank_that_is_not_recorded(tmp_path: Path) -> None:
+    """If rank 0 is not, the others choose the run without it, and the job is not held up."""
+    prepare(tmp_path, LAUNCHERS["python"])
+    (tmp_path / "some.py").write_text(
+        "import os\nif os.environ['RANK'] == '0': os.environ['RANKCALL'] = '0'\n"
+        "from train import train\ntrain()\n"
+    )
+    _, env = prepare(tmp_path, LAUNCHERS["python"])
+    command = both(f"{PYTHON} some.py")
+    ended = launch("exec", "--capture=python", "--", *command, cwd=tmp_path, env=env, timeout=200)
+    assert ended.status == 0, ended.err
+    assert len(digests(ended)) == 2
+    assert [head.header.rank for head in load(run_of(ended)).heads] == [1]
+
+
+def test_forked_ranks_without_a_launcher_of_ours(tmp_path: Path) -> None:
+    """multiprocessing ends forked children without atexit; their records are in the run anyway."""
+    command, env = prepare(tmp_path, LAUNCHERS["fork"])
+    env["PYTHONPATH"] = f"{BOOT}:{tmp_path}"
+    env |= {"RANKCALL": "1", "RANKCALL_CAPTURE": "python"}
+    ended = run_program(*command, cwd=tmp_path, env=env)
+    assert ended.status == 0, ended.err
+    (said,) = ended.ours
+    (run,) = [path for path in (tmp_path / "rankcall-runs").iterdir() if not path.is_symlink()]
+    assert said == f"rankcall: recording in {run}"
+    names = sorted(path.name for path in (run / "rings").iterdir())
+    assert [name[:10] for name in names] == ["rank-00000", "rank-00001"]
+
+
+def test_a_program_that_enables_by_name(tmp_path: Path) -> None:
+    """``enable("my-run")`` in three jobs, one after the other, makes three attempts of a run."""
+    (tmp_path / "named.py").write_text(
+        "import sys, torch, torch.distributed as dist, rankcall\n"
+        "rankcall.enable('my-run', capture='python')\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "for _ in range(int(sys.argv[1])): dist.all_reduce(torch.ones(4))\n"
+    )
+    for times in (1, 2, 3):
+        ended = run_program(PYTHON, "named.py", str(times), cwd=tmp_path)
+        assert ended.status == 0, ended.err
+    run = load(tmp_path / "my-run")
+    assert [(ring.header.attempt, len(ring.records)) for ring in run.rings] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,22 @@ def test_the_variable_records(environment: Environment, tmp_path: Path) -> None:
     assert f"rankcall: recording in {run}" in err
 
 
+def test_the_variable_below_torchrun(environment: Environment, tmp_path: Path) -> None:
+    """Both workers are in one run; the agent, which creates no group, is not."""
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "dist.destroy_process_group()\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {"RANKCALL": "1", "OMP_NUM_THREADS": "1"}
+    environment.run(*torchrun, "train.py", cwd=tmp_path, env=env)
+    (run,) = [path for path in (tmp_path / "rankcall-runs").iterdir() if not path.is_symlink()]
+    rings = sorted(path.name[:20] for path in (run / "rings").iterdir())
+    assert rings == ["rank-00000.attempt-0", "rank-00001.attempt-0"]
+
+
 @pytest.mark.parametrize("value", [None, "0"])
 def test_without_the_variable_nothing_happens(
     environment: Environment, tmp_path: Path, value: str | None

@@ -7,8 +7,10 @@ with its process.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
+from multiprocessing import util
 from pathlib import Path
 
 from rankcall.capture import session
@@ -98,6 +100,9 @@ def attach(rank: int, world_size: int) -> None:
     os.environ[NESTED] = str(os.getpid())
     if recording.placement is not None:
         recording.placement.name_in_time()
+    if multiprocessing.parent_process() is not None:
+        # Children that multiprocessing forks end without atexit, but run these.
+        util.Finalize(None, session.end, exitpriority=0)
 
 
 def _is_nested() -> bool:

@@ -146,7 +146,7 @@ def _register_once() -> None:
     if not _state.registered:
         _state.registered = True
         os.register_at_fork(after_in_child=_in_forked_child)
-        background.at_exit(_at_exit)
+        background.at_exit(end)
 
 
 def _in_forked_child() -> None:
@@ -163,7 +163,8 @@ def _in_forked_child() -> None:
 _inherited: list[_State] = []  # kept, so that a child runs no destructor of its parent's objects
 
 
-def _at_exit() -> None:
+def end() -> None:
+    """End the recording and leave its ring in the run, because the process ends."""
     with background.holding(_state.lock, _LOCK_SECONDS) as is_held:
         if not is_held:
             return
