@@ -58,6 +58,9 @@ class Placement:
 
     def start(self) -> None:
         """Watch for the default group; one that exists is used at once."""
+        recording = self._recording()
+        if recording is not None:
+            _note_place(recording.run_dir)  # of a rank that may be killed before it has a group
         groups.add(self._on_group)
 
     def name_in_time(self) -> None:
