@@ -40,12 +40,13 @@ test-upstream: $(INSTALLED)
 	$(BIN)/python -m pytest -q --timeout=3000 -o faulthandler_timeout=2900 tests/upstream
 
 # The limits below are the figures of the day they were set, rounded up. They only ever go down; the live page and
-# the reading of dumps, new features, brought 17 modules, 0.6 imports in 1,000 lines and one repeated name.
+# the reading of dumps, new features, brought 17 modules, 0.6 imports in 1,000 lines and one repeated name;
+# attaching to any job brought 3 modules.
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/shape.py src/rankcall --max-modules 189 --max-imports 22.3 --max-in-circles 0 --max-repeated 8
+	$(BIN)/python tools/shape.py src/rankcall --max-modules 192 --max-imports 22.3 --max-in-circles 0 --max-repeated 8
 	$(BIN)/python tools/prose.py src tests docs README.md CHANGELOG.md CONTRIBUTING.md --limit code=0.5 --limit messages=1 --limit tests=0.5 --limit docs=0.5
 
 # The site is in build/site; its pages open from the disk. The variable silences an advertisement

@@ -24,9 +24,9 @@ ROOT = Path(rankcall.__file__).parent
 LOCKS = """
 capture/declared.py: lock: _lock
     writes two fields of a mapped file
-attach/__init__.py: lock: _starting
+attach.py: lock: _starting
     sets an attribute
-attach/placement.py: lock: self._lock
+attach.py: lock: self._lock
     sets an attribute
 registry.py: lock: self._lock
     looks up and sets dictionary entries

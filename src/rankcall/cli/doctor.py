@@ -16,10 +16,7 @@ from pathlib import Path
 
 import typer
 
-from rankcall._native import cache_dir
-from rankcall._version import __version__
 from rankcall.capture.session import check_torch
-from rankcall.cli._torchrun import hooking
 from rankcall.errors import CaptureUnavailable, CorruptRun, RankcallError
 from rankcall.files import file_system, is_local
 from rankcall.ring.layout import Geometry
@@ -88,7 +85,7 @@ def _looked(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 def _python() -> Iterator[Finding]:
     version = sys.version.split()[0]
-    yield Finding("python", OK, f"{version}, rankcall {__version__} in {sys.prefix}")
+    yield Finding("python", OK, f"{version} in {sys.prefix}")
 
 
 def _torch() -> Iterator[Finding]:
@@ -115,7 +112,7 @@ def _recorder() -> Iterator[Finding]:
         yield Finding("recorder", WEAK, f"recording in Python, which is slower: {error}")
         return
     how = "built before" if was_built else "has just been built"
-    yield Finding("recorder", OK, f"native, {how}: {path.name} in {cache_dir()}")
+    yield Finding("recorder", OK, f"native, {how}: {path}")
 
 
 def _memory() -> Iterator[Finding]:
@@ -200,12 +197,12 @@ def _trial() -> Iterator[Finding]:
         folder = Path(scratch)
         (folder / "trial.py").write_text(_TRIAL)
         job = {name: value for name, value in os.environ.items() if name not in _JOB}
-        env = {**job, **hooking(), "RANKCALL": "1", "RANKCALL_RUN_DIR": str(folder / "run")}
+        command = [sys.executable, "-m", "rankcall", "exec", "--run-dir=run", "--"]
         try:
             done = subprocess.run(
-                [sys.executable, "trial.py"],
+                [*command, sys.executable, "trial.py"],
                 cwd=folder,
-                env=env,
+                env={**job, "RANKCALL": "1"},
                 capture_output=True,
                 text=True,
                 timeout=_TRIAL_S,

@@ -16,17 +16,13 @@ from typing import Annotated
 
 import typer
 
-from rankcall import watch
 from rankcall._native import cache_dir
-from rankcall.analysis.diagnosis import diagnose
-from rankcall.cli._console import say
-from rankcall.cli._torchrun import environment, hooking
-from rankcall.cli.run import Capture, OnHang, prepare
+from rankcall.cli._console import open_run, say
+from rankcall.cli._torchrun import Outcome, environment, hooking
+from rankcall.cli._worker_exits import explain_failure
+from rankcall.cli.run import HANG_AFTER_S, Capture, OnHang, prepare, watching
 from rankcall.errors import RankcallError
 from rankcall.ranks import format_ranks
-from rankcall.report import diagnosis as diagnosis_report
-from rankcall.run.load import load
-from rankcall.run.settle import settle
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
@@ -62,7 +58,7 @@ def command(
             min=0.0,
             help="Seconds in flight before a collective counts as hung; 0: do not watch.",
         ),
-    ] = watch.DEFAULT_S,
+    ] = HANG_AFTER_S,
     on_hang: Annotated[
         OnHang,
         typer.Option(
@@ -92,15 +88,14 @@ def command(
             "RANKCALL_RUN_DIR": str(run_dir.absolute()) if run_dir else None,
             "RANKCALL_WORKER": None,
             "RANKCALL_SETTLES": None,
-            watch.HANG_AFTER: f"{hang_after:g}",
-            watch.ON_HANG: on_hang.value,
+            **watching(hang_after, on_hang),
         }
         if run_dir is None and os.environ.get("RANKCALL_RUN_DIR"):
             del variables["RANKCALL_RUN_DIR"]
         with environment(variables):
             status = _run(args)
         with _ignoring(*_FROM_TERMINAL, *_FORWARDED):
-            _report(_places(Path(places.name)), status, hang_after or watch.DEFAULT_S)
+            _report(_places(Path(places.name)), status, hang_after or HANG_AFTER_S)
     if status < 0:
         _end_like(-status)
     raise typer.Exit(status)
@@ -187,8 +182,7 @@ def _report(places: list[Path], status: int, hang_after: float) -> None:
         )
     for place in places:
         try:
-            settle(place)
-            run = load(place)
+            run = open_run(place)
         except (OSError, RankcallError) as error:
             say(f"the records in {place} cannot be read: {error}")
             continue
@@ -196,7 +190,6 @@ def _report(places: list[Path], status: int, hang_after: float) -> None:
         say(
             f"recorded rank {format_ranks(ranks)} in {place}; read it with: rankcall report {place}"
         )
-        if status:
-            diagnosis = diagnose(run, hang_after)
-            if diagnosis.findings:
-                typer.echo(f"\n{diagnosis_report.render(diagnosis)}", err=True)
+        reason = explain_failure(place, Outcome(status), hang_after, ()) if status else ""
+        if reason:
+            typer.echo(f"\n{reason}", err=True)

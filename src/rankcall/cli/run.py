@@ -52,7 +52,7 @@ from rankcall.run.directory import (
 )
 from rankcall.run.settle import settle
 
-__all__ = ["CONTEXT_SETTINGS", "command"]
+__all__ = ["CONTEXT_SETTINGS", "HANG_AFTER_S", "command"]
 
 # rankcall's options come first. torchrun gets all unknown options, and everything after the first
 # word that is not an option.
@@ -156,8 +156,7 @@ def command(
         outcome = Outcome(1)
         variables = {
             **arming(chosen_dir, recorder, job),
-            watch.HANG_AFTER: f"{hang_after:g}",
-            watch.ON_HANG: on_hang.value,
+            **watching(hang_after, on_hang),
             **tracing(trace.value if trace else None, history),
         }
         with page_of(chosen_dir, serve, hang_after), environment(variables):
@@ -169,6 +168,11 @@ def command(
                     _finish(chosen_dir, job, rings_before, outcome)
                     _say_why(chosen_dir, outcome, hang_after or HANG_AFTER_S, verdicts_before)
     raise typer.Exit(outcome.status)
+
+
+def watching(hang_after: float, on_hang: OnHang) -> dict[str, str]:
+    """Return the environment variables for the watchers of the ranks."""
+    return {watch.HANG_AFTER: f"{hang_after:g}", watch.ON_HANG: on_hang.value}
 
 
 def prepare(capture: str) -> str:
