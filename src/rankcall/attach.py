@@ -307,6 +307,7 @@ class Placement:
         self._planned = planned
         self._outer = outer
         self._choice: Choice | None = None
+        self._mine: Choice | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._has_group = False
@@ -356,8 +357,8 @@ class Placement:
             else:
                 choice = self._ask(propose if is_first else None, _INLINE_S)
         except Exception as error:
-            logger.debug("rankcall chooses a run without the job's store: %s", error)
-            choice = self._alone()
+            logger.debug("the job's store does not say which run this is: %s", error)
+            choice = None  # ask again, because the others may have got an answer
         if known is None and choice is not None:
             self._settle(choice, announce=rank == 0)
         elif known is None:
@@ -393,6 +394,11 @@ class Placement:
     # --- both ---
 
     def _propose(self) -> Choice:
+        """Return this rank's proposal, the same at every call: requests are repeated."""
+        self._mine = self._mine or self._new_proposal()
+        return self._mine
+
+    def _new_proposal(self) -> Choice:
         recording = self._recording()
         place = recording.run_dir if recording is not None else None
         if self._planned is None and place is None:
