@@ -69,6 +69,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/rpc.py --json
 	$(BIN)/python benchmarks/store.py --json
 	$(BIN)/python benchmarks/serve.py --json
+	$(BIN)/python benchmarks/startup.py --json
 
 # What to run first on a GPU; see docs/performance.md. What the machine lacks is skipped.
 gpu: $(INSTALLED)
