@@ -1,6 +1,8 @@
 """What the ways in cost a process that records nothing: Python's start, and torch's import.
 
-``pth_added_ms``: the line in ``rankcall.pth``, without ``RANKCALL``. ``armed_added_ms``: with
+``pth_added_ms``: the line in ``rankcall.pth``, without ``RANKCALL``, beside another package's
+``.pth``; ``pth_alone_added_ms``: as the only ``.pth``, so that the first reading of such a file
+counts as well. ``armed_added_ms``: with
 ``RANKCALL=1``, in a process that never creates a process group. Python itself measures both, around
 the reading of the site files. ``armed_import_added_ms``: processor time that ``RANKCALL=1`` adds to
 a process that imports torch. ``peer_import_typing_ms``: a line that imports one module of the
@@ -29,6 +31,8 @@ _CASES: dict[str, tuple[str, dict[str, str]]] = {
     # name: the folder of site files, and the environment
     "bare": ("bare", {}),
     "pth": ("ours", {}),
+    "bare_alone": ("bare_alone", {}),
+    "pth_alone": ("ours_alone", {}),
     "armed": ("ours", {"RANKCALL": "1"}),
     "typing": ("typing", {}),
 }
@@ -36,11 +40,14 @@ _CASES: dict[str, tuple[str, dict[str, str]]] = {
 
 def make_sites(folder: Path) -> dict[str, Path]:
     """Make the folders that stand for a site-packages: without and with our files."""
-    sites = {name: folder / name for name in ("bare", "ours", "typing")}
-    for site in sites.values():
+    sites = {name: folder / name for name, _ in _CASES.values()}
+    for name, site in sites.items():
         site.mkdir()
+        if not name.endswith("_alone"):
+            (site / "another.pth").write_text("# a path, usually\n")
     for name in ("_rankcall_hook.py", "rankcall.pth", "rankcall.start"):
         shutil.copy(SOURCES / name, sites["ours"])
+        shutil.copy(SOURCES / name, sites["ours_alone"])
     (sites["typing"] / "peer.pth").write_text("import typing\n")
     return sites
 
@@ -98,6 +105,7 @@ def measure(times: int, torch_times: int) -> dict[str, float]:
     middle = {name: _low(taken) for name, taken in inside.items()}
     result = {
         "pth_added_ms": middle["pth"] - middle["bare"],
+        "pth_alone_added_ms": middle["pth_alone"] - middle["bare_alone"],
         "armed_added_ms": middle["armed"] - middle["bare"],
         "peer_import_typing_ms": middle["typing"] - middle["bare"],
     }

@@ -127,7 +127,12 @@ def test_all_ranks_are_recorded_and_nothing_changes(tmp_path: Path, launcher: La
     command, env = prepare(tmp_path / "with", launcher)
     options = ["exec", "--capture=python", "--"]
     ended = launch(
-        *options, *command, cwd=tmp_path / "with", env={**env, "STATUS": "3"}, timeout=240
+        *options,
+        *command,
+        cwd=tmp_path / "with",
+        env={**env, "STATUS": "3"},
+        timeout=240,
+        linger=60,
     )
     assert len(digests(without)) == 2, without.err
     assert digests(ended) == digests(without), ended.err
@@ -148,7 +153,9 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
     launcher = LAUNCHERS[name]
     command, env = prepare(tmp_path, launcher)
     options = ["exec", "--capture=python", "--hang-after=2", "--on-hang=abort", "--"]
-    ended = launch(*options, *command, cwd=tmp_path, env={**env, "HANG": "1"}, timeout=300)
+    ended = launch(
+        *options, *command, cwd=tmp_path, env={**env, "HANG": "1"}, timeout=300, linger=60
+    )
     assert ended.status != 0
     assert "missing: Rank 1 (" in ended.err, ended.err
     (verdict,) = run_of(ended).glob("hangs/*/stacks/rank-00001.txt")
