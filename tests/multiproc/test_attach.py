@@ -147,7 +147,15 @@ def test_all_ranks_are_recorded_and_nothing_changes(tmp_path: Path, launcher: La
     assert all("all_reduce" in set(recorded.frame(ring)["op"]) for ring in recorded.rings)
 
 
-@pytest.mark.parametrize("name", ["spawn", "torchrun", "lightning", "accelerate"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("spawn", marks=pytest.mark.slow),
+        "torchrun",
+        "lightning",
+        pytest.param("accelerate", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
     """The verdict names rank 1, and the line of the user's script at which it stands."""
     launcher = LAUNCHERS[name]
