@@ -32,7 +32,7 @@ _HOME = {
     "UnevenInputs": "rankcall.errors",
     "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
-    "enable": "rankcall.capture.session",
+    "enable": "rankcall.attach",
     "expect": "rankcall.capture.declared",
     "load": "rankcall.run.load",
 }
@@ -73,9 +73,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from rankcall import hooks, join, rpc, store, trace, watch
+    from rankcall.attach import enable
     from rankcall.capture.declared import expect
     from rankcall.capture.recording import Recording
-    from rankcall.capture.session import disable, enable
+    from rankcall.capture.session import disable
     from rankcall.errors import (
         AuthenticationFailed,
         BackendNotFound,

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +33,20 @@ class Ended:
 
 
 class Launch:
-    """A running ``rankcall`` command and everything below it."""
+    """A running ``rankcall`` command, or another program, and everything below it."""
 
-    def __init__(self, *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *args: str | Path,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str | Path] = (RANKCALL,),
+    ) -> None:
         self._mark = uuid.uuid4().hex
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by finish()
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [str(RANKCALL), *map(str, args)],
+            [*map(str, program), *map(str, args)],
             cwd=cwd,
             env={
                 **os.environ,
@@ -56,8 +62,12 @@ class Launch:
             stderr=self._err,
         )
 
-    def finish(self, timeout: float = 60) -> Ended:
-        """Wait for the end and return it; raise with every stack if time is up."""
+    def finish(self, timeout: float = 60, linger: float = 0) -> Ended:
+        """Wait for the end and return it; raise with every stack if time is up.
+
+        ``linger``: how long other processes may outlive the command. Lightning's first rank, for
+        example, does not wait for the others.
+        """
         late = False
         try:
             self.process.wait(timeout)
@@ -66,6 +76,9 @@ class Launch:
             self._signal_all(signal.SIGABRT)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
+        until = time.monotonic() + linger
+        while not late and self._marked() and time.monotonic() < until:
+            time.sleep(0.05)
         left = self._signal_all(signal.SIGKILL)
         self.process.wait()
         ended = Ended(self.process.returncode, _text(self._out), _text(self._err))
@@ -83,14 +96,21 @@ class Launch:
                 raise AssertionError(f"no {path}\n{self.finish()}")
             time.sleep(0.02)
 
-    def _signal_all(self, sig: signal.Signals) -> list[int]:
-        """Signal every process that carries our mark; return their ids."""
+    def _marked(self) -> list[int]:
+        """Return the ids of the processes that carry our mark."""
         found = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if f"{_MARK}={self._mark}".encode() in environ.read_bytes():
                     found.append(int(environ.parent.name))
-                    os.kill(found[-1], sig)
+        return found
+
+    def _signal_all(self, sig: signal.Signals) -> list[int]:
+        """Signal every process that carries our mark; return their ids."""
+        found = self._marked()
+        for pid in found:
+            with suppress(OSError):
+                os.kill(pid, sig)
         return found
 
 
@@ -106,6 +126,14 @@ def launch(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
+    linger: float = 0,
 ) -> Ended:
     """Run a ``rankcall`` command to its end."""
-    return Launch(*args, cwd=cwd, env=env).finish(timeout)
+    return Launch(*args, cwd=cwd, env=env).finish(timeout, linger)
+
+
+def run_program(
+    *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 240
+) -> Ended:
+    """Run a program without rankcall to its end."""
+    return Launch(*args, cwd=cwd, env=env, program=()).finish(timeout, linger=60)

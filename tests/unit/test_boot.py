@@ -1,7 +1,7 @@
-"""The boot folder's sitecustomize: whom it arms, when, and that it stays out of the way.
+"""The hook that attaches to a process, and the two ways in which Python loads it at start-up.
 
 A stand-in torch and a stand-in rankcall are put on the path, so that a case takes milliseconds;
-tests/multiproc/test_launcher.py does the same with the real ones.
+tests/multiproc/test_attach.py and test_launcher.py do the same with the real ones.
 """
 
 from __future__ import annotations
@@ -18,21 +18,37 @@ import rankcall
 BOOT = Path(rankcall.__file__).parent / "_boot"
 
 TORCH = {
-    # As in torch: distributed_c10d is complete long before torch is.
+    # As in torch: distributed_c10d is complete long before torch is, and other modules import the
+    # function from it while torch is imported.
     "torch/__init__.py": "import torch.distributed\ncomplete = True\n",
-    "torch/distributed/__init__.py": "from torch.distributed import distributed_c10d\n",
-    "torch/distributed/distributed_c10d.py": "value = 42\n",
+    "torch/distributed/__init__.py": (
+        "from torch.distributed.distributed_c10d import *\n"
+        "from torch.distributed import device_mesh, distributed_c10d\n"
+    ),
+    "torch/distributed/device_mesh.py": (
+        "from torch.distributed.distributed_c10d import init_process_group\n"
+    ),
+    "torch/distributed/distributed_c10d.py": (
+        "def init_process_group(backend=None, rank=-1, world_size=-1, fails=False):\n"
+        "    'The docstring.'\n"
+        "    if fails:\n        raise ValueError('not so')\n"
+        "    return 42\n"
+    ),
+    "torch/distributed/rpc/__init__.py": (
+        "def init_rpc(name, backend=None, rank=-1, world_size=None):\n    return name\n"
+    ),
 }
 RANKCALL = {
     "rankcall/__init__.py": "",
     "rankcall/watch.py": (
         "import os, sys\n"
-        "def arm():\n"
+        "def arm(rank, world_size):\n"
         "    torch = sys.modules['torch']\n"
-        "    c10d = sys.modules['torch.distributed.distributed_c10d']\n"
-        "    print('armed', os.getpid(), torch.complete, c10d.value, flush=True)\n"
+        "    print('armed', os.getpid(), torch.complete, rank, world_size, flush=True)\n"
     ),
 }
+INIT = "import torch.distributed as dist\ndist.init_process_group()\n"
+ARMED = "armed me True -1 -1"
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -44,12 +60,12 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 
 class Python:
-    """Starts Pythons as workers below ``rankcall run`` are started."""
+    """Starts Pythons as they are started below ``rankcall run`` and ``rankcall exec``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = [BOOT, write(folder / "stand-ins", {**TORCH, **RANKCALL})]
-        self.env = {"RANKCALL_ARM": "1", "PATH": os.environ["PATH"]}
+        self.env = {"RANKCALL": "1", "PATH": os.environ["PATH"]}
 
     def run(self, *args: str | Path, program: str = sys.executable) -> tuple[list[str], str]:
         """Return stdout's lines, with the program's own pid as ``me``, and stderr."""
@@ -81,118 +97,182 @@ def python(tmp_path: Path) -> Python:
     return Python(tmp_path)
 
 
-def test_arms_once_torch_is_complete(python: Python) -> None:
-    """Recording begins after both torch and distributed_c10d, and once."""
-    out, err = python.code("import torch, torch.distributed\nimport torch\nprint(__name__)")
-    assert (out, err) == (["armed me True 42", "__main__"], "")
-
-
-def test_does_nothing_without_torch(python: Python) -> None:
-    """A process that never imports torch imports nothing of ours either."""
+def test_arms_at_the_first_group(python: Python) -> None:
+    """Importing torch changes nothing yet; the first group arms, with its rank."""
     out, err = python.code(
-        "import sys; print([m for m in sys.modules if m.startswith(('rankcall', 'numpy'))])"
+        "import torch, torch.distributed as dist\n"
+        "print('imported')\n"
+        "print(dist.init_process_group('gloo', 3, world_size=8))\n"
+        "print(dist.init_process_group())\n"
     )
-    assert (out, err) == (["[]"], "")
+    assert (out, err) == (["imported", "armed me True 3 8", "42", "42"], "")
 
 
-def test_does_nothing_unasked(python: Python) -> None:
-    """Without RANKCALL_ARM the folder on the path changes nothing."""
-    del python.env["RANKCALL_ARM"]
-    out, err = python.code("import torch, os; print('RANKCALL_WORKER' in os.environ)")
-    assert (out, err) == (["False"], "")
+def test_every_name_of_the_function_arms(python: Python) -> None:
+    """A module that imported the function by name while torch was imported has the hook's, too."""
+    out, err = python.code(
+        "from torch.distributed import device_mesh, distributed_c10d, init_process_group\n"
+        "assert init_process_group is distributed_c10d.init_process_group\n"
+        "import pickle\n"
+        "assert pickle.loads(pickle.dumps(init_process_group)) is init_process_group\n"
+        "print(init_process_group.__doc__, init_process_group.__module__)\n"
+        "device_mesh.init_process_group()\n"
+    )
+    assert (out, err) == (["The docstring. torch.distributed.distributed_c10d", ARMED], "")
+
+
+def test_an_rpc_agent_arms(python: Python) -> None:
+    """A worker of torch.distributed.rpc has no process group, and is a rank all the same."""
+    out, err = python.code(
+        "import torch\nfrom torch.distributed import rpc\n"
+        "print(rpc.init_rpc('a', rank=1, world_size=2))\n"
+    )
+    assert (out, err) == (["armed me True 1 2", "a"], "")
+
+
+def test_does_nothing_without_a_group(python: Python) -> None:
+    """A process that creates no group imports nothing of ours but the hook."""
+    listing = "import sys; print([m for m in sys.modules if m.startswith(('rankcall', 'numpy'))])"
+    assert python.code(listing) == (["[]"], "")
+    assert python.code(f"import torch, torch.distributed\n{listing}") == (["[]"], "")
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_does_nothing_unasked(python: Python, value: str | None) -> None:
+    """Without RANKCALL, or if it is 0, the folder on the path changes nothing."""
+    del python.env["RANKCALL"]
+    if value is not None:
+        python.env["RANKCALL"] = value
+    out, err = python.code(f"{INIT}print(dist.init_process_group.__code__.co_filename)")
+    assert (out, err) == ([str(python.path[-1] / "torch/distributed/distributed_c10d.py")], "")
+
+
+def test_switched_off_in_the_program(python: Python) -> None:
+    """A program that sets RANKCALL to 0 before its first group is not armed."""
+    out, err = python.code(f"import os; os.environ['RANKCALL'] = '0'\n{INIT}print('ran')")
+    assert (out, err) == (["ran"], "")
 
 
 def test_leaves_no_trace_on_the_path(python: Python) -> None:
-    """The boot folder leaves sys.path, the finder leaves sys.meta_path, loaders are unchanged."""
+    """Ours leave sys.path; once its work is done, the finder leaves sys.meta_path; loaders stay."""
     out, err = python.code(
-        "import sys, torch\n"
+        "import sys, torch, torch.distributed.rpc\n"
         "print([p for p in sys.path if p.endswith('_boot')])\n"
         "print([f for f in sys.meta_path if '_Finder' in repr(f)])\n"
-        "print('exec_module' in vars(torch.__spec__.loader), torch.__loader__.name)\n"
+        "loader = torch.distributed.distributed_c10d.__spec__.loader\n"
+        "print('exec_module' in vars(loader), torch.__loader__.name)\n"
     )
-    assert (out, err) == (["armed me True 42", "[]", "[]", "False torch"], "")
+    assert (out, err) == (["[]", "[]", "False torch"], "")
+
+
+def test_an_error_of_torch_has_the_same_traceback(python: Python) -> None:
+    """The user sees torch's exception without a frame of rankcall's."""
+    text = f"{INIT}dist.init_process_group(fails=True)\n"
+    out, with_hook = python.code(text)
+    assert out == [ARMED]
+    python.env["RANKCALL"] = "0"
+    assert with_hook == python.code(text)[1]
+    assert "ValueError: not so" in with_hook
+
+
+def test_a_wrong_call_fails_as_without(python: Python) -> None:
+    """Arguments that torch does not take are torch's error."""
+    out, err = python.code(
+        "import torch.distributed as dist\n"
+        "try: dist.init_process_group(nonsense=1)\n"
+        "except TypeError as error: print(error)\n"
+    )
+    assert out == ["init_process_group() got an unexpected keyword argument 'nonsense'"]
+    assert err == ""
 
 
 def test_module_and_safe_path(python: Python) -> None:
-    """python -m works, under PYTHONSAFEPATH too."""
-    write(python.folder / "stand-ins", {"job.py": "import torch; print(__name__)"})
+    """python -m works, under PYTHONSAFEPATH too, and so does a program on stdin."""
+    write(python.folder / "stand-ins", {"job.py": f"{INIT}print(__name__)"})
     python.env["PYTHONSAFEPATH"] = "1"
-    assert python.run("-m", "job") == (["armed me True 42", "__main__"], "")
+    assert python.run("-m", "job") == ([ARMED, "__main__"], "")
+    (python.folder / "stdin.py").write_text(INIT)
+    out, err = python.run("-c", f"{sys.executable} < stdin.py", program="bash")
+    assert [line.split()[0] for line in out] == ["armed"]
+    assert err == ""
 
 
 def test_chains_to_another_sitecustomize(python: Python) -> None:
     """The sitecustomize that ours hides runs, under its own name and with its own file."""
     other = write(python.folder / "other", {"sitecustomize.py": "print('other', __name__)\n"})
     python.path.append(other)
-    out, err = python.code("import sys; print(sys.modules['sitecustomize'].__file__)\nimport torch")
-    assert out == ["other sitecustomize", str(other / "sitecustomize.py"), "armed me True 42"]
+    out, err = python.code(f"import sys; print(sys.modules['sitecustomize'].__file__)\n{INIT}")
+    assert out == ["other sitecustomize", str(other / "sitecustomize.py"), ARMED]
     assert err == ""
 
 
 def test_another_sitecustomize_that_imports_torch(python: Python) -> None:
-    """Recording is armed even where the hidden sitecustomize imports torch."""
+    """The hook works also if the hidden sitecustomize imports torch."""
     python.path.append(write(python.folder / "other", {"sitecustomize.py": "import torch\n"}))
-    assert python.code("") == (["armed me True 42"], "")
+    assert python.code(INIT) == ([ARMED], "")
+
+
+def test_torch_that_is_there_already(python: Python) -> None:
+    """If torch was imported before the hook is loaded, torch's function is replaced at once."""
+    out, err = python.code(
+        "import torch, sys, os\n"
+        f"sys.path.append({str(BOOT.parents[1])!r})\n"
+        "del sys.modules['_rankcall_hook']\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if '_Finder' not in repr(f)]\n"
+        "dist = torch.distributed\n"
+        "dist.distributed_c10d.init_process_group = dist.init_process_group.__wrapped__\n"
+        "import _rankcall_hook; _rankcall_hook.install()\n"
+        "dist.distributed_c10d.init_process_group()\n"
+    )
+    assert (out, err) == ([ARMED], "")
 
 
 def test_another_sitecustomize_that_is_broken(python: Python) -> None:
     """A broken one is reported by Python as without us, and the script runs, recorded."""
     python.path.append(write(python.folder / "other", {"sitecustomize.py": "import not_there\n"}))
-    out, err = python.code("import torch; print('ran')")
-    assert out == ["armed me True 42", "ran"]
+    out, err = python.code(f"{INIT}print('ran')")
+    assert out == [ARMED, "ran"]
     assert "not_there" in err
 
 
-def test_children_do_not_record(python: Python) -> None:
-    """Forked, spawned, fork-served and started children of a worker are not workers."""
+def test_a_child_that_creates_a_group_records(python: Python) -> None:
+    """Forked, spawned, fork-served and started children arm by themselves; those without do not."""
     out, err = python.code(
-        "import multiprocessing as mp, subprocess, sys\n"
-        "def child(): import torch\n"
+        "import multiprocessing as mp, subprocess, sys, os\n"
+        "import torch, torch.distributed as dist\n"
+        "def child(): dist.init_process_group(); print(os.getpid(), flush=True)\n"
+        "def idle(): pass\n"
         "if __name__ == '__main__':\n"
         "    for how in ('fork', 'spawn', 'forkserver'):\n"
-        "        process = mp.get_context(how).Process(target=child)\n"
-        "        process.start(); process.join(); print(how, process.exitcode, flush=True)\n"
-        "    subprocess.run([sys.executable, '-c', 'import torch'], check=True)\n"
-        "    import torch\n"
+        "        for target in (child, idle):\n"
+        "            process = mp.get_context(how).Process(target=target)\n"
+        "            process.start(); process.join()\n"
+        "            print(how, process.exitcode, flush=True)\n"
+        "    dist.init_process_group()\n"
+        "    mp.get_context('fork').Process(target=child).start()\n"
     )
-    assert (out, err) == (["fork 0", "spawn 0", "forkserver 0", "armed me True 42"], "")
+    armed = [line.split()[1] for line in out if line.startswith("armed")]
+    assert len(set(armed)) == 5
+    assert [pid for pid in out if pid.isdigit()] == [pid for pid in armed if pid != "me"]
+    assert sum(line.endswith(" 0") for line in out) == 6
+    assert err == ""
 
 
-def test_a_forked_child_of_a_waiting_worker(python: Python) -> None:
-    """A child forked before torch was imported does not take its parent's place."""
-    out, err = python.code("import os\npid = os.fork()\nimport torch\nif pid: os.waitpid(pid, 0)\n")
-    assert (out, err) == (["armed me True 42"], "")
-
-
-def test_a_python_that_bash_started(python: Python) -> None:
-    """--no-python bash -c 'python ...': the shell's first Python is the worker, exec or fork."""
-    code = f"{sys.executable} -c 'import torch, os; print(os.getpid())'"
-    armed, pid = python.run("-c", f"{code}; true", program="bash")[0]
-    assert armed == f"armed {pid} True 42"
-    assert python.run("-c", f"exec {code}", program="bash")[0] == ["armed me True 42", "me"]
-
-
-def test_reexec_keeps_the_claim(python: Python) -> None:
-    """A worker that replaces itself (same pid) is still the worker."""
+def test_reexec_attaches_again(python: Python) -> None:
+    """A process that replaces itself is attached in its new life as well."""
     out, err = python.code(
         "import os, sys\n"
+        f"{INIT}"
         "if 'again' not in sys.argv:\n"
         "    os.execv(sys.executable, [sys.executable, __file__, 'again'])\n"
-        "import torch\n"
     )
-    assert (out, err) == (["armed me True 42"], "")
-
-
-def test_a_launcher_inside_a_worker(python: Python) -> None:
-    """A process that takes RANKCALL_ARM away before importing torch is not armed."""
-    out, err = python.code("import os; del os.environ['RANKCALL_ARM']; import torch")
-    assert (out, err) == ([], "")
+    assert (out, err) == ([ARMED, ARMED], "")
 
 
 @pytest.mark.parametrize(
     ("session", "message"),
     [
-        ("def arm(): raise OSError('no room\\nat all')", "OSError: no room at all"),
+        ("def arm(*args): raise OSError('no room\\nat all')", "OSError: no room at all"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         (None, "ModuleNotFoundError: No module named 'rankcall"),
     ],
@@ -204,14 +284,14 @@ def test_a_failure_is_one_line(python: Python, session: str | None, message: str
         file.unlink()
     else:
         file.write_text(session)
-    out, err = python.code("import torch; print(torch.complete)")
-    assert out == ["True"]
+    out, err = python.code(f"{INIT}print('ran')")
+    assert out == ["ran"]
     assert err.startswith(f"rankcall: not recording: {message}")
     assert err.count("\n") == 1
 
 
 def test_a_torch_that_fails_once(python: Python) -> None:
-    """An import that fails and is tried again arms at the second try."""
+    """An import that fails and is tried again is hooked at the second try."""
     write(
         python.folder / "stand-ins",
         {"torch/__init__.py": "import torch.distributed, sys\nsys.flag\ncomplete = True\n"},
@@ -220,6 +300,6 @@ def test_a_torch_that_fails_once(python: Python) -> None:
         "import sys\n"
         "try:\n    import torch\nexcept AttributeError: print('failed')\n"
         "sys.flag = 1\n"
-        "import torch\n"
+        f"{INIT}"
     )
-    assert (out, err) == (["failed", "armed me True 42"], "")
+    assert (out, err) == (["failed", ARMED], "")

@@ -198,7 +198,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is status 130 and no traceback."""
 
-    def interrupt(path: object) -> None:
+    def interrupt(*given: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rankcall.cli.report.open_run", interrupt)

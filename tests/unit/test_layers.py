@@ -27,6 +27,7 @@ LEVELS = (
     ("analysis", "capture"),
     ("dispatch",),
     ("store",),  # a roll call says what each rank is doing
+    ("attach",),  # the ranks choose their run through the job's store
     ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
     ("serve",),

@@ -174,7 +174,7 @@ def test_capture_that_cannot_be_built(
         raise CaptureUnavailable("no compiler")
 
     monkeypatch.setattr(NativeModule, "prebuild", fail)
-    assert run._prepare("auto") == "python"
+    assert run.prepare("auto") == "python"
     assert "no compiler; recording with the slower Python capture" in capsys.readouterr().err
     with pytest.raises(CaptureUnavailable):
-        run._prepare("native")
+        run.prepare("native")

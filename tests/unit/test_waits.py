@@ -24,6 +24,10 @@ ROOT = Path(rankcall.__file__).parent
 LOCKS = """
 capture/declared.py: lock: _lock
     writes two fields of a mapped file
+attach.py: lock: _starting
+    sets an attribute
+attach.py: lock: self._lock
+    sets an attribute
 registry.py: lock: self._lock
     looks up and sets dictionary entries
 ring/writer.py: lock: self._lock
@@ -105,6 +109,8 @@ capture/native/recorder.h: join: thread_
     wait_for has seen its last line
 capture/own_ring.py: wait: self._wanted.wait
     a daemon thread of its own, woken at the end of the recording
+cli/exec.py: wait: child[0].wait
+    the user's command, which takes as long as it takes
 cli/diagnose.py: sleep: True
     the user asked to watch until Ctrl-C
 serve/app.py: lock: self._stacks_turn

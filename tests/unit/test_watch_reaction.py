@@ -39,8 +39,10 @@ def test_only_verdicts_to_act_on_are_counted(
     recording = session.claim("watch", tmp_path)
     try:
         watcher = _loop.Watcher(recording, 5.0, on_hang)
-        monkeypatch.setattr(watcher._judge, "verdicts", lambda: [verdict(kind, confidence)])
-        watcher._call_for_reaction()
+        judge = watcher._make_judge()
+        assert judge is not None
+        monkeypatch.setattr(judge, "verdicts", lambda: [verdict(kind, confidence)])
+        watcher._call_for_reaction(judge)
         assert recording.path is not None
         header = read_header(recording.path)
         assert header is not None

@@ -79,8 +79,9 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 
 def skipped_folders() -> list[str]:
     """Return the path prefixes of frames that are never the user's: torch's and rankcall's."""
-    folders = [Path(torch.__file__).parent, Path(__file__).parents[1]]
-    return [f"{folder}/" for folder in folders]
+    package = Path(__file__).parents[1]
+    hook = package.with_name("_rankcall_hook.py")  # beside the package: see there
+    return [f"{Path(torch.__file__).parent}/", f"{package}/", str(hook)]
 
 
 _installed_last: str | None = None

@@ -41,7 +41,8 @@ from rankcall.run.directory import (
 )
 from rankcall.run.settle import clean_up, has_old_rings, save_ring, settle_ring
 
-ARM = "RANKCALL_ARM"  # set by the launcher, which moves rings into the run itself
+# Set by a launcher: the run directory into which it moves the rings itself.
+SETTLES = "RANKCALL_SETTLES"
 _SMALLER = (1, 4, 16, 64)  # a ring that finds no room is tried at these fractions of its size
 _MOVE_SECONDS = 10.0
 
@@ -126,7 +127,7 @@ class OwnRing:
             unwritable = f"the run directory {run_dir} cannot be written ({error.strerror})"
         if os.environ.get("LOCAL_RANK", "0") == "0" and has_old_rings(run_dir):
             threading.Thread(target=clean_up, name="rankcall-clean", daemon=True).start()
-        if not os.environ.get(ARM):
+        if os.environ.get(SETTLES) != str(run_dir):
             self._mover = self._mover or Mover(run_dir)
         try:
             check_local(live_base())
@@ -178,6 +179,12 @@ class OwnRing:
         os.close(self._fd)
         self._fd = -1
         return True
+
+    def enter(self, run_dir: Path) -> None:
+        """Put a ring of no run into one. If it can have no name, it is saved there at the end."""
+        if not self.move_to(run_dir):
+            self.run_dir = run_dir
+            self._mover = self._mover or Mover(run_dir)
 
     def set_identity(self, identity: Identity) -> None:
         """Note the rank once the process knows it, in the ring and in the file's name."""

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rankcall import background
 from rankcall.capture import declared
@@ -35,6 +36,16 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_SECONDS = 0.5
 _DRAIN_SECONDS = 0.1
+
+
+class Placement(Protocol):
+    """Gives a recording its run once the job has chosen one (``rankcall.attach``)."""
+
+    def name_in_time(self) -> None:
+        """Give the run a name also if no group is created for a while."""
+
+    def finish(self) -> None:
+        """Place the records now: the recording ends."""
 
 
 class Recording(Scoped):
@@ -65,6 +76,8 @@ class Recording(Scoped):
         self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._step_handle: Any = None
         self.claims: set[str] = set()
+        self.placement: Placement | None = None
+        self._first_attempt = 0
 
     @property
     def ring(self) -> mmap.mmap:
@@ -103,6 +116,20 @@ class Recording(Scoped):
     def move_to(self, run_dir: Path) -> bool:
         """Put a recording that belongs to no run into one; return False if that is not possible."""
         return self._own_ring.move_to(run_dir)
+
+    def place(self, run_dir: Path, attempt: int) -> None:
+        """Put the ring into a run, unless it is in one, and note the attempt that it belongs to."""
+        if self.run_dir is None:
+            self._own_ring.enter(run_dir)
+        self._first_attempt = attempt
+        fresh = replace(self.identity, attempt=attempt + restart_count())
+        if fresh != self.identity:
+            self._own_ring.set_identity(fresh)
+
+    def expect_rank(self, rank: int, world_size: int) -> None:
+        """Note the rank that this process will have; its group, once created, corrects it."""
+        if self.identity.rank < 0 <= rank:
+            self._own_ring.set_identity(_identity(rank, world_size, self._first_attempt))
 
     def _end(self) -> None:
         self._leave(self)
@@ -145,6 +172,8 @@ class Recording(Scoped):
         """
         from rankcall.capture.groups import watch
 
+        if self.placement is not None:
+            self.placement.finish()
         watch.remove(self._on_group)
         declared.publish_to(None)
         self._step_handle.remove()
@@ -184,7 +213,8 @@ class Recording(Scoped):
         if (rank, len(group.ranks)) == (self.identity.rank, self.identity.world_size):
             return
         if group.description == "default_pg":
-            self._own_ring.set_identity(_identity(rank, len(group.ranks)))
+            fresh = _identity(rank, len(group.ranks), self._first_attempt)
+            self._own_ring.set_identity(fresh)
 
     def _beat(self) -> None:
         from rankcall.capture.device_status import POLL_SECONDS
@@ -227,21 +257,34 @@ def _one_line(error: object) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _identity(rank: int | None = None, world_size: int | None = None) -> Identity:
-    import torch.distributed as dist
+def restart_count() -> int:
+    """Return how often torchrun has restarted this job."""
+    return _number("TORCHELASTIC_RESTART_COUNT", default=0)
 
-    def number(name: str, default: int = -1) -> int:
+
+def _number(*names: str, default: int = -1) -> int:
+    """Return the first of these environment variables that is a number."""
+    for name in names:
         text = os.environ.get(name, "")
-        return int(text) if text.lstrip("-").isdigit() else default
+        if text.lstrip("-").isdigit():
+            return int(text)
+    return default
+
+
+def _identity(
+    rank: int | None = None, world_size: int | None = None, first_attempt: int = 0
+) -> Identity:
+    """Return this process's identity. Launchers' variables only add where the rank runs."""
+    import torch.distributed as dist
 
     if rank is None and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     return Identity(
-        rank=number("RANK") if rank is None else rank,
-        world_size=number("WORLD_SIZE") if world_size is None else world_size,
-        local_rank=number("LOCAL_RANK"),
-        node=number("GROUP_RANK"),
-        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
+        rank=_number("RANK") if rank is None else rank,
+        world_size=_number("WORLD_SIZE") if world_size is None else world_size,
+        local_rank=_number("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        node=_number("GROUP_RANK", "SLURM_NODEID"),
+        attempt=first_attempt + restart_count(),
         host=host_name(),
     )
 

@@ -1,4 +1,4 @@
-"""Switch recording on and off for this process: ``enable``, ``disable``, and claims on it.
+"""The recording of this process: claims on it, and ``disable``.
 
 A process has at most one recording. The user, the watcher, hooks and traces each hold a claim on
 it, and it ends with the last claim. After it has ended it *drains*: ops in flight still write their
@@ -8,20 +8,17 @@ ends into its ring. A forked child starts without a recording.
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from datetime import datetime, timezone
 from pathlib import Path
 
 from rankcall import background
 from rankcall.capture import declared
 from rankcall.capture.recording import Recording
-from rankcall.errors import RankcallError, TorchMissing, warn_once
-from rankcall.process import boot_seconds, process_start
-from rankcall.run.directory import default_run_dir
+from rankcall.errors import TorchMissing
 
 CAPTURES = ("auto", "native", "python")
 OLDEST_TORCH = (2, 11)
+_PLACE_SECONDS = 10.0
 _LOCK_SECONDS = 600.0  # another thread may hold the lock while it builds the recorder
 
 
@@ -34,43 +31,6 @@ class _State:
 
 
 _state = _State()
-
-
-def enable(
-    run_dir: str | os.PathLike[str] | None = None,
-    *,
-    capture: str | None = None,
-    capacity: int | None = None,
-    call_sites: bool = True,
-) -> Recording:
-    """Record every collective of this process, from now on, until ``disable()``.
-
-    Call it before or after ``init_process_group``, on every rank at the same point of the program:
-    sequence numbers count from here.
-
-    Args:
-        run_dir: The directory of the run. The default is ``RANKCALL_RUN_DIR``, or
-            ``rankcall-runs/<UTC time>-<script>``, the same for all ranks that one process started.
-        capture: ``auto``, ``native`` or ``python``. The default is ``RANKCALL_CAPTURE``, or
-            ``auto``: native, and Python if the native recorder cannot be built.
-        capacity: The number of records in the ring, rounded up to a power of two. Newer records
-            overwrite the oldest ones. The default is ``RANKCALL_CAPACITY``, or 16,384.
-        call_sites: Whether to record the line that issued each op.
-
-    Returns:
-        The recording, a context manager. If recording is on already, the one that is on.
-
-    Raises:
-        TorchMissing: torch is absent or too old.
-        ValueError: The capture is unknown, or the capacity out of range.
-        CaptureUnavailable: ``native`` was chosen by name, and cannot be built.
-    """
-    return claim("user", run_dir_of(run_dir), capture, capacity, call_sites)
-
-
-def run_dir_of(given: str | os.PathLike[str] | None) -> Path:
-    """Return the directory of a run: as given, by the environment, or by script and time."""
-    return Path(given or os.environ.get("RANKCALL_RUN_DIR") or _own_run_dir()).absolute()
 
 
 def disable() -> None:
@@ -138,17 +98,15 @@ def _left(recording: Recording) -> None:
         drop("user")
 
 
-def arm() -> bool:
-    """Record as the launcher's environment variables say; return whether recording is on.
+def place(recording: Recording, run_dir: Path, attempt: int) -> None:
+    """Put a recording into a run, unless it is in one, and note its attempt.
 
-    Never raises; prints errors on stderr.
+    Raises ``OSError`` if the session is busy for too long.
     """
-    try:
-        enable()
-    except (RankcallError, OSError, ValueError) as error:
-        warn_once(f"not recording: {error}")
-        return False
-    return True
+    with background.holding(_state.lock, _PLACE_SECONDS) as is_held:
+        if not is_held:
+            raise TimeoutError("another thread switches recording on or off")
+        recording.place(run_dir, attempt)
 
 
 def check_torch() -> None:
@@ -177,19 +135,6 @@ def _power_of_two(capacity: int | None) -> int | None:
     return max(64, 1 << (capacity - 1).bit_length())
 
 
-def _own_run_dir() -> Path:
-    """Name a run after the script and the start of the job, so that all its ranks agree."""
-    import multiprocessing
-
-    started_by_other = "RANK" in os.environ or multiprocessing.parent_process() is not None
-    ticks = process_start(os.getppid() if started_by_other else os.getpid()) or 0
-    moment = boot_seconds() + ticks // os.sysconf("SC_CLK_TCK")
-    return default_run_dir(
-        sys.argv[0] if sys.argv and sys.argv[0] else "python",
-        datetime.fromtimestamp(moment, timezone.utc),
-    )
-
-
 def _forget_drained() -> None:
     """Close the rings whose last op in flight has ended since recording stopped."""
     for old in [old for old in _state.draining if old.capture.drained()]:
@@ -201,7 +146,7 @@ def _register_once() -> None:
     if not _state.registered:
         _state.registered = True
         os.register_at_fork(after_in_child=_in_forked_child)
-        background.at_exit(_at_exit)
+        background.at_exit(end)
 
 
 def _in_forked_child() -> None:
@@ -218,7 +163,8 @@ def _in_forked_child() -> None:
 _inherited: list[_State] = []  # kept, so that a child runs no destructor of its parent's objects
 
 
-def _at_exit() -> None:
+def end() -> None:
+    """End the recording and leave its ring in the run, because the process ends."""
     with background.holding(_state.lock, _LOCK_SECONDS) as is_held:
         if not is_held:
             return

@@ -17,6 +17,7 @@ __all__ = ["main"]
 _USAGE, _INTERRUPTED = 2, 130
 _COMMANDS = {
     "run": "Run a script as torchrun does, and record every collective of every rank.",
+    "exec": "Run any command, and record every rank that it starts.",
     "report": "Report which ranks came last, which waited, and how fast the collectives were.",
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
     "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
@@ -24,9 +25,10 @@ _COMMANDS = {
     "serve": "Show every rank of a job on a page, to all who have the link.",
     "collect": "Put a run that is spread over nodes into one file.",
     "clean": "Free the memory that the records of killed jobs take on this host.",
+    "doctor": "Say whether recording will work here.",
     "build": "Build the native recorder and RPC agent ahead of time.",
 }
-_WORKING = ("run", "report", "diagnose", "export", "top", "serve", "collect")
+_WORKING = ("run", "exec", "report", "diagnose", "export", "top", "serve", "collect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

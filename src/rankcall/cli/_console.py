@@ -42,13 +42,27 @@ def say(text: str) -> None:
     typer.echo(f"rankcall: {clean(text)}", err=True)
 
 
-def open_run(path: Path | None) -> Run:
-    """Move the rings of this host's ended processes into the run, then load the run."""
+Attempt = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Read one attempt only: a restart of the job, or a job that was recorded into the "
+        "same directory.",
+    ),
+]
+
+
+def open_run(path: Path | None, attempt: int | None = None) -> Run:
+    """Move the rings of this host's ended processes into the run, then load the run.
+
+    With ``attempt``, the run has only the rings of that attempt.
+    """
     where = find_run(path)
     if where.is_dir():
         settle(where)
     with bar("reading names") as progress:
-        return load(where, progress)
+        run = load(where, progress)
+    return run if attempt is None else run.only(attempt)
 
 
 def console_for_result() -> Console:

@@ -94,17 +94,28 @@ def _point_out_own_options(script: str, script_args: Sequence[str]) -> None:
 
 def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
     """Return the environment variables that make every worker of this process record."""
-    path = os.environ.get("PYTHONPATH")
     variables = {
-        # An empty entry would put the working directory on every worker's path.
-        "PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else str(BOOT),
-        "RANKCALL_ARM": "1",
+        **hooking(),
+        "RANKCALL_SETTLES": str(run_dir.resolve()),
         "RANKCALL_CAPTURE": capture,
         "RANKCALL_RUN_DIR": str(run_dir.resolve()),
     }
     if job.local_addr and not os.environ.get("RANKCALL_HOST"):
         variables["RANKCALL_HOST"] = job.local_addr
     return variables
+
+
+def hooking() -> dict[str, str]:
+    """Return the environment variables that load the hook in every Python below this process.
+
+    If ``RANKCALL`` is 0, it stays so: that switches recording off everywhere.
+    """
+    path = os.environ.get("PYTHONPATH")
+    return {
+        # An empty entry would put the working directory on every worker's path.
+        "PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else str(BOOT),
+        "RANKCALL": os.environ.get("RANKCALL") or "1",
+    }
 
 
 def tracing(mode: str | None, history: bool) -> dict[str, str]:

@@ -13,7 +13,14 @@ from rankcall.analysis.state.run_snapshot import SnapshotBuilder
 from rankcall.analysis.timing.summary import Summary, summarise
 from rankcall.analysis.verdicts import find
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.cli._console import bar, console_for_result, open_run, output, report_problems
+from rankcall.cli._console import (
+    Attempt,
+    bar,
+    console_for_result,
+    open_run,
+    output,
+    report_problems,
+)
 from rankcall.errors import RankcallError
 from rankcall.files import new_file
 from rankcall.report import json as json_report
@@ -27,6 +34,7 @@ def command(
         Path | None,
         typer.Argument(help="A run directory or a ring file. Without it: the latest run here."),
     ] = None,
+    attempt: Attempt = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     html: Annotated[
         Path | None,
@@ -42,9 +50,9 @@ def command(
     if html is not None:
         if json:
             raise RankcallError("--json and --html: one of them")
-        report_problems(_write_page(run, html))
+        report_problems(_write_page(run, html, attempt))
         return
-    opened = open_run(run)
+    opened = open_run(run, attempt)
     summary, findings = _read(opened)
     if json:
         sys.stdout.write(json_report.render(summary, findings))
@@ -75,12 +83,12 @@ def _read(run: Run) -> tuple[Summary, list[Finding]]:
     return summary, [each for each in found if each.stops]
 
 
-def _write_page(path: Path | None, target: Path) -> list[str]:
+def _write_page(path: Path | None, target: Path, attempt: int | None) -> list[str]:
     """Write the HTML report, print its path, and return the run's problems."""
     from rankcall.analysis.details import detail
     from rankcall.report.html import render
 
-    run = open_run(path)
+    run = open_run(path, attempt)
     builder = SnapshotBuilder(run)
     with bar("reading records") as progress:
         details = detail(run, progress, builder.add)

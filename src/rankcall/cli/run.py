@@ -52,7 +52,7 @@ from rankcall.run.directory import (
 )
 from rankcall.run.settle import settle
 
-__all__ = ["CONTEXT_SETTINGS", "command"]
+__all__ = ["CONTEXT_SETTINGS", "HANG_AFTER_S", "command"]
 
 # rankcall's options come first. torchrun gets all unknown options, and everything after the first
 # word that is not an option.
@@ -143,21 +143,20 @@ def command(
     the same --run-dir, on a shared file system.
     """
     # This launcher may itself run inside a recorded worker. It must not count as that worker.
-    with environment({"RANKCALL_ARM": None, "RANKCALL_WORKER": None}):
+    with environment({"RANKCALL_WORKER": None, "RANKCALL_PLACES": None}):
         check_torch()
         job = parse(args)
         if job.is_file and not Path(job.script).exists():
             say(f"no such script: {job.script} (for a module: -m, for a program: --no-python)")
             raise typer.Exit(USAGE_ERROR)
-        recorder = _prepare(capture.value)
+        recorder = prepare(capture.value)
         chosen_dir = _run_dir(run_dir, job, hang_after)
         rings_before = {path.name for path in ring_paths(chosen_dir)}
         verdicts_before = verdict_ids(chosen_dir)
         outcome = Outcome(1)
         variables = {
             **arming(chosen_dir, recorder, job),
-            watch.HANG_AFTER: f"{hang_after:g}",
-            watch.ON_HANG: on_hang.value,
+            **watching(hang_after, on_hang),
             **tracing(trace.value if trace else None, history),
         }
         with page_of(chosen_dir, serve, hang_after), environment(variables):
@@ -171,7 +170,12 @@ def command(
     raise typer.Exit(outcome.status)
 
 
-def _prepare(capture: str) -> str:
+def watching(hang_after: float, on_hang: OnHang) -> dict[str, str]:
+    """Return the environment variables for the watchers of the ranks."""
+    return {watch.HANG_AFTER: f"{hang_after:g}", watch.ON_HANG: on_hang.value}
+
+
+def prepare(capture: str) -> str:
     """Build the native recorder once for all workers; return the capture that they use."""
     if capture == "python":
         return capture
@@ -196,7 +200,7 @@ def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
         say(f"--run-dir {path} is not a directory")
         raise typer.Exit(USAGE_ERROR)
     if job.max_nodes == 1 and ring_paths(path):
-        say(f"{path} already has a run: its records and the new ones will be read as one run")
+        say(f"{path} already has a run: this job becomes a new attempt of it")
     import torch
 
     about = about_job(
@@ -294,8 +298,8 @@ def _summarise(run_dir: Path, job: Job, rings_before: set[str], headers: list[He
     missing = _missing(job, headers)
     if missing:
         say(
-            f"no records of {missing}: the process ended before it imported torch, never did, or "
-            "was started as python -I, -E or -S (they ignore PYTHONPATH, which arms recording)"
+            f"no records of {missing}: the process never created a process group, or was started "
+            "as python -I, -E or -S (they ignore PYTHONPATH, which switches recording on)"
         )
 
 

@@ -7,12 +7,12 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRun, RunNotFound
 from rankcall.imports import Source, source_of
 from rankcall.ranks import format_ranks
 from rankcall.ring.decode import decode_ring
@@ -56,6 +56,8 @@ class Run:
     heads: list[Head]
     problems: list[str] = field(default_factory=list)
     source: Path | None = None  # the path that was loaded: a run directory, a ring file, an archive
+    # A part of a run keeps the whole, whose end removes what was unpacked.
+    _whole: Run | None = field(default=None, repr=False)
     _census: dict[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def iter_rings(
@@ -99,6 +101,19 @@ class Run:
     def _note(self, problem: str) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
+
+    def only(self, attempt: int) -> Run:
+        """Return this run with the rings of one attempt; raise ``RunNotFound`` without any."""
+        heads = [head for head in self.heads if head.header.attempt == attempt]
+        if not heads:
+            known = sorted({head.header.attempt for head in self.heads})
+            raise RunNotFound(
+                f"{self.source or self.path} has no attempt {attempt}: "
+                f"its attempts are {format_ranks(known)}"
+            )
+        part = replace(self, heads=heads, _census={})
+        part._whole = self
+        return part
 
     @cached_property
     def rings(self) -> list[Ring]:

@@ -206,7 +206,7 @@ _is_watching: list[bool] = []
 
 
 def local_state(store: Store) -> LocalState:
-    """Return the state that this process keeps for a store object; ``TypeError`` if it is none."""
+    """Return the state that this process keeps for a store object; or raise ``TypeError``."""
     found = _states.get(store) if isinstance(store, Store) else None
     if found is None:
         check_store(store)
@@ -338,19 +338,19 @@ def _blocking(connection: Connection, call: Call, until: float, deadline: float)
 
     def wait(request: Any) -> Any:
         if request.__class__ is Until:
-            return _polling(connection, call, until, until >= deadline)(request)
+            return polling(connection, call, until, until >= deadline)(request)
         keys = request.keys if request.__class__ is Wait else (request.key,)
         while not connection.block(keys, until - clock.monotonic()):
             connection.heard = clock.monotonic()
             if clock.monotonic() >= until:
                 is_last = until >= deadline
-                return _polling(connection, call, until)(request) if is_last else _PENDING
+                return polling(connection, call, until)(request) if is_last else _PENDING
         return True if request.__class__ is Wait else connection.read(request.key)
 
     return wait
 
 
-def _polling(connection: Connection, call: Call, until: float, is_last: bool = True) -> Any:
+def polling(connection: Connection, call: Call, until: float, is_last: bool = True) -> Any:
     """Return a function that answers waits until some time, by asking again and again."""
 
     def wait(request: Any) -> Any:
@@ -444,7 +444,7 @@ def _run_aside(
             connection = own or Connection(store)
             call.connection = connection
             result: T = drive(
-                steps, connection, _polling(connection, call, deadline), call, request
+                steps, connection, polling(connection, call, deadline), call, request
             )[1]
             return result
         finally:

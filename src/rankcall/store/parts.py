@@ -29,15 +29,40 @@ from rankcall._requests import (
     Steps,
     Until,
 )
-from rankcall.store._client import Call, run
+from rankcall.background import BackgroundCall
+from rankcall.store._client import Call, Connection, clock, drive, polling, run
 
 T = TypeVar("T")
+_SLOW_S = 0.5  # for the answer to a request that was made just before the deadline
 _LEASE_POLLS = 20  # looks at another holder's lease, while it lasts
 
 
 def perform(store: Store, timeout: float, steps: Steps[T]) -> T:
     """Run a protocol on a store; raises ``StoreLost`` if it has not ended within a second more."""
     return run(store, timeout, steps, Call())
+
+
+def perform_shared(store: Store, timeout: float, steps: Steps[T]) -> T:
+    """Run a protocol over the caller's own connection, on a helper thread, with a deadline.
+
+    For a few requests that a store answers at once, soon after the caller has used it: to make a
+    connection, as ``perform`` does, can take seconds and print torch's warnings.
+
+    Raises:
+        StoreLost: The store has failed, or has not answered shortly after ``timeout``.
+    """
+    call, connection = Call(), Connection(store)
+    until = clock.monotonic() + timeout
+    helper = BackgroundCall(
+        lambda: drive(steps, connection, polling(connection, call, until), call)[1],
+        "rankcall-store",
+    )
+    if not helper.ended(timeout + _SLOW_S):
+        call.is_abandoned = True
+        helper.give_up()
+        raise connection.lost(TimeoutError("no answer in time"))
+    result: T = helper.outcome()
+    return result
 
 
 def publish_once(key: str, value: bytes) -> Steps[bytes]:

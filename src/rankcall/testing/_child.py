@@ -123,7 +123,7 @@ def _call(job: Job, rank: int, world_size: int) -> Any:
         os.environ["RANKCALL_CAPTURE"] = "python"
         job.faults.arm(rank)
     if job.run_dir:
-        from rankcall.capture.session import enable
+        from rankcall.attach import enable
 
         enable()
     if job.watch is not None:

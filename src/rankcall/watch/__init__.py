@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import os
 
-from rankcall.capture import session
+from rankcall import attach
 from rankcall.errors import RankcallError, warn_once
 from rankcall.registry import Scoped
-from rankcall.watch._loop import ABORT_STATUS, OnHang, Watcher
+from rankcall.watch._loop import ABORT_STATUS, OnHang, Watcher, is_watching
 
 __all__ = ["ABORT_STATUS", "Handle", "arm", "start"]
 
@@ -64,22 +64,29 @@ def start(
     It also raises the errors of ``rankcall.enable``.
     """
     after, how = _hang_after(hang_after), _on_hang(on_hang)
-    where = session.run_dir_of(run_dir)
-    recording = session.claim("watch", where)
+    recording = attach.claim("watch", run_dir)
     watcher = Watcher(recording, after, how)
     watcher.start()
     return Handle(watcher)
 
 
-def arm() -> bool:
-    """Record and watch as the launcher's environment variables say; return whether we record.
+def arm(rank: int = -1, world_size: int = -1) -> bool:
+    """Record and watch as the environment variables say; return whether we record.
 
-    It never raises; an error is printed on stderr.
+    Called when this process is about to create its first process group. It never raises; an error
+    is printed on stderr. If the program records or watches already, that goes on unchanged.
+
+    Args:
+        rank: The rank that this process will have; -1 if only the environment says it.
+        world_size: The number of ranks, or -1.
     """
-    if not session.arm():
+    try:
+        attach.attach(rank, world_size)
+    except (RankcallError, OSError, ValueError) as error:
+        warn_once(f"not recording: {error}")
         return False
     try:
-        if _hang_after(None) < math.inf:
+        if _hang_after(None) < math.inf and not is_watching():
             start()
     except (RankcallError, OSError, ValueError) as error:
         warn_once(f"not watching for hangs: {error}")

@@ -40,13 +40,12 @@ class Watcher:
     """Watches one rank on a daemon thread, and its whole node if no lower rank can."""
 
     def __init__(self, recording: Recording, hang_after: float, on_hang: OnHang) -> None:
-        assert recording.run_dir is not None
         self._recording = recording
         self._hang_after = hang_after
         self._on_hang = on_hang
         self._records = RingView(recording.ring, recording.geometry)
         self._node = Node(recording)
-        self._judge = Judge(recording.run_dir, hang_after)
+        self._judge: Judge | None = None  # until the recording has its run
         self._stopping = threading.Event()
         self._tick_s = min(_TICK_S, hang_after / 8)
         # Of each rank: its calls and steps, and when they last changed.
@@ -54,7 +53,7 @@ class Watcher:
         self._next_asked = 0.0
         self._verdicts = 0  # that this rank gave
         # How many verdicts of the node's ranks this rank has reacted to, or were older than it.
-        self._seen = self._verdict_count(self._node.headers())
+        self._seen = 0
         put(recording.ring, "hang_after_ms", max(1, round(hang_after * 1e3)))
         self.thread = threading.Thread(target=self._run, name="rankcall-watch", daemon=True)
 
@@ -98,8 +97,11 @@ class Watcher:
 
     def _turn(self) -> None:
         put(self._recording.ring, "overdue_ns", self._overdue_ns())
+        judge = self._judge or self._make_judge()
+        if judge is None:
+            return
         headers, rank = self._node.headers(), self._recording.rank()
-        self._notice(headers)
+        self._notice(headers, judge)
         if rank not in headers or not self._node.leads(headers, rank):
             return
         now = time.monotonic()
@@ -107,20 +109,29 @@ class Watcher:
         first_ns = min((h.overdue_ns for h in headers.values() if h.overdue_ns), default=0)
         first_ns = first_ns or self._silent_since_ns(headers, now)
         if not first_ns:
-            self._judge.rest()
-        self._judge.look_back(headers)
-        asked = self._is_asked(headers, now)
-        due = first_ns != 0 and now >= self._judge.next_look
-        if (asked or due) and self._judge.look(headers, first_ns or time.monotonic_ns(), asked):
-            self._call_for_reaction()
+            judge.rest()
+        judge.look_back(headers)
+        asked = self._is_asked(headers, now, judge)
+        due = first_ns != 0 and now >= judge.next_look
+        if (asked or due) and judge.look(headers, first_ns or time.monotonic_ns(), asked):
+            self._call_for_reaction(judge)
 
-    def _call_for_reaction(self) -> None:
+    def _make_judge(self) -> Judge | None:
+        """Return the judge of this run; None until the recording belongs to one."""
+        run_dir = self._recording.run_dir
+        if run_dir is None:
+            return None
+        self._judge = Judge(run_dir, self._hang_after)
+        self._seen = self._verdict_count(self._node.headers())
+        return self._judge
+
+    def _call_for_reaction(self, judge: Judge) -> None:
         """Count a verdict, so that the node's ranks react to it.
 
         A verdict that no rank may be ended for is not counted: a rank that cannot read the verdicts
         ends if it is called.
         """
-        if self._on_hang == "abort" and not _may_abort(self._judge.verdicts()):
+        if self._on_hang == "abort" and not _may_abort(judge.verdicts()):
             return
         self._verdicts += 1
         put(self._recording.ring, "verdicts", self._verdicts)
@@ -150,7 +161,7 @@ class Watcher:
         ended = any(header.closed_ns or header.left_ns for header in headers.values())
         return 0 if ended or now - since < self._hang_after else int(since * 1e9)
 
-    def _is_asked(self, headers: dict[int, Header], now: float) -> bool:
+    def _is_asked(self, headers: dict[int, Header], now: float, judge: Judge) -> bool:
         """Return whether another node wants a verdict, by a poll of the store if one is due.
 
         While the node's ranks issue calls, the store is polled once in ``hang_after``, so that a
@@ -163,8 +174,8 @@ class Watcher:
         quiet = any(now - self._issued[rank][1] > self._hang_after / 2 for rank in headers)
         if now < self._next_asked and not (quiet and self._next_asked - now > 1.0):
             return False
-        asked, soon = self._judge.asked(headers), min(1.0, self._hang_after / 4)
-        seldom = self._judge.signed_on and not quiet
+        asked, soon = judge.asked(headers), min(1.0, self._hang_after / 4)
+        seldom = judge.signed_on and not quiet
         self._next_asked = now + (self._hang_after if seldom else soon)
         return asked
 
@@ -174,16 +185,16 @@ class Watcher:
     def _verdict_count(headers: dict[int, Header]) -> int:
         return sum(header.verdicts for header in headers.values())
 
-    def _notice(self, headers: dict[int, Header]) -> None:
+    def _notice(self, headers: dict[int, Header], judge: Judge) -> None:
         """Do what ``on_hang`` says if the node has a new verdict since the last turn."""
         count = self._verdict_count(headers)
         if count <= self._seen:
             return
         self._seen = count
-        if self._on_hang == "abort" and _may_abort(self._judge.verdicts()):
+        if self._on_hang == "abort" and _may_abort(judge.verdicts()):
             put(self._recording.ring, "aborted_ns", time.monotonic_ns())
             _abort(self._recording.rank())
-        verdicts = self._judge.verdicts()
+        verdicts = judge.verdicts()
         if verdicts and callable(self._on_hang):
             try:
                 self._on_hang(findings_of(verdicts[-1]))
@@ -226,6 +237,11 @@ def _register_once() -> None:
         os.register_at_fork(after_in_child=_in_forked_child)
 
 
+def is_watching() -> bool:
+    """Return whether a watcher runs in this process."""
+    return _current is not None
+
+
 def _at_exit() -> None:
     if _current is not None:
         _current.stop()
@@ -250,7 +266,7 @@ class Node:
         self._listed = float("-inf")
 
     def headers(self) -> dict[int, Header]:
-        """Read the newest ring header of each rank of this node, for the newest attempt."""
+        """Read the newest ring header of each rank of this node, for this rank's attempt."""
         path = self._recording.path
         if path is None:
             return {}
@@ -258,15 +274,15 @@ class Node:
             self._listed = time.monotonic()
             self._paths = sorted(path.parent.glob("*.ring"))
         newest: dict[int, Header] = {}
+        attempt = self._recording.identity.attempt
         for file in {*self._paths, path}:
             header = read_header(file)
-            if header is None or header.boot_id != self._boot:
+            if header is None or header.boot_id != self._boot or header.attempt != attempt:
                 continue
             known = newest.get(header.rank)
             if known is None or known.anchor_mono_ns < header.anchor_mono_ns:
                 newest[header.rank] = header
-        attempt = max((header.attempt for header in newest.values()), default=0)
-        return {rank: header for rank, header in newest.items() if header.attempt == attempt}
+        return newest
 
     def leads(self, headers: dict[int, Header], rank: int) -> bool:
         """Return whether ``rank`` acts for the node: it is the lowest whose watcher runs."""

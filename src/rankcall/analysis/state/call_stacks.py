@@ -33,6 +33,7 @@ SETUP = frozenset(
 )
 LOADER = "its data loader"
 _OURS = f"{Path(__file__).parents[2]}/"
+_HOOK = "_rankcall_hook.py"  # calls init_process_group; it is not in the package
 _THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|\"MainThread\"")
 _FAULTHANDLER = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
@@ -72,18 +73,28 @@ class Frame:
         return bool(re.search(r"(^|/)torch/", self.file))
 
     @property
+    def is_hook(self) -> bool:
+        """Whether the file is the one that rankcall attaches with."""
+        return self.file == _HOOK or self.file.endswith(f"/{_HOOK}")
+
+    @property
     def is_installed(self) -> bool:
         """Whether the file belongs to Python or to an installed package."""
         # py-spy leaves out the folders of Python's own modules and of installed packages.
         first = self.file.split("/")[0].removesuffix(".py")
         short = first in sys.stdlib_module_names or first in ("torch", "rankcall")
-        return short or bool(re.search(r"(site|dist)-packages/|lib/python3|^<frozen", self.file))
+        return (
+            short
+            or self.is_hook
+            or bool(re.search(r"(site|dist)-packages/|lib/python3|^<frozen", self.file))
+        )
 
     @property
     def is_internal(self) -> bool:
         """Whether the file is torch's, rankcall's or Python's own."""
         of_python = self.is_installed and "-packages/" not in self.file
-        return self.is_torch or of_python or self.file.startswith((_OURS, "rankcall/"))
+        ours = self.is_hook or self.file.startswith((_OURS, "rankcall/"))
+        return self.is_torch or of_python or ours
 
     @property
     def is_users(self) -> bool:

@@ -326,7 +326,7 @@ class _RingWindows:
         found = {}
         for ended in exits:
             head = self.headers.get(ended.rank)
-            if head and (head.pid, head.attempt) == (ended.pid, ended.attempt):
+            if head and head.pid == ended.pid:
                 moment = ended.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
                 found[ended.rank] = _End(ended, moment, _with_launcher(ended, self.stops))
         return found

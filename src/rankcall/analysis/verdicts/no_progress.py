@@ -216,8 +216,8 @@ def _advice(
     blind = [rank for rank in absent if snapshot.ranks[rank].blind]
     if blind and len(blind) == len(absent):
         return (
-            "See whether these processes were started: a process leaves records as soon as it has "
-            "imported torch."
+            "See whether these processes were started, and what they do before they call "
+            "init_process_group: until then, a process leaves no records."
         )
     if absent:
         first = snapshot.ranks[absent[0]]

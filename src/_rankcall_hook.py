@@ -1,0 +1,130 @@
+"""Switch recording on in a process that creates a process group, whatever started the process.
+
+Python imports this file at start-up: by ``rankcall.pth`` (by ``rankcall.start`` from Python 3.15
+on) if ``RANKCALL`` is set, and by the sitecustomize that ``rankcall run`` and ``rankcall exec`` put
+on PYTHONPATH. It must cost almost nothing in a process that never creates a group, run on any
+Python that a job starts, and let no exception out.
+
+A process becomes a rank by its first call of ``init_process_group`` or ``init_rpc``. Launchers,
+data loaders and compile workers import torch as well, but never call these.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, arg-type"
+# (the types are in modules that this file must not import at every start)
+
+import os
+import sys
+
+# The module that defines each function, which is replaced before any other module can import it.
+_FUNCTIONS = {
+    "torch.distributed.distributed_c10d": "init_process_group",
+    "torch.distributed.rpc": "init_rpc",
+}
+_attached: list[int] = []  # the process that was attached; a forked child is another one
+
+
+def install() -> None:
+    """Wait for torch.distributed in this process, if ``RANKCALL`` says so."""
+    try:
+        if is_wanted() and not any(type(each) is _Finder for each in sys.meta_path):
+            for name in list(_FUNCTIONS):
+                if name in sys.modules:
+                    _wrap(sys.modules[name], _FUNCTIONS.pop(name))
+            if _FUNCTIONS:
+                sys.meta_path.insert(0, _Finder())
+    except Exception as error:
+        _say(error)
+
+
+def is_wanted() -> bool:
+    """Return whether the environment asks for recording."""
+    return os.environ.get("RANKCALL", "0") not in ("", "0")
+
+
+def _say(error: BaseException) -> None:
+    try:
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"rankcall: not recording: {type(error).__name__}: {text}\n")
+    except Exception:
+        pass  # there is no stderr to write to
+
+
+class _Finder:
+    """Finds the awaited modules by the other finders, and replaces a function in each."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in _FUNCTIONS:
+            return None
+        for finder in [each for each in sys.meta_path if each is not self]:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    self._watch(name, spec.loader)
+                return spec
+        return None
+
+    def _watch(self, name, loader):
+        execute = loader.exec_module
+
+        def exec_module(module):
+            loader.__dict__.pop("exec_module", None)  # restore the loader
+            execute(module)
+            try:
+                _wrap(module, _FUNCTIONS.pop(name))
+                if not _FUNCTIONS:
+                    sys.meta_path.remove(self)
+            except Exception as error:
+                _say(error)
+
+        loader.exec_module = exec_module
+
+
+def _wrap(module, name: str) -> None:
+    """Put a function in the place of one of torch's that attaches, and then calls torch's."""
+    import functools
+
+    original = getattr(module, name, None)
+    if original is None:
+        return  # torch was built without it
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        try:
+            attach(original, args, kwargs)
+        except Exception as error:
+            _say(error)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            # Without this frame, the traceback is the same as without rankcall.
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            raise
+
+    setattr(module, name, wrapper)
+
+
+def attach(function, args, kwargs) -> None:
+    """Record this process from now on, unless that was done before or is no longer wanted."""
+    if _attached == [os.getpid()] or not is_wanted():
+        return
+    _attached[:] = [os.getpid()]
+    import inspect
+
+    from rankcall.watch import arm
+
+    try:
+        given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return  # torch's function raises it, too
+    # Both functions call these two arguments so, and -1 or None stands for the environment's.
+    rank, world_size = (given.get(name) for name in ("rank", "world_size"))
+    if arm(_number(rank), _number(world_size)) and (
+        os.environ.get("RANKCALL_TRACE") or os.environ.get("RANKCALL_HISTORY")
+    ):
+        from rankcall import trace
+
+        trace.arm()
+
+
+def _number(given) -> int:
+    return given if isinstance(given, int) and not isinstance(given, bool) else -1

@@ -1,0 +1,234 @@
+"""``rankcall doctor``: say whether recording will work here, on one screen."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from rankcall.capture.session import check_torch
+from rankcall.errors import CaptureUnavailable, CorruptRun, RankcallError
+from rankcall.files import file_system, is_local
+from rankcall.ring.layout import Geometry
+from rankcall.run.directory import live_base
+from rankcall.run.load import load
+
+__all__ = ["command"]
+
+OK, WEAK, BAD = "ok", "weak", "FAIL"
+_TRIAL_S = 60.0
+_STORE_S = 3.0
+_RANKS = 8  # whose rings shared memory should have room for
+_TRIAL = """\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))  # line 5
+dist.destroy_process_group()
+"""
+# How each launcher can be told from the environment of what it starts.
+_LAUNCHERS = {
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "SLURM_JOB_ID": "Slurm",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI",
+    "PMI_SIZE": "an MPI launcher",
+    "RAY_JOB_ID": "Ray",
+    "KUBERNETES_SERVICE_HOST": "a pod",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the result: what was looked at, how it is, and what to do about it."""
+
+    topic: str
+    state: str
+    text: str
+
+
+def command() -> None:
+    """Say whether recording will work here, and what to do if not.
+
+    Every line begins with ok, weak (recording works, but something is missing) or FAIL. Exits with
+    1 if recording will not work.
+    """
+    states = set()
+    for look in (_python, _torch, _recorder, _memory, _stacks, _started, _store, _devices, _trial):
+        for finding in _looked(look):
+            states.add(finding.state)
+            typer.echo(f"{finding.state:5} {finding.topic:14} {finding.text}")
+    if BAD in states:
+        typer.echo("recording will not work here: see the lines that begin with FAIL")
+        raise typer.Exit(1)
+    typer.echo("recording works here: rankcall exec -- COMMAND, with any command that starts ranks")
+
+
+def _looked(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Yield what a check finds. A check that fails itself is one more finding."""
+    try:
+        yield from look()
+    except Exception as error:
+        topic = look.__name__.strip("_")
+        yield Finding(topic, BAD, f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _python() -> Iterator[Finding]:
+    version = sys.version.split()[0]
+    yield Finding("python", OK, f"{version} in {sys.prefix}")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        check_torch()
+    except RankcallError as error:
+        yield Finding("torch", BAD, str(error))
+        return
+    import torch
+
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    yield Finding("torch", OK, f"{torch.__version__}, built {built}")
+
+
+def _recorder() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    from rankcall.capture.native import RECORDER
+
+    try:
+        was_built = RECORDER.path().exists()
+        path = RECORDER.prebuild()
+    except CaptureUnavailable as error:
+        yield Finding("recorder", WEAK, f"recording in Python, which is slower: {error}")
+        return
+    how = "built before" if was_built else "has just been built"
+    yield Finding("recorder", OK, f"native, {how}: {path}")
+
+
+def _memory() -> Iterator[Finding]:
+    base = live_base()
+    if not base.is_dir() or not os.access(base, os.W_OK):
+        text = f"{base} cannot be written: rings are kept in the run directory"
+        yield Finding("shared memory", WEAK, text)
+        return
+    if not is_local(base):
+        text = f"{base} is not local ({file_system(base)}): records stay in memory until the end"
+        yield Finding("shared memory", WEAK, text)
+        return
+    space, ring = shutil.disk_usage(base), Geometry().file_bytes
+    text = f"{base} has {space.free / 1e6:,.0f} of {space.total / 1e6:,.0f} MB free; a ring takes "
+    text += f"{ring / 1e6:.1f} MB"
+    if space.free < _RANKS * ring:
+        text += ": rings will be smaller (docker: --shm-size)"
+    yield Finding("shared memory", OK if space.free >= _RANKS * ring else WEAK, text)
+
+
+def _stacks() -> Iterator[Finding]:
+    spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}")
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    allowed = os.geteuid() == 0 or not scope.exists() or scope.read_text().strip() == "0"
+    if spy is None:
+        text = (
+            "the ranks write their own; for those of stopped ranks: pip install 'rankcall[stacks]'"
+        )
+        yield Finding("stacks", WEAK, text)
+    elif not allowed:
+        text = "py-spy may not trace other processes (ptrace_scope): the ranks write their own"
+        yield Finding("stacks", WEAK, text)
+    else:
+        yield Finding("stacks", OK, "py-spy is installed, and may trace the ranks")
+
+
+def _started() -> Iterator[Finding]:
+    names = [name for variable, name in _LAUNCHERS.items() if os.environ.get(variable)]
+    text = f"this shell is below {' and '.join(names)}" if names else "none: this is a plain shell"
+    yield Finding("launcher", OK, text)
+    line = Path(sysconfig.get_path("purelib")) / "rankcall.pth"
+    switch = os.environ.get("RANKCALL")
+    if switch == "0":
+        yield Finding("RANKCALL", BAD, "is 0 here, which switches recording off everywhere")
+    elif line.exists():
+        how = "is set: every job is recorded" if switch else "is not set; RANKCALL=1 records a job"
+        yield Finding("RANKCALL", OK, how)
+    else:
+        text = f"has no effect: {line} is missing; rankcall run and rankcall exec work without it"
+        yield Finding("RANKCALL", WEAK, text)
+
+
+def _store() -> Iterator[Finding]:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not (port or "").isdigit():
+        yield Finding("store", OK, "MASTER_ADDR and MASTER_PORT are not set; a launcher sets them")
+        return
+    try:
+        socket.create_connection((host, int(port or 0)), _STORE_S).close()
+        yield Finding("store", OK, f"{host}:{port} answers")
+    except OSError as error:
+        text = f"{host}:{port} does not answer ({error}); it does once the job's rank 0 runs"
+        yield Finding("store", WEAK, text)
+
+
+def _devices() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("GPU", OK, "none; Gloo and MPI are recorded with their times")
+        return
+    count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+    text = f"{count} x {name}: what was issued and completed is recorded; times on the device "
+    yield Finding("GPU", OK, text + "are experimental (RANKCALL_DEVICE_TIMES=1)")
+
+
+def _trial() -> Iterator[Finding]:
+    """Record a job of one rank as a launcher would start it, and read the records."""
+    with tempfile.TemporaryDirectory(prefix="rankcall-doctor-") as scratch:
+        folder = Path(scratch)
+        (folder / "trial.py").write_text(_TRIAL)
+        job = {name: value for name, value in os.environ.items() if name not in _JOB}
+        command = [sys.executable, "-m", "rankcall", "exec", "--run-dir=run", "--"]
+        try:
+            done = subprocess.run(
+                [*command, sys.executable, "trial.py"],
+                cwd=folder,
+                env={**job, "RANKCALL": "1"},
+                capture_output=True,
+                text=True,
+                timeout=_TRIAL_S,
+            )
+            yield _judged(done, folder / "run")
+        except subprocess.TimeoutExpired:
+            text = f"a job of one rank did not end in {_TRIAL_S:g} s"
+            yield Finding("trial", BAD, text)
+
+
+# These belong to the job that doctor itself runs in.
+_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "RANKCALL_WORKER")
+
+
+def _judged(done: subprocess.CompletedProcess[str], run_dir: Path) -> Finding:
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if done.returncode:
+        return Finding("trial", BAD, f"a job of one rank failed: {last}")
+    try:
+        run = load(run_dir)
+        (ring,) = run.rings
+        (op,) = run.frame(ring)["op"]
+        site = next(iter(ring.tables.sites.values()), None)
+    except (CorruptRun, RankcallError, OSError, ValueError) as error:
+        return Finding("trial", BAD, f"a job of one rank left no records ({error}): {last}")
+    if site is None or site.line != 5:
+        text = f"{op} was recorded, but not the line that issued it: Python "
+        return Finding("trial", WEAK, f"{text}{sys.version.split()[0]} is not known")
+    return Finding("trial", OK, f"{op} of a job of one rank was recorded, with its line")

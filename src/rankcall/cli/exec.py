@@ -1,0 +1,195 @@
+"""``rankcall exec``: run any command, and record every process below it that creates a group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from rankcall._native import cache_dir
+from rankcall.cli._console import open_run, say
+from rankcall.cli._torchrun import Outcome, environment, hooking
+from rankcall.cli._worker_exits import explain_failure
+from rankcall.cli.run import HANG_AFTER_S, Capture, OnHang, prepare, watching
+from rankcall.errors import RankcallError
+from rankcall.ranks import format_ranks
+
+__all__ = ["CONTEXT_SETTINGS", "command"]
+
+# Everything after the first word that is not an option of rankcall's belongs to the command.
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # the exit statuses of shells
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)  # the command gets these from the terminal itself
+_MOST_PLACES = 1 << 20  # bytes of the file in which ranks note their runs
+
+
+def command(
+    args: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="The command and its arguments.")
+    ],
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="The directory for the records. Without it: rankcall-runs/<UTC time>-<program> "
+            "in rank 0's working directory."
+        ),
+    ] = None,
+    capture: Annotated[
+        Capture,
+        typer.Option(
+            envvar="RANKCALL_CAPTURE", help="The recorder; auto: the native one if it can be built."
+        ),
+    ] = Capture.auto,
+    hang_after: Annotated[
+        float,
+        typer.Option(
+            envvar="RANKCALL_HANG_AFTER",
+            min=0.0,
+            help="Seconds in flight before a collective counts as hung; 0: do not watch.",
+        ),
+    ] = HANG_AFTER_S,
+    on_hang: Annotated[
+        OnHang,
+        typer.Option(
+            envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
+        ),
+    ] = OnHang.report,
+) -> None:
+    """Run a command, and record and watch every rank that it starts.
+
+    The command may be any launcher or a Python script: rankcall exec -- accelerate launch train.py.
+    Each process below it that creates a process group is recorded. The command keeps its terminal
+    and its exit status, and gets the signals that this process gets.
+    """
+    if run_dir is not None and run_dir.exists() and not run_dir.is_dir():
+        say(f"--run-dir {run_dir} is not a directory")
+        raise typer.Exit(2)
+    _check(args[0])
+    recorder = capture.value
+    if not _has_recorder():
+        with contextlib.suppress(RankcallError):  # without torch here, the ranks say what is wrong
+            recorder = prepare(recorder)
+    with tempfile.NamedTemporaryFile(prefix="rankcall-exec-") as places:
+        variables = {
+            **hooking(),
+            "RANKCALL_CAPTURE": recorder,
+            "RANKCALL_PLACES": places.name,
+            "RANKCALL_RUN_DIR": str(run_dir.absolute()) if run_dir else None,
+            "RANKCALL_WORKER": None,
+            "RANKCALL_SETTLES": None,
+            **watching(hang_after, on_hang),
+        }
+        if run_dir is None and os.environ.get("RANKCALL_RUN_DIR"):
+            del variables["RANKCALL_RUN_DIR"]
+        with environment(variables):
+            status = _run(args)
+        with _ignoring(*_FROM_TERMINAL, *_FORWARDED):
+            _report(_places(Path(places.name)), status, hang_after or HANG_AFTER_S)
+    if status < 0:
+        _end_like(-status)
+    raise typer.Exit(status)
+
+
+def _has_recorder() -> bool:
+    """Return whether a native recorder has been built. Which one fits only torch knows."""
+    return any(cache_dir().glob("rankcall_recorder-*.so"))
+
+
+def _check(program: str) -> None:
+    """Exit as a shell does if there is no such program."""
+    if shutil.which(program) is None:
+        is_file = Path(program).is_file()
+        say(f"{program}: {'not executable' if is_file else 'command not found'}")
+        raise typer.Exit(_NOT_EXECUTABLE if is_file else _NOT_FOUND)
+
+
+def _run(args: list[str]) -> int:
+    """Run the command and return its exit code, negative if a signal ended it."""
+    child: list[subprocess.Popen[bytes]] = []
+    pending: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if child:
+            child[0].send_signal(number)
+        else:
+            pending.append(number)
+
+    with _handling(forward, *_FORWARDED), _handling(_ignore, *_FROM_TERMINAL):
+        try:
+            child.append(subprocess.Popen(args))
+        except OSError as error:
+            say(f"{args[0]}: {error.strerror}")
+            return _NOT_EXECUTABLE
+        for number in pending:
+            child[0].send_signal(number)
+        return child[0].wait()
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Unlike SIG_IGN, a command that this process starts does not inherit it."""
+
+
+@contextlib.contextmanager
+def _handling(handler: object, *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals, unless they are ignored: nohup sets that for the command, too."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _ignoring(*numbers: signal.Signals) -> contextlib.AbstractContextManager[None]:
+    return _handling(signal.SIG_IGN, *numbers)
+
+
+def _end_like(number: int) -> None:
+    """End by the signal that ended the command, so that the caller sees the same status."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _places(noted: Path) -> list[Path]:
+    """Return the runs that ranks on this host have noted, in their order."""
+    with noted.open("rb") as file:
+        paths = file.read(_MOST_PLACES).split(b"\0")[:-1]
+    return [Path(os.fsdecode(path)) for path in dict.fromkeys(paths)]
+
+
+def _report(places: list[Path], status: int, hang_after: float) -> None:
+    """Move what killed ranks left into their runs, and say where the records are."""
+    if not places:
+        say(
+            "nothing was recorded: no process below the command created a process group, or each "
+            "was started as python -I, -E or -S, or without this environment"
+        )
+    for place in places:
+        try:
+            run = open_run(place)
+        except (OSError, RankcallError) as error:
+            say(f"the records in {place} cannot be read: {error}")
+            continue
+        ranks = sorted({head.header.rank for head in run.heads})
+        say(
+            f"recorded rank {format_ranks(ranks)} in {place}; read it with: rankcall report {place}"
+        )
+        reason = explain_failure(place, Outcome(status), hang_after, ()) if status else ""
+        if reason:
+            typer.echo(f"\n{reason}", err=True)

@@ -1,0 +1,386 @@
+"""``rankcall exec`` before real launchers: all ranks are recorded, and nothing else changes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from attach_programs import ACCELERATE, CHILDREN, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
+from launch import RANKCALL, Ended, Launch, launch, run_program
+
+from rankcall.cli._torchrun import BOOT
+from rankcall.run.load import load
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
+BIN = RANKCALL.parent
+PYTHON = sys.executable
+# A shell that starts two ranks, and ends with the status of one that failed.
+BOTH = """
+for rank in 1 0; do RANK=$rank {} & pids="$pids $!"; done
+for pid in $pids; do wait $pid || status=$?; done
+exit $status
+"""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How a user starts a script, and what it is called in the report."""
+
+    script: str
+    command: tuple[str, ...]
+    program: str  # in the name of the run
+    package: str = "torch"
+    status: int = 3  # of the launcher, if the script ends with 3
+
+
+def _bash(line: str) -> tuple[str, ...]:
+    return ("bash", "-c", BOTH.format(line))
+
+
+LAUNCHERS = {
+    "python": Launcher(PLAIN, _bash(f"{PYTHON} train.py"), "train"),
+    "python -m": Launcher(PLAIN, _bash(f"{PYTHON} -m train"), "train"),
+    "stdin": Launcher(PLAIN, _bash(f"{PYTHON} < train.py"), "python"),
+    "spawn": Launcher(CHILDREN, (PYTHON, "children.py", "spawn", "{meet}"), "children", status=1),
+    "fork": Launcher(CHILDREN, (PYTHON, "children.py", "fork", "{meet}"), "children", status=1),
+    "torchrun": Launcher(
+        PLAIN,
+        (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "train.py"),
+        "train",
+        status=1,
+    ),
+    "accelerate": Launcher(
+        ACCELERATE,
+        (
+            *(str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2"),
+            *("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
+            *("--main_process_port=0", "accelerated.py"),
+        ),
+        "accelerated",
+        "accelerate",
+        status=1,
+    ),
+    "lightning": Launcher(LIGHTNING, (PYTHON, "light.py"), "light", "lightning"),
+}
+FILES = {
+    "train.py": PLAIN,
+    "children.py": CHILDREN,
+    "accelerated.py": ACCELERATE,
+    "light.py": LIGHTNING,
+    "elastic.py": ELASTIC,
+    "reinit.py": REINIT,
+    "late.py": LATE,
+}
+
+
+def free_port() -> str:
+    """Return a port that is free now. Only launchers that cannot take port 0 need one."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
+@pytest.fixture(params=list(LAUNCHERS))
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    """Return each launcher; skip those whose package is not installed."""
+    found = LAUNCHERS[request.param]
+    if importlib.util.find_spec(found.package) is None:
+        pytest.skip(f"{found.package} is not installed")
+    return found
+
+
+def prepare(folder: Path, launcher: Launcher) -> tuple[list[str], dict[str, str]]:
+    """Write the scripts; return the launcher's command, and what it needs in the environment."""
+    folder.mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    meet = folder / "meet"
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    if launcher.program not in ("train", "python") or "torchrun" in launcher.command[0]:
+        env = {"PYTHONPATH": str(folder)}
+    return [part.format(meet=meet) for part in launcher.command], env
+
+
+def digests(ended: Ended) -> list[str]:
+    """Return the lines in which the ranks printed the digests of their weights."""
+    return sorted(line for line in ended.out.splitlines() if line.startswith("rank "))
+
+
+def run_of(ended: Ended) -> Path:
+    """Return the run directory that the command named at its end."""
+    (place,) = re.findall(r"recorded rank \S+ in (\S+); read it with", ended.err)
+    return Path(place)
+
+
+def test_all_ranks_are_recorded_and_nothing_changes(tmp_path: Path, launcher: Launcher) -> None:
+    """One run with the rings of both ranks, and of no loader; the same bits; the same status."""
+    command, env = prepare(tmp_path / "without", launcher)
+    without = run_program(*command, cwd=tmp_path / "without", env={**env, "STATUS": "3"})
+    command, env = prepare(tmp_path / "with", launcher)
+    options = ["exec", "--capture=python", "--"]
+    ended = launch(
+        *options,
+        *command,
+        cwd=tmp_path / "with",
+        env={**env, "STATUS": "3"},
+        timeout=240,
+        linger=60,
+    )
+    assert len(digests(without)) == 2, without.err
+    assert digests(ended) == digests(without), ended.err
+    assert ended.status == without.status == launcher.status
+    run = run_of(ended)
+    assert run.parent == tmp_path / "with/rankcall-runs"
+    assert run.name.endswith(f"-{launcher.program}")
+    recorded = load(run)
+    headers = [head.header for head in recorded.heads]
+    assert sorted((header.rank, header.attempt) for header in headers) == [(0, 0), (1, 0)]
+    assert {header.world_size for header in headers} == {2}
+    assert all("all_reduce" in set(recorded.frame(ring)["op"]) for ring in recorded.rings)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("spawn", marks=pytest.mark.slow),
+        "torchrun",
+        "lightning",
+        pytest.param("accelerate", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
+    """The verdict names rank 1, and the line of the user's script at which it stands."""
+    launcher = LAUNCHERS[name]
+    command, env = prepare(tmp_path, launcher)
+    options = ["exec", "--capture=python", "--hang-after=2", "--on-hang=abort", "--"]
+    ended = launch(
+        *options, *command, cwd=tmp_path, env={**env, "HANG": "1"}, timeout=300, linger=60
+    )
+    assert ended.status != 0
+    assert "missing: Rank 1 (" in ended.err, ended.err
+    (verdict,) = run_of(ended).glob("hangs/*/stacks/rank-00001.txt")
+    script = {"spawn": "train.py", "torchrun": "train.py"}.get(name, command[-1])
+    line = 1 + FILES[script].splitlines().index(
+        next(each for each in FILES[script].splitlines() if "time.sleep(600)" in each)
+    )
+    assert f'{script}", line {line}' in verdict.read_text()
+    assert f"{script}:{line}" in ended.err
+
+
+def test_a_rank_that_is_late_to_init(tmp_path: Path) -> None:
+    """A rank that waits inside init_process_group is recorded, and names the rank that is not."""
+    prepare(tmp_path, LAUNCHERS["torchrun"])
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "late.py"]
+    options = ["exec", "--capture=python", "--run-dir=mine", "--hang-after=2", "--"]
+    started = Launch(*options, *torchrun, cwd=tmp_path)
+    verdict = tmp_path / "mine/hangs/0001/verdict.json"
+    started.wait_for(verdict, 150)
+    (finding,) = json.loads(verdict.read_text())["findings"]
+    started.process.terminate()
+    ended = started.finish()
+    assert (finding["kind"], finding["ranks"]) == ("no_progress", [1])
+    assert f"in init_process_group at {tmp_path / 'late.py'}:5" in finding["summary"]
+    assert ended.status != 0
+
+
+def test_restarts_are_attempts_of_one_run(tmp_path: Path) -> None:
+    """Both attempts of an elastic job are in one run, and can be read apart."""
+    prepare(tmp_path, LAUNCHERS["torchrun"])
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    ended = launch(
+        "exec", "--capture=python", "--", *torchrun, "elastic.py", cwd=tmp_path, timeout=240
+    )
+    assert ended.status == 0, ended.err
+    run = run_of(ended)
+    counted = sorted(
+        (ring.header.attempt, ring.header.rank, len(ring.records)) for ring in load(run).rings
+    )
+    assert counted == [(0, 0, 1), (0, 1, 1), (1, 0, 2), (1, 1, 2)]
+    first = launch("report", "--attempt=0", run, cwd=tmp_path)
+    assert first.status == 0, first.err
+    assert "2 attempts" not in first.out
+    assert "2 attempts" in launch("report", run, cwd=tmp_path).out
+    none = launch("report", "--attempt=7", run, cwd=tmp_path)
+    assert none.status == 2
+    assert "attempt 7" in none.err
+    assert "0-1" in none.err
+
+
+def both(command: str) -> list[str]:
+    """Return a command that starts two ranks and waits for both."""
+    return ["bash", "-c", BOTH.format(command)]
+
+
+def test_a_second_init_continues_the_run(tmp_path: Path) -> None:
+    """The groups of a second init_process_group are in the same rings."""
+    prepare(tmp_path, LAUNCHERS["python"])
+    env = {"MEET": str(tmp_path / "meet")}
+    command = both(f"{PYTHON} reinit.py")
+    ended = launch("exec", "--capture=python", "--", *command, cwd=tmp_path, env=env, timeout=120)
+    assert ended.status == 0, ended.err
+    rings = load(run_of(ended)).rings
+    assert [(ring.header.rank, ring.header.attempt, len(ring.records)) for ring in rings] == [
+        (0, 0, 2),
+        (1, 0, 2),
+    ]
+
+
+def test_jobs_with_one_directory_are_attempts(tmp_path: Path) -> None:
+    """A second job that is given the first one's directory becomes its second attempt."""
+    launcher = LAUNCHERS["python"]
+    for attempt in range(2):
+        command, env = prepare(tmp_path, launcher)
+        options = ["exec", "--capture=python", "--run-dir=mine", "--"]
+        ended = launch(*options, *command, cwd=tmp_path, env=env, timeout=120)
+        assert ended.status == 0, ended.err
+        found = sorted((h.header.attempt, h.header.rank) for h in load(tmp_path / "mine").heads)
+        assert found == [(each, rank) for each in range(attempt + 1) for rank in (0, 1)]
+
+
+def test_jobs_of_one_second_do_not_mix(tmp_path: Path) -> None:
+    """Two jobs that start at once, in one directory and with one name, write two runs."""
+    launcher = LAUNCHERS["python"]
+    jobs = []
+    for _ in range(2):
+        command, env = prepare(tmp_path, launcher)
+        jobs.append(Launch("exec", "--capture=python", "--", *command, cwd=tmp_path, env=env))
+    places = set()
+    for job in jobs:
+        ended = job.finish(120)
+        assert ended.status == 0, ended.err
+        places.add(run_of(ended))
+    assert len(places) == 2
+    for place in places:
+        assert sorted(head.header.rank for head in load(place).heads) == [0, 1]
+
+
+def test_a_job_inside_a_rank_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """What a recorded rank starts does not write into that rank's run."""
+    prepare(tmp_path, LAUNCHERS["python"])
+    (tmp_path / "outer.py").write_text(
+        "import subprocess, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "sys.exit(subprocess.call([sys.executable, 'inner.py']))\n"
+    )
+    (tmp_path / "inner.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "for _ in range(3): dist.all_reduce(torch.ones(4))\n"
+    )
+    options = ["exec", "--capture=python", "--run-dir=mine", "--", PYTHON, "outer.py"]
+    ended = launch(*options, cwd=tmp_path, timeout=120)
+    assert ended.status == 0, ended.err
+    assert [len(ring.records) for ring in load(tmp_path / "mine").rings] == [1]
+    assert [len(ring.records) for ring in load(tmp_path / "mine-inner").rings] == [3]
+
+
+def test_a_rank_that_is_not_recorded(tmp_path: Path) -> None:
+    """If rank 0 is not, the others choose the run without it, and the job is not held up."""
+    prepare(tmp_path, LAUNCHERS["python"])
+    (tmp_path / "some.py").write_text(
+        "import os\nif os.environ['RANK'] == '0': os.environ['RANKCALL'] = '0'\n"
+        "from train import train\ntrain()\n"
+    )
+    _, env = prepare(tmp_path, LAUNCHERS["python"])
+    command = both(f"{PYTHON} some.py")
+    ended = launch("exec", "--capture=python", "--", *command, cwd=tmp_path, env=env, timeout=200)
+    assert ended.status == 0, ended.err
+    assert len(digests(ended)) == 2
+    assert [head.header.rank for head in load(run_of(ended)).heads] == [1]
+
+
+def test_forked_ranks_without_a_launcher_of_ours(tmp_path: Path) -> None:
+    """multiprocessing ends forked children without atexit; their records are in the run anyway."""
+    command, env = prepare(tmp_path, LAUNCHERS["fork"])
+    env["PYTHONPATH"] = f"{BOOT}:{tmp_path}"
+    env |= {"RANKCALL": "1", "RANKCALL_CAPTURE": "python"}
+    ended = run_program(*command, cwd=tmp_path, env=env)
+    assert ended.status == 0, ended.err
+    (said,) = ended.ours
+    (run,) = [path for path in (tmp_path / "rankcall-runs").iterdir() if not path.is_symlink()]
+    assert said == f"rankcall: recording in {run}"
+    names = sorted(path.name for path in (run / "rings").iterdir())
+    assert [name[:10] for name in names] == ["rank-00000", "rank-00001"]
+
+
+def test_a_program_that_enables_by_name(tmp_path: Path) -> None:
+    """``enable("my-run")`` in three jobs, one after the other, makes three attempts of a run."""
+    (tmp_path / "named.py").write_text(
+        "import sys, torch, torch.distributed as dist, rankcall\n"
+        "rankcall.enable('my-run', capture='python')\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "for _ in range(int(sys.argv[1])): dist.all_reduce(torch.ones(4))\n"
+    )
+    for times in (1, 2, 3):
+        ended = run_program(PYTHON, "named.py", str(times), cwd=tmp_path)
+        assert ended.status == 0, ended.err
+    run = load(tmp_path / "my-run")
+    assert [(ring.header.attempt, len(ring.records)) for ring in run.rings] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "status"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -KILL $$", -9)]
+)
+def test_the_status_is_the_commands(tmp_path: Path, line: str, status: int) -> None:
+    """An exit code comes through, and so does the signal that ended the command."""
+    ended = launch("exec", "--capture=python", "--", "bash", "-c", line, cwd=tmp_path)
+    assert ended.status == status
+    assert "nothing was recorded" in ended.err
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    """As in a shell: one line, and 127 or 126."""
+    ended = launch("exec", "--", "no-such-command", cwd=tmp_path)
+    assert (ended.status, ended.err) == (127, "rankcall: no-such-command: command not found\n")
+    (tmp_path / "file").touch()
+    assert launch("exec", "--", "./file", cwd=tmp_path).status == 126
+
+
+def test_stdin_and_signals_reach_the_command(tmp_path: Path) -> None:
+    """SIGTERM and SIGUSR1 are passed on; the command decides what they do."""
+    line = "trap 'echo usr' USR1; trap 'exit 5' TERM; touch ready; while :; do sleep 0.1; done"
+    started = Launch("exec", "--capture=python", "--", "bash", "-c", line, cwd=tmp_path)
+    started.wait_for(tmp_path / "ready")
+    started.process.send_signal(signal.SIGUSR1)
+    started.process.terminate()
+    ended = started.finish()
+    assert ended.status == 5
+    assert ended.out == "usr\n"
+
+
+def test_a_python_without_rankcall(tmp_path: Path) -> None:
+    """Below exec, a Python whose environment lacks rankcall says so once, and runs."""
+    (tmp_path / "torch/distributed").mkdir(parents=True)
+    (tmp_path / "torch/__init__.py").touch()
+    (tmp_path / "torch/distributed/__init__.py").touch()
+    (tmp_path / "torch/distributed/distributed_c10d.py").write_text(
+        "def init_process_group(): print('made')\n"
+    )
+    code = "import torch.distributed.distributed_c10d as c; c.init_process_group()"
+    # -S leaves out site, and with it sitecustomize: it is run by hand, without site-packages.
+    boot = "import sys; sys.path.insert(0, sys.argv[1]); import sitecustomize; sys.path.pop(0)"
+    paths = f"sys.path = [p for p in sys.path if not p.endswith(('-packages', '/src'))]; {code}"
+    program = [
+        PYTHON,
+        "-S",
+        "-c",
+        f"{boot}; {paths}",
+        str(BOOT),
+    ]
+    env: Mapping[str, str] = {"PYTHONPATH": str(tmp_path)}
+    ended = launch("exec", "--capture=python", "--", *program, cwd=tmp_path, env=env)
+    assert (ended.status, ended.out) == (0, "made\n")
+    assert "not recording: ModuleNotFoundError: No module named 'rankcall'" in ended.err

@@ -1,0 +1,58 @@
+"""``rankcall doctor`` says whether recording works, and its exit status says it to scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from launch import launch
+
+pytestmark = pytest.mark.multiproc
+
+
+def states(folder: Path, env: Mapping[str, str]) -> tuple[int, dict[str, str], str]:
+    """Return the exit status, the state of each topic, and the output."""
+    ended = launch("doctor", cwd=folder, env={"RANKCALL_CAPTURE": "python", **env}, timeout=240)
+    *lines, _ = ended.out.splitlines()
+    return ended.status, {line[6:20].strip(): line[:5].strip() for line in lines}, ended.out
+
+
+def test_a_machine_on_which_recording_works(tmp_path: Path) -> None:
+    """Each topic has a line, the trial was recorded, nothing is left behind, and it fits."""
+    status, found, out = states(tmp_path, {})
+    assert status == 0, out
+    assert "FAIL" not in found.values()
+    assert found["torch"] == found["trial"] == found["shared memory"] == "ok"
+    topics = {"python", "torch", "recorder", "shared memory", "stacks", "launcher", "RANKCALL"}
+    assert topics | {"store", "GPU", "trial"} == set(found)
+    assert "with its line" in out
+    assert len(out.splitlines()) <= 24
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("env", "topic"),
+    [({"RANKCALL": "0"}, "RANKCALL"), ({"PYTHONPATH": "old"}, "torch")],
+    ids=["switched off", "torch is too old"],
+)
+def test_what_keeps_recording_from_working(tmp_path: Path, env: dict[str, str], topic: str) -> None:
+    """The topic fails, and so does the command."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/torch.py").write_text("__version__ = '2.4.1'\n")
+    status, found, out = states(tmp_path, env)
+    assert status == 1
+    assert found[topic] == "FAIL"
+    assert "recording will not work here" in out
+
+
+def test_what_only_makes_recording_weaker(tmp_path: Path) -> None:
+    """Without a compiler, and with a store that does not answer, recording works all the same."""
+    (tmp_path / "bin").mkdir()
+    env = {"PATH": str(tmp_path / "bin"), "CXX": "", "RANKCALL_CACHE": str(tmp_path / "cache")}
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "SLURM_JOB_ID": "7"}
+    status, found, out = states(tmp_path, {**env, **job})
+    assert status == 0, out
+    assert found["recorder"] == found["store"] == "weak"
+    assert found["trial"] == "ok"
+    assert "below Slurm" in out

@@ -1,0 +1,171 @@
+"""The wheel in a fresh environment: ``RANKCALL=1`` attaches, and uninstalling leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+import rankcall
+print(rankcall.__file__, "rankcall.capture.session" in sys.modules)
+"""
+
+
+class Environment:
+    """A fresh virtual environment with the wheel, beside the packages of this one."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin/python"
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100
+        )
+        self.site = Path(self._say("import sysconfig; print(sysconfig.get_path('purelib'))"))
+        self.before = self.files()
+        self._pip("install", "--no-deps", "--no-index", str(wheel))
+
+    def files(self) -> set[str]:
+        """Return all files of the environment."""
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*")}
+
+    def uninstall(self) -> None:
+        """Uninstall rankcall, as a user does."""
+        self._pip("uninstall", "--yes", "rankcall")
+
+    def share_packages(self) -> None:
+        """Make torch and the other packages of this environment importable, below the wheel's."""
+        shared = [path for path in sys.path if path.endswith("site-packages")]
+        (self.site / "zz_shared.pth").write_text("\n".join([*shared, ""]))
+
+    def run(self, *args: str, cwd: Path, env: Mapping[str, str]) -> tuple[str, str]:
+        """Run a program; return stdout and stderr."""
+        bare = {name: os.environ[name] for name in ("PATH", "HOME", "RANKCALL_SHM")}
+        done = subprocess.run(
+            [str(self.python), *args],
+            cwd=cwd,
+            env={**bare, "RANKCALL_CAPTURE": "python", "GLOO_SOCKET_IFNAME": "lo", **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    def _say(self, code: str) -> str:
+        done = subprocess.run(
+            [str(self.python), "-c", code], check=True, capture_output=True, text=True, timeout=60
+        )
+        return done.stdout.strip()
+
+    def _pip(self, *args: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", "--python", str(self.python), "-q", *args],
+            env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Build the wheel, fetching nothing, and install it into a fresh environment."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT,
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
+    (wheel,) = folder.glob("*.whl")
+    made = Environment(tmp_path_factory.mktemp("venv") / "venv", wheel)
+    made.share_packages()
+    return made
+
+
+def test_what_is_installed(environment: Environment) -> None:
+    """The line that Python reads, the entry point for later Pythons, and the hook are there."""
+    names = {path.name for path in environment.site.iterdir()}
+    assert {"rankcall.pth", "rankcall.start", "_rankcall_hook.py", "rankcall"} <= names
+    (entry,) = [
+        line
+        for line in (environment.site / "rankcall.start").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    module, _, function = entry.partition(":")
+    out, _ = environment.run(
+        "-c", f"import {module}; print({module}.{function}())", cwd=ROOT, env={"RANKCALL": "0"}
+    )
+    assert out == "None\n"  # Python 3.15 calls it without arguments
+
+
+def test_the_variable_records(environment: Environment, tmp_path: Path) -> None:
+    """``RANKCALL=1`` and nothing else: the program is recorded by the installed package."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    out, err = environment.run("train.py", cwd=tmp_path, env={"RANKCALL": "1"})
+    assert out.split()[0].startswith(str(environment.folder))
+    assert out.split()[1] == "True"
+    (run,) = [path for path in (tmp_path / "rankcall-runs").iterdir() if not path.is_symlink()]
+    assert run.name.endswith("-train")
+    assert [path.name[:10] for path in (run / "rings").iterdir()] == ["rank-00000"]
+    assert f"rankcall: recording in {run}" in err
+
+
+def test_the_variable_below_torchrun(environment: Environment, tmp_path: Path) -> None:
+    """Both workers are in one run; the agent, which creates no group, is not."""
+    (tmp_path / "train.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "dist.destroy_process_group()\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    env = {"RANKCALL": "1", "OMP_NUM_THREADS": "1"}
+    environment.run(*torchrun, "train.py", cwd=tmp_path, env=env)
+    (run,) = [path for path in (tmp_path / "rankcall-runs").iterdir() if not path.is_symlink()]
+    rings = sorted(path.name[:20] for path in (run / "rings").iterdir())
+    assert rings == ["rank-00000.attempt-0", "rank-00001.attempt-0"]
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_without_the_variable_nothing_happens(
+    environment: Environment, tmp_path: Path, value: str | None
+) -> None:
+    """Without it, or with 0, no module of rankcall's is loaded and nothing is written."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    env = {} if value is None else {"RANKCALL": value}
+    out, err = environment.run("train.py", cwd=tmp_path, env=env)
+    assert out.split()[1] == "False"
+    assert err == ""
+    assert not (tmp_path / "rankcall-runs").exists()
+
+
+@pytest.mark.parametrize("option", ["-I", "-E"])
+def test_isolated_pythons(environment: Environment, tmp_path: Path, option: str) -> None:
+    """``-I`` and ``-E`` ignore PYTHON* variables only, so the variable still works."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    out, _ = environment.run(option, "train.py", cwd=tmp_path, env={"RANKCALL": "1"})
+    assert out.split()[1] == "True"
+
+
+def test_uninstalling_leaves_nothing(environment: Environment) -> None:
+    """After the tests above have run Python with it, every file of the wheel goes."""
+    environment.uninstall()
+    (environment.site / "zz_shared.pth").unlink()
+    left = environment.files() - environment.before
+    assert left == set()
+    assert sysconfig.get_path("purelib") != str(environment.site)
