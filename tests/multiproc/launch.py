@@ -40,13 +40,13 @@ class Launch:
         *args: str | Path,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        program: Sequence[str | Path] = (RANKCALL,),
+        program: Sequence[str | Path] | None = None,
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by finish()
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*map(str, program), *map(str, args)],
+            [*map(str, (RANKCALL,) if program is None else program), *map(str, args)],
             cwd=cwd,
             env={
                 **os.environ,

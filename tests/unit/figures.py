@@ -40,12 +40,14 @@ def check(run: Run) -> Details:
     assert sum(each.waiting_ms for each in found.splits) == pytest.approx(caused, abs=1e-6)
     elapsed = {each.rank: each.total_ms for each in found.splits}
     records = run.records
+    # Of a rank that recorded twice, or in several attempts, single figures speak of one of these.
+    once = len({head.header.rank for head in run.heads}) == len(run.heads)
     for each in found.splits:
         for part in (each.compute_ms, each.waiting_ms, each.transfer_ms):
             assert -1e-9 <= part <= each.total_ms + 1e-9
         mine = records.filter(records["rank"] == each.rank)
         ended = mine.filter(mine["status"] == "completed")  # failed ops are in no figure
-        if len(ended) == len(mine) and mine["attempt"].n_unique() == 1:
+        if len(ended) == len(mine) and once:
             span = int(ended["completed_ns"].max()) - int(ended["enqueued_ns"].min())
             assert each.total_ms == pytest.approx(span / 1e6)
     for each in summary.stragglers:
@@ -67,7 +69,7 @@ def check(run: Run) -> Details:
     for share in (*(each.comm_share for each in summary.ranks), summary.comm_share):
         assert share is None or 0 <= share <= 1
     steps = {row.rank: row.steps for row in summary.ranks}
-    assert all(each.steps == steps[each.rank] for each in found.splits)
+    assert not once or all(each.steps == steps[each.rank] for each in found.splits)
     assert len(summary.steps) <= max(steps.values(), default=0)
     if summary.late is not None:
         assert 0 < summary.late.cost <= 1
