@@ -40,7 +40,7 @@ from rankcall.capture.recording import Recording
 from rankcall.errors import warn_once
 from rankcall.files import run_folder
 from rankcall.process import boot_seconds, process_start
-from rankcall.run.directory import about_job, default_run_dir
+from rankcall.run.directory import about_job, default_run_dir, new_run_dir
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -240,19 +240,7 @@ def propose_in(run_dir: Path) -> Choice:
 
 def propose_new(base: Path | None = None) -> Choice:
     """Make a new run directory for this job, beside ``base`` if that is given."""
-    path = base or own_run_dir().absolute()
-    number, candidate = 1, path
-    while number < _MOST_TRIES:
-        try:
-            candidate.mkdir(parents=True, mode=0o700)
-        except FileExistsError:
-            number += 1
-            candidate = path.with_name(f"{path.name}-{number}")
-        except OSError:
-            break  # the recording reports the error when it needs the directory
-        else:
-            break
-    return Choice(candidate)
+    return Choice(new_run_dir(base or own_run_dir().absolute()))
 
 
 def withdraw(choice: Choice) -> None:

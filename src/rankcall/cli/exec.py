@@ -20,7 +20,16 @@ from rankcall._native import cache_dir
 from rankcall.cli._console import open_run, say
 from rankcall.cli._torchrun import Outcome, environment, hooking
 from rankcall.cli._worker_exits import explain_failure
-from rankcall.cli.run import HANG_AFTER_S, Capture, OnHang, prepare, watching
+from rankcall.cli.run import (
+    HANG_AFTER_S,
+    Capture,
+    CaptureOption,
+    HangAfterOption,
+    OnHang,
+    OnHangOption,
+    prepare,
+    watching,
+)
 from rankcall.errors import RankcallError
 from rankcall.ranks import format_ranks
 
@@ -45,26 +54,9 @@ def command(
             "in rank 0's working directory."
         ),
     ] = None,
-    capture: Annotated[
-        Capture,
-        typer.Option(
-            envvar="RANKCALL_CAPTURE", help="The recorder; auto: the native one if it can be built."
-        ),
-    ] = Capture.auto,
-    hang_after: Annotated[
-        float,
-        typer.Option(
-            envvar="RANKCALL_HANG_AFTER",
-            min=0.0,
-            help="Seconds in flight before a collective counts as hung; 0: do not watch.",
-        ),
-    ] = HANG_AFTER_S,
-    on_hang: Annotated[
-        OnHang,
-        typer.Option(
-            envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
-        ),
-    ] = OnHang.report,
+    capture: CaptureOption = Capture.auto,
+    hang_after: HangAfterOption = HANG_AFTER_S,
+    on_hang: OnHangOption = OnHang.report,
 ) -> None:
     """Run a command, and record and watch every rank that it starts.
 

@@ -48,6 +48,7 @@ from rankcall.run.directory import (
     create_run,
     default_run_dir,
     live_dir,
+    new_run_dir,
     ring_paths,
 )
 from rankcall.run.settle import settle
@@ -82,6 +83,28 @@ class Capture(str, Enum):
     python = "python"
 
 
+CaptureOption = Annotated[
+    Capture,
+    typer.Option(
+        envvar="RANKCALL_CAPTURE", help="The recorder; auto: the native one if it can be built."
+    ),
+]
+HangAfterOption = Annotated[
+    float,
+    typer.Option(
+        envvar="RANKCALL_HANG_AFTER",
+        min=0.0,
+        help="Seconds in flight before a collective counts as hung; 0: do not watch.",
+    ),
+]
+OnHangOption = Annotated[
+    OnHang,
+    typer.Option(
+        envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
+    ),
+]
+
+
 def command(
     args: Annotated[
         list[str], typer.Argument(metavar="SCRIPT", help="The arguments for torchrun.")
@@ -92,26 +115,9 @@ def command(
             help="The directory for the records. Without it: rankcall-runs/<UTC time>-<script>."
         ),
     ] = None,
-    capture: Annotated[
-        Capture,
-        typer.Option(
-            envvar="RANKCALL_CAPTURE", help="The recorder; auto: the native one if it can be built."
-        ),
-    ] = Capture.auto,
-    hang_after: Annotated[
-        float,
-        typer.Option(
-            envvar="RANKCALL_HANG_AFTER",
-            min=0.0,
-            help="Seconds in flight before a collective counts as hung; 0: do not watch.",
-        ),
-    ] = HANG_AFTER_S,
-    on_hang: Annotated[
-        OnHang,
-        typer.Option(
-            envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
-        ),
-    ] = OnHang.report,
+    capture: CaptureOption = Capture.auto,
+    hang_after: HangAfterOption = HANG_AFTER_S,
+    on_hang: OnHangOption = OnHang.report,
     trace: Annotated[
         Trace | None,
         typer.Option(
@@ -228,22 +234,7 @@ def _default(job: Job) -> Path:
             "several nodes and neither --rdzv-id nor --run-dir: "
             "each node writes a run directory of its own"
         )
-    return _unused(path)
-
-
-def _unused(path: Path) -> Path:
-    """Return ``path``, with a number appended if another run of the same second has taken it."""
-    number, candidate = 1, path
-    while True:
-        try:
-            candidate.mkdir(parents=True, mode=0o700)
-        except FileExistsError:
-            number += 1
-            candidate = path.with_name(f"{path.name}-{number}")
-        except OSError:
-            return candidate  # create_run reports the error
-        else:
-            return candidate
+    return new_run_dir(path)
 
 
 @contextlib.contextmanager

@@ -55,6 +55,24 @@ def default_run_dir(script: str, started: datetime | None = None) -> Path:
     return Path(RUNS) / f"{moment}-{stem}"
 
 
+def new_run_dir(path: Path) -> Path:
+    """Make ``path``, or ``<path>-2``, ``-3``... if other runs have taken it, and return its path.
+
+    If no directory can be made, only the path is returned: ``create_run`` reports the error.
+    """
+    number, candidate = 1, path
+    while True:
+        try:
+            candidate.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        except OSError:
+            return candidate
+        else:
+            return candidate
+
+
 def create_run(path: Path, about: dict[str, Any]) -> Path:
     """Make a run directory of mode 0700 with a ``run.json``, and point ``latest`` at it.
 
