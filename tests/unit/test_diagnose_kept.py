@@ -140,6 +140,15 @@ ENDED_CALLS = [
 LIVED = dict.fromkeys(range(4), (60 * SECOND, 60 * SECOND))
 
 
+STACK = """Thread 0x00007f0000000700 (most recent call first):
+  File "/job/data.py", line 8 in fetch
+  File "/job/train.py", line 41 in <module>
+"""
+AT_THE_LOADER = (
+    "rank 2: at /job/data.py:8 in fetch when the job's own watcher looked, 30 s before the end"
+)
+
+
 def test_what_the_watcher_saw_is_evidence_afterwards(tmp_path: Path) -> None:
     """A hang without a call in flight is in no record; the watcher's verdict is the evidence."""
     run = write_world(tmp_path / "run", ENDED_CALLS, closed=lambda rank: False, beats=LIVED)
@@ -161,6 +170,23 @@ def test_a_rank_that_the_watcher_saw_stopped(tmp_path: Path) -> None:
     assert causes_after_the_end(run) == [("stopped", (2,))]
     note_exit(run, Exit(2, 0, "node-a", 1002, -9, 10**18 + 6 * SECOND))
     assert causes_after_the_end(run) == [("dead", (2,))]
+
+
+def test_the_line_that_the_watcher_saw_is_told_afterwards(tmp_path: Path) -> None:
+    """The watcher's stack shows where a missing rank was, if it was dumped during the hang."""
+    run = write_world(tmp_path / "run", RANK_2_MISSING, closed=lambda rank: False, beats=LIVED)
+    for at in (1 * MS, 30 * SECOND):  # before the hang, and in it
+        seen_by_watcher(run, "missing", (2,), at)
+        place = max((run / "hangs").iterdir())
+        (place / "stacks").mkdir()
+        (place / "stacks/rank-00002.txt").write_text(STACK)
+        diagnosis = diagnose(
+            load(run), 10, state_of=lambda header: "gone", now_ns=lambda: START + 80 * SECOND
+        )
+        (finding,) = diagnosis.findings
+        assert (finding.kind, finding.ranks) == ("missing", (2,))
+        told = [line for line in finding.evidence if "watcher" in line]
+        assert told == ([] if at == 1 * MS else [AT_THE_LOADER])
 
 
 def test_a_hang_that_was_over_is_no_evidence(tmp_path: Path) -> None:

@@ -9,13 +9,21 @@ from pathlib import Path
 
 import numpy as np
 
+from rankcall.analysis.state.call_stacks import code_place
 from rankcall.analysis.state.run_snapshot import ProcessState, snapshot_of_run
 from rankcall.analysis.state.snapshot import Snapshot
 from rankcall.analysis.verdicts import KINDS, find, find_slow
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
-from rankcall.analysis.verdicts.finding import HEALTHY, Finding, duration, finding_from
+from rankcall.analysis.verdicts.finding import (
+    HEALTHY,
+    SHOWN,
+    Finding,
+    duration,
+    finding_from,
+    name_place,
+)
 from rankcall.ring.layout import Header
-from rankcall.run.hangs import Object, kept_hangs, stacks_in
+from rankcall.run.hangs import Object, kept_hangs, kept_stack, stacks_in
 from rankcall.run.load import Progress, Run
 
 _MARGIN_S = 0.5  # between a verdict and a call that shows that its hang was over
@@ -114,6 +122,9 @@ def _as_the_watcher_saw(found: Diagnosis, verdict: Object) -> Diagnosis:
     since_s = (moment - int(about.get("mono_ns", 0))) / 1e9
     if since_s < 0 or np.any(snapshot.calls["age_s"] < since_s - _MARGIN_S):
         return found
+    found = replace(
+        found, findings=[_with_places(each, verdict, since_s) for each in found.findings]
+    )
     known = {(each.kind, rank) for each in found.findings for rank in each.ranks}
     had_ended = {
         each.rank
@@ -137,6 +148,19 @@ def _as_the_watcher_saw(found: Diagnosis, verdict: Object) -> Diagnosis:
     if not new or (rest and not named):
         return found
     return replace(found, findings=[*new, *rest])
+
+
+def _with_places(finding: Finding, verdict: Object, since_s: float) -> Finding:
+    """Add where a finding's ranks stood when the watcher looked, if it kept their stacks."""
+    if since_s > finding.since_s:
+        return finding  # it looked before this began
+    places = []
+    for rank in finding.ranks[:SHOWN]:
+        where = name_place(code_place(kept_stack(verdict, rank)))
+        if where:
+            looked = f"when the job's own watcher looked, {duration(since_s)} before the end"
+            places.append(f"rank {rank}: {where} {looked}")
+    return replace(finding, evidence=(*finding.evidence, *places))
 
 
 def _is_sound(found: Object) -> bool:

@@ -144,10 +144,23 @@ def kept_stacks(verdict: Object, most: int) -> dict[int, str]:
     found = {}
     for path in stacks_in(Path(verdict["place"]))[:most]:
         rank = path.stem.removeprefix("rank-")
-        with contextlib.suppress(OSError):
-            if rank.isascii() and rank.isdigit() and len(rank) < 10:
-                found[int(rank)] = _read(path, _MOST_STACK_BYTES).decode("utf-8", "replace")
-    return found
+        if rank.isascii() and rank.isdigit() and len(rank) < 10:
+            found[int(rank)] = kept_stack(verdict, int(rank))
+    return {rank: text for rank, text in found.items() if text}
+
+
+def kept_stack(verdict: Object, rank: int) -> str:
+    """Return a rank's stack beside a verdict from ``kept_hangs``; empty without one."""
+    try:
+        text = _read(Path(verdict["place"]) / STACKS / stack_name(rank), _MOST_STACK_BYTES)
+    except OSError:
+        return ""
+    return text.decode("utf-8", "replace")
+
+
+def stack_name(rank: int) -> str:
+    """Return the name of the file that has a rank's stack."""
+    return f"rank-{rank:05d}.txt"
 
 
 def numbered(folder: Path) -> list[Path]:

@@ -51,6 +51,7 @@ from rankcall.run.hangs import (
     next_free,
     note_over,
     origin,
+    stack_name,
     waits_that_ended,
 )
 from rankcall.run.load import load
@@ -422,7 +423,7 @@ def _add_stacks(place: Path, stacks: Mapping[int, str]) -> None:
     if stacks:
         (place / STACKS).mkdir(mode=0o700, exist_ok=True)
     for rank, text in stacks.items():
-        (place / STACKS / f"rank-{rank:05d}.txt").write_text(text + "\n")
+        (place / STACKS / stack_name(rank)).write_text(text + "\n")
 
 
 class Learned:

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.state.snapshot import (
-    ALIVE,
     CALL,
     COMPLETED,
     GONE,
@@ -44,7 +43,7 @@ Ints = npt.NDArray[np.int64]
 _WINDOW, _ALL_WINDOWS = (64, 1024), 1 << 20  # calls kept of a rank: bounds, and of all ranks
 _PER_GROUP = 16  # calls kept of each group, however long ago
 _LARGEST = 1 << 62  # a larger count or size is damage
-_BEATS_S = 2.0  # a process with a sign of life so recent is not gone, even if /proc says so
+_BEATS_S = 2.0  # two heartbeats: signs of life this close together may be of one moment
 _TERMINATED = (-2, -9, -15)  # signals with which a launcher that is stopped ends its workers
 _AT_ONCE_NS = 500_000_000  # Ctrl-C reaches a launcher and its workers in any order
 # Processes of one job live at the same time, but their hosts' clocks may differ by so much.
@@ -219,8 +218,6 @@ class _RingWindows:
         if len(records):
             last = max(last, int(records["enqueued_ns"][-1]), int(records["completed_ns"].max()))
         here = state != UNKNOWN
-        if state == GONE and not head.closed_ns and now_ns - last < _BEATS_S * _S:
-            state = ALIVE  # in another pid namespace
         self.headers[head.rank], self.states[head.rank] = head, state
         self.dropped[head.rank] = ring.dropped + head.inflight_lost
         self.last_ns[head.rank] = last
