@@ -25,7 +25,7 @@ def main() -> None:
     """Issue ops on a device that hangs at once, and end."""
     how, backend, recording, run_dir, *rank_given = sys.argv[1:]
     rank = int(rank_given[0]) if rank_given else 0
-    sim.start(rank)
+    sim.start(rank, meeting=f"{run_dir}.store" if rank_given else "")
     if recording != "off":
         rankcall.enable(run_dir, capture=recording)
     sim.freeze()

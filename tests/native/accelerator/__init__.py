@@ -133,13 +133,19 @@ def _creator(name: str) -> Any:
     return create
 
 
-def start(rank: int = 0, world_size: int = 2) -> None:
-    """Initialise ``torch.distributed`` in this process, as one rank whose peers do not exist."""
+def start(rank: int = 0, world_size: int = 2, meeting: str = "") -> None:
+    """Initialise ``torch.distributed`` in this process, as one rank.
+
+    ``meeting``: the file by which it meets the other ranks, over Gloo. Without it, there are none.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     install()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    backend, store = (
+        ("gloo", dist.FileStore(meeting, world_size)) if meeting else ("fake", FakeStore())
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def new_group(backend: str, ranks: list[int] | None = None, op_ms: float = 1.0) -> Any:
