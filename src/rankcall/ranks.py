@@ -19,6 +19,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
+def with_noun(ranks: Iterable[int]) -> str:
+    """Return ranks with their noun: ``rank 2``, ``ranks 0-3``."""
+    ranks = set(ranks)
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(ranks)}"
+
+
 def compress_ranks(ranks: list[int]) -> list[list[int]]:
     """Return ranks as runs ``[first, count, stride]``. A world of 100,000 ranks is one run."""
     runs: list[list[int]] = []

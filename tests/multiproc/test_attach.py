@@ -123,7 +123,7 @@ def digests(ended: Ended) -> list[str]:
 
 def run_of(ended: Ended) -> Path:
     """Return the run directory that the command named at its end."""
-    (place,) = re.findall(r"recorded rank \S+ in (\S+); read it with", ended.err)
+    (place,) = re.findall(r"recorded ranks? \S+ in (\S+); read it with", ended.err)
     return Path(place)
 
 

@@ -75,7 +75,7 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     where = f"rankcall-runs/{place.name}"
     pointed_out, said = ended.ours
     assert pointed_out.startswith("rankcall: --run-dir goes to the script")
-    assert said == f"rankcall: recorded rank 0-1 in {where}; read it with: rankcall report {where}"
+    assert said == f"rankcall: recorded ranks 0-1 in {where}; read it with: rankcall report {where}"
 
 
 def test_a_module_with_data_loaders(tmp_path: Path) -> None:

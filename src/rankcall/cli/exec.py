@@ -31,7 +31,7 @@ from rankcall.cli.run import (
     watching,
 )
 from rankcall.errors import RankcallError
-from rankcall.ranks import format_ranks
+from rankcall.ranks import with_noun
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
@@ -179,9 +179,7 @@ def _report(places: list[Path], status: int, hang_after: float) -> None:
             say(f"the records in {place} cannot be read: {error}")
             continue
         ranks = sorted({head.header.rank for head in run.heads})
-        say(
-            f"recorded rank {format_ranks(ranks)} in {place}; read it with: rankcall report {place}"
-        )
+        say(f"recorded {with_noun(ranks)} in {place}; read it with: rankcall report {place}")
         reason = explain_failure(place, Outcome(status), hang_after, ()) if status else ""
         if reason:
             typer.echo(f"\n{reason}", err=True)

@@ -40,7 +40,7 @@ from rankcall.cli._worker_exits import (
 )
 from rankcall.errors import CaptureUnavailable
 from rankcall.process import host_name
-from rankcall.ranks import format_ranks
+from rankcall.ranks import format_ranks, with_noun
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.directory import (
     RUNS,
@@ -283,9 +283,7 @@ def _summarise(run_dir: Path, job: Job, rings_before: set[str], headers: list[He
     ranks = sorted({header.rank for header in headers})
     place = run_dir if not stuck or (run_dir / "rings").is_dir() else live_dir(run_dir)
     if ranks:
-        say(
-            f"recorded rank {format_ranks(ranks)} in {place}; read it with: rankcall report {place}"
-        )
+        say(f"recorded {with_noun(ranks)} in {place}; read it with: rankcall report {place}")
     missing = _missing(job, headers)
     if missing:
         say(
