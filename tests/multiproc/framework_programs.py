@@ -1,9 +1,9 @@
 """Training scripts for frameworks and schedulers. Nothing in them knows of rankcall.
 
-``FAULT`` says what rank 1 does: ``hang`` sleeps before its third step, ``slow`` sleeps in each step,
-``crash`` raises an error in the third step. With ``even``, all ranks sleep in each step. ``STEPS``
-is the number of steps, ``STATUS`` the exit status. At the end, each script prints a digest of each
-rank's weights.
+``FAULT`` says what rank 1 does: ``hang`` sleeps before its third step, ``slow`` sleeps in each
+step, ``crash`` raises an error in the third step. With ``even``, all ranks sleep in each step.
+``STEPS`` is the number of steps, ``STATUS`` the exit status. At the end, each script prints a
+digest of each rank's weights.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ import ray.train
 import torch
 
 def start():
-    # An address of its own keeps Ray off the network; it would also look for running clusters.
     ray.init(
         address="local", num_cpus=4, include_dashboard=False, object_store_memory=100_000_000,
         _node_ip_address="127.0.0.1", _temp_dir=os.environ["RAY_FOLDER"],
@@ -236,3 +235,26 @@ def train(rank, meet):
 mp.start_processes(train, (os.path.abspath("meet"),), nprocs=2, start_method="fork")
 """
 )
+
+# Executes cell.py in a kernel, as Jupyter does, and prints what the cell prints.
+KERNEL = """
+import sys
+from jupyter_client.manager import KernelManager
+
+def show(message):
+    if message["msg_type"] == "stream":
+        sys.stdout.write(message["content"]["text"])
+    elif message["msg_type"] == "error":
+        sys.stdout.write("\\n".join(message["content"]["traceback"]) + "\\n")
+
+manager = KernelManager(transport="ipc", ip=sys.argv[1])  # sockets in a folder, no ports
+manager.start_kernel()
+client = manager.blocking_client()
+client.start_channels()
+client.wait_for_ready(timeout=200)
+with open("cell.py") as file:
+    reply = client.execute_interactive(file.read(), timeout=400, output_hook=show)
+print("the cell:", reply["content"]["status"], reply["content"].get("ename", ""), flush=True)
+client.stop_channels()
+manager.shutdown_kernel()
+"""

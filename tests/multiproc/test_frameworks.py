@@ -42,6 +42,7 @@ OFFLINE = {
     "DS_ACCELERATOR": "cpu",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # this makes Ray listen on loopback only
     "OMPI_MCA_oob_tcp_if_include": "lo",
     "OMPI_MCA_btl_tcp_if_include": "lo",
     "PMIX_MCA_ptl_tcp_if_include": "lo",
