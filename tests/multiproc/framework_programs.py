@@ -99,6 +99,8 @@ sys.exit(STATUS)
 )
 
 _RAY = """
+import json
+
 import ray
 import ray.train
 import torch
@@ -107,7 +109,9 @@ def start():
     ray.init(
         address="local", num_cpus=4, include_dashboard=False, object_store_memory=100_000_000,
         _node_ip_address="127.0.0.1", _temp_dir=os.environ["RAY_FOLDER"],
-        runtime_env={"env_vars": {"FOLDER": os.getcwd()}},
+        runtime_env={
+            "env_vars": {"FOLDER": os.getcwd(), **json.loads(os.environ.get("WORKERS", "{}"))}
+        },
     )
 
 def finish():
@@ -212,7 +216,7 @@ if __name__ == "__main__":
 
 # A cell, as PyTorch's notebook guides have it: the kernel forks the ranks.
 NOTEBOOK = (
-    _HEAD
+    _HEAD.lstrip()
     + """
 import torch.multiprocessing as mp
 

@@ -31,6 +31,7 @@ from framework_programs import (
 from launch import RANKCALL, Ended, launch, run_program
 from launchers import digests, free_port, line_of, run_of
 
+from rankcall.cli._torchrun import BOOT
 from rankcall.run.load import load
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -181,6 +182,24 @@ def test_all_ranks_are_recorded_and_nothing_changes(place: Place, name: str) -> 
     assert sorted((header.rank, header.attempt) for header in headers) == [(0, 0), (1, 0)]
     assert {header.world_size for header in headers} == {2}
     assert all("all_reduce" in set(recorded.frame(ring)["op"]) for ring in recorded.rings)
+
+
+def test_ray_actors_with_a_variable(place: Place) -> None:
+    """``RANKCALL=1`` in Ray's ``runtime_env`` records the ranks, without ``rankcall exec``."""
+    job = JOBS["ray actors"]
+    needs(job)
+    without = place.start(job, name="without")
+    # The folder is the one that the line in the wheel loads; a checkout has no such line.
+    workers = {"RANKCALL": "1", "RANKCALL_CAPTURE": "python", "PYTHONPATH": str(BOOT)}
+    ended = place.start(job, name="with", WORKERS=json.dumps(workers))
+    assert ended.status == 0, ended.err
+    assert digests(ended) == digests(without)
+    assert len(digests(ended)) == 2
+    runs = (place.folder / "with/rankcall-runs").iterdir()
+    (run,) = [path for path in runs if not path.is_symlink()]
+    about = reported(run)["run"]
+    assert (about["world_size"], about["missing_ranks"], about["attempts"]) == (2, [], 1)
+    assert judged(run) == []
 
 
 @pytest.mark.parametrize("name", WATCHED)
