@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from attach_programs import ACCELERATE, CHILDREN, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
+from attach_programs import ACCELERATE, CHILDREN, CRASHING, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
 from launch import RANKCALL, Launch, launch, run_program
 from launchers import Launcher, digests, free_port, run_of
 
@@ -149,6 +149,19 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
     )
     assert f'{script}", line {line}' in verdict.read_text()
     assert f"{script}:{line}" in ended.err
+
+
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_child_that_crashes(tmp_path: Path, how: str) -> None:
+    """torch.multiprocessing catches a rank's exception, and ends the others; it is quoted."""
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    program = [PYTHON, "crashing.py", how, str(tmp_path / "meet")]
+    ended = launch("exec", "--capture=python", "--", *program, cwd=tmp_path, timeout=240)
+    assert ended.status == 1
+    judged = launch("diagnose", "--json", run_of(ended), cwd=tmp_path, timeout=120)
+    (finding,) = json.loads(judged.out)["findings"]
+    assert (finding["kind"], finding["ranks"]) == ("dead", [1])
+    assert "failed with ValueError: sample 17 has no label" in finding["summary"]
 
 
 @pytest.mark.slow
