@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup browser demo test test-long test-upstream lint bench gpu docs clean
+.PHONY: setup setup-integrations browser demo test test-long test-upstream lint bench gpu docs clean
 
 setup: $(INSTALLED)
 
@@ -19,6 +19,20 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The tests of the HTML report, the live page and the Perfetto trace run in Chromium, or are skipped.
 browser:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+
+# The launchers and frameworks that tests/multiproc/test_frameworks.py and test_notebook.py start, some 400 MB; a test
+# is skipped if its package is missing. At run level 1, Debian does not start the daemons that it installs.
+DEBIAN := openmpi-bin slurmctld slurmd slurm-client munge
+setup-integrations: $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[integrations]'
+	@# DeepSpeed compiles on first use. No test's time-out is for a compiler.
+	@PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
+	    'from deepspeed.comm.torch import build_shm_op; build_shm_op()' >/dev/null
+	@if dpkg-query -W $(DEBIAN) >/dev/null 2>&1; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+	    apt-get install -y -qq --no-install-recommends $(DEBIAN); \
+	else echo "not installed, because this needs apt-get and root: $(DEBIAN)" >&2; fi
 
 # Four ranks train on real images; rank 2 sleeps 20 ms in each step, and the report names it.
 demo: export OMP_NUM_THREADS := 1

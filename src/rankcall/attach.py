@@ -141,7 +141,22 @@ def attach(rank: int, world_size: int) -> None:
         recording.placement.name_in_time()
     if multiprocessing.parent_process() is not None:
         # Children that multiprocessing forks end without atexit, but run these.
-        util.Finalize(None, session.end, exitpriority=0)
+        util.Finalize(None, _end_child, exitpriority=0)
+
+
+def _end_child() -> None:
+    """End the recording of a child of multiprocessing, while the exception that ends it is known.
+
+    ``torch.multiprocessing`` catches the user's exception and exits with 1 instead.
+    """
+    session.end(failure_of(sys.exc_info()[1]))
+
+
+def failure_of(error: BaseException | None) -> BaseException | None:
+    """Return the exception because of which a process ends; None if it ends well."""
+    if isinstance(error, SystemExit):
+        return error.__context__ if error.code else None
+    return error
 
 
 def _is_nested() -> bool:

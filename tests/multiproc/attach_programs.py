@@ -53,6 +53,24 @@ if __name__ == "__main__":
     mp.start_processes(child, (f"file://{path}",), nprocs=2, start_method=how)
 """
 
+CRASHING = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def child(rank, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    for step in range(4):
+        if rank == 1 and step == 2:
+            raise ValueError("sample 17 has no label")
+        dist.all_reduce(torch.ones(4))
+
+if __name__ == "__main__":
+    _, how, path = sys.argv
+    mp.start_processes(child, (path,), nprocs=2, start_method=how)
+"""
+
 ELASTIC = """
 import os
 import torch

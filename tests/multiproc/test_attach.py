@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import signal
-import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from attach_programs import ACCELERATE, CHILDREN, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
-from launch import RANKCALL, Ended, Launch, launch, run_program
+from attach_programs import ACCELERATE, CHILDREN, CRASHING, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
+from launch import RANKCALL, Launch, launch, run_program
+from launchers import Launcher, digests, free_port, run_of
 
 from rankcall.cli._torchrun import BOOT
 from rankcall.run.load import load
@@ -28,17 +26,6 @@ for rank in 1 0; do RANK=$rank {} & pids="$pids $!"; done
 for pid in $pids; do wait $pid || status=$?; done
 exit $status
 """
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """How a user starts a script, and what it is called in the report."""
-
-    script: str
-    command: tuple[str, ...]
-    program: str  # in the name of the run
-    package: str = "torch"
-    status: int = 3  # of the launcher, if the script ends with 3
 
 
 def _bash(line: str) -> tuple[str, ...]:
@@ -81,13 +68,6 @@ FILES = {
 }
 
 
-def free_port() -> str:
-    """Return a port that is free now. Only launchers that cannot take port 0 need one."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return str(taken.getsockname()[1])
-
-
 @pytest.fixture(
     params=[
         pytest.param(
@@ -114,17 +94,6 @@ def prepare(folder: Path, launcher: Launcher) -> tuple[list[str], dict[str, str]
     if launcher.program not in ("train", "python") or "torchrun" in launcher.command[0]:
         env = {"PYTHONPATH": str(folder)}
     return [part.format(meet=meet) for part in launcher.command], env
-
-
-def digests(ended: Ended) -> list[str]:
-    """Return the lines in which the ranks printed the digests of their weights."""
-    return sorted(line for line in ended.out.splitlines() if line.startswith("rank "))
-
-
-def run_of(ended: Ended) -> Path:
-    """Return the run directory that the command named at its end."""
-    (place,) = re.findall(r"recorded ranks? \S+ in (\S+); read it with", ended.err)
-    return Path(place)
 
 
 def test_all_ranks_are_recorded_and_nothing_changes(tmp_path: Path, launcher: Launcher) -> None:
@@ -180,6 +149,19 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
     )
     assert f'{script}", line {line}' in verdict.read_text()
     assert f"{script}:{line}" in ended.err
+
+
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_child_that_crashes(tmp_path: Path, how: str) -> None:
+    """torch.multiprocessing catches a rank's exception, and ends the others; it is quoted."""
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    program = [PYTHON, "crashing.py", how, str(tmp_path / "meet")]
+    ended = launch("exec", "--capture=python", "--", *program, cwd=tmp_path, timeout=240)
+    assert ended.status == 1
+    judged = launch("diagnose", "--json", run_of(ended), cwd=tmp_path, timeout=120)
+    (finding,) = json.loads(judged.out)["findings"]
+    assert (finding["kind"], finding["ranks"]) == ("dead", [1])
+    assert "failed with ValueError: sample 17 has no label" in finding["summary"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rankcall.attach import (
     Choice,
     agree,
     decode,
+    failure_of,
     own_run_dir,
     propose_in,
     propose_new,
@@ -162,3 +164,25 @@ def test_names_that_a_rank_chooses_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert own_run_dir().name.endswith("-python")
     monkeypatch.setattr("sys.argv", ["/x/train.py"])
     assert own_run_dir(unique=True).name.partition("-")[2].startswith("train-")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_failure"),
+    [("raise KeyError(7)", True), ("sys.exit(1)", True), ("sys.exit(0)", False)],
+)
+def test_the_exception_that_ends_a_process(code: str, is_failure: bool) -> None:
+    """It is the one that is raised, or that is handled by an exit with a failure's status."""
+    error = KeyError(7)
+    caught: BaseException | None = None
+    try:
+        try:
+            raise error
+        except KeyError:
+            exec(code, {"sys": sys})
+    except BaseException as ended:
+        caught = ended
+    found = failure_of(caught)
+    assert (found is not None) == is_failure
+    assert found is None or repr(found) == repr(error)
+    assert failure_of(SystemExit(1)) is None, "it was not because of an exception"
+    assert failure_of(None) is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from pathlib import Path
 
 import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls, diagnose_parallel_job
+from rich.console import Console
 from worlds import MS, together, write_world
 
 import golden
@@ -50,6 +52,17 @@ def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert text.startswith("missing (likely): ")
     golden.check("diagnose-gaps.txt", text)
+
+
+def test_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel, the text is the same: the watcher's verdict is for stderr and for a file."""
+    diagnosis = diagnose_calls(tmp_path, RANK_2_MISSING, states={})
+    expected = render(diagnosis)
+    assert "Rank 2" in expected
+    kernel = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setattr(builtins, "get_ipython", kernel, raising=False)
+    assert Console().is_jupyter, "rich takes this process for a notebook's kernel"
+    assert render(diagnosis) == expected
 
 
 def test_healthy(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from worlds import MS, Call, group_of, together, write_world
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.analysis.timing.summary import summarise
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.report.formatting import headline
 from rankcall.ring.tables import Group
 from rankcall.run.load import load
@@ -61,6 +62,51 @@ def test_several_collectives_in_a_step(tmp_path: Path) -> None:
             calls += together(5 * step + n + 1, arrivals, max(arrivals) + MS, WORLD, step=step)
             start += 30 * MS if n == 0 else 0
     assert named(write_world(tmp_path / "run", calls)) == (1,)
+
+
+def finding(run: Path) -> Finding:
+    """Return the straggler that the diagnosis finds."""
+    (found,) = [each for each in diagnose(load(run)).findings if each.kind == "straggler"]
+    return found
+
+
+def test_late_by_how_much(tmp_path: Path) -> None:
+    """The lateness is that to the call that is named, not to all calls of the group.
+
+    DeepSpeed, for example, issues three collectives a step from one line of its own, and a rank
+    that is late to the first of them is last in the others by chance.
+    """
+    calls = []
+    for step in range(20):
+        start = 100 * step * MS
+        late, chance = start + 40 * MS, start + 50 * MS
+        calls += together(2 * step + 1, [start, late, start, start], late + MS, WORLD, bytes=64)
+        ends = chance + 3 * MS
+        calls += together(2 * step + 2, [chance, chance + 2 * MS, chance, chance], ends, WORLD)
+    found = finding(write_world(tmp_path / "run", calls))
+    assert found.ranks == (1,)
+    assert "by 40 ms at the median" in found.summary
+
+
+def test_the_time_that_the_share_is_about(tmp_path: Path) -> None:
+    """The part of all waiting is that of the time without the slow start, and says so."""
+    first = together(1, [0, 0, 0, 5 * SECOND], 5 * SECOND + MS, WORLD, step=0)
+    base = 5100
+    rest = [
+        call
+        for step in range(1, 40)
+        for call in together(
+            step + 1,
+            [(base + 100 * step + (40 if rank == 2 else 0)) * MS for rank in range(4)],
+            (base + 100 * step + 41) * MS,
+            WORLD,
+            step=step,
+        )
+    ]
+    text = finding(write_world(tmp_path / "run", first + rest)).evidence[0]
+    assert text.startswith(
+        "100 % of all waiting in 3.8 s (the 5.2 s before, of far longer steps"
+    ), text
 
 
 def test_a_slow_first_step_is_left_out(tmp_path: Path) -> None:

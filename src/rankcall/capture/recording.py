@@ -244,7 +244,12 @@ class Recording(Scoped):
         if error is None:
             put(self.ring, "left_ns", time.monotonic_ns())
         else:
-            put_text(self.ring, "failure", _one_line(error))
+            self.note_failure(error)
+
+    def note_failure(self, error: object) -> None:
+        """Note in the ring the exception that ends the program."""
+        self._left = True
+        put_text(self.ring, "failure", _one_line(error))
 
 
 def _one_line(error: object) -> str:

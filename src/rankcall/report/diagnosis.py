@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from io import StringIO
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -27,7 +26,7 @@ from rankcall.analysis.verdicts.finding import Finding, duration
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.files import clean
 from rankcall.ranks import format_ranks
-from rankcall.report.formatting import digits, fitted, percent, plural, wrapped
+from rankcall.report.formatting import as_text, digits, fitted, percent, plural, wrapped
 
 _ROWS = 16
 _INDENT = 2
@@ -43,9 +42,7 @@ def render(diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | No
 
     ``stacks`` are texts by rank.
     """
-    out = StringIO()
-    show(diagnosis, Console(file=out, width=width, color_system=None, highlight=False), stacks)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return as_text(lambda console: show(diagnosis, console, stacks), width)
 
 
 def show(diagnosis: Diagnosis, console: Console, stacks: Mapping[int, str] | None = None) -> None:

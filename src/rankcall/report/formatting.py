@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import StringIO
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +25,16 @@ from rankcall.ranks import format_ranks
 _TIMES = ((60_000.0 * 60, 3_600_000.0, "h"), (60_000.0 * 10, 60_000.0, "min"), (1e3, 1e3, "s"))
 _LEAST = 6  # columns that a shortened name keeps
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def as_text(show: Callable[[Console], object], width: int) -> str:
+    """Return what ``show`` prints as plain text, no line of it wider than ``width``.
+
+    Left to itself, rich prints into the notebook if a kernel has imported it, and the text is lost.
+    """
+    out = StringIO()
+    show(Console(file=out, width=width, color_system=None, highlight=False, force_jupyter=False))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def digits(value: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from io import StringIO
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -20,6 +19,7 @@ from rankcall.files import clean
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import (
     Headline,
+    as_text,
     cut,
     fitted,
     headline,
@@ -45,9 +45,7 @@ _LABEL = 9
 
 def render(summary: Summary, width: int = 80, findings: Sequence[Finding] = ()) -> str:
     """Return the report as plain text, no line of it wider than ``width``."""
-    out = StringIO()
-    show(summary, Console(file=out, width=width, color_system=None, highlight=False), findings)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return as_text(lambda console: show(summary, console, findings), width)
 
 
 def show(summary: Summary, console: Console, findings: Sequence[Finding] = ()) -> None:

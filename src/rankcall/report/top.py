@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import PurePath
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +18,7 @@ from rankcall.analysis.verdicts.finding import duration
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.files import clean
 from rankcall.report.diagnosis import LONG, named, ranks_cell, world
-from rankcall.report.formatting import cut, digits, percent, plural, wrapped
+from rankcall.report.formatting import as_text, cut, digits, percent, plural, wrapped
 
 _ROWS = 12
 _BAR = 12
@@ -41,10 +40,7 @@ class Line:
 
 def render(diagnosis: Diagnosis, width: int = 80) -> str:
     """Return the view as plain text."""
-    out = StringIO()
-    console = Console(file=out, width=width, color_system=None, highlight=False)
-    console.print(view(diagnosis, width))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return as_text(lambda console: console.print(view(diagnosis, width)), width)
 
 
 def view(diagnosis: Diagnosis, width: int, note: str = "") -> RenderableType:

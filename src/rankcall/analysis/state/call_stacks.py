@@ -78,6 +78,11 @@ class Frame:
         return self.file == _HOOK or self.file.endswith(f"/{_HOOK}")
 
     @property
+    def is_ray_loop(self) -> bool:
+        """Whether this is the loop in which a Ray worker waits for tasks."""
+        return self.name == "main_loop" and self.file.endswith("ray/_private/worker.py")
+
+    @property
     def is_installed(self) -> bool:
         """Whether the file belongs to Python or to an installed package."""
         # py-spy leaves out the folders of Python's own modules and of installed packages.
@@ -104,9 +109,12 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def code_place(stack: str) -> CodePlace:
-    """Return where the main thread of a dumped stack stands."""
+    """Return where the main thread of a dumped stack stands.
+
+    It is not known of a Ray worker whose main thread waits for tasks: Ray Train trains in a thread.
+    """
     frames = _main_frames(stack)
-    if not frames:
+    if not frames or frames[0].is_ray_loop:
         return CodePlace()
     outer = next((n for n, each in enumerate(frames) if not each.is_internal), None)
     own = next((n for n, each in enumerate(frames) if each.is_users), outer)

@@ -58,6 +58,8 @@ class Stragglers:
         cost: The part of its time that each other rank waited for them, on average.
         along: The part of the steps (or slices) in which they caused most of the waiting.
         since_step: The step since which they do; None if they always did, or without steps.
+        span_s: The time that this is about.
+        slow_start_s: The time before it that is left out.
     """
 
     ranks: tuple[int, ...]
@@ -66,6 +68,8 @@ class Stragglers:
     cost: float
     along: float
     since_step: int | None
+    span_s: float
+    slow_start_s: float
 
 
 def parts_of(step_begins: Iterable[Ints], begin: int, end: int) -> Parts:
@@ -103,7 +107,7 @@ def find_stragglers(
     """
     skipped, lengths = slow_start(parts), parts.lengths
     caused, suffered = totals.by_part[skipped:], totals.suffered_by_part[skipped:]
-    lengths = lengths[skipped:]
+    left_out, lengths = lengths[:skipped], lengths[skipped:]
     span = float(lengths.sum())
     if parts.steps is None:
         # Slices in which no rank waits show nothing: the job may issue nothing there.
@@ -122,7 +126,16 @@ def find_stragglers(
             since = _since(leading, parts, skipped)
             found = tuple(sorted(ranks.tolist()))
             whole = _whole_host(found, host_of)
-            return Stragglers(found, whole, share, min(cost, 1.0), float(leading.mean()), since)
+            return Stragglers(
+                found,
+                whole,
+                share,
+                min(cost, 1.0),
+                float(leading.mean()),
+                since,
+                span / 1e9,
+                float(left_out.sum()) / 1e9,
+            )
     return None
 
 

@@ -62,9 +62,10 @@ class Dead(CulpritVerdict):
             summary=f"{begin_sentence(name_ranks(snapshot, ranks))} {end}; nobody noted how, and "
             "none had waited for long.",
             evidence=tuple(f"rank {rank}: {last_call(snapshot, rank)}" for rank in ranks[:SHOWN]),
-            advice="Most likely killed from outside, with whatever started them: look at the "
-            "scheduler (a time limit, a cancelled job), at the kernel (out of memory: dmesg -T) or "
-            "for a host that was lost.",
+            advice="Most likely killed from outside: look at the log of what started them (Ray, "
+            "for example, catches a rank's exception and then ends all ranks), at the scheduler "
+            "(a time limit, a cancelled job), at the kernel (out of memory: dmesg -T) or for a "
+            "host that was lost.",
         )
 
     def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:

@@ -65,8 +65,8 @@ class Straggler(Verdict):
                 f"{short_duration(late.late_s)} at the median."
             )
         evidence = [
-            f"{100 * found.share:.0f} % of all waiting in {duration(late.span_s)} on record; most "
-            f"of the waiting in {100 * found.along:.0f} % of its parts"
+            f"{100 * found.share:.0f} % of all waiting in {duration(found.span_s)}"
+            f"{_left_out(found)}; most of the waiting in {100 * found.along:.0f} % of its parts"
         ]
         if late.table is not None:
             count = len(late.table.seq)
@@ -77,7 +77,7 @@ class Straggler(Verdict):
             found.ranks,
             victims=_peers(recent, found.ranks),
             hosts=hosts_of(snapshot, found.ranks),
-            since_s=late.span_s,
+            since_s=found.span_s,
             confidence="likely" if not snapshot.problems else less_sure("likely"),
             summary=text,
             evidence=tuple(evidence),
@@ -86,6 +86,12 @@ class Straggler(Verdict):
             "rankcall report has the figures.",
             **place,
         )
+
+
+def _left_out(found: Stragglers) -> str:
+    if not found.slow_start_s:
+        return " on record"
+    return f" (the {duration(found.slow_start_s)} before, of far longer steps, are left out)"
 
 
 def _place(snapshot: Snapshot, late: LateRanks) -> dict[str, Any]:
@@ -113,14 +119,14 @@ def _peers(recent: RecentCalls, ranks: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LateRanks:
-    """Ranks that come late, over ``span_s``.
+    """Ranks that come late.
 
-    ``table`` and ``column``: the group and the collective that they are latest to, ``late_s`` by
-    how much at the median, and ``last_in`` of its collectives they come last; None without one.
+    ``table`` and ``column``: the group and the collective that they are latest to. ``late_s``: by
+    how much at the median of those that have its op and size. ``last_in``: in which part of all
+    collectives of the group they come last. None without a group.
     """
 
     found: Stragglers
-    span_s: float
     table: CollectiveTable | None = None
     column: int = 0
     late_s: float = 0.0
@@ -142,17 +148,18 @@ def late_ranks(recent: RecentCalls) -> LateRanks | None:
         return None
     late = list(found.ranks)
     if not tables:
-        return LateRanks(found, recent.seconds)
+        return LateRanks(found)
     table = max(tables, key=lambda each: _lateness(each, late, clocks)[0].sum())
     lateness, last, columns = _lateness(table, late, clocks)
     if not last.any():
-        return LateRanks(found, recent.seconds)
+        return LateRanks(found)
+    column = int(columns[_worst(table, columns, lateness)])
+    alike = (table.op[columns] == table.op[column]) & (table.bytes[columns] == table.bytes[column])
     return LateRanks(
         found,
-        recent.seconds,
         table,
-        int(columns[_worst(table, columns, lateness)]),
-        float(np.median(lateness[last])) / 1e9,
+        column,
+        float(np.median(lateness[last & alike])) / 1e9,
         float(last.mean()),
     )
 

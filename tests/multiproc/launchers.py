@@ -1,0 +1,45 @@
+"""What the tests of launchers share: how a user starts a script, and what it left behind."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import Ended
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How a user starts a script, and what it is called in the report."""
+
+    script: str
+    command: tuple[str, ...]
+    program: str  # in the name of the run
+    package: str = "torch"
+    status: int = 3  # of the launcher, if the script ends with 3
+
+
+def free_port() -> str:
+    """Return a port that is free now. Only launchers that cannot take port 0 need one."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
+def digests(ended: Ended) -> list[str]:
+    """Return the lines in which the ranks printed the digests of their weights."""
+    return sorted(line for line in ended.out.splitlines() if line.startswith("rank "))
+
+
+def run_of(ended: Ended) -> Path:
+    """Return the run directory that the command, or each of several, named at its end."""
+    (place,) = set(re.findall(r"recorded ranks? \S+ in (\S+); read it with", ended.err))
+    return Path(place)
+
+
+def line_of(script: str, text: str) -> int:
+    """Return the number of the only line of a script that has a text."""
+    (number,) = [n for n, line in enumerate(script.splitlines(), 1) if text in line]
+    return number
