@@ -67,8 +67,8 @@ class UserLine:
 class CallSite:
     """The line that issued an op, and the public function it called.
 
-    If that line is a framework's, ``user`` is the nearest line of the user's own that led there;
-    None if there is none.
+    If that line is a framework's, ``user`` is the nearest line of the user's own that led there, or
+    None if only installed code did.
     """
 
     file: str

@@ -144,7 +144,7 @@ class Snapshot:
         return str(self.sites[number]) if 0 < number < len(self.sites) else ""
 
     def user_line(self, number: int) -> str:
-        """Return the user's line behind a framework's call site; empty if there is none."""
+        """Return the user's line behind a framework's call site, or an empty string."""
         return self.sites[number].user_line if 0 < number < len(self.sites) else ""
 
     def shown_site(self, number: int) -> str:

@@ -25,7 +25,7 @@ _WRAPPERS = {
 # Frames between the user and torch's context managers and deprecated functions.
 _BETWEEN = ("/contextlib.py", "/typing_extensions.py", "/warnings.py")
 _PACKAGES = ("/site-packages/", "/dist-packages/")
-# Text that stands for a file: what came on the command line, or was typed, is the user's own.
+# Names of programs that came on the command line or were typed: the user's own.
 _TYPED = ("<string>", "<stdin>", "<python-input", "<ipython-input")
 _MAX_SITES = _MAX_CODES = 1 << 16
 _MOST_FRAMES = 400  # between a framework's line and the user's
@@ -118,7 +118,7 @@ class CallSites:
         return _API
 
     def _classify_outside(self, file: str, name: str) -> int:
-        # A child of multiprocessing's begins there; its first line is text that nobody wrote.
+        # A child of multiprocessing's begins there; multiprocessing wrote its first line.
         if name == "spawn_main" and "/multiprocessing/" in file:
             return _CHILD
         if name == "main" and "/multiprocessing/forkserver.py" in file:

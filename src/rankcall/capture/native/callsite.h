@@ -271,10 +271,10 @@ class CallSites {
   }
 
   // Code outside torch and rankcall: the user's own, or installed. Text in angle brackets stands for a
-  // file where there is none: a program that came on the command line or by typing is the user's, and
-  // what a package generated is not.
+  // missing file. It is the user's if the program came on the command line or was typed, and not if
+  // a package generated it.
   Kind kind_outside(const std::string& file, const std::string& name) const {
-    // A child of multiprocessing's begins here; its first line is `-c` text that nobody wrote.
+    // A child of multiprocessing's begins here; multiprocessing wrote its first line.
     if (name == "spawn_main" && file.find("/multiprocessing/") != std::string::npos) return kChild;
     if (name == "main" && file.find("/multiprocessing/forkserver.py") != std::string::npos) return kChild;
     if (file.find("/site-packages/") != std::string::npos || file.find("/dist-packages/") != std::string::npos)
