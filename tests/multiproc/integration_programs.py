@@ -22,7 +22,7 @@ Result = dict[str, Any]
 
 
 def declared() -> str:
-    """Return the phase that this rank's ring declares now; empty if there is none."""
+    """Return the phase that this rank's ring declares now, or an empty string."""
     recording = session.current()
     assert recording is not None
     assert recording.path is not None

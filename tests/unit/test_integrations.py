@@ -31,7 +31,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_figures_and_the_verdict_of_a_straggler(recorded: Path) -> None:
-    """Each look logs shares and the late rank; the verdict is said once."""
+    """Each look logs shares and the late rank; the reporter says the verdict once."""
     logged: list[dict[str, float]] = []
     said: list[str] = []
     reporter = Reporter(logged.append, said.append, every_s=0.0)
@@ -75,7 +75,7 @@ def test_an_update_does_not_wait(recorded: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_looks_are_rare(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two looks lies the time that was asked for, however often a framework logs."""
+    """Looks are ``every_s`` apart, however often a framework logs."""
     looks: list[Path] = []
 
     def look(run_dir: Path) -> reporting.Look:

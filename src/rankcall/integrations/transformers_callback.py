@@ -42,9 +42,16 @@ class RankcallCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _before(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._after()
-        if control.should_save or control.should_evaluate:
-            what = "evaluation" if control.should_evaluate else "a checkpoint"
-            self._declared.enter_context(expect(self._silent_s, what))
+        if control.should_evaluate:
+            self._declared.enter_context(expect(self._silent_s, "evaluation"))
+        else:
+            self.on_evaluate(args, state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Declare the checkpoint that follows, if one does."""
+        self._after()
+        if control.should_save:
+            self._declared.enter_context(expect(self._silent_s, "a checkpoint"))
 
     def _after(self, *_: Any, **kwargs: Any) -> None:
         self._declared.close()
