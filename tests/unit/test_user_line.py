@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -248,8 +249,10 @@ def test_exports_keep_the_users_line(tmp_path: Path) -> None:
     for frame in (pl.read_csv(tmp_path / "csv"), pl.read_parquet(tmp_path / "parquet")):
         assert frame["user_line"].to_list() == ["/u/main.py:5"] * 2
     assert b"/u/main.py:5" in unpacked((tmp_path / "perfetto").read_bytes())
-    traces = [json.loads(path.read_text()) for path in sorted((tmp_path / "kineto").iterdir())]
-    for trace in traces:
+    paths = sorted((tmp_path / "kineto").iterdir())
+    assert len(paths) == 2
+    for path in paths:
+        trace = json.loads(gzip.decompress(path.read_bytes()))
         lines = [event.get("args", {}).get("User line") for event in trace["traceEvents"]]
         assert "/u/main.py:5" in lines
 
