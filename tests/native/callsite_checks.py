@@ -36,6 +36,32 @@ def deep(levels):
 """
 
 
+FRAMEWORK = """
+def fit(call):
+    return step(call, 0)
+
+def step(call, levels):
+    if levels:
+        return step(call, levels - 1)
+    return call()
+
+def both(call):
+    one = call()
+    two = call()
+    return one, two
+
+def keep(found, call):
+    found.append(call())
+
+def generated(call):
+    space = {"call": call}
+    exec(compile("found = call()", FILE, "exec"), space)
+    return space["found"]
+
+FILE = __file__.replace("framework.py", "made.py")
+"""
+
+
 def here(offset: int = 0) -> int:
     """Return the caller's line."""
     return sys._getframe(1).f_lineno + offset
@@ -160,6 +186,95 @@ def code_is_not_kept(lib) -> None:
     assert probe.codes() <= known + 2, (probe.codes(), known)
 
 
+def check_pair(found: tuple[str | None, bool], line: int, function: str, framework: int) -> None:
+    """Compare a walk through the framework with what is known: both lines."""
+    assert found[0] is not None, "no call site"
+    site = json.loads(found[0])
+    assert os.path.basename(site["file"]) in ("framework.py", "made.py"), site
+    assert site["line"] == framework, site
+    assert site["user"] == {"file": __file__, "line": line, "function": function}, (site, line)
+
+
+def through_a_framework(lib) -> None:
+    """A framework's line is kept with the user's line that led there, however far away that is."""
+    import framework
+
+    deepest = framework.step.__code__.co_firstlineno + 3
+    for levels in (0, 1, 50, 300):
+        check_pair(framework.step(lib.all_reduce, levels), here(), "through_a_framework", deepest)
+    for _ in range(3):
+        first, second = framework.fit(lib.all_reduce), framework.fit(lib.all_reduce)
+        for found in (first, second):
+            check_pair(found, here(-2), "through_a_framework", deepest)
+    # Two of the user's lines that lead to one line of the framework are two call sites.
+    found = framework.fit(lib.all_reduce)
+    line = here(-1)
+    again = framework.fit(lib.all_reduce)
+    check_pair(found, line, "through_a_framework", deepest)
+    check_pair(again, line + 2, "through_a_framework", deepest)
+    # The user's code calls the framework, that calls the user's, and that the library.
+    site = json.loads(framework.fit(lambda: lib.all_reduce())[0])
+    assert site["file"] == __file__, site
+    assert "user" not in site, site
+
+
+def two_lines_of_a_framework(lib) -> None:
+    """Two lines of a framework that one line of the user's led to are two call sites."""
+    import framework
+
+    first = framework.both.__code__.co_firstlineno + 1
+    for _ in range(3):
+        found = framework.both(lib.all_reduce)
+        check_pair(found[0], here(-1), "two_lines_of_a_framework", first)
+        check_pair(found[1], here(-2), "two_lines_of_a_framework", first + 1)
+
+
+def no_user_behind_a_framework(lib) -> None:
+    """A thread that runs only a framework's code has no line of the user's: one line is kept."""
+    import framework
+
+    found = []
+    thread = threading.Thread(target=framework.keep, args=(found, lib.all_reduce))
+    thread.start()
+    thread.join()
+    site = json.loads(found[0][0])
+    assert os.path.basename(site["file"]) == "framework.py", site
+    assert "user" not in site, site
+
+
+def known_pairs_take_no_gil(lib) -> None:
+    """A pair of lines is new once, and once more for a new ring."""
+    import framework
+
+    def issue_all() -> int:
+        before = probe.gil_taken()
+        for _ in range(50):
+            framework.fit(lib.all_reduce)
+            framework.fit(lib.all_reduce)
+        return probe.gil_taken() - before
+
+    assert issue_all() > 0
+    assert [issue_all() for _ in range(3)] == [0, 0, 0]
+    configure(lib)
+    assert [issue_all() for _ in range(3)] == [2, 0, 0]
+
+
+def framework_code_made_anew(lib) -> None:
+    """Code that a framework makes anew at each step takes no new entry for the user's line."""
+    import framework
+
+    def issue() -> int:
+        before = probe.gil_taken()
+        check_pair(framework.generated(lib.all_reduce), here(), "issue", 1)
+        return probe.gil_taken() - before
+
+    known = probe.codes()
+    first = issue()
+    counts = [issue() for _ in range(5000)]
+    assert max(counts) <= 2 < first, (first, max(counts))  # the new code object, and its line
+    assert probe.codes() <= known + 8, (probe.codes(), known)
+
+
 def new_ring(lib) -> None:
     """After a reset each line is announced again, once, under a new number."""
 
@@ -167,7 +282,7 @@ def new_ring(lib) -> None:
         return lib.all_reduce()
 
     issue()
-    probe.configure(lib.__file__.rpartition("/")[0] + "/")
+    configure(lib)
     before = probe.gil_taken()
     (site, _), line = issue(), issue.__code__.co_firstlineno + 1
     assert json.loads(site)["line"] == line
@@ -190,23 +305,36 @@ def hostile(lib) -> None:
     assert json.loads(space["found"][0])["file"] == name
 
 
+def configure(lib) -> None:
+    """Begin a new ring: the library is passed over, and the framework is not the user's."""
+    folder = os.path.dirname(lib.__file__)
+    standard = os.path.dirname(os.__file__)
+    probe.configure(folder + "/library.py", os.path.join(folder, "installed") + "/", standard + "/")
+
+
 def main() -> None:
     """Run every check, then print what a walk costs."""
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "library.py")
-        with open(path, "w") as file:
-            file.write(LIBRARY)
-        probe.configure(folder + "/")
-        sys.path.insert(0, folder)
+        installed = os.path.join(folder, "installed")
+        os.mkdir(installed)
+        for path, source in (("library.py", LIBRARY), ("installed/framework.py", FRAMEWORK)):
+            with open(os.path.join(folder, path), "w") as file:
+                file.write(source)
+        sys.path[:0] = [folder, installed]
+        import framework
         import library
 
+        configure(library)
         checks = (lines, generators, batches, threads, much_code, hostile)
-        for check_one in (*checks, many_sites, code_is_not_kept, new_ring, backward):
+        pairs = (through_a_framework, two_lines_of_a_framework, no_user_behind_a_framework)
+        pairs = (*pairs, known_pairs_take_no_gil, framework_code_made_anew)
+        for check_one in (*checks, *pairs, many_sites, code_is_not_kept, new_ring, backward):
             check_one(library)
         took = functools.partial(library._engine_run_backward, probe.frameless_us)
+        through = framework.step(probe.nanoseconds, 30)
         print(
-            f"{sys.version.split()[0]} ok, {probe.nanoseconds():.0f} ns, without frames "
-            f"{took():.1f} us"
+            f"{sys.version.split()[0]} ok, {probe.nanoseconds():.0f} ns, through 30 frames of a "
+            f"framework {through:.0f} ns, without frames {took():.1f} us"
         )
 
 

@@ -19,9 +19,12 @@ uint32_t emit(void*, const std::string& json, const std::string&, const char*) {
   return static_cast<uint32_t>(g_found.size());
 }
 
-PyObject* configure(PyObject*, PyObject* prefix) {
+// Arguments: the paths of the library, of the framework and of Python's own modules.
+PyObject* configure(PyObject*, PyObject* args) {
+  const char *library, *framework, *standard;
+  if (!PyArg_ParseTuple(args, "sss", &library, &framework, &standard)) return nullptr;
   g_found.clear();
-  g_sites.reset({PyUnicode_AsUTF8(prefix)}, emit, nullptr);
+  g_sites.reset({library}, {framework, standard}, emit, nullptr);
   Py_RETURN_NONE;
 }
 
@@ -104,7 +107,7 @@ PyObject* frameless_us(PyObject*, PyObject*) {
   return PyFloat_FromDouble(took);
 }
 
-PyMethodDef g_methods[] = {{"configure", configure, METH_O, ""},
+PyMethodDef g_methods[] = {{"configure", configure, METH_VARARGS, ""},
                            {"find", find, METH_NOARGS, ""},
                            {"codes", codes, METH_NOARGS, ""},
                            {"gil_taken", gil_taken, METH_NOARGS, ""},

@@ -17,12 +17,15 @@ from rankcall.record import CODED, MAX_DIMS, RECORD
 from rankcall.ring.decode import decode_record, decode_ring
 from rankcall.ring.layout import Geometry, make_header, parse_header
 from rankcall.ring.reader import Ring
-from rankcall.ring.tables import CallSite, Group, Tables
+from rankcall.ring.tables import CallSite, Group, Tables, UserLine
 
 TABLES = Tables(
     strings={4: "_allgather_base_", 7: "it failed"},
     groups={2: Group("9", 0, "gloo", "", (3, 5, 4)), 3: Group("9", 1, "nccl", "", (0, 3))},
-    sites={5: CallSite("train.py", 12, "step", "all_reduce")},
+    sites={
+        5: CallSite("train.py", 12, "step", "all_reduce"),
+        6: CallSite("fit.py", 9, "fit", "broadcast", UserLine("train.py", 13, "main")),
+    },
 )
 
 
@@ -70,7 +73,8 @@ def test_without_any_names() -> None:
     """A ring whose side tables are lost still gives all its records, without names."""
     ring = dataclasses.replace(any_ring(1, 20), tables=Tables())
     columns = decode_ring(ring, {})
-    for name in ("group", "group_ranks", "variant", "call_site", "function", "api", "error"):
+    lines = ("call_site", "user_line", "function", "api")
+    for name in ("group", "group_ranks", "variant", *lines, "error"):
         assert columns[name].series().to_list() == [None] * 20
     assert columns["seq"].series().to_list() == ring.records["seq"].tolist()
 

@@ -31,15 +31,21 @@ LEVELS = (
     ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
     ("serve",),
-    ("testing", "cli"),
+    ("testing", "cli", "integrations"),
     ("__main__",),
 )
 UNIT = {name: unit for level in LEVELS for unit in level for name in unit.split()}
 LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 
 # A trace is read on a laptop, without torch.
-# This module is such an adapter as a whole: no other module imports it before it is used.
-ADAPTERS = {"serve/app.py": "rankcall.serve.app"}
+# These modules are such adapters as a whole: no other module imports them before they are used.
+ADAPTERS = {
+    "serve/app.py": "rankcall.serve.app",
+    **{
+        f"integrations/{name}.py": f"rankcall.integrations.{name}"
+        for name in ("accelerate_tracker", "lightning_callback", "transformers_callback")
+    },
+}
 TORCHLESS = (
     *("errors", "_requests", "ops", "record", "ranks", "files", "process", "ring", "run"),
     "imports",

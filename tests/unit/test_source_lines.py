@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from rankcall.capture.recording import SourceLines, line_text
 from rankcall.ring.layout import ENTRY_LINE, Geometry
 from rankcall.ring.reader import read_ring
-from rankcall.ring.tables import CallSite, Group, parse_tables
+from rankcall.ring.tables import CallSite, Group, UserLine, parse_tables
 from rankcall.ring.writer import Identity, PythonRing, create
 
 PAST = time.time() - 3600
@@ -42,6 +43,13 @@ def test_a_line_is_one_line_and_bounded(tmp_path: Path) -> None:
     (tmp_path / "bytes.py").write_bytes(b"\xff\xfe = 1\n")
     os.utime(tmp_path / "bytes.py", (PAST, PAST))
     assert line_text(at(tmp_path / "bytes.py", 1)) == ""
+
+
+def test_the_users_line_comes_before_a_frameworks(tmp_path: Path) -> None:
+    """Of a call site with two lines, the text is that of the user's."""
+    framework, user = written(tmp_path / "f.py", "dist.x()"), written(tmp_path / "u.py", "f.fit()")
+    site = replace(at(framework, 1), user=UserLine(str(user), 1, "main"))
+    assert line_text(site) == "f.fit()"
 
 
 def test_a_file_that_was_edited_meanwhile_says_nothing(tmp_path: Path) -> None:

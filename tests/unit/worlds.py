@@ -10,7 +10,7 @@ import numpy as np
 
 from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
 from rankcall.ring.layout import offset_of
-from rankcall.ring.tables import CallSite, Group
+from rankcall.ring.tables import CallSite, Group, UserLine
 from rankcall.ring.whole import RingSpec, write_ring
 from rankcall.run.directory import ring_name
 
@@ -39,6 +39,8 @@ class Call:
     tag: int = 0
     step: int = 0
     line: int = 1
+    file: str = "train.py"
+    user_line: int = 0  # of main.py, if ``line`` is a framework's
     code: str = ""  # the source line of the call site
     started: int | None = None
     status: str = "completed"
@@ -131,7 +133,8 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
 
 
 def _site(call: Call, spec: RingSpec) -> int:
-    site = CallSite("train.py", call.line, "step", call.api or call.op)
+    user = UserLine("/u/main.py", call.user_line, "main") if call.user_line else None
+    site = CallSite(call.file, call.line, "step", call.api or call.op, user)
     if call.code:
         spec.line(site, call.code)
     return spec.site(site)

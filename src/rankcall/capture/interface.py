@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import site
+import sysconfig
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -82,6 +85,28 @@ def skipped_folders() -> list[str]:
     package = Path(__file__).parents[1]
     hook = package.with_name("_rankcall_hook.py")  # beside the package: see there
     return [f"{Path(torch.__file__).parent}/", f"{package}/", str(hook)]
+
+
+def installed_folders() -> list[str]:
+    """Return the path prefixes of installed code: Python's own modules, packages and commands.
+
+    A call site in one of them is a framework's, and the user's own line is looked for behind it.
+    Folders named ``site-packages`` and ``dist-packages`` count wherever they are.
+    """
+    names = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+    folders = {sysconfig.get_path(name) or "" for name in names}
+    folders |= {str(Path(os.__file__).parent), site.getusersitepackages()}
+    folders |= {os.path.realpath(folder) for folder in folders if folder}
+    return sorted(f"{folder}/" for folder in folders if folder and _is_utf8(folder))
+
+
+def _is_utf8(path: str) -> bool:
+    """Tell whether the native recorder, which takes UTF-8, can read a path."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _installed_last: str | None = None

@@ -359,15 +359,17 @@ class SourceLines:
 
 
 def line_text(site: CallSite) -> str:
-    """Return a line of this process's source, stripped and cut; empty if it is not known.
+    """Return a call site's line of source, stripped and cut; empty if it is not known.
 
-    A file that was changed after the process began may not be the source of the running code.
+    That is the user's line, if the call site has two. A file that was changed after the process
+    began may not be the source of the running code.
     """
+    own = site.own
     with contextlib.suppress(OSError, ValueError):
-        if os.stat(site.file).st_mtime > _BEGAN:
+        if os.stat(own.file).st_mtime > _BEGAN:
             return ""
     try:
-        text = " ".join(linecache.getline(site.file, site.line).split())
+        text = " ".join(linecache.getline(own.file, own.line).split())
     except Exception:  # a loader of the user's may raise anything
         return ""
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"

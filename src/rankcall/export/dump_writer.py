@@ -221,4 +221,9 @@ def _size(shape: list[int], elements: int) -> list[list[int]]:
 def _frames(site: CallSite) -> list[Object]:
     own = {"name": site.function, "filename": site.file, "line": site.line}
     api = {"name": site.api, "filename": _API_FILE, "line": 0}
-    return [api, own] if site.api else [own]
+    frames = [api, own] if site.api else [own]
+    if site.user is not None:
+        frames.append(
+            {"name": site.user.function, "filename": site.user.file, "line": site.user.line}
+        )
+    return frames

@@ -217,4 +217,6 @@ def _arguments(ring: Ring, record: Any, group: Group) -> Object:
     site = ring.tables.sites.get(int(record["call_site"]))
     if site is not None and site.line:
         about["Call site"] = str(site)
+        if site.user is not None:
+            about["User line"] = site.user_line
     return about

@@ -181,6 +181,9 @@ class Events:
         for name in ("root", "peer"):
             if name in fields:
                 yield name, _UINT, _global(records, name, tables.groups)
+        if "user_line" in fields:
+            codes = _codes(records["call_site"], lambda key: strings[tables.sites[key].user_line])
+            yield "user_line", _STRING, codes
         if "error" in fields:
             yield (
                 "error",
@@ -197,6 +200,9 @@ def _optional(records: Records, ring: Ring) -> dict[str, npt.NDArray[np.bool_]]:
     return {
         "end": records["completed_ns"] != 0,
         "site": np.isin(records["call_site"], list(tables.sites)),
+        "user_line": np.isin(
+            records["call_site"], [key for key, site in tables.sites.items() if site.user]
+        ),
         "reduce_op": records["reduce_op"] != 0,
         "root": (records["root"] >= 0) & (records["root"] < size),
         "peer": (records["peer"] >= 0) & (records["peer"] < size),

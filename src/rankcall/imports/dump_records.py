@@ -34,7 +34,7 @@ from rankcall.record import (
     STATUSES,
     take_rows,
 )
-from rankcall.ring.tables import CallSite
+from rankcall.ring.tables import CallSite, UserLine
 
 Records = npt.NDArray[Any]
 GroupKey = tuple[str, str, str]  # name, description, backend
@@ -86,6 +86,7 @@ _MESSAGE = re.compile(r"(send|recv) (\d{1,7})(->|<-)(\d{1,7})")
 _LIBRARY = re.compile(
     r"(?:^|/)(?:torch|rankcall)/|(?:^|/)(?:typing_extensions|contextlib|functools)\.py$|^<|\.cpp$"
 )
+_INSTALLED = re.compile(r"(?:site|dist)-packages/|(?:^|/)lib/python3[.\d]*/")
 _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context")
 
 
@@ -354,15 +355,32 @@ class _Sites:
 
 def _site(frames: Sequence[Any]) -> CallSite | None:
     api = ""
-    for frame in frames[:_MOST_FRAMES]:
+    for number, frame in enumerate(frames[:_MOST_FRAMES]):
         if not isinstance(frame, dict):
             return None
-        file, name = _text(frame.get("filename")), _text(frame.get("name"))
-        if not _LIBRARY.search(file):
-            return CallSite(file, min(_int(frame.get("line")), (1 << 31) - 1), name, api)
-        if name not in _WRAPPERS:
-            api = name
+        line = _line(frame)
+        if not _LIBRARY.search(line.file):
+            behind = frames[number + 1 : _MOST_FRAMES] if _INSTALLED.search(line.file) else ()
+            return CallSite(line.file, line.line, line.function, api, _user_line(behind))
+        if line.function not in _WRAPPERS:
+            api = line.function
     return None
+
+
+def _user_line(frames: Sequence[Any]) -> UserLine | None:
+    """Return the user's own line among the frames that led to a framework's."""
+    for frame in frames:
+        if not isinstance(frame, dict):
+            return None
+        line = _line(frame)
+        if not _LIBRARY.search(line.file) and not _INSTALLED.search(line.file):
+            return line
+    return None
+
+
+def _line(frame: dict[str, Any]) -> UserLine:
+    file, name = _text(frame.get("filename")), _text(frame.get("name"))
+    return UserLine(file, min(_int(frame.get("line")), (1 << 31) - 1), name)
 
 
 def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:

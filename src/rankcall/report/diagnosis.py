@@ -26,7 +26,15 @@ from rankcall.analysis.verdicts.finding import Finding, duration
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.files import clean
 from rankcall.ranks import format_ranks
-from rankcall.report.formatting import as_text, digits, fitted, percent, plural, wrapped
+from rankcall.report.formatting import (
+    as_text,
+    digits,
+    fitted,
+    line_names,
+    percent,
+    plural,
+    wrapped,
+)
 
 _ROWS = 16
 _INDENT = 2
@@ -262,6 +270,7 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
             place.op,
             place.seq,
             place.call_site,
+            place.user_line,
             sizes.get(place.group),
         )
         alike.setdefault(key, []).append(place)
@@ -294,7 +303,7 @@ def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int
         tuple(place.rank for place in alike),
         state,
         where,
-        first.call_site,
+        line_names(first.call_site, first.user_line),
         min(ages),
         max(ages),
         first.rank in culprits,
@@ -308,7 +317,7 @@ def _table(stand: Sequence[Row], room: int) -> RenderableType:
             ranks_cell(row.ranks),
             row.state,
             row.where,
-            PurePath(row.line).name,
+            row.line,
             since_cell(row),
         ]
         for row in stand[:_ROWS]

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import PurePath
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -65,6 +66,12 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if name == "B" else f"{digits(count)} {name}"
         count /= 1000
     return ""
+
+
+def line_names(call_site: str, user_line: str) -> str:
+    """Write a line as ``train.py:12``, or with a framework's ``train.py:12 (trainer.py:340)``."""
+    name = PurePath(call_site).name
+    return f"{PurePath(user_line).name} ({name})" if user_line else name
 
 
 def rate(gbps: float | None) -> str:

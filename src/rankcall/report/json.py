@@ -28,6 +28,7 @@ _FINDING = (
     "seq",
     "op",
     "call_site",
+    "user_line",
     "since_s",
     "confidence",
     "summary",
@@ -130,7 +131,14 @@ def _call_sites(summary: Summary) -> list[Object]:
         entry = dict(vars(row))
         site = entry.pop("site")
         entry["code"] = row.code or None
-        rows.append({"call_site": str(site) if site.line else None, **vars(site), **entry})
+        user = site.user
+        about = {
+            "call_site": str(site) if site.line else None,
+            "user_line": site.user_line or None,
+            "user_function": user.function if user is not None else None,
+            **{name: getattr(site, name) for name in ("file", "line", "function", "api")},
+        }
+        rows.append({**about, **entry})
     return rows
 
 
@@ -192,7 +200,7 @@ def _finding(found: Finding) -> Object:
     fields: Object = {name: getattr(found, name) for name in _FINDING}
     for name in ("ranks", "victims", "hosts", "evidence"):
         fields[name] = list(fields[name])
-    for name in ("group", "seq", "op", "call_site"):
+    for name in ("group", "seq", "op", "call_site", "user_line"):
         fields[name] = fields[name] or None
     return {**fields, "since_s": round(found.since_s, 3)}
 
@@ -209,6 +217,7 @@ def _rank(place: RankPosition) -> Object:
         "seq": place.seq or None,
         "op": place.op or None,
         "call_site": place.call_site or None,
+        "user_line": place.user_line or None,
         "age_s": round(place.age_s, 3),
         "exit": place.exit,
     }

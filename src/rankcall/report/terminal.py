@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.analysis.timing.run_tables import StepShare
+from rankcall.analysis.timing.run_tables import SiteRow, StepShare
 from rankcall.analysis.timing.summary import Straggler, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.files import clean
@@ -253,8 +253,8 @@ def _sites(summary: Summary, room: int) -> RenderableType:
     )
     rows = [
         (
-            str(row.site) if row.site.line else "(not known)",
-            row.site.function,
+            _where(row),
+            row.site.own.function,
             *([cut(clean(row.code), _SOURCE)] * source),
             row.op,
             f"{row.most_calls:,}",
@@ -266,6 +266,14 @@ def _sites(summary: Summary, room: int) -> RenderableType:
     ]
     table = fitted(heads, rows, room, names=3 + source, paths=0)
     return _more(table, len(summary.call_sites) - _SITES, "call site")
+
+
+def _where(row: SiteRow) -> str:
+    """Write a line; a framework's beside it has no folder, because a table cuts paths in front."""
+    site = row.site
+    if site.user is not None:
+        return f"{site.user} ({PurePath(str(site)).name})"
+    return str(site) if site.line else "(not known)"
 
 
 def _comm_share(summary: Summary, room: int) -> RenderableType:

@@ -18,7 +18,15 @@ from rankcall.analysis.verdicts.finding import duration
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.files import clean
 from rankcall.report.diagnosis import LONG, named, ranks_cell, world
-from rankcall.report.formatting import as_text, cut, digits, percent, plural, wrapped
+from rankcall.report.formatting import (
+    as_text,
+    cut,
+    digits,
+    line_names,
+    percent,
+    plural,
+    wrapped,
+)
 
 _ROWS = 12
 _BAR = 12
@@ -135,6 +143,7 @@ def lines_of(diagnosis: Diagnosis) -> list[Line]:
             moving or place.in_call,
             place.op,
             place.call_site,
+            place.user_line,
         )
         alike.setdefault(key, []).append(place)
     found = [Line(tuple(each), each[0].rank in culprits) for each in alike.values()]
@@ -195,7 +204,7 @@ def cells(line: Line, total: int, *, moving: bool) -> list[str]:
         bar(len(line.places) / total),
         state,
         call,
-        PurePath(first.call_site).name,
+        line_names(first.call_site, first.user_line),
         ages,
     ]
 

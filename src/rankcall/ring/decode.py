@@ -52,6 +52,7 @@ def decode_record(row: Any, tables: Tables) -> dict[str, Any]:
         "async_op": {0: False, 1: True}.get(raw["async_op"]),
         "device": device_name(raw["device_type"], raw["device_index"]),
         "call_site": str(site) if site is not None else None,
+        "user_line": site.user_line or None if site is not None else None,
         "function": site.function if site is not None else None,
         "api": site.api if site is not None else None,
         "correlation": raw["correlation"],
@@ -127,6 +128,9 @@ def decode_ring(ring: Ring, labels: Mapping[Group, str]) -> dict[str, Column]:
         "async_op": Column(rows["async_op"] == 1, absent=rows["async_op"] == 2),
         "device": _devices(rows),
         "call_site": _named(rows["call_site"], {key: str(site) for key, site in sites.items()}),
+        "user_line": _named(
+            rows["call_site"], {key: site.user_line for key, site in sites.items() if site.user}
+        ),
         "function": _named(rows["call_site"], {key: site.function for key, site in sites.items()}),
         "api": _named(rows["call_site"], {key: site.api for key, site in sites.items()}),
         "correlation": Column(rows["correlation"]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,16 +52,53 @@ class Group:
 
 
 @dataclass(frozen=True)
+class UserLine:
+    """A line of the user's own code: neither installed nor Python's."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
 class CallSite:
-    """The line that issued an op, and the public function it called."""
+    """The line that issued an op, and the public function it called.
+
+    If that line is a framework's, ``user`` is the nearest line of the user's own that led there, or
+    None if only installed code did.
+    """
 
     file: str
     line: int
     function: str
     api: str
+    user: UserLine | None = None
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    @property
+    def user_line(self) -> str:
+        """The user's line behind a framework's, as ``file:line``; else empty."""
+        return str(self.user or "")
+
+    @property
+    def own(self) -> CallSite | UserLine:
+        """The line to show first: the user's, or the only one that is known."""
+        return self.user or self
+
+    @property
+    def shown(self) -> str:
+        """Both lines, the user's first: ``train.py:12 (through .../trainer.py:340)``."""
+        return both_lines(str(self), self.user_line)
+
+
+def both_lines(call_site: str, user_line: str) -> str:
+    """Write a call site, with the user's line before the framework's if there are two."""
+    return f"{user_line} (through {call_site})" if user_line else call_site
 
 
 @dataclass
@@ -162,13 +199,21 @@ _groups = _Groups()
 
 def decode_site(payload: bytes) -> CallSite:
     """Return the call site that a payload describes; raises ``ValueError`` or the like."""
-    fields = json.loads(payload)
+    return site_from(json.loads(payload))
+
+
+def site_from(fields: Mapping[str, Any]) -> CallSite:
+    """Return a call site from the object that ``site_object`` made; checks every field."""
+    user = fields.get("user")  # absent in rings of earlier versions
     return CallSite(
-        _text(fields["file"]),
-        _small(fields["line"]),
-        _text(fields["function"]),
+        *_line_from(fields),
         _text(fields["api"]),
+        UserLine(*_line_from(user)) if user is not None else None,
     )
+
+
+def _line_from(fields: Mapping[str, Any]) -> tuple[str, int, str]:
+    return _text(fields["file"]), _small(fields["line"]), _text(fields["function"])
 
 
 def _text(value: Any) -> str:
@@ -217,9 +262,13 @@ def encode_group(group: Group) -> bytes:
 
 def encode_site(site: CallSite) -> bytes:
     """Return a call site's side-table payload."""
-    return json.dumps(
-        {"file": site.file, "line": site.line, "function": site.function, "api": site.api}
-    ).encode()
+    return json.dumps(site_object(site)).encode()
+
+
+def site_object(site: CallSite) -> dict[str, Any]:
+    """Return a call site as an object for JSON; without a user's line, that key is absent."""
+    fields = vars(site) | {"user": vars(site.user) if site.user is not None else None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def encode_line(site: int, text: str) -> bytes:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rankcall.files import clean_lines, open_file, run_folder, scratch_beside
+from rankcall.ring.tables import both_lines
 from rankcall.run.directory import trusted_live_dirs
 
 HANGS = "hangs"
@@ -108,6 +109,7 @@ def waits_that_ended(verdicts: Iterable[Object]) -> dict[str, float]:
         for found in verdict["findings"]:
             line = found.get("call_site")
             if isinstance(line, str) and line and verdict.get("over_s"):
+                line = both_lines(line, str(found.get("user_line") or ""))
                 longest[line] = max(longest.get(line, 0.0), verdict["over_s"])
     return longest
 

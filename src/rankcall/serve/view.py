@@ -264,7 +264,7 @@ def _row(line: top.Line, found: Diagnosis) -> dict[str, str]:
         "state": clean(state),
         "call": clean(call),
         "line": clean(name),
-        "site": clean(line.places[0].call_site),
+        "site": clean(line.places[0].shown_line),
         "age": age,
     }
 

@@ -26,7 +26,7 @@ from rankcall.analysis.state.snapshot import (
 )
 from rankcall.ranks import compress_ranks, expand_ranks
 from rankcall.record import KINDS, OPS, STATUSES
-from rankcall.ring.tables import CallSite, Group
+from rankcall.ring.tables import CallSite, Group, site_from, site_object
 
 SCHEMA = 2
 _MOST_BYTES = 1 << 28  # once it is decoded
@@ -69,7 +69,7 @@ def encode(node: NodeSnapshot) -> bytes:
                     {**vars(group), "ranks": compress_ranks(list(group.ranks))}
                     for group in node.groups
                 ],
-                "sites": [vars(site) for site in node.sites],
+                "sites": [site_object(site) for site in node.sites],
                 "calls": base64.b64encode(node.calls.tobytes()).decode(),
                 "problems": node.problems,
             }
@@ -109,10 +109,7 @@ def _decoded(found: dict[str, Any]) -> NodeSnapshot:
         )
         for each in found["groups"]
     ]
-    sites = [
-        CallSite(str(s["file"]), int(s["line"]), str(s["function"]), str(s["api"]))
-        for s in found["sites"]
-    ]
+    sites = [site_from(each) for each in found["sites"]]
     calls = np.frombuffer(base64.b64decode(found["calls"]), CALL).copy()
     limits = {
         "rank": world,

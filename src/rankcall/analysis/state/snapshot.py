@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
-from rankcall.ring.tables import CallSite, Group
+from rankcall.ring.tables import CallSite, Group, both_lines
 from rankcall.run.load import label_groups
 
 # States of a rank's process. Unknown: it is on another host, or left no ring.
@@ -143,6 +143,14 @@ class Snapshot:
         """Return a call site as ``file:line``; empty if it is not known."""
         return str(self.sites[number]) if 0 < number < len(self.sites) else ""
 
+    def user_line(self, number: int) -> str:
+        """Return the user's line behind a framework's call site, or an empty string."""
+        return self.sites[number].user_line if 0 < number < len(self.sites) else ""
+
+    def shown_site(self, number: int) -> str:
+        """Return a call site for a text: the user's line first, and the framework's beside it."""
+        return both_lines(self.site(number), self.user_line(number))
+
 
 def no_calls() -> Calls:
     """Return an empty table."""
@@ -204,7 +212,13 @@ class RankPosition:
     seq: int = 0
     op: str = ""
     call_site: str = ""
+    user_line: str = ""  # the user's own, if the call site is a framework's
     age_s: float = 0.0
+
+    @property
+    def shown_line(self) -> str:
+        """The line of the call: the user's first, if there are two."""
+        return both_lines(self.call_site, self.user_line)
 
 
 def rank_positions(snapshot: Snapshot) -> list[RankPosition]:
@@ -239,6 +253,7 @@ def _position(snapshot: Snapshot, rank: int, row: int | None, stuck: Bools) -> R
         int(call["seq"]),
         OPS[int(call["op"])],
         snapshot.site(int(call["site"])),
+        snapshot.user_line(int(call["site"])),
         float(age),
     )
 

@@ -11,6 +11,7 @@ from rankcall.analysis.verdicts.finding import (
     begin_sentence,
     common_site,
     hosts_of,
+    lines_of_site,
     name_ranks,
     name_wait,
 )
@@ -46,7 +47,7 @@ class Deadlock(Verdict):
             group=snapshot.labels[longest.group],
             seq=longest.seq,
             op=snapshot.op(int(longest.rows[0])),
-            call_site=common_site(snapshot, longest),
+            **lines_of_site(snapshot, common_site(snapshot, longest)),
             since_s=longest.age_s,
             confidence="likely" if any(wait.soft for wait in cycle.waits) else "certain",
             summary=f"{name} wait for each other: "

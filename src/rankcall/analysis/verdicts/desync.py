@@ -48,5 +48,5 @@ def _shift(shift: Shift, count: int) -> str:
 
 def _call(snapshot: Snapshot, side: Side) -> str:
     """Write a side's op with its line."""
-    site = snapshot.site(int(snapshot.calls["site"][side.row]))
+    site = snapshot.shown_site(int(snapshot.calls["site"][side.row]))
     return snapshot.op(side.row) + (f" ({site})" if site else "")

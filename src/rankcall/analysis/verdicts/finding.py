@@ -15,6 +15,7 @@ from rankcall.analysis.state.call_stacks import LOADER, CodePlace
 from rankcall.analysis.state.snapshot import COMPLETED, FAILED, SEND, Snapshot
 from rankcall.analysis.verdicts.wait_graph import Wait
 from rankcall.ranks import format_ranks
+from rankcall.ring.tables import both_lines
 
 HEALTHY = "healthy"
 CONFIDENCES = ("certain", "likely", "possible")
@@ -29,7 +30,8 @@ class Finding:
     """One cause of trouble. ``ranks`` are the culprits, never the victims.
 
     ``hosts`` are the culprits'. ``group``, ``seq``, ``op`` and ``call_site`` are those of the call
-    that the victims are in (empty, or 0, without one), and ``since_s`` is the time that they have
+    that the victims are in (empty, or 0, without one). ``user_line`` is the user's own line, if the
+    call site is a framework's, and ``since_s`` is the time that they have
     been in it. ``stops``, ``is_fault`` and ``predicate`` are for reports only, and not part of the
     JSON.
     """
@@ -50,6 +52,12 @@ class Finding:
     stops: bool = True  # it keeps the run from going on, and does not only slow it
     is_fault: bool = True  # something is wrong
     predicate: str = "hold the others up"  # follows the ranks in a title: "Rank 2 died"
+    user_line: str = ""
+
+    @property
+    def shown_line(self) -> str:
+        """The line of the call: the user's first, if there are two."""
+        return both_lines(self.call_site, self.user_line)
 
 
 def finding_from(fields_of: Mapping[str, Any]) -> Finding:
@@ -151,7 +159,7 @@ def name_call(snapshot: Snapshot, row: int, *, line: bool = True) -> str:
     whose = f"{function}'s " if "object" in function else ""  # it issues several ops
     group = name_group(snapshot, int(found["group"]))
     text = f"{whose}{snapshot.op(row)} #{int(found['seq'])} of group {group}"
-    site = snapshot.site(int(found["site"]))
+    site = snapshot.shown_site(int(found["site"]))
     return f"{text} at {site}" if line and site else text
 
 
@@ -177,15 +185,20 @@ def name_wait(snapshot: Snapshot, wait: Wait) -> str:
     return text + at_line(snapshot, wait)
 
 
-def common_site(snapshot: Snapshot, wait: Wait) -> str:
-    """Return the line of most of the waiting ranks."""
+def common_site(snapshot: Snapshot, wait: Wait) -> int:
+    """Return the call site of most of the waiting ranks, as an index into the snapshot's."""
     sites, counts = np.unique(snapshot.calls["site"][wait.rows], return_counts=True)
-    return snapshot.site(int(sites[np.argmax(counts)]))
+    return int(sites[np.argmax(counts)])
+
+
+def lines_of_site(snapshot: Snapshot, number: int) -> dict[str, str]:
+    """Return the fields of a finding that name the line of a call."""
+    return {"call_site": snapshot.site(number), "user_line": snapshot.user_line(number)}
 
 
 def at_line(snapshot: Snapshot, wait: Wait) -> str:
     """Return `` at FILE:LINE``, or nothing if the line is not known."""
-    site = common_site(snapshot, wait)
+    site = snapshot.shown_site(common_site(snapshot, wait))
     return f" at {site}" if site else ""
 
 

@@ -100,7 +100,7 @@ class Idle(CulpritVerdict):
 
     def _of_cases(self, evidence: HangEvidence, cases: Sequence[Case]) -> Finding:
         found, snapshot = super()._of_cases(evidence, cases), evidence.snapshot
-        sites = {common_site(snapshot, wait) for case in cases for wait in case.waits}
+        sites = {_line(snapshot, wait) for case in cases for wait in case.waits}
         before = tuple(
             f"a wait at {site} lasted {duration(snapshot.waited_before[site])} and passed"
             for site in sorted(sites & snapshot.waited_before.keys())
@@ -110,8 +110,12 @@ class Idle(CulpritVerdict):
 
 def _has_ended_before(snapshot: Snapshot, wait: Wait) -> bool:
     """Tell whether a wait at the same line has passed, and was not much shorter."""
-    before = snapshot.waited_before.get(common_site(snapshot, wait), 0.0)
+    before = snapshot.waited_before.get(_line(snapshot, wait), 0.0)
     return wait.age_s <= _LONGER * before
+
+
+def _line(snapshot: Snapshot, wait: Wait) -> str:
+    return snapshot.shown_site(common_site(snapshot, wait))
 
 
 def _idle_s(snapshot: Snapshot) -> float:

@@ -24,6 +24,7 @@ from rankcall.analysis.verdicts.finding import (
     hosts_of,
     last_call,
     less_sure,
+    lines_of_site,
     name_ranks,
     name_wait,
 )
@@ -170,7 +171,7 @@ def _place(snapshot: Snapshot, wait: Wait) -> dict[str, Any]:
         "group": snapshot.labels[wait.group],
         "seq": wait.seq,
         "op": snapshot.op(int(wait.rows[0])),
-        "call_site": common_site(snapshot, wait),
+        **lines_of_site(snapshot, common_site(snapshot, wait)),
         "since_s": wait.age_s,
     }
 
@@ -271,7 +272,7 @@ class DisagreementVerdict(Verdict):
             group=snapshot.labels[found.group],
             seq=found.seq,
             op=snapshot.op(row),
-            call_site=snapshot.site(int(snapshot.calls["site"][row])),
+            **lines_of_site(snapshot, int(snapshot.calls["site"][row])),
             since_s=float(snapshot.calls["age_s"][found.rows].max()),
             confidence=confidence,
             summary=self.summary(snapshot, found),
@@ -282,7 +283,7 @@ class DisagreementVerdict(Verdict):
 
 def _side(snapshot: Snapshot, found: Disagreement, side: Side) -> str:
     """Write one side: its ranks, its op, its line and the fields that differ."""
-    site = snapshot.site(int(snapshot.calls["site"][side.row]))
+    site = snapshot.shown_site(int(snapshot.calls["site"][side.row]))
     op = snapshot.op(side.row)
     told = found.differing in (("op",), (SPLITS,))
     fields = "" if told else f", {values(snapshot, found, side)}"

@@ -23,6 +23,7 @@ from rankcall.analysis.verdicts.finding import (
     count_of,
     duration,
     hosts_of,
+    lines_of_site,
     name_ranks,
     name_wait,
     short_duration,
@@ -59,7 +60,7 @@ class SlowLink(Verdict):
             group=snapshot.labels[wait.group],
             seq=wait.seq,
             op=snapshot.op(int(wait.rows[0])),
-            call_site=common_site(snapshot, wait),
+            **lines_of_site(snapshot, common_site(snapshot, wait)),
             since_s=wait.age_s,
             confidence="possible",
             summary=f"All {ranks} have come to {name_wait(snapshot, wait)}, and "

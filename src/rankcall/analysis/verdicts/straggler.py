@@ -26,11 +26,13 @@ from rankcall.analysis.verdicts.finding import (
     duration,
     hosts_of,
     less_sure,
+    lines_of_site,
     name_ranks,
     short_duration,
 )
 from rankcall.analysis.verdicts.kinds import Verdict
 from rankcall.record import OPS
+from rankcall.ring.tables import both_lines
 
 Floats = npt.NDArray[np.float64]
 
@@ -50,7 +52,7 @@ class Straggler(Verdict):
             return
         snapshot, found = recent.snapshot, late.found
         place = _place(snapshot, late)
-        site = place.get("call_site", "")
+        site = both_lines(place.get("call_site", ""), place.get("user_line", ""))
         one = len(found.ranks) == 1
         verb, it = ("makes", "it") if one else ("make", "them")
         since = f", since step {found.since_step:,}" if found.since_step is not None else ""
@@ -102,9 +104,9 @@ def _place(snapshot: Snapshot, late: LateRanks) -> dict[str, Any]:
     group, seq = snapshot.groups.index(table.group), int(table.seq[late.column])
     calls = snapshot.calls
     row = (calls["group"] == group) & (calls["seq"] == seq) & (calls["rank"] == late.found.ranks[0])
-    site = snapshot.site(int(calls["site"][row.argmax()])) if row.any() else ""
+    lines = lines_of_site(snapshot, int(calls["site"][row.argmax()]) if row.any() else 0)
     op = OPS[int(table.op[late.column])]
-    return {"group": snapshot.labels[group], "seq": seq, "op": op, "call_site": site}
+    return {"group": snapshot.labels[group], "seq": seq, "op": op, **lines}
 
 
 def _peers(recent: RecentCalls, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 
-from rankcall.capture.interface import skipped_folders
-from rankcall.ring.tables import CallSite
+from rankcall.capture.interface import installed_folders, skipped_folders
+from rankcall.ring.tables import CallSite, UserLine
 
-_USER, _HIDDEN, _WRAPPER, _API, _API_OF_MANY, _BACKWARD = range(6)
+_USER, _FRAMEWORK, _CHILD, _HIDDEN, _WRAPPER, _API, _API_OF_MANY, _BACKWARD = range(8)
 _WRAPPERS = {
     "wrapper",
     "inner",
@@ -24,18 +24,26 @@ _WRAPPERS = {
 }
 # Frames between the user and torch's context managers and deprecated functions.
 _BETWEEN = ("/contextlib.py", "/typing_extensions.py", "/warnings.py")
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+# Names of programs that came on the command line or were typed: the user's own.
+_TYPED = ("<string>", "<stdin>", "<python-input", "<ipython-input")
 _MAX_SITES = _MAX_CODES = 1 << 16
+_MOST_FRAMES = 400  # between a framework's line and the user's
 _OWN_FOLDER = str(Path(__file__).parent) + "/"
 
 
 class _Code:
     """A code object that is alive: its kind, and its lines that issued ops."""
 
-    __slots__ = ("kind", "sites")
+    __slots__ = ("kind", "numbers", "sites", "through")
 
     def __init__(self, kind: int) -> None:
         self.kind = kind
         self.sites: dict[tuple[int, str], int] = {}  # by instruction and public function
+        # Of a framework's code: the numbers of its lines, by the same key. Of the user's: the sites
+        # of pairs of lines, by instruction and the number of the framework's line.
+        self.numbers: dict[tuple[int, str], int] = {}
+        self.through: dict[tuple[int, int], int] = {}
 
 
 class CallSites:
@@ -44,11 +52,13 @@ class CallSites:
     def __init__(self, add: Callable[[CallSite], int]) -> None:
         self._add = add
         self._skip = tuple(skipped_folders())
+        self._installed = tuple(installed_folders())
         # By address: to compare code objects takes long, and those of two files can be equal.
         self._codes: dict[int, _Code] = {}
         self._references: dict[int, weakref.ref[CodeType]] = {}
         self._numbers: dict[CallSite, int] = {}
         self._by_id: dict[int, CallSite] = {}
+        self._framework_lines: dict[CallSite, int] = {}
         self._last = _PerThread()
 
     def find(self, frame: FrameType | None, moment: int) -> tuple[int, bool]:
@@ -64,7 +74,7 @@ class CallSites:
             code = frame.f_code
             known = self._codes.get(id(code)) or self._learn(code)
             kind = known.kind
-            if kind == _USER:
+            if kind <= _CHILD:
                 continues = self._continues(api) if many and api is not None else False
                 return self._site_of(known, frame, api), continues
             if kind >= _API:
@@ -98,7 +108,7 @@ class CallSites:
         if file.startswith(_OWN_FOLDER):
             return _HIDDEN
         if not file.startswith(self._skip):
-            return _USER
+            return self._classify_outside(file, name)
         if name == "_engine_run_backward":
             return _BACKWARD
         if name in _WRAPPERS or "c10d_logger.py" in file:
@@ -107,14 +117,64 @@ class CallSites:
             return _API_OF_MANY
         return _API
 
+    def _classify_outside(self, file: str, name: str) -> int:
+        # A child of multiprocessing's begins there; multiprocessing wrote its first line.
+        if name == "spawn_main" and "/multiprocessing/" in file:
+            return _CHILD
+        if name == "main" and "/multiprocessing/forkserver.py" in file:
+            return _CHILD
+        if file.startswith(self._installed) or any(each in file for each in _PACKAGES):
+            return _FRAMEWORK
+        return _FRAMEWORK if file.startswith("<") and not file.startswith(_TYPED) else _USER
+
     def _site_of(self, known: _Code, frame: FrameType, api: FrameType | None) -> int:
         name = api.f_code.co_name if api is not None else ""
         key = (frame.f_lasti, name)
+        if known.kind == _FRAMEWORK:
+            behind = self._user_behind(frame)
+            if behind is not None:
+                return self._site_of_pair(known, frame, key, *behind)
         site = known.sites.get(key)
         if site is None:
-            code = frame.f_code
-            made = CallSite(code.co_filename, frame.f_lineno, code.co_name, name)
-            site = known.sites[key] = self._number_of(made)
+            site = known.sites[key] = self._number_of(_call_site(frame, name))
+        return site
+
+    def _user_behind(self, frame: FrameType) -> tuple[_Code, FrameType] | None:
+        """Return the user's own frame behind one of a framework."""
+        behind = frame.f_back
+        for _ in range(_MOST_FRAMES):
+            if behind is None:
+                return None
+            known = self._codes.get(id(behind.f_code)) or self._learn(behind.f_code)
+            if known.kind == _USER:
+                return known, behind
+            if known.kind == _CHILD:
+                return None
+            behind = behind.f_back
+        return None
+
+    def _site_of_pair(
+        self, known: _Code, frame: FrameType, key: tuple[int, str], own: _Code, user: FrameType
+    ) -> int:
+        """Return the site of a framework's line that the user's line led to.
+
+        Code objects made of the same source have the same numbers, so that code that is made anew
+        at each step does not fill the tables.
+        """
+        number = known.numbers.get(key)
+        if number is None:
+            lines = self._framework_lines
+            if len(lines) >= _MAX_SITES:
+                return 0
+            number = lines.setdefault(_call_site(frame, key[1]), len(lines))
+            known.numbers[key] = number
+        pair = (user.f_lasti, number)
+        site = own.through.get(pair)
+        if site is None:
+            line = UserLine(user.f_code.co_filename, user.f_lineno, user.f_code.co_name)
+            site = self._number_of(_call_site(frame, key[1], line))
+            if site:
+                own.through[pair] = site
         return site
 
     def _number_of(self, made: CallSite) -> int:
@@ -150,7 +210,7 @@ class CallSites:
             walk: FrameType | None = frame
             while walk is not None:
                 known = self._codes.get(id(walk.f_code)) or self._learn(walk.f_code)
-                if known.kind == _USER:
+                if known.kind <= _CHILD:
                     if backward:
                         return self._site_of(known, walk, api)
                     break
@@ -158,6 +218,11 @@ class CallSites:
                 api = walk if known.kind >= _API else api
                 walk = walk.f_back
         return 0
+
+
+def _call_site(frame: FrameType, api: str, user: UserLine | None = None) -> CallSite:
+    code = frame.f_code
+    return CallSite(code.co_filename, frame.f_lineno, code.co_name, api, user)
 
 
 class _PerThread(threading.local):

@@ -156,6 +156,7 @@ class NativeCapture:
             sizes,
             list(interface.DTYPE_CODES.items()),
             interface.skipped_folders(),
+            interface.installed_folders(),
             call_sites,
             device_times_wanted(),
         )

@@ -1,5 +1,10 @@
 // The line that issued an op, from this thread's interpreter frames: no GIL, no wrappers, ~15 ns.
 //
+// If that line is in a framework (an installed package, or Python's standard library), the walk goes
+// on to the user's own line, some ns for each frame between the two: the same line of a framework,
+// reached from two lines of the user's, is two call sites. No frame's address is kept, because the
+// next call uses it again.
+//
 // A thread's own frames stand still while it is inside a C call, so they can be read without the
 // GIL. The GIL is taken once for each new code object and line, which code_table.h remembers, and
 // once a step by an autograd thread, which has no frames of its own. Needs no torch.
@@ -96,10 +101,12 @@ class CallSites {
   // "file:line" and the public function; returns the side-table id.
   using Emit = uint32_t (*)(void*, const std::string& entry, const std::string& source, const char* api);
 
-  // Start over for a new ring. Call with the GIL. `skip` are path prefixes of frames to pass over; they
-  // count for code objects that are met from now on.
-  void reset(std::vector<std::string> skip, Emit emit, void* context) {
+  // Start over for a new ring. Call with the GIL. `skip` are path prefixes of frames to pass over,
+  // `installed` those of code that is not the user's own. They count for code objects that are met
+  // from now on.
+  void reset(std::vector<std::string> skip, std::vector<std::string> installed, Emit emit, void* context) {
     skip_ = std::move(skip);
+    installed_ = std::move(installed);
     emit_ = emit;
     context_ = context;
     ids_.clear();
@@ -127,7 +134,7 @@ class CallSites {
     PyThreadState* thread = PyGILState_GetThisThreadState();
     Walk walk;
     if (thread) walk = walk_from(top(thread));
-    if (!walk.user) return {backward_site(moment), false};
+    if (!walk.caller.code) return {backward_site(moment), false};
     return {site_of(walk), walk.many && continues(thread, walk.api_frame)};
   }
 
@@ -138,15 +145,19 @@ class CallSites {
   using Frame = PyFrameObject*;
 #endif
 
-  enum Kind : uint8_t { kUser, kHidden, kWrapper, kApi, kApiOfMany, kBackward };
+  enum Kind : uint8_t { kUser, kFramework, kChild, kHidden, kWrapper, kApi, kApiOfMany, kBackward };
 
+  struct Place {
+    PyCodeObject* code = nullptr;
+    Code* known = nullptr;  // its entry in codes_: null if there was no room
+    intptr_t offset = 0;    // of the instruction, in bytes
+  };
   struct Walk {
-    PyCodeObject* user = nullptr;
+    Place caller;  // the nearest frame outside torch and rankcall
+    Place user;    // the user's own frame behind it, if the caller is a framework
     PyCodeObject* api = nullptr;  // the outermost function of torch that is not a mere wrapper
-    Code* user_known = nullptr;   // their entries in codes_: null if there was no room
     Code* api_known = nullptr;
     Frame api_frame = nullptr;
-    intptr_t offset = 0;  // of the instruction in `user`, in bytes
     bool many = false;    // the api issues several ops in one call
     bool backward = false;
   };
@@ -198,10 +209,9 @@ class CallSites {
       PyCodeObject* code = code_of(frame);
       Code* known = codes_.find(code);
       const Kind kind = known ? static_cast<Kind>(known->kind) : learn(code, known);
-      if (kind == kUser) {
-        walk.user = code;
-        walk.user_known = known;
-        walk.offset = offset_of(frame, code);
+      if (kind <= kChild) {
+        walk.caller = {code, known, offset_of(frame, code)};
+        if (kind == kFramework) walk.user = user_behind(back(frame));
         return walk;
       }
       if (kind >= kApi) {
@@ -213,6 +223,20 @@ class CallSites {
       }
     }
     return walk;
+  }
+
+  // The user's own frame behind one of a framework. Gives up at code that there is no room to
+  // remember: otherwise each op would take the GIL once for each such frame.
+  Place user_behind(Frame frame) {
+    for (int depth = 0; frame && depth < kMostFrames; frame = back(frame), depth++) {
+      if (is_shim(frame)) continue;
+      PyCodeObject* code = code_of(frame);
+      Code* known = codes_.find(code);
+      const Kind kind = known ? static_cast<Kind>(known->kind) : learn(code, known);
+      if (!known || kind == kChild) break;
+      if (kind == kUser) return {code, known, offset_of(frame, code)};
+    }
+    return {};
   }
 
   // Classify a new code object, and remember it.
@@ -237,7 +261,7 @@ class CallSites {
         return kHidden;
     bool ours = false;
     for (const auto& prefix : skip_) ours |= file.compare(0, prefix.size(), prefix) == 0;
-    if (!ours) return kUser;
+    if (!ours) return kind_outside(file, name);
     static const std::unordered_set<std::string> wrappers = {
         "wrapper", "inner", "wrapped", "_wrapped_call_impl", "_call_impl", "decorate_context", "_fn"};
     if (name == "_engine_run_backward") return kBackward;
@@ -246,14 +270,36 @@ class CallSites {
     return kApi;
   }
 
-  // The side-table id of a line. It is remembered together with the number of the ring that it is for.
+  // Code outside torch and rankcall: the user's own, or installed. Text in angle brackets stands for a
+  // missing file. It is the user's if the program came on the command line or was typed, and not if
+  // a package generated it.
+  Kind kind_outside(const std::string& file, const std::string& name) const {
+    // A child of multiprocessing's begins here; multiprocessing wrote its first line.
+    if (name == "spawn_main" && file.find("/multiprocessing/") != std::string::npos) return kChild;
+    if (name == "main" && file.find("/multiprocessing/forkserver.py") != std::string::npos) return kChild;
+    if (file.find("/site-packages/") != std::string::npos || file.find("/dist-packages/") != std::string::npos)
+      return kFramework;
+    for (const auto& prefix : installed_)
+      if (file.compare(0, prefix.size(), prefix) == 0) return kFramework;
+    if (file[0] != '<') return kUser;
+    for (const std::string typed : {"<string>", "<stdin>", "<python-input", "<ipython-input"})
+      if (file.rfind(typed, 0) == 0) return kUser;
+    return kFramework;
+  }
+
+  // The side-table id of a line, and of the user's own line behind it. It is remembered with the
+  // user's line, together with the number of the ring that it is for.
   uint32_t site_of(const Walk& walk) {
-    const bool known = walk.user_known && (walk.api_known || !walk.api);
-    const uint64_t api = walk.api_known ? walk.api_known->serial : CodeTable::kNoSerial;
-    const uint64_t key = static_cast<uint64_t>(walk.offset) << 32 | api;
     const uint64_t ring = ring_.load(std::memory_order_acquire);
+    Code* known = walk.api_known || !walk.api ? walk.caller.known : nullptr;
+    uint64_t key = key_of(walk.caller, walk.api_known ? walk.api_known->serial : CodeTable::kNoSerial);
+    if (known && walk.user.code) {
+      const uint64_t number = number_of(walk, key | kOfFramework);
+      known = number ? walk.user.known : nullptr;
+      key = key_of(walk.user, number) | kOfFramework;
+    }
     if (known) {
-      const auto* line = walk.user_known->line(key);
+      const auto* line = known->line(key);
       const uint64_t value = line ? line->load(std::memory_order_acquire) : 0;
       if (value >> 32 == ring) return static_cast<uint32_t>(value);
     }
@@ -261,23 +307,56 @@ class CallSites {
     if (!gil.held()) return 0;
     gil_taken_.fetch_add(1, std::memory_order_relaxed);
     const uint32_t id = id_of(walk);
-    if (known) codes_.remember(*walk.user_known, key, ring << 32 | id);
+    if (known) codes_.remember(*known, key, ring << 32 | id);
     return id;
   }
 
+  // In the key of a line: it is part of a pair, a line of a framework and the user's line behind it.
+  static constexpr uint64_t kOfFramework = uint64_t{1} << 63;
+
+  static uint64_t key_of(const Place& place, uint64_t serial) {
+    return (static_cast<uint64_t>(place.offset) << 32 & ~kOfFramework) | serial;
+  }
+
+  // A number that stands for a framework's line and the public function in the keys of the user's
+  // lines; 0 if there is no room for another one. Two code objects made of the same source have the
+  // same numbers, so code that is made anew at each step does not fill the tables.
+  uint64_t number_of(const Walk& walk, uint64_t key) {
+    Code& code = *walk.caller.known;
+    const auto* line = code.line(key);
+    if (line) return line->load(std::memory_order_acquire);
+    GilGuard gil;
+    if (!gil.held()) return 0;
+    gil_taken_.fetch_add(1, std::memory_order_relaxed);
+    if (numbers_.size() >= kMaxSites) return 0;
+    const uint64_t number = numbers_.emplace(caller_json(walk), numbers_.size() + 1).first->second;
+    codes_.remember(code, key, number);
+    return number;
+  }
+
   uint32_t id_of(const Walk& walk) {
-    const int line = PyCode_Addr2Line(walk.user, static_cast<int>(walk.offset));
-    const std::string file = json_text(text(walk.user->co_filename));
-    const std::string number = std::to_string(line > 0 ? line : walk.user->co_firstlineno);
-    const char* api = walk.api ? text(walk.api->co_name) : "";
-    std::string json = "{\"file\": " + file + ", \"line\": " + number + ", \"function\": " +
-                       json_text(text(walk.user->co_name)) + ", \"api\": " + json_text(api) + "}";
+    std::string json = "{" + caller_json(walk);
+    if (walk.user.code) json += ", \"user\": {" + json_of(walk.user) + "}";
+    json += "}";
     auto known = ids_.find(json);
     if (known != ids_.end()) return known->second;
     if (ids_.size() >= kMaxSites) return 0;
-    const std::string source = file.substr(0, file.size() - 1) + ":" + number + "\"";
-    const uint32_t id = emit_(context_, json, source, api);
+    const std::string file = json_text(text(walk.caller.code->co_filename));
+    const std::string source = file.substr(0, file.size() - 1) + ":" + std::to_string(line_of(walk.caller)) + "\"";
+    const uint32_t id = emit_(context_, json, source, api_of(walk));
     return ids_[std::move(json)] = id;
+  }
+  static int line_of(const Place& place) {
+    const int line = PyCode_Addr2Line(place.code, static_cast<int>(place.offset));
+    return line > 0 ? line : place.code->co_firstlineno;
+  }
+  static const char* api_of(const Walk& walk) { return walk.api ? text(walk.api->co_name) : ""; }
+  static std::string json_of(const Place& place) {
+    return "\"file\": " + json_text(text(place.code->co_filename)) + ", \"line\": " +
+           std::to_string(line_of(place)) + ", \"function\": " + json_text(text(place.code->co_name));
+  }
+  static std::string caller_json(const Walk& walk) {
+    return json_of(walk.caller) + ", \"api\": " + json_text(api_of(walk));
   }
 
   // --- which ops belong to one call of a function that issues several ---
@@ -325,7 +404,7 @@ class CallSites {
     Py_ssize_t at = 0;
     while (frames && PyDict_Next(frames, &at, nullptr, &frame)) {
       const Walk walk = walk_from(frame_of(frame));
-      if (walk.user && walk.backward) {
+      if (walk.caller.code && walk.backward) {
         self.backward_site = site_of(walk);
         break;
       }
@@ -345,6 +424,7 @@ class CallSites {
 
  private:
   static constexpr size_t kMaxSites = 1 << 16;
+  static constexpr int kMostFrames = 400;  // between a framework's line and the user's
 
   static const char* text(PyObject* unicode) {
     const char* utf8 = PyUnicode_AsUTF8(unicode);
@@ -352,10 +432,11 @@ class CallSites {
     return utf8 ? utf8 : "?";
   }
 
-  std::vector<std::string> skip_;
+  std::vector<std::string> skip_, installed_;
   Emit emit_ = nullptr;
   void* context_ = nullptr;
   std::unordered_map<std::string, uint32_t> ids_;
+  std::unordered_map<std::string, uint64_t> numbers_;  // of a framework's lines
   std::atomic<uint64_t> ring_{0};  // counts reset()s: an id is of use for one ring
   std::atomic<uint64_t> gil_taken_{0};
 #if RANKCALL_FRAMES

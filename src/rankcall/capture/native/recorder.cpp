@@ -40,12 +40,12 @@ PyObject* py_ops(PyObject*, PyObject*) {
 PyObject* py_create(PyObject*, PyObject* args) {
   Py_buffer buffer;
   Geometry geometry;
-  PyObject *dtypes, *skip;
+  PyObject *dtypes, *skip, *installed;
   int call_sites;
   int device_times;
-  if (!PyArg_ParseTuple(args, "w*(KKKKKK)OOpp", &buffer, &geometry.capacity, &geometry.inflight_capacity,
+  if (!PyArg_ParseTuple(args, "w*(KKKKKK)OOOpp", &buffer, &geometry.capacity, &geometry.inflight_capacity,
                         &geometry.tables_bytes, &geometry.inflight_offset, &geometry.tables_offset,
-                        &geometry.records_offset, &dtypes, &skip, &call_sites, &device_times))
+                        &geometry.records_offset, &dtypes, &skip, &installed, &call_sites, &device_times))
     return nullptr;
   auto* holder = new Holder;
   holder->buffer = buffer;
@@ -61,13 +61,7 @@ PyObject* py_create(PyObject*, PyObject* args) {
           static_cast<uint8_t>(PyLong_AsLong(PyTuple_GetItem(pair, 1)));
     Py_DECREF(pair);
   }
-  std::vector<std::string> prefixes;
-  for (Py_ssize_t i = 0; i < PySequence_Size(skip); i++) {
-    PyObject* prefix = PySequence_GetItem(skip, i);
-    prefixes.emplace_back(PyUnicode_AsUTF8(prefix));
-    Py_DECREF(prefix);
-  }
-  g_call_sites.reset(std::move(prefixes),
+  g_call_sites.reset(texts_of(skip), texts_of(installed),
                      [](void* context, const std::string& entry, const std::string& source, const char* api) {
                        auto* to = static_cast<Recorder*>(context);
                        const uint32_t id = to->ring.append(layout::kEntrySite, entry);

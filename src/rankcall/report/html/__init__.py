@@ -117,7 +117,7 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "bandwidth": charts.bandwidth(found),
         "traffic": traffic,
         "sites": _sites(summary),
-        "code": {str(row.site): row.code for row in summary.call_sites if row.code},
+        "code": {row.site.shown: row.code for row in summary.call_sites if row.code},
         "more_sites": max(0, len(summary.call_sites) - _MOST_SITES),
         "collectives": summary.collectives[:_MOST_ROWS],
         "more_rows": max(0, len(summary.collectives) - _MOST_ROWS),
@@ -191,7 +191,7 @@ def _sites(summary: Summary) -> list[dict[str, Any]]:
     longest = max((row.total_ms for row in summary.call_sites), default=0.0)
     return [
         {
-            "where": str(row.site) if row.site.line else "(not known)",
+            "where": row.site.shown if row.site.line else "(not known)",
             "row": row,
             "share": row.total_ms / longest if longest else 0.0,
         }

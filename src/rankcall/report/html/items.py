@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from statistics import median
 
 from rankcall.analysis.details import Details
@@ -12,7 +11,7 @@ from rankcall.analysis.timing.lateness import LateLine
 from rankcall.analysis.timing.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.ranks import format_ranks
-from rankcall.report.formatting import headline, percent, plural, time
+from rankcall.report.formatting import headline, line_names, percent, plural, time
 
 MOST_CURVES = 240
 _SLOW, _LEAST_PEERS, _LEAST_COUNT = 0.6, 3, 5
@@ -81,9 +80,12 @@ def verdict_of_finding(found: Finding) -> Verdict:
         title = f"The ranks: {title}"
     where = None
     if found.call_site:
-        file, _, line = found.call_site.rpartition(":")
         call = f"{found.op} #{found.seq} of group {found.group}" if found.op else ""
-        where = f"{PurePath(file).name}:{line}", call, found.call_site
+        where = (
+            line_names(found.call_site, found.user_line),
+            call,
+            found.shown_line,
+        )
     waiting = plural(len(found.victims), "rank") + " held up" if found.victims else ""
     cost = (time(found.since_s * 1e3), waiting) if found.since_s > 0 else None
     return Verdict(title, f"{found.summary} {found.advice}".strip(), True, who, where, cost)
@@ -94,17 +96,18 @@ def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str, str] | N
     if not lines:
         return None
     dearest = max(lines, key=lambda line: line.cost_ms)
-    short = f"{PurePath(dearest.site.file).name}:{dearest.site.line}"
-    return short, _before(dearest), str(dearest.site)
+    site = dearest.site
+    return line_names(str(site), site.user_line), _before(dearest), site.shown
 
 
 def _before(line: LateLine) -> str:
-    op = f"late to {line.op}" + (f" in {line.site.function}()" if line.site.function else "")
+    function = line.site.own.function
+    op = f"late to {line.op}" + (f" in {function}()" if function else "")
     if line.since is None or not line.since.line:
         return f"{op}: look at what it does before"
     if line.since == line.site:
         return f"{op}: look at what it does between one and the next"
-    since = f"{PurePath(line.since.file).name}:{line.since.line}"
+    since = line_names(str(line.since), line.since.user_line)
     return f"{op}: look at what it does after {since}"
 
 
@@ -117,7 +120,7 @@ def item_of_finding(finding: Finding) -> Item:
     """Return a finding with its evidence and advice."""
     sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
     words = [*(f"{each.rstrip('.')}." for each in finding.evidence), finding.advice]
-    return Item("alarm", finding.summary + sure, " ".join(filter(None, words)), finding.call_site)
+    return Item("alarm", finding.summary + sure, " ".join(filter(None, words)), finding.shown_line)
 
 
 def _late(details: Details) -> Iterator[Item]:
@@ -132,7 +135,7 @@ def _late(details: Details) -> Iterator[Item]:
             f"rank {line.rank}{f' ({host})' if host else ''} is {_before(line)}",
             f"Last {plural(line.times, 'time')} there: {time(line.cost_ms)} of waiting by all "
             f"the others together, {percent(line.share)} of what it cost by being last.",
-            str(line.site) if line.site.line else "",
+            line.site.shown if line.site.line else "",
         )
 
 

@@ -1,0 +1,88 @@
+"""An Accelerate tracker: ``follow(accelerator)``, after ``accelerator.init_trackers``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from rankcall.capture.declared import expect
+from rankcall.integrations.reporting import EVERY_S, Reporter, check_seconds
+
+try:
+    from accelerate.logging import get_logger
+    from accelerate.tracking import GeneralTracker
+except ImportError as error:  # pragma: no cover
+    raise ImportError(
+        "this tracker needs Accelerate: pip install 'rankcall[accelerate]'"
+    ) from error
+
+_CHECKPOINTS = ("save_state", "load_state", "save_model")
+
+
+class RankcallTracker(GeneralTracker):  # type: ignore[misc, unused-ignore]
+    """Logs rankcall's figures to the other trackers at each ``accelerator.log``; see ``follow``."""
+
+    name = "rankcall"
+    requires_logging_directory = False
+    main_process_only = True
+
+    def __init__(self, accelerator: Any, every_s: float) -> None:
+        super().__init__()
+        self._accelerator, self._step = accelerator, 0
+        say = get_logger("rankcall").warning
+        main = accelerator.is_main_process
+        self._reporter = Reporter(self._log, say, every_s) if main else None
+
+    @property
+    def tracker(self) -> RankcallTracker:
+        """Return this object, which is all that there is."""
+        return self
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Do nothing: there is nothing to configure."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log what is known of the run, beside what the program logs now."""
+        self._step = self._step + 1 if step is None else step
+        if self._reporter is not None:
+            self._reporter.update()
+
+    def finish(self) -> None:
+        """Log once more, and leave the accelerator as it was."""
+        for name in _CHECKPOINTS:
+            vars(self._accelerator).pop(name, None)
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+
+    def _log(self, figures: dict[str, float]) -> None:
+        for tracker in self._accelerator.trackers:
+            if tracker is not self:
+                tracker.log(figures, step=self._step)
+
+
+def follow(
+    accelerator: Any, checkpoint_s: float = 1800.0, every_s: float = EVERY_S
+) -> Callable[[float, str], Any]:
+    """Declare the accelerator's checkpoints, and log rankcall's figures and verdicts with it.
+
+    Call it on every rank after ``accelerator.init_trackers``. ``accelerator.end_training`` ends it.
+
+    Args:
+        accelerator: The ``Accelerator``.
+        checkpoint_s: How long a rank may be silent in ``save_state``, ``load_state`` or
+            ``save_model``, in seconds.
+        every_s: The least time between two looks at the records.
+
+    Returns:
+        ``rankcall.expect``, for evaluation: Accelerate does not know when that begins.
+    """
+    check_seconds(checkpoint_s)
+    accelerator.trackers.append(RankcallTracker(accelerator, every_s))
+    for name in _CHECKPOINTS:
+        call = getattr(accelerator, name)
+        setattr(
+            accelerator, name, functools.wraps(call)(expect(checkpoint_s, "a checkpoint")(call))
+        )
+    return expect

@@ -1,0 +1,154 @@
+"""What callbacks of frameworks share: figures and verdicts, without waiting and without raising."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rankcall.integrations import reporting
+from rankcall.integrations.reporting import Reporter, check_seconds, look_at
+from rankcall.testing.synthetic import synthetic_run
+
+FOLDER = Path(reporting.__file__).parent
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run in which rank 3 is late all along; this process seems to record it."""
+    synthetic_run(tmp_path / "run", 8, 400, straggler=3)
+    recording = SimpleNamespace(run_dir=tmp_path / "run")
+    monkeypatch.setattr(reporting.session, "current", lambda: recording)
+    monkeypatch.setattr(reporting, "LAST_LOOK_S", 120.0)
+    monkeypatch.setattr("rankcall.errors._warnings", set())
+    return tmp_path / "run"
+
+
+def test_figures_and_the_verdict_of_a_straggler(recorded: Path) -> None:
+    """Each look logs shares and the late rank; the reporter says the verdict once."""
+    logged: list[dict[str, float]] = []
+    said: list[str] = []
+    reporter = Reporter(logged.append, said.append, every_s=0.0)
+    for _ in range(3):
+        reporter.close()
+    assert len(logged) == 3
+    for figures in logged:
+        assert figures["rankcall/straggler_rank"] == 3.0
+        assert figures["rankcall/straggler_share"] > 0.9
+        assert 0 < figures["rankcall/waiting_share"] <= 1
+        assert 0 < figures["rankcall/communication_share"] <= 1
+    assert len(said) == 1
+    assert said[0].startswith("rankcall: straggler: Rank 3")
+
+
+def test_an_update_does_not_wait(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a look takes its time, updates return, and begin no second one."""
+    free, looks = threading.Event(), []
+
+    def slow(run_dir: Path) -> reporting.Look:
+        looks.append(run_dir)
+        free.wait(120)
+        return reporting.Look({"rankcall/waiting_share": 0.5})
+
+    monkeypatch.setattr(reporting, "look_at", slow)
+    logged: list[dict[str, float]] = []
+    reporter = Reporter(logged.append, print, every_s=0.0)
+    try:
+        for _ in range(5):
+            reporter.update()
+        assert logged == []
+    finally:
+        free.set()
+    assert reporter._call is not None
+    assert reporter._call.ended(120)
+    assert looks == [recorded]
+    reporter.update()
+    assert logged == [{"rankcall/waiting_share": 0.5}]
+    reporter.close()
+    assert set(looks) == {recorded}
+
+
+def test_looks_are_rare(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks are ``every_s`` apart, however often a framework logs."""
+    looks: list[Path] = []
+
+    def look(run_dir: Path) -> reporting.Look:
+        looks.append(run_dir)
+        return reporting.Look()
+
+    monkeypatch.setattr(reporting, "look_at", look)
+    reporter = Reporter(print, print, every_s=3600.0)
+    for _ in range(20):
+        reporter.update()
+    assert len(looks) == 1
+
+
+def raises(*_: Any) -> None:
+    """Fail, as a logger does whose server is gone."""
+    raise ConnectionError("the logger's server is gone")
+
+
+@pytest.mark.parametrize("log", [raises, lambda figures: None])
+def test_a_failing_logger_raises_nothing(
+    recorded: Path, log: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job goes on, and one line on stderr says what failed."""
+    Reporter(log, raises, every_s=0.0).close()
+    assert "cannot report on the run: ConnectionError" in capsys.readouterr().err
+
+
+def test_a_damaged_run_raises_nothing(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that cannot be read is reported on stderr."""
+    for ring in recorded.rglob("*.ring"):
+        ring.write_bytes(b"x" * 100)
+    Reporter(print, print, every_s=0.0).close()
+    assert "cannot report on the run" in capsys.readouterr().err
+
+
+def test_without_a_recording_there_is_no_look() -> None:
+    """Nothing is read, logged or said, and no thread begins."""
+    reporter = Reporter(raises, raises, every_s=0.0)
+    reporter.update()
+    reporter.close()
+    assert reporter._call is None
+
+
+def test_a_healthy_run_says_nothing(tmp_path: Path) -> None:
+    """No finding, and no late rank."""
+    synthetic_run(tmp_path / "run", 8, 400)
+    look = look_at(tmp_path / "run")
+    assert look.findings == ()
+    assert "rankcall/straggler_rank" not in look.figures
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_durations_are_checked_before_the_job(seconds: float) -> None:
+    """A duration that ``expect`` would refuse in a checkpoint is refused at the beginning."""
+    with pytest.raises(ValueError, match="above 0"):
+        check_seconds(5.0, seconds)
+
+
+def test_rankcall_imports_no_integration() -> None:
+    """Neither the package nor recording loads a framework or a callback."""
+    program = (
+        "import sys, rankcall, rankcall.watch, rankcall.hooks; rankcall.enable; "
+        "print([name for name in sys.modules if name.startswith('rankcall.integrations') "
+        "or name in ('lightning', 'accelerate', 'transformers', 'ray')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+def test_callbacks_are_short(path: Path) -> None:
+    """A callback that needs 100 lines or more does too much."""
+    most = 130 if path.name == "reporting.py" else 100
+    assert len(path.read_text(encoding="utf-8").splitlines()) < most
