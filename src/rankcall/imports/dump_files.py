@@ -203,7 +203,8 @@ def _unpickle(path: Path, raw: bytes, isolated: bool) -> Any:
         raise CorruptRun(f"{path}: more objects than any dump of Flight Recorder")
     if not _is_plain(raw) or not (isolated or _has_flat_tuples(raw)):
         raise CorruptRun(
-            f"{path}: not a dump of Flight Recorder: this pickle does not only hold plain data"
+            f"{path}: not a dump of Flight Recorder, or damaged: this pickle does not only hold "
+            "plain data"
         )
     try:
         return _PlainUnpickler(io.BytesIO(raw), encoding="utf-8", errors="replace").load()
