@@ -110,7 +110,7 @@ def test_a_page_without_a_run_is_refused() -> None:
 
 
 def test_a_copy_of_the_page_shows_the_same_run(tmp_path: Path) -> None:
-    """The server's process gets a copy by pickle. A run that cannot be read is said on the page."""
+    """The server's process gets a copy by pickle. The page says if a run cannot be read."""
     page = DebugPage(tmp_path / "absent")
     copy = pickle.loads(pickle.dumps(page))
     assert copy.run == page.run

@@ -1,4 +1,4 @@
-"""Dumps in several processes: the same run as in one, whatever a file does to its process."""
+"""Several processes read the same run from dumps as one does, and survive damaged files."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ def _site(frames: Sequence[Any]) -> CallSite | None:
 
 
 def _columns(entries: Sequence[dict[str, Any]]) -> dict[str, Sequence[Any]]:
-    """Return the values of each of ``_FIELDS``; None where a field is absent."""
+    """Return the values of each of ``_FIELDS``; None for an absent field."""
     names = tuple(entries[0]) if entries else ()
     if all(map(names.__eq__, map(tuple, entries))):
         # Usually all entries have the same fields in one order. Then no field is looked up.

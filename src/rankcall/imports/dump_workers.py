@@ -185,7 +185,7 @@ class _Worker:
             self._set_deadline()
 
     def end(self, why: str) -> None:
-        """End the process, and say why; without a reason, because it has ended by itself."""
+        """End the process, and say why; without a reason, it has ended already."""
         if self.why_ended is not None:
             return
         if why:

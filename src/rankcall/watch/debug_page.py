@@ -1,8 +1,8 @@
 """A page for the debug server of torch: the verdict, and where every rank stands.
 
-``torch.distributed.debug.start_debug_server`` starts an HTTP server. In torch 2.13 and 2.15 it takes
-pages of others (``handlers``), and calls their methods by name. The base class of its own pages is
-in a private module, so ``DebugPage`` does not derive from it.
+``torch.distributed.debug.start_debug_server`` starts an HTTP server. In torch 2.13 and 2.15, it
+takes pages of others (``handlers``), and calls their methods by name. The base class of its own
+pages is in a private module, so ``DebugPage`` does not derive from it.
 
 The server runs in a process of its own on rank 0. If that process was forked from rank 0, then no
 library with threads can be trusted in it. So the page is the output of ``rankcall diagnose``, which
