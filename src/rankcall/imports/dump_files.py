@@ -36,8 +36,8 @@ _NEWEST = (2, 10)  # the newest version of the format that this module was teste
 # most 21 bits, because the unpickler allocates memory up to the largest index. Texts are left out,
 # because ``_is_plain`` steps over them. The only tuple in a dump is a group's name and description.
 #
-# Nothing follows the repetitions, so they never have to be taken back. Python 3.11 and newer can use
-# that (the second ``+`` says so), and are a third faster then.
+# Nothing follows the repetitions, so they never have to be taken back. The second ``+`` says so to
+# Python 3.11 and newer, which are a third faster then.
 _ONCE = b"+" if sys.version_info >= (3, 11) else b""
 _BARE = rb"[(.N\]})aesud\x86\x88\x89\x94]"  # opcodes without an argument
 _OPCODES = re.compile(
