@@ -2,7 +2,8 @@
 
 The dumps are of a made-up job on NCCL: ``--ranks`` ranks in groups of eight, ``--entries`` entries
 each. One rank stops issuing collectives; the others go on issuing. ``seconds``, ``cpu_seconds`` and
-``peak_mib`` are those of one ``rankcall diagnose``, a process of its own.
+``peak_mib`` are those of one ``rankcall diagnose``, a process of its own, and of the processes that
+it starts. ``peak_mib`` is the largest sum of their resident memory.
 
 ``torchfrtrace_seconds`` is the time of ``torch.distributed.flight_recorder.fr_trace`` on the same
 files, and ``torchfrtrace_right`` says whether it names that rank and no other one. Both are null if
@@ -16,6 +17,7 @@ near its end. ``log_right`` says whether the verdict names the one that had not 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pickle
@@ -23,6 +25,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from typing import Any
 GROUP = 8
 BEHIND = 500  # collectives that the others issue behind the one that hangs
 LATE = 3  # the rank that stops
+_PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 T0, STEP_NS = 1_780_000_000_000_000_000, 1_000_000
 
 
@@ -115,16 +119,47 @@ def _diagnosed(arguments: list[str]) -> dict[str, Any]:
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        peak = _Peak(process.pid)
         told = json.loads(process.stdout.read())
         _, _, usage = os.wait4(process.pid, 0)
         process.returncode = 1
+        peak.stop()
     found = [(finding["kind"], finding["ranks"]) for finding in told["findings"]]
     return {
         "seconds": round(time.perf_counter() - began, 2),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
-        "peak_mib": round(usage.ru_maxrss / 1024),
+        "peak_mib": round(max(peak.kib, usage.ru_maxrss) / 1024),
         "right": found == [("missing", [LATE])],
     }
+
+
+class _Peak:
+    """The largest resident memory of a process and its children, as seen 20 times a second."""
+
+    def __init__(self, pid: int) -> None:
+        self.kib = 0
+        self._pid = pid
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(0.05):
+            children: list[str] = []
+            with contextlib.suppress(OSError):
+                for task in Path(f"/proc/{self._pid}/task").iterdir():
+                    children += (task / "children").read_text().split()
+            self.kib = max(self.kib, sum(map(_resident_kib, [str(self._pid), *children])))
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+
+def _resident_kib(pid: str) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_KIB
+    return 0
 
 
 def _log(path: Path, size: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import tarfile
 import zipfile
 from pathlib import Path
@@ -76,6 +77,30 @@ def test_two_faults_at_once_are_both_named(
     """Each of the two faulty ranks has a finding of its own, and no other rank has one."""
     found = diagnose_dumps(tmp_path, ranks, *pair, frames=False)
     assert causes(found) == {(KINDS[fault.kind], (fault.rank,)) for fault in pair}
+
+
+def test_work_that_is_issued_500_deep_behind_the_fault_does_not_hide_it(tmp_path: Path) -> None:
+    """The other ranks of the faulty one's groups have each issued 500 ops that cannot begin."""
+    job = simulate(16, 700, [Fault("missing", 5, 140)])
+    behind = [sum(not call.done for call in issued) for issued in job.issued.values()]
+    assert max(behind) == 500
+    found = diagnose(load(write_dumps(tmp_path / "dumps", job)))
+    assert causes(found) == {("missing", (5,))}
+
+
+def test_clocks_of_hosts_that_differ_do_not_change_the_verdict(tmp_path: Path) -> None:
+    """The clocks of two hosts of eight ranks are 40 s apart, in either direction."""
+    for ahead_s in (-40, 40):
+        job, folder = simulate(16, 360, [Fault("missing", 5, 140)]), tmp_path / str(ahead_s)
+        folder.mkdir()
+        for rank in range(16):
+            content = dump_of(job, rank)
+            for entry in content["entries"]:
+                for name in ("time_created_ns", "time_discovered_completed_ns"):
+                    if rank >= 8 and entry[name]:
+                        entry[name] += ahead_s * 10**9
+            (folder / f"rank_{rank}").write_bytes(pickle.dumps(content))
+        assert causes(diagnose(load(folder))) == {("missing", (5,))}
 
 
 def test_a_job_in_which_nothing_hangs_has_no_finding(tmp_path: Path) -> None:
@@ -294,6 +319,21 @@ def test_a_bad_file_is_an_error_that_names_it(tmp_path: Path, what: str) -> None
         load(tmp_path)
     assert str(path) in str(raised.value)
     assert not Path("/tmp/rankcall-was-here").exists()
+
+
+@pytest.mark.parametrize(
+    "begin", [b'{"version": "2.9", "entries": [', b"\x80\x02}(X\x07\0\0\0entries"]
+)
+def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path, begin: bytes) -> None:
+    """The size is looked at first, so no memory is taken. Most of the 8 GB are a hole."""
+    path = tmp_path / "rank_0"
+    with path.open("wb") as file:
+        file.write(begin)
+        file.truncate(8 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptRun, match=r"rank_0: 8,589,934,592 bytes, more than any dump"):
+        load(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 def test_one_bad_file_beside_good_ones_is_stated(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@
     dump_files        reads Flight Recorder's dumps: which files are dumps, of which rank, and what
                       they contain; treats every file as hostile
     dump_records      turns the entries of one dump into records
+    dump_contents     reads one dump: its records, and what it says about its groups
+    dump_workers      reads many dumps in several processes
     flight_recorder   turns the dumps of all ranks into rings
     log_lines         finds the lines of logs that are about a failure
     log_messages      turns such a line into facts

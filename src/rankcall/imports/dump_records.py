@@ -13,10 +13,8 @@ import marshal
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,7 +75,7 @@ TORCH_DTYPES = {ours: (torchs, width) for torchs, (ours, width) in _DTYPES.items
 _SHAPE = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _FIELDS = (
     *("profiling_name", *_SHAPE, "process_group", "pg_id", "frames", "is_p2p", "state", "retired"),
-    *("collective_seq_id", "p2p_seq_id", "record_id", "timeout_ms"),
+    *("collective_seq_id", "seq_id", "p2p_seq_id", "record_id", "timeout_ms", "duration_ms"),
     *("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns"),
 )
 _ON_CPU = ("gloo", "mpi", "ucc", "fake")
@@ -177,7 +175,8 @@ def _shape(name: Any, inputs: Any, outputs: Any, in_dtypes: Any, out_dtypes: Any
     record["shape"][: record["ndim"]] = [_int(each) for each in first[:MAX_DIMS]]
     record["tensors"] = min(len(inputs), 65535)
     if op == "all_to_all":  # a dump does not tell whether it has splits
-        record["shape_hash"] = zlib.crc32(repr((inputs, outputs)).encode()) or 1
+        sizes = [[[_int(each) for each in size] for size in sizes] for sizes in (inputs, outputs)]
+        record["shape_hash"] = zlib.crc32(repr(sizes).encode()) or 1
     record["device_type"] = DEVICE_TYPES.index("cpu" if backend in _ON_CPU else "cuda")
     record["device_index"], record["device_ms"], record["async_op"] = -1, np.nan, 2
     # A device's times are those at which the host noticed them. A CPU's are not in a dump at all.
@@ -213,7 +212,7 @@ def _bytes(sizes: Sequence[Sequence[Any]], dtypes: Sequence[Any]) -> int:
     return min(max(total, 0), _LARGEST)
 
 
-def records_of(entries: Sequence[Mapping[str, Any]]) -> DumpRecords:
+def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     """Return the records of a dump's entries."""
     columns = _columns(entries)
     sites, groups = _Sites(), _Groups()
@@ -228,7 +227,7 @@ def records_of(entries: Sequence[Mapping[str, Any]]) -> DumpRecords:
     collective = _numbers(columns["collective_seq_id"])
     if not collective.any():
         # The name in the oldest dumps.
-        collective = _numbers([entry.get("seq_id") for entry in entries])
+        collective = _numbers(columns["seq_id"])
     messages = _numbers(columns["p2p_seq_id"])
     records["seq"] = np.where(records["kind"] == _P2P, messages, collective)
     records["tag"] = 0
@@ -237,8 +236,7 @@ def records_of(entries: Sequence[Mapping[str, Any]]) -> DumpRecords:
     records["started_ns"] = _numbers(columns["time_discovered_started_ns"])
     completed = _numbers(columns["time_discovered_completed_ns"])
     records["completed_ns"] = completed
-    durations = [entry.get("duration_ms") for entry in entries]  # few entries have one
-    records["device_ms"] = _each(_duration, durations)
+    records["device_ms"] = _each(_duration, columns["duration_ms"])
     status = np.array(_each(_state, columns["state"]), np.uint8)
     status[completed > 0] = _COMPLETED
     retired = np.array([value is True for value in columns["retired"]], bool)
@@ -383,14 +381,15 @@ def _line(frame: dict[str, Any]) -> UserLine:
     return UserLine(file, min(_int(frame.get("line")), (1 << 31) - 1), name)
 
 
-def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
-    """Return the values of each of ``_FIELDS``; None where a field is absent."""
-    try:
-        rows = [*map(itemgetter(*_FIELDS), entries)]
-    except KeyError:
-        return {name: [entry.get(name) for entry in entries] for name in _FIELDS}
-    columns: Iterable[Sequence[Any]] = zip(*rows, strict=True) if rows else repeat(())
-    return dict(zip(_FIELDS, columns, strict=False))
+def _columns(entries: Sequence[dict[str, Any]]) -> dict[str, Sequence[Any]]:
+    """Return the values of each of ``_FIELDS``; None for an absent field."""
+    names = tuple(entries[0]) if entries else ()
+    if all(map(names.__eq__, map(tuple, entries))):
+        # Usually all entries have the same fields in one order. Then no field is looked up.
+        columns = dict(zip(names, zip(*map(dict.values, entries), strict=True), strict=True))
+        missing = (None,) * len(entries)
+        return {name: columns.get(name, missing) for name in _FIELDS}
+    return {name: [entry.get(name) for entry in entries] for name in _FIELDS}
 
 
 def _each(function: Callable[[Any], T], values: Sequence[Any]) -> list[T]:

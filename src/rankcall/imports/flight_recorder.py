@@ -20,8 +20,10 @@ import numpy.typing as npt
 
 from rankcall.errors import CorruptRun
 from rankcall.files import clean
-from rankcall.imports.dump_files import Dump, looks_like_dumps, read_dumps
-from rankcall.imports.dump_records import DumpRecords, GroupKey, records_of
+from rankcall.imports.dump_contents import DumpContents
+from rankcall.imports.dump_files import find_dumps, looks_like_dumps
+from rankcall.imports.dump_records import DumpRecords, GroupKey
+from rankcall.imports.dump_workers import read_contents
 from rankcall.ops import SYNCHRONISING
 from rankcall.ranks import MAX_RANKS, format_ranks
 from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
@@ -92,21 +94,25 @@ def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[Rin
 
 
 def _read(sources: Sequence[Path], problems: list[str]) -> list[_Rank]:
-    ranks, count = [], 0
-    for dump in read_dumps(sources, problems):
-        rank = _rank_of(dump, problems)
+    ranks: list[_Rank] = []
+    problems_of: dict[int, list[str]] = {}
+    count = 0
+    files = find_dumps(sources)
+    for (number, path), (contents, told) in read_contents(files):
+        problems_of[number] = told
+        rank = _rank_of(number, path, contents, told) if contents else None
         if rank is None:
             continue
         count += len(rank.content.records)
         if count > _MOST_RECORDS:
-            raise CorruptRun(f"{dump.path}: more than {_MOST_RECORDS:,} entries in all dumps")
+            raise CorruptRun(f"{path}: more than {_MOST_RECORDS:,} entries in all dumps")
         ranks.append(rank)
-        # Its objects go before the next dump creates as many: that one then gets their memory.
-        del dump
+    for number, _ in files:
+        problems += [text for text in problems_of[number] if text not in problems]
     if not ranks:
         why = problems[0] if problems else f"{sources[0]}: there is no dump of Flight Recorder"
         raise CorruptRun(why)
-    return ranks
+    return sorted(ranks, key=lambda rank: rank.rank)
 
 
 @contextlib.contextmanager
@@ -121,43 +127,31 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _rank_of(dump: Dump, problems: list[str]) -> _Rank | None:
+def _rank_of(number: int, path: Path, contents: DumpContents, problems: list[str]) -> _Rank | None:
     """Return the rank that wrote a dump; None if the dump is left out."""
-    try:
-        rank = _parsed(dump)
-    except (ValueError, TypeError, OverflowError, MemoryError) as error:
-        problems.append(f"{dump.path}: damaged: {clean(str(error)[:200])}")
+    listed, descriptions = {}, {}
+    for name, (description, text) in contents.groups.items():
+        members = _listed_ranks(text)
+        if members:
+            listed[name], descriptions[name] = members, description
+    if sum(map(len, listed.values())) > _MOST_MEMBERS:
+        problems.append(f"{path}: damaged: its groups have more members than any job")
         return None
-    outside = [name for name, members in rank.listed.items() if rank.rank not in members]
+    outside = [name for name, members in listed.items() if number not in members]
     if outside:
         problems.append(
-            f"{dump.path}: its name says rank {rank.rank}, but its group {clean(outside[0])} "
-            f"has ranks {format_ranks(rank.listed[outside[0]])[:80]}: it is left out"
+            f"{path}: its name says rank {number}, but its group {clean(outside[0])} "
+            f"has ranks {format_ranks(listed[outside[0]])[:80]}: it is left out"
         )
         return None
-    return rank
-
-
-def _parsed(dump: Dump) -> _Rank:
-    config = dump.content.get("pg_config")
-    listed, descriptions = {}, {}
-    for name, about in (config if isinstance(config, dict) else {}).items():
-        if isinstance(about, dict) and isinstance(about.get("ranks"), (str, list)):
-            ranks = _listed_ranks(str(about["ranks"]))
-            if ranks:
-                listed[str(name)] = ranks
-                descriptions[str(name)] = str(about.get("desc", ""))
-    if sum(map(len, listed.values())) > _MOST_MEMBERS:
-        raise ValueError("its groups have more members than any job")
-    host = dump.content.get("host_name")
     return _Rank(
-        dump.path,
-        dump.rank,
-        clean(host[:63]) if isinstance(host, str) else "",
+        path,
+        number,
+        contents.host,
         listed,
         descriptions,
-        records_of(dump.content["entries"]),
-        dump.modified_ns,
+        contents.records,
+        contents.modified_ns,
     )
 
 

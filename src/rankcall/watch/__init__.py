@@ -4,6 +4,8 @@ Each rank has one watcher thread, which reads the rank's own ring. If a call has
 too long, one rank of each node reads all rings of its node. If there are several nodes, they
 exchange the states of their ranks through the job's store, and one of them judges. The verdict and
 all stacks are kept in the run directory, below ``hangs/``.
+
+``debug_page`` shows the verdict as a page of torch's own debug server.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from rankcall import attach
 from rankcall.errors import RankcallError, warn_once
 from rankcall.registry import Scoped
 from rankcall.watch._loop import ABORT_STATUS, OnHang, Watcher, is_watching
+from rankcall.watch.debug_page import DebugPage
 
-__all__ = ["ABORT_STATUS", "Handle", "arm", "start"]
+__all__ = ["ABORT_STATUS", "DebugPage", "Handle", "arm", "start"]
 
 HANG_AFTER, ON_HANG = "RANKCALL_HANG_AFTER", "RANKCALL_ON_HANG"  # set by the launcher
 DEFAULT_S = 60.0
