@@ -141,7 +141,13 @@ def attach(rank: int, world_size: int) -> None:
         recording.placement.name_in_time()
     if multiprocessing.parent_process() is not None:
         # Children that multiprocessing forks end without atexit, but run these.
-        util.Finalize(None, session.end, exitpriority=0)
+        util.Finalize(None, _end_child, exitpriority=0)
+
+
+def _end_child() -> None:
+    """End the recording of a child of multiprocessing, which handles its last exception now."""
+    session.note_end(sys.exc_info()[1])
+    session.end()
 
 
 def _is_nested() -> bool:

@@ -239,12 +239,27 @@ class Recording(Scoped):
         """Note in the ring how the program has ended: closing down can take for ever."""
         if self._left or threading.main_thread().is_alive():
             return
-        self._left = True
-        error = getattr(sys, "last_value", None)
-        if error is None:
+        self.note_end(getattr(sys, "last_value", None))
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Note in the ring that the program has ended: without an error, or by this exception."""
+        self._left, cause = True, _cause_of(error)
+        if cause is None:
             put(self.ring, "left_ns", time.monotonic_ns())
         else:
-            put_text(self.ring, "failure", _one_line(error))
+            put_text(self.ring, "failure", _one_line(cause))
+
+
+def _cause_of(error: BaseException | None) -> BaseException | None:
+    """Return the exception that ended a program; None if it ended without an error.
+
+    A launcher of children may turn their exceptions into an exit status, as torch's does.
+    """
+    if not isinstance(error, SystemExit):
+        return error
+    if error.code in (None, 0):
+        return None
+    return error.__context__ or error
 
 
 def _one_line(error: object) -> str:

@@ -163,6 +163,13 @@ def _in_forked_child() -> None:
 _inherited: list[_State] = []  # kept, so that a child runs no destructor of its parent's objects
 
 
+def note_end(error: BaseException | None) -> None:
+    """Note in the ring that the program has ended, by which exception if any."""
+    recording = _state.recording
+    if recording is not None:
+        recording.note_end(error)
+
+
 def end() -> None:
     """End the recording and leave its ring in the run, because the process ends."""
     with background.holding(_state.lock, _LOCK_SECONDS) as is_held:

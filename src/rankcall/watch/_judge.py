@@ -54,6 +54,7 @@ from rankcall.run.hangs import (
     waits_that_ended,
 )
 from rankcall.run.load import load
+from rankcall.run.settle import keep_tails
 from rankcall.run.stacks import request_stacks
 from rankcall.watch._exchange import Exchange, Unreachable
 
@@ -156,6 +157,13 @@ class Judge:
         self._learned.made_ns(verdict)
         self._publish(verdict, stacks, of_this_hang, prints, _Told(first_ns, seen_ns, None))
         return True
+
+    def keep_evidence(self, headers: dict[int, Header]) -> None:
+        """Write what the verdict rests on where it outlives this node's memory."""
+        try:
+            keep_tails(self._run_dir)
+        except OSError as error:
+            logger.warning("the newest records cannot be kept in the run: %s", error)
 
     def verdicts(self) -> list[Object]:
         """Return the verdicts since this watcher began, oldest first."""
