@@ -47,6 +47,9 @@ class Placement(Protocol):
     def finish(self) -> None:
         """Place the records now: the recording ends."""
 
+    def leave(self, failed: bool) -> None:
+        """Send the newest records to another node, because the process ends."""
+
 
 class Recording(Scoped):
     """One process's recording. Also a context manager: ``with rankcall.enable(): ...``."""
@@ -71,7 +74,7 @@ class Recording(Scoped):
         self._leave = leave
         self._devices = DeviceStatus(self.capture)
         self._stopped = threading.Event()
-        self._left = self._is_started = False
+        self._left = self._has_failed = self._is_started = False
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
         self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._step_handle: Any = None
@@ -196,6 +199,11 @@ class Recording(Scoped):
         """Note in the ring that it is complete, and move it into the run unless a launcher will."""
         self._own_ring.close()
 
+    def leave(self) -> None:
+        """Send the newest records to another node, because the process ends. The ring is closed."""
+        if self.placement is not None:
+            self.placement.leave(self._has_failed)
+
     def forget(self) -> None:
         """Touch the ring no more: this is a forked child, and the ring is its parent's."""
         self.capture.forget()
@@ -247,6 +255,7 @@ class Recording(Scoped):
         if cause is None:
             put(self.ring, "left_ns", time.monotonic_ns())
         else:
+            self._has_failed = True
             put_text(self.ring, "failure", _one_line(cause))
 
 

@@ -172,6 +172,7 @@ def note_end(error: BaseException | None) -> None:
 
 def end() -> None:
     """End the recording and leave its ring in the run, because the process ends."""
+    recording = _state.recording
     with background.holding(_state.lock, _LOCK_SECONDS) as is_held:
         if not is_held:
             return
@@ -179,3 +180,5 @@ def end() -> None:
             _stop(_state.recording)
         for old in _state.draining:
             old.close()
+    if recording is not None:
+        recording.leave()

@@ -46,6 +46,7 @@ from rankcall.process import host_name
 from rankcall.run.redact import redact_command
 
 RUNS = "rankcall-runs"
+ATTEMPTS = "attempts"
 RUN_SCHEMA = 1
 TAIL = ".tail.ring"  # a ring's newest records, written while its process lives
 

@@ -1,0 +1,14 @@
+"""Evidence leaves the node: the tails of a node's rings go to another node, or to a URL.
+
+Nodes may share no disk, and the memory of a node is lost with it. At a verdict, the leader of each
+node sends a *bundle* through the job's store, and rank 0's node and the first other node that
+answers keep the bundles of all nodes in their run directories. When a rank ends, it sends a bundle
+to rank 0's node. A run directory with bundles is a run like any other.
+
+==============  ============================================================================
+``bundle``      what a node sends: make it from a run directory, and put it into another one
+``posts``       the protocol: post bundles in a store, and collect them
+``departure``   send a bundle when a rank ends, on a thread of its own
+``remote``      write to a URL, by fsspec
+==============  ============================================================================
+"""

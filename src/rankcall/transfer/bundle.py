@@ -1,0 +1,175 @@
+"""A bundle: the tails of one node's rings, with the states of its processes and their stacks.
+
+It is an archive (``rankcall.run.archive``), so everything in it is checked when it is unpacked: a
+bundle may come from any process that reaches the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rankcall.errors import CorruptRun
+from rankcall.files import open_file, replacing, run_folder
+from rankcall.process import boot_id, host_name
+from rankcall.ring.layout import Header, read_header
+from rankcall.ring.tail import tail_of
+from rankcall.run.archive import pack, unpack
+from rankcall.run.directory import ATTEMPTS, TAIL, ring_paths, tail_name
+from rankcall.run.exits import EXITS, STATES, describe_states
+from rankcall.run.hangs import (
+    HANGS,
+    STACKS,
+    claim,
+    id_of,
+    kept_hangs,
+    next_free,
+    stacks_in,
+)
+from rankcall.run.settle import keep_tail
+
+MOST_BYTES = 1 << 18  # of a bundle, for each of its ranks
+MOST_OF_ALL = 1 << 26  # of all bundles of a job together, as far as ranks share it evenly
+_NEWEST = (256, 64, 16)  # records of each tail; fewer if the bundle would be too large
+_MOST_EXITS = 1 << 18
+_MOST_ABOUT = 1 << 20
+
+
+def is_shared(run_dir: Path, first_attempt: int) -> bool:
+    """Return whether another host has made this run directory: then it is on a disk for all nodes.
+
+    Rank 0 reserves the attempt in a directory that the user has named, and makes any other.
+    """
+    reserved = run_dir / ATTEMPTS / f"{first_attempt:05d}.json"
+    try:
+        with open_file(reserved if reserved.parent.is_dir() else run_dir / "run.json") as file:
+            host = json.loads(file.read(_MOST_ABOUT))["host"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return bool(host != host_name())
+
+
+def node_rings(run_dir: Path, attempt: int) -> dict[Path, Header]:
+    """Return the rings of this node's ranks in an attempt, with their headers."""
+    found = {}
+    for path in ring_paths(run_dir):
+        header = None if path.name.endswith(TAIL) else read_header(path)
+        if header is not None and header.attempt == attempt and header.rank >= 0:
+            found[path] = header
+    return found
+
+
+def make_bundle(run_dir: Path, rings: dict[Path, Header], world_size: int) -> bytes:
+    """Return the bundle of a node; empty if even a short one is too large.
+
+    Args:
+        run_dir: The run directory of this node.
+        rings: The node's rings, as ``node_rings`` returns them.
+        world_size: The number of ranks of the job, which share the room in the store.
+
+    Raises:
+        OSError: There is no room for temporary files.
+    """
+    most = len(rings) * min(MOST_BYTES, MOST_OF_ALL // max(1, world_size))
+    for newest in _NEWEST:
+        with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
+            target = Path(scratch) / "bundle.tar.zst"
+            pack(list(_files(run_dir, rings, newest, Path(scratch))), target, "run")
+            if target.stat().st_size <= most:
+                return target.read_bytes()
+    return b""
+
+
+def write_files(run_dir: Path, rings: dict[Path, Header], scratch: Path) -> list[tuple[str, Path]]:
+    """Return the files of a bundle, each with its name in a run; new ones are in ``scratch``."""
+    return list(_files(run_dir, rings, _NEWEST[0], scratch))
+
+
+def _files(
+    run_dir: Path, rings: dict[Path, Header], newest: int, scratch: Path
+) -> Iterator[tuple[str, Path]]:
+    for ring in rings:
+        tail = scratch / tail_name(ring.name)
+        with contextlib.suppress(CorruptRun):  # for example, it was moved meanwhile
+            tail.write_bytes(tail_of(_where(ring, run_dir), newest))
+            yield f"rings/{tail.name}", tail
+    states = scratch / "states.json"
+    states.write_bytes(describe_states(rings.values()))
+    yield f"{STATES}/{_plain(host_name())}.{_plain(boot_id())}.json", states
+    for path in sorted((run_dir / EXITS).glob("*.jsonl")):
+        if path.stat().st_size <= _MOST_EXITS:
+            yield f"{EXITS}/{path.name}", path
+    for verdict in kept_hangs(run_dir)[-1:]:
+        place = Path(verdict["place"])
+        names = ["verdict.json", "verdict.txt"]
+        ours = {f"rank-{header.rank:05d}.txt" for header in rings.values()}
+        files = [place / name for name in names]
+        files += [path for path in stacks_in(place) if path.name in ours]
+        for path in files:
+            if path.is_file():
+                yield f"{HANGS}/{place.name}/{path.relative_to(place)}", path
+
+
+def _where(ring: Path, run_dir: Path) -> Path:
+    """Return where a ring is now: it may have been moved into the run."""
+    return ring if ring.exists() else run_dir / "rings" / ring.name
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "_", text)
+
+
+def keep_bundles(run_dir: Path, bundles: Sequence[bytes]) -> list[str]:
+    """Put the bundles of other nodes into this node's run directory.
+
+    Returns:
+        A line for each bundle that cannot be read or kept.
+    """
+    problems = []
+    for data in bundles:
+        try:
+            _keep(run_dir, data)
+        except (OSError, CorruptRun, ValueError) as error:
+            problems.append(f"the records of another node cannot be kept: {error}")
+    return problems
+
+
+def _keep(run_dir: Path, data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(prefix="rankcall-", suffix=".tar.zst") as file:
+        file.write(data)
+        file.flush()
+        folder = unpack(Path(file.name))
+    try:
+        for tail in sorted((folder / "rings").glob(f"*{TAIL}")):
+            if read_header(tail) is not None:
+                keep_tail(run_dir, tail.name, tail.read_bytes())
+        for name in (STATES, EXITS):
+            for path in sorted((folder / name).glob("*.json*")):
+                target = run_folder(run_dir, name) / path.name
+                if not target.exists() or target.stat().st_size < path.stat().st_size:
+                    with replacing(target) as out, open_file(path) as source:
+                        shutil.copyfileobj(source, out)
+        _keep_hangs(run_dir, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_hangs(run_dir: Path, folder: Path) -> None:
+    """Add the stacks to the same verdict here; if there is none, keep the verdict as well."""
+    known = {id_of(verdict): Path(verdict["place"]) for verdict in kept_hangs(run_dir)}
+    for verdict in kept_hangs(folder):
+        source = Path(verdict["place"])
+        place = known.get(id_of(verdict))
+        if place is None:
+            while not claim(source, place := next_free(run_folder(run_dir, HANGS))):
+                pass
+            continue
+        for stack in stacks_in(source):
+            (place / STACKS).mkdir(mode=0o700, exist_ok=True)
+            if not (place / STACKS / stack.name).exists():
+                shutil.copyfile(stack, place / STACKS / stack.name)
