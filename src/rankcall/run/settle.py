@@ -29,6 +29,7 @@ from rankcall.run.directory import (
     trusted_live_dirs,
     unused_ring,
 )
+from rankcall.run.exits import STATES, describe_states, states_name
 from rankcall.run.hangs import HANGS, settle_hangs
 
 _RPC = "rpc"  # the RPC back end's folder, which is beside those of the runs
@@ -80,14 +81,19 @@ def settle_ring(ring: Path, run_dir: Path) -> None:
 def keep_tails(run_dir: Path) -> None:
     """Write the tails of this host's live rings into the run, so that a copy of it has evidence.
 
-    The rings stay where they are: the ranks that still run read them there. Raises ``OSError``.
+    The states of their processes are noted as well. The rings stay where they are: the ranks that
+    still run read them there. Raises ``OSError``.
     """
     folder = live_dir(run_dir)
     if folder not in trusted_live_dirs(run_dir):
         return
-    for ring in sorted(folder.glob("*.ring")):
+    rings = sorted(folder.glob("*.ring"))
+    for ring in rings:
         with contextlib.suppress(CorruptRun):  # for example, it was moved meanwhile
             keep_tail(run_dir, ring.name, tail_of(ring))
+    headers = [header for header in map(read_header, rings) if header is not None]
+    with replacing(run_folder(run_dir, STATES) / states_name()) as file:
+        file.write(describe_states(headers))
 
 
 def keep_tail(run_dir: Path, name: str, tail: bytes) -> None:

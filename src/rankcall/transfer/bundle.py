@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,12 @@ from pathlib import Path
 
 from rankcall.errors import CorruptRun
 from rankcall.files import open_file, replacing, run_folder
-from rankcall.process import boot_id, host_name
+from rankcall.process import host_name
 from rankcall.ring.layout import Header, read_header
 from rankcall.ring.tail import tail_of
 from rankcall.run.archive import pack, unpack
 from rankcall.run.directory import ATTEMPTS, TAIL, ring_paths, tail_name
-from rankcall.run.exits import EXITS, STATES, describe_states
+from rankcall.run.exits import EXITS, STATES, describe_states, states_name
 from rankcall.run.hangs import (
     HANGS,
     STACKS,
@@ -35,6 +34,8 @@ from rankcall.run.settle import keep_tail
 
 MOST_BYTES = 1 << 18  # of a bundle, for each of its ranks
 MOST_OF_ALL = 1 << 26  # of all bundles of a job together, as far as ranks share it evenly
+Rings = dict[Path, Header]
+
 _NEWEST = (256, 64, 16)  # records of each tail; fewer if the bundle would be too large
 _MOST_EXITS = 1 << 18
 _MOST_ABOUT = 1 << 20
@@ -54,7 +55,7 @@ def is_shared(run_dir: Path, first_attempt: int) -> bool:
     return bool(host != host_name())
 
 
-def node_rings(run_dir: Path, attempt: int) -> dict[Path, Header]:
+def node_rings(run_dir: Path, attempt: int) -> Rings:
     """Return the rings of this node's ranks in an attempt, with their headers."""
     found = {}
     for path in ring_paths(run_dir):
@@ -64,13 +65,14 @@ def node_rings(run_dir: Path, attempt: int) -> dict[Path, Header]:
     return found
 
 
-def make_bundle(run_dir: Path, rings: dict[Path, Header], world_size: int) -> bytes:
+def make_bundle(run_dir: Path, rings: Rings, world_size: int, node: Rings | None = None) -> bytes:
     """Return the bundle of a node; empty if even a short one is too large.
 
     Args:
         run_dir: The run directory of this node.
-        rings: The node's rings, as ``node_rings`` returns them.
+        rings: The rings to send.
         world_size: The number of ranks of the job, which share the room in the store.
+        node: All rings of the node, if ``rings`` are only some of them.
 
     Raises:
         OSError: There is no room for temporary files.
@@ -79,19 +81,19 @@ def make_bundle(run_dir: Path, rings: dict[Path, Header], world_size: int) -> by
     for newest in _NEWEST:
         with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
             target = Path(scratch) / "bundle.tar.zst"
-            pack(list(_files(run_dir, rings, newest, Path(scratch))), target, "run")
+            pack(list(_files(run_dir, rings, node or rings, newest, Path(scratch))), target, "run")
             if target.stat().st_size <= most:
                 return target.read_bytes()
     return b""
 
 
-def write_files(run_dir: Path, rings: dict[Path, Header], scratch: Path) -> list[tuple[str, Path]]:
+def write_files(run_dir: Path, rings: Rings, node: Rings, scratch: Path) -> list[tuple[str, Path]]:
     """Return the files of a bundle, each with its name in a run; new ones are in ``scratch``."""
-    return list(_files(run_dir, rings, _NEWEST[0], scratch))
+    return list(_files(run_dir, rings, node, _NEWEST[0], scratch))
 
 
 def _files(
-    run_dir: Path, rings: dict[Path, Header], newest: int, scratch: Path
+    run_dir: Path, rings: Rings, node: Rings, newest: int, scratch: Path
 ) -> Iterator[tuple[str, Path]]:
     for ring in rings:
         tail = scratch / tail_name(ring.name)
@@ -99,8 +101,8 @@ def _files(
             tail.write_bytes(tail_of(_where(ring, run_dir), newest))
             yield f"rings/{tail.name}", tail
     states = scratch / "states.json"
-    states.write_bytes(describe_states(rings.values()))
-    yield f"{STATES}/{_plain(host_name())}.{_plain(boot_id())}.json", states
+    states.write_bytes(describe_states(node.values()))
+    yield f"{STATES}/{states_name()}", states
     for path in sorted((run_dir / EXITS).glob("*.jsonl")):
         if path.stat().st_size <= _MOST_EXITS:
             yield f"{EXITS}/{path.name}", path
@@ -118,10 +120,6 @@ def _files(
 def _where(ring: Path, run_dir: Path) -> Path:
     """Return where a ring is now: it may have been moved into the run."""
     return ring if ring.exists() else run_dir / "rings" / ring.name
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]", "_", text)
 
 
 def keep_bundles(run_dir: Path, bundles: Sequence[bytes]) -> list[str]:
@@ -151,12 +149,17 @@ def _keep(run_dir: Path, data: bytes) -> None:
         for name in (STATES, EXITS):
             for path in sorted((folder / name).glob("*.json*")):
                 target = run_folder(run_dir, name) / path.name
-                if not target.exists() or target.stat().st_size < path.stat().st_size:
+                if name == STATES or not _is_longer(target, path):
                     with replacing(target) as out, open_file(path) as source:
                         shutil.copyfileobj(source, out)
         _keep_hangs(run_dir, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_longer(known: Path, new: Path) -> bool:
+    """Return whether a list to which lines are appended is at least as long as another copy."""
+    return known.exists() and known.stat().st_size >= new.stat().st_size
 
 
 def _keep_hangs(run_dir: Path, folder: Path) -> None:

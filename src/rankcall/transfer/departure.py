@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 from rankcall.background import BackgroundCall, exit_budget
 from rankcall.errors import warn_once
 from rankcall.process import ALIVE
-from rankcall.ring.layout import Header
 from rankcall.store._client import Call
 from rankcall.store.parts import perform_here, release
-from rankcall.transfer.bundle import is_shared, keep_bundles, make_bundle, node_rings
+from rankcall.transfer.bundle import Rings, is_shared, keep_bundles, make_bundle, node_rings
 from rankcall.transfer.posts import ENDED, Posts
 from rankcall.transfer.remote import upload
 
@@ -102,7 +101,7 @@ class Departure:
         rings = node_rings(place.run_dir, place.attempt)
         ended = _ended(rings, place.rank)
         if self._url:
-            upload(self._url, place.run_dir, ended)
+            upload(self._url, place.run_dir, ended, rings)
         mine = {header.rank for header in rings.values()}
         if len(mine) >= place.world_size or is_shared(place.run_dir, place.first_attempt):
             return
@@ -117,12 +116,12 @@ class Departure:
             for problem in keep_bundles(place.run_dir, bundles):
                 warn_once(problem)
         else:
-            bundle = make_bundle(place.run_dir, ended, place.world_size)
+            bundle = make_bundle(place.run_dir, ended, place.world_size, rings)
             ranks = {header.rank for header in ended.values()}
             perform_here(found[0], _STORE_S, posts.post(ranks, bundle), self._call)
 
 
-def _ended(rings: dict[Path, Header], rank: int) -> dict[Path, Header]:
+def _ended(rings: Rings, rank: int) -> Rings:
     """Return the rings of this rank and of those that have ended."""
     return {
         path: header

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rankcall.errors import RankcallError, warn_once
-from rankcall.ring.layout import Header
-from rankcall.transfer.bundle import write_files
+from rankcall.transfer.bundle import Rings, write_files
 
 
-def upload(url: str, run_dir: Path, rings: dict[Path, Header]) -> bool:
+def upload(url: str, run_dir: Path, rings: Rings, node: Rings) -> bool:
     """Write the tails of these rings, and what belongs to them, below a URL.
 
     Any failure is one line on stderr. May take long: call it on a thread of its own.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
-            files = write_files(run_dir, rings, Path(scratch))
+            files = write_files(run_dir, rings, node, Path(scratch))
             if (run_dir / "run.json").is_file():
                 files.append(("run.json", run_dir / "run.json"))
             _write(url, files)

@@ -39,7 +39,7 @@ from rankcall.files import run_folder
 from rankcall.process import boot_id
 from rankcall.report.json import diagnosis_object
 from rankcall.ring.layout import Header
-from rankcall.run.directory import make_live_dir
+from rankcall.run.directory import TAIL, make_live_dir
 from rankcall.run.hangs import (
     HANGS,
     STACKS,
@@ -189,7 +189,11 @@ class Judge:
     def _snapshot(self, headers: dict[int, Header]) -> Snapshot:
         run = load(self._run_dir)
         attempt = max(header.attempt for header in headers.values())
-        run.heads = [head for head in run.heads if head.header.attempt == attempt]
+        run.heads = [
+            head  # a tail is of a rank of another node, as it was at an earlier verdict
+            for head in run.heads
+            if head.header.attempt == attempt and not head.path.name.endswith(TAIL)
+        ]
         snapshot = snapshot_of_run(run, window=_WINDOW)
         snapshot.problems = [text for text in snapshot.problems if _NO_RING not in text]
         return snapshot

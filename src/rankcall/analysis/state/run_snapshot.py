@@ -35,7 +35,7 @@ from rankcall.record import FLAG_DEVICE
 from rankcall.ring.layout import FOREVER_NS, Header
 from rankcall.ring.reader import Head, Ring
 from rankcall.ring.tables import CallSite, Group
-from rankcall.run.exits import LAUNCHER, Exit, read_exits, read_states
+from rankcall.run.exits import LAUNCHER, Exit, Noted, read_exits, read_states
 from rankcall.run.hangs import kept_hangs, waits_that_ended
 from rankcall.run.load import Progress, Run
 
@@ -116,11 +116,13 @@ class SnapshotBuilder:
         if ring.path.name not in self._chosen:
             return
         header = ring.header
-        state, moment = self._state_of(header), self._now_ns()
+        state, moment, then = self._state_of(header), self._now_ns(), None
         if state == UNKNOWN:
             then = self._noted.get((header.boot_id, header.pid, header.process_start))
+            if then is not None and _is_outdated(then, header):
+                then = None
             state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
-        self._windows.add(ring, state, moment)
+        self._windows.add(ring, state, moment, noted=then is not None)
 
     def finish(self) -> Snapshot:
         """Return the snapshot, once all rings have been added."""
@@ -132,6 +134,12 @@ class SnapshotBuilder:
         found = self._windows.finish(world, exits, problems)
         dumped = "evidence" in run.about
         return replace(found, mixed=self._mixed, waited_before=ended, dumped=dumped)
+
+
+def _is_outdated(then: Noted, header: Header) -> bool:
+    """Return whether a process has ended, or has gone on for long, since its state was noted."""
+    later = max(_beats(header)) - then.mono_ns > _APART_S * _S
+    return then.state != GONE and (later or header.closed_ns > then.mono_ns)
 
 
 class _Window(NamedTuple):
@@ -212,14 +220,17 @@ class _RingWindows:
     has_launcher: bool = False  # a launcher of rankcall's notes the ends of the processes
     _of_object: dict[int, _Known] = field(default_factory=dict)
 
-    def add(self, ring: Ring, state: str, now_ns: int) -> None:
-        """Keep a window of one ring; the ring itself is not kept."""
+    def add(self, ring: Ring, state: str, now_ns: int, noted: bool = False) -> None:
+        """Keep a window of one ring; the ring itself is not kept.
+
+        ``noted``: the state was noted on the process's own host.
+        """
         head, records = ring.header, ring.records
         last = max(_beats(head))
         if len(records):
             last = max(last, int(records["enqueued_ns"][-1]), int(records["completed_ns"].max()))
         here = state != UNKNOWN
-        if state == GONE and not head.closed_ns and now_ns - last < _BEATS_S * _S:
+        if state == GONE and not (noted or head.closed_ns) and now_ns - last < _BEATS_S * _S:
             state = ALIVE  # in another pid namespace
         self.headers[head.rank], self.states[head.rank] = head, state
         self.dropped[head.rank] = ring.dropped + head.inflight_lost
