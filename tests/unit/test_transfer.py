@@ -30,6 +30,7 @@ from rankcall.testing.simulated_store import Mark, Process, Simulation, World
 from rankcall.testing.synthetic import Planted, synthetic_run
 from rankcall.transfer import bundle as bundle_module
 from rankcall.transfer import departure
+from rankcall.transfer import posts as posts_module
 from rankcall.transfer.bundle import is_shared, keep_bundles, make_bundle, node_rings
 from rankcall.transfer.departure import Departure, Place
 from rankcall.transfer.posts import ENDED, Posts
@@ -202,7 +203,7 @@ def test_who_made_the_directory(tmp_path: Path) -> None:
 
 def _node(number: int, count: int) -> Process:
     def start() -> Steps[None]:
-        posts = Posts("p")
+        posts = Posts("p", settle_s=1)
         bundles = yield from posts.exchange([number], b"b%d" % number, count, f"n{number}")
         yield Mark("kept", tuple(sorted(bundles)))
 
@@ -215,19 +216,22 @@ def _check(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]) -> No
     assert len(set(kept)) == len(kept)
 
 
-def test_two_nodes_in_every_order() -> None:
+@pytest.mark.parametrize("deaths", [0, 1])
+def test_two_nodes_in_every_order(deaths: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No node keeps a bundle twice or its own, also if one of them dies; each call ends."""
+    monkeypatch.setattr(posts_module, "_POLL_S", 1)  # a step of the simulation's clock
     nodes = [_node(number, 2) for number in range(2)]
-    simulation = Simulation(nodes, on_mark=_check, deaths=1, ticks=8)
-    simulation.search(20, seed=7)
+    assert Simulation(nodes, on_mark=_check, deaths=deaths, ticks=3).explore().ends
 
 
-def _run_nodes(kind: str, tmp_path: Path, alive: list[int], count: int) -> Mapping[int, Any]:
-    stores = stores_of(kind, tmp_path, len(alive))
+def _run_nodes(
+    kind: str, tmp_path: Path, alive: list[int], count: int, settle_s: float = 15.0
+) -> Mapping[int, Any]:
+    stores = stores_of(kind, len(alive), tmp_path)
     results: dict[int, Any] = {}
 
     def run(store: Any, number: int) -> None:
-        posts = Posts("p")
+        posts = Posts("p", settle_s)
         steps = posts.exchange([number], b"x" * 600_000 + b"%d" % number, count, f"n{number}")
         results[number] = [part[-1:] for part in perform(store, 20.0, steps)]
 
@@ -252,10 +256,9 @@ def test_real_stores(kind: str, tmp_path: Path) -> None:
     assert sorted(kept[1]) in ([b"0", b"1"], [b"0", b"2"])
 
 
-def test_rank_0s_node_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0s_node_is_gone(tmp_path: Path) -> None:
     """The first other node that answers takes its place."""
-    monkeypatch.setattr("rankcall.transfer.posts.SETTLE_S", 1.0)
-    results = _run_nodes("hash", tmp_path, [1, 2], 3)
+    results = _run_nodes("hash", tmp_path, [1, 2], 3, settle_s=1.0)
     assert sorted(map(len, results.values())) == [0, 1]
 
 

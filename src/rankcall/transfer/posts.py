@@ -27,8 +27,9 @@ _COLLECTORS = 2
 class Posts:
     """The bundles below one prefix, as one process sees them."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, settle_s: float = SETTLE_S) -> None:
         self._prefix = prefix
+        self._settle_s = settle_s
         self._read: set[int] = set()
 
     def post(self, ranks: Collection[int], bundle: bytes) -> Steps[None]:
@@ -87,7 +88,7 @@ class Posts:
         yield from self.post(mine, bundle)
         if 0 not in mine and not (bundle and (yield from self._is_second(name.encode()))):
             return []
-        bundles = yield from self._all_of(mine, world_size, SETTLE_S)
+        bundles = yield from self._all_of(mine, world_size, self._settle_s)
         done = yield Add(self._key("done"), 1)
         if done == _COLLECTORS or (yield Read(self._key("second"))) is None:
             yield from self.remove()
