@@ -42,12 +42,12 @@ test-upstream: $(INSTALLED)
 # The limits below are the figures of the day they were set, rounded up. They only ever go down; the live page and
 # the reading of dumps, new features, brought 17 modules, 0.6 imports in 1,000 lines and one repeated name. Verdicts
 # from logs and two exports brought nine more modules, attaching to any job three, evidence that leaves the
-# node seven.
+# node six.
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/shape.py src/rankcall --max-modules 208 --max-imports 22.3 --max-in-circles 0 --max-repeated 8
+	$(BIN)/python tools/shape.py src/rankcall --max-modules 207 --max-imports 22.3 --max-in-circles 0 --max-repeated 8
 	$(BIN)/python tools/prose.py src tests docs README.md CHANGELOG.md CONTRIBUTING.md --limit code=0.5 --limit messages=1 --limit tests=0.5 --limit docs=0.5
 
 # The site is in build/site; its pages open from the disk. The variable silences an advertisement

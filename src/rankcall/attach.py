@@ -51,7 +51,6 @@ logger = logging.getLogger("rankcall")
 
 NESTED = "RANKCALL_WORKER"  # the pid of a recorded rank: a group below it belongs to another job
 PLACES = "RANKCALL_PLACES"  # a file of ``rankcall exec``, to which ranks add the path of their run
-COLLECT_TO = "RANKCALL_COLLECT_TO"  # a URL, to which each node writes the newest records
 KEY = "rankcall/run"
 _INLINE_S = 2.0  # for the store, inside init_process_group
 _LATER_S = 8.0  # for rank 0's proposal, on a thread of our own
@@ -222,17 +221,17 @@ def store_and_key(store: Store) -> tuple[Store, str]:
     return store, KEY
 
 
-def evidence_store() -> tuple[Store, str] | None:
+def evidence_store() -> tuple[Store | None, str]:
     """Return the store through which evidence leaves a node, and the prefix of its keys there.
 
-    None if the default group is gone, and its store with it.
+    None and an empty prefix if the default group is gone, and its store with it.
     """
     from torch.distributed import distributed_c10d
 
     world: Any = distributed_c10d._world
     group = world.default_pg
     if group is None:
-        return None
+        return None, ""
     store, key = store_and_key(world.pg_map[group][1])
     return store, f"rankcall/evidence{key.removeprefix(KEY)}"
 
@@ -453,7 +452,7 @@ class Placement:
         on_one_node = world < 2 or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
         if run_dir is None or self._departure is not None:
             return
-        url = os.environ.get(COLLECT_TO, "")
+        url = os.environ.get("RANKCALL_COLLECT_TO", "")
         if not on_one_node or url:
             from rankcall.transfer.departure import Departure, Place
 

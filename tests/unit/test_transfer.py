@@ -31,10 +31,16 @@ from rankcall.testing.synthetic import Planted, synthetic_run
 from rankcall.transfer import bundle as bundle_module
 from rankcall.transfer import departure
 from rankcall.transfer import posts as posts_module
-from rankcall.transfer.bundle import is_shared, keep_bundles, make_bundle, node_rings
+from rankcall.transfer.bundle import (
+    check_url,
+    is_shared,
+    keep_bundles,
+    make_bundle,
+    node_rings,
+    upload,
+)
 from rankcall.transfer.departure import Departure, Place
 from rankcall.transfer.posts import ENDED, Posts
-from rankcall.transfer.remote import check_url, upload
 
 __all__ = ["kind"]  # fixture
 
@@ -309,9 +315,14 @@ def test_a_store_that_never_answers(
 def test_no_store_and_one_node(nodes: tuple[Path, Path]) -> None:
     """Without a store, and if all ranks are on this node, nothing is sent and nothing raises."""
     asked: list[int] = []
-    Departure(Place(nodes[1], 0, 0, 5, 8), lambda: asked.append(1)).leave(failed=False)
+
+    def find() -> tuple[None, str]:
+        asked.append(1)
+        return None, ""
+
+    Departure(Place(nodes[1], 0, 0, 5, 8), find).leave(failed=False)
     assert asked == [1]
-    Departure(Place(nodes[1], 0, 0, 5, 4), lambda: asked.append(2)).leave(failed=False)
+    Departure(Place(nodes[1], 0, 0, 5, 4), find).leave(failed=False)
     assert asked == [1]
 
 

@@ -19,7 +19,6 @@ import typer
 
 from rankcall import watch
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
-from rankcall.attach import COLLECT_TO
 from rankcall.capture.session import check_torch
 from rankcall.cli._console import say
 from rankcall.cli._run_page import page_of
@@ -53,6 +52,7 @@ from rankcall.run.directory import (
     ring_paths,
 )
 from rankcall.run.settle import settle
+from rankcall.transfer.bundle import COLLECT_TO, check_url
 
 __all__ = ["CONTEXT_SETTINGS", "HANG_AFTER_S", "command"]
 
@@ -196,8 +196,6 @@ def watching(hang_after: float, on_hang: OnHang) -> dict[str, str]:
 def collecting(url: str) -> dict[str, str]:
     """Return the environment variable for a URL to write to. Exits if that is not possible."""
     if url:
-        from rankcall.transfer.remote import check_url
-
         check_url(url)
     return {COLLECT_TO: url} if url else {}
 

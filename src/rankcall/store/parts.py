@@ -75,32 +75,34 @@ def perform_shared(store: Store, timeout: float, steps: Steps[T]) -> T:
     return result
 
 
-def perform_here(store: Store, timeout: float, steps: Steps[T], call: Call) -> T:
-    """Run a protocol on the calling thread, over a connection that it makes for it.
+class Standby:
+    """Runs a protocol on the calling thread, over a connection that it makes for it.
 
     For a thread that was started beforehand: Python 3.12 starts none while the interpreter exits.
     Another thread waits for it with a deadline, and then calls ``release``.
-
-    Raises:
-        StoreLost: The store has failed, or was released.
     """
-    call.peers = peers_of(store)
-    connection = separate_connection(store, timeout)
-    call.connection = connection
-    try:
-        until = clock.monotonic() + timeout
-        result: T = drive(steps, connection, polling(connection, call, until), call)[1]
-        return result
-    finally:
-        call.connection = None
-        connection.close()
 
+    def __init__(self) -> None:
+        self._call = Call()
 
-def release(call: Call) -> None:
-    """Let a thread in ``perform_here`` go on, with an error, also while it connects."""
-    call.abandon()
-    if call.peers:
-        shut_down_connections_to(call.peers)
+    def perform(self, store: Store, timeout: float, steps: Steps[T]) -> T:
+        """Run a protocol. Raises ``StoreLost`` if the store has failed, or was released."""
+        call = self._call
+        call.peers = peers_of(store)
+        connection = call.connection = separate_connection(store, timeout)
+        try:
+            until = clock.monotonic() + timeout
+            result: T = drive(steps, connection, polling(connection, call, until), call)[1]
+            return result
+        finally:
+            call.connection = None
+            connection.close()
+
+    def release(self) -> None:
+        """Let the thread go on, with an error, also while it connects."""
+        self._call.abandon()
+        if self._call.peers:
+            shut_down_connections_to(self._call.peers)
 
 
 def publish_once(key: str, value: bytes) -> Steps[bytes]:

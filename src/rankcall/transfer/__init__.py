@@ -6,9 +6,9 @@ answers keep the bundles of all nodes in their run directories. When a rank ends
 to rank 0's node. A run directory with bundles is a run like any other.
 
 ==============  ============================================================================
-``bundle``      what a node sends: make it from a run directory, and put it into another one
+``bundle``      what a node sends: make it, put it into a run directory, write it to a URL
 ``posts``       the protocol: post bundles in a store, and collect them
 ``departure``   send a bundle when a rank ends, on a thread of its own
-``remote``      write to a URL, by fsspec
+``at_verdict``  send a bundle at a verdict
 ==============  ============================================================================
 """

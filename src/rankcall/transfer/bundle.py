@@ -1,7 +1,10 @@
 """A bundle: the tails of one node's rings, with the states of its processes and their stacks.
 
-It is an archive (``rankcall.run.archive``), so everything in it is checked when it is unpacked: a
-bundle may come from any process that reaches the store.
+Its files can also be written to a URL. What lies there is a run like any other, once it is copied
+to a disk, and the files of all nodes lie side by side.
+
+A bundle is an archive (``rankcall.run.archive``), so everything in it is checked when it is
+unpacked: it may come from any process that reaches the store.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRun, RankcallError, warn_once
 from rankcall.files import open_file, replacing, run_folder
 from rankcall.process import host_name
 from rankcall.ring.layout import Header, read_header
@@ -30,8 +34,8 @@ from rankcall.run.hangs import (
     next_free,
     stacks_in,
 )
-from rankcall.run.settle import keep_tail
 
+COLLECT_TO = "RANKCALL_COLLECT_TO"  # a URL, to which each node writes its newest records
 MOST_BYTES = 1 << 18  # of a bundle, for each of its ranks
 MOST_OF_ALL = 1 << 26  # of all bundles of a job together, as far as ranks share it evenly
 Rings = dict[Path, Header]
@@ -87,11 +91,6 @@ def make_bundle(run_dir: Path, rings: Rings, world_size: int, node: Rings | None
     return b""
 
 
-def write_files(run_dir: Path, rings: Rings, node: Rings, scratch: Path) -> list[tuple[str, Path]]:
-    """Return the files of a bundle, each with its name in a run; new ones are in ``scratch``."""
-    return list(_files(run_dir, rings, node, _NEWEST[0], scratch))
-
-
 def _files(
     run_dir: Path, rings: Rings, node: Rings, newest: int, scratch: Path
 ) -> Iterator[tuple[str, Path]]:
@@ -145,16 +144,20 @@ def _keep(run_dir: Path, data: bytes) -> None:
     try:
         for tail in sorted((folder / "rings").glob(f"*{TAIL}")):
             if read_header(tail) is not None:
-                keep_tail(run_dir, tail.name, tail.read_bytes())
+                _copy(tail, run_folder(run_dir, "rings") / tail.name)
         for name in (STATES, EXITS):
             for path in sorted((folder / name).glob("*.json*")):
                 target = run_folder(run_dir, name) / path.name
                 if name == STATES or not _is_longer(target, path):
-                    with replacing(target) as out, open_file(path) as source:
-                        shutil.copyfileobj(source, out)
+                    _copy(path, target)
         _keep_hangs(run_dir, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(path: Path, target: Path) -> None:
+    with replacing(target) as out, open_file(path) as source:
+        shutil.copyfileobj(source, out)
 
 
 def _is_longer(known: Path, new: Path) -> bool:
@@ -176,3 +179,54 @@ def _keep_hangs(run_dir: Path, folder: Path) -> None:
             (place / STACKS).mkdir(mode=0o700, exist_ok=True)
             if not (place / STACKS / stack.name).exists():
                 shutil.copyfile(stack, place / STACKS / stack.name)
+
+
+# --- URLs: any that fsspec knows, for example ``s3://bucket/run`` ---
+
+
+def upload(url: str, run_dir: Path, rings: Rings, node: Rings) -> bool:
+    """Write the tails of these rings, and what belongs to them, below a URL.
+
+    Any failure is one line on stderr. May take long: call it on a thread of its own.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
+            files = list(_files(run_dir, rings, node, _NEWEST[0], Path(scratch)))
+            if (run_dir / "run.json").is_file():
+                files.append(("run.json", run_dir / "run.json"))
+            _write(url, files)
+    except Exception as error:  # of any package that serves a protocol
+        warn_once(f"the newest records cannot be written to {url}: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def check_url(url: str) -> None:
+    """Raise ``RankcallError`` if this Python cannot write to a URL."""
+    fsspec = _fsspec()
+    try:
+        fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise RankcallError(f"--collect-to {url}: {error}") from error
+
+
+def _write(url: str, files: list[tuple[str, Path]]) -> None:
+    files_at, root = _fsspec().core.url_to_fs(url)
+    made = set()
+    for inside, path in files:
+        target = f"{root.rstrip('/')}/{inside}"
+        folder = target.rpartition("/")[0]
+        if folder not in made:
+            files_at.makedirs(folder, exist_ok=True)
+            made.add(folder)
+        files_at.pipe_file(target, path.read_bytes())
+
+
+def _fsspec() -> Any:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise RankcallError(
+            "writing to a URL needs fsspec: pip install 'rankcall[remote]'"
+        ) from error
+    return fsspec

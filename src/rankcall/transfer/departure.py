@@ -18,13 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankcall.background import BackgroundCall, exit_budget
-from rankcall.errors import warn_once
-from rankcall.process import ALIVE
-from rankcall.store._client import Call
-from rankcall.store.parts import perform_here, release
-from rankcall.transfer.bundle import Rings, is_shared, keep_bundles, make_bundle, node_rings
+from rankcall.store.parts import Standby
+from rankcall.transfer.bundle import Rings, is_shared, keep_bundles, make_bundle, node_rings, upload
 from rankcall.transfer.posts import ENDED, Posts
-from rankcall.transfer.remote import upload
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,7 +31,7 @@ LEAVE_S = 1.0  # how long the end of a process is held up, at most
 _STORE_S = 0.8
 _UPLOAD_S = 1.5
 
-FindStore = Callable[[], "tuple[Store, str] | None"]
+FindStore = Callable[[], "tuple[Store | None, str]"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,8 @@ class Departure:
 
     Args:
         place: Where the records are.
-        find_store: Returns the job's store and the prefix of the job's evidence; None if there is
-            no store. No reference to the store is kept.
+        find_store: Returns the job's store (None if there is none) and the prefix of the job's
+            evidence. No reference to the store is kept.
         url: Where to write the records as well; empty for nowhere.
     """
 
@@ -65,7 +61,7 @@ class Departure:
         self._find_store = find_store
         self._wake = threading.Event()
         self._is_leaving = self._has_failed = False
-        self._call = Call()
+        self._standby = Standby()
         self._pid = os.getpid()
         self._helper = BackgroundCall(self._run, "rankcall-leave")
 
@@ -81,7 +77,7 @@ class Departure:
         most = LEAVE_S + (_UPLOAD_S if self._url else 0.0)
         if not exit_budget.spend(self._helper.ended, most):
             with contextlib.suppress(Exception):
-                release(self._call)
+                self._standby.release()
             logger.debug("the newest records of this rank have not been sent in time")
 
     def forget(self) -> None:
@@ -105,20 +101,20 @@ class Departure:
         mine = {header.rank for header in rings.values()}
         if len(mine) >= place.world_size or is_shared(place.run_dir, place.first_attempt):
             return
-        found = self._find_store()
-        if found is None or (0 in mine and place.rank != 0):
+        store, prefix = self._find_store()
+        if store is None or (0 in mine and place.rank != 0):
             return
-        posts = Posts(f"{found[1]}/{place.attempt}/{ENDED}")
+        posts = Posts(f"{prefix}/{place.attempt}/{ENDED}")
         if place.rank == 0:
             wait_s = _STORE_S if self._has_failed else 0.0
             steps = posts.collect(mine, place.world_size, wait_s)
-            bundles = perform_here(found[0], _STORE_S, steps, self._call)
+            bundles = self._standby.perform(store, _STORE_S, steps)
             for problem in keep_bundles(place.run_dir, bundles):
-                warn_once(problem)
+                logger.warning(problem)
         else:
             bundle = make_bundle(place.run_dir, ended, place.world_size, rings)
             ranks = {header.rank for header in ended.values()}
-            perform_here(found[0], _STORE_S, posts.post(ranks, bundle), self._call)
+            self._standby.perform(store, _STORE_S, posts.post(ranks, bundle))
 
 
 def _ended(rings: Rings, rank: int) -> Rings:
@@ -126,5 +122,5 @@ def _ended(rings: Rings, rank: int) -> Rings:
     return {
         path: header
         for path, header in rings.items()
-        if header.rank == rank or header.process.liveness() != ALIVE
+        if header.rank == rank or header.process_state() not in ("alive", "stopped")
     }
