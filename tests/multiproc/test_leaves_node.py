@@ -1,7 +1,7 @@
 """Two nodes that share no disk and no memory: evidence goes from one to the other.
 
-The nodes are network and mount namespaces with a cable between them. What one of them keeps is
-copied, and read alone.
+The nodes are network and mount namespaces with a cable between them. A copy of one node's run
+directory is read alone.
 """
 
 from __future__ import annotations

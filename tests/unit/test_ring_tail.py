@@ -55,7 +55,7 @@ def test_the_newest_and_what_is_in_flight(tmp_path: Path, capacity: int) -> None
 
 
 def test_a_call_that_was_parked_long_ago(tmp_path: Path) -> None:
-    """A call in flight whose slot was reused is in the tail, too."""
+    """The tail also has a call in flight whose slot was reused."""
     whole = write(tmp_path / "x.ring", 500, (0, 3), 64)
     (tmp_path / "tail.ring").write_bytes(tail_of(whole, 16))
     assert indexes(tmp_path / "tail.ring") == [0, 3, *range(484, 500)]

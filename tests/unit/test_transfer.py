@@ -123,7 +123,7 @@ def test_a_tail_never_hides_a_whole_ring(nodes: tuple[Path, Path]) -> None:
 
 
 def test_states_are_those_of_all_processes(nodes: tuple[Path, Path]) -> None:
-    """A rank that ends sends what it knows of its neighbours, too."""
+    """A rank that ends also sends the states of its neighbours."""
     first, second = nodes
     rings = node_rings(second, 0)
     for path in rings:
@@ -171,7 +171,7 @@ def test_what_is_no_bundle(nodes: tuple[Path, Path], data: bytes) -> None:
 
 
 def test_a_hostile_bundle(nodes: tuple[Path, Path], tmp_path: Path) -> None:
-    """Names that lead elsewhere, rings that are none, and whole rings are not kept."""
+    """Names that lead elsewhere, damaged rings and whole rings are not kept."""
     import io
     import tarfile
 
@@ -330,7 +330,7 @@ def test_no_store_and_one_node(nodes: tuple[Path, Path]) -> None:
 
 
 def test_a_url(nodes: tuple[Path, Path], tmp_path: Path) -> None:
-    """What both nodes write to a URL is a run with the verdict of all."""
+    """The files that both nodes write to a URL are a run with the verdict of all."""
     url = f"file://{tmp_path}/bucket/run"
     for run in nodes:
         rings = node_rings(run, 0)
@@ -354,7 +354,7 @@ def test_an_object_store(nodes: tuple[Path, Path]) -> None:
 def test_urls_that_cannot_be_written(
     nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The user is told at the start; later it is one line, and nothing raises."""
+    """It is an error at the start; later it is one line, and nothing raises."""
     with pytest.raises(RankcallError, match="nonsense"):
         check_url("nonsense://x")
     assert not upload("file:///proc/nothing/run", nodes[0], {}, {})

@@ -1,7 +1,7 @@
 """A bundle: the tails of one node's rings, with the states of its processes and their stacks.
 
-Its files can also be written to a URL. What lies there is a run like any other, once it is copied
-to a disk, and the files of all nodes lie side by side.
+Its files can also be written to a URL, beside those of the other nodes. A copy of them on a disk
+is a run like any other.
 
 A bundle is an archive (``rankcall.run.archive``), so everything in it is checked when it is
 unpacked: it may come from any process that reaches the store.
@@ -166,7 +166,7 @@ def _is_longer(known: Path, new: Path) -> bool:
 
 
 def _keep_hangs(run_dir: Path, folder: Path) -> None:
-    """Add the stacks to the same verdict here; if there is none, keep the verdict as well."""
+    """Add the stacks to the same verdict here; without that verdict, keep it as well."""
     known = {id_of(verdict): Path(verdict["place"]) for verdict in kept_hangs(run_dir)}
     for verdict in kept_hangs(folder):
         source = Path(verdict["place"])

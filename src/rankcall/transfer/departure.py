@@ -50,7 +50,7 @@ class Departure:
 
     Args:
         place: Where the records are.
-        find_store: Returns the job's store (None if there is none) and the prefix of the job's
+        find_store: Returns the job's store (or None) and the prefix of the job's
             evidence. No reference to the store is kept.
         url: Where to write the records as well; empty for nowhere.
     """
