@@ -21,7 +21,7 @@ NEWEST = 256  # records of a tail, a power of two
 
 
 def tail_of(path: Path, newest: int = NEWEST) -> bytes:
-    """Return the tail of a ring file, whose writer may be alive. Raises ``CorruptRun``.
+    """Return the tail of a ring file, also of a living process. Raises ``CorruptRun``.
 
     Args:
         path: The ring.

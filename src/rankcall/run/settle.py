@@ -81,8 +81,8 @@ def settle_ring(ring: Path, run_dir: Path) -> None:
 def keep_tails(run_dir: Path) -> None:
     """Write the tails of this host's live rings into the run, so that a copy of it has evidence.
 
-    The states of their processes are noted as well. The rings stay where they are: the ranks that
-    still run read them there. Raises ``OSError``.
+    The states of their processes are noted as well. The rings stay in memory, because the ranks
+    that still run read them there. Raises ``OSError``.
     """
     folder = live_dir(run_dir)
     if folder not in trusted_live_dirs(run_dir):

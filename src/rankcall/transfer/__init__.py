@@ -6,7 +6,7 @@ answers keep the bundles of all nodes in their run directories. When a rank ends
 to rank 0's node. A run directory with bundles is a run like any other.
 
 ==============  ============================================================================
-``bundle``      what a node sends: make it, put it into a run directory, write it to a URL
+``bundle``      the files of a node: make them, put them into a run directory, write them to a URL
 ``posts``       the protocol: post bundles in a store, and collect them
 ``departure``   send a bundle when a rank ends, on a thread of its own
 ``at_verdict``  send a bundle at a verdict

@@ -117,7 +117,7 @@ def _files(
 
 
 def _where(ring: Path, run_dir: Path) -> Path:
-    """Return where a ring is now: it may have been moved into the run."""
+    """Return the present place of a ring: it may have been moved into the run."""
     return ring if ring.exists() else run_dir / "rings" / ring.name
 
 
@@ -185,7 +185,7 @@ def _keep_hangs(run_dir: Path, folder: Path) -> None:
 
 
 def upload(url: str, run_dir: Path, rings: Rings, node: Rings) -> bool:
-    """Write the tails of these rings, and what belongs to them, below a URL.
+    """Write the tails of these rings, with states and stacks, below a URL.
 
     Any failure is one line on stderr. May take long: call it on a thread of its own.
     """

@@ -3,7 +3,7 @@
 Python 3.12 starts no thread while the interpreter exits, and the user's thread must not wait for a
 store. So each rank of a job with several nodes has a thread that waits for the end. Then it sends
 the records of this rank, and of the ranks of its node that have ended without sending theirs. Rank
-0 collects what the ranks of other nodes have sent.
+0 collects the records that the ranks of other nodes have sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FindStore = Callable[[], "tuple[Store | None, str]"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's records are."""
+    """The place of a rank's records."""
 
     run_dir: Path
     first_attempt: int
@@ -46,10 +46,10 @@ class Place:
 
 
 class Departure:
-    """Sends what this rank has recorded when it ends.
+    """Sends the records of this rank when it ends.
 
     Args:
-        place: Where the records are.
+        place: The place of the records.
         find_store: Returns the job's store (or None) and the prefix of the job's
             evidence. No reference to the store is kept.
         url: Where to write the records as well; empty for nowhere.

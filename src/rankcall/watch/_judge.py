@@ -166,7 +166,7 @@ class Judge:
         return True
 
     def keep_evidence(self, attempt: int) -> None:
-        """Write what the verdict rests on where it outlives this node's memory, and this node.
+        """Keep the evidence of the verdict in the run, and send it to other nodes.
 
         Never raises. Takes ten seconds at most, if other nodes do not answer.
         """
