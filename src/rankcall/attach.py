@@ -40,16 +40,17 @@ from rankcall.capture.recording import Recording
 from rankcall.errors import warn_once
 from rankcall.files import run_folder
 from rankcall.process import boot_seconds, process_start
-from rankcall.run.directory import about_job, default_run_dir, new_run_dir
+from rankcall.run.directory import ATTEMPTS, about_job, default_run_dir, new_run_dir
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+    from rankcall.transfer.departure import Departure
 
 logger = logging.getLogger("rankcall")
 
 NESTED = "RANKCALL_WORKER"  # the pid of a recorded rank: a group below it belongs to another job
 PLACES = "RANKCALL_PLACES"  # a file of ``rankcall exec``, to which ranks add the path of their run
-ATTEMPTS = "attempts"
 KEY = "rankcall/run"
 _INLINE_S = 2.0  # for the store, inside init_process_group
 _LATER_S = 8.0  # for rank 0's proposal, on a thread of our own
@@ -145,18 +146,9 @@ def attach(rank: int, world_size: int) -> None:
 
 
 def _end_child() -> None:
-    """End the recording of a child of multiprocessing, while the exception that ends it is known.
-
-    ``torch.multiprocessing`` catches the user's exception and exits with 1 instead.
-    """
-    session.end(failure_of(sys.exc_info()[1]))
-
-
-def failure_of(error: BaseException | None) -> BaseException | None:
-    """Return the exception because of which a process ends; None if it ends well."""
-    if isinstance(error, SystemExit):
-        return error.__context__ if error.code else None
-    return error
+    """End the recording of a child of multiprocessing, which handles its last exception now."""
+    session.note_end(sys.exc_info()[1])
+    session.end()
 
 
 def _is_nested() -> bool:
@@ -227,6 +219,21 @@ def store_and_key(store: Store) -> tuple[Store, str]:
     if is_elastic() and isinstance(root, TCPStore) and (root.host, str(root.port)) == agent:
         return root, f"{KEY}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     return store, KEY
+
+
+def evidence_store() -> tuple[Store | None, str]:
+    """Return the store through which evidence leaves a node, and the prefix of its keys there.
+
+    None and an empty prefix if the default group is gone, and its store with it.
+    """
+    from torch.distributed import distributed_c10d
+
+    world: Any = distributed_c10d._world
+    group = world.default_pg
+    if group is None:
+        return None, ""
+    store, key = store_and_key(world.pg_map[group][1])
+    return store, f"rankcall/evidence{key.removeprefix(KEY)}"
 
 
 def is_elastic() -> bool:
@@ -314,6 +321,8 @@ class Placement:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._has_group = False
+        self._rank, self._world_size = -1, 0
+        self._departure: Departure | None = None
         self._pid = os.getpid()
         # These need torch, which a process that only imports this module may lack.
         from torch.distributed import distributed_c10d
@@ -351,6 +360,7 @@ class Placement:
             return
         self._has_group = True
         rank = group.ranks[process_group.rank()]
+        self._rank, self._world_size = rank, 0 if group.backend == "fake" else len(group.ranks)
         known = self._choice
         propose = self._propose if known is None else lambda: known
         is_first = rank == 0 or known is not None
@@ -433,7 +443,27 @@ class Placement:
         with contextlib.suppress(OSError, RuntimeError):
             session.place(recording, path, choice.first_attempt)
         _note_place(recording.run_dir)
+        self._prepare_to_leave(recording, choice.first_attempt)
         return recording.run_dir
+
+    def _prepare_to_leave(self, recording: Recording, first_attempt: int) -> None:
+        """Start the thread that sends this rank's records at the end, if they can be needed."""
+        world, run_dir = self._world_size, recording.run_dir
+        on_one_node = world < 2 or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
+        if run_dir is None or self._departure is not None:
+            return
+        url = os.environ.get("RANKCALL_COLLECT_TO", "")
+        if not on_one_node or url:
+            from rankcall.transfer.departure import Departure, Place
+
+            attempt = recording.identity.attempt
+            place = Place(run_dir, first_attempt, attempt, self._rank, world)
+            self._departure = Departure(place, evidence_store, url)
+
+    def leave(self, failed: bool) -> None:
+        """Send this rank's records to another node; its ring is complete."""
+        if self._departure is not None:
+            self._departure.leave(failed)
 
 
 def _writable(run_dir: Path) -> Path:

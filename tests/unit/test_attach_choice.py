@@ -17,13 +17,13 @@ from rankcall.attach import (
     Choice,
     agree,
     decode,
-    failure_of,
     own_run_dir,
     propose_in,
     propose_new,
     store_and_key,
     withdraw,
 )
+from rankcall.capture.recording import cause_of
 from rankcall.store.parts import perform_shared
 from rankcall.testing.simulated_store import LostAnswer, Mark, Process, Simulation, World
 
@@ -167,22 +167,20 @@ def test_names_that_a_rank_chooses_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("code", "is_failure"),
-    [("raise KeyError(7)", True), ("sys.exit(1)", True), ("sys.exit(0)", False)],
+    ("code", "cause"),
+    [("raise KeyError(7)", "KeyError(7)"), ("sys.exit(1)", "KeyError(7)"), ("sys.exit(0)", "None")],
 )
-def test_the_exception_that_ends_a_process(code: str, is_failure: bool) -> None:
+def test_the_exception_that_ends_a_process(code: str, cause: str) -> None:
     """It is the one that is raised, or that is handled by an exit with a failure's status."""
-    error = KeyError(7)
     caught: BaseException | None = None
     try:
         try:
-            raise error
+            raise KeyError(7)
         except KeyError:
             exec(code, {"sys": sys})
     except BaseException as ended:
         caught = ended
-    found = failure_of(caught)
-    assert (found is not None) == is_failure
-    assert found is None or repr(found) == repr(error)
-    assert failure_of(SystemExit(1)) is None, "it was not because of an exception"
-    assert failure_of(None) is None
+    assert repr(cause_of(caught)) == cause
+    assert repr(cause_of(SystemExit(3))) == "SystemExit(3)", "it was not because of another one"
+    assert cause_of(SystemExit()) is None
+    assert cause_of(None) is None

@@ -27,6 +27,7 @@ LEVELS = (
     ("analysis", "capture"),
     ("dispatch",),
     ("store",),  # a roll call says what each rank is doing
+    ("transfer",),  # a node's records go to another one through the job's store
     ("attach",),  # the ranks choose their run through the job's store
     ("hooks", "join", "rpc", "report", "export"),
     ("trace", "watch"),
@@ -62,6 +63,7 @@ OPTIONAL = (
     "sklearn",
     "starlette",
     "uvicorn",
+    "fsspec",
 )
 
 

@@ -13,13 +13,21 @@ from pathlib import Path
 import pytest
 
 from rankcall.cli import main
+from rankcall.process import Process
 from rankcall.ring import Geometry, Identity
 from rankcall.ring.lock import WriterLock, try_lock
 from rankcall.ring.writer import create_locked, put
 from rankcall.run.directory import create_run, live_dir, make_live_dir, ring_paths
 from rankcall.run.hangs import kept_hangs, text_of
 from rankcall.run.load import load
-from rankcall.run.settle import clean_up, save_ring, settle
+from rankcall.run.settle import (
+    clean_up,
+    keep_tail,
+    keep_tails,
+    save_ring,
+    settle,
+    settle_ring,
+)
 
 DAY_NS = 86_400 * 10**9
 
@@ -331,3 +339,58 @@ def test_what_is_no_ring_is_kept_for_a_day(run_dir: Path) -> None:
     os.utime(junk, (old, old))
     assert len(clean_up()) == 1
     assert not folder.exists()
+
+
+# --- tails ---
+
+
+def test_a_tail_counts_until_the_whole_ring_is_there(run_dir: Path, tmp_path: Path) -> None:
+    """A live ring's tail in the run is evidence in a copy of it, and is removed by the move."""
+    ring, lock = write_ring(run_dir)
+    keep_tails(run_dir)
+    assert names(run_dir / "rings") == ["x.tail.ring"]
+    assert [path.name for path in ring_paths(run_dir)] == ["x.ring"]
+    copied = shutil.copytree(run_dir, tmp_path / "copied")
+    assert [path.name for path in ring_paths(copied)] == ["x.tail.ring"]
+    assert load(copied).heads[0].header.rank == 0
+    put(ring, "closed_ns", time.monotonic_ns())
+    lock.release()
+    assert len(settle(run_dir)) == 1
+    assert names(run_dir / "rings") == ["x.ring"]
+
+
+def test_a_late_tail_hides_no_ring(run_dir: Path) -> None:
+    """If a ring moves while its tail is written, the whole ring counts."""
+    _, lock = write_ring(run_dir)
+    lock.release()
+    settle(run_dir)
+    keep_tail(run_dir, "x.ring", b"a tail")
+    assert [path.name for path in ring_paths(run_dir)] == ["x.ring"]
+
+
+def test_a_rank_that_ends_moves_those_of_the_killed(run_dir: Path) -> None:
+    """The last rank of a node to end leaves no ring of a killed one in memory."""
+    _, killed = write_ring(run_dir, "killed.ring")
+    killed.release()
+    _, living = write_ring(run_dir, "living.ring")
+    ring, lock = write_ring(run_dir, "mine.ring")
+    put(ring, "closed_ns", time.monotonic_ns())
+    lock.release()
+    settle_ring(live_dir(run_dir) / "mine.ring", run_dir)
+    assert names(run_dir / "rings") == ["killed.ring", "mine.ring"]
+    assert names(live_dir(run_dir)) == ["living.ring"]
+    living.release()
+
+
+def test_rings_of_a_job_that_is_over_are_moved_soon(run_dir: Path) -> None:
+    """A minute after the last process of a job ended here, its rings move; others wait a day."""
+    for name in ("x.ring", "y.ring"):
+        ring, lock = write_ring(run_dir, name, elsewhere=False, quiet_s=120)
+        put(ring, "process_start", 1)  # another process had this id
+        lock.release()
+    put(ring, "process_start", Process.current().start)
+    assert clean_up() == []
+    put(ring, "process_start", 1)
+    (said,) = clean_up()
+    assert said.startswith(f"moved 2 rings of a killed job to {run_dir}")
+    assert names(run_dir / "rings") == ["x.ring", "y.ring"]

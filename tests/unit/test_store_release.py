@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from rankcall import store
-from rankcall.store._client import _shut_down_connections_to
+from rankcall.store._client import shut_down_connections_to
 
 CALLS: dict[str, Callable[[Store], Any]] = {
     "barrier": lambda client: store.barrier(client, 2, "p", 0.1, 0),
@@ -74,7 +74,7 @@ def test_only_connections_to_that_store_are_shut_down() -> None:
         users = stack.enter_context(socket.create_connection(("127.0.0.2", port), 10))
         far_end, _ = other.accept()
         stack.enter_context(far_end)
-        _shut_down_connections_to({("127.0.0.1", port)})
+        shut_down_connections_to({("127.0.0.1", port)})
         assert ours.recv(1) == b""
         users.sendall(b"x")
         assert far_end.recv(1) == b"x"

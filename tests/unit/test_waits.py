@@ -109,6 +109,8 @@ capture/native/recorder.h: join: thread_
     wait_for has seen its last line
 capture/own_ring.py: wait: self._wanted.wait
     a daemon thread of its own, woken at the end of the recording
+transfer/departure.py: wait: self._wake.wait
+    a daemon thread of its own, woken when the process ends
 cli/exec.py: wait: child[0].wait
     the user's command, which takes as long as it takes
 cli/diagnose.py: sleep: True

@@ -47,6 +47,9 @@ class Placement(Protocol):
     def finish(self) -> None:
         """Place the records now: the recording ends."""
 
+    def leave(self, failed: bool) -> None:
+        """Send the newest records to another node, because the process ends."""
+
 
 class Recording(Scoped):
     """One process's recording. Also a context manager: ``with rankcall.enable(): ...``."""
@@ -71,7 +74,7 @@ class Recording(Scoped):
         self._leave = leave
         self._devices = DeviceStatus(self.capture)
         self._stopped = threading.Event()
-        self._left = self._is_started = False
+        self._left = self._has_failed = self._is_started = False
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
         self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
         self._step_handle: Any = None
@@ -196,6 +199,11 @@ class Recording(Scoped):
         """Note in the ring that it is complete, and move it into the run unless a launcher will."""
         self._own_ring.close()
 
+    def leave(self) -> None:
+        """Send the newest records to another node, because the process ends. The ring is closed."""
+        if self.placement is not None:
+            self.placement.leave(self._has_failed)
+
     def forget(self) -> None:
         """Touch the ring no more: this is a forked child, and the ring is its parent's."""
         self.capture.forget()
@@ -239,17 +247,28 @@ class Recording(Scoped):
         """Note in the ring how the program has ended: closing down can take for ever."""
         if self._left or threading.main_thread().is_alive():
             return
-        self._left = True
-        error = getattr(sys, "last_value", None)
-        if error is None:
+        self.note_end(getattr(sys, "last_value", None))
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Note in the ring that the program has ended: without an error, or by this exception."""
+        self._left, cause = True, cause_of(error)
+        if cause is None:
             put(self.ring, "left_ns", time.monotonic_ns())
         else:
-            self.note_failure(error)
+            self._has_failed = True
+            put_text(self.ring, "failure", _one_line(cause))
 
-    def note_failure(self, error: object) -> None:
-        """Note in the ring the exception that ends the program."""
-        self._left = True
-        put_text(self.ring, "failure", _one_line(error))
+
+def cause_of(error: BaseException | None) -> BaseException | None:
+    """Return the exception that ended a program; None if it ended without an error.
+
+    A launcher of children may turn their exceptions into an exit status, as torch's does.
+    """
+    if not isinstance(error, SystemExit):
+        return error
+    if error.code in (None, 0):
+        return None
+    return error.__context__ or error
 
 
 def _one_line(error: object) -> str:

@@ -163,17 +163,22 @@ def _in_forked_child() -> None:
 _inherited: list[_State] = []  # kept, so that a child runs no destructor of its parent's objects
 
 
-def end(failure: BaseException | None = None) -> None:
-    """End the recording and leave its ring in the run, because the process ends.
+def note_end(error: BaseException | None) -> None:
+    """Note in the ring that the program has ended, by which exception if any."""
+    recording = _state.recording
+    if recording is not None:
+        recording.note_end(error)
 
-    ``failure``: the exception that ends it, if that is known.
-    """
+
+def end() -> None:
+    """End the recording and leave its ring in the run, because the process ends."""
+    recording = _state.recording
     with background.holding(_state.lock, _LOCK_SECONDS) as is_held:
         if not is_held:
             return
         if _state.recording is not None:
-            if failure is not None:
-                _state.recording.note_failure(failure)
             _stop(_state.recording)
         for old in _state.draining:
             old.close()
+    if recording is not None:
+        recording.leave()

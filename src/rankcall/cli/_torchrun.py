@@ -21,6 +21,7 @@ OPTIONS = (
     "--history",
     "--hang-after",
     "--on-hang",
+    "--collect-to",
     "--serve",
 )  # rankcall's own options; all others are torchrun's
 USAGE_ERROR = 2  # the exit status that argparse and click use

@@ -14,13 +14,13 @@ import typer
 from rankcall.cli._console import say
 from rankcall.errors import CorruptRun, RankcallError
 from rankcall.files import open_file
-from rankcall.process import boot_id, host_name
+from rankcall.process import boot_id
 from rankcall.ranks import format_ranks
 from rankcall.ring.layout import Header
 from rankcall.ring.reader import read_head
 from rankcall.run.archive import FOLDERS, check_name, is_archive, pack, unpack
 from rankcall.run.directory import find_run, ring_paths
-from rankcall.run.exits import STATES, describe_states
+from rankcall.run.exits import STATES, describe_states, states_name
 from rankcall.run.hangs import HANGS
 from rankcall.run.redact import redact
 from rankcall.run.settle import settle
@@ -81,17 +81,13 @@ def _collect(folders: list[Path], first: Path, target: Path, scratch: Path) -> N
         raise CorruptRun(f"{first}: no ring files: not a run, or nothing was recorded in it")
     on_this_host = [header for header in headers if header.boot_id == boot_id()]
     if on_this_host:
-        name = f"{STATES}/{_plain(host_name())}.{_plain(boot_id())}.json"
+        name = f"{STATES}/{states_name()}"
         (scratch / "states.json").write_bytes(describe_states(on_this_host))
         files.insert(0, (name, scratch / "states.json"))
     left += pack(files, target, first.name.partition(".tar")[0] or "run")
     for line in left:
         say(f"left out: {line}")
     _summarise(headers, target)
-
-
-def _plain(text: str) -> str:
-    return "".join(char if char.isalnum() else "_" for char in text)
 
 
 def _files(folder: Path, run_json: Path, left: list[str]) -> list[tuple[str, Path]]:

@@ -24,9 +24,11 @@ from rankcall.cli.run import (
     HANG_AFTER_S,
     Capture,
     CaptureOption,
+    CollectToOption,
     HangAfterOption,
     OnHang,
     OnHangOption,
+    collecting,
     prepare,
     watching,
 )
@@ -57,6 +59,7 @@ def command(
     capture: CaptureOption = Capture.auto,
     hang_after: HangAfterOption = HANG_AFTER_S,
     on_hang: OnHangOption = OnHang.report,
+    collect_to: CollectToOption = "",
 ) -> None:
     """Run a command, and record and watch every rank that it starts.
 
@@ -81,6 +84,7 @@ def command(
             "RANKCALL_WORKER": None,
             "RANKCALL_SETTLES": None,
             **watching(hang_after, on_hang),
+            **collecting(collect_to),
         }
         if run_dir is None and os.environ.get("RANKCALL_RUN_DIR"):
             del variables["RANKCALL_RUN_DIR"]

@@ -52,6 +52,7 @@ from rankcall.run.directory import (
     ring_paths,
 )
 from rankcall.run.settle import settle
+from rankcall.transfer.bundle import COLLECT_TO, check_url
 
 __all__ = ["CONTEXT_SETTINGS", "HANG_AFTER_S", "command"]
 
@@ -104,6 +105,15 @@ OnHangOption = Annotated[
     ),
 ]
 
+CollectToOption = Annotated[
+    str,
+    typer.Option(
+        envvar=COLLECT_TO,
+        metavar="URL",
+        help="Write the newest records of each node there at a verdict and at the end, by fsspec.",
+    ),
+]
+
 
 def command(
     args: Annotated[
@@ -118,6 +128,7 @@ def command(
     capture: CaptureOption = Capture.auto,
     hang_after: HangAfterOption = HANG_AFTER_S,
     on_hang: OnHangOption = OnHang.report,
+    collect_to: CollectToOption = "",
     trace: Annotated[
         Trace | None,
         typer.Option(
@@ -163,6 +174,7 @@ def command(
         variables = {
             **arming(chosen_dir, recorder, job),
             **watching(hang_after, on_hang),
+            **collecting(collect_to),
             **tracing(trace.value if trace else None, history),
         }
         with page_of(chosen_dir, serve, hang_after), environment(variables):
@@ -179,6 +191,13 @@ def command(
 def watching(hang_after: float, on_hang: OnHang) -> dict[str, str]:
     """Return the environment variables for the watchers of the ranks."""
     return {watch.HANG_AFTER: f"{hang_after:g}", watch.ON_HANG: on_hang.value}
+
+
+def collecting(url: str) -> dict[str, str]:
+    """Return the environment variable for a URL to write to. Exits if that is not possible."""
+    if url:
+        check_url(url)
+    return {COLLECT_TO: url} if url else {}
 
 
 def prepare(capture: str) -> str:

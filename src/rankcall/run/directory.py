@@ -6,6 +6,7 @@
     rankcall-runs/20261121T034130-train_digits/
         run.json                                    the command that was started, where and when
         rings/rank-00003.attempt-0.node-a.4711.ring one file per rank and attempt
+        rings/rank-00003....4711.tail.ring          its newest records, until it is moved here
         exits/                                      how the workers ended: see ``exits``
         hangs/0001/                                 a verdict of the watcher: see ``hangs``
         joins.jsonl                                 the sums of each ``Join``: see ``joins``
@@ -45,7 +46,9 @@ from rankcall.process import host_name
 from rankcall.run.redact import redact_command
 
 RUNS = "rankcall-runs"
+ATTEMPTS = "attempts"
 RUN_SCHEMA = 1
+TAIL = ".tail.ring"  # a ring's newest records, written while its process lives
 
 
 def default_run_dir(script: str, started: datetime | None = None) -> Path:
@@ -221,7 +224,8 @@ def unused_ring(name: str, *folders: Path) -> str:
 def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
     """Return the ring files of a run, both moved and live ones; if ``path`` is a file, that file.
 
-    A live ring that another user could have put there is left out, and ``problems`` says so.
+    The tail of a ring counts only if the whole ring is in neither place. A live ring that another
+    user could have put there is left out, and ``problems`` says so.
     """
     if path.is_file():
         return [path]
@@ -242,4 +246,18 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
                     problems.append(f"{reason(error)}: it is ignored")
             else:
                 found.setdefault(ring.name, ring)
-    return list(found.values())
+    return [
+        ring
+        for name, ring in found.items()
+        if whole_name(name) == name or whole_name(name) not in found
+    ]
+
+
+def tail_name(name: str) -> str:
+    """Return the name of the file with the tail of a ring."""
+    return f"{whole_name(name).removesuffix('.ring')}{TAIL}"
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the ring that a file holds, whole or only its tail."""
+    return f"{name.removesuffix(TAIL)}.ring" if name.endswith(TAIL) else name

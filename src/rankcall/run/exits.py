@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rankcall.files import append_line, run_folder
-from rankcall.process import boot_id
+from rankcall.process import boot_id, host_name
 from rankcall.ring.layout import Header
 
 EXITS, STATES = "exits", "states"
@@ -104,6 +104,12 @@ class Noted:
 
 
 Process = tuple[str, int, int]  # boot id, pid, start: one process of the world
+
+
+def states_name() -> str:
+    """Return the name of this host's file in ``states``."""
+    names = (re.sub(r"[^A-Za-z0-9]", "_", each) for each in (host_name(), boot_id()))
+    return f"{'.'.join(names)}.json"
 
 
 def describe_states(headers: Iterable[Header]) -> bytes:

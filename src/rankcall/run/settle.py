@@ -19,28 +19,41 @@ from rankcall.errors import CorruptRun
 from rankcall.files import UnsafeFolder, check_folder, open_file, replacing, run_folder
 from rankcall.process import ALIVE, DEAD, UNKNOWN
 from rankcall.record import RECORD
-from rankcall.ring.layout import HEADER_BYTES, Header, offset_of, parse_header
+from rankcall.ring.layout import HEADER_BYTES, Header, offset_of, parse_header, read_header
 from rankcall.ring.lock import try_lock
-from rankcall.run.directory import live_base, live_dir, trusted_live_dirs, unused_ring
+from rankcall.ring.tail import tail_of
+from rankcall.run.directory import (
+    live_base,
+    live_dir,
+    tail_name,
+    trusted_live_dirs,
+    unused_ring,
+)
+from rankcall.run.exits import STATES, describe_states, states_name
 from rankcall.run.hangs import HANGS, settle_hangs
 
 _RPC = "rpc"  # the RPC back end's folder, which is beside those of the runs
 _OLD_SECONDS = 86_400.0
+_OVER_SECONDS = 60.0  # a launcher that ends with its ranks has moved their rings by then
 _MOVER_SECONDS = 5.0  # how long to wait for another process that moves the same ring
 _MOST_CLEANED = 256
 
 
-def settle(path: Path) -> list[Path]:
+def settle(path: Path, wait_s: float = _MOVER_SECONDS) -> list[Path]:
     """Move the rings of ended processes of this host into the run directory; return their paths.
 
     The ring of a process that may still run stays: see ``_claim``. A ring that cannot be moved can
     still be loaded from its old place. Only this user's rings are moved.
+
+    Args:
+        path: The run directory.
+        wait_s: How long to wait for other processes that move the same rings.
     """
     moved: list[Path] = []
     source = live_dir(path)
     if source not in trusted_live_dirs(path):
         return moved
-    deadline = time.monotonic() + _MOVER_SECONDS
+    deadline = time.monotonic() + wait_s
     for ring in sorted(source.glob("*.ring")):
         with contextlib.suppress(OSError, CorruptRun):
             target = _move(ring, path, deadline)
@@ -54,10 +67,39 @@ def settle(path: Path) -> list[Path]:
 
 
 def settle_ring(ring: Path, run_dir: Path) -> None:
-    """Move one finished ring into its run directory. If that fails, it stays readable."""
+    """Move one finished ring into its run directory. If that fails, it stays readable.
+
+    The rings of other ranks that ended without moving theirs, because they were killed or forked,
+    are moved as well.
+    """
     with contextlib.suppress(OSError, CorruptRun):
         if _move(ring, run_dir, time.monotonic() + _MOVER_SECONDS) is not None:
+            settle(run_dir, wait_s=0.0)
             _remove_empty(ring.parent)
+
+
+def keep_tails(run_dir: Path) -> None:
+    """Write the tails of this host's live rings into the run, so that a copy of it has evidence.
+
+    The states of their processes are noted as well. The rings stay in memory, because the ranks
+    that still run read them there. Raises ``OSError``.
+    """
+    folder = live_dir(run_dir)
+    if folder not in trusted_live_dirs(run_dir):
+        return
+    rings = sorted(folder.glob("*.ring"))
+    for ring in rings:
+        with contextlib.suppress(CorruptRun):  # for example, it was moved meanwhile
+            keep_tail(run_dir, ring.name, tail_of(ring))
+    headers = [header for header in map(read_header, rings) if header is not None]
+    with replacing(run_folder(run_dir, STATES) / states_name()) as file:
+        file.write(describe_states(headers))
+
+
+def keep_tail(run_dir: Path, name: str, tail: bytes) -> None:
+    """Write the tail of a ring of this name into the run. Raises ``OSError``."""
+    with replacing(run_folder(run_dir, "rings") / tail_name(name)) as file:
+        file.write(tail)
 
 
 def save_ring(ring: mmap.mmap, run_dir: Path, name: str) -> Path:
@@ -134,6 +176,7 @@ def _copy(source: BinaryIO, ring: Path, target: Path) -> None:
         shutil.copyfileobj(source, copy, 1 << 20)
         _cut(copy)
     ring.unlink()
+    target.with_name(tail_name(ring.name)).unlink(missing_ok=True)
 
 
 def _cut(file: BinaryIO) -> None:
@@ -158,7 +201,8 @@ def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:
     """Free the memory that the rings of this user's dead processes take on this host.
 
     A ring is moved if its run directory still exists, and removed if not. A ring is left alone
-    while its process may be alive, and for a day after its last sign of life.
+    while its process may be alive, and for a day after its last sign of life. If all processes of
+    its job on this host are known to have ended, it is moved after a minute.
 
     Args:
         everything: Do not wait for a day.
@@ -188,13 +232,16 @@ def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:
 def _clean_folder(folder: Path, rings: list[Path], everything: bool) -> list[str]:
     moved: dict[str, int] = {}
     removed, freed, run_dir = 0, 0, Path()
+    is_over = all(map(_is_over, rings))
     for ring in rings:
         with contextlib.suppress(OSError, CorruptRun), contextlib.ExitStack() as held:
             file, header = _claim(ring, held, deadline=0.0)
-            if file is None or not (everything or _is_old(ring, header)):
+            has_run = header is not None and header.run_dir and _is_run(Path(header.run_dir))
+            may_go = everything or _is_old(ring, header) or (is_over and has_run)
+            if file is None or not may_go:
                 continue
             size = os.fstat(file.fileno()).st_blocks * 512
-            if header is not None and header.run_dir and _is_run(Path(header.run_dir)):
+            if header is not None and has_run:
                 run_dir = Path(header.run_dir)
                 try:
                     _copy(file, ring, run_folder(run_dir, "rings") / ring.name)
@@ -224,7 +271,7 @@ def _rings(count: int) -> str:
 
 
 def has_old_rings(run_dir: Path) -> bool:
-    """Return whether ``clean_up`` may find old rings of other runs. It only lists one folder."""
+    """Return whether ``clean_up`` may find rings of other runs. It only lists one folder."""
     own = live_dir(run_dir)
     try:
         with os.scandir(own.parent) as entries:
@@ -235,7 +282,7 @@ def has_old_rings(run_dir: Path) -> bool:
             ]
     except OSError:
         return False
-    return max(ages, default=0.0) > _OLD_SECONDS
+    return max(ages, default=0.0) > _OVER_SECONDS
 
 
 def _is_run(path: Path) -> bool:
@@ -246,6 +293,14 @@ def _is_old(ring: Path, header: Header | None) -> bool:
     """Return whether the last sign of life of a ring's process is more than a day old."""
     last_sign = ring.lstat().st_mtime if header is None else header.last_sign_epoch_ns / 1e9
     return _age_s(last_sign) > _OLD_SECONDS
+
+
+def _is_over(ring: Path) -> bool:
+    """Return whether a ring's process is known to have ended more than a minute ago."""
+    header = read_header(ring)
+    if header is None or header.process.liveness() != DEAD:
+        return False
+    return _age_s(header.last_sign_epoch_ns / 1e9) > _OVER_SECONDS
 
 
 def _age_s(epoch_s: float) -> float:

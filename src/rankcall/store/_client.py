@@ -454,7 +454,7 @@ def _run_aside(
             call.end_helper()
 
     call.begin_helper()
-    call.peers = _peers_of(store)
+    call.peers = peers_of(store)
     helper = call.helper = background.BackgroundCall(work, "rankcall-store")
     _running.add(call)
     try:
@@ -497,14 +497,10 @@ def own_connection(store: Store, state: LocalState, seconds: float) -> Connectio
     place = where(store)
 
     def connect() -> None:
-        if _is_closed(store):  # torch would go on trying until the store's timeout
-            raise lost(place, "it closed the connection")
-        client = store.clone()  # type: ignore[attr-defined]
-        client.set_timeout(_READ)
-        state.idle.append(Connection(client, _socket_of(client)))
+        state.idle.append(_cloned(store, place))
 
     call = Call()
-    call.peers = _peers_of(store)
+    call.peers = peers_of(store)
     call.helper = background.BackgroundCall(connect, "rankcall-store-connect")
     _note_connecting(call)
     if not call.helper.ended(seconds):
@@ -520,6 +516,30 @@ def own_connection(store: Store, state: LocalState, seconds: float) -> Connectio
         return state.idle.pop()
     except IndexError:  # another thread was faster
         return None
+
+
+def separate_connection(store: Store, seconds: float) -> Connection:
+    """Make a connection of our own on this thread, however long that takes; or raise ``StoreLost``.
+
+    Answers over it take ``seconds`` at most.
+    """
+    if not local_state(store).is_tcp:
+        return Connection(store)
+    place = where(store)
+    try:
+        own = _cloned(store, place)
+    except RuntimeError as error:
+        raise lost(place, str(error)) from error
+    own.limit(seconds)
+    return own
+
+
+def _cloned(store: Store, place: str) -> Connection:
+    if _is_closed(store):  # torch would go on trying until the store's timeout
+        raise lost(place, "it closed the connection")
+    client = store.clone()  # type: ignore[attr-defined]
+    client.set_timeout(_READ)
+    return Connection(client, _socket_of(client))
 
 
 _connecting: list[Call] = []
@@ -547,7 +567,7 @@ def _release_helpers() -> None:
     _wait_for(calls, _EXIT_S / 4)
     for call in calls:
         if call.peers and not _has_ended(call):
-            _shut_down_connections_to(call.peers)
+            shut_down_connections_to(call.peers)
     _wait_for(calls, _EXIT_S)
 
 
@@ -563,7 +583,7 @@ def _wait_for(calls: Iterable[Call], seconds: float) -> None:
             background.exit_budget.spend(call.helper.ended, left)
 
 
-def _shut_down_connections_to(peers: Collection[Address]) -> None:
+def shut_down_connections_to(peers: Collection[Address]) -> None:
     """Shut down this process's connections to a store that does not answer."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -573,7 +593,7 @@ def _shut_down_connections_to(peers: Collection[Address]) -> None:
                     duplicate.shutdown(socket.SHUT_RDWR)
 
 
-def _peers_of(store: Store) -> frozenset[Address]:
+def peers_of(store: Store) -> frozenset[Address]:
     """Return the address that a TCPStore client is connected to."""
     duplicate = _socket_of(store)
     if duplicate is None:

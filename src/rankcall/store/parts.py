@@ -30,7 +30,17 @@ from rankcall._requests import (
     Until,
 )
 from rankcall.background import BackgroundCall
-from rankcall.store._client import Call, Connection, clock, drive, polling, run
+from rankcall.store._client import (
+    Call,
+    Connection,
+    clock,
+    drive,
+    peers_of,
+    polling,
+    run,
+    separate_connection,
+    shut_down_connections_to,
+)
 
 T = TypeVar("T")
 _SLOW_S = 0.5  # for the answer to a request that was made just before the deadline
@@ -63,6 +73,36 @@ def perform_shared(store: Store, timeout: float, steps: Steps[T]) -> T:
         raise connection.lost(TimeoutError("no answer in time"))
     result: T = helper.outcome()
     return result
+
+
+class Standby:
+    """Runs a protocol on the calling thread, over a connection that it makes for it.
+
+    For a thread that was started beforehand: Python 3.12 starts none while the interpreter exits.
+    Another thread waits for it with a deadline, and then calls ``release``.
+    """
+
+    def __init__(self) -> None:
+        self._call = Call()
+
+    def perform(self, store: Store, timeout: float, steps: Steps[T]) -> T:
+        """Run a protocol. Raises ``StoreLost`` if the store has failed, or was released."""
+        call = self._call
+        call.peers = peers_of(store)
+        connection = call.connection = separate_connection(store, timeout)
+        try:
+            until = clock.monotonic() + timeout
+            result: T = drive(steps, connection, polling(connection, call, until), call)[1]
+            return result
+        finally:
+            call.connection = None
+            connection.close()
+
+    def release(self) -> None:
+        """Let the thread go on, with an error, also while it connects."""
+        self._call.abandon()
+        if self._call.peers:
+            shut_down_connections_to(self._call.peers)
 
 
 def publish_once(key: str, value: bytes) -> Steps[bytes]:

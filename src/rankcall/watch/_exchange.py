@@ -80,7 +80,7 @@ class Exchange:
 
         Raises ``Unreachable`` like ``agree``.
         """
-        return self._perform(_PROBE_S, self._ask(list(members)))
+        return self.perform(_PROBE_S, self._ask(list(members)))
 
     @property
     def signed_on(self) -> bool:
@@ -93,11 +93,12 @@ class Exchange:
         ``judge`` gets the snapshot of all ranks, and the verdict of the round before or ``b""``.
         Raises ``Unreachable`` if the store is gone or silent.
         """
-        self._perform(_PROBE_S, self._latest())
+        self.perform(_PROBE_S, self._latest())
         limit_s = self._settle_s + _JUDGES * _turn_s(world_size)
-        return self._perform(limit_s, self.steps(mine, world_size, judge))
+        return self.perform(limit_s, self.steps(mine, world_size, judge))
 
-    def _perform(self, limit_s: float, steps: Steps[T]) -> T:
+    def perform(self, limit_s: float, steps: Steps[T]) -> T:
+        """Make requests to the job's store. Raises ``Unreachable`` like ``agree``."""
         from rankcall.store.parts import perform  # here: the launcher imports this without torch
 
         if time.monotonic() < self._lost_until:

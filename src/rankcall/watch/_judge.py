@@ -34,11 +34,12 @@ from rankcall.analysis.verdicts import find, settles_in
 from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.finding import Finding, duration, finding_from
 from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.attach import evidence_store
 from rankcall.files import run_folder
-from rankcall.process import boot_id
+from rankcall.process import boot_id, host_name
 from rankcall.report.json import diagnosis_object
 from rankcall.ring.layout import Header
-from rankcall.run.directory import make_live_dir
+from rankcall.run.directory import TAIL, make_live_dir
 from rankcall.run.hangs import (
     HANGS,
     STACKS,
@@ -55,7 +56,9 @@ from rankcall.run.hangs import (
     waits_that_ended,
 )
 from rankcall.run.load import load
+from rankcall.run.settle import keep_tails
 from rankcall.run.stacks import request_stacks
+from rankcall.transfer.at_verdict import EvidenceSender
 from rankcall.watch._exchange import Exchange, Unreachable
 
 logger = logging.getLogger("rankcall.watch")
@@ -77,6 +80,11 @@ class Judge:
         self._hang_after = hang_after
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._exchange = Exchange(_job_store, f"rankcall/watch/{attempt}/")
+        self._sender = EvidenceSender(
+            run_dir,
+            f"{host_name()}.{os.getpid()}",
+            Exchange(lambda: evidence_store()[0]).perform,
+        )
         self._began_ns = time.monotonic_ns()
         self._learned = Learned(kept_hangs(run_dir))
         self._pause = _PAUSE_S[0]
@@ -158,6 +166,23 @@ class Judge:
         self._publish(verdict, stacks, of_this_hang, prints, _Told(first_ns, seen_ns, None))
         return True
 
+    def keep_evidence(self, attempt: int) -> None:
+        """Keep the evidence of the verdict in the run, and send it to other nodes.
+
+        Never raises. Takes ten seconds at most, if other nodes do not answer.
+        """
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        verdict = id_of(self._last_verdicts[-1]) if self._last_verdicts else ""
+        try:
+            keep_tails(self._run_dir)
+            prefix = evidence_store()[1] if verdict else ""
+            for problem in self._sender.send(prefix, verdict, attempt - restarts, attempt):
+                logger.warning(problem)
+        except Unreachable as error:
+            logger.debug("the newest records are not sent to other nodes: %s", error)
+        except (OSError, ValueError) as error:
+            logger.warning("the newest records cannot be kept: %s", error)
+
     def verdicts(self) -> list[Object]:
         """Return the verdicts since this watcher began, oldest first."""
         return [
@@ -177,7 +202,11 @@ class Judge:
     def _snapshot(self, headers: dict[int, Header]) -> Snapshot:
         run = load(self._run_dir)
         attempt = max(header.attempt for header in headers.values())
-        run.heads = [head for head in run.heads if head.header.attempt == attempt]
+        run.heads = [
+            head  # a tail is of a rank of another node, as it was at an earlier verdict
+            for head in run.heads
+            if head.header.attempt == attempt and not head.path.name.endswith(TAIL)
+        ]
         snapshot = snapshot_of_run(run, window=_WINDOW)
         snapshot.problems = [text for text in snapshot.problems if _NO_RING not in text]
         return snapshot

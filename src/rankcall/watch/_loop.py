@@ -114,6 +114,7 @@ class Watcher:
         asked = self._is_asked(headers, now, judge)
         due = first_ns != 0 and now >= judge.next_look
         if (asked or due) and judge.look(headers, first_ns or time.monotonic_ns(), asked):
+            judge.keep_evidence(self._recording.identity.attempt)
             self._call_for_reaction(judge)
 
     def _make_judge(self) -> Judge | None:

@@ -34,7 +34,7 @@ from rankcall.record import FLAG_DEVICE
 from rankcall.ring.layout import FOREVER_NS, Header
 from rankcall.ring.reader import Head, Ring
 from rankcall.ring.tables import CallSite, Group
-from rankcall.run.exits import LAUNCHER, Exit, read_exits, read_states
+from rankcall.run.exits import LAUNCHER, Exit, Noted, read_exits, read_states
 from rankcall.run.hangs import kept_hangs, waits_that_ended
 from rankcall.run.load import Progress, Run
 
@@ -118,6 +118,8 @@ class SnapshotBuilder:
         state, moment = self._state_of(header), self._now_ns()
         if state == UNKNOWN:
             then = self._noted.get((header.boot_id, header.pid, header.process_start))
+            if then is not None and _is_outdated(then, header):
+                then = None
             state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
         self._windows.add(ring, state, moment)
 
@@ -131,6 +133,12 @@ class SnapshotBuilder:
         found = self._windows.finish(world, exits, problems)
         dumped = "evidence" in run.about
         return replace(found, mixed=self._mixed, waited_before=ended, dumped=dumped)
+
+
+def _is_outdated(then: Noted, header: Header) -> bool:
+    """Return whether a process has ended, or has gone on for long, since its state was noted."""
+    later = max(_beats(header)) - then.mono_ns > _APART_S * _S
+    return then.state != GONE and (later or header.closed_ns > then.mono_ns)
 
 
 class _Window(NamedTuple):
