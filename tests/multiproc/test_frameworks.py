@@ -1,7 +1,7 @@
 """Frameworks, schedulers and notebooks, with the real packages. ``make setup-integrations``.
 
-Each is compared with the same job without rankcall. Then rank 1 gets a fault, and the records have
-to say so: what the job is, not how it was started, decides the verdict.
+Each is compared with the same job without rankcall. Then rank 1 gets a fault, and the verdict has
+to name it, however the job was started.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def test_a_straggler(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_rank_that_crashes(place: Place, name: str) -> None:
-    """The exception of rank 1 is quoted, and nobody is advised about its batches."""
+    """The exception of rank 1 is quoted, and the advice is not about batches."""
     job = JOBS[name]
     needs(job)
     ended = place.start(job, "--hang-after=120", FAULT="crash")

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from diagnosing import RANK_2_MISSING, diagnose_calls
 
-from rankcall.analysis.state.call_stacks import Frame, stack_classes, telling_frames
+from rankcall.analysis.state.call_stacks import (
+    CodePlace,
+    Frame,
+    code_place,
+    stack_classes,
+    telling_frames,
+)
 from rankcall.report.diagnosis import render, stack_lines
 from rankcall.report.json import render_diagnosis
 
@@ -127,3 +133,16 @@ def test_terminal_and_json_have_the_same_classes(tmp_path: Path) -> None:
     text = render(found, 80, stacks)
     assert text.index("rank 341\n") < text.index("2 ranks: 5,900") < text.index("1,021 ranks: ")
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_ray_worker_that_trains_in_a_thread() -> None:
+    """The main thread's wait for tasks is no place; while it runs a task, that is one."""
+    loop = (
+        '  File "/venv/lib/python3.11/site-packages/ray/_private/worker.py", line 7 in main_loop\n'
+        '  File "/venv/lib/python3.11/site-packages/ray/_private/workers/default_worker.py", '
+        "line 323 in <module>"
+    )
+    first = "Stack (most recent call first):\n"
+    assert code_place(first + loop) == CodePlace()
+    task = '  File "/home/me/train.py", line 20 in work\n'
+    assert code_place(first + task + loop).line == "/home/me/train.py:20"
