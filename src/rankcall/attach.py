@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall._requests import Read, Steps, Until
-from rankcall.background import BackgroundCall
+from rankcall.background import BackgroundCall, exit_budget
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
 from rankcall.errors import warn_once
@@ -147,6 +147,7 @@ def attach(rank: int, world_size: int) -> None:
 
 def _end_child() -> None:
     """End the recording of a child of multiprocessing, which handles its last exception now."""
+    exit_budget.begin()  # such a child runs no exit handlers
     session.note_end(sys.exc_info()[1])
     session.end()
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +29,12 @@ from rankcall.run.load import load
 from rankcall.store.parts import perform
 from rankcall.testing.simulated_store import Mark, Process, Simulation, World
 from rankcall.testing.synthetic import Planted, synthetic_run
+from rankcall.transfer import at_verdict, departure
 from rankcall.transfer import bundle as bundle_module
-from rankcall.transfer import departure
 from rankcall.transfer import posts as posts_module
+from rankcall.transfer.at_verdict import MOST_S, EvidenceSender
 from rankcall.transfer.bundle import (
+    COLLECT_TO,
     check_url,
     is_shared,
     keep_bundles,
@@ -379,3 +382,41 @@ def test_which_rings_are_this_nodes(nodes: tuple[Path, Path]) -> None:
     assert sorted(header.rank for header in mine.values()) == [0, 1, 2, 3]
     assert node_rings(first, 1) == {}
     assert all(read_header(path) is not None for path in mine)
+
+
+def test_a_url_that_takes_nothing_does_not_hold_a_verdict_up(
+    nodes: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The upload goes on in the background; the verdict may have to end the job now."""
+    over = threading.Event()
+    monkeypatch.setattr(at_verdict, "upload", lambda *given: over.wait(100))
+    monkeypatch.setattr(at_verdict, "MOST_S", 0.2)
+    monkeypatch.setenv(COLLECT_TO, "memory://a-url-that-takes-nothing")
+    try:
+        sender = EvidenceSender(nodes[0], "node-a", pytest.fail)
+        assert sender.send("", "a-verdict", 0, 0) == []
+        assert "memory://a-url-that-takes-nothing has not taken" in capsys.readouterr().err
+    finally:
+        over.set()
+
+
+def test_all_exchanges_of_a_verdict_have_one_deadline(
+    nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that uses up the time of each request gets no more than that of one verdict."""
+    now, given = [1000.0], []
+    monkeypatch.setattr(at_verdict, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(seconds: float, steps: Any) -> list[bytes]:
+        given.append(seconds)
+        now[0] += seconds * 0.9
+        return []
+
+    sender = EvidenceSender(nodes[0], "node-a", slow)
+    for verdict in ("first", "second"):
+        given.clear()
+        assert sender.send("job", verdict, 0, 0) == []
+        assert len(given) > 1 or verdict == "first"
+        assert sum(given) * 0.9 <= MOST_S

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rankcall.background import BackgroundCall
+from rankcall.errors import warn_once
 from rankcall.transfer.bundle import (
     COLLECT_TO,
+    Rings,
     is_shared,
     keep_bundles,
     make_bundle,
@@ -17,7 +22,7 @@ from rankcall.transfer.bundle import (
 )
 from rankcall.transfer.posts import ENDED, SETTLE_S, Posts
 
-_MARGIN_S = 4.0  # for the requests
+MOST_S = SETTLE_S + 4.0  # that ``send`` takes: the verdict may have to end the job after it
 
 Perform = Callable[[float, Any], Any]  # makes requests to the job's store, with a deadline
 
@@ -40,8 +45,8 @@ class EvidenceSender:
     def send(self, prefix: str, verdict: str, first_attempt: int, attempt: int) -> list[str]:
         """Send this node's bundle for a verdict, and keep those of other nodes if it collects.
 
-        Takes ten seconds at most, if other nodes do not answer. Raises ``OSError``, and what
-        ``perform`` raises.
+        Takes ten seconds at most, if the store, other nodes or the URL do not answer. Raises
+        ``OSError``, and what ``perform`` raises.
 
         Args:
             prefix: The prefix of the job's evidence in the store; empty if there is no store.
@@ -52,22 +57,38 @@ class EvidenceSender:
         Returns:
             A line for each bundle that cannot be kept.
         """
+        until = time.monotonic() + MOST_S
         rings = node_rings(self._run_dir, attempt)
+        with self._uploading(rings, until):
+            mine = {header.rank for header in rings.values()}
+            world = max((header.world_size for header in rings.values()), default=0)
+            if len(mine) >= world or not prefix:
+                return []  # all ranks are on this node
+
+            def perform(steps: Any) -> Any:
+                return self._perform(max(0.1, until - time.monotonic()), steps)
+
+            if self._last is not None and 0 in mine:
+                perform(self._last.remove())
+            shared = is_shared(self._run_dir, first_attempt)
+            bundle = b"" if shared else make_bundle(self._run_dir, rings, world)
+            self._last = Posts(f"{prefix}/{attempt}/{verdict}")
+            bundles = perform(self._last.exchange(mine, bundle, world, self._name))
+            if 0 in mine:  # a node whose ranks have all ended does not answer
+                bundles += perform(Posts(f"{prefix}/{attempt}/{ENDED}").collect(mine, world, 0.0))
+            return keep_bundles(self._run_dir, bundles)
+
+    @contextlib.contextmanager
+    def _uploading(self, rings: Rings, until: float) -> Iterator[None]:
+        """Write the rings to the URL, if one is given, while the block runs and until then."""
         url = os.environ.get(COLLECT_TO, "")
-        if url:
-            upload(url, self._run_dir, rings, rings)
-        mine = {header.rank for header in rings.values()}
-        world = max((header.world_size for header in rings.values()), default=0)
-        if len(mine) >= world or not prefix:
-            return []  # all ranks are on this node
-        if self._last is not None and 0 in mine:
-            self._perform(_MARGIN_S, self._last.remove())
-        shared = is_shared(self._run_dir, first_attempt)
-        bundle = b"" if shared else make_bundle(self._run_dir, rings, world)
-        self._last = Posts(f"{prefix}/{attempt}/{verdict}")
-        steps = self._last.exchange(mine, bundle, world, self._name)
-        bundles = self._perform(SETTLE_S + _MARGIN_S, steps)
-        if 0 in mine:  # a node whose ranks have all ended does not answer
-            ended = Posts(f"{prefix}/{attempt}/{ENDED}").collect(mine, world, 0.0)
-            bundles += self._perform(_MARGIN_S, ended)
-        return keep_bundles(self._run_dir, bundles)
+        if not url:
+            yield
+            return
+        call = BackgroundCall(lambda: upload(url, self._run_dir, rings, rings), "rankcall-upload")
+        try:
+            yield
+        finally:
+            if not call.ended(until - time.monotonic()):
+                warn_once(f"{url} has not taken the newest records within {MOST_S:g} s")
+                call.give_up()
