@@ -1,4 +1,4 @@
-"""Who may read the page of ``rankcall serve``: loopback, tokens, and forged headers."""
+"""The readers of the page of ``rankcall serve``: loopback, tokens, and forged headers."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_login_sets_a_cookie_that_scripts_cannot_read(public: Served) -> None:
 
 
 def test_the_token_is_printed_once(run: Path) -> None:
-    """It is in the link alone: no log line has it, whatever is asked for."""
+    """It is in the link alone, and in no line of the log, after any request."""
     with Served(run, "--host", "0.0.0.0") as served:
         served.ask(Authorization=f"Bearer {served.token}")
         served.ask(f"/?token={served.token}")

@@ -51,7 +51,7 @@ def opened(browser: Any, served: Served, **options: Any) -> tuple[Any, list[str]
 
 
 def test_a_thousand_ranks(browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
-    """Each rank has a square, all fit on one screen, and the culprit's tells where it is."""
+    """Each rank has a square, all fit on one screen, and that of the culprit tells its line."""
     run = live_run(tmp_path, 1024, someone.pid)
     with Served(run) as served:
         page, wrong = opened(browser, served, viewport={"width": 1280, "height": 900})
@@ -90,7 +90,7 @@ def test_keys_reach_every_rank(
 def test_changes_come_by_themselves(
     browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]
 ) -> None:
-    """The page shows the end of a job without being loaded again; what is open stays open."""
+    """The page shows the end of a job without being loaded again; opened parts stay open."""
     run = live_run(tmp_path, 8, someone.pid)
     with Served(run) as served:
         page, wrong = opened(browser, served)
@@ -135,7 +135,7 @@ def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:
 
 
 def test_the_link_with_the_token_opens_the_page(browser: Any, tmp_path: Path) -> None:
-    """The link logs in by itself and the token leaves the address; without it a form asks."""
+    """The link logs in, and the token leaves the address; without it a form asks."""
     synthetic_run(tmp_path / "run", 4, 60)
     with Served(tmp_path / "run", "--host", "0.0.0.0") as served:
         page = browser.new_context().new_page()
