@@ -51,7 +51,7 @@ def opened(browser: Any, served: Served, **options: Any) -> tuple[Any, list[str]
 
 
 def test_a_thousand_ranks(browser: Any, tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
-    """Each rank has a square, all fit on one screen, and that of the culprit tells its line."""
+    """Each rank has a square, all fit on one screen, and that of the culprit names its place."""
     run = live_run(tmp_path, 1024, someone.pid)
     with Served(run) as served:
         page, wrong = opened(browser, served, viewport={"width": 1280, "height": 900})
