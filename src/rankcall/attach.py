@@ -466,6 +466,11 @@ class Placement:
         if self._departure is not None:
             self._departure.leave(failed)
 
+    def stay(self) -> None:
+        """Send nothing: the recording has ended before the process."""
+        if self._departure is not None:
+            self._departure.stay()
+
 
 def _writable(run_dir: Path) -> Path:
     """Return rank 0's directory, or one of that name here if this node does not have its path."""

@@ -50,6 +50,9 @@ class Placement(Protocol):
     def leave(self, failed: bool) -> None:
         """Send the newest records to another node, because the process ends."""
 
+    def stay(self) -> None:
+        """Send nothing: the recording has ended before the process."""
+
 
 class Recording(Scoped):
     """One process's recording. Also a context manager: ``with rankcall.enable(): ...``."""
@@ -203,6 +206,11 @@ class Recording(Scoped):
         """Send the newest records to another node, because the process ends. The ring is closed."""
         if self.placement is not None:
             self.placement.leave(self._has_failed)
+
+    def stay(self) -> None:
+        """Send nothing to another node: recording was switched off, and the process goes on."""
+        if self.placement is not None:
+            self.placement.stay()
 
     def forget(self) -> None:
         """Touch the ring no more: this is a forked child, and the ring is its parent's."""

@@ -86,10 +86,12 @@ def drop(owner: str) -> None:
             _stop(recording)
 
 
-def _stop(recording: Recording) -> None:
+def _stop(recording: Recording, *, process_ends: bool = False) -> None:
     _state.recording = None
     if not recording.stop():
         _state.draining.append(recording)
+    if not process_ends:
+        recording.stay()
 
 
 def _left(recording: Recording) -> None:
@@ -177,7 +179,7 @@ def end() -> None:
         if not is_held:
             return
         if _state.recording is not None:
-            _stop(_state.recording)
+            _stop(_state.recording, process_ends=True)
         for old in _state.draining:
             old.close()
     if recording is not None:

@@ -23,7 +23,7 @@ from samejob.modes import Mode, memory_kib, mode_named
 
 # The threads of rankcall itself while it records. The comparison leaves out these threads and the
 # rings, and nothing else. A ring stays open after disable() until the ops in flight have ended.
-OUR_THREADS = frozenset({"rankcall", "rankcall-heart", "rankcall-lines"})
+OUR_THREADS = frozenset({"rankcall", "rankcall-heart", "rankcall-leave", "rankcall-lines"})
 _PR_SET_PDEATHSIG = 1
 
 
