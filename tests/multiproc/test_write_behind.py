@@ -117,15 +117,19 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("way", ["exec", "variable", "enable"])
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    ("start", "way"),
+    [
+        ("script", "exec"),
+        ("torch", "variable"),
+        pytest.param("script", "enable", marks=pytest.mark.slow),
+        pytest.param("script", "variable", marks=pytest.mark.slow),
+        pytest.param("multiprocessing", "variable", marks=pytest.mark.slow),
+        pytest.param("fork", "variable", marks=pytest.mark.slow),
+    ],
+)
 def test_an_exception_is_recorded(tmp_path: Path, start: str, way: str) -> None:
     """The exception that ended a rank is in its ring, without secrets, whatever started it."""
-    if (start, way) not in {(each, "variable") for each in STARTS} | {
-        ("script", "exec"),
-        ("script", "enable"),
-    }:
-        pytest.skip("the way in does not matter for children")
     for number, (end, failure) in enumerate(ENDS.items()):
         folder = tmp_path / str(number)
         folder.mkdir()
