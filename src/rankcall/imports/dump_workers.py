@@ -57,7 +57,7 @@ def read_contents(files: Sequence[File]) -> Iterator[tuple[File, DumpAnswer]]:
         unread = yield from _read_in_workers([files[at::count] for at in range(count)])
     for number, file in enumerate(unread):
         yield file, contents_of_dump(file[1])
-        if number % _COLLECT_EVERY == 0:
+        if number % _COLLECT_EVERY == _COLLECT_EVERY - 1:
             gc.collect()
 
 
@@ -214,7 +214,7 @@ def answer_parent(pipe: int) -> None:
         _write(out.fileno(), None)
         for number, path in enumerate(json.loads(sys.stdin.buffer.read())):
             _write(out.fileno(), contents_of_dump(Path(path), isolated=True))
-            if number % _COLLECT_EVERY == 0:
+            if number % _COLLECT_EVERY == _COLLECT_EVERY - 1:
                 gc.collect()
 
 
