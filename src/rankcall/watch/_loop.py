@@ -17,6 +17,7 @@ from rankcall import background
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
+from rankcall.errors import warn_once
 from rankcall.process import boot_id
 from rankcall.record import FLAG_ABANDONED
 from rankcall.ring.follower import RingView
@@ -102,7 +103,10 @@ class Watcher:
             return
         headers, rank = self._node.headers(), self._recording.rank()
         self._notice(headers, judge)
-        if rank not in headers or not self._node.leads(headers, rank):
+        if rank not in headers:
+            self._node.say_if_unreadable()
+            return
+        if not self._node.leads(headers, rank):
             return
         now = time.monotonic()
         self._note_issued(headers, now)
@@ -284,6 +288,21 @@ class Node:
             if known is None or known.anchor_mono_ns < header.anchor_mono_ns:
                 newest[header.rank] = header
         return newest
+
+    def say_if_unreadable(self) -> None:
+        """Say once if this process has changed its user since, and may not read its own ring."""
+        path = self._recording.path
+        if path is None:
+            return
+        try:
+            path.stat()
+        except PermissionError:
+            warn_once(
+                f"no longer watching for hangs: this process now runs as user {os.geteuid()}, "
+                f"who may not read {path.parent}; recording goes on"
+            )
+        except OSError:
+            pass  # for example, the run was removed
 
     def leads(self, headers: dict[int, Header], rank: int) -> bool:
         """Return whether ``rank`` acts for the node: it is the lowest whose watcher runs."""
