@@ -103,10 +103,7 @@ class Watcher:
             return
         headers, rank = self._node.headers(), self._recording.rank()
         self._notice(headers, judge)
-        if rank not in headers:
-            self._node.say_if_unreadable()
-            return
-        if not self._node.leads(headers, rank):
+        if rank not in headers or not self._node.leads(headers, rank):
             return
         now = time.monotonic()
         self._note_issued(headers, now)
@@ -277,7 +274,7 @@ class Node:
             return {}
         if time.monotonic() - self._listed > _LIST_S:
             self._listed = time.monotonic()
-            self._paths = sorted(path.parent.glob("*.ring"))
+            self._paths = self._list(path.parent)
         newest: dict[int, Header] = {}
         attempt = self._recording.identity.attempt
         for file in {*self._paths, path}:
@@ -289,20 +286,19 @@ class Node:
                 newest[header.rank] = header
         return newest
 
-    def say_if_unreadable(self) -> None:
-        """Say once if this process has changed its user since, and may not read its own ring."""
-        path = self._recording.path
-        if path is None:
-            return
+    def _list(self, folder: Path) -> list[Path]:
+        """Return the rings in the folder; none if this process may no longer read it."""
         try:
-            path.stat()
+            names = os.listdir(folder)
         except PermissionError:
             warn_once(
                 f"no longer watching for hangs: this process now runs as user {os.geteuid()}, "
-                f"who may not read {path.parent}; recording goes on"
+                f"who may not read {folder}; recording goes on"
             )
-        except OSError:
-            pass  # for example, the run was removed
+            return []
+        except FileNotFoundError:  # the run was removed
+            return []
+        return sorted(folder / name for name in names if name.endswith(".ring"))
 
     def leads(self, headers: dict[int, Header], rank: int) -> bool:
         """Return whether ``rank`` acts for the node: it is the lowest whose watcher runs."""
