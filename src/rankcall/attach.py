@@ -433,7 +433,7 @@ class Placement:
             self._choice = choice
         self._over.set()
         place = self._enter(choice)
-        if announce and self._planned is None and place is not None:
+        if announce and self._planned is None and place is not None and os.path.isdir(place):
             warn_once(f"recording in {place}")
 
     def _enter(self, choice: Choice) -> Path | None:

@@ -9,6 +9,13 @@ from pathlib import Path
 
 from launch import Ended
 
+# A shell that starts two ranks, and ends with the status of one that failed.
+_BOTH = """
+for rank in 1 0; do RANK=$rank {} & pids="$pids $!"; done
+for pid in $pids; do wait $pid || status=$?; done
+exit $status
+"""
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -19,6 +26,11 @@ class Launcher:
     program: str  # in the name of the run
     package: str = "torch"
     status: int = 3  # of the launcher, if the script ends with 3
+
+
+def both(command: str) -> tuple[str, ...]:
+    """Return a command that starts two ranks and waits for both."""
+    return ("bash", "-c", _BOTH.format(command))
 
 
 def free_port() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from attach_programs import ACCELERATE, CHILDREN, CRASHING, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
 from launch import RANKCALL, Launch, launch, run_program
-from launchers import Launcher, digests, free_port, run_of
+from launchers import Launcher, both, digests, free_port, run_of
 
 from rankcall.cli._torchrun import BOOT
 from rankcall.run.load import load
@@ -20,22 +20,11 @@ from rankcall.run.load import load
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
 BIN = RANKCALL.parent
 PYTHON = sys.executable
-# A shell that starts two ranks, and ends with the status of one that failed.
-BOTH = """
-for rank in 1 0; do RANK=$rank {} & pids="$pids $!"; done
-for pid in $pids; do wait $pid || status=$?; done
-exit $status
-"""
-
-
-def _bash(line: str) -> tuple[str, ...]:
-    return ("bash", "-c", BOTH.format(line))
-
 
 LAUNCHERS = {
-    "python": Launcher(PLAIN, _bash(f"{PYTHON} train.py"), "train"),
-    "python -m": Launcher(PLAIN, _bash(f"{PYTHON} -m train"), "train"),
-    "stdin": Launcher(PLAIN, _bash(f"{PYTHON} < train.py"), "python"),
+    "python": Launcher(PLAIN, both(f"{PYTHON} train.py"), "train"),
+    "python -m": Launcher(PLAIN, both(f"{PYTHON} -m train"), "train"),
+    "stdin": Launcher(PLAIN, both(f"{PYTHON} < train.py"), "python"),
     "spawn": Launcher(CHILDREN, (PYTHON, "children.py", "spawn", "{meet}"), "children", status=1),
     "fork": Launcher(CHILDREN, (PYTHON, "children.py", "fork", "{meet}"), "children", status=1),
     "torchrun": Launcher(
@@ -206,11 +195,6 @@ def test_restarts_are_attempts_of_one_run(tmp_path: Path) -> None:
     assert none.status == 2
     assert "attempt 7" in none.err
     assert "0-1" in none.err
-
-
-def both(command: str) -> list[str]:
-    """Return a command that starts two ranks and waits for both."""
-    return ["bash", "-c", BOTH.format(command)]
 
 
 def test_a_second_init_continues_the_run(tmp_path: Path) -> None:

@@ -73,8 +73,21 @@ def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         find_run()
     with pytest.raises(RunNotFound, match="no such run: nope"):
         find_run("nope")
+    Path("loop").symlink_to("loop")
+    with pytest.raises(RunNotFound, match="no such run: loop"):
+        find_run("loop")
     made = create_run(Path("rankcall-runs/one"), {})
     assert find_run() == made.resolve()
+
+
+def test_find_run_that_was_never_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the run directory could not be made, its path still leads to the live rings."""
+    monkeypatch.setenv("RANKCALL_SHM", str(tmp_path / "shm"))
+    folder = make_live_dir(tmp_path / "run")
+    assert find_run(tmp_path / "run") == folder
+    folder.chmod(0o777)  # another user could have written there
+    with pytest.raises(RunNotFound, match="no such run"):
+        find_run(tmp_path / "run")
 
 
 def test_settle_moves_what_ended(run_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -126,6 +127,23 @@ def test_a_damaged_verdict_is_refused(raw: bytes, tmp_path: Path) -> None:
     place.mkdir(parents=True)
     (place / "verdict.json").write_bytes(raw)
     assert kept_hangs(tmp_path) == []
+
+
+def test_a_run_that_this_user_may_not_read(tmp_path: Path) -> None:
+    """After setuid, a run may be closed to its own process: it then has no verdicts."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    verdict = received_verdict(MISSING_AND_DESYNC, 5)
+    keep_verdict(tmp_path / "run", verdict, {}, any_verdict)
+    for closed in (tmp_path / "run/hangs", tmp_path / "run"):
+        tmp_path.chmod(0o755)
+        closed.chmod(0o700)
+        os.seteuid(65534)
+        try:
+            assert kept_hangs(tmp_path / "run") == []
+        finally:
+            os.seteuid(0)
+    assert len(kept_hangs(tmp_path / "run")) == 1
 
 
 def test_a_run_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,8 @@ def read_about(path: Path, problems: list[str]) -> dict[str, Any]:
 def find_run(path: str | os.PathLike[str] | None = None) -> Path:
     """Return the path of a run; without ``path``, of the latest run below the working directory.
 
+    If the run directory could not be made, this is the folder of the run's live rings.
+
     Raises ``RunNotFound``, which names the path that does not exist.
     """
     if path is None:
@@ -146,6 +148,8 @@ def find_run(path: str | os.PathLike[str] | None = None) -> Path:
         return latest.resolve()
     found = Path(path)
     if not found.exists():
+        for rings in trusted_live_dirs(found):
+            return rings
         raise RunNotFound(f"no such run: {found}")
     return found
 
@@ -169,7 +173,7 @@ def make_live_dir(path: Path) -> Path:
 
 
 def _live_dir_of(path: Path, owner: int) -> Path:
-    real = path.resolve()
+    real = Path(os.path.realpath(path))  # unlike resolve, it never raises
     digest = hashlib.sha1(str(real).encode(), usedforsecurity=False).hexdigest()[:8]
     return live_base() / f"rankcall-{owner}" / f"{real.name}-{digest}"
 

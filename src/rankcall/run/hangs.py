@@ -79,7 +79,7 @@ def kept_hangs(path: Path) -> list[Object]:
     passed, or None.
     """
     verdicts: list[Object] = []
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir, false if a parent cannot be read
         return verdicts
     for place in (path, *trusted_live_dirs(path)):
         for folder in numbered(place / HANGS):
@@ -169,7 +169,7 @@ def numbered(folder: Path) -> list[Path]:
     """Return the folders of verdicts below ``hangs``, in order."""
     try:
         return sorted(each for each in folder.iterdir() if each.name.isdigit())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:  # none yet, or this process may not read them, for example after setuid
         return []
 
 

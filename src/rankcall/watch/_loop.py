@@ -17,6 +17,7 @@ from rankcall import background
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
+from rankcall.errors import warn_once
 from rankcall.process import boot_id
 from rankcall.record import FLAG_ABANDONED
 from rankcall.ring.follower import RingView
@@ -273,7 +274,7 @@ class Node:
             return {}
         if time.monotonic() - self._listed > _LIST_S:
             self._listed = time.monotonic()
-            self._paths = sorted(path.parent.glob("*.ring"))
+            self._paths = self._list(path.parent)
         newest: dict[int, Header] = {}
         attempt = self._recording.identity.attempt
         for file in {*self._paths, path}:
@@ -284,6 +285,20 @@ class Node:
             if known is None or known.anchor_mono_ns < header.anchor_mono_ns:
                 newest[header.rank] = header
         return newest
+
+    def _list(self, folder: Path) -> list[Path]:
+        """Return the rings in the folder; none if this process may no longer read it."""
+        try:
+            names = os.listdir(folder)
+        except PermissionError:
+            warn_once(
+                f"no longer watching for hangs: this process now runs as user {os.geteuid()}, "
+                f"who may not read {folder}; recording goes on"
+            )
+            return []
+        except FileNotFoundError:  # the run was removed
+            return []
+        return sorted(folder / name for name in names if name.endswith(".ring"))
 
     def leads(self, headers: dict[int, Header], rank: int) -> bool:
         """Return whether ``rank`` acts for the node: it is the lowest whose watcher runs."""
