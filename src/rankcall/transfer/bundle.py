@@ -142,15 +142,16 @@ def _keep(run_dir: Path, data: bytes) -> None:
         file.flush()
         folder = unpack(Path(file.name))
     try:
-        for tail in sorted((folder / "rings").glob(f"*{TAIL}")):
-            if read_header(tail) is not None:
-                _copy(tail, run_folder(run_dir, "rings") / tail.name)
         for name in (STATES, EXITS):
             for path in sorted((folder / name).glob("*.json*")):
                 target = run_folder(run_dir, name) / path.name
                 if name == STATES or not _is_longer(target, path):
                     _copy(path, target)
         _keep_hangs(run_dir, folder)
+        # The rings come last: whoever sees one finds what belongs to it.
+        for tail in sorted((folder / "rings").glob(f"*{TAIL}")):
+            if read_header(tail) is not None:
+                _copy(tail, run_folder(run_dir, "rings") / tail.name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
