@@ -79,13 +79,13 @@ class ListKeys(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until all of these keys exist. The answer is False if the deadline came first."""
+    """Wait until all of these keys exist. The answer is False after the deadline."""
 
     keys: Sequence[str]
 
 
 class WaitRead(NamedTuple):
-    """Wait until a key exists, and read it. The answer is None if the deadline came first.
+    """Wait until a key exists, and read it. The answer is None after the deadline.
 
     Only for a key that no process removes while this one waits for it.
     """
@@ -94,7 +94,7 @@ class WaitRead(NamedTuple):
 
 
 class Until(NamedTuple):
-    """Repeat a request until its answer is enough. The answer is None if the deadline came first.
+    """Repeat a request until its answer is enough. The answer is None after the deadline.
 
     A request whose answer is not enough must not have changed anything.
     """

@@ -119,7 +119,7 @@ _starting = threading.Lock()
 
 
 def _planned(run_dir: str | os.PathLike[str] | None) -> tuple[Path | None, Path | None]:
-    """Return the run directory that is asked for, and that of the job that this one is inside."""
+    """Return the run directory that the user names, and that of the job around this one."""
     current = session.current()
     if run_dir:
         return Path(run_dir).absolute(), None
@@ -133,7 +133,7 @@ def _planned(run_dir: str | os.PathLike[str] | None) -> tuple[Path | None, Path 
 def attach(rank: int, world_size: int) -> None:
     """Record this process, which is about to create its first group. Raises as ``enable``.
 
-    What the process starts from now on is not part of its own job, and the environment says so.
+    Processes that it starts from now on are jobs of their own, and the environment says so.
     """
     recording = enable()
     recording.expect_rank(rank, world_size)
@@ -444,10 +444,10 @@ class Placement:
         with contextlib.suppress(OSError, RuntimeError):
             session.place(recording, path, choice.first_attempt)
         _note_place(recording.run_dir)
-        self._prepare_to_leave(recording, choice.first_attempt)
+        self._prepare_to_leave(recording)
         return recording.run_dir
 
-    def _prepare_to_leave(self, recording: Recording, first_attempt: int) -> None:
+    def _prepare_to_leave(self, recording: Recording) -> None:
         """Start the thread that sends this rank's records at the end, if they can be needed."""
         world, run_dir = self._world_size, recording.run_dir
         on_one_node = world < 2 or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
@@ -458,7 +458,7 @@ class Placement:
             from rankcall.transfer.departure import Departure, Place
 
             attempt = recording.identity.attempt
-            place = Place(run_dir, first_attempt, attempt, self._rank, world)
+            place = Place(run_dir, attempt, self._rank, world)
             self._departure = Departure(place, evidence_store, url)
 
     def leave(self, failed: bool) -> None:

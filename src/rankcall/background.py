@@ -70,7 +70,7 @@ class BackgroundCall(Generic[T]):
         return self._returned.pop()
 
     def give_up(self) -> None:
-        """Note that nobody will ask for the outcome."""
+        """Note that no caller will ask for the outcome."""
         self._is_unwanted = True
         self._forget()
 
@@ -136,7 +136,7 @@ def holding(lock: Any, seconds: float) -> Iterator[bool]:
 def at_exit(close: Callable[[], object]) -> Callable[[], None]:
     """Call ``close`` when the interpreter ends; return what ``atexit.unregister`` takes.
 
-    Its waits share the exit budget. What it raises is logged: the job's exit status stays its own.
+    Its waits share the exit budget. An exception is logged: the job's exit status stays its own.
     """
 
     def close_within_budget() -> None:

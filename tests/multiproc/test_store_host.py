@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from typing import Any
 import pytest
 from hosting import LONG, all_at, attempt, await_ranks, connect, hosted, stop
 from ranks import run_ranks, try_ranks
+
+from rankcall._requests import Read
+from rankcall.background import BackgroundCall
+from rankcall.errors import StoreLost
+from rankcall.store.parts import Standby
 
 pytestmark = pytest.mark.multiproc
 
@@ -151,11 +157,60 @@ print(*(attempt(lambda: store.barrier(client, 2, "p", t, 0))[0] for t in (0.5, 1
 """
 
 
-def test_a_process_ends_well_beside_a_stopped_host() -> None:
-    """Its threads that still wait for the store are released: it exits in time, with status 0."""
+def test_a_released_standby_leaves_the_jobs_connection() -> None:
+    """``Standby.release`` ends its thread; the job's connection goes on once the host does."""
+    asked, stopped = threading.Event(), threading.Event()
+
+    def ask_twice() -> Any:
+        yield Read("key")
+        asked.set()
+        assert stopped.wait(LONG)
+        yield Read("key")
+
+    with hosted() as (port, pid):
+        client = connect(port)
+        client.set("key", b"value")
+        standby = Standby()
+        helper = BackgroundCall(lambda: standby.perform(client, LONG, ask_twice()), "standby")
+        assert asked.wait(LONG)
+        stop(pid)
+        stopped.set()
+        assert not helper.ended(0.2)
+        standby.release()
+        assert helper.ended(LONG / 2), "the standby was not released"
+        with pytest.raises(StoreLost):
+            helper.outcome()
+        os.kill(pid, signal.SIGCONT)
+        assert client.get("key") == b"value"
+
+
+CONNECTS = """
+import sys, threading
+from hosting import connect
+from rankcall._requests import Read
+from rankcall.background import BackgroundCall
+from rankcall.store.parts import Standby
+
+def read():
+    yield Read("key")
+
+client, standby = connect(int(sys.argv[1])), Standby()
+print("connected", flush=True)
+sys.stdin.readline()
+helper = BackgroundCall(lambda: standby.perform(client, 60, read()), "standby")
+print(helper.ended(1), flush=True)
+standby.release()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"), [(LEAVES, "StoreLost StoreLost"), (CONNECTS, "False")]
+)
+def test_a_process_ends_well_beside_a_stopped_host(program: str, said: str) -> None:
+    """Threads that still wait for the store, or connect to it, do not hold it up: status 0."""
     with hosted() as (port, pid):
         leaving = subprocess.Popen(
-            [sys.executable, "-c", LEAVES, str(port)],
+            [sys.executable, "-c", program, str(port)],
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -166,8 +221,8 @@ def test_a_process_ends_well_beside_a_stopped_host() -> None:
             assert leaving.stdout is not None
             assert leaving.stdout.readline() == "connected\n"
             stop(pid)
-            said, errors = leaving.communicate("go\n", timeout=80)
+            out, errors = leaving.communicate("go\n", timeout=80)
         finally:
             leaving.kill()
-    assert said == "StoreLost StoreLost\n", errors
+    assert out == f"{said}\n", errors
     assert leaving.returncode == 0, errors

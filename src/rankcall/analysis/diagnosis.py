@@ -139,7 +139,7 @@ def _as_the_watcher_saw(found: Diagnosis, verdict: Object) -> Diagnosis:
     ]
     named = {rank for each in new for rank in each.ranks}
     everybody = {state.rank for state in snapshot.ranks if not state.blind}
-    # If all ranks ended together, the job was ended, and that is no cause of its hang.
+    # An end of all ranks together is the end of the job, which did not cause the hang.
     rest = [
         each
         for each in found.findings
@@ -151,7 +151,7 @@ def _as_the_watcher_saw(found: Diagnosis, verdict: Object) -> Diagnosis:
 
 
 def _with_places(finding: Finding, verdict: Object, since_s: float) -> Finding:
-    """Add where a finding's ranks stood when the watcher looked, if it kept their stacks."""
+    """Add the lines at which the watcher saw a finding's ranks, if it kept their stacks."""
     if since_s > finding.since_s:
         return finding  # it looked before this began
     places = []

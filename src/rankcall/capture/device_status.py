@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-POLL_SECONDS = 1.0
 NO_NUMBER = -1
 _MOST_MISSES = 3  # looks without any status of a group: its back end keeps none
 _MOST_MOVES = 3  # times that a group went on while an op of it stayed undecided
@@ -211,6 +210,8 @@ class _GroupOps:
 
 class DeviceStatus:
     """Ends the records of ops on devices. Used from one thread, which calls ``poll``."""
+
+    poll_every_s = 1.0
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ def skipped_folders() -> list[str]:
 def installed_folders() -> list[str]:
     """Return the path prefixes of installed code: Python's own modules, packages and commands.
 
-    A call site in one of them is a framework's, and the user's own line is looked for behind it.
+    A call site in one of them is a framework's; the user's own line is behind it.
     Folders named ``site-packages`` and ``dist-packages`` count wherever they are.
     """
     names = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")

@@ -233,14 +233,12 @@ class Recording(Scoped):
             self._own_ring.set_identity(fresh)
 
     def _beat(self) -> None:
-        from rankcall.capture.device_status import POLL_SECONDS
-
-        next_look = time.monotonic() + POLL_SECONDS
+        next_look = time.monotonic() + self._devices.poll_every_s
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
             self._note_leaving()
             if time.monotonic() >= next_look:
-                next_look = time.monotonic() + POLL_SECONDS
+                next_look = time.monotonic() + self._devices.poll_every_s
                 self._follow_devices(self._devices.poll)
             self._stopped.wait(_HEARTBEAT_SECONDS)
 
@@ -297,9 +295,8 @@ def restart_count() -> int:
 def _number(*names: str, default: int = -1) -> int:
     """Return the first of these environment variables that is a number."""
     for name in names:
-        text = os.environ.get(name, "")
-        if text.lstrip("-").isdigit():
-            return int(text)
+        with contextlib.suppress(ValueError):
+            return int(os.environ.get(name, ""))
     return default
 
 

@@ -105,7 +105,7 @@ def read(path: Path | None, hang_after: float | None) -> Diagnosis:
 
 
 def _unexplained(result: Diagnosis) -> list[int]:
-    """Return the ranks whose records do not show where they are, but whose stacks can."""
+    """Return the ranks that only their stacks can locate."""
     ranks: set[int] = set()
     for found in result.findings:
         if found.kind in ("missing", "no_progress"):

@@ -28,7 +28,7 @@ __all__ = ["command"]
 OK, WEAK, BAD = "ok", "weak", "FAIL"
 _TRIAL_S = 60.0
 _STORE_S = 3.0
-_RANKS = 8  # whose rings shared memory should have room for
+_RANKS = 8  # shared memory should have room for the rings of this many
 _TRIAL = """\
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))  # line 5
 dist.destroy_process_group()
 """
-# How each launcher can be told from the environment of what it starts.
+# The variable that each launcher sets in the environment of its processes.
 _LAUNCHERS = {
     "TORCHELASTIC_RUN_ID": "torchrun",
     "SLURM_JOB_ID": "Slurm",
@@ -50,7 +50,7 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the result: what was looked at, how it is, and what to do about it."""
+    """One line of the result: its subject, its state, and advice."""
 
     topic: str
     state: str
@@ -187,7 +187,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("GPU", OK, "none; Gloo and MPI are recorded with their times")
         return
     count, name = torch.cuda.device_count(), torch.cuda.get_device_name(0)
-    text = f"{count} x {name}: what was issued and completed is recorded; times on the device "
+    text = f"{count} x {name}: each call and its completion are recorded; times on the device "
     yield Finding("GPU", OK, text + "are experimental (RANKCALL_DEVICE_TIMES=1)")
 
 

@@ -183,7 +183,7 @@ def _report(places: list[Path], status: int, hang_after: float) -> None:
             say(f"the records in {place} cannot be read: {error}")
             continue
         ranks = sorted({head.header.rank for head in run.heads})
-        where = run.path  # where a rank kept its records if it could not make the run directory
+        where = run.path  # another one, if a rank could not make the run directory
         say(f"recorded {with_noun(ranks)} in {where}; read it with: rankcall report {where}")
         reason = explain_failure(where, Outcome(status), hang_after, ()) if status else ""
         if reason:

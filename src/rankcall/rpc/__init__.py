@@ -10,7 +10,7 @@ from rankcall.capture.session import check_torch
 
 check_torch()
 
-# ruff: noqa: E402 - torch is asked for by name first
+# ruff: noqa: E402 - check_torch comes first
 from torch.distributed.rpc import (
     RRef,
     TensorPipeRpcBackendOptions,

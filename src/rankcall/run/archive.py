@@ -8,7 +8,7 @@ It is a tar file, compressed as its name says (``.tar.zst``, ``.tar.gz``, ``.tgz
     <run>/states/<host>.<boot>.json    what living processes were doing when it was collected
     <run>/hangs/*/...                  the watcher's verdicts, with stacks
 
-A zip file of the same files can be read, too, or one of other tools' dumps.
+It may also be a zip file of the same files, or of other tools' dumps.
 
 Any user may have made the archive. So nothing in it is executed, only names that a run can have are
 extracted, and reading it is limited in memory, in members, and in bytes on disk.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -135,6 +134,6 @@ class History:
         rates = {
             (row.op, row.group, row.bucket): row.busbw_gbps
             for row in figures.rows
-            if row.busbw_gbps is not None and row.busbw_gbps > 0 and math.isfinite(row.busbw_gbps)
+            if row.busbw_gbps is not None and 0 < row.busbw_gbps < float("inf")
         }
         self.samples.append(Sample(epoch_s, figures.waiting, rates))

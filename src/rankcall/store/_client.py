@@ -587,8 +587,9 @@ def shut_down_connections_to(peers: Collection[Address]) -> None:
     """Shut down this process's connections to a store that does not answer."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-            with duplicate:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as duplicate:
                 if duplicate.getpeername()[:2] in peers:
                     duplicate.shutdown(socket.SHUT_RDWR)
 

@@ -35,11 +35,9 @@ from rankcall.store._client import (
     Connection,
     clock,
     drive,
-    peers_of,
     polling,
     run,
     separate_connection,
-    shut_down_connections_to,
 )
 
 T = TypeVar("T")
@@ -88,7 +86,6 @@ class Standby:
     def perform(self, store: Store, timeout: float, steps: Steps[T]) -> T:
         """Run a protocol. Raises ``StoreLost`` if the store has failed, or was released."""
         call = self._call
-        call.peers = peers_of(store)
         connection = call.connection = separate_connection(store, timeout)
         try:
             until = clock.monotonic() + timeout
@@ -99,10 +96,11 @@ class Standby:
             connection.close()
 
     def release(self) -> None:
-        """Let the thread go on, with an error, also while it connects."""
+        """Let the thread go on, with an error, unless it still connects.
+
+        Only its own connection ends: the job may still need the others.
+        """
         self._call.abandon()
-        if self._call.peers:
-            shut_down_connections_to(self._call.peers)
 
 
 def publish_once(key: str, value: bytes) -> Steps[bytes]:

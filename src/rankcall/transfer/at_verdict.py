@@ -42,7 +42,7 @@ class EvidenceSender:
         self._perform = perform
         self._last: Posts | None = None
 
-    def send(self, prefix: str, verdict: str, first_attempt: int, attempt: int) -> list[str]:
+    def send(self, prefix: str, verdict: str, attempt: int) -> list[str]:
         """Send this node's bundle for a verdict, and keep those of other nodes if it collects.
 
         Takes ten seconds at most, if the store, other nodes or the URL do not answer. Raises
@@ -51,8 +51,7 @@ class EvidenceSender:
         Args:
             prefix: The prefix of the job's evidence in the store; empty if there is no store.
             verdict: The id of the verdict, the same on all nodes.
-            first_attempt: The attempt of the job before any restart.
-            attempt: The attempt of the job now.
+            attempt: The attempt of the job.
 
         Returns:
             A line for each bundle that cannot be kept.
@@ -70,7 +69,7 @@ class EvidenceSender:
 
             if self._last is not None and 0 in mine:
                 perform(self._last.remove())
-            shared = is_shared(self._run_dir, first_attempt)
+            shared = is_shared(self._run_dir, attempt)
             bundle = b"" if shared else make_bundle(self._run_dir, rings, world)
             self._last = Posts(f"{prefix}/{attempt}/{verdict}")
             bundles = perform(self._last.exchange(mine, bundle, world, self._name))
@@ -90,5 +89,5 @@ class EvidenceSender:
             yield
         finally:
             if not call.ended(until - time.monotonic()):
-                warn_once(f"{url} has not taken the newest records within {MOST_S:g} s")
+                warn_once(f"the URL of {COLLECT_TO} has not taken any record within {MOST_S:g} s")
                 call.give_up()

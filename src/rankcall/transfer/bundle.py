@@ -34,6 +34,7 @@ from rankcall.run.hangs import (
     next_free,
     stacks_in,
 )
+from rankcall.run.redact import redact_text
 
 COLLECT_TO = "RANKCALL_COLLECT_TO"  # a URL, to which each node writes its newest records
 MOST_BYTES = 1 << 18  # of a bundle, for each of its ranks
@@ -45,14 +46,17 @@ _MOST_EXITS = 1 << 18
 _MOST_ABOUT = 1 << 20
 
 
-def is_shared(run_dir: Path, first_attempt: int) -> bool:
+def is_shared(run_dir: Path, attempt: int) -> bool:
     """Return whether another host has made this run directory: then it is on a disk for all nodes.
 
-    Rank 0 reserves the attempt in a directory that the user has named, and makes any other.
+    Rank 0 makes the directory. In one that the user has named, it reserves the first attempt of the
+    job; restarts, which have the next numbers, reserve none.
     """
-    reserved = run_dir / ATTEMPTS / f"{first_attempt:05d}.json"
+    reserved = [
+        path for path in (run_dir / ATTEMPTS).glob("*.json") if path.stem <= f"{attempt:05d}"
+    ]
     try:
-        with open_file(reserved if reserved.parent.is_dir() else run_dir / "run.json") as file:
+        with open_file(max(reserved, default=run_dir / "run.json")) as file:
             host = json.loads(file.read(_MOST_ABOUT))["host"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
@@ -148,7 +152,7 @@ def _keep(run_dir: Path, data: bytes) -> None:
                 if name == STATES or not _is_longer(target, path):
                     _copy(path, target)
         _keep_hangs(run_dir, folder)
-        # The rings come last: whoever sees one finds what belongs to it.
+        # The rings come last: a reader that sees one finds the rest as well.
         for tail in sorted((folder / "rings").glob(f"*{TAIL}")):
             if read_header(tail) is not None:
                 _copy(tail, run_folder(run_dir, "rings") / tail.name)
@@ -197,7 +201,8 @@ def upload(url: str, run_dir: Path, rings: Rings, node: Rings) -> bool:
                 files.append(("run.json", run_dir / "run.json"))
             _write(url, files)
     except Exception as error:  # of any package that serves a protocol
-        warn_once(f"the newest records cannot be written to {url}: {type(error).__name__}: {error}")
+        reason = f"{redact_text(url)}: {type(error).__name__}: {redact_text(str(error))}"
+        warn_once(f"the newest records cannot be written to {reason}")
         return False
     return True
 
@@ -208,7 +213,7 @@ def check_url(url: str) -> None:
     try:
         fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise RankcallError(f"--collect-to {url}: {error}") from error
+        raise RankcallError(redact_text(f"--collect-to {url}: {error}")) from None
 
 
 def _write(url: str, files: list[tuple[str, Path]]) -> None:

@@ -39,7 +39,6 @@ class Place:
     """The place of a rank's records."""
 
     run_dir: Path
-    first_attempt: int
     attempt: int
     rank: int
     world_size: int
@@ -101,7 +100,7 @@ class Departure:
         if self._url:
             upload(self._url, place.run_dir, ended, rings)
         mine = {header.rank for header in rings.values()}
-        if len(mine) >= place.world_size or is_shared(place.run_dir, place.first_attempt):
+        if len(mine) >= place.world_size or is_shared(place.run_dir, place.attempt):
             return
         store, prefix = self._find_store()
         if store is None or (0 in mine and place.rank != 0):

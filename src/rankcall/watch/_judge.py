@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
 import sys
@@ -78,8 +77,8 @@ class Judge:
     def __init__(self, run_dir: Path, hang_after: float) -> None:
         self._run_dir = run_dir
         self._hang_after = hang_after
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._exchange = Exchange(_job_store, f"rankcall/watch/{attempt}/")
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._exchange = Exchange(_job_store, f"rankcall/watch/{restarts}/")
         self._sender = EvidenceSender(
             run_dir,
             f"{host_name()}.{os.getpid()}",
@@ -171,12 +170,11 @@ class Judge:
 
         Never raises. Takes ten seconds at most, if other nodes do not answer.
         """
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         verdict = id_of(self._last_verdicts[-1]) if self._last_verdicts else ""
         try:
             keep_tails(self._run_dir)
             prefix = evidence_store()[1] if verdict else ""
-            for problem in self._sender.send(prefix, verdict, attempt - restarts, attempt):
+            for problem in self._sender.send(prefix, verdict, attempt):
                 logger.warning(problem)
         except Unreachable as error:
             logger.debug("the newest records are not sent to other nodes: %s", error)
@@ -248,7 +246,7 @@ class Judge:
         """Return when to look again: when a call becomes overdue, or after a growing pause."""
         calls = snapshot.calls
         left = (patience(snapshot, self._hang_after) - calls["age_s"])[unfinished(calls)]
-        soonest = float(np.min(left[left > 0], initial=math.inf))
+        soonest = float(np.min(left[left > 0], initial=np.inf))
         pause, self._pause = self._pause, min(2 * self._pause, _PAUSE_S[1])
         return time.monotonic() + min(soonest + 0.02, _VERDICT_PAUSE_S if known else pause)
 

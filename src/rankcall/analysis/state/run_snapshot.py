@@ -402,7 +402,7 @@ class _RingWindows:
         return replace(found, gone_s=(moment - last) / _S if existed else found.silent_s)
 
     def _told_s(self, head: Header, moment: int) -> float | None:
-        """Return when a process's launcher was told to stop."""
+        """Return the age of the signal that told a process's launcher to stop, in seconds."""
         stop = self.stops.get(head.host)
         if stop is None or stop.epoch_ns < head.anchor_epoch_ns:
             return None

@@ -24,7 +24,7 @@ ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
 
 COLLECTIVE, P2P = KINDS.index("collective"), KINDS.index("p2p")
 COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
-OUTSIDE = -2  # a root or peer that is no member of the group
+OUTSIDE = -2  # a root or peer outside the group
 SEND, RECV = OPS.index("send"), OPS.index("recv")
 
 _RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job that runs
@@ -183,7 +183,7 @@ def failed_for_good(calls: Calls) -> Bools:
 
 
 def invalid_calls(calls: Calls) -> Bools:
-    """Return which calls failed by their own arguments, whatever the other ranks did.
+    """Return which calls failed by their own arguments: no other rank has a part in that.
 
     Their root or peer is not in the group, or their tag is negative.
     """

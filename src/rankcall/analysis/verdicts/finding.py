@@ -21,7 +21,7 @@ HEALTHY = "healthy"
 CONFIDENCES = ("certain", "likely", "possible")
 SHOWN = 3  # ranks, waits, sides or hosts that a finding names one by one
 _LISTS = ("ranks", "victims", "hosts", "evidence")
-_NO_DESCRIPTIONS = ("default_pg", "undefined")  # what torch writes if nobody described a group
+_NO_DESCRIPTIONS = ("default_pg", "undefined")  # torch's own descriptions
 _LONGEST = 40  # characters of a list of ranks; a longer list is written as a count
 
 
