@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -25,6 +26,7 @@ from rankcall.report.formatting import (
     rate,
     size,
     time,
+    wrapped,
 )
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run.load import load
@@ -239,3 +241,17 @@ def test_names_are_cut_to_fit() -> None:
     assert cut("short", 10) == "short"
     assert cut("shortened", 6) == "short…"
     assert clean("a\x1b[0m\nb") == "a\N{REPLACEMENT CHARACTER}[0m\N{REPLACEMENT CHARACTER}b"
+
+
+@pytest.mark.parametrize("width", [20, 31, 60, 100])
+def test_long_paths_break_behind_slashes_only(width: int) -> None:
+    """No name is broken, no line is wider than it must be, and only line ends are added."""
+    path = "/home/ada/experiments-2026/a_long_name/train_a_model.py:6"
+    text = f"Rank 1 comes late to all_reduce of group 0 at {path}, by 30 ms at the median."
+    lines = wrapped(text, width).split("\n")
+    names = re.split(r"(?<=/)| ", text)
+    assert [name for line in lines for name in re.split(r"(?<=/)| ", line) if name] == [
+        name for name in names if name
+    ]
+    assert all(len(line) <= width or (" " not in line and "/" not in line) for line in lines)
+    assert (path in "\n".join(lines)) == (len(path) < width)

@@ -96,13 +96,17 @@ def plural(count: int, one: str, many: str = "") -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Break a text into lines, but not between a number and its unit, nor inside a path.
+    """Break a text into lines, but not between a number and its unit, nor inside a name.
 
-    So a path may be wider.
+    A path that is longer than a line is broken behind slashes.
     """
-    glued = re.sub(r"(?<=\d) (?=%|\w{1,3}\b)", "\N{NO-BREAK SPACE}", text)
-    lines = textwrap.fill(glued, width, break_on_hyphens=False, break_long_words=False)
-    return lines.replace("\N{NO-BREAK SPACE}", " ")
+    glued = re.sub(r"(?<=\d) (?=%|\w{1,3}\b)", "\N{NO-BREAK SPACE}", re.sub(r"\s", " ", text))
+    too_long = rf"\S{{{width + 1},}}"
+    broken = re.sub(too_long, lambda path: re.sub("(?<=[^/])/", "/\v", path[0]), glued)
+    lines = textwrap.fill(
+        broken, width, break_on_hyphens=False, break_long_words=False, replace_whitespace=False
+    )
+    return lines.replace("\N{NO-BREAK SPACE}", " ").replace("\v", "")
 
 
 # --- names and tables that fit into a width ---

@@ -244,8 +244,8 @@ def _sites(summary: Summary, room: int) -> RenderableType:
     heads = (
         "call site",
         "function",
-        *(["source"] * source),
         "op",
+        *(["source"] * source),
         "calls",
         "total",
         "median",
@@ -255,8 +255,8 @@ def _sites(summary: Summary, room: int) -> RenderableType:
         (
             _where(row),
             row.site.own.function,
-            *([cut(clean(row.code), _SOURCE)] * source),
             row.op,
+            *([cut(clean(row.code), _SOURCE)] * source),
             f"{row.most_calls:,}",
             time(row.total_ms),
             time(row.median_ms),
