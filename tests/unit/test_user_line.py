@@ -50,11 +50,17 @@ SPAWN = compile(
 )
 """
 PROGRAM = """
-import json, sys, threading
+import json, sys, sysconfig, threading
 import torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[2])
 import framework
 import rankcall
+from rankcall.capture import interface
+
+folder_of = sysconfig.get_path  # folders of installed code may have names that are not UTF-8
+sysconfig.get_path = lambda name: "/opt/\\udcff" if name == "scripts" else folder_of(name)
+skipped = interface.skipped_folders
+interface.skipped_folders = lambda: [*skipped(), "/opt/\\udcfe"]
 
 class Reduce(torch.autograd.Function):
     @staticmethod

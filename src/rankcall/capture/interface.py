@@ -97,16 +97,7 @@ def installed_folders() -> list[str]:
     folders = {sysconfig.get_path(name) or "" for name in names}
     folders |= {str(Path(os.__file__).parent), site.getusersitepackages()}
     folders |= {os.path.realpath(folder) for folder in folders if folder}
-    return sorted(f"{folder}/" for folder in folders if folder and _is_utf8(folder))
-
-
-def _is_utf8(path: str) -> bool:
-    """Tell whether the native recorder, which takes UTF-8, can read a path."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return sorted(f"{folder}/" for folder in folders if folder)
 
 
 _installed_last: str | None = None

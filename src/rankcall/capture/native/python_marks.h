@@ -13,9 +13,14 @@
 namespace rankcall {
 namespace {
 
+// The texts of a list, without those that are not UTF-8: a folder may have any name.
 std::vector<std::string> texts_of(PyObject* list) {
   std::vector<std::string> texts;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) texts.emplace_back(PyUnicode_AsUTF8(PyList_GET_ITEM(list, i)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+    const char* text = PyUnicode_AsUTF8(PyList_GET_ITEM(list, i));
+    if (text) texts.emplace_back(text);
+    else PyErr_Clear();
+  }
   return texts;
 }
 
