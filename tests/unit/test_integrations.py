@@ -89,6 +89,27 @@ def test_looks_are_rare(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(looks) == 1
 
 
+def test_looks_at_a_large_job_are_rarer(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks take at most a hundredth of a core: after one of 3 s, the next is 300 s later."""
+    now = [1000.0]
+    looks: list[float] = []
+
+    def look(run_dir: Path) -> reporting.Look:
+        looks.append(now[0])
+        return reporting.Look(cpu_s=3.0)
+
+    monkeypatch.setattr(reporting, "look_at", look)
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now[0])
+    reporter = Reporter(print, print)
+    for _ in range(100):
+        reporter.update()
+        call = reporter._call
+        assert call is None or call.ended(60)
+        now[0] += 10.0
+    # A look ends unseen until the next update, ten seconds later.
+    assert looks == [1000.0, 1310.0, 1620.0, 1930.0]
+
+
 def raises(*_: Any) -> None:
     """Fail, as a logger does whose server is gone."""
     raise ConnectionError("the logger's server is gone")

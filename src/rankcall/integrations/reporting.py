@@ -15,7 +15,8 @@ from rankcall.errors import warn_once
 from rankcall.run.load import load
 from rankcall.serve.figures import recent_figures
 
-EVERY_S = 30.0  # between looks, so that they cost a large job little
+EVERY_S = 30.0  # between looks
+_MOST_SHARE = 0.01  # of a core, for the looks at a job of any size
 LAST_LOOK_S = 2.0  # for which the end of training waits
 
 
@@ -28,14 +29,19 @@ def check_seconds(*durations: float) -> None:
 
 @dataclass(frozen=True)
 class Look:
-    """The state of a run at one moment, as far as this host can read its records."""
+    """The state of a run at one moment, as far as this host can read its records.
+
+    ``cpu_s`` is the CPU time that reading them took.
+    """
 
     figures: dict[str, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    cpu_s: float = 0.0
 
 
 def look_at(run_dir: Path) -> Look:
     """Read a run that is being recorded."""
+    began = time.thread_time()
     found = diagnose(load(run_dir))
     recent = recent_figures(found.snapshot)
     known = {"waiting_share": recent.waiting, "communication_share": recent.share}
@@ -43,7 +49,7 @@ def look_at(run_dir: Path) -> Look:
     if recent.late:
         figures["rankcall/straggler_rank"] = float(recent.late[0].rank)
         figures["rankcall/straggler_share"] = recent.late[0].share
-    return Look(figures, tuple(found.findings))
+    return Look(figures, tuple(found.findings), time.thread_time() - began)
 
 
 class Reporter:
@@ -53,7 +59,8 @@ class Reporter:
         log: Takes the figures: the shares of the ranks' time that they wait for others and that
             they communicate, and the rank that causes most of the waiting, with its part of it.
         say: Takes a verdict as text, once for each verdict.
-        every_s: The least time between two looks at the records, in seconds.
+        every_s: The least time between two looks at the records, in seconds. It is longer if a look
+            takes more than a hundredth of it.
     """
 
     def __init__(
@@ -64,13 +71,13 @@ class Reporter:
     ) -> None:
         self._log, self._say, self._every_s = log, say, every_s
         self._call: BackgroundCall[Look] | None = None
-        self._last = -float("inf")
+        self._next = -float("inf")
         self._said: set[tuple[str, tuple[int, ...]]] = set()
 
     def update(self) -> None:
         """Log what the last look has found, and begin another one if it is time."""
         self._take(0.0)
-        if time.monotonic() - self._last >= self._every_s:
+        if time.monotonic() >= self._next:
             self._begin()
 
     def close(self) -> None:
@@ -84,7 +91,7 @@ class Reporter:
         run_dir = recording.run_dir if recording is not None else None
         if self._call is not None or run_dir is None:
             return
-        self._last = time.monotonic()
+        self._next = time.monotonic() + self._every_s
         self._call = BackgroundCall(lambda: look_at(run_dir), "rankcall-figures")
 
     def _take(self, seconds: float) -> None:
@@ -93,6 +100,7 @@ class Reporter:
         call, self._call = self._call, None
         try:
             look = call.outcome()
+            self._next = max(self._next, time.monotonic() + look.cpu_s / _MOST_SHARE)
             if look.figures:
                 self._log(look.figures)
             for found in look.findings:
