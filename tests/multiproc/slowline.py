@@ -56,7 +56,14 @@ class Relay:
 
     def counts(self) -> dict[str, int]:
         """Return how many packets were passed on and lost."""
-        self._pipe.send("count")
+        return self._ask("count")
+
+    def cut(self) -> None:
+        """Lose all packets from now on."""
+        self._ask("cut")
+
+    def _ask(self, what: str) -> dict[str, int]:
+        self._pipe.send(what)
         assert self._pipe.poll(60), "the relay does not answer"
         return dict(self._pipe.recv())
 
@@ -126,7 +133,9 @@ def _relay(line: Line, path: str, pipe: Any) -> None:
             if way.source in readable:
                 way.read()
         if pipe in readable:
-            pipe.recv()
+            if pipe.recv() == "cut":
+                for way in ways:
+                    way.is_cut = True
             pipe.send({key: sum(way.counts[key] for way in ways) for key in ways[0].counts})
 
 
@@ -137,6 +146,7 @@ class _Way:
         self.line, self.source, self.target = line, source, target
         self.counts = {"passed": 0, "lost": 0, "overflowed": 0}
         self._packets: deque[tuple[float, bytes]] = deque()  # with the time when each is due
+        self.is_cut = False
         self._busy_until = 0.0
         self._choose = random.Random(source)
 
@@ -149,7 +159,7 @@ class _Way:
                 return
             now = time.monotonic()
             sent = max(self._busy_until, now) + 8 * len(packet) / self.line.bits_per_s
-            if self._choose.random() < self.line.loss:
+            if self.is_cut or self._choose.random() < self.line.loss:
                 self.counts["lost"] += 1
             elif sent - now > _QUEUE_S + 8 * self.line.mtu / self.line.bits_per_s:
                 self.counts["overflowed"] += 1
