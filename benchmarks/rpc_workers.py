@@ -42,8 +42,14 @@ def options(port: int) -> Any:
 def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
     """Be several workers of the group, a thread each, until told to end."""
     from torch.distributed import PrefixStore, TCPStore
-    from torch.distributed.rpc import _reset_current_rpc_agent, _set_and_start_rpc_agent, api
+    from torch.distributed.rpc import (
+        _is_current_rpc_agent_set,
+        _reset_current_rpc_agent,
+        _set_and_start_rpc_agent,
+        api,
+    )
 
+    from rankcall.rpc import _static
     from rankcall.rpc.backends import zmq
     from rankcall.rpc.backends._zmq_worker import Worker, zmq_library
     from rankcall.rpc.native import agent_module
@@ -54,10 +60,18 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
     starting = threading.Lock()
 
     def start(agent: Any) -> None:
-        with starting:  # torch has one current agent for each process
+        with starting:  # torch has one current agent for each process, and serves calls with it
+            if _is_current_rpc_agent_set():
+                _reset_current_rpc_agent()
             _set_and_start_rpc_agent(agent)
-            _reset_current_rpc_agent()
 
+    class OwnEpochs(dict[str, int]):
+        """A process takes part in an epoch once. Here, each thread is a worker of its own."""
+
+        def get(self, *_: Any) -> None:
+            return None
+
+    _static._last_epochs = OwnEpochs()
     api._init_rpc_states = start
     zmq._reach = lambda *_: None  # only the real worker reaches every other
     workers, errors = [], []
