@@ -24,6 +24,7 @@ from rankcall.rpc.native import agent_module
 _GIB = 1 << 30
 _HEARTBEATS_S = (0.1, 86_400.0)
 _DESCRIPTORS_A_PEER = 2  # a connection in each direction
+_SPARE_DESCRIPTORS = 16  # for the program's own files, and to say that there are too few
 
 
 class ZmqRpcBackendOptions(RpcBackendOptions):
@@ -202,7 +203,8 @@ class Worker:
 def check_descriptors(name: str, peers: int) -> None:
     """Raise ``BackendUnavailable`` if worker ``name`` cannot connect to so many more workers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(list(Path("/proc/self/fd").iterdir())) + _DESCRIPTORS_A_PEER * peers
+    open_now = len(list(Path("/proc/self/fd").iterdir()))
+    needed = open_now + _DESCRIPTORS_A_PEER * peers + _SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and needed > soft:
         others = f"{peers} more workers" if peers != 1 else "another worker"
         raise BackendUnavailable(

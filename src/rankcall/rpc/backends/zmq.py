@@ -259,9 +259,9 @@ class DynamicGroup:
                 ) from error
 
     def _on_control(self, payload: bytes) -> str:
-        """Take note of a newcomer. An error here becomes one of its ``init_rpc``."""
+        """Take note of a newcomer. Its ``init_rpc`` raises what is raised here."""
+        self._meet(json.loads(payload))  # first, as only a peer is sent an answer
         check_descriptors(self._worker.name, 1)
-        self._meet(json.loads(payload))
         return ""
 
     def _on_lost(self, name: str, session: int, must_be_logged: bool) -> None:
