@@ -62,13 +62,13 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
     def start(agent: Any) -> None:
         with starting:  # torch has one current agent for each process, and serves calls with it
             if _is_current_rpc_agent_set():
-                _reset_current_rpc_agent()
+                _reset_current_rpc_agent()  # type: ignore[no-untyped-call]
             _set_and_start_rpc_agent(agent)
 
     class OwnEpochs(dict[str, int]):
         """A process takes part in an epoch once. Here, each thread is a worker of its own."""
 
-        def get(self, *_: Any) -> None:
+        def get(self, *_: Any) -> None:  # type: ignore[override]
             return None
 
     _static._last_epochs = OwnEpochs()
@@ -80,7 +80,7 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
         try:
             store = PrefixStore("rpc/static", TCPStore("127.0.0.1", port, is_master=False))
             deadline = time.monotonic() + START_S
-            membership = zmq.claim_rank(store, f"w{rank}", rank, count, deadline)
+            membership = _static.claim_rank(store, f"w{rank}", rank, count, deadline)
             worker = Worker(f"w{rank}", rank, zmq_library(), options(port))
             workers.append(worker)
             zmq._join_static(worker, membership, deadline)
