@@ -221,7 +221,7 @@ def judge(folder: Path) -> Outcome:
                 problems.append(f"{name} at {when}: {what} {call} {text}")
             if what in ("called", "ran", "answered", "failed"):
                 events[int(call)].append(what)
-        has_ended = entries[-1][0] == "ended"
+        has_ended = bool(entries) and entries[-1][0] == "ended"  # a log may be empty
         for what, call, when, _ in entries:
             if what != "called" or not has_ended:
                 continue  # a killed worker's last calls have no end
