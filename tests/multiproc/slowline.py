@@ -12,6 +12,7 @@ import fcntl
 import os
 import random
 import select
+import shutil
 import socket
 import struct
 import subprocess
@@ -71,8 +72,8 @@ class Relay:
 @contextmanager
 def joined(line: Line, folder: Path) -> Iterator[Relay]:
     """Have a line between two hosts that ``enter`` makes; skip the test if that is not allowed."""
-    if os.geteuid() != 0 or not os.path.exists("/dev/net/tun"):
-        pytest.skip("network namespaces need root and /dev/net/tun")
+    if os.geteuid() != 0 or not os.path.exists("/dev/net/tun") or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root, /dev/net/tun and the command ip")
     context = fork_server()
     mine, theirs = context.Pipe()
     args = (line, str(folder / "line"), theirs)
