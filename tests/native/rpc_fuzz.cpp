@@ -92,15 +92,23 @@ void check_whole(const Incoming& incoming) {
   (void)all;
 }
 
-// What a session has sent since it began a message: the data of each part.
-using Sent = std::vector<std::string>;
+// What a session has sent since it began a message.
+struct Sent {
+  uint64_t transfer = 0;
+  bool is_in_order = true;
+  std::vector<std::string> parts;
+};
 
 void add_chunk(Assembler& assembler, std::map<uint64_t, Sent>& model, const Chunk& chunk,
                const Bytes& data, bool is_known) {
   Sent& sent = model[chunk.session];
-  if (chunk.part == 0 && chunk.offset == 0) sent.clear();
-  if (sent.size() <= chunk.part && chunk.part < 1000) sent.resize(chunk.part + 1);
-  if (chunk.part < sent.size()) sent[chunk.part] += text_of(data);
+  if (chunk.part == 0 && chunk.offset == 0) sent = Sent{chunk.transfer, true, {}};
+  if (sent.parts.size() == chunk.part && chunk.offset == 0) sent.parts.emplace_back();
+  if (sent.parts.size() == chunk.part + 1ull && sent.parts.back().size() == chunk.offset &&
+      sent.transfer == chunk.transfer)
+    sent.parts.back() += text_of(data);
+  else
+    sent.is_in_order = false;
   try {
     auto whole = assembler.add(chunk, data.data, data.size, is_known);
     if (!whole) {
@@ -109,10 +117,11 @@ void add_chunk(Assembler& assembler, std::map<uint64_t, Sent>& model, const Chun
     }
     check_whole(*whole);
     CHECK(whole->head.size <= kMaxBytes);
-    CHECK(text_of(whole->head) == sent.at(0));
-    CHECK(whole->parts.size() + 1 == sent.size());
+    CHECK(sent.is_in_order);
+    CHECK(text_of(whole->head) == sent.parts.at(0));
+    CHECK(whole->parts.size() + 1 == sent.parts.size());
     for (std::size_t i = 0; i < whole->parts.size(); i++)
-      CHECK(text_of(whole->parts[i]) == sent[i + 1]);
+      CHECK(text_of(whole->parts[i]) == sent.parts[i + 1]);
   } catch (const WireError&) {
   }
 }
