@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup setup-integrations browser demo test test-long test-upstream lint bench gpu docs clean
+.PHONY: setup setup-integrations browser fuzzer demo test test-long test-upstream lint bench gpu docs clean
 
 setup: $(INSTALLED)
 
@@ -19,6 +19,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The tests of the HTML report, the live page and the Perfetto trace run in Chromium, or are skipped.
 browser:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+
+# With clang, tests/native/test_rpc_fuzz.py steers by coverage. Any other compiler fuzzes without.
+fuzzer:
+	@command -v clang++ >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends clang libclang-rt-dev; }
 
 # The launchers and frameworks that tests/multiproc/test_frameworks.py and test_notebook.py start, some 400 MB; a test
 # is skipped if its package is missing. At run level 1, Debian does not start the daemons that it installs.

@@ -38,9 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = tempfile.mkdtemp(prefix="rankcall-tests-", dir=base)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    kept = "RANKCALL_REGEN_GOLDEN"  # the one that is meant for the tests
-    for name in [name for name in os.environ if name.startswith("RANKCALL_") and name != kept]:
-        del os.environ[name]
+    # Those that are meant for the tests.
+    kept = ("RANKCALL_REGEN_GOLDEN", "RANKCALL_RPC_RANDOM_SECONDS", "RANKCALL_FUZZ_SECONDS")
+    for name in [name for name in os.environ if name.startswith("RANKCALL_")]:
+        if name not in kept:
+            del os.environ[name]
     os.environ["RANKCALL_SHM"] = folder
     # torch looks up the name of every address that it connects to. If no name server answers, each
     # look-up takes ten seconds; with this option it takes one.

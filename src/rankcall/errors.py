@@ -187,12 +187,13 @@ class RunNotFound(RankcallError, FileNotFoundError):
 class StoreLost(_Explained, RuntimeError):
     """Raised if the store's host has died, or does not answer because it is stopped.
 
-    ``host`` is the host of the store.
+    ``host`` is the host of the store. ``is_silent`` says that it gave no answer in time, but did
+    not close the connection: it may be stopped, or the line to it may be busy.
     """
 
-    def __init__(self, message: str, *, host: str = "") -> None:
+    def __init__(self, message: str, *, host: str = "", is_silent: bool = False) -> None:
         super().__init__(message)
-        self.host = host
+        self.host, self.is_silent = host, is_silent
 
 
 class TorchMissing(RankcallError, ImportError):

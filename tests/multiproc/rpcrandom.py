@@ -24,6 +24,7 @@ from rankcall.testing import _spawn
 HEARTBEAT_S = 1.0
 CALL_S = 15.0
 LATE_S = 20.0  # on a busy machine
+JOIN_S = 150.0
 SIZES = (8, 1000, 8191, 8192, 8193, 20_000, 100_000, 600_000)  # of 8 bytes; 8192 is 64 KiB
 MOST_KEPT, MOST_IN_FLIGHT = 60, 6
 
@@ -78,7 +79,8 @@ class Worker:
             num_worker_threads=4,
             arena_bytes=64 << 20,
         )
-        for _ in range(5):
+        until = time.monotonic() + JOIN_S
+        while time.monotonic() < until:
             try:
                 rpc.init_rpc(self.name, "ZMQ", rank=self.rank, rpc_backend_options=options)
                 self.note("joined")
@@ -219,7 +221,7 @@ def judge(folder: Path) -> Outcome:
                 problems.append(f"{name} at {when}: {what} {call} {text}")
             if what in ("called", "ran", "answered", "failed"):
                 events[int(call)].append(what)
-        has_ended = entries[-1][0] == "ended"
+        has_ended = bool(entries) and entries[-1][0] == "ended"  # a log may be empty
         for what, call, when, _ in entries:
             if what != "called" or not has_ended:
                 continue  # a killed worker's last calls have no end
@@ -243,6 +245,7 @@ class Group:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.context = _spawn.fork_server()  # has imported torch
         self.processes: dict[int, Any] = {}
+        self.ended: list[str] = []  # workers that were not killed
         (folder / "shm").mkdir(mode=0o700)
         for rank in range(size):
             self.start(rank)
@@ -253,16 +256,25 @@ class Group:
         self.processes[rank] = self.context.Process(target=work, args=args, daemon=True)
         self.processes[rank].start()
 
+    def choose_rank(self) -> int:
+        """Choose a worker; start it again if it has ended, which it must not."""
+        rank = self.choose.choice(sorted(self.processes))
+        process = self.processes[rank]
+        if process.exitcode is not None:
+            self.ended.append(f"w{rank} (pid {process.pid}): exit code {process.exitcode}")
+            self.start(rank)
+        return rank
+
     def kill_one(self) -> None:
         """Kill a worker and start another of its name."""
-        rank = self.choose.choice(sorted(self.processes))
+        rank = self.choose_rank()
         self.processes[rank].kill()
         self.processes[rank].join(30)
         self.start(rank)
 
     def stop_one(self) -> None:
         """Stop a worker for longer than its peers wait for it; it joins again afterwards."""
-        process = self.processes[self.choose.choice(sorted(self.processes))]
+        process = self.processes[self.choose_rank()]
         if not list(self.folder.glob(f"*-{process.pid}.log")):
             return  # it has not begun
         os.kill(process.pid, signal.SIGSTOP)
@@ -282,7 +294,7 @@ class Group:
         while int(self.store.add("done", 0)) < len(self.processes) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.store.set("all done", "")
-        late = []
+        late = list(self.ended)
         for rank, process in self.processes.items():
             process.join(max(0.1, deadline - time.monotonic()))
             if process.exitcode != 0:

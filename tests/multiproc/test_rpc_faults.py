@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosting import stop
+from hosting import hosted, stop
 from ranks import Result, run_ranks, try_ranks
 from rpcgroup import aside, backend, blocks, come_up, hurry, metrics, names, sockets, threads
 from world import wait_until
@@ -225,6 +225,36 @@ def test_the_stores_host_is_stopped(backend: str, dynamic: bool) -> None:
     results = try_ranks(_host_stops, 3, backend, dynamic, init=False)
     for told in survivors(results, killed=0):
         assert told == "ended" if dynamic else "does not answer" in told
+
+
+def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
+    """The store's host is stopped during shutdown, until a request has gone unanswered."""
+    from rankcall import rpc
+    from rankcall.rpc import _static
+    from rankcall.store import StoreLost
+
+    come_up(rank, world_size, "ZMQ", init_method=f"tcp://127.0.0.1:{port}")
+    unanswered = []
+
+    def observed(*args: Any) -> Any:
+        try:
+            return synchronize(*args)
+        except StoreLost as lost:
+            unanswered.append(lost)
+            os.kill(pid, signal.SIGCONT)
+            raise
+
+    synchronize, _static.synchronize = _static.synchronize, observed  # type: ignore[assignment]
+    if rank == 0:
+        stop(pid)
+    rpc.shutdown(timeout=60)
+    return len(unanswered)
+
+
+def test_a_store_that_answers_late() -> None:
+    """A store whose answers take longer than a second is asked again, until the deadline."""
+    with hosted() as (port, pid):
+        assert sum(run_ranks(_store_answers_late, 2, port, pid, init=False)) > 0
 
 
 # --- a peer that is stopped

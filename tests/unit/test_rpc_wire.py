@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-HEADER = struct.Struct("<4sB3xQQQqQQiIII")
-SLOT = struct.Struct("<IIQQQ")
-CHUNK = struct.Struct("<4sIQQQQ")
-PACKED, PART, SHARED = 0, 1, 2
+from rpcwire import CHUNK, PACKED, PART, SHARED, build, cut
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +21,6 @@ def decode():
 def parse(decode):
     """Return the decoder for the frames of one message that does not come in chunks."""
     return lambda frames: decode([frames], 1 << 20, True)[0]
-
-
-def build(
-    payload: bytes, pickle: bytes, buffers: list[tuple[int, bytes]], kind: int = 1, call: int = 7
-) -> list[bytes]:
-    """Return the frames of a message, written from the description of the format."""
-    slots = b"".join(SLOT.pack(where, 0, len(data), 5, 6) for where, data in buffers)
-    packed = b"".join(data for where, data in buffers if where == PACKED)
-    header = HEADER.pack(
-        b"RKR2", kind, 1, 2, call, 3, len(payload), len(pickle), 0x102, len(buffers), 0, 0
-    )
-    frames = [data for where, data in buffers if where == PART]
-    return [header + slots + payload + pickle + packed, *frames]
 
 
 BUFFERS = st.lists(
@@ -106,18 +87,6 @@ def test_sizes_that_would_overflow_are_refused(parse) -> None:
         broken = whole[:offset] + b"\xff" * size + whole[offset + size :]
         with pytest.raises(ValueError, match=r"head|too many"):
             parse([broken])
-
-
-def cut(frames: list[bytes], transfer: int, size: int, session: int = 9) -> list[list[bytes]]:
-    """Return a message in chunks of at most ``size`` bytes."""
-    return [
-        [
-            CHUNK.pack(b"RKC2", part, session, transfer, offset, len(data)),
-            data[offset : offset + size],
-        ]
-        for part, data in enumerate(frames)
-        for offset in range(0, max(len(data), 1), size)
-    ]
 
 
 @given(messages=st.lists(MESSAGES, max_size=4), size=st.integers(1, 50), data=st.data())

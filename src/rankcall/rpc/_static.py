@@ -23,7 +23,7 @@ from rankcall._requests import CompareSet, Read, Set, Steps, Until, Wait
 from rankcall.errors import RpcTimeout
 from rankcall.process import DEAD, Process
 from rankcall.rpc._group import bounded, seconds_left, wait_idle
-from rankcall.store import BarrierTimeout, synchronize
+from rankcall.store import BarrierTimeout, StoreLost, synchronize
 from rankcall.store.parts import perform, publish_once
 
 _ASK_S = 1.0  # how often a waiting worker looks for peers that died or started again
@@ -84,13 +84,18 @@ class StaticMembership:
         them is known to be gone; ``StoreLost``.
         """
         data = json.dumps(value).encode()
+        patience = _ASK_S
         while True:
-            patience = min(seconds_left(deadline, 0.01), _ASK_S)
+            left = min(seconds_left(deadline, 0.01), patience)
             try:
                 values = synchronize(
-                    self._store, data, self.rank, self.world_size, self._key(label), patience
+                    self._store, data, self.rank, self.world_size, self._key(label), left
                 )  # called again after a timeout, it goes on waiting
                 return [json.loads(each) for each in values]
+            except StoreLost as lost:
+                if not lost.is_silent or time.monotonic() >= deadline:
+                    raise
+                patience *= 2  # the line to the store may be busy, or lose packets
             except BarrierTimeout as late:
                 if gone := self._reasons_gone(late.missing_ranks):
                     # The others may only be late, and are not blamed.

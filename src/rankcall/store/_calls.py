@@ -118,7 +118,7 @@ class _Request:
             reason = f"{self.name}: requests to arrive were not answered; use another key_prefix"
             return lost(where(store), reason)
         if isinstance(error, StoreLost):
-            return StoreLost(f"{self.name}: {error}", host=error.host)
+            return StoreLost(f"{self.name}: {error}", host=error.host, is_silent=error.is_silent)
         return error
 
 
@@ -300,7 +300,7 @@ def _barrier_without_ranks(store: Store, keys: Keys, timeout: float, what: str |
         if isinstance(error, _protocol.WorldsDiffer):
             return _errors.worlds_differ("barrier", keys, None, error.claims, what)
         if isinstance(error, StoreLost):
-            return StoreLost(f"{name}: {error}", host=error.host)
+            return StoreLost(f"{name}: {error}", host=error.host, is_silent=error.is_silent)
         reason = f"{name}: a request to arrive was not answered; use another key_prefix, or rank="
         return lost(where(store), reason)
 

@@ -677,4 +677,5 @@ def lost(place: str, reason: str) -> StoreLost:
         f"the store {place} {state}: {reason.splitlines()[0]}. Look at the process that hosts it; "
         "with rankcall.store.failover() a job goes on without it",
         host=place.removeprefix("at "),
+        is_silent=is_silent,
     )

@@ -24,6 +24,7 @@ from rankcall.rpc.native import agent_module
 _GIB = 1 << 30
 _HEARTBEATS_S = (0.1, 86_400.0)
 _DESCRIPTORS_A_PEER = 2  # a connection in each direction
+_SPARE_DESCRIPTORS = 16  # for the program's own files, and to say that there are too few
 
 
 class ZmqRpcBackendOptions(RpcBackendOptions):
@@ -199,15 +200,17 @@ class Worker:
                 )
 
 
-def check_descriptors(peers: int) -> None:
-    """Raise ``BackendUnavailable`` if this process may not open a connection to every peer."""
+def check_descriptors(name: str, peers: int) -> None:
+    """Raise ``BackendUnavailable`` if worker ``name`` cannot connect to so many more workers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(list(Path("/proc/self/fd").iterdir())) + _DESCRIPTORS_A_PEER * peers
+    open_now = len(list(Path("/proc/self/fd").iterdir()))
+    needed = open_now + _DESCRIPTORS_A_PEER * peers + _SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and needed > soft:
+        others = f"{peers} more workers" if peers != 1 else "another worker"
         raise BackendUnavailable(
-            f"{peers} workers need {needed} file descriptors in each process, and the limit is "
-            f"{soft}: raise it with `ulimit -n {max(needed, 4096)}` (this user's hard limit is "
-            f"{hard})"
+            f"worker {name!r} needs {needed} file descriptors to talk to {others}, and the limit "
+            f"of its process is {soft}: raise it with `ulimit -n {max(needed, 4096)}` before the "
+            f"job starts (the hard limit is {hard})"
         )
 
 

@@ -24,11 +24,13 @@ from rankcall.rpc._group import (
     bounded,
     check_arguments,
     init_deadline,
+    seconds_left,
     set_group,
     undone_on_error,
 )
 from rankcall.rpc._static import StaticGroup, claim_rank
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
+from rankcall.store.parts import perform, publish_once
 
 __all__ = ["construct_rpc_backend_options_handler", "init_backend_handler"]
 
@@ -80,6 +82,7 @@ def _static(
     store: dist.Store, name: str, rank: int, world_size: int, options: TensorPipeRpcBackendOptions
 ) -> TensorPipeAgent:
     deadline = init_deadline(options.rpc_timeout)
+    _refuse_a_mix(store, name, deadline)
     membership = claim_rank(dist.PrefixStore("static", store), name, rank, world_size, deadline)
     mine = Node(name, torch.cuda.device_count(), options.device_maps, options.devices)
     records = membership.introduce({"node": mine.to_json()}, deadline)
@@ -106,6 +109,20 @@ def _static(
             raise problem
     set_group(StaticGroup(agent, membership, membership.store))
     return agent
+
+
+def _refuse_a_mix(store: dist.Store, name: str, deadline: float) -> None:
+    """Raise ``RuntimeError`` if the group has dynamic members.
+
+    torch's agent does the same with this key; but the agent of a static group gets a store with a
+    prefix of its attempt, where it does not see the key of a dynamic member.
+    """
+    key = "rpcIsStaticGroup"
+    if perform(store, seconds_left(deadline), publish_once(key, b"true")) != b"true":
+        raise RuntimeError(
+            "RPC group mixes statically and dynamically initialized members which is not "
+            f"supported: worker {name!r} was given a world size, and other workers were not"
+        )
 
 
 def _warm_up(deadline: float) -> RuntimeError | None:

@@ -99,7 +99,7 @@ def init_backend_handler(
 
 
 def _join_static(worker: Worker, membership: StaticMembership, deadline: float) -> None:
-    check_descriptors(membership.world_size)
+    check_descriptors(worker.name, membership.world_size - 1)
     records = membership.introduce(worker.record(), deadline)
     nodes = [Node.from_json(record["node"]) for record in records]
     validate(nodes, static=True)
@@ -220,7 +220,7 @@ class DynamicGroup:
                     living.append(other)
             conflict = find_conflict(record, living)
             if conflict is None:
-                check_descriptors(len(living))
+                check_descriptors(self._worker.name, len(living))
                 return living
             is_unknown = Process(**conflict["process"]).liveness() == UNKNOWN
             if not is_unknown or time.monotonic() >= deadline:
@@ -259,8 +259,9 @@ class DynamicGroup:
                 ) from error
 
     def _on_control(self, payload: bytes) -> str:
-        """Take note of a newcomer, which introduces itself."""
-        self._meet(json.loads(payload))
+        """Take note of a newcomer. Its ``init_rpc`` raises what is raised here."""
+        self._meet(json.loads(payload))  # first, as only a peer is sent an answer
+        check_descriptors(self._worker.name, 1)
         return ""
 
     def _on_lost(self, name: str, session: int, must_be_logged: bool) -> None:
