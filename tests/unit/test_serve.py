@@ -17,8 +17,9 @@ import pytest
 from liveruns import live_run
 from serving import DEADLINE_S, RANKCALL, Served
 
+from rankcall.analysis.recent_figures import Figures
 from rankcall.serve import shared_look
-from rankcall.serve.figures import Figures, History
+from rankcall.serve.figures import History
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, LiveRun, Look
 from rankcall.serve.shared_look import SharedLook
 from rankcall.testing.synthetic import Planted, synthetic_run

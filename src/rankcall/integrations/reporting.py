@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.recent_figures import recent_figures
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.background import BackgroundCall
 from rankcall.capture import session
 from rankcall.errors import warn_once
 from rankcall.run.load import load
-from rankcall.serve.figures import recent_figures
 
 EVERY_S = 30.0  # between looks, so that they cost a large job little
 LAST_LOOK_S = 2.0  # for which the end of training waits

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose, judge, kept_verdict, with_stacks
+from rankcall.analysis.recent_figures import Figures, recent_figures
 from rankcall.analysis.state.run_reader import RunReader
 from rankcall.errors import RankcallError
 from rankcall.run.directory import find_run, ring_paths
 from rankcall.run.hangs import Object, kept_hangs, kept_stacks
 from rankcall.run.load import Run, load
 from rankcall.run.stacks import request_stacks, tidy
-from rankcall.serve.figures import Figures, recent_figures
 from rankcall.serve.other_nodes import OtherNodes
 
 WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"

@@ -163,12 +163,15 @@ def _title(look: Look) -> Verdict:
     if found.findings:
         return verdict_of_finding(found.findings[0])
     text = words.healthy(found)
-    count = plural(len(found.snapshot.ranks), "rank")
+    whole, known = len(found.snapshot.ranks), sum(not each.blind for each in found.snapshot.ranks)
+    count = plural(whole, "rank")
     if look.state == ENDED:
         return Verdict("The job has ended", text.removeprefix("healthy: ").capitalize(), False)
     if text.startswith("nothing found yet"):
         return Verdict("Nothing found yet", text.partition(": ")[2].capitalize(), False)
-    title = f"Healthy: {'the rank goes' if count == '1 rank' else f'all {count} go'} on"
+    title = f"Healthy: {'the rank goes' if whole == 1 else f'all {count} go'} on"
+    if known < whole:
+        title = f"{known:,} of {count} go on, the others are not known"
     return Verdict(title, text.partition(". ")[2], False)
 
 
