@@ -22,7 +22,7 @@ browser:
 
 # The launchers and frameworks that tests/multiproc/test_frameworks.py and test_notebook.py start, some 400 MB; a test
 # is skipped if its package is missing. At run level 1, Debian does not start the daemons that it installs.
-DEBIAN := openmpi-bin slurmctld slurmd slurm-client munge
+DEBIAN := openmpi-bin slurmctld slurmd slurm-client munge prometheus
 setup-integrations: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[integrations]'
 	@# DeepSpeed compiles on first use. No test's time-out is for a compiler.

@@ -1,4 +1,4 @@
-"""Jobs on nodes that share no disk and no memory: network and mount namespaces with a cable between.
+"""Jobs on nodes that share no disk and no memory: namespaces with a cable between them.
 
 A job has four ranks on two nodes, and a store on a third.
 """

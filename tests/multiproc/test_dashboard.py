@@ -1,4 +1,4 @@
-"""Each query of the Grafana dashboard returns data from a real Prometheus that scrapes a real job."""
+"""Each query of the Grafana dashboard returns data from a Prometheus that scrapes a real job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import rankcall.trace
 
-rankcall.trace.enable("ALL", sinks=[rankcall.trace.PrometheusNode(int(sys.argv[1]))])
+rankcall.trace.enable("CROSSNODE", sinks=[rankcall.trace.PrometheusNode(int(sys.argv[1]))])
 dist.init_process_group("gloo")
 rank, weight = dist.get_rank(), torch.nn.Parameter(torch.ones(10_000))
 optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cabled import PYTHON, Job, Node, cabled
+from world import wait_until
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
 from rankcall.run.load import load
@@ -37,6 +38,7 @@ class Page:
 
     def __init__(self, job: Job, node: Node) -> None:
         self._node = node
+        wait_until(lambda: any(node.memory.rglob("*.ring")) and (node.folder / "run").is_dir(), 200)
         env = {"RANKCALL_SHM": "/dev/shm"}
         arguments = ("-m", "rankcall", "serve", "/mnt/run", "--port", PORT)
         self.process = job.start(node, env, PYTHON, *arguments).process

@@ -21,7 +21,7 @@ from rankcall.analysis.state.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, unfi
 from rankcall.analysis.timing.summary import size_name
 from rankcall.background import holding
 from rankcall.errors import RankcallError
-from rankcall.trace.descriptions import Descriptions
+from rankcall.ring.reader import Ring
 from rankcall.trace.sinks import Origin, optional_module
 from rankcall.trace.sinks.prometheus import Endpoint
 
@@ -68,8 +68,8 @@ class PrometheusNode:
         if origin.local_rank <= 0:
             self._endpoint.open(self, 0)
 
-    def write(self, descriptions: Descriptions) -> None:
-        """Do nothing: the figures come from the records of all ranks."""
+    def write_records(self, ring: Ring) -> None:
+        """Do nothing: a scrape reads the records of all ranks."""
 
     def close(self) -> None:
         """Stop listening."""
