@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
 import urllib.error
@@ -16,12 +17,12 @@ from typing import Any
 
 import pytest
 from launch import Launch
-from ports import free_port
+from ports import bound, free_port
 
 pytest.importorskip("prometheus_client", reason="needs rankcall[prometheus]")
 
 DASHBOARD = Path(__file__).parents[2] / "docs/grafana/rankcall.json"
-DEADLINE_S = 300.0
+DEADLINE_S = 150.0
 
 # Two ranks take steps until they are ended. Rank 1 comes late, and a file makes it hang.
 SCRIPT = """
@@ -72,7 +73,7 @@ def test_every_panel_asks_for_metrics_of_the_sink() -> None:
 class Server:
     """Debian's Prometheus, which scrapes one address every second."""
 
-    def __init__(self, folder: Path, target: int) -> None:
+    def __init__(self, folder: Path, target: int, port: int) -> None:
         path = shutil.which("prometheus")
         if path is None:
             pytest.skip("needs Prometheus: apt-get install prometheus, or make setup-integrations")
@@ -82,7 +83,7 @@ class Server:
             f"scrape_configs:\n- job_name: job\n  static_configs:\n"
             f"  - targets: ['127.0.0.1:{target}']\n"
         )
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
             [
                 path,
@@ -120,9 +121,11 @@ class Server:
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
     """Return a Prometheus that scrapes a job of two ranks, and the file that makes rank 1 hang."""
-    script, hold, port = tmp_path / "train.py", tmp_path / "hold", free_port()
+    script, hold = tmp_path / "train.py", tmp_path / "hold"
     script.write_text(SCRIPT)
-    server = Server(tmp_path, port)
+    with socket.socket() as taken:
+        port = bound(taken)
+        server = Server(tmp_path, port, free_port())
     launched = Launch(
         *("run", "--run-dir", str(tmp_path / "run"), "--hang-after", "3"),
         *("--nproc-per-node", "2", str(script), str(port), str(hold)),

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from rankcall.analysis.state.run_reader import RunReader
 from rankcall.analysis.state.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, unfinished
 from rankcall.analysis.timing.summary import size_name
 from rankcall.background import holding
+from rankcall.capture import session
 from rankcall.errors import RankcallError
 from rankcall.ring.reader import Ring
 from rankcall.trace.sinks import Origin, optional_module
@@ -94,14 +94,19 @@ class PrometheusNode:
         yield from families
 
     def _read(self) -> list[Any]:
-        origin = self._origin
-        if origin is None or origin.run_dir is None:
+        origin, recording = self._origin, session.current()
+        if origin is None:
             return []
-        run = self._reader.load(Path(origin.run_dir))
+        run_dir, attempt = origin.run_dir, origin.attempt
+        if run_dir is None and recording is not None:  # the ranks chose it after ``open``
+            run_dir, attempt = recording.run_dir, recording.identity.attempt
+        if run_dir is None:
+            return []
+        run = self._reader.load(run_dir)
         run.heads = [
             head
             for head in run.heads
-            if head.header.attempt == origin.attempt and head.header.host == origin.host
+            if head.header.attempt == attempt and head.header.host == origin.host
         ]
         headers = [head.header for head in run.heads]
         snapshot = self._reader.snapshot(run, _WINDOW)
