@@ -94,7 +94,7 @@ def test_changes_come_by_themselves(
     run = live_run(tmp_path, 8, someone.pid)
     with Served(run) as served:
         page, wrong = opened(browser, served)
-        page.wait_for_selector(".state.alarm >> text=running")
+        page.wait_for_selector(".state.alarm >> text=hangs")
         page.locator("#verdict details[data-keep=why] summary").click()
         page.evaluate("window.same = true")
         someone.kill()

@@ -38,7 +38,7 @@ class Look:
 
     ``state``: ``waiting`` (no ring yet), ``live``, ``ended``, or ``lost`` (the run was there and
     cannot be read any more; ``diagnosis`` is then the last one). ``problem`` says why it cannot be
-    read.
+    read or, of a live run, why nodes are missing.
     """
 
     state: str
@@ -122,7 +122,8 @@ class LiveRun:
         found = judge(run, snapshot, self.hang_after or None)
         kept = kept_hangs(run.path)
         found = replace(found, kept=[kept_verdict(run, each) for each in kept])
-        return self._with_kept_stacks(run, self._as_look(where, LIVE, found), kept)
+        look = replace(self._as_look(where, LIVE, found), problem=self._others.problem)
+        return self._with_kept_stacks(run, look, kept)
 
     def _finished(self, where: Path) -> Diagnosis | None:
         """Return the diagnosis of a job that was over at the last look, if no file has changed."""

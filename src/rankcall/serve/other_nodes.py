@@ -32,6 +32,7 @@ class OtherNodes:
         self._clock = clock
         self._began = clock()
         self._answers: Answers | None = None
+        self.problem = ""  # what is missing in the last snapshot
         self._decoded: dict[bytes, NodeSnapshot] = {}
 
     def ask(self, run: Run) -> None:
@@ -63,23 +64,23 @@ class OtherNodes:
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the ranks of the other nodes, and a line for what is missing."""
+        self.problem = ""
         blind = {state.rank for state in snapshot.ranks if state.blind}
         if not blind or not snapshot.live:
             return snapshot
         answers = self._answers
         if answers is None:
             return self._without_answers(snapshot, blind)
-        nodes, problems = [node_snapshot_of(snapshot)], []
+        nodes = [node_snapshot_of(snapshot)]
         silent: dict[int, RankState] = {}
         for node in answers.nodes:
             known = self._snapshot_of(node)
             if known is not None:
                 nodes.append(known)
-            elif node.data or node.asked_s > answers.notice_s + KNOWN_S:
-                silent.update(
-                    (rank, RankState(rank, host, pid, blind=True, unheard=True))
-                    for rank, host, pid in node.members
-                )
+                continue
+            unheard = bool(node.data) or node.asked_s > answers.notice_s + KNOWN_S
+            for rank, host, pid in node.members:
+                silent[rank] = RankState(rank, host, pid, blind=True, unheard=unheard)
         self._decoded = {
             node.data: self._decoded[node.data]
             for node in answers.nodes
@@ -89,6 +90,7 @@ class OtherNodes:
         ranks = [silent.get(state.rank, state) if state.blind else state for state in merged.ranks]
         missing = {state.rank for state in ranks if state.blind}
         problems = list(self._problems(answers, missing))
+        self.problem = "; ".join(problems)
         kept = [text for text in merged.problems if _NO_RING not in text]
         return replace(
             snapshot,
@@ -108,6 +110,7 @@ class OtherNodes:
             f"nothing is known of rank {format_ranks(sorted(blind))}, on other nodes: the job's "
             f"watcher on this one has not answered for {duration(waited)}"
         )
+        self.problem = text
         kept = [each for each in snapshot.problems if _NO_RING not in each]
         return replace(snapshot, problems=[text, *kept])
 

@@ -135,13 +135,18 @@ def _top(look: Look) -> dict[str, Any]:
         if speed.share is not None:
             facts.append((percent(speed.share), "of the time in communication"))
     state = {WAITING: "no data yet", LIVE: "running", ENDED: "ended", LOST: "not readable"}
+    if look.state == LIVE and look.hangs:
+        state[LIVE] = "hangs"
+    problem = clean(look.problem)
+    if look.state == LOST:
+        problem = f"{problem}. The page shows the last state that could be read."
     return {
         "state": look.state,
         "words": state[look.state],
         "run": clean(look.run),
         "facts": facts,
         "since": _clock(look.epoch_s) if look.state == LOST else "",
-        "problem": clean(look.problem),
+        "problem": problem,
         "tone": _tone(look),
     }
 
