@@ -62,7 +62,7 @@ def test_a_hang_is_in_the_metrics(tmp_path: Path, someone: subprocess.Popen[byte
     assert states == {"alive": RANKS, "stopped": 0, "gone": 0, "unknown": 0}
     (age,) = found["rankcall_node_oldest_collective_seconds"]
     assert age.labels == {"host": "node-0"}
-    assert HUNG_S <= age.value < HUNG_S + 120
+    assert HUNG_S - 5 < age.value < HUNG_S + 200  # it began with the last call of each rank
     for name in ("collectives_total", "steps_total", "verdicts_total", "overdue_ranks"):
         assert len(found[f"rankcall_node_{name}"]) == 1, name
     assert found["rankcall_node_collectives_total"][0].value >= 40 * RANKS

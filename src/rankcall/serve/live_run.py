@@ -98,7 +98,7 @@ class LiveRun:
 
     def _unread(self, problem: str) -> Look:
         if self._seen is None:
-            return Look(WAITING, self.clock(), problem=problem)
+            return Look(WAITING, self.clock(), str(self.path or ""), problem=problem)
         return replace(self._seen, state=LOST, problem=problem, epoch_s=self.clock())
 
     def _read(self) -> Look:

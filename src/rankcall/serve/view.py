@@ -81,7 +81,7 @@ def policy() -> str:
 def page(look: Look, parts: dict[str, str]) -> str:
     """Return the whole page with these sections. It can be read without its script."""
     template = _templates().get_template("live.html.j2")
-    name = clean(PurePath(look.run).name) or "rankcall"
+    name = clean(PurePath(look.run).name)
     html: str = template.render(**_static(), run=name, sections=parts, title=_title(look).title)
     return html
 
