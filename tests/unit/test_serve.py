@@ -310,6 +310,33 @@ def test_two_hundred_viewers_that_vanish(tmp_path: Path) -> None:
     assert "Traceback" not in served.err
 
 
+def test_a_viewer_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream ends if its viewer takes no byte for long, and its place is free again."""
+    from rankcall.serve import app
+    from rankcall.serve.access import Access
+
+    monkeypatch.setattr(app, "_SEND_S", 0.05)
+    run = CountedRun()
+    run.gate.set()
+
+    async def watch() -> None:
+        page = app.Page(run, Access.of("127.0.0.1", 8088, ()))
+        stream = app._EventStream(page._changes())
+        sent: list[object] = []
+
+        async def send(message: object) -> None:
+            sent.append(message)
+            if len(sent) == 3:  # the start, the first line, and then the first event
+                assert page._viewers == 1
+                await asyncio.Event().wait()
+
+        await asyncio.wait_for(stream.stream_response(send), DEADLINE_S)
+        assert (len(sent), page._viewers) == (3, 0)
+        page.downloads.close()
+
+    asyncio.run(watch())
+
+
 def test_ctrl_c_ends_open_streams(tmp_path: Path) -> None:
     """The command exits with 0 though a viewer is still connected."""
     synthetic_run(tmp_path / "run", 4, 50)

@@ -424,6 +424,23 @@ def test_a_lost_store_is_not_an_error_of_the_watcher(nodes: list[Node]) -> None:
         here.views._requests.perform(1.0, Questions("").question())
 
 
+def test_a_failure_does_not_end_the_watch(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody foresaw is logged once, and no turn raises it."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    here, _ = nodes
+    here.poll()
+    note_viewer(here.run)
+    monkeypatch.setattr(here.views, "_ask", broken)
+    for second in range(3):
+        here.turn(100.0 + 2 * second)
+    assert [line.message for line in caplog.records] == ["pages on other nodes get no more answers"]
+
+
 def test_members_that_are_damaged_are_no_ranks() -> None:
     """A registration of another program, or half of one, names nobody."""
     for raw in (b"", b"{}", b"[1]", b'[["x", "h", 1]]', b"[" * 100_000, json.dumps([[1]]).encode()):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from rankcall.ring.layout import Header
 from rankcall.run.directory import TAIL
 from rankcall.run.views import Answers, Member, NodeAnswer, ViewerFile
 from rankcall.watch._exchange import ASKED, BELL, Exchange, Unreachable
+
+logger = logging.getLogger("rankcall.watch")
 
 PAUSES_S = 1.0, 5.0  # between two questions or answers: bounds
 LINGER_S = 30.0
@@ -144,13 +147,26 @@ class NodeViews:
         self._reader = RunReader(_NEWEST)
         self._nodes: tuple[NodeAnswer, ...] = ()
         self._asked_ns = 0  # when the store last answered
+        self._has_failed = False
         self._noticed = 0  # the last question that the bell has told of
         self._question = 0  # the last one that was answered
         self._until = float("-inf")  # when to stop looking for questions
         self._next_ask = self._next_answer = 0.0
 
     def turn(self, headers: Mapping[int, Header], now: float) -> None:
-        """Ask the other nodes if this one has a viewer, and answer those that ask. Never raises."""
+        """Ask the other nodes if this one has a viewer, and answer those that ask. Never raises.
+
+        A failure that is not foreseen ends this, and not the watch for hangs.
+        """
+        if self._has_failed:
+            return
+        try:
+            self._turn(headers, now)
+        except Exception as error:
+            self._has_failed = True
+            logger.warning("pages on other nodes get no more answers", exc_info=error)
+
+    def _turn(self, headers: Mapping[int, Header], now: float) -> None:
         if not headers or len(headers) >= max(head.world_size for head in headers.values()):
             return  # all ranks are on this node
         if now >= self._next_ask and self._file.is_watched(now):
