@@ -17,8 +17,9 @@ import pytest
 from liveruns import live_run
 from serving import DEADLINE_S, RANKCALL, Served
 
+from rankcall.analysis.recent_figures import Figures
 from rankcall.serve import shared_look
-from rankcall.serve.figures import Figures, History
+from rankcall.serve.figures import History
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, LiveRun, Look
 from rankcall.serve.shared_look import SharedLook
 from rankcall.testing.synthetic import Planted, synthetic_run
@@ -307,6 +308,33 @@ def test_two_hundred_viewers_that_vanish(tmp_path: Path) -> None:
         assert served.ask("/api/diagnosis").status == 200
         assert served.end() == 0
     assert "Traceback" not in served.err
+
+
+def test_a_viewer_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream ends if its viewer takes no byte for long, and its place is free again."""
+    from rankcall.serve import app
+    from rankcall.serve.access import Access
+
+    monkeypatch.setattr(app, "_SEND_S", 0.05)
+    run = CountedRun()
+    run.gate.set()
+
+    async def watch() -> None:
+        page = app.Page(run, Access.of("127.0.0.1", 8088, ()))
+        stream = app._EventStream(page._changes())
+        sent: list[object] = []
+
+        async def send(message: object) -> None:
+            sent.append(message)
+            if len(sent) == 3:  # the start, the first line, and then the first event
+                assert page._viewers == 1
+                await asyncio.Event().wait()
+
+        await asyncio.wait_for(stream.stream_response(send), DEADLINE_S)
+        assert (len(sent), page._viewers) == (3, 0)
+        page.downloads.close()
+
+    asyncio.run(watch())
 
 
 def test_ctrl_c_ends_open_streams(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.recent_figures import recent_figures
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.background import BackgroundCall
 from rankcall.capture import session
 from rankcall.errors import warn_once
 from rankcall.run.load import load
-from rankcall.serve.figures import recent_figures
 
 EVERY_S = 30.0  # between looks
 _MOST_SHARE = 0.01  # of a core, for the looks at a job of any size

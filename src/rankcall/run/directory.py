@@ -48,6 +48,7 @@ from rankcall.run.redact import redact_command
 RUNS = "rankcall-runs"
 ATTEMPTS = "attempts"
 RUN_SCHEMA = 1
+VIEWS = "views"  # below the live rings: see ``views``
 TAIL = ".tail.ring"  # a ring's newest records, written while its process lives
 
 

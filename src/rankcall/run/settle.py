@@ -23,6 +23,7 @@ from rankcall.ring.layout import HEADER_BYTES, Header, offset_of, parse_header, 
 from rankcall.ring.lock import try_lock
 from rankcall.ring.tail import tail_of
 from rankcall.run.directory import (
+    VIEWS,
     live_base,
     live_dir,
     tail_name,
@@ -308,6 +309,9 @@ def _age_s(epoch_s: float) -> float:
 
 
 def _remove_empty(folder: Path) -> None:
+    """Remove the folder of a run's live rings, and that of all runs, unless a ring is left."""
+    if not any(folder.glob("*.ring")):
+        shutil.rmtree(folder / VIEWS, ignore_errors=True)
     for each in (folder, folder.parent):
         try:
             each.rmdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -48,12 +48,17 @@ Handler = Callable[[Request], Awaitable[Response]]
 class _EventStream(StreamingResponse):
     """A stream that ends if its viewer takes nothing for ``_SEND_S`` seconds."""
 
+    def __init__(self, changes: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(changes, media_type="text/event-stream")
+        self._changes = changes
+
     async def stream_response(self, send: Any) -> None:
         async def send_in_time(message: Any) -> None:
             await asyncio.wait_for(send(message), _SEND_S)
 
-        with contextlib.suppress(asyncio.TimeoutError):
-            await super().stream_response(send_in_time)
+        async with contextlib.aclosing(self._changes):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await super().stream_response(send_in_time)
 
 
 class Page:
@@ -147,9 +152,9 @@ class Page:
         """Return the stream of changes; the browser asks again if it is cut off."""
         if self._viewers >= MOST_VIEWERS:
             return PlainTextResponse("too many viewers\n", 503, {"Retry-After": "10"})
-        return _EventStream(self._changes(), media_type="text/event-stream")
+        return _EventStream(self._changes())
 
-    async def _changes(self) -> AsyncIterator[bytes]:
+    async def _changes(self) -> AsyncGenerator[bytes, None]:
         self._viewers += 1
         try:
             known: dict[str, str] = {}

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose, judge, kept_verdict, with_stacks
-from rankcall.analysis.state.run_snapshot import SnapshotBuilder, WindowMemo
+from rankcall.analysis.recent_figures import Figures, recent_figures
+from rankcall.analysis.state.run_reader import RunReader
 from rankcall.errors import RankcallError
-from rankcall.ring.reader import Head, Ring, read_ring
 from rankcall.run.directory import find_run, ring_paths
 from rankcall.run.hangs import Object, kept_hangs, kept_stacks
 from rankcall.run.load import Run, load
 from rankcall.run.stacks import request_stacks, tidy
-from rankcall.serve.figures import Figures, recent_figures
+from rankcall.serve.other_nodes import OtherNodes
 
 WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"
 _NEWEST = 512  # records read from the end of each ring of a live job
@@ -38,7 +38,7 @@ class Look:
 
     ``state``: ``waiting`` (no ring yet), ``live``, ``ended``, or ``lost`` (the run was there and
     cannot be read any more; ``diagnosis`` is then the last one). ``problem`` says why it cannot be
-    read.
+    read or, of a live run, why nodes are missing.
     """
 
     state: str
@@ -56,23 +56,6 @@ class Look:
         return bool(self.diagnosis and self.diagnosis.findings and self.diagnosis.findings[0].stops)
 
 
-class _Rings:
-    """The rings as they were at the last look. Unchanged records are not decoded again."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Ring] = {}
-
-    def head(self, path: Path) -> Head:
-        """Read the newest records of a ring together with its head."""
-        ring = read_ring(path, _NEWEST, self._known.get(path.name))
-        self._known[path.name] = ring
-        return Head(ring.path, ring.header, ring.tables, ring.problem)
-
-    def of(self, head: Head) -> Ring:
-        """Return the ring that ``head`` was read with."""
-        return self._known[head.path.name]
-
-
 @dataclass
 class LiveRun:
     """Looks at a run again and again, on one thread at a time.
@@ -84,8 +67,8 @@ class LiveRun:
     path: Path | None = None
     hang_after: float | None = None
     clock: Callable[[], float] = time.time
-    _rings: _Rings = field(default_factory=lambda: _Rings(), repr=False)
-    _memo: WindowMemo = field(default_factory=WindowMemo, repr=False)
+    _reader: RunReader = field(default_factory=lambda: RunReader(_NEWEST), repr=False)
+    _others: OtherNodes = field(default_factory=OtherNodes, repr=False)
     _seen: Look | None = field(default=None, repr=False)
     _over: tuple[object, Diagnosis] | None = field(default=None, repr=False)
     _asked: Stacks | None = field(default=None, repr=False)
@@ -115,25 +98,23 @@ class LiveRun:
 
     def _unread(self, problem: str) -> Look:
         if self._seen is None:
-            return Look(WAITING, self.clock(), problem=problem)
+            return Look(WAITING, self.clock(), str(self.path or ""), problem=problem)
         return replace(self._seen, state=LOST, problem=problem, epoch_s=self.clock())
 
     def _read(self) -> Look:
         where = self.place()
         if self._seen is not None and self._seen.run != str(where):
             self._seen = self._over = self._asked = None  # the job was started again
-            self._rings, self._memo = _Rings(), WindowMemo()
+            self._reader, self._others = RunReader(_NEWEST), OtherNodes()
         if where.is_dir() and not ring_paths(where):
             return self._unread(f"{where} has no records yet")
         finished = self._finished(where)
         if finished is not None:
             return self._as_look(where, ENDED, finished)
-        run = load(where, read=self._rings.head)
+        run = self._reader.load(where)
+        self._others.ask(run)
         window = max(32, min(256, _WINDOW // max(1, len(run.heads))))
-        builder = SnapshotBuilder(run, window=window, memo=self._memo)
-        for head in run.heads:
-            builder.add(self._rings.of(head))
-        snapshot = builder.finish()
+        snapshot = self._others.add_to(self._reader.snapshot(run, window))
         if not snapshot.live:
             ended = diagnose(run, self.hang_after or None)
             self._over = _fingerprint(where), ended
@@ -141,7 +122,8 @@ class LiveRun:
         found = judge(run, snapshot, self.hang_after or None)
         kept = kept_hangs(run.path)
         found = replace(found, kept=[kept_verdict(run, each) for each in kept])
-        return self._with_kept_stacks(run, self._as_look(where, LIVE, found), kept)
+        look = replace(self._as_look(where, LIVE, found), problem=self._others.problem)
+        return self._with_kept_stacks(run, look, kept)
 
     def _finished(self, where: Path) -> Diagnosis | None:
         """Return the diagnosis of a job that was over at the last look, if no file has changed."""

@@ -96,7 +96,7 @@ class SharedLook:
 
     def _late(self) -> Update:
         """Return the last look with a note that the run's files do not answer."""
-        problem = f"the run's files have not answered for {LOOK_S:.0f} s"
+        problem = f"the run's files have not answered for {LOOK_S:.0f} s, or are still being read"
         if self._newest is None:
             look = Look(WAITING, time.time(), problem=problem)
         else:

@@ -81,7 +81,7 @@ def policy() -> str:
 def page(look: Look, parts: dict[str, str]) -> str:
     """Return the whole page with these sections. It can be read without its script."""
     template = _templates().get_template("live.html.j2")
-    name = clean(PurePath(look.run).name) or "rankcall"
+    name = clean(PurePath(look.run).name)
     html: str = template.render(**_static(), run=name, sections=parts, title=_title(look).title)
     return html
 
@@ -135,13 +135,18 @@ def _top(look: Look) -> dict[str, Any]:
         if speed.share is not None:
             facts.append((percent(speed.share), "of the time in communication"))
     state = {WAITING: "no data yet", LIVE: "running", ENDED: "ended", LOST: "not readable"}
+    if look.state == LIVE and look.hangs:
+        state[LIVE] = "hangs"
+    problem = clean(look.problem)
+    if look.state == LOST:
+        problem = f"{problem}. The page shows the last state that could be read."
     return {
         "state": look.state,
         "words": state[look.state],
         "run": clean(look.run),
         "facts": facts,
         "since": _clock(look.epoch_s) if look.state == LOST else "",
-        "problem": clean(look.problem),
+        "problem": problem,
         "tone": _tone(look),
     }
 
@@ -163,12 +168,15 @@ def _title(look: Look) -> Verdict:
     if found.findings:
         return verdict_of_finding(found.findings[0])
     text = words.healthy(found)
-    count = plural(len(found.snapshot.ranks), "rank")
+    whole, known = len(found.snapshot.ranks), sum(not each.blind for each in found.snapshot.ranks)
+    count = plural(whole, "rank")
     if look.state == ENDED:
         return Verdict("The job has ended", text.removeprefix("healthy: ").capitalize(), False)
     if text.startswith("nothing found yet"):
         return Verdict("Nothing found yet", text.partition(": ")[2].capitalize(), False)
-    title = f"Healthy: {'the rank goes' if count == '1 rank' else f'all {count} go'} on"
+    title = f"Healthy: {'the rank goes' if whole == 1 else f'all {count} go'} on"
+    if known < whole:
+        title = f"{known:,} of {count} go on, the others are not known"
     return Verdict(title, text.partition(". ")[2], False)
 
 

@@ -21,6 +21,7 @@ from rankcall.trace.sinks.nvtx import Nvtx
 from rankcall.trace.sinks.otel import OpenTelemetry
 from rankcall.trace.sinks.parquet import Parquet
 from rankcall.trace.sinks.prometheus import Prometheus
+from rankcall.trace.sinks.prometheus_node import PrometheusNode
 from rankcall.trace.sinks.steps import StepTotals
 from rankcall.trace.sinks.text import JsonLines, Stdout
 
@@ -35,6 +36,7 @@ __all__ = [
     "Origin",
     "Parquet",
     "Prometheus",
+    "PrometheusNode",
     "RecordSink",
     "Sink",
     "Stdout",

@@ -1,16 +1,17 @@
 """Agree with the other nodes on one verdict, through the job's store.
 
-While nothing hangs, a node only polls whether another node has opened a round. A node with an
-overdue call opens one. Each node's leader posts its summary. The first that posted reads all
-summaries and judges; if that takes too long, the next one does. The others only wait for the
-verdict, so the store's work grows with the number of nodes, not with its square. The first verdict
-that is published counts for all.
+While nothing hangs, a node only polls whether the bell has rung: another node has opened a round,
+or has a viewer (``_viewers``). A node with an overdue call opens a round. Each node's leader posts
+its summary. The first that posted reads all summaries and judges; if that takes too long, the next
+one does. The others only wait for the verdict, so the store's work grows with the number of nodes,
+not with its square. The first verdict that is published counts for all.
 
-Keys, below the prefix: ``latest``, the number of the last round that is over; ``<round>/posts``, a
-count, with which the round begins; ``<round>/post/<number>``; ``<round>/verdict``. ``nodes``, a
-count, and ``node/<number>``: the ranks of a node, written once, so that a verdict can name a lost
-node. The judge of a round removes the keys of the round before last. A node that is so late that
-its round has been removed starts over in the present one.
+Keys, below the prefix: ``bell``, a count, which each node raises that posts, or begins to ask for a
+viewer; ``latest``, the number of the last round that is over; ``<round>/posts``, a count, with
+which the round begins; ``<round>/post/<number>``; ``<round>/verdict``. ``nodes``, a count, and
+``node/<number>``: the ranks of a node, written once, so that a verdict can name a lost node. The
+judge of a round removes the keys of the round before last. A node that is so late that its round
+has been removed starts over in the present one.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _PROBE_S = 2.0  # for an answer: a store whose host was stopped never gives one
 _RETRY_S = 60.0
 _MOST_BYTES = 1 << 28  # of a verdict
 _POLL_S = 0.05
+BELL, ASKED = "bell", "view/asked"
 _POLL_RANK_S = 0.00005  # and for each rank of the world, to limit the polls of all nodes together
 
 
@@ -67,13 +69,22 @@ class Exchange:
     """
 
     def __init__(
-        self, job_store: Callable[[], Any], prefix: str = "", settle_s: float = SETTLE_S
+        self,
+        job_store: Callable[[], Any],
+        prefix: str = "",
+        settle_s: float = SETTLE_S,
+        retry_s: float = _RETRY_S,
     ) -> None:
         self._job_store = job_store
         self._prefix = prefix
         self._settle_s = settle_s
+        self._retry_s = retry_s
         self._lost_until = 0.0
         self._signed: list[Member] = []
+        self._number = 0
+        self._rung: bytes | None = None  # the count of the bell that this node has reacted to
+        self._is_open = False
+        self.question = 0  # the last question of a viewer on another node, as of the last bell
 
     def asked(self, members: Sequence[Member] = ()) -> bool:
         """Return whether another node has opened a round; register our ranks if they are not yet.
@@ -86,6 +97,11 @@ class Exchange:
     def signed_on(self) -> bool:
         """Whether this node's ranks are in the store."""
         return bool(self._signed)
+
+    @property
+    def number(self) -> int:
+        """The number under which this node's ranks are registered; 0: they are not."""
+        return self._number
 
     def agree(self, mine: Snapshot, world_size: int, judge: JudgeAll) -> Agreed:
         """Post the state of our ranks, and return the verdict of all nodes together.
@@ -108,7 +124,7 @@ class Exchange:
             if store is not None:
                 return perform(store, limit_s, steps)
         except Exception as error:
-            self._lost_until = time.monotonic() + _RETRY_S
+            self._lost_until = time.monotonic() + self._retry_s
             raise Unreachable(str(error) or repr(error)) from error
         raise Unreachable("the default process group has not been made")
 
@@ -118,9 +134,14 @@ class Exchange:
         if members and members != self._signed:
             number = yield Add(self._key("nodes"), 1)
             yield Set(self._key(f"node/{number}"), json.dumps(members).encode())
-            self._signed = members
-        number = (yield from self._latest()) + 1
-        return bool((yield Check([self._key(f"{number}/posts")])))
+            self._signed, self._number = members, number
+        rung = yield Read(self._key(BELL))
+        if rung != self._rung or self._is_open:
+            number = (yield from self._latest()) + 1
+            self._is_open = bool((yield Check([self._key(f"{number}/posts")])))
+            self.question = int((yield Read(self._key(ASKED))) or 0)
+            self._rung = rung
+        return self._is_open
 
     def steps(self, mine: Snapshot, world_size: int, judge: JudgeAll) -> Steps[Agreed]:
         """Do as ``agree`` does, as requests (``rankcall._requests``)."""
@@ -145,6 +166,7 @@ class Exchange:
         from rankcall.store.parts import publish_once
 
         post = yield Add(self._key(f"{number}/posts"), 1)
+        yield Add(self._key(BELL), 1)
         yield Set(self._key(f"{number}/post/{post}"), encode(own))
         heard, settled = {post: own}, (yield Now()) + self._settle_s
         if post == 1:

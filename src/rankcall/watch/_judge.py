@@ -59,11 +59,13 @@ from rankcall.run.settle import keep_tails
 from rankcall.run.stacks import request_stacks
 from rankcall.transfer.at_verdict import EvidenceSender
 from rankcall.watch._exchange import Exchange, Unreachable
+from rankcall.watch._viewers import NodeViews
 
 logger = logging.getLogger("rankcall.watch")
 
 _WINDOW = 64  # calls kept of each rank
 _PAUSE_S = (1.0, 15.0)  # between two looks at overdue calls without a verdict; it doubles
+MOST_POLL_S = 30.0  # a viewer waits for so long until the other nodes notice
 _VERDICT_PAUSE_S = 60.0  # between two looks at a hang with a verdict: a cause may be added
 _NO_RING = "no ring for rank"  # not a problem here: other nodes' rings are on those nodes
 
@@ -71,14 +73,20 @@ _NO_RING = "no ring for rank"  # not a problem here: other nodes' rings are on t
 class Judge:
     """Judges a node, on the watcher's thread of its leader.
 
-    ``next_look`` is when to look again, in seconds of ``time.monotonic``.
+    ``next_look`` is when to look again, in seconds of ``time.monotonic``. ``polls_every_s`` is how
+    often to poll the other nodes while this node's ranks go on. ``views`` answers pages.
     """
 
     def __init__(self, run_dir: Path, hang_after: float) -> None:
         self._run_dir = run_dir
         self._hang_after = hang_after
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._exchange = Exchange(_job_store, f"rankcall/watch/{restarts}/")
+        prefix = f"rankcall/watch/{restarts}/"
+        self._exchange = Exchange(_job_store, prefix)
+        self.polls_every_s = min(hang_after / 2, MOST_POLL_S)
+        self.views = NodeViews(
+            run_dir, self._exchange, Exchange(_job_store, retry_s=5.0), prefix, self.polls_every_s
+        )
         self._sender = EvidenceSender(
             run_dir,
             f"{host_name()}.{os.getpid()}",

@@ -117,6 +117,7 @@ class Watcher:
         if (asked or due) and judge.look(headers, first_ns or time.monotonic_ns(), asked):
             judge.keep_evidence(self._recording.identity.attempt)
             self._call_for_reaction(judge)
+        judge.views.turn(headers, time.monotonic())
 
     def _make_judge(self) -> Judge | None:
         """Return the judge of this run; None until the recording belongs to one."""
@@ -166,8 +167,8 @@ class Watcher:
     def _is_asked(self, headers: dict[int, Header], now: float, judge: Judge) -> bool:
         """Return whether another node wants a verdict, by a poll of the store if one is due.
 
-        While the node's ranks issue calls, the store is polled once in ``hang_after``, so that a
-        healthy job's store gets almost no requests. It is polled every second if a rank has issued
+        While the node's ranks issue calls, the store gets one request in half of ``hang_after``, or
+        in 30 seconds. It is polled every second if a rank has issued
         no call for half of ``hang_after``, or until there is a store.
         """
         world = max(header.world_size for header in headers.values())
@@ -178,7 +179,7 @@ class Watcher:
             return False
         asked, soon = judge.asked(headers), min(1.0, self._hang_after / 4)
         seldom = judge.signed_on and not quiet
-        self._next_asked = now + (self._hang_after if seldom else soon)
+        self._next_asked = now + (judge.polls_every_s if seldom else soon)
         return asked
 
     # --- reactions ---

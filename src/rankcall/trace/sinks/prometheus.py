@@ -24,6 +24,53 @@ class _Sums:
     sizes: Histogram = field(default_factory=lambda: Histogram(BYTES))
 
 
+class Endpoint:
+    """A collector of metrics in a registry, and the server that answers with it.
+
+    Args:
+        port: The first port; 0 takes a free one.
+        address: The address to listen on.
+        registry: A registry of the caller's own; then nothing is served.
+    """
+
+    def __init__(self, port: int, address: str, registry: Any = None) -> None:
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"port must be from 0 to 65535; got {port}")
+        self._client = optional_module("prometheus_client", "prometheus")
+        self._asked, self._address, self._registry = port, address, registry
+        self._serves = registry is None
+        self._collector: Any = None
+        self._server: Any = None
+        self.port: int | None = None
+
+    def open(self, collector: Any, local_rank: int) -> None:
+        """Register the collector, and listen on the port of a local rank."""
+        if self._serves:
+            registry = self._client.CollectorRegistry()
+            port = self._asked + local_rank if self._asked else 0
+            try:
+                self._server = self._client.start_http_server(port, self._address, registry)
+            except OSError as error:
+                text = f"port {port} on {self._address}: {error.strerror}"
+                raise OSError(error.errno, text) from error
+            self.port = self._server[0].server_port
+            self._registry = registry
+        self._registry.register(collector)
+        self._collector = collector
+
+    def close(self) -> None:
+        """Remove the collector and stop listening."""
+        if self._collector is not None:
+            self._registry.unregister(self._collector)
+            self._collector = None
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join(_CLOSE_SECONDS)
+            self._server = None
+
+
 class Prometheus:
     """Serves metrics over HTTP; each rank of a host listens on ``port`` + its local rank.
 
@@ -45,32 +92,22 @@ class Prometheus:
     def __init__(
         self, port: int = 9464, address: str = "127.0.0.1", *, registry: Any = None
     ) -> None:
-        if not 0 <= port < 1 << 16:
-            raise ValueError(f"port must be from 0 to 65535; got {port}")
-        self._client = optional_module("prometheus_client", "prometheus")
-        self._asked, self._address, self._registry = port, address, registry
-        self._serves = registry is None
-        self._server: Any = None
+        self._endpoint = Endpoint(port, address, registry)
         self._lock = threading.Lock()
         self._sums: dict[Key, _Sums] = {}
         self._keys = Keys()
         self._dropped = 0
         self._origin: Origin | None = None
-        self.port: int | None = None
+
+    @property
+    def port(self) -> int | None:
+        """The port that is listened on; None without a server."""
+        return self._endpoint.port
 
     def open(self, origin: Origin) -> None:
         """Register the metrics and listen."""
         self._origin = origin
-        if self._serves:
-            self._registry = self._client.CollectorRegistry()
-            port = self._asked + max(origin.local_rank, 0) if self._asked else 0
-            try:
-                self._server = self._client.start_http_server(port, self._address, self._registry)
-            except OSError as error:
-                text = f"port {port} on {self._address}: {error.strerror}"
-                raise OSError(error.errno, text) from error
-            self.port = self._server[0].server_port
-        self._registry.register(self)
+        self._endpoint.open(self, max(origin.local_rank, 0))
 
     def write(self, descriptions: Descriptions) -> None:
         """Add the descriptions to the metrics."""
@@ -86,13 +123,7 @@ class Prometheus:
 
     def close(self) -> None:
         """Remove the metrics and stop listening."""
-        self._registry.unregister(self)
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join(_CLOSE_SECONDS)
-            self._server = None
+        self._endpoint.close()
 
     # --- prometheus_client calls these on its server's threads ---
 

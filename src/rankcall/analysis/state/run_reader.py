@@ -1,0 +1,45 @@
+"""Reads a run of processes that live, again and again, and decodes only what has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rankcall.analysis.state.run_snapshot import SnapshotBuilder, WindowMemo
+from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.ring.reader import Head, Ring, read_ring
+from rankcall.run.load import Run, load
+
+
+class RunReader:
+    """Reads the newest records of one run. For one thread at a time.
+
+    Args:
+        newest: How many records to read from the end of each ring.
+    """
+
+    def __init__(self, newest: int) -> None:
+        self._newest = newest
+        self._known: dict[str, Ring] = {}
+        self._memo = WindowMemo()
+
+    def load(self, where: Path) -> Run:
+        """Read the rings of a run. Raises as ``run.load.load``."""
+        return load(where, read=self._read)
+
+    def _read(self, path: Path) -> Head:
+        """Read the newest records of a ring together with its head."""
+        ring = read_ring(path, self._newest, self._known.get(path.name))
+        self._known[path.name] = ring
+        return Head(ring.path, ring.header, ring.tables, ring.problem)
+
+    def snapshot(self, run: Run, window: int) -> Snapshot:
+        """Return where the ranks of a run stand that ``load`` has returned, by ``run.heads``.
+
+        Args:
+            run: The run, of which a caller may have left out rings.
+            window: The number of each rank's newest calls to keep.
+        """
+        builder = SnapshotBuilder(run, window=window, memo=self._memo)
+        for head in run.heads:
+            builder.add(self._known[head.path.name])
+        return builder.finish()
