@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -33,7 +34,10 @@ from rankcall.cli.run import (
     watching,
 )
 from rankcall.errors import RankcallError
+from rankcall.process import host_name
 from rankcall.ranks import with_noun
+from rankcall.run.exits import Exit, note_exit
+from rankcall.run.load import Run
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
@@ -89,9 +93,9 @@ def command(
         if run_dir is None and os.environ.get("RANKCALL_RUN_DIR"):
             del variables["RANKCALL_RUN_DIR"]
         with environment(variables):
-            status = _run(args)
+            pid, status = _run(args)
         with _ignoring(*_FROM_TERMINAL, *_FORWARDED):
-            _report(_places(Path(places.name)), status, hang_after or HANG_AFTER_S)
+            _report(_places(Path(places.name)), pid, status, hang_after or HANG_AFTER_S)
     if status < 0:
         _end_like(-status)
     raise typer.Exit(status)
@@ -110,8 +114,8 @@ def _check(program: str) -> None:
         raise typer.Exit(_NOT_EXECUTABLE if is_file else _NOT_FOUND)
 
 
-def _run(args: list[str]) -> int:
-    """Run the command and return its exit code, negative if a signal ended it."""
+def _run(args: list[str]) -> tuple[int, int]:
+    """Run the command; return its pid and its exit code, negative if a signal ended it."""
     child: list[subprocess.Popen[bytes]] = []
     pending: list[int] = []
 
@@ -126,10 +130,10 @@ def _run(args: list[str]) -> int:
             child.append(subprocess.Popen(args))
         except OSError as error:
             say(f"{args[0]}: {error.strerror}")
-            return _NOT_EXECUTABLE
+            return 0, _NOT_EXECUTABLE
         for number in pending:
             child[0].send_signal(number)
-        return child[0].wait()
+        return child[0].pid, child[0].wait()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -169,8 +173,11 @@ def _places(noted: Path) -> list[Path]:
     return [Path(os.fsdecode(path)) for path in dict.fromkeys(paths)]
 
 
-def _report(places: list[Path], status: int, hang_after: float) -> None:
-    """Move what killed ranks left into their runs, and say where the records are."""
+def _report(places: list[Path], pid: int, status: int, hang_after: float) -> None:
+    """Move what killed ranks left into their runs, and say where the records are.
+
+    ``status`` is that of the process ``pid``. If that is a rank, its run gets a note of it.
+    """
     if not places:
         say(
             "nothing was recorded: no process below the command created a process group, or each "
@@ -182,9 +189,19 @@ def _report(places: list[Path], status: int, hang_after: float) -> None:
         except (OSError, RankcallError) as error:
             say(f"the records in {place} cannot be read: {error}")
             continue
+        _note_exit(run, pid, status)
         ranks = sorted({head.header.rank for head in run.heads})
         where = run.path  # another one, if a rank could not make the run directory
         say(f"recorded {with_noun(ranks)} in {where}; read it with: rankcall report {where}")
         reason = explain_failure(where, Outcome(status), hang_after, ()) if status else ""
         if reason:
             typer.echo(f"\n{reason}", err=True)
+
+
+def _note_exit(run: Run, pid: int, status: int) -> None:
+    """Note how the command ended, if it is a rank of this run itself and not a launcher."""
+    for header in (head.header for head in run.heads):
+        if (header.pid, header.host) == (pid, host_name()):
+            process = header.rank, header.attempt, header.host, header.pid
+            with contextlib.suppress(OSError):  # the run cannot be written: the note is lost
+                note_exit(run.path, Exit(*process, status, time.time_ns()))
