@@ -209,8 +209,8 @@ def train():
         with open(folder / f"phases-{rank}", "a") as file:
             file.write(declared() + "\\n")
         storage = ray.train.get_context().get_storage().experiment_fs_path
-        os.makedirs(f"{storage}/{name}/{rank}")
-        return Checkpoint(f"{storage}/{name}/{rank}")
+        os.makedirs(f"{storage}/{name}", exist_ok=True)
+        return Checkpoint(f"{storage}/{name}")
 
     wanted = "straggler: Rank 1" if FAULT == "slow" else "rankcall/waiting_share="
     is_over, number = torch.zeros(1), STEPS

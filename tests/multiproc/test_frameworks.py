@@ -309,5 +309,5 @@ def test_rays_callback_records_an_exception(place: Place) -> None:
     ended = place.start(CALLBACK, "--hang-after=120", FAULT="crash")
     assert ended.status != 0
     (finding,) = judged(run_of(ended))
-    assert (finding["kind"], finding["ranks"], finding["confidence"]) == ("dead", [1], "certain")
+    assert (finding["kind"], finding["ranks"], finding["confidence"]) == ("dead", [1], "likely")
     assert "failed with ValueError: sample 17 has no label" in finding["summary"]

@@ -25,7 +25,9 @@ from world import wait_until
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
 from rankcall.cli._torchrun import BOOT
+from rankcall.run.hangs import kept_hangs
 from rankcall.run.load import load
+from rankcall.watch._judge import findings_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
 PYTHON = sys.executable
@@ -37,23 +39,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-rank, world, said = int(os.environ["RANK"]), 4, Path(os.environ["SAID"])
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD"])
+plan, said = os.environ["PLAN"], Path(os.environ["SAID"])
 timeout = datetime.timedelta(seconds=400)
 place = os.environ["STORE"], int(os.environ["PORT"])
-store = dist.TCPStore(*place, is_master=False, timeout=timeout)
+hosts = plan == "lose rank 0" and rank == 0
+store = dist.TCPStore(*place, is_master=hosts, timeout=timeout, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 for step in range(3):
     dist.all_reduce(torch.ones(4))
-plan = os.environ["PLAN"]
 if plan == "stop" and rank == 1:
     time.sleep(600)
-if rank == 3 and plan in ("kill", "raise"):
+if plan == "lose rank 0":
+    (said / f"ready.{rank}").touch()
+    while rank < 2 or not (said / "go").exists():
+        time.sleep(0.05)
+if rank == world - 1 and plan in ("kill", "raise"):
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     dist.all_reduce(torch.ones(4))  # the line
 except RuntimeError as error:
     (said / f"failed.{rank}").touch()
-    if plan == "kill":
+    if plan in ("kill", "lose rank 0"):
         time.sleep(600)  # a program that goes on with something else
     while rank == 0 and not (said / "go").exists():
         time.sleep(0.05)
@@ -91,6 +98,10 @@ class Node:
         )
         inside = ["unshare", "--mount", "--uts", "sh", "-c", mounts, "sh"]
         return ["ip", "netns", "exec", f"{self.interface}n", *inside, *command]
+
+    def cut(self) -> None:
+        """Pull the cable out."""
+        assert _ran("ip", "-n", f"{self.interface}n", "link", "set", self.interface, "down")
 
 
 @contextlib.contextmanager
@@ -142,26 +153,31 @@ def cabled(folder: Path) -> Iterator[list[Node]]:
 
 
 class Job:
-    """Four ranks on two nodes, and a store on a third."""
+    """Two ranks on each of two nodes, or one on the second; a store on a third, or on rank 0."""
 
-    def __init__(self, nodes: list[Node], folder: Path, plan: str, **more: str) -> None:
+    def __init__(
+        self, nodes: list[Node], folder: Path, plan: str, world_size: int = 4, **more: str
+    ) -> None:
         self.nodes, self.said = nodes, folder / "said"
         self.said.mkdir()
-        (folder / "store.py").write_text(STORE)
-        port, ready = str(free_port()), folder / "ready"
-        store_node = nodes[2]
+        port = str(free_port())
         self._all: list[Launch] = []
-        self.store = self._start(
-            store_node, {}, PYTHON, str(folder / "store.py"), store_node.address, port, str(ready)
-        )
-        self.store.wait_for(ready, 120)
+        store_node = nodes[0] if plan == "lose rank 0" else nodes[2]
+        if store_node is nodes[2]:
+            (folder / "store.py").write_text(STORE)
+            ready = folder / "ready"
+            about = (store_node.address, port, str(ready))
+            self._start(store_node, {}, PYTHON, str(folder / "store.py"), *about).wait_for(
+                ready, 120
+            )
         self.ranks = []
-        for rank in range(4):
+        for rank in range(world_size):
             node = nodes[rank // 2]
             (node.folder / "train.py").write_text(SCRIPT)
             env = {
                 **{"RANK": str(rank), "STORE": store_node.address, "PORT": port, "PLAN": plan},
-                **{"SAID": str(self.said), "GLOO_SOCKET_IFNAME": node.interface},
+                **{"WORLD": str(world_size), "SAID": str(self.said)},
+                **{"GLOO_SOCKET_IFNAME": node.interface},
                 **{"PYTHONPATH": str(BOOT), "RANKCALL": "1", "RANKCALL_CAPTURE": "python"},
                 **{"RANKCALL_RUN_DIR": "/mnt/run", "RANKCALL_SHM": "/dev/shm"},
                 **{"RANKCALL_HANG_AFTER": "2", "PYTHONFAULTHANDLER": ""},
@@ -253,3 +269,60 @@ def test_ranks_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         found = judged(disk, monkeypatch, tmp_path)
     (finding, *_) = found.findings
     assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (3,), "certain"), text
+
+
+def test_a_node_whose_only_rank_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process is left to send its records: the other node knows that its connections closed."""
+    with cabled(tmp_path) as nodes:
+        job = Job(nodes, tmp_path, "kill", world_size=3)
+        try:
+            disk = nodes[0].folder
+            wait_until(lambda: kept_hangs(disk / "run"), 300)
+            wait_until(lambda: ranks_in(disk) == {0, 1}, 100)
+        finally:
+            text = job.end()
+        (kept,) = findings_of(kept_hangs(disk / "run")[0])
+        (found,) = judged(disk, monkeypatch, tmp_path).findings
+    for finding in (kept, found):
+        assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (2,), "likely"), text
+        assert "its connections were closed" in finding.summary
+        assert "train.py" in str(finding.call_site)
+    assert "Rank 2 (node-b, pid " in kept.summary
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_the_store_dies_with_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    """The other node cannot ask anybody: it keeps a verdict of its own, its stacks and records."""
+    with cabled(tmp_path) as nodes:
+        job = Job(nodes, tmp_path, "lose rank 0")
+        try:
+            disk = nodes[1].folder
+            wait_until(lambda: len(list(job.said.glob("ready.*"))) == 4, 300)
+            if is_cut:
+                nodes[0].cut()  # so nobody closes the connections
+            job.kill([0, 1])
+            job.wait([0, 1])
+            (job.said / "go").touch()
+            wait_until(lambda: kept_hangs(disk / "run"), 300)
+            wait_until(lambda: ranks_in(disk) == {2, 3}, 100)
+        finally:
+            text = job.end()
+        (verdict,) = kept_hangs(disk / "run")
+        (kept,) = findings_of(verdict)
+        (found,) = judged(disk, monkeypatch, tmp_path).findings
+    for finding in (kept, found):
+        assert (finding.kind, finding.ranks, finding.confidence) == (
+            *("missing", (0, 1)),
+            "possible",  # nobody knows whether they are gone, or only cannot be reached
+        ), text
+        assert finding.victims == (2, 3)
+        assert "train.py" in str(finding.call_site)
+    assert f"the job's store at {nodes[0].address}" in " ".join(text.split())
+    assert sorted(path.name for path in (Path(verdict["place"]) / "stacks").glob("*")) == [
+        "rank-00002.txt",
+        "rank-00003.txt",
+    ]
