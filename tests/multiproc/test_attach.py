@@ -62,9 +62,7 @@ FILES = {
 
 @pytest.fixture(
     params=[
-        pytest.param(
-            name, marks=[] if name in ("python", "spawn", "torchrun") else [pytest.mark.slow]
-        )
+        pytest.param(name, marks=[] if name in ("spawn", "torchrun") else [pytest.mark.slow])
         for name in LAUNCHERS
     ]
 )
@@ -293,6 +291,7 @@ def test_forked_ranks_without_a_launcher_of_ours(tmp_path: Path) -> None:
     assert [name[:10] for name in names] == ["rank-00000", "rank-00001"]
 
 
+@pytest.mark.slow
 def test_a_program_that_enables_by_name(tmp_path: Path) -> None:
     """``enable("my-run")`` in three jobs, one after the other, makes three attempts of a run."""
     (tmp_path / "named.py").write_text(

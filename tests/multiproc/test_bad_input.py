@@ -97,6 +97,7 @@ def test_two_versions(tmp_path: Path, rank: int) -> None:
     assert rank_counts(run) == [(0, 3), (1, 3)]
 
 
+@pytest.mark.slow
 def test_two_versions_with_different_rings(tmp_path: Path) -> None:
     """The report covers the rings of its own version, and says which one needs another."""
     other_version(tmp_path, ("ring/layout.py", "\nSCHEMA = 1\n", "\nSCHEMA = 2\n"))
@@ -108,6 +109,7 @@ def test_two_versions_with_different_rings(tmp_path: Path) -> None:
     assert "no ring for rank 1 of 2: the results cover the other ranks only" in missing
 
 
+@pytest.mark.slow
 def test_two_versions_that_do_not_agree(tmp_path: Path) -> None:
     """A rank that cannot read rank 0's choice records into a run of its own, which exec names."""
     other_version(
@@ -144,6 +146,7 @@ while not any("no longer watching" in each for each in errors._warnings):
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_change_user(tmp_path: Path) -> None:
     """A rank that gives up its rights records on; one line says that it is no longer watched."""
     if os.geteuid() != 0:
@@ -198,6 +201,7 @@ def read_only() -> Iterator[Callable[[Path], None]]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_read_only_installation(tmp_path: Path, read_only: Callable[[Path], None]) -> None:
     """With read-only site-packages and home, everything is recorded, by the recorder in Python."""
     site = tmp_path / "site"
@@ -218,6 +222,7 @@ def test_a_read_only_installation(tmp_path: Path, read_only: Callable[[Path], No
     assert not list(site.rglob("__pycache__"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--run-dir=mine",)], ids=["default", "named"])
 def test_a_read_only_directory(
     tmp_path: Path, read_only: Callable[[Path], None], options: tuple[str, ...]

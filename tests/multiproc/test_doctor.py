@@ -33,8 +33,10 @@ def test_a_machine_on_which_recording_works(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("env", "topic"),
-    [({"RANKCALL": "0"}, "RANKCALL"), ({"PYTHONPATH": "old"}, "torch")],
-    ids=["switched off", "torch is too old"],
+    [
+        pytest.param({"RANKCALL": "0"}, "RANKCALL", id="switched off", marks=pytest.mark.slow),
+        pytest.param({"PYTHONPATH": "old"}, "torch", id="torch is too old"),
+    ],
 )
 def test_what_keeps_recording_from_working(tmp_path: Path, env: dict[str, str], topic: str) -> None:
     """The topic fails, and so does the command."""
@@ -46,6 +48,7 @@ def test_what_keeps_recording_from_working(tmp_path: Path, env: dict[str, str], 
     assert "recording will not work here" in out
 
 
+@pytest.mark.slow
 def test_what_only_makes_recording_weaker(tmp_path: Path) -> None:
     """Without a compiler, and with a store that does not answer, recording works all the same."""
     (tmp_path / "bin").mkdir()

@@ -190,6 +190,7 @@ def test_two_hosts_in_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         check(run_on(hosts, tmp_path, monkeypatch), "node-a", "node-b")
 
 
+@pytest.mark.slow
 def test_two_agents_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents that differ in ``--local-addr`` only count as hosts named by it."""
     with loopback() as hosts:

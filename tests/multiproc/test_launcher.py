@@ -233,6 +233,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert [group.cross_host for group in recorded.run_groups.values()] == [True]
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
     """The job runs, the records stay in memory, and the launcher says where to read them."""
     job(tmp_path)
@@ -256,6 +257,7 @@ def test_a_script_that_does_not_exist(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_no_compiler(tmp_path: Path) -> None:
     """Without one the Python capture records, said once; ``rankcall build`` says why and fails."""
     job(tmp_path)

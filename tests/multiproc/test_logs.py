@@ -38,7 +38,15 @@ FAULTS = {"raise": "dead", "kill": "dead", "size": "mismatch", "op": "desync"}
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "raise",
+        "size",
+        pytest.param("kill", marks=pytest.mark.slow),
+        pytest.param("op", marks=pytest.mark.slow),
+    ],
+)
 def test_the_log_of_a_job_under_torchrun(tmp_path: Path, fault: str) -> None:
     """The verdict names the rank with the fault, from what torch and torchrun wrote."""
     script, log = tmp_path / "job.py", tmp_path / "job.log"

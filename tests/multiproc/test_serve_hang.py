@@ -87,6 +87,7 @@ def test_a_hang_is_on_the_page_with_line_and_stacks(tmp_path: Path) -> None:
         ask(port, "/api/diagnosis")
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_page_that_cannot_start_does_not_stop_the_job(tmp_path: Path) -> None:
     """If the port is taken, the job runs without a page, and exits with its own status."""

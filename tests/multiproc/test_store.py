@@ -77,6 +77,7 @@ def test_a_roll_call_says_what_each_rank_is_doing(tmp_path: Path) -> None:
         assert busy[1] is None
 
 
+@pytest.mark.slow
 def test_the_example_names_the_rank_asleep() -> None:
     """Under torchrun, every rank that came prints who did not, with its host."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]

@@ -86,6 +86,7 @@ def test_a_file_that_ends_its_process_is_left_out(tmp_path: Path) -> None:
     assert any("nccl_trace_rank_1" in line for line in found.snapshot.problems)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many")
 def test_a_file_that_holds_its_process_up_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
