@@ -56,13 +56,13 @@ test-upstream: $(INSTALLED)
 # The limits below are the figures of the day they were set, rounded up. They only ever go down; the live page and
 # the reading of dumps, new features, brought 17 modules, 0.6 imports in 1,000 lines and one repeated name. Verdicts
 # from logs and two exports brought nine more modules, attaching to any job three, callbacks of frameworks five, reading
-# dumps in several processes and the page of torch's debug server three, evidence that leaves the node six, and together
-# 0.1 imports in 1,000 lines.
+# dumps in several processes and the page of torch's debug server three, evidence that leaves the node six, the training
+# thread and Ray Train's callback two, and together 0.1 imports in 1,000 lines.
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/shape.py src/rankcall --max-modules 215 --max-imports 22.4 --max-in-circles 0 --max-repeated 8
+	$(BIN)/python tools/shape.py src/rankcall --max-modules 217 --max-imports 22.4 --max-in-circles 0 --max-repeated 8
 	$(BIN)/python tools/prose.py src tests docs README.md CHANGELOG.md CONTRIBUTING.md --limit code=0.5 --limit messages=1 --limit tests=0.5 --limit docs=0.5
 
 # The site is in build/site; its pages open from the disk. The variable silences an advertisement

@@ -158,9 +158,9 @@ if __name__ == "__main__":
 """
 )
 
-# With rankcall's callback if CALLBACK is set. Each rank writes what the callback logs, and the phase
-# that is declared while it saves a checkpoint. Training goes on until the callback has logged a
-# figure, and with slow steps a verdict; rank 0 tells rank 1, because each report waits for both.
+# With rankcall's callback if CALLBACK is set. Each rank writes what the callback logs, and the
+# phase that is declared while it saves a checkpoint. Training goes on until the callback has logged
+# a figure, and with slow steps a verdict; rank 0 tells rank 1: each report waits for both.
 RAY_CALLBACK = (
     _HEAD
     + _RAY

@@ -313,8 +313,8 @@ def test_a_program_that_enables_by_name(tmp_path: Path) -> None:
 
 LEAVES = """
 import os, sys, torch, torch.distributed as dist
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", store=dist.FileStore(os.environ["MEET"], 2), rank=rank, world_size=2)
+rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ["MEET"], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4))
 if rank == 1:
     sys.exit(int(os.environ["STATUS"]))

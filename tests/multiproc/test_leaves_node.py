@@ -271,9 +271,7 @@ def test_ranks_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (3,), "certain"), text
 
 
-def test_a_node_whose_only_rank_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_whose_only_rank_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is left to send its records: the other node knows that its connections closed."""
     with cabled(tmp_path) as nodes:
         job = Job(nodes, tmp_path, "kill", world_size=3)

@@ -1,4 +1,4 @@
-"""The thread that trains is published in the ring: by its steps, else by its calls."""
+"""The thread that trains is found by its steps, or else by its calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from world import wait_until
 
 from rankcall.capture.training_thread import TrainingThread
 from rankcall.record import RECORD
-from rankcall.ring.layout import Geometry, offset_of
+from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create, put
 
 GEOMETRY = Geometry(64)
@@ -34,11 +34,9 @@ class Ring:
             self.head += 1
         put(self.map, "head", self.head)
 
-    def published(self) -> int:
+    def found(self) -> int:
         """Return what readers see after the next heartbeat."""
-        self.finder.publish()
-        at = offset_of("train_thread")
-        return int.from_bytes(self.map[at : at + 4], "little")
+        return self.finder.find()
 
 
 class Waiting:
@@ -74,7 +72,7 @@ def ring() -> Ring:
 
 def test_before_the_first_call(ring: Ring) -> None:
     """The thread that switched recording on is all that is known."""
-    assert ring.published() == threading.get_native_id()
+    assert ring.found() == threading.get_native_id()
 
 
 def test_the_thread_of_most_of_the_newest_calls(ring: Ring) -> None:
@@ -83,14 +81,14 @@ def test_the_thread_of_most_of_the_newest_calls(ring: Ring) -> None:
         ring.issue([saving] * 60)
         ring.issue([training] * 50)
         ring.issue([saving] * 3)
-        assert ring.published() == training
+        assert ring.found() == training
 
 
 def test_threads_without_python_do_not_count(ring: Ring) -> None:
     """Autograd's own threads issue DDP's calls on a GPU, and have no stack to show."""
     with Waiting() as training:
         ring.issue([1] * 40 + [training] * 2)
-        assert ring.published() == training
+        assert ring.found() == training
 
 
 def test_a_thread_that_poses_as_pythons(ring: Ring) -> None:
@@ -102,7 +100,7 @@ def test_a_thread_that_poses_as_pythons(ring: Ring) -> None:
         threading._active[-7] = dummy  # type: ignore[attr-defined]
         try:
             ring.issue([1] * 40 + [training] * 2)
-            assert ring.published() == training
+            assert ring.found() == training
         finally:
             del threading._active[-7]  # type: ignore[attr-defined]
 
@@ -111,16 +109,16 @@ def test_the_thread_that_steps_comes_first(ring: Ring) -> None:
     """A thread that steps an optimizer trains, whichever thread issues the calls."""
     with Waiting() as issuing, Waiting(ring.finder.note_step) as stepping:
         ring.issue([issuing] * 64)
-        assert ring.published() == stepping
+        assert ring.found() == stepping
 
 
 def test_a_thread_that_has_ended(ring: Ring) -> None:
     """The next likeliest thread counts, and none if all have ended."""
     with Waiting(ring.finder.note_step) as stepping, Waiting() as issuing:
         ring.issue([issuing] * 3)
-        assert ring.published() == stepping
+        assert ring.found() == stepping
     # Python's join can return a moment before the kernel's thread has ended.
-    wait_until(lambda: ring.published() == threading.get_native_id())
+    wait_until(lambda: ring.found() == threading.get_native_id())
 
 
 def test_a_ring_that_no_living_thread_made() -> None:
@@ -128,4 +126,4 @@ def test_a_ring_that_no_living_thread_made() -> None:
     made: list[Ring] = []
     with Waiting(lambda: made.append(Ring())):
         pass
-    assert made[0].published() == 0
+    assert made[0].found() == 0

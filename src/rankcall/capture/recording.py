@@ -9,7 +9,6 @@ training nor the heartbeat may wait for it.
 from __future__ import annotations
 
 import contextlib
-import json
 import linecache
 import mmap
 import os
@@ -26,13 +25,11 @@ from rankcall.capture import declared
 from rankcall.capture.own_ring import OwnRing
 from rankcall.capture.training_thread import TrainingThread
 from rankcall.errors import CaptureUnavailable, warn_once
-from rankcall.files import is_local
 from rankcall.process import host_name
 from rankcall.registry import Scoped
 from rankcall.ring.layout import CAPTURES, ENTRY_SITE, Geometry, offset_of
 from rankcall.ring.tables import CallSite, Group, decode_site, entries
 from rankcall.ring.writer import Identity, PythonRing, put, put_text
-from rankcall.run.exits import EXITS, exits_name
 from rankcall.run.redact import redact_text
 
 if TYPE_CHECKING:
@@ -209,17 +206,9 @@ class Recording(Scoped):
 
     def note_exit_status(self) -> None:
         """Have the status of this process noted in the run, if it ends with another one than 0."""
-        run_dir, identity = self.run_dir, self.identity
-        if run_dir is None or not is_local(run_dir):
-            return  # a network may not answer
-        about = {
-            "rank": identity.rank,
-            "attempt": identity.attempt,
-            "host": identity.host,
-            "pid": os.getpid(),
-        }
-        fields = json.dumps(about)[1:-1]
-        self.capture.note_exit_status(run_dir / EXITS / exits_name(identity.host), fields)
+        note = self._own_ring.exit_note()
+        if note is not None:
+            self.capture.note_exit_status(*note)
 
     def leave(self) -> None:
         """Send the newest records to another node, because the process ends. The ring is closed."""
@@ -256,7 +245,7 @@ class Recording(Scoped):
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
             self._note_leaving()
-            self._training_thread.publish()
+            put(self.ring, "train_thread", self._training_thread.find())
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._devices.poll_every_s
                 self._follow_devices(self._devices.poll)

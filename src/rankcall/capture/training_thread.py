@@ -1,5 +1,6 @@
 """Find the thread of this process that trains: its stack says where the rank stands.
 
+A rank writes its kernel id into its ring, for processes that ask for stacks.
 That is not always the main thread. A Ray Train worker, for example, trains in another one.
 """
 
@@ -13,13 +14,14 @@ import numpy as np
 
 from rankcall.record import RECORD
 from rankcall.ring.layout import Geometry, offset_of
-from rankcall.ring.writer import put
 
-_NEWEST = 64  # records: a thread that saves checkpoints issues fewer of them than the one that trains
+_NEWEST = (
+    64  # records: a thread that saves checkpoints issues fewer of them than the one that trains
+)
 
 
 class TrainingThread:
-    """Writes the training thread's kernel id into the ring, for processes that ask for stacks.
+    """The thread that trains, as far as steps and records show it.
 
     It is the thread that stepped an optimizer last. Without one, it is the thread that issued most
     of the newest calls; before the first call, the thread that switched recording on. With
@@ -36,14 +38,13 @@ class TrainingThread:
         """Note that this thread has stepped an optimizer."""
         self._stepped = threading.get_native_id()
 
-    def publish(self) -> None:
-        """Write the thread into the ring; 0 if it is not known or has ended."""
-        found = self._stepped
-        if not found or not os.path.exists(f"/proc/self/task/{found}"):
-            threads = _python_threads()
-            likeliest = (*self._issuing(), self._first)
-            found = next((thread for thread in likeliest if thread in threads), 0)
-        put(self._ring, "train_thread", found)
+    def find(self) -> int:
+        """Return its kernel id; 0 if it is not known or has ended."""
+        if self._stepped and os.path.exists(f"/proc/self/task/{self._stepped}"):
+            return self._stepped
+        threads = _python_threads()
+        likeliest = (*self._issuing(), self._first)
+        return next((thread for thread in likeliest if thread in threads), 0)
 
     def _issuing(self) -> list[int]:
         """Return the threads of the newest calls, the one with the most calls first."""

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,7 +19,7 @@ import typer
 from rankcall._native import cache_dir
 from rankcall.cli._console import open_run, say
 from rankcall.cli._torchrun import Outcome, environment, hooking
-from rankcall.cli._worker_exits import explain_failure
+from rankcall.cli._worker_exits import explain_failure, note_own_exit
 from rankcall.cli.run import (
     HANG_AFTER_S,
     Capture,
@@ -34,10 +33,7 @@ from rankcall.cli.run import (
     watching,
 )
 from rankcall.errors import RankcallError
-from rankcall.process import host_name
 from rankcall.ranks import with_noun
-from rankcall.run.exits import Exit, note_exit
-from rankcall.run.load import Run
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
@@ -189,19 +185,10 @@ def _report(places: list[Path], pid: int, status: int, hang_after: float) -> Non
         except (OSError, RankcallError) as error:
             say(f"the records in {place} cannot be read: {error}")
             continue
-        _note_exit(run, pid, status)
+        note_own_exit(run, pid, status)
         ranks = sorted({head.header.rank for head in run.heads})
         where = run.path  # another one, if a rank could not make the run directory
         say(f"recorded {with_noun(ranks)} in {where}; read it with: rankcall report {where}")
         reason = explain_failure(where, Outcome(status), hang_after, ()) if status else ""
         if reason:
             typer.echo(f"\n{reason}", err=True)
-
-
-def _note_exit(run: Run, pid: int, status: int) -> None:
-    """Note how the command ended, if it is a rank of this run itself and not a launcher."""
-    for header in (head.header for head in run.heads):
-        if (header.pid, header.host) == (pid, host_name()):
-            process = header.rank, header.attempt, header.host, header.pid
-            with contextlib.suppress(OSError):  # the run cannot be written: the note is lost
-                note_exit(run.path, Exit(*process, status, time.time_ns()))

@@ -9,7 +9,6 @@ from typing import Any
 
 from rankcall.capture import session
 from rankcall.capture.declared import expect
-from rankcall.errors import warn_once
 from rankcall.integrations.reporting import EVERY_S, Reporter, check_seconds
 
 try:
@@ -65,7 +64,7 @@ class RankcallCallback(TrainContextCallback, WorkerCallback):  # type: ignore[mi
             if error is not None:
                 session.note_end(error)
         except Exception as failure:  # Ray's own interface has changed
-            warn_once(f"the worker's exception is not known: {type(failure).__name__}: {failure}")
+            _logger.warning("rankcall: this worker's exception is not known: %r", failure)
         if self._reporter is not None:
             self._reporter.close()
             self._reporter = None
@@ -74,7 +73,8 @@ class RankcallCallback(TrainContextCallback, WorkerCallback):  # type: ignore[mi
 def _training_error() -> BaseException | None:
     """Return the exception of this worker's training function, without Ray's wrapper."""
     caught: Any = get_train_context().execution_context.training_thread_runner.get_error()
-    return getattr(caught, "_base_exc", caught)
+    error: BaseException | None = getattr(caught, "_base_exc", caught)
+    return error
 
 
 def _log(figures: dict[str, float]) -> None:

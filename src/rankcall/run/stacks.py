@@ -95,7 +95,7 @@ def request_stacks(headers: Iterable[Header]) -> dict[int, str]:
             if dump.ask():
                 files[header.rank] = dump
     deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline and not all([dump.is_over() for dump in files.values()]):
+    while time.monotonic() < deadline and not _all_over(files.values()):
         time.sleep(_POLL_S)
     return {rank: text for rank, dump in files.items() if (text := dump.text())}
 
@@ -113,6 +113,10 @@ def _answers(header: Header) -> bool:
     except (OSError, ValueError):
         pass
     return False
+
+
+def _all_over(dumps: Iterable[_Dump]) -> bool:
+    return min([dump.is_over() for dump in dumps], default=True)  # each of them has to be asked
 
 
 class _Dump:
@@ -236,7 +240,9 @@ def mark_training_thread(text: str, thread: str) -> str:
     """Write ``TRAINS`` into the first line of a thread's stack; ``thread`` is its name there."""
     if not thread:
         return text
-    return re.sub(rf"^((?:Current t|T)hread {thread}) \(", rf"\1 {TRAINS}", text, count=1, flags=re.M)
+    return re.sub(
+        rf"^((?:Current t|T)hread {thread}) \(", rf"\1 {TRAINS}", text, count=1, flags=re.M
+    )
 
 
 # --- from py-spy, or else from the rank itself ---
