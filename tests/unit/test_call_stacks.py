@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls
 
 from rankcall.analysis.state.call_stacks import (
@@ -16,7 +20,7 @@ from rankcall.analysis.state.call_stacks import (
 )
 from rankcall.report.diagnosis import render, stack_lines
 from rankcall.report.json import render_diagnosis
-from rankcall.run.stacks import mark_training_thread, tidy
+from rankcall.run.stacks import _Dump, mark_training_thread, tidy
 
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -165,6 +169,28 @@ def test_the_training_thread_counts() -> None:
     (found,) = stack_classes({0: TRAINING, 1: TRAINING.replace("line 7", "line 8")})
     assert (found.ranks, found.line) == ((0, 1), "/home/me/train.py:20")
     assert tidy("\n\n".join(reversed(TRAINING.split("\n\n")))) == TRAINING
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["main", "trains"], ["work", "driver"]),
+        (["main", ""], ["driver"]),
+        (["", "trains"], []),  # it may be the late answer of the main thread
+        (["main", "rest"], ["driver"]),
+    ],
+)
+def test_answers_of_two_threads(
+    texts: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer counts as the training thread's only if it cannot be another one's."""
+    frame = 'Stack (most recent call first):\n  File "/a/t.py", line 1 in '
+    known = {"main": f"{frame}driver", "trains": f"{frame}work", "rest": f"{frame}x"[20:], "": ""}
+    monkeypatch.setattr("rankcall.run.stacks._training_thread", lambda header: 77)
+    header = SimpleNamespace(pid=os.getppid(), stack_fd=3, train_thread=77)
+    dump = _Dump(header)  # type: ignore[arg-type]
+    dump._texts = [known[text] for text in texts]
+    assert re.findall(r"in (\w+)", dump.text()) == expected
 
 
 def test_a_thread_is_marked_in_any_dump() -> None:

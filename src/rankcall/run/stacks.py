@@ -46,7 +46,7 @@ _MOST_SPIED = 8
 _MOST_PY_SPY_CHARS = 1 << 16
 _THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|^Thread .*\"MainThread\"$", re.MULTILINE)
-_FRAME = re.compile(r"^ +File ", re.MULTILINE)
+_WHOLE = re.compile(r"Stack \(most recent call first\):\n +File ")
 # The files whose functions are the outermost of rankcall's own threads, which only observe.
 OWN_FILES = (
     "watch/_loop",
@@ -70,8 +70,8 @@ def register_stack_dump(ring: mmap.mmap) -> None:
         try:
             _fd = os.memfd_create("rankcall-stacks")
             fcntl.fcntl(_fd, fcntl.F_SETFL, os.O_APPEND)
-            # Only the stack of the thread that gets the signal, which is the main thread: walking
-            # the frames of a running thread can crash.
+            # Only the stack of the thread that gets the signal: walking the frames of a running
+            # thread can crash.
             faulthandler.register(STACK_SIGNAL, _fd, all_threads=False, chain=False)
         except (OSError, RuntimeError, AttributeError):
             _fd = WITHOUT_STACKS
@@ -184,7 +184,8 @@ class _Dump:
         main, *others = texts
         if self._pid == os.getpid():
             return mark_training_thread(main, _pthread_id(self._trains))
-        trains = next((text for text in others if _FRAME.search(text)), "")
+        # An answer does not name its thread. If the main thread was late, this may be its answer.
+        trains = next((text for text in others if main and _WHOLE.match(text)), "")
         if not trains:
             return main
         named = (
