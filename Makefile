@@ -61,12 +61,13 @@ test-upstream: $(INSTALLED)
 # the reading of dumps, new features, brought 17 modules, 0.6 imports in 1,000 lines and one repeated name. Verdicts
 # from logs and two exports brought nine more modules, attaching to any job three, callbacks of frameworks five, reading
 # dumps in several processes and the page of torch's debug server three, evidence that leaves the node six, and
-# together 0.1 imports in 1,000 lines. Pages of several nodes and metrics by node brought six modules and 0.4 imports.
+# together 0.1 imports in 1,000 lines. Pages of several nodes and metrics by node brought six modules and 0.4 imports,
+# the training thread and Ray Train's callback two modules.
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/shape.py src/rankcall --max-modules 221 --max-imports 22.8 --max-in-circles 0 --max-repeated 8
+	$(BIN)/python tools/shape.py src/rankcall --max-modules 223 --max-imports 22.8 --max-in-circles 0 --max-repeated 8
 	$(BIN)/python tools/prose.py src tests docs README.md CHANGELOG.md CONTRIBUTING.md --limit code=0.5 --limit messages=1 --limit tests=0.5 --limit docs=0.5
 
 # The site is in build/site; its pages open from the disk. The variable silences an advertisement

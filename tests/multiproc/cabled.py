@@ -31,14 +31,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-rank, world, said = int(os.environ["RANK"]), 4, Path(os.environ["SAID"])
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD"])
+plan, said = os.environ["PLAN"], Path(os.environ["SAID"])
 timeout = datetime.timedelta(seconds=400)
 place = os.environ["STORE"], int(os.environ["PORT"])
-store = dist.TCPStore(*place, is_master=False, timeout=timeout)
+hosts = plan == "lose rank 0" and rank == 0
+store = dist.TCPStore(*place, is_master=hosts, timeout=timeout, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
 for step in range(3):
     dist.all_reduce(torch.ones(4))
-plan = os.environ["PLAN"]
 while plan == "steps":
     if rank == 1 and (said / "hold").exists():
         time.sleep(600)  # the missing rank
@@ -46,13 +47,17 @@ while plan == "steps":
     time.sleep(0.05)
 if plan == "stop" and rank == 1:
     time.sleep(600)
-if rank == 3 and plan in ("kill", "raise"):
+if plan == "lose rank 0":
+    (said / f"ready.{rank}").touch()
+    while rank < 2 or not (said / "go").exists():
+        time.sleep(0.05)
+if rank == world - 1 and plan in ("kill", "raise"):
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     dist.all_reduce(torch.ones(4))  # the line
 except RuntimeError as error:
     (said / f"failed.{rank}").touch()
-    if plan == "kill":
+    if plan in ("kill", "lose rank 0"):
         time.sleep(600)  # a program that goes on with something else
     while rank == 0 and not (said / "go").exists():
         time.sleep(0.05)
@@ -90,6 +95,10 @@ class Node:
         )
         inside = ["unshare", "--mount", "--uts", "sh", "-c", mounts, "sh"]
         return ["ip", "netns", "exec", f"{self.interface}n", *inside, *command]
+
+    def cut(self) -> None:
+        """Pull the cable out."""
+        assert _ran("ip", "-n", f"{self.interface}n", "link", "set", self.interface, "down")
 
 
 @contextlib.contextmanager
@@ -141,26 +150,30 @@ def cabled(folder: Path) -> Iterator[list[Node]]:
 
 
 class Job:
-    """Four ranks on two nodes, and a store on a third."""
+    """Two ranks on each of two nodes, or one on the second; a store on a third, or on rank 0."""
 
-    def __init__(self, nodes: list[Node], folder: Path, plan: str, **more: str) -> None:
+    def __init__(
+        self, nodes: list[Node], folder: Path, plan: str, world_size: int = 4, **more: str
+    ) -> None:
         self.nodes, self.said = nodes, folder / "said"
         self.said.mkdir()
-        (folder / "store.py").write_text(STORE)
-        port, ready = str(free_port()), folder / "ready"
-        store_node = nodes[2]
+        port = str(free_port())
         self._all: list[Launch] = []
-        self.store = self.start(
-            store_node, {}, PYTHON, str(folder / "store.py"), store_node.address, port, str(ready)
-        )
-        self.store.wait_for(ready, 120)
+        store_node = nodes[0] if plan == "lose rank 0" else nodes[2]
+        if store_node is nodes[2]:
+            (folder / "store.py").write_text(STORE)
+            ready = folder / "ready"
+            about = (store_node.address, port, str(ready))
+            self.store = self.start(store_node, {}, PYTHON, str(folder / "store.py"), *about)
+            self.store.wait_for(ready, 120)
         self.ranks = []
-        for rank in range(4):
+        for rank in range(world_size):
             node = nodes[rank // 2]
             (node.folder / "train.py").write_text(SCRIPT)
             env = {
                 **{"RANK": str(rank), "STORE": store_node.address, "PORT": port, "PLAN": plan},
-                **{"SAID": str(self.said), "GLOO_SOCKET_IFNAME": node.interface},
+                **{"WORLD": str(world_size), "SAID": str(self.said)},
+                **{"GLOO_SOCKET_IFNAME": node.interface},
                 **{"PYTHONPATH": str(BOOT), "RANKCALL": "1", "RANKCALL_CAPTURE": "python"},
                 **{"RANKCALL_RUN_DIR": "/mnt/run", "RANKCALL_SHM": "/dev/shm"},
                 **{"RANKCALL_HANG_AFTER": "2", "PYTHONFAULTHANDLER": ""},

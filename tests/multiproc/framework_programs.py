@@ -158,6 +158,85 @@ if __name__ == "__main__":
 """
 )
 
+# With rankcall's callback if CALLBACK is set. Each rank writes what the callback logs, and the
+# phase that is declared while it saves a checkpoint. Training goes on until the callback has logged
+# a figure, and with slow steps a verdict; rank 0 tells rank 1: each report waits for both.
+RAY_CALLBACK = (
+    _HEAD
+    + _RAY
+    + """
+import logging, pathlib, tempfile
+
+import torch.distributed as dist
+from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+
+CALLBACK = os.environ.get("CALLBACK", "")
+callbacks = []
+if CALLBACK:
+    from rankcall.integrations.ray_train_callback import RankcallCallback
+
+    callbacks = [RankcallCallback(every_s=0.0)]
+
+def declared():
+    from rankcall.capture import session
+    from rankcall.ring.layout import read_header
+
+    header = read_header(session.current().path)
+    return header.expect_what if header.expect_until_ns > time.monotonic_ns() else "nothing"
+
+def train():
+    rank, folder = ray.train.get_context().get_world_rank(), pathlib.Path(os.environ["FOLDER"])
+    log = folder / f"log-{rank}"
+    log.touch()
+    logger = logging.getLogger("ray.train.rankcall")
+    logger.addHandler(logging.FileHandler(log))
+    torch.manual_seed(7)
+    model = prepare_model(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number):
+        work(number, rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+
+    for number in range(STEPS):
+        step(number)
+    keep(rank, model)
+
+    def save(checkpoint, name):
+        with open(folder / f"phases-{rank}", "a") as file:
+            file.write(declared() + "\\n")
+        storage = ray.train.get_context().get_storage().experiment_fs_path
+        os.makedirs(f"{storage}/{name}", exist_ok=True)
+        return Checkpoint(f"{storage}/{name}")
+
+    wanted = "straggler: Rank 1" if FAULT == "slow" else "rankcall/waiting_share="
+    is_over, number = torch.zeros(1), STEPS
+    while CALLBACK and not is_over.item():
+        with tempfile.TemporaryDirectory() as saved:
+            ray.train.report(
+                {"step": number}, checkpoint=Checkpoint(saved), checkpoint_upload_fn=save
+            )
+        with open(folder / f"phases-{rank}", "a") as file:
+            file.write("after: " + declared() + "\\n")
+        is_over[0] = wanted in (folder / "log-0").read_text()
+        dist.broadcast(is_over, 0)
+        step(number)
+        number += 1
+
+if __name__ == "__main__":
+    start()
+    TorchTrainer(
+        train, torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=os.getcwd() + "/results", callbacks=callbacks),
+    ).fit()
+    finish()
+"""
+)
+
 RAY_ACTORS = (
     _HEAD
     + _RAY

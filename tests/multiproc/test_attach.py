@@ -6,15 +6,18 @@ import importlib.util
 import json
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from attach_programs import ACCELERATE, CHILDREN, CRASHING, ELASTIC, LATE, LIGHTNING, PLAIN, REINIT
-from launch import RANKCALL, Launch, launch, run_program
+from launch import RANKCALL, Ended, Launch, launch, run_program
 from launchers import Launcher, both, digests, free_port, run_of
 
+from rankcall.analysis.diagnosis import diagnose
 from rankcall.cli._torchrun import BOOT
+from rankcall.run.exits import read_exits
 from rankcall.run.load import load
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
@@ -306,6 +309,57 @@ def test_a_program_that_enables_by_name(tmp_path: Path) -> None:
         (1, 2),
         (2, 3),
     ]
+
+
+LEAVES = """
+import os, sys, torch, torch.distributed as dist
+rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ["MEET"], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+dist.all_reduce(torch.ones(4))
+if rank == 1:
+    sys.exit(int(os.environ["STATUS"]))
+"""
+
+
+def leave(folder: Path, status: int, *command: str, **more: str) -> tuple[list[Ended], Path]:
+    """Start two ranks of a program, of which rank 1 ends with a status; return how they ended."""
+    (folder / "leaves.py").write_text(LEAVES)
+    env = {"MEET": str(folder / "meet"), "STATUS": str(status), **more}
+    env["RANKCALL_RUN_DIR"] = str(folder / "run")
+    started = [
+        Launch(*command, "leaves.py", cwd=folder, env={**env, "RANK": rank}, program=())
+        for rank in "01"
+    ]
+    return [each.finish(240) for each in started], folder / "run"
+
+
+@pytest.mark.parametrize("status", [0, 3, 256 + 4, -1])
+def test_the_exit_status_of_a_rank_that_nothing_started(tmp_path: Path, status: int) -> None:
+    """With ``RANKCALL=1`` alone, a status other than 0 is in the run, as a shell would see it."""
+    env = {"PYTHONPATH": str(BOOT), "RANKCALL": "1", "RANKCALL_CAPTURE": "native"}
+    ended, run = leave(tmp_path, status, PYTHON, **env)
+    seen = status & 0xFF
+    assert [each.status for each in ended] == [0, seen]
+    if "CaptureUnavailable" in ended[1].err or "not recording" in ended[1].err:
+        pytest.skip("the native recorder cannot be built here")
+    exits = {noted.rank: noted for noted in read_exits(run)}
+    assert {rank: noted.code for rank, noted in exits.items()} == ({1: seen} if seen else {})
+    findings = diagnose(load(run)).findings
+    assert [finding.ranks for finding in findings] == ([(1,)] if seen else [])
+    for finding in findings:
+        assert (finding.kind, finding.confidence) == ("dead", "certain")
+        assert f"exited with code {seen}" in finding.summary
+        assert 0 < time.time() - exits[1].epoch_ns / 1e9 < 600
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_exec_notes_how_a_rank_ended(tmp_path: Path, status: int) -> None:
+    """If the command is a rank itself, as below srun, its status is in the run, in any capture."""
+    command = (str(RANKCALL), "exec", "--capture=python", "--run-dir", str(tmp_path / "run"), "--")
+    ended, run = leave(tmp_path, status, *command, PYTHON)
+    assert [each.status for each in ended] == [0, status]
+    assert {noted.rank: noted.code for noted in read_exits(run)} == {0: 0, 1: status}
+    assert [finding.kind for finding in diagnose(load(run)).findings] == ["dead"] * bool(status)
 
 
 @pytest.mark.parametrize(

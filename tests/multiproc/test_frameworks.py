@@ -24,6 +24,7 @@ import slurm
 from framework_programs import (
     DEEPSPEED,
     RAY_ACTORS,
+    RAY_CALLBACK,
     RAY_TRAIN,
     SCHEDULED,
     TRANSFORMERS,
@@ -131,6 +132,7 @@ class Place:
             "MASTER_PORT": port,
             "RAY_FOLDER": short,
             **self.env,
+            **job.env,
             **env,
         }
         return run_program(*command, cwd=folder, env=given, timeout=TIMEOUT_S)
@@ -214,14 +216,9 @@ def test_a_rank_that_hangs_is_named(place: Place, name: str) -> None:
     (finding,) = json.loads(kept.read_text())["findings"]
     assert (finding["kind"], finding["ranks"], finding["victims"]) == ("missing", [1], [0])
     assert finding["confidence"] == "certain"
-    if name == "ray train":
-        # Ray Train trains in a thread; a rank dumps the stack of its main thread only.
-        assert "ray/_private" not in finding["summary"]
-        assert f"job.py:{line_of(job.script, '.backward()')}" in finding["call_site"]
-    else:
-        line = line_of(job.script, "# the hang")
-        assert f"job.py:{line} in work" in finding["summary"]
-        assert f'job.py", line {line}' in (kept.parent / "stacks/rank-00001.txt").read_text()
+    line = line_of(job.script, "# the hang")  # with Ray Train, in a thread
+    assert f"job.py:{line} in work" in finding["summary"]
+    assert f'job.py", line {line}' in (kept.parent / "stacks/rank-00001.txt").read_text()
     assert "missing: Rank 1 (" in ended.err + ended.out
     after = judged(run)
     assert [(found["kind"], found["ranks"]) for found in after] == [("missing", [1])], after
@@ -264,12 +261,56 @@ def test_a_rank_that_crashes(place: Place, name: str) -> None:
     ended = place.start(job, "--hang-after=120", FAULT="crash")
     assert ended.status != 0
     (finding,) = judged(run_of(ended))
-    assert finding["kind"] == "dead"
     assert "batches" not in finding["advice"]
     if name == "ray train":
-        # Ray catches the exception, and kills all workers at once.
-        assert finding["ranks"] == [0, 1]
-        assert "Ray, for example, catches a rank's exception" in finding["advice"]
+        # Ray catches the exception, and kills all workers: at once, or on a slow machine only
+        # after rank 0 has waited for rank 1. The callback of rankcall notes the exception.
+        if finding["kind"] == "dead":
+            assert finding["ranks"] == [0, 1]
+            assert "Ray, for example, catches a rank's exception" in finding["advice"]
+        else:
+            assert (finding["kind"], finding["ranks"]) == ("missing", [1])
         return
+    assert finding["kind"] == "dead"
     assert finding["ranks"] == [1]
+    assert "failed with ValueError: sample 17 has no label" in finding["summary"]
+
+
+CALLBACK = Job(RAY_CALLBACK, ("{exec}", PYTHON, "job.py"), package="ray", env={"CALLBACK": "1"})
+
+
+def test_rays_callback_reports(place: Place) -> None:
+    """Rank 0 logs figures with Ray's logger; a checkpoint is declared; the weights are the same."""
+    needs(CALLBACK)
+    without = place.start(CALLBACK, "--hang-after=120", name="without", CALLBACK="")
+    ended = place.start(CALLBACK, "--hang-after=120", name="with")
+    assert ended.status == without.status == 0, ended.err
+    assert len(digests(ended)) == 2
+    assert digests(ended) == digests(without)
+    folder = place.folder / "with"
+    shares = re.findall(r"rankcall/waiting_share=(\S+)", (folder / "log-0").read_text())
+    assert shares
+    assert all(0 <= float(share) <= 1 for share in shares)
+    assert (folder / "log-1").read_text() == ""
+    for rank in (0, 1):
+        phases = set((folder / f"phases-{rank}").read_text().splitlines())
+        assert phases == {"a report or checkpoint", "after: nothing"}
+
+
+def test_rays_callback_says_who_is_slow(place: Place) -> None:
+    """The verdict on rank 1 goes through Ray's logger, once."""
+    needs(CALLBACK)
+    ended = place.start(CALLBACK, "--hang-after=120", FAULT="slow", STEPS="30")
+    assert ended.status == 0, ended.err
+    log = (place.folder / "job/log-0").read_text()
+    assert log.count("rankcall: straggler: Rank 1 (") == 1
+
+
+def test_rays_callback_records_an_exception(place: Place) -> None:
+    """Ray catches the exception of rank 1; the callback notes it, and the verdict quotes it."""
+    needs(CALLBACK)
+    ended = place.start(CALLBACK, "--hang-after=120", FAULT="crash")
+    assert ended.status != 0
+    (finding,) = judged(run_of(ended))
+    assert (finding["kind"], finding["ranks"], finding["confidence"]) == ("dead", [1], "likely")
     assert "failed with ValueError: sample 17 has no label" in finding["summary"]

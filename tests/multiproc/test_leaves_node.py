@@ -15,7 +15,9 @@ from cabled import Job, cabled
 from world import wait_until
 
 from rankcall.analysis.diagnosis import Diagnosis, diagnose
+from rankcall.run.hangs import kept_hangs
 from rankcall.run.load import load
+from rankcall.watch._judge import findings_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
 
@@ -83,3 +85,58 @@ def test_ranks_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         found = judged(disk, monkeypatch, tmp_path)
     (finding, *_) = found.findings
     assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (3,), "certain"), text
+
+
+def test_a_node_whose_only_rank_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is left to send its records: the other node knows that its connections closed."""
+    with cabled(tmp_path) as nodes:
+        job = Job(nodes, tmp_path, "kill", world_size=3)
+        try:
+            disk = nodes[0].folder
+            wait_until(lambda: kept_hangs(disk / "run"), 300)
+            wait_until(lambda: ranks_in(disk) == {0, 1}, 100)
+        finally:
+            text = job.end()
+        (kept,) = findings_of(kept_hangs(disk / "run")[0])
+        (found,) = judged(disk, monkeypatch, tmp_path).findings
+    for finding in (kept, found):
+        assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (2,), "likely"), text
+        assert "its connections were closed" in finding.summary
+        assert "train.py" in str(finding.call_site)
+    assert "Rank 2 (node-b, pid " in kept.summary
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_the_store_dies_with_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    """The other node cannot ask anybody: it keeps a verdict of its own, its stacks and records."""
+    with cabled(tmp_path) as nodes:
+        job = Job(nodes, tmp_path, "lose rank 0")
+        try:
+            disk = nodes[1].folder
+            wait_until(lambda: len(list(job.said.glob("ready.*"))) == 4, 300)
+            if is_cut:
+                nodes[0].cut()  # so nobody closes the connections
+            job.kill([0, 1])
+            job.wait([0, 1])
+            (job.said / "go").touch()
+            wait_until(lambda: kept_hangs(disk / "run"), 300)
+            wait_until(lambda: ranks_in(disk) == {2, 3}, 100)
+        finally:
+            text = job.end()
+        (verdict,) = kept_hangs(disk / "run")
+        (kept,) = findings_of(verdict)
+        (found,) = judged(disk, monkeypatch, tmp_path).findings
+    for finding in (kept, found):
+        assert (finding.kind, finding.ranks, finding.confidence) == (
+            *("missing", (0, 1)),
+            "possible",  # nobody knows whether they are gone, or only cannot be reached
+        ), text
+        assert finding.victims == (2, 3)
+        assert "train.py" in str(finding.call_site)
+    assert f"the job's store at {nodes[0].address}" in " ".join(text.split())
+    assert sorted(path.name for path in (Path(verdict["place"]) / "stacks").glob("*")) == [
+        "rank-00002.txt",
+        "rank-00003.txt",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 from world import wait_until
 
-from rankcall.ring.layout import HEADER_BYTES, Header, parse_header
+from rankcall.analysis.state.call_stacks import code_place
+from rankcall.ring.layout import HEADER_BYTES, Header, parse_header, read_header
+from rankcall.run.directory import ring_paths
 from rankcall.run.stacks import register_stack_dump, request_stacks
 from rankcall.testing import FaultPlan, Ranks, start_ranks
 
@@ -37,6 +40,33 @@ def _registered(rank: int, world_size: int, folder: str, register: bool) -> None
 
 
 def _wait_here() -> None:
+    time.sleep(3600)
+
+
+def _train_in_a_thread(rank: int, world_size: int, hold_gil: bool) -> None:
+    """Train in a thread, as Ray Train does; rank 1 hangs there."""
+    import threading
+
+    thread = threading.Thread(target=_train, args=(rank, hold_gil))
+    thread.start()
+    thread.join()
+
+
+def _train(rank: int, hold_gil: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        _hang_here(hold_gil)
+    dist.all_reduce(torch.ones(1))
+
+
+def _hang_here(hold_gil: bool) -> None:
+    if hold_gil:
+        time.sleep(1.5)  # the heartbeat tells others the thread twice a second
+        ctypes.PyDLL(None).sleep(3600)
     time.sleep(3600)
 
 
@@ -89,7 +119,6 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
     plan = FaultPlan().hang(rank=1, seq=2, hold_gil=True).stop(rank=2, seq=2)
     run = tmp_path / "run"
     with start_ranks(_one_by_one, 4, faults=plan, run_dir=run, watch={"hang_after": 60}) as ranks:
-        from rankcall.run.directory import ring_paths
 
         def state(rank: int) -> str:
             return Path(f"/proc/{ranks.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
@@ -103,9 +132,42 @@ def test_who_holds_the_gil_answers_and_who_is_stopped_does_not(tmp_path: Path) -
     assert "test_stacks.py" in answer[0]
 
 
+@pytest.mark.parametrize("hold_gil", [False, True])
+def test_a_rank_that_trains_in_a_thread(tmp_path: Path, hold_gil: bool) -> None:
+    """The stack of the training thread comes first, and the place is the line in that thread."""
+    run = tmp_path / "run"
+    with start_ranks(
+        _train_in_a_thread, 2, hold_gil, run_dir=run, watch={"hang_after": 60}
+    ) as ranks:
+        found: dict[int, str] = {}
+
+        def both_stand() -> bool:
+            headers = filter(None, map(read_header, ring_paths(run)))
+            found.update(request_stacks(headers))
+            places = [code_place(found.get(rank, "")) for rank in (0, 1)]
+            return [place.function for place in places] == ["_train", "_hang_here"]
+
+        wait_until(lambda: both_stand() and code_place(found[0]).inside == "all_reduce")
+        for rank, text in found.items():
+            first, second = text.split("\n\n")
+            assert "(trains, most recent call first)" in first.splitlines()[0]
+            assert first.splitlines()[0].split()[1] != str(ranks.pids[rank])
+            assert "in _train_in_a_thread" in second
+        for rank in (0, 1):
+            assert Path(f"/proc/{ranks.pids[rank]}").exists()
+
+
+def test_rings_that_name_a_wrong_thread(tmp_path: Path) -> None:
+    """A thread of another process, or one that has ended, gets no signal; the main thread does."""
+    with _started(tmp_path, register=True):
+        good = _header(tmp_path / "it.ring")
+        for thread in (os.getpid(), 1, (1 << 32) - 1, good.pid):
+            answer = request_stacks([replace(good, train_thread=thread)])
+            assert answer[3].startswith("Stack (most recent call first):")
+
+
 def test_py_spy(tmp_path: Path) -> None:
     """py-spy reads native frames of a rank that runs, and Python frames of a stopped one."""
-    from rankcall.run.directory import ring_paths
     from rankcall.run.stacks import _py_spy, stacks_of
 
     if _py_spy() is None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls
 
 from rankcall.analysis.state.call_stacks import (
@@ -16,6 +20,7 @@ from rankcall.analysis.state.call_stacks import (
 )
 from rankcall.report.diagnosis import render, stack_lines
 from rankcall.report.json import render_diagnosis
+from rankcall.run.stacks import _Dump, mark_training_thread, tidy
 
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -146,3 +151,56 @@ def test_a_ray_worker_that_trains_in_a_thread() -> None:
     assert code_place(first + loop) == CodePlace()
     task = '  File "/home/me/train.py", line 20 in work\n'
     assert code_place(first + task + loop).line == "/home/me/train.py:20"
+
+
+TRAINING = """Thread 77 (trains, most recent call first):
+  File "/home/me/train.py", line 20 in work
+  File "/venv/lib/python3.11/site-packages/ray/train/_internal/session.py", line 9 in run
+  File "/usr/lib/python3.11/threading.py", line 5 in _bootstrap
+
+Thread 70 (most recent call first): "MainThread"
+  File "/home/me/driver.py", line 7 in wait
+  File "/home/me/driver.py", line 9 in <module>"""
+
+
+def test_the_training_thread_counts() -> None:
+    """If a stack marks the thread that trains, the place is there, not in the main thread."""
+    assert code_place(TRAINING).line == "/home/me/train.py:20"
+    (found,) = stack_classes({0: TRAINING, 1: TRAINING.replace("line 7", "line 8")})
+    assert (found.ranks, found.line) == ((0, 1), "/home/me/train.py:20")
+    assert tidy("\n\n".join(reversed(TRAINING.split("\n\n")))) == TRAINING
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["main", "trains"], ["work", "driver"]),
+        (["main", ""], ["driver"]),
+        (["", "trains"], []),  # it may be the late answer of the main thread
+        (["main", "rest"], ["driver"]),
+    ],
+)
+def test_answers_of_two_threads(
+    texts: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer counts as the training thread's only if it cannot be another one's."""
+    frame = 'Stack (most recent call first):\n  File "/a/t.py", line 1 in '
+    known = {"main": f"{frame}driver", "trains": f"{frame}work", "rest": f"{frame}x"[20:], "": ""}
+    monkeypatch.setattr("rankcall.run.stacks._training_thread", lambda header: 77)
+    header = SimpleNamespace(pid=os.getppid(), stack_fd=3, train_thread=77)
+    dump = _Dump(header)  # type: ignore[arg-type]
+    dump._texts = [known[text] for text in texts]
+    assert re.findall(r"in (\w+)", dump.text()) == expected
+
+
+def test_a_thread_is_marked_in_any_dump() -> None:
+    """The first line of the thread gets the mark, as py-spy or ``faulthandler`` writes it."""
+    spied = 'Thread 70 (idle): "MainThread"\n    f (a.py:1)\nThread 77 (idle)\n    g (b.py:2)'
+    marked = mark_training_thread(spied, "77")
+    assert "Thread 77 (trains, idle)" in marked
+    assert code_place(marked).line == "b.py:2"
+    dump = dumped(0x77, ("/a/b.py", 2, "g"))
+    assert code_place(mark_training_thread(f"{TRAINING}\n\n{dump}", "0x99")).function == "work"
+    both = f"{reading(1)}\n\n{dump}"
+    assert code_place(mark_training_thread(both, f"{0x77:#018x}")).line == "/a/b.py:2"
+    assert mark_training_thread(both, "") == both

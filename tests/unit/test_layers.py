@@ -44,7 +44,10 @@ ADAPTERS = {
     "serve/app.py": "rankcall.serve.app",
     **{
         f"integrations/{name}.py": f"rankcall.integrations.{name}"
-        for name in ("accelerate_tracker", "lightning_callback", "transformers_callback")
+        for name in (
+            *("accelerate_tracker", "lightning_callback"),
+            *("ray_train_callback", "transformers_callback"),
+        )
     },
 }
 TORCHLESS = (

@@ -6,13 +6,15 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from diagnosing import RANK_2_MISSING, THREE_ENDED, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS, Call
 
-from rankcall.analysis.state.snapshot import Snapshot, no_calls
+from rankcall.analysis.state.snapshot import PEER_CLOSED, RankState, Snapshot, no_calls
 from rankcall.analysis.verdicts import KINDS, find
 from rankcall.analysis.verdicts.finding import name_group
+from rankcall.record import STATUSES
 from rankcall.ring.tables import Group
 
 ROOT = Path(__file__).parents[2]
@@ -118,3 +120,47 @@ def test_a_call_is_named_by_the_function_that_was_called(tmp_path: Path) -> None
     calls = [replace(call, api="gather_object") for call in RANK_2_MISSING]
     (found,) = diagnose_calls(tmp_path, calls, states={}).findings
     assert "in gather_object's all_reduce #4 of group" in found.summary
+
+
+def lost(folder: Path, here: int = 2) -> Snapshot:
+    """Return a job of four whose first ranks failed in a call; of the others nothing is known."""
+    known = range(here)
+    calls = [
+        *(call for call in THREE_ENDED if call.rank in known),
+        *(Call(rank, 4, 5 * MS, 6 * MS, group=WORLD, line=7, status="failed") for rank in known),
+    ]
+    snapshot = diagnose_calls(folder, calls, states={}, world_size=4).snapshot
+    for rank in range(here, 4):
+        snapshot.ranks[rank] = RankState(rank, "node-b", 1000 + rank, blind=True, unheard=True)
+    return snapshot
+
+
+def test_closed_connections_of_a_node_that_does_not_answer(tmp_path: Path) -> None:
+    """Dead, as far as others saw; not if a call failed for another reason, or all is quiet."""
+    snapshot = lost(tmp_path / "lost")
+    failed = snapshot.calls["status"] == STATUSES.index("failed")
+    assert failed.sum() == 2
+    (found,) = find(snapshot, 60)
+    assert (found.kind, found.ranks) == ("missing", (2, 3))
+    snapshot.calls["flags"][np.flatnonzero(failed)[0]] |= PEER_CLOSED
+    assert [finding.kind for finding in find(snapshot, 60)] == ["missing"]
+    snapshot.calls["flags"][failed] |= PEER_CLOSED
+    (found,) = find(snapshot, 60)
+    assert (found.kind, found.ranks, found.confidence) == ("dead", (2, 3), "likely")
+    assert "are gone: their connections were closed, and no word has come" in found.summary
+    snapshot.calls["status"][failed] = STATUSES.index("started")
+    assert [finding.kind for finding in find(snapshot, 60)] == ["missing"]
+
+
+def test_closed_connections_of_ranks_without_records(tmp_path: Path) -> None:
+    """If no node was asked, only a single rank without records can be the one that is gone."""
+    for here, kind, ranks in ((2, "missing", (2, 3)), (3, "dead", (3,))):
+        snapshot = lost(tmp_path / str(here), here)
+        failed = snapshot.calls["status"] == STATUSES.index("failed")
+        snapshot.calls["flags"][failed] |= PEER_CLOSED
+        for rank in ranks:
+            snapshot.ranks[rank] = RankState(rank, blind=True)
+        (found,) = find(snapshot, 60)
+        assert (found.kind, found.ranks) == (kind, ranks)
+    assert found.confidence == "likely"
+    assert "is gone: its connections were closed, and it left no records here" in found.summary

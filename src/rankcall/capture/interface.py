@@ -67,6 +67,14 @@ class Capture(Protocol):
     def reading_status(self) -> AbstractContextManager[bool]:
         """Keep first ops of groups waiting for a moment; yields False if one is under way."""
 
+    def note_exit_status(self, path: Path, fields: str) -> None:
+        """Have the status in a file if this process ends with another one than 0.
+
+        Args:
+            path: The file, to which a line is appended, in a folder that may not exist yet.
+            fields: The other fields of the line, as JSON without the braces.
+        """
+
     def mark(self, marks: Marks | None) -> None:
         """Call a tool at the issue of each op from now on; None ends that."""
 

@@ -9,6 +9,7 @@ so.
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import sys
@@ -39,6 +40,7 @@ from rankcall.run.directory import (
     ring_name,
     unused_ring,
 )
+from rankcall.run.exits import EXITS, exits_name
 from rankcall.run.settle import clean_up, has_old_rings, save_ring, settle_ring
 
 # Set by a launcher: the run directory into which it moves the rings itself.
@@ -209,6 +211,17 @@ class OwnRing:
             self._mover.move(lambda: save_ring(ring, run_dir, self._name()))
         else:
             self._mover.move(lambda: settle_ring(path, run_dir))
+
+    def exit_note(self) -> tuple[Path, str] | None:
+        """Return the file for a note of the exit status, and the other fields of the note as JSON.
+
+        None if the run is on a network, which may not answer.
+        """
+        if self.run_dir is None or not is_local(self.run_dir):
+            return None
+        mine = self.identity
+        about = {"rank": mine.rank, "attempt": mine.attempt, "host": mine.host, "pid": os.getpid()}
+        return self.run_dir / EXITS / exits_name(mine.host), json.dumps(about)[1:-1]
 
     def discard(self) -> None:
         """Remove a ring that nothing will be recorded in."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rankcall import background
 from rankcall.capture import declared
 from rankcall.capture.own_ring import OwnRing
+from rankcall.capture.training_thread import TrainingThread
 from rankcall.errors import CaptureUnavailable, warn_once
 from rankcall.process import host_name
 from rankcall.registry import Scoped
@@ -80,6 +81,7 @@ class Recording(Scoped):
         self._left = self._has_failed = self._is_started = False
         self._heart = threading.Thread(target=self._beat, name="rankcall-heart", daemon=True)
         self._lines = SourceLines(self.ring, self.geometry, self.capture.add_line)
+        self._training_thread = TrainingThread(self.ring, self.geometry)
         self._step_handle: Any = None
         self.claims: set[str] = set()
         self.placement: Placement | None = None
@@ -166,7 +168,7 @@ class Recording(Scoped):
         declared.publish_to(self.ring)
         watch.add(self._on_group)  # which reports the groups that exist
         self._is_started = True
-        self._step_handle = _count_steps(self.capture)
+        self._step_handle = _count_steps(self.capture, self._training_thread)
         self._heart.start()
         self._lines.start()
 
@@ -201,6 +203,12 @@ class Recording(Scoped):
     def close(self) -> None:
         """Note in the ring that it is complete, and move it into the run unless a launcher will."""
         self._own_ring.close()
+
+    def note_exit_status(self) -> None:
+        """Have the status of this process noted in the run, if it ends with another one than 0."""
+        note = self._own_ring.exit_note()
+        if note is not None:
+            self.capture.note_exit_status(*note)
 
     def leave(self) -> None:
         """Send the newest records to another node, because the process ends. The ring is closed."""
@@ -237,6 +245,7 @@ class Recording(Scoped):
         while not self._stopped.is_set():
             put(self.ring, "python_heartbeat_ns", time.monotonic_ns())
             self._note_leaving()
+            put(self.ring, "train_thread", self._training_thread.find())
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._devices.poll_every_s
                 self._follow_devices(self._devices.poll)
@@ -318,7 +327,7 @@ def _identity(
     )
 
 
-def _count_steps(capture: Capture) -> Any:
+def _count_steps(capture: Capture, training_thread: TrainingThread) -> Any:
     """Count optimizer steps; not those of compiled optimizers: a hook would break their graph."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -329,6 +338,7 @@ def _count_steps(capture: Capture) -> Any:
         # ZeRO's optimizer steps another one inside, which is counted already.
         if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
             capture.step()
+            training_thread.note_step()
 
     return register_optimizer_step_post_hook(stepped)
 

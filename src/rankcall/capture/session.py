@@ -179,6 +179,7 @@ def end() -> None:
         if not is_held:
             return
         if _state.recording is not None:
+            _state.recording.note_exit_status()
             _stop(_state.recording, process_ends=True)
         for old in _state.draining:
             old.close()

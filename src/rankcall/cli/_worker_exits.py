@@ -25,7 +25,7 @@ from rankcall.report import diagnosis as diagnosis_report
 from rankcall.ring.layout import Header
 from rankcall.run.exits import LAUNCHER, Exit, note_exit, read_exits
 from rankcall.run.hangs import id_of, kept_hangs, text_of
-from rankcall.run.load import load
+from rankcall.run.load import Run, load
 from rankcall.watch import ABORT_STATUS
 
 _POLL_S = 0.1  # a worker needs longer than that to import torch
@@ -198,6 +198,18 @@ def note_failures(run_dir: Path, outcome: Outcome, headers: Sequence[Header]) ->
             by_launcher = others_failed and code == _TERMINATED
             process = header.rank, header.attempt, header.host, header.pid
             note_exit(run_dir, Exit(*process, code, header.last_sign_epoch_ns, by_launcher))
+
+
+def note_own_exit(run: Run, pid: int, code: int) -> None:
+    """Note how a child of this process ended, if it is itself a rank of the run.
+
+    The note is lost if the run directory cannot be written.
+    """
+    for header in (head.header for head in run.heads):
+        if header.pid == pid and header.process_state() == "gone":  # not "unknown": of this host
+            process = header.rank, header.attempt, header.host, header.pid
+            with contextlib.suppress(OSError):
+                note_exit(run.path, Exit(*process, code, time.time_ns()))
 
 
 def verdict_ids(run_dir: Path) -> frozenset[str]:

@@ -19,7 +19,7 @@ import typer
 from rankcall._native import cache_dir
 from rankcall.cli._console import open_run, say
 from rankcall.cli._torchrun import Outcome, environment, hooking
-from rankcall.cli._worker_exits import explain_failure
+from rankcall.cli._worker_exits import explain_failure, note_own_exit
 from rankcall.cli.run import (
     HANG_AFTER_S,
     Capture,
@@ -89,9 +89,9 @@ def command(
         if run_dir is None and os.environ.get("RANKCALL_RUN_DIR"):
             del variables["RANKCALL_RUN_DIR"]
         with environment(variables):
-            status = _run(args)
+            pid, status = _run(args)
         with _ignoring(*_FROM_TERMINAL, *_FORWARDED):
-            _report(_places(Path(places.name)), status, hang_after or HANG_AFTER_S)
+            _report(_places(Path(places.name)), pid, status, hang_after or HANG_AFTER_S)
     if status < 0:
         _end_like(-status)
     raise typer.Exit(status)
@@ -110,8 +110,8 @@ def _check(program: str) -> None:
         raise typer.Exit(_NOT_EXECUTABLE if is_file else _NOT_FOUND)
 
 
-def _run(args: list[str]) -> int:
-    """Run the command and return its exit code, negative if a signal ended it."""
+def _run(args: list[str]) -> tuple[int, int]:
+    """Run the command; return its pid and its exit code, negative if a signal ended it."""
     child: list[subprocess.Popen[bytes]] = []
     pending: list[int] = []
 
@@ -126,10 +126,10 @@ def _run(args: list[str]) -> int:
             child.append(subprocess.Popen(args))
         except OSError as error:
             say(f"{args[0]}: {error.strerror}")
-            return _NOT_EXECUTABLE
+            return 0, _NOT_EXECUTABLE
         for number in pending:
             child[0].send_signal(number)
-        return child[0].wait()
+        return child[0].pid, child[0].wait()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -169,8 +169,11 @@ def _places(noted: Path) -> list[Path]:
     return [Path(os.fsdecode(path)) for path in dict.fromkeys(paths)]
 
 
-def _report(places: list[Path], status: int, hang_after: float) -> None:
-    """Move what killed ranks left into their runs, and say where the records are."""
+def _report(places: list[Path], pid: int, status: int, hang_after: float) -> None:
+    """Move what killed ranks left into their runs, and say where the records are.
+
+    ``status`` is that of the process ``pid``. If that is a rank, its run gets a note of it.
+    """
     if not places:
         say(
             "nothing was recorded: no process below the command created a process group, or each "
@@ -182,6 +185,7 @@ def _report(places: list[Path], status: int, hang_after: float) -> None:
         except (OSError, RankcallError) as error:
             say(f"the records in {place} cannot be read: {error}")
             continue
+        note_own_exit(run, pid, status)
         ranks = sorted({head.header.rank for head in run.heads})
         where = run.path  # another one, if a rank could not make the run directory
         say(f"recorded {with_noun(ranks)} in {where}; read it with: rankcall report {where}")

@@ -93,6 +93,7 @@ _HEADER_FIELDS: dict[str, tuple[str, int]] = {
     "run_dir": ("S1024", 2176),  # UTF-8: its run directory; empty if the path is longer
     "hang_after_ms": ("<u8", 3456),  # the threshold of its watcher; 0 without one
     "failure": ("S256", 3200),  # UTF-8: the exception that ended its program
+    "train_thread": ("<u4", 3520),  # kernel id of the thread that trains; 0: not known
 }
 HEADER = np.dtype(
     {
@@ -187,6 +188,7 @@ class Header:
     run_dir: str = ""
     failure: str = ""
     hang_after_ms: int = 0
+    train_thread: int = 0
 
     @property
     def process(self) -> Process:

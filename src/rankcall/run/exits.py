@@ -1,8 +1,9 @@
 """How a run's processes ended, and what they were doing when the run was collected.
 
-The process that starts the ranks, for example the launcher, notes each exit in the run directory::
+The process that starts the ranks, for example the launcher, notes each exit in the run directory. A
+rank that is recorded natively notes its own exit status, if that is not 0::
 
-    exits/<host>.<launcher's pid>.jsonl    one object a line: rank, attempt, host, pid, code, ...
+    exits/<host>.<pid>.jsonl               one object a line: rank, attempt, host, pid, code, ...
 
 With these notes a diagnosis tells an out-of-memory kill from an exception. If ``rankcall collect``
 packs the run of a living job, it also notes what each process of its host was doing::
@@ -51,9 +52,13 @@ class Exit:
 
 def note_exit(run_dir: Path, ended: Exit) -> None:
     """Append an exit to the run's list. Raises ``OSError`` if it cannot be written."""
-    folder = run_folder(run_dir, EXITS)
-    name = f"{re.sub(r'[^A-Za-z0-9_-]+', '_', ended.host)}.{os.getpid()}.jsonl"
-    append_line(folder / name, json.dumps(asdict(ended)).encode() + b"\n")
+    name = exits_name(ended.host)
+    append_line(run_folder(run_dir, EXITS) / name, json.dumps(asdict(ended)).encode() + b"\n")
+
+
+def exits_name(host: str) -> str:
+    """Return the name of the file in ``exits`` to which this process appends."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{os.getpid()}.jsonl"
 
 
 def read_exits(run_dir: Path) -> list[Exit]:

@@ -1,13 +1,18 @@
 """Python stacks of a rank, read from another process without the rank's GIL.
 
 A rank that the watcher observes has a memory file. On ``STACK_SIGNAL``, ``faulthandler`` writes the
-rank's stacks into it. A process that may read the rank's memory may read this file, through /proc.
-The signal handler is C code on the main thread, so a rank that holds the GIL or waits in a
-collective answers, too. A stopped rank does not. py-spy, if it is installed, needs no such answer.
+stack of the thread that gets the signal into it. A process that may read the rank's memory may read
+this file, through /proc. The signal goes to the main thread, and to the thread that trains if that
+is another one. The signal handler is C code, so a rank that holds the GIL or waits in a collective
+answers, too. A stopped rank does not. py-spy, if it is installed, needs no such answer.
+
+The stack of the thread that trains comes first and has ``TRAINS`` in its first line, if it is not
+the main thread.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import mmap
@@ -17,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,6 +36,7 @@ from rankcall.run.load import load
 # SIGUSR1 and SIGUSR2 to announce the end of a job.
 STACK_SIGNAL = signal.SIGRTMIN + 16
 WITHOUT_STACKS = -1  # in a ring's stack_fd: the process is watched, but cannot dump its stacks
+TRAINS = "(trains, "
 WAIT_S = 3.0  # on a machine with more processes than cores, some answer late
 _POLL_S = 0.01
 _MOST_BYTES = 1 << 18
@@ -39,6 +46,7 @@ _MOST_SPIED = 8
 _MOST_PY_SPY_CHARS = 1 << 16
 _THREADS = re.compile(r"\n(?=Thread |Current thread )")
 _MAIN = re.compile(r"<module>|^Thread .*\"MainThread\"$", re.MULTILINE)
+_WHOLE = re.compile(r"Stack \(most recent call first\):\n +File ")
 # The files whose functions are the outermost of rankcall's own threads, which only observe.
 OWN_FILES = (
     "watch/_loop",
@@ -62,8 +70,8 @@ def register_stack_dump(ring: mmap.mmap) -> None:
         try:
             _fd = os.memfd_create("rankcall-stacks")
             fcntl.fcntl(_fd, fcntl.F_SETFL, os.O_APPEND)
-            # Only the stack of the thread that gets the signal, which is the main thread: walking
-            # the frames of a running thread can crash.
+            # Only the stack of the thread that gets the signal: walking the frames of a running
+            # thread can crash.
             faulthandler.register(STACK_SIGNAL, _fd, all_threads=False, chain=False)
         except (OSError, RuntimeError, AttributeError):
             _fd = WITHOUT_STACKS
@@ -87,7 +95,7 @@ def request_stacks(headers: Iterable[Header]) -> dict[int, str]:
             if dump.ask():
                 files[header.rank] = dump
     deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline and not _all_settled(files.values()):
+    while time.monotonic() < deadline and not _all_over(files.values()):
         time.sleep(_POLL_S)
     return {rank: text for rank, dump in files.items() if (text := dump.text())}
 
@@ -107,21 +115,33 @@ def _answers(header: Header) -> bool:
     return False
 
 
-def _all_settled(dumps: Iterable[_Dump]) -> bool:
-    return min([dump.settled() for dump in dumps], default=True)
+def _all_over(dumps: Iterable[_Dump]) -> bool:
+    return min([dump.is_over() for dump in dumps], default=True)  # each of them has to be asked
 
 
 class _Dump:
-    """The part of a process's memory file that is written after the signal."""
+    """The parts of a process's memory file that its threads write after the signal.
+
+    The threads are asked one after another: ``faulthandler`` writes line by line, and the lines of
+    two stacks would mix. They share ``WAIT_S`` evenly.
+    """
 
     def __init__(self, header: Header) -> None:
         self._pid = header.pid
         self._path = f"/proc/{header.pid}/fd/{header.stack_fd}"
+        self._trains = _training_thread(header)
+        self._left = [self._pid]  # the threads that are still to be asked
+        if self._trains and self._pid != os.getpid():
+            self._left.append(self._trains)
+        self._share_s = WAIT_S / len(self._left)
+        self._texts: list[str] = []
         self._from = self._last = 0
-        self._steady = 0
+        self._steady, self._until = 0, 0.0
 
     def ask(self) -> bool:
-        """Send the signal. Return False if the process is gone, or the file is not its own."""
+        """Signal the next thread. Return False if it is gone, or the file is not its own."""
+        thread = self._left.pop(0)
+        self._steady, self._until = 0, time.monotonic() + self._share_s
         try:
             if not os.readlink(self._path).startswith("/memfd:rankcall-stacks"):
                 return False
@@ -131,21 +151,50 @@ class _Dump:
             if self._pid == os.getpid():
                 # This thread holds the GIL, so no other thread's frames change meanwhile.
                 faulthandler.dump_traceback(_fd, all_threads=True)
-            else:
+            elif thread == self._pid:
                 os.kill(self._pid, STACK_SIGNAL)
+            else:
+                _tgkill(self._pid, thread, STACK_SIGNAL)
             return True
         except OSError:
             return False
 
-    def settled(self) -> bool:
-        """Return whether the process has written something, and has stopped writing."""
+    def is_over(self) -> bool:
+        """Return whether every thread has answered, or has had its time; ask the next one."""
+        if self._until == 0.0:
+            return True
+        if not self._has_answered() and time.monotonic() < self._until:
+            return False
+        self._texts.append(self._read())
+        if self._left and self.ask():
+            return False
+        self._until = 0.0
+        return True
+
+    def _has_answered(self) -> bool:
+        """Return whether the thread has written something, and has stopped writing."""
         size = self._size()
         self._steady = self._steady + 1 if size == self._last and size > self._from else 0
         self._last = size
         return self._steady >= 2
 
     def text(self) -> str:
-        """Return the stacks that were written."""
+        """Return the stacks that were written, the training thread's first."""
+        texts = [*self._texts, self._read()] if self._until else self._texts
+        main, *others = texts
+        if self._pid == os.getpid():
+            return mark_training_thread(main, _pthread_id(self._trains))
+        # An answer does not name its thread. If the main thread was late, this may be its answer.
+        trains = next((text for text in others if main and _WHOLE.match(text)), "")
+        if not trains:
+            return main
+        named = (
+            (trains, f"Thread {self._trains} {TRAINS}most recent call first):"),
+            (main, f'Thread {self._pid} (most recent call first): "MainThread"'),
+        )
+        return "\n\n".join(f"{name}\n{text.partition(chr(10))[2]}" for text, name in named if text)
+
+    def _read(self) -> str:
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._from)
@@ -158,6 +207,43 @@ class _Dump:
             return os.stat(self._path).st_size
         except OSError:
             return self._last
+
+
+def _training_thread(header: Header) -> int:
+    """Return the thread that trains, if it is not the main thread and still runs; else 0."""
+    thread = header.train_thread
+    is_other = thread not in (0, header.pid) and Path(f"/proc/{header.pid}/task/{thread}").exists()
+    return thread if is_other else 0
+
+
+def _tgkill(pid: int, thread: int, number: int) -> None:
+    """Send a signal to one thread of a process. Raises ``OSError``."""
+    try:
+        send = ctypes.CDLL(None, use_errno=True).tgkill
+    except AttributeError:
+        raise OSError("this C library has no tgkill") from None
+    if send(pid, thread, number):
+        raise OSError(ctypes.get_errno(), "tgkill")
+
+
+def is_training(stack: str) -> bool:
+    """Return whether the stack of one thread is marked as that of the training thread."""
+    return TRAINS in stack.partition("\n")[0]
+
+
+def _pthread_id(thread: int) -> str:
+    """Return how ``faulthandler`` writes a thread of this process; empty if it is not known."""
+    idents = (each.ident for each in threading.enumerate() if each.native_id == thread)
+    return next((f"{ident:#018x}" for ident in idents if thread and ident), "")
+
+
+def mark_training_thread(text: str, thread: str) -> str:
+    """Write ``TRAINS`` into the first line of a thread's stack; ``thread`` is its name there."""
+    if not thread:
+        return text
+    return re.sub(
+        rf"^((?:Current t|T)hread {thread}) \(", rf"\1 {TRAINS}", text, count=1, flags=re.M
+    )
 
 
 # --- from py-spy, or else from the rank itself ---
@@ -184,15 +270,16 @@ def stacks_of(where: Path, ranks: Sequence[int]) -> dict[int, str]:
             texts = pool.map(lambda header: _spied(spy, header), first)
             for header, text in zip(first, texts, strict=True):
                 if text:
-                    stacks[header.rank] = text
+                    thread = _training_thread(header)
+                    stacks[header.rank] = mark_training_thread(text, str(thread or ""))
     stacks.update(request_stacks([header for header in here if header.rank not in stacks]))
     return {rank: tidy(stacks[rank]) for rank in ranks if rank in stacks}
 
 
 def tidy(text: str) -> str:
-    """Put the main thread first, and leave out rankcall's own threads, which only watch."""
+    """Put the training and the main thread first; leave out rankcall's, which only watch."""
     threads = [stack.rstrip() for stack in _THREADS.split(text) if not _OURS.search(stack)]
-    threads.sort(key=lambda stack: _MAIN.search(stack) is None)
+    threads.sort(key=lambda stack: (not is_training(stack), _MAIN.search(stack) is None))
     return "\n\n".join(threads) or text
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
 
+from rankcall.run.stacks import is_training
+
 # Functions of torch.distributed that return only after other ranks have called them as well, and
 # that leave no record before they return.
 SETUP = frozenset(
@@ -109,11 +111,12 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def code_place(stack: str) -> CodePlace:
-    """Return where the main thread of a dumped stack stands.
+    """Return where the training thread of a dumped stack stands.
 
-    It is not known of a Ray worker whose main thread waits for tasks: Ray Train trains in a thread.
+    That is the main thread, unless the stack marks another one. If only the main thread of a Ray
+    worker is known, and it waits for tasks, then nothing is known: Ray Train trains in a thread.
     """
-    frames = _main_frames(stack)
+    frames = _training_frames(stack)
     if not frames or frames[0].is_ray_loop:
         return CodePlace()
     outer = next((n for n, each in enumerate(frames) if not each.is_internal), None)
@@ -137,17 +140,17 @@ def _inside(above: Sequence[Frame]) -> str:
     return next((name for name in public if name in SETUP), public[-1] if public else "")
 
 
-def _main_frames(stack: str) -> list[Frame]:
-    """Return the Python frames of the main thread, the newest first."""
-    return [frame for frame in _all_main_frames(stack) if frame.line]
+def _training_frames(stack: str) -> list[Frame]:
+    """Return the Python frames of the training thread, the newest first."""
+    return [frame for frame in _all_training_frames(stack) if frame.line]
 
 
-def _all_main_frames(stack: str) -> list[Frame]:
-    """Return the main thread's frames, native ones too, the newest first."""
+def _all_training_frames(stack: str) -> list[Frame]:
+    """Return the training thread's frames, native ones too, the newest first."""
     threads = _THREADS.split(stack)
     main = next((each for each in threads if _MAIN.search(each)), threads[0])
     found = []
-    for text in main.splitlines():
+    for text in next(filter(is_training, threads), main).splitlines():
         match = _FAULTHANDLER.match(text) or _PY_SPY.match(text)
         if match and not _is_native(match["file"]):
             found.append(Frame(match["file"], int(match["line"]), match["name"].strip()))
@@ -166,7 +169,7 @@ def _is_native(file: str) -> bool:
 
 @dataclass(frozen=True)
 class StackClass:
-    """Ranks whose main threads stand at the same Python frames.
+    """Ranks whose training threads stand at the same Python frames.
 
     ``frames``: of the first rank, the newest first, with its native frames if they are known.
     ``text``: the whole stack of the first rank, as it was dumped.
@@ -192,7 +195,7 @@ def stack_classes(stacks: Mapping[int, str]) -> list[StackClass]:
     for rank in sorted(stacks):
         alike.setdefault(_key(stacks[rank]), []).append(rank)
     found = [
-        StackClass(tuple(ranks), tuple(_all_main_frames(stacks[ranks[0]])), stacks[ranks[0]])
+        StackClass(tuple(ranks), tuple(_all_training_frames(stacks[ranks[0]])), stacks[ranks[0]])
         for ranks in alike.values()
     ]
     return sorted(found, key=lambda each: (len(each.ranks), each.ranks))
@@ -203,7 +206,7 @@ def _key(stack: str) -> object:
 
     py-spy shortens the names of files, and writes a method with its class.
     """
-    frames = _main_frames(stack)
+    frames = _training_frames(stack)
     if not frames:
         return stack.strip()
     return tuple((PurePath(f.file).name, f.line, f.name.rpartition(".")[2]) for f in frames)

@@ -8,6 +8,7 @@ failed.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from rankcall.analysis.state.snapshot import (
     GONE,
     OUTSIDE,
     P2P,
+    PEER_CLOSED,
     UNKNOWN,
     Calls,
     RankState,
@@ -49,6 +51,8 @@ _AT_ONCE_NS = 500_000_000  # Ctrl-C reaches a launcher and its workers in any or
 # Processes of one job live at the same time, but their hosts' clocks may differ by so much.
 _APART_S = 60.0
 _S = 1e9
+# How Gloo and sockets say that the process at the other end is gone.
+_CLOSED = re.compile(r"closed by peer|reset by peer|Broken pipe")
 
 ProcessState = Callable[[Header], str]
 
@@ -272,6 +276,9 @@ class _RingWindows:
             if site is not None:
                 number = self.sites.setdefault(site, len(self.sites))
                 calls["site"][kept["call_site"] == key] = number
+        for key in np.unique(kept["error"][kept["error"] != 0]):
+            if _CLOSED.search(ring.tables.strings.get(int(key), "")):
+                calls["flags"][kept["error"] == key] |= PEER_CLOSED
         placed = calls["group"] >= 0
         on_device = (kept["flags"] & FLAG_DEVICE != 0) & (kept["started_ns"] > 0)
         came = np.where(on_device, kept["started_ns"], kept["enqueued_ns"])

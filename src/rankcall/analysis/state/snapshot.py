@@ -29,6 +29,9 @@ SEND, RECV = OPS.index("send"), OPS.index("recv")
 
 _RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job that runs
 
+# In the ``flags`` of a failed call, beside those of its record: a peer's connection was closed.
+PEER_CLOSED = 128
+
 Bools = npt.NDArray[np.bool_]
 Calls = npt.NDArray[Any]
 CALL = np.dtype(

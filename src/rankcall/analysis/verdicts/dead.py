@@ -5,7 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 
-from rankcall.analysis.state.snapshot import UNKNOWN, RankState, Snapshot
+from rankcall.analysis.state.snapshot import (
+    PEER_CLOSED,
+    UNKNOWN,
+    RankState,
+    Snapshot,
+    failed_for_good,
+)
 from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.finding import (
@@ -16,6 +22,7 @@ from rankcall.analysis.verdicts.finding import (
     hosts_of,
     last_call,
     name_ranks,
+    verbs_for,
 )
 from rankcall.analysis.verdicts.kinds import CulpritVerdict
 
@@ -31,9 +38,10 @@ class Dead(CulpritVerdict):
     predicate = "died"
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
-        """Fit ranks that ended of their own signal or error."""
+        """Fit ranks that ended of their own signal or error, or seem to, as others saw it."""
         if suspect.rank not in suspects.exits.own:
-            return None
+            # As its records are missing, this becomes "likely".
+            return "certain" if _closed_its_connections(suspects.snapshot, suspect) else None
         return "certain" if suspect.state.exit is not None or suspects.snapshot.live else "likely"
 
     def counts(self, suspects: Suspects, case: Case) -> bool:
@@ -71,6 +79,13 @@ class Dead(CulpritVerdict):
     def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how the processes ended, and when."""
         first = states[0]
+        if first.blind:
+            be, its = ("is", "its") if len(states) == 1 else ("are", "their")
+            they = verbs_for(snapshot, len(states)).they
+            unknown = f"no word has come from where {they} ran"
+            if not first.unheard:
+                unknown = f"{they} left no records here"
+            return f"{be} gone: {its} connections were closed, and {unknown}"
         endings = {_ending(state, one=len(states) == 1) for state in states}
         text = endings.pop() if len(endings) == 1 else "ended badly,"
         gone = first.gone_s if first.gone_s is not None else first.silent_s
@@ -97,6 +112,26 @@ class Dead(CulpritVerdict):
         if first.exit > 0:
             return f"Its own error comes first: look at the end of rank {first.rank}'s stderr."
         return f"Look for a core dump and at the end of rank {first.rank}'s stderr{on}."
+
+
+def _closed_its_connections(snapshot: Snapshot, suspect: Suspect) -> bool:
+    """Tell whether the others' calls failed because this rank's connections were closed.
+
+    A message says that of a peer, and does not say which. But a rank that runs, and answers, closes
+    its connections only after its own call has failed. So it was a rank that is not heard of: if
+    its node was not asked, the only one without records.
+    """
+    blind = [state.rank for state in snapshot.ranks if state.blind]
+    if not (suspect.state.unheard or blind == [suspect.rank]):
+        return False
+    calls = snapshot.calls
+    failed = failed_for_good(calls)
+    ranks = {rank for wait in suspect.waits for rank in wait.waiters}
+    return bool(
+        failed.any()
+        and (calls["flags"][failed] & PEER_CLOSED != 0).all()
+        and ranks.issuperset(calls["rank"][failed].tolist())
+    )
 
 
 def _ending(state: RankState, *, one: bool) -> str:

@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from threading import get_native_id
 from types import FrameType
 from typing import Any
@@ -284,6 +285,9 @@ class FallbackCapture:
         self.recording = False
         pass_on()
         self._waker.wanted = 0
+
+    def note_exit_status(self, path: Path, fields: str) -> None:
+        """Do nothing: Python does not tell a process its own exit status."""
 
     def drained(self) -> bool:
         """Whether every record has its end."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -264,6 +265,11 @@ class NativeCapture:
         """Ask again which members of which groups are on other hosts."""
         for number, group in list(self._groups.items()):
             self._native.group_span(self._recorder, number, *span_of(marks, group))
+
+    def note_exit_status(self, path: Path, fields: str) -> None:
+        """Have the status in a file if this process ends with another one than 0."""
+        with contextlib.suppress(ValueError):  # a zero byte in the path
+            self._native.note_exit_status(os.fsencode(path.parent), os.fsencode(path), fields)
 
     def step(self) -> None:
         """Count an optimizer step."""

@@ -11,6 +11,7 @@
 #include <torch/csrc/Dtype.h>
 #include <vector>
 
+#include "exit_status.h"
 #include "holder.h"
 #include "kernels.h"
 #include "python_marks.h"
@@ -228,6 +229,12 @@ void in_forked_child() {
   this_thread().id = 0;
 }
 
+PyObject* py_note_exit_status(PyObject*, PyObject* args) {
+  const char *folder, *path, *fields;
+  if (!PyArg_ParseTuple(args, "yys", &folder, &path, &fields)) return nullptr;
+  return PyBool_FromLong(note_exit_status(folder, path, fields));
+}
+
 PyMethodDef g_methods[] = {
     {"ops", py_ops, METH_NOARGS, "Names of the c10d ops that can be recorded."},
     {"create", py_create, METH_VARARGS, "Make a recorder over a writable ring buffer."},
@@ -248,6 +255,7 @@ PyMethodDef g_methods[] = {
     {"device_time_failures", py_device_time_failures, METH_O, "How often an event of a device failed."},
     {"end_device_ops", py_end_device_ops, METH_VARARGS, "End records of ops on devices."},
     {"reading_status", py_reading_status, METH_O, "Say that the back ends' status is being read."},
+    {"note_exit_status", py_note_exit_status, METH_VARARGS, "Note the exit status in a file if it is not 0."},
     {"sleep", py_sleep, METH_VARARGS, "Arm the wake-up of the thread of hooks."},
     {"statuses", make_statuses, METH_VARARGS, "The statuses that hooks get of a batch of events."},
     {"find_call_site", py_find_call_site, METH_O, "The call-site id of the caller."},
