@@ -41,7 +41,7 @@ def address(host: int) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """What the line does to packets, in each direction."""
+    """The delay, the loss and the rate of the line, in each direction."""
 
     delay_s: float
     loss: float  # the share of packets that are dropped

@@ -110,14 +110,14 @@ def test_a_node_whose_only_rank_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_store_dies_with_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
 ) -> None:
-    """The other node cannot ask anybody: it keeps a verdict of its own, its stacks and records."""
+    """The other node, now alone, keeps a verdict of its own, its stacks and records."""
     with cabled(tmp_path) as nodes:
         job = Job(nodes, tmp_path, "lose rank 0")
         try:
             disk = nodes[1].folder
             wait_until(lambda: len(list(job.said.glob("ready.*"))) == 4, 300)
             if is_cut:
-                nodes[0].cut()  # so nobody closes the connections
+                nodes[0].cut()  # so no process closes the connections
             job.kill([0, 1])
             job.wait([0, 1])
             (job.said / "go").touch()
@@ -131,7 +131,7 @@ def test_the_store_dies_with_rank_0(
     for finding in (kept, found):
         assert (finding.kind, finding.ranks, finding.confidence) == (
             *("missing", (0, 1)),
-            "possible",  # nobody knows whether they are gone, or only cannot be reached
+            "possible",  # they may be gone, or only out of reach
         ), text
         assert finding.victims == (2, 3)
         assert "train.py" in str(finding.call_site)

@@ -252,7 +252,7 @@ def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
 
 
 def test_a_store_that_answers_late() -> None:
-    """A store whose answers take longer than a second is asked again, until the deadline."""
+    """Requests to a store that takes longer than a second are made again, until the deadline."""
     with hosted() as (port, pid):
         assert sum(run_ranks(_store_answers_late, 2, port, pid, init=False)) > 0
 

@@ -208,7 +208,7 @@ def _visited_by_strangers(rank: int, world_size: int, folder: str, line: Line) -
     if rank == 0:
         _at_host(rank, 1, folder, line, port=WORKER)
         store = _aside(rank)
-        wait_until(lambda: store.check(["known"]))  # what the first ones cost is there
+        wait_until(lambda: store.check(["known"]))  # the cost of the first ones is there
         before = most = _resident_kib()
         store.set("measured", "")
         while not store.check(["closed"]):

@@ -44,7 +44,7 @@ class Page:
         self.process = job.start(node, env, PYTHON, *arguments).process
 
     def diagnosis(self) -> Any:
-        """Return the page's JSON; None if there is none."""
+        """Return the page's JSON, or None without an answer."""
         url = f"http://127.0.0.1:{PORT}/api/diagnosis"
         done = subprocess.run(
             self._node.command(PYTHON, "-c", FETCH, url),

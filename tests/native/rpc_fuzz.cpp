@@ -92,7 +92,7 @@ void check_whole(const Incoming& incoming) {
   (void)all;
 }
 
-// What a session has sent since it began a message.
+// The chunks of a session since it began a message.
 struct Sent {
   uint64_t transfer = 0;
   bool is_in_order = true;

@@ -18,7 +18,7 @@ GEOMETRY = Geometry(64)
 
 
 class Ring:
-    """A ring in memory, whose calls come from chosen threads."""
+    """A ring in memory, with calls of chosen threads."""
 
     def __init__(self) -> None:
         self.map = create(None, Identity(rank=0), GEOMETRY)

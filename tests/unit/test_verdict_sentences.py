@@ -153,7 +153,7 @@ def test_closed_connections_of_a_node_that_does_not_answer(tmp_path: Path) -> No
 
 
 def test_closed_connections_of_ranks_without_records(tmp_path: Path) -> None:
-    """If no node was asked, only a single rank without records can be the one that is gone."""
+    """Without answers, only a single rank without records can be the one that is gone."""
     for here, kind, ranks in ((2, "missing", (2, 3)), (3, "dead", (3,))):
         snapshot = lost(tmp_path / str(here), here)
         failed = snapshot.calls["status"] == STATUSES.index("failed")

@@ -1,4 +1,4 @@
-"""Pages that show other nodes: what is asked through the store, by whom, and what the page says."""
+"""Pages that show other nodes: requests through the store, the answers, and the page's words."""
 
 from __future__ import annotations
 
@@ -370,7 +370,7 @@ def test_the_files_go_with_the_rings(nodes: list[Node], tmp_path: Path) -> None:
 def test_a_viewer_is_there_for_some_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look counts from when the leader sees it, whatever any clock of the wall says."""
+    """Each look counts from when the leader sees it; no wall clock has a part in that."""
     monkeypatch.setenv("RANKCALL_SHM", str(tmp_path))
     run = tmp_path / "run"
     run.mkdir()
@@ -427,7 +427,7 @@ def test_a_lost_store_is_not_an_error_of_the_watcher(nodes: list[Node]) -> None:
 def test_a_failure_does_not_end_the_watch(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error that nobody foresaw is logged once, and no turn raises it."""
+    """An unforeseen error is logged once, and no turn raises it."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("a bug")
@@ -442,7 +442,7 @@ def test_a_failure_does_not_end_the_watch(
 
 
 def test_members_that_are_damaged_are_no_ranks() -> None:
-    """A registration of another program, or half of one, names nobody."""
+    """A registration of another program, or half of one, names no rank."""
     for raw in (b"", b"{}", b"[1]", b'[["x", "h", 1]]', b"[" * 100_000, json.dumps([[1]]).encode()):
         assert _viewers._members_of(raw) == ()
     assert _viewers.PAUSES_S[1] < LINGER_S
