@@ -178,6 +178,30 @@ def test_a_crash_is_not_running_out_of_data(tmp_path: Path, noted: bool) -> None
     assert "Join" in fine.findings[0].advice
 
 
+def test_ranks_that_handle_the_launchers_signal(tmp_path: Path) -> None:
+    """After another rank's exception, a rank that exits without one was asked to end.
+
+    Before it, or without any exception, its exit is its own.
+    """
+    gone = dict.fromkeys(range(4), "gone")
+    failure = {2: "ValueError: no such sample: 17"}
+    exits = {0: (1, 6.8), 1: (1, 6.9), 2: (1, 5.1), 3: (1, 6.9)}
+    for name, failures, ends, dead in (
+        ("asked", failure, exits, (2,)),
+        ("before", failure, {**exits, 3: (3, 4.5)}, (2, 3)),
+        ("no exception", {}, exits, (0, 1, 2, 3)),
+    ):
+        found = diagnose_calls(
+            tmp_path / name, THREE_ENDED, seconds=9, states=gone, failures=failures, exits=ends
+        )
+        named = sorted(
+            rank for each in found.findings if each.kind == "dead" for rank in each.ranks
+        )
+        assert tuple(named) == dead, name
+        if name == "asked":
+            assert "failed with ValueError: no such sample: 17" in found.findings[0].summary
+
+
 def test_a_rank_that_ends_with_an_error_and_still_exists(tmp_path: Path) -> None:
     """A process that closes down has stopped recording, so the summary names both reasons."""
     diagnosis = diagnose_calls(tmp_path, RANK_2_MISSING, states={}, closed={2})

@@ -1,7 +1,7 @@
 """Find the thread of this process that trains: its stack says where the rank stands.
 
-A rank writes its kernel id into its ring, for processes that ask for stacks.
-That is not always the main thread. A Ray Train worker, for example, trains in another one.
+That is not always the main thread. A Ray Train worker, for example, trains in another one. The rank
+writes the thread's kernel id into its ring, for processes that ask for stacks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import numpy as np
 from rankcall.record import RECORD
 from rankcall.ring.layout import Geometry, offset_of
 
-_NEWEST = (
-    64  # records: a thread that saves checkpoints issues fewer of them than the one that trains
-)
+_NEWEST = 64  # records: a thread that saves checkpoints issues fewer of them
 
 
 class TrainingThread:

@@ -53,6 +53,7 @@ def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
     last = min((each.silent_s for each in known), default=0.0)
     frozen_s = FROZEN_S + min((each.mute_s for each in known), default=0.0)
     ends_of_stopped = [_ago(each) for each in gone if _was_stopped(each, frozen_s)]
+    first_failure = max((_ago(each) for each in gone if each.failure), default=0.0)
     for each in rest:
         ended_with_stopped = any(abs(_ago(each) - end) < _TOGETHER_S for end in ends_of_stopped)
         with_stopped = ended_with_stopped and each.exit in (None, *_KILLED, *_ASKED)
@@ -60,6 +61,8 @@ def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
             own = False
         elif each.exit is None:
             own = bool(each.failure) or live or each.silent_s > last + BEATS_S
+        elif each.exit > 0 and not each.failure and first_failure - _ago(each) > _AT_ONCE_S:
+            own = False  # after another rank's exception, its launcher has asked it to end
         elif each.exit in _ASKED:
             own = _ago(each) == ends[0] and (len(ends) == 1 or ends[0] - ends[1] > _AT_ONCE_S)
         else:
