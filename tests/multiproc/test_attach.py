@@ -20,6 +20,7 @@ from rankcall.cli._torchrun import BOOT
 from rankcall.run.exits import read_exits
 from rankcall.run.load import load
 
+SLOW = pytest.mark.slow
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
 BIN = RANKCALL.parent
 PYTHON = sys.executable
@@ -224,6 +225,7 @@ def test_jobs_with_one_directory_are_attempts(tmp_path: Path) -> None:
         assert found == [(each, rank) for each in range(attempt + 1) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_jobs_of_one_second_do_not_mix(tmp_path: Path) -> None:
     """Two jobs that start at once, in one directory and with one name, write two runs."""
     launcher = LAUNCHERS["python"]
@@ -333,6 +335,9 @@ def leave(folder: Path, status: int, *command: str, **more: str) -> tuple[list[E
     return [each.finish(240) for each in started], folder / "run"
 
 
+@pytest.mark.parametrize(
+    "status", [3, -1, pytest.param(0, marks=SLOW), pytest.param(260, marks=SLOW)]
+)
 @pytest.mark.parametrize("status", [0, 3, 256 + 4, -1])
 def test_the_exit_status_of_a_rank_that_nothing_started(tmp_path: Path, status: int) -> None:
     """With ``RANKCALL=1`` alone, a status other than 0 is in the run, as a shell would see it."""
@@ -352,7 +357,7 @@ def test_the_exit_status_of_a_rank_that_nothing_started(tmp_path: Path, status: 
         assert 0 < time.time() - exits[1].epoch_ns / 1e9 < 600
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", [3, pytest.param(0, marks=SLOW)])
 def test_exec_notes_how_a_rank_ended(tmp_path: Path, status: int) -> None:
     """If the command is a rank itself, as below srun, its status is in the run, in any capture."""
     command = (str(RANKCALL), "exec", "--capture=python", "--run-dir", str(tmp_path / "run"), "--")

@@ -70,6 +70,7 @@ def test_rank_0s_node_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+@pytest.mark.slow
 def test_ranks_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a watcher, ranks that fail because of a killed one send what they have at exit."""
     with cabled(tmp_path) as nodes:
@@ -103,10 +104,11 @@ def test_a_node_whose_only_rank_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
         assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (2,), "likely"), text
         assert "its connections were closed" in finding.summary
         assert "train.py" in str(finding.call_site)
-    assert "Rank 2 (node-b, pid " in kept.summary
+    # The node had registered its rank, if it had looked at the store before the kill.
+    assert kept.summary.startswith(("Rank 2 (node-b, pid ", "Rank 2 is gone"))
 
 
-@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_store_dies_with_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
 ) -> None:

@@ -109,6 +109,7 @@ def test_each_page_shows_all_ranks(tmp_path: Path) -> None:
         assert cause["hosts"] == ["node-a"]
 
 
+@pytest.mark.slow
 def test_a_node_that_stops_answering(tmp_path: Path) -> None:
     """If all processes of a node are stopped, the page of the other names it, and goes on."""
     with cabled(tmp_path) as nodes:

@@ -121,7 +121,7 @@ ENDS = {
     ("start", "way"),
     [
         ("script", "exec"),
-        ("torch", "variable"),
+        pytest.param("torch", "variable", marks=pytest.mark.slow),
         pytest.param("script", "enable", marks=pytest.mark.slow),
         pytest.param("script", "variable", marks=pytest.mark.slow),
         pytest.param("multiprocessing", "variable", marks=pytest.mark.slow),

@@ -14,11 +14,22 @@ import pytest
 from liveruns import HUNG_S, give_to
 
 from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.state.snapshot import ALIVE, GONE, RankState, Snapshot, no_calls
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.directory import live_dir, make_live_dir
 from rankcall.run.load import load
 from rankcall.run.settle import settle
-from rankcall.run.views import ANSWERS, VIEWER, VIEWS, ViewerFile, note_viewer, read_answers
+from rankcall.run.views import (
+    ANSWERS,
+    VIEWER,
+    VIEWS,
+    Answers,
+    NodeAnswer,
+    ViewerFile,
+    note_viewer,
+    read_answers,
+)
 from rankcall.serve import other_nodes
 from rankcall.serve.live_run import LIVE, LiveRun, Look
 from rankcall.testing.simulated_store import (
@@ -316,6 +327,26 @@ def test_a_store_that_is_gone(nodes: list[Node]) -> None:
     (problem,) = look.diagnosis.snapshot.problems
     assert problem.startswith("the other nodes cannot be asked: the job's store does not answer")
     assert not any(state.blind for state in look.diagnosis.snapshot.ranks)
+
+
+def test_an_answer_from_before_the_wait_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Living ranks are not named by a wait that is younger than their answer; dead ones are."""
+    monkeypatch.setattr(other_nodes, "age_s", lambda answers: 0.5)
+    members = ((2, "node-b", 12), (3, "node-b", 13))
+    page = other_nodes.OtherNodes()
+    page._answers = Answers(0, 0, 1.0, nodes=(NodeAnswer(members, 2.5, 9.0, b"data"),))
+    states = [RankState(rank, state=ALIVE) for rank in range(3)] + [RankState(3, state=GONE)]
+    snapshot = Snapshot(states, no_calls(), [], [], [], [])
+    for ranks, since_s, outdated in (
+        ((2,), 3.9, True),
+        ((2,), 4.1, False),
+        ((1, 2), 3.9, True),
+        ((1,), 0.1, False),
+        ((3,), 0.1, False),
+        ((), 0.1, False),
+    ):
+        found = Finding("missing", ranks, since_s=since_s)
+        assert page.is_outdated(found, snapshot) is outdated, (ranks, since_s)
 
 
 def test_no_watcher_on_this_node(nodes: list[Node]) -> None:

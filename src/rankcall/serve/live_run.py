@@ -120,8 +120,9 @@ class LiveRun:
             self._over = _fingerprint(where), ended
             return self._as_look(where, ENDED, ended)
         found = judge(run, snapshot, self.hang_after or None)
+        sure = [each for each in found.findings if not self._others.is_outdated(each, snapshot)]
         kept = kept_hangs(run.path)
-        found = replace(found, kept=[kept_verdict(run, each) for each in kept])
+        found = replace(found, findings=sure, kept=[kept_verdict(run, each) for each in kept])
         look = replace(self._as_look(where, LIVE, found), problem=self._others.problem)
         return self._with_kept_stacks(run, look, kept)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from rankcall.analysis.state.node_snapshot import NodeSnapshot, decode, merge, node_snapshot_of
-from rankcall.analysis.state.snapshot import RankState, Snapshot
-from rankcall.analysis.verdicts.finding import duration
+from rankcall.analysis.state.snapshot import ALIVE, RankState, Snapshot
+from rankcall.analysis.verdicts.finding import Finding, duration
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import plural
 from rankcall.run.directory import TAIL
@@ -21,6 +21,7 @@ from rankcall.run.views import Answers, NodeAnswer, age_s, note_viewer, read_ans
 
 LATE_S = 10.0  # an answer that is older is late: nodes answer every five seconds at least
 KNOWN_S = 30.0  # and then nothing is known; at a verdict, a leader does not answer for so long
+_EXCHANGE_S = 1.0  # from the snapshot of a node to its arrival
 _NO_RING = "no ring for rank"
 _SHOWN = 3
 
@@ -100,6 +101,18 @@ class OtherNodes:
             labels=merged.labels,
             sites=merged.sites,
             problems=[*problems, *kept],
+        )
+
+    def is_outdated(self, finding: Finding, snapshot: Snapshot) -> bool:
+        """Return whether a finding is about living ranks that may have gone on since they answered.
+
+        Their nodes answered before the wait began that the finding is about.
+        """
+        alive = {rank for rank in finding.ranks if snapshot.ranks[rank].state == ALIVE}
+        return any(
+            finding.since_s < self._age_s(node) + _EXCHANGE_S
+            for node in (self._answers.nodes if self._answers else ())
+            if node.data and not alive.isdisjoint(rank for rank, _, _ in node.members)
         )
 
     def _without_answers(self, snapshot: Snapshot, blind: set[int]) -> Snapshot:
