@@ -64,6 +64,7 @@ class OwnRing:
         self.identity = identity
         self.geometry = geometry
         self.run_dir: Path | None = None
+        self._is_local = False  # the run; found out early: at the end, a network may not answer
         self.path: Path | None = None
         self._fd = -1
         self._lock = WriterLock(-1)
@@ -125,6 +126,7 @@ class OwnRing:
         unwritable = ""
         try:
             create_run(run_dir, about_job(sys.argv, torch.__version__))
+            self._is_local = is_local(run_dir)
         except OSError as error:
             unwritable = f"the run directory {run_dir} cannot be written ({error.strerror})"
         if os.environ.get("LOCAL_RANK", "0") == "0" and has_old_rings(run_dir):
@@ -217,7 +219,7 @@ class OwnRing:
 
         None if the run is on a network, which may not answer.
         """
-        if self.run_dir is None or not is_local(self.run_dir):
+        if self.run_dir is None or not self._is_local:
             return None
         mine = self.identity
         about = {"rank": mine.rank, "attempt": mine.attempt, "host": mine.host, "pid": os.getpid()}

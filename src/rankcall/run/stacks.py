@@ -116,13 +116,13 @@ def _answers(header: Header) -> bool:
 
 
 def _all_over(dumps: Iterable[_Dump]) -> bool:
-    return min([dump.is_over() for dump in dumps], default=True)  # each of them has to be asked
+    return min([dump.is_over() for dump in dumps], default=True)  # a list: is_over signals threads
 
 
 class _Dump:
     """The parts of a process's memory file that its threads write after the signal.
 
-    The threads are asked one after another: ``faulthandler`` writes line by line, and the lines of
+    They get the signal one after another: ``faulthandler`` writes line by line, and the lines of
     two stacks would mix. They share ``WAIT_S`` evenly.
     """
 
@@ -130,7 +130,7 @@ class _Dump:
         self._pid = header.pid
         self._path = f"/proc/{header.pid}/fd/{header.stack_fd}"
         self._trains = _training_thread(header)
-        self._left = [self._pid]  # the threads that are still to be asked
+        self._left = [self._pid]  # the threads without the signal so far
         if self._trains and self._pid != os.getpid():
             self._left.append(self._trains)
         self._share_s = WAIT_S / len(self._left)

@@ -3,7 +3,7 @@
 The page of a node asks its leader by a file (``rankcall.run.views``). The leader asks all other
 nodes at once, by one request, and reads what they have answered so far. A node that notices a
 question looks for the next one in each of its turns, until none has come for ``LINGER_S`` seconds.
-While nobody looks, nothing is asked, and the store gets no request for this.
+Without a viewer, the store gets no request for this.
 
 Keys, below the prefix of ``_exchange``: ``view/asked``, the number of the last question;
 ``view/answer/<number>``, the newest answer of the node with that number, after the number of the

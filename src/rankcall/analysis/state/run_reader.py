@@ -24,7 +24,10 @@ class RunReader:
 
     def load(self, where: Path) -> Run:
         """Read the rings of a run. Raises as ``run.load.load``."""
-        return load(where, read=self._read)
+        run = load(where, read=self._read)
+        names = {head.path.name for head in run.heads}
+        self._known = {name: ring for name, ring in self._known.items() if name in names}
+        return run
 
     def _read(self, path: Path) -> Head:
         """Read the newest records of a ring together with its head."""
