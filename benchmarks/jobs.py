@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "train_digits.py"
-_TIMEOUT_S = 600
+_TIMEOUT_S = 1800
 
 
 def example() -> ModuleType:

@@ -5,7 +5,8 @@ update finds the records of ``--moving`` ranks changed. ``first_paint_seconds``:
 the request until Chromium has painted (null without a browser). ``update_cpu_seconds``: CPU time of
 one look with its sections, the median. ``page_kib``: of the whole page, with style and script.
 ``verdict_equals_diagnose``: the page's findings are those of ``rankcall diagnose``.
-``training_ratio_with_viewer``: time of the same job with a viewer over without one, both watched.
+``training_ratio_with_viewer``: time of blocks of a training with a viewer, over blocks without one.
+``server_cpu_share``: what the server used of one core meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from jobs import told_by_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -37,13 +38,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--updates", type=int, default=9)
     parser.add_argument("--moving", type=int, default=64, help="ranks that record between updates")
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of jobs; 0: no training")
+    parser.add_argument("--rounds", type=int, default=30, help="blocks with a viewer, or 0")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rankcall-bench-", dir="/dev/shm"))
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
         found = _page(folder, owner.pid, options)
-        found["training_ratio_with_viewer"] = _training(options.rounds)
+        if options.rounds:
+            found.update(_training(options.rounds))
     finally:
         owner.kill()
         owner.wait(10)
@@ -141,6 +143,11 @@ class _Served:
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
 
+    def cpu_s(self) -> float:
+        """Return the CPU time that the server has used."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def __enter__(self) -> _Served:
         return self
 
@@ -184,57 +191,27 @@ def _painted_ms(page: Any) -> float:
     raise TimeoutError("the page has not been painted")
 
 
-def _training(rounds: int) -> float | None:
-    """Return the ratio of the times of the digits example with and without a viewer."""
-    if not rounds:
-        return None
-    ratios = []
-    for number in range(rounds):
-        order = (False, True) if number % 2 else (True, False)
-        took = {viewed: _job(viewed) for viewed in order}
-        ratios.append(took[True] / took[False])
-    return round(median(ratios), 3)
-
-
-def _job(viewed: bool) -> float:
-    """Run the digits example on two ranks; return its own time of training, s."""
+def _training(rounds: int) -> dict[str, float]:
+    """Train on two recorded ranks, with a viewer in every second block of some seconds."""
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as name:
         run = Path(name) / "run"
         run.mkdir()
-        job = subprocess.Popen(
-            [
-                str(RANKCALL),
-                *("run", "--run-dir", str(run), "--nproc-per-node", "2"),
-                str(ROOT / "examples/train_digits.py"),
-                *("--epochs", "12"),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        if not viewed:
-            job.wait(600)
-        else:
-            with _Served(str(run)) as served:
-                viewer = threading.Thread(target=_view, args=(served.url, job), daemon=True)
-                viewer.start()
-                job.wait(600)
-        return _span(run)
-
-
-def _view(url: str, job: subprocess.Popen[bytes]) -> None:
-    """Read the stream of changes until the job ends."""
-    with urllib.request.urlopen(f"{url}events", timeout=60) as stream:
-        while job.poll() is None and stream.readline():
-            pass
-
-
-def _span(run: Path) -> float:
-    from rankcall.analysis.timing.summary import summarise
-    from rankcall.run.load import load
-
-    seconds: float = summarise(load(run)).duration_ms / 1e3
-    return seconds
+        with _Served(str(run)) as served:
+            arguments = ["--rank", "--viewed", served.url, "--rounds", str(rounds)]
+            began, cpu = time.monotonic(), served.cpu_s()
+            told = told_by_ranks(
+                str(ROOT / "benchmarks/training.py"),
+                [*arguments, "--epochs", "24"],
+                2,
+                {"BENCH_RUN_DIR": str(run)},
+            )
+            share = (served.cpu_s() - cpu) / (time.monotonic() - began)
+    ratios = told[0]["ratios"]
+    return {
+        "training_ratio_with_viewer": round(median(ratios["viewed"]), 3),
+        "training_ratio_plain": round(median(ratios["plain"]), 3),
+        "server_cpu_share": round(share, 4),
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What recording costs a real training job: the digits model, DDP over Gloo, several ranks.
 
-The same job trains from scratch again and again, by turns without recording, with it, and under the
-profiler, so that whatever else the machine does falls on all alike. A ratio is that of a training
-to the mean of the plain ones before and after it; figures are medians. ``plain_ratio_median`` is
-that of plain trainings, and would be 1 on a machine without noise. ``cpu_ratio_median`` is that of
-the CPU time of a process, which other programs disturb less. Memory is that of separate jobs.
+One training goes on and on. Recording is switched on and off in turn, so that whatever else the
+machine does falls on both alike; now and then, the profiler is. A block is some epochs, behind one
+that is not timed because of what a switch starts. A ratio is that of a block to the mean of the
+plain ones before and after it; figures are medians. ``plain_ratio_median`` is that of plain blocks,
+and would be 1 on a machine without noise. ``cpu_ratio_median`` is that of the CPU time of a
+process. Memory is that of separate jobs.
 
     python benchmarks/training.py [--json] [--ranks N] [--rounds N] [--epochs N]
 """
@@ -19,6 +20,7 @@ import re
 import statistics
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,22 +36,31 @@ from torch.utils.data import DataLoader, DistributedSampler
 Way = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-def train(digits: ModuleType, data: Any, epochs: int) -> tuple[float, float]:
-    """Train from scratch; return the seconds that the slowest rank took, and the CPU's."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(digits.network())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    sampler: DistributedSampler[Any] = DistributedSampler(data[0], seed=0)
-    batches: DataLoader[Any] = DataLoader(data[0], batch_size=digits.BATCH, sampler=sampler)
-    dist.barrier()
-    began, cpu = time.perf_counter(), time.process_time()
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        digits.train_epoch(model, optimizer, batches)
-    digits.accuracy(model, data[1])
-    took = torch.tensor([time.perf_counter() - began, time.process_time() - cpu])
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took[0]), float(took[1])
+class Training:
+    """A training that can go on for some epochs at any time."""
+
+    def __init__(self, digits: ModuleType) -> None:
+        torch.manual_seed(0)
+        self._digits, images = digits, digits.digits()[0]
+        self._model = DistributedDataParallel(digits.network())
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-3)
+        sampler: DistributedSampler[Any] = DistributedSampler(images, seed=0)
+        self._batches = DataLoader(images, batch_size=digits.BATCH, sampler=sampler)
+
+    def go_on(self, epochs: int) -> tuple[float, float]:
+        """Train; return the seconds that the slowest rank took, and the most CPU time of a rank."""
+        dist.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        for _ in range(epochs):
+            self._digits.train_epoch(self._model, self._optimizer, self._batches)
+        took = torch.tensor([time.perf_counter() - began, time.process_time() - cpu])
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        return float(took[0]), float(took[1])
+
+    def block(self, epochs: int) -> tuple[float, float]:
+        """Train; time all epochs but one more at the beginning."""
+        self.go_on(1)
+        return self.go_on(epochs)
 
 
 @contextlib.contextmanager
@@ -70,6 +81,19 @@ def profiled() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def viewed(url: str) -> Iterator[None]:
+    """Show the job to a viewer: rank 0 opens the stream of a page's changes, and leaves it unread.
+
+    Recording is on all the time.
+    """
+    if dist.get_rank():
+        yield
+        return
+    with urllib.request.urlopen(f"{url}events", timeout=60):
+        yield
+
+
 def memory_mib() -> float:
     """Return this process's resident memory, shared pages in their share where the kernel tells."""
     for name in ("smaps_rollup", "status"):
@@ -85,15 +109,17 @@ def be_rank(options: argparse.Namespace) -> dict[str, Any]:
     """Run as one rank: train by turns, or once for the memory it takes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    digits = example()
-    data = digits.digits()
-    ways: dict[str, Way] = {"plain": contextlib.nullcontext, "recorded": recorded}
+    training = Training(example())
     if options.memory:
-        with ways[options.memory]():
-            train(digits, data, options.epochs)
+        with recorded() if options.memory == "recorded" else contextlib.nullcontext():
+            training.block(4)
             told: dict[str, Any] = {"memory_mib": memory_mib(), "ring_mib": ring_mib()}
+    elif options.viewed:
+        with recorded():
+            told = {"ratios": rounds(training, options, {"viewed": lambda: viewed(options.viewed)})}
     else:
-        told = {"ratios": rounds(digits, data, options, {**ways, "profiled": profiled})}
+        ways: dict[str, Way] = {"recorded": recorded, "profiled": profiled}
+        told = {"ratios": rounds(training, options, ways)}
     dist.destroy_process_group()
     return told
 
@@ -105,22 +131,23 @@ def ring_mib() -> float:
 
 
 def rounds(
-    digits: ModuleType, data: Any, options: argparse.Namespace, ways: dict[str, Way]
+    training: Training, options: argparse.Namespace, ways: dict[str, Way]
 ) -> dict[str, list[float]]:
-    """Return each way's ratios to the plain trainings before and after it, and the plain seconds.
+    """Return each way's ratios to the plain blocks before and after it, and the plain seconds.
 
-    The ratios of CPU time have ``_cpu`` behind the name of the way.
-
-    Every fourth round also has one training under the profiler and one more plain one.
+    The ratios of CPU time have ``_cpu`` behind the name of the way. The first way has its turn in
+    every round; in every twentieth, the other ways and one more plain block have theirs.
     """
-    train(digits, data, options.epochs)  # warms up
-    before = train(digits, data, options.epochs)
+    first, *others = ways
+    ways = {**ways, "plain": contextlib.nullcontext}
+    training.block(4)  # warms up
+    before = training.block(options.epochs)
     ratios: dict[str, list[float]] = defaultdict(list)
     for number in range(options.rounds):
-        for name in ("recorded", *(() if number % 4 else ("profiled", "plain"))):
+        for name in (first, *(() if number % 20 else (*others, "plain"))):
             with ways[name]():
-                took = train(digits, data, options.epochs)
-            after = train(digits, data, options.epochs)
+                took = training.block(options.epochs)
+            after = training.block(options.epochs)
             for kind, this, *beside in zip(("", "_cpu"), took, before, after, strict=True):
                 ratios[name + kind].append(this / statistics.mean(beside))
             ratios["plain_s"].append(after[0])
@@ -166,9 +193,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=600)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--viewed", default="", help=argparse.SUPPRESS)
     parser.add_argument("--memory", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

@@ -215,7 +215,14 @@ class WorldMismatch(_Explained, ValueError):
         self.claims = tuple(claims)
 
 
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _warnings: set[str] = set()
+
+
+def local_rank() -> int:
+    """Return which rank of its node the launcher says this process is; -1 if it does not say."""
+    texts = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+    return next((int(text) for text in texts if text.isdecimal()), -1)
 
 
 def warn_once(message: str) -> None:
@@ -226,5 +233,5 @@ def warn_once(message: str) -> None:
     if message in _warnings:
         return
     _warnings.add(message)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if local_rank() <= 0:
         print(f"rankcall: {message}", file=sys.stderr, flush=True)

@@ -31,7 +31,9 @@ def judged(disk: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Diagnos
 
 def ranks_in(disk: Path) -> set[int]:
     """Return the ranks of which a node's run directory has records."""
-    return {int(re.findall(r"rank-(\d+)", path.name)[0]) for path in (disk / "run/rings").glob("rank-*")}
+    return {
+        int(re.findall(r"rank-(\d+)", path.name)[0]) for path in (disk / "run/rings").glob("rank-*")
+    }
 
 
 def test_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,3 +27,33 @@ def test_a_late_group_is_a_late_barrier() -> None:
     assert isinstance(error, TimeoutError)
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.missing_ranks, copy.arrived, copy.world_size) == ((2,), 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "lines"),
+    [
+        ({}, ["rankcall: the disk is full"]),
+        ({"LOCAL_RANK": "0"}, ["rankcall: the disk is full"]),
+        ({"LOCAL_RANK": "1"}, []),
+        ({"SLURM_LOCALID": "3"}, []),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, []),
+        ({"MPI_LOCALRANKID": "1"}, []),
+        ({"LOCAL_RANK": "0", "SLURM_LOCALID": "3"}, ["rankcall: the disk is full"]),
+        ({"LOCAL_RANK": "first", "SLURM_LOCALID": "1"}, []),
+    ],
+)
+def test_one_rank_of_a_node_warns(
+    launcher: dict[str, str],
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever launched it; torchrun's word counts for more than that of Slurm, which ran it."""
+    for name in errors._LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(errors, "_warnings", set())
+    for _ in range(2):
+        errors.warn_once("the disk is full")
+    assert capsys.readouterr().err.splitlines() == lines

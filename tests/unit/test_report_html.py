@@ -21,7 +21,7 @@ from rankcall.analysis.details import Details, detail
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli import main
 from rankcall.errors import ExtraMissing
-from rankcall.report.html import render
+from rankcall.report.html import environment, render
 from rankcall.report.html.charts import ABSENT, levels, picture
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run.directory import create_run
@@ -368,6 +368,25 @@ def test_findings_come_first(tmp_path: Path) -> None:
     first, _, after = words(render(found, [slow])).partition("What to look at")
     assert "Rank 1 on node-a makes the others wait" in first
     assert after.startswith("\nrank 1 is slow since step 3\n")
+
+
+def test_no_line_ends_inside_an_option(browser: Any) -> None:
+    """At any width; and what a name has of markup stays text."""
+    template = environment().from_string(
+        "<style>.option { white-space: nowrap; }</style><p>{{ text | prose }}</p>"
+    )
+    advice = "See <b>--what</b> it does: rankcall diagnose --no-color --hang-after 5, or py-spy"
+    opened = browser.new_page()
+    opened.set_content(template.render(text=advice))
+    assert opened.text_content("p") == advice
+    assert opened.query_selector("b") is None
+    for width in range(120, 420, 20):
+        opened.set_viewport_size({"width": width, "height": 400})
+        boxes = opened.eval_on_selector_all(
+            ".option", "all => all.map(one => [one.textContent, one.getClientRects().length])"
+        )
+        assert boxes == [["--what", 1], ["--no-color", 1], ["--hang-after", 1]]
+    opened.close()
 
 
 @pytest.mark.parametrize("calls", [[], [Call(0, 1, 0, MS, group=group_of(1))]], ids=["none", "one"])

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankcall.background import exit_budget
-from rankcall.errors import warn_once
+from rankcall.errors import local_rank, warn_once
 from rankcall.files import check_folder, check_local, is_local, make_folder, reason
 from rankcall.ring.layout import Geometry
 from rankcall.ring.lock import WriterLock
@@ -129,7 +129,7 @@ class OwnRing:
             self._is_local = is_local(run_dir)
         except OSError as error:
             unwritable = f"the run directory {run_dir} cannot be written ({error.strerror})"
-        if os.environ.get("LOCAL_RANK", "0") == "0" and has_old_rings(run_dir):
+        if local_rank() <= 0 and has_old_rings(run_dir):
             threading.Thread(target=clean_up, name="rankcall-clean", daemon=True).start()
         if os.environ.get(SETTLES) != str(run_dir):
             self._mover = self._mover or Mover(run_dir)

@@ -24,7 +24,7 @@ from rankcall import background
 from rankcall.capture import declared
 from rankcall.capture.own_ring import OwnRing
 from rankcall.capture.training_thread import TrainingThread
-from rankcall.errors import CaptureUnavailable, warn_once
+from rankcall.errors import CaptureUnavailable, local_rank, warn_once
 from rankcall.process import host_name
 from rankcall.registry import Scoped
 from rankcall.ring.layout import CAPTURES, ENTRY_SITE, Geometry, offset_of
@@ -320,7 +320,7 @@ def _identity(
     return Identity(
         rank=_number("RANK") if rank is None else rank,
         world_size=_number("WORLD_SIZE") if world_size is None else world_size,
-        local_rank=_number("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_rank=local_rank(),
         node=_number("GROUP_RANK", "SLURM_NODEID"),
         attempt=first_attempt + restart_count(),
         host=host_name(),

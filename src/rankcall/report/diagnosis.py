@@ -263,8 +263,7 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
     for place in rank_positions(diagnosis.snapshot):
         key = (
             place.rank in culprits,
-            place.state,
-            place.exit,
+            place.shown_state,
             place.in_call,
             place.failed,
             place.op,
@@ -290,9 +289,6 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
 def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int]) -> Row:
     first = alike[0]
     labels = {place.group for place in alike}
-    state = first.state
-    if first.exit is not None:
-        state = f"exit {first.exit}" if first.exit >= 0 else f"signal {-first.exit}"
     where = "no records" if first.blind else "nothing yet"
     if first.op:
         verb = "failed in" if first.failed else "in" if first.in_call else "left"
@@ -301,7 +297,7 @@ def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int
     ages = [place.age_s for place in alike]
     return Row(
         tuple(place.rank for place in alike),
-        state,
+        first.shown_state,
         where,
         line_names(first.call_site, first.user_line),
         min(ages),

@@ -137,8 +137,7 @@ def lines_of(diagnosis: Diagnosis) -> list[Line]:
         moving = not diagnosis.findings
         key = (
             place.rank in culprits,
-            place.state,
-            place.exit,
+            place.shown_state,
             place.failed,
             moving or place.in_call,
             place.op,
@@ -195,14 +194,11 @@ def cells(line: Line, total: int, *, moving: bool) -> list[str]:
             "failed in " if first.failed else "" if moving else "in " if first.in_call else "left "
         )
         call = f"{verb}{first.op} {number}"
-    state = first.state
-    if first.exit is not None:
-        state = f"exit {first.exit}" if first.exit >= 0 else f"signal {-first.exit}"
     ages = "" if not first.op or (moving and line.longest < 1) else _age(line.longest)
     return [
         ranks_cell([place.rank for place in line.places]),
         bar(len(line.places) / total),
-        state,
+        first.shown_state,
         call,
         line_names(first.call_site, first.user_line),
         ages,

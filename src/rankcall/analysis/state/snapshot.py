@@ -209,6 +209,7 @@ class RankPosition:
     state: str
     exit: int | None
     blind: bool = False  # its calls are not known
+    closed: bool = False  # its recording ended properly
     in_call: bool = False
     failed: bool = False
     group: str = ""
@@ -222,6 +223,13 @@ class RankPosition:
     def shown_line(self) -> str:
         """The line of the call: the user's first, if there are two."""
         return both_lines(self.call_site, self.user_line)
+
+    @property
+    def shown_state(self) -> str:
+        """How the process ended, if it has; else its state."""
+        if self.exit is not None:
+            return f"exit {self.exit}" if self.exit >= 0 else f"signal {-self.exit}"
+        return "ended" if self.closed and self.state in (GONE, UNKNOWN) else self.state
 
 
 def rank_positions(snapshot: Snapshot) -> list[RankPosition]:
@@ -242,7 +250,7 @@ def rank_positions(snapshot: Snapshot) -> list[RankPosition]:
 
 def _position(snapshot: Snapshot, rank: int, row: int | None, stuck: Bools) -> RankPosition:
     state = snapshot.ranks[rank]
-    about = (rank, state.host, state.pid, state.state, state.exit, state.blind)
+    about = (rank, state.host, state.pid, state.state, state.exit, state.blind, state.closed)
     if row is None:
         return RankPosition(*about)
     call = snapshot.calls[row]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
@@ -29,6 +30,7 @@ from rankcall.report.html.items import curves, items, verdict
 __all__ = ["render"]
 
 _MOST_SITES, _MOST_ROWS = 200, 400
+_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def render(details: Details, findings: Sequence[Finding] = ()) -> str:
@@ -86,6 +88,7 @@ def environment(**templates: str) -> Any:
         rate=rate,
         size_name=size_name,
         px=partial(round, ndigits=2),
+        prose=_prose,
     )
     return found
 
@@ -93,6 +96,14 @@ def environment(**templates: str) -> Any:
 def _readable(value: Any) -> Any:
     """Replace control characters in a name; markup of the template itself stays."""
     return clean(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _prose(text: str) -> Any:
+    """Return a sentence as markup in which no line ends inside an option of a command."""
+    import markupsafe
+
+    escaped = str(markupsafe.escape(clean(text)))
+    return markupsafe.Markup(_OPTION.sub(r'<span class="option">\g<0></span>', escaped))
 
 
 def asset(name: str) -> str:
