@@ -41,6 +41,8 @@ class UnsafeFolder(PermissionError):
 
 def clean(text: str) -> str:
     """Return a text from a file without characters that a terminal would act on."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

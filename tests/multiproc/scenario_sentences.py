@@ -191,7 +191,7 @@ class Claims:
             one_counter = fault.kind != "exhaust" and fault.group is None and not waited["p2p"]
             if one_counter and fault.seq > seq:
                 yield f"the fault strikes at #{fault.seq}"
-            if fault.group is not None and waited["about"] != fault.group:
+            if fault.group not in (None, waited["about"]) and not self._belong(ranks, group):
                 yield f"the fault strikes in {fault.group}"
             if fault.at not in (None, waited["op"], "send") or (fault.at == "send") != bool(
                 waited["p2p"]
@@ -201,6 +201,10 @@ class Claims:
             came = {row["rank"] for row in self._rows if (row["group"], row["seq"]) == (group, seq)}
             if came & ranks and not any(fault.kind in ("signal", "fail") for fault in planted):
                 yield f"ranks {sorted(came & ranks)} have come"
+
+    def _belong(self, ranks: set[int], group: str) -> bool:
+        """Tell whether ranks have issued calls of a group: then they are kept from its next."""
+        return ranks <= {row["rank"] for row in self._rows if row["group"] == group}
 
     def _missing(self, match: re.Match[str], planted: Sequence[Fault]) -> Iterator[str]:
         if {fault.kind for fault in planted} - {"delay"}:

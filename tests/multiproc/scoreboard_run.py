@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from scoreboard_calls import plain, run_calls
 from scoreboard_case import Case, Cause
+from scoreboard_sentences import Sentences
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.analysis.verdicts.finding import Finding
@@ -30,6 +32,7 @@ class Judged:
     case: Case
     findings: list[Finding]
     torch: dict[str, str]
+    false: list[str]  # what the findings' sentences say that is not so
     errors: dict[str, list[str]] = field(default_factory=dict)  # of the ranks, by mode
 
     @property
@@ -79,16 +82,20 @@ def run(case: Case, folder: Path, timeout_s: float, *, torch_detail: bool = True
         timeout_s: The time-out of the groups, in s.
         torch_detail: Run it in DETAIL mode as well.
     """
-    run_dir = folder / "run"
+    run_dir, began = folder / "run", time.monotonic()
     results = _run(case, timeout_s, run_dir, {"TORCH_DISTRIBUTED_DEBUG": None})
     said = {"plain": torch_says(case, results)}
     errors = {"plain": [each.error or "" for each in results]}
-    findings = [each for each in diagnose(load(run_dir)).findings if each.stops]
+    loaded = load(run_dir)
+    findings = [each for each in diagnose(loaded).findings if each.stops]
+    took, pids = time.monotonic() - began, [each.pid for each in results]
+    sentences = Sentences(case, pids, took, loaded.records.to_dicts())
+    false = [problem for each in findings for problem in sentences.false(each)]
     if torch_detail:
         results = _run(case, timeout_s, None, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
         said["detail"] = torch_says(case, results)
         errors["detail"] = [each.error or "" for each in results]
-    return Judged(case, findings, said, errors)
+    return Judged(case, findings, said, false, errors)
 
 
 def _run(

@@ -208,6 +208,7 @@ class Header:
 
 # The attributes that are header fields of the same name.
 _DIRECT = tuple(each.name for each in fields(Header) if each.name not in ("geometry", "capture"))
+_TEXTS = tuple(each for each in _DIRECT if HEADER[each].kind == "S")
 
 
 def make_header(geometry: Geometry, values: Mapping[str, Any]) -> bytes:
@@ -255,14 +256,11 @@ def parse_header(raw: bytes, name: str) -> Header:
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible sizes)")
     if not (-1 <= found["rank"] < MAX_RANKS and -1 <= found["world_size"] <= MAX_RANKS):
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
-    values = {each: _text(found[each]) for each in _DIRECT}
+    values = {each: found[each] for each in _DIRECT}
+    for each in _TEXTS:
+        values[each] = values[each].decode("utf-8", "replace")
     capture = found["capture"] if found["capture"] < len(CAPTURES) else 0
     return Header(geometry=shape, capture=CAPTURES[capture], **values)
-
-
-def _text(value: Any) -> Any:
-    """Return bytes as text, and a number as it is."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def read_header(path: Path) -> Header | None:

@@ -8,7 +8,7 @@ counted.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,22 +121,13 @@ def _read(path: Path, fd: int, newest: int | None, before: Ring | None) -> Ring:
     head, raw_tables = _read_head(path, fd, size, before)
     header, shape = head.header, head.header.geometry
     live = header.closed_ns == 0
-    bytes_there = _bytes_worth_reading(header, min(size, header.file_bytes))
-    spans = _spans(header, bytes_there // RECORD.itemsize, newest)
-    pieces = [
-        _read_records(
-            fd, shape.records_offset + first * RECORD.itemsize, count * RECORD.itemsize, live
-        )
-        for first, count in spans
-    ]
-    slots = concat_rows(pieces)
-    parked_bytes = min(
-        shape.inflight_capacity * RECORD.itemsize, max(0, size - shape.inflight_offset)
-    )
-    parked = _read_records(fd, shape.inflight_offset, parked_bytes, live)
+    if before is not None and newest is not None:
+        slots, parked, _ = _slots(fd, size, header, newest, live=False)
+        if before.on_file == (_versions(slots, parked), raw_tables):
+            same = before.records, before.tables, before.dropped
+            return Ring(path, header, *same, head.problem, before.on_file)
+    slots, parked, spans = _slots(fd, size, header, newest, live)
     on_file = (_versions(slots, parked), raw_tables) if newest is not None else None
-    if before is not None and on_file is not None and before.on_file == on_file:
-        return replace(before, path=path, header=header, problem=head.problem)
     places = np.concatenate([np.arange(first, first + count) for first, count in spans])
     records, torn = _sound(slots, places[: len(slots)], parked, shape.capacity)
     last = int(records["commit"][-1] >> 2) if len(records) else 0
@@ -148,11 +139,31 @@ def _read(path: Path, fd: int, newest: int | None, before: Ring | None) -> Ring:
     return Ring(path, header, records, head.tables, dropped, head.problem, on_file)
 
 
+def _slots(
+    fd: int, size: int, header: Header, newest: int | None, live: bool
+) -> tuple[Records, Records, list[tuple[int, int]]]:
+    """Return the slots of the records to read, those of old ops in flight, and where the first are.
+
+    ``live``: wait until records that are being written are stable.
+    """
+    shape = header.geometry
+    bytes_there = _bytes_worth_reading(header, min(size, header.file_bytes))
+    spans = _spans(header, bytes_there // RECORD.itemsize, newest)
+    pieces = [
+        _read_records(
+            fd, shape.records_offset + first * RECORD.itemsize, count * RECORD.itemsize, live
+        )
+        for first, count in spans
+    ]
+    parked_bytes = min(
+        shape.inflight_capacity * RECORD.itemsize, max(0, size - shape.inflight_offset)
+    )
+    return concat_rows(pieces), _read_records(fd, shape.inflight_offset, parked_bytes, live), spans
+
+
 def _versions(slots: Records, parked: Records) -> bytes:
-    """Return what changes whenever a record does."""
-    used = parked[parked["commit"] != 0]
-    columns = ("commit", "status", "started_ns", "completed_ns")
-    return b"".join(part[name].tobytes() for part in (slots, used) for name in columns)
+    """Return what changes whenever a record does: the bytes of all."""
+    return slots.tobytes() + take_rows(parked, parked["commit"] != 0).tobytes()
 
 
 def _spans(header: Header, count: int, newest: int | None) -> list[tuple[int, int]]:

@@ -102,6 +102,7 @@ def sections(look: Look, history: History) -> dict[str, str]:
     if found is None:
         nothing = dict.fromkeys(SECTIONS, "")
         return {**nothing, "verdict": parts.verdict(_top(look), _title(look), [], [])}
+    lines = top.lines_of(found)
     return {
         "verdict": parts.verdict(
             _top(look),
@@ -109,7 +110,7 @@ def sections(look: Look, history: History) -> dict[str, str]:
             [item_of_finding(each) for each in found.findings],
             _problems(found),
         ),
-        "ranks": parts.ranks(_grid(found), _places(found)),
+        "ranks": parts.ranks(_grid(found, lines), _places(found, lines)),
         "figures": parts.figures(_charts(look, history), look.figures, look.state == LIVE),
         "stacks": parts.stacks(_stacks(look), look.state == LIVE),
     }
@@ -211,8 +212,7 @@ class HostCells:
     cells: tuple[Cell, ...]
 
 
-def _grid(found: Diagnosis) -> dict[str, Any]:
-    lines = top.lines_of(found)
+def _grid(found: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
     place_of = {each.rank: n for n, line in enumerate(lines) for each in line.places}
     in_call = {each.rank: each.in_call for line in lines for each in line.places}
     culprits = {rank for finding in found.findings for rank in finding.ranks}
@@ -277,9 +277,8 @@ def _row(line: top.Line, found: Diagnosis) -> dict[str, str]:
     }
 
 
-def _places(found: Diagnosis) -> dict[str, Any]:
+def _places(found: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
     """Return the table of the lines at which ranks are: culprits first, then the many."""
-    lines = top.lines_of(found)
     total = max(1, len(found.snapshot.ranks))
     rows = [
         {
