@@ -1,9 +1,9 @@
 """Check every sentence of a verdict on a row of the scoreboard against the row's program.
 
 The program of a row says what each rank issues: the calls of a group are numbered from 1 in that
-order. Each sentence has to fit one of the patterns below as a whole, and what it says of ranks,
-calls, lines, arguments and ends is looked up there; what only the course of the job decides (which
-call a rank has not reached, which one went through) is looked up in the records.
+order. Each sentence has to fit one of the patterns below as a whole. Its ranks, calls, lines,
+arguments and ends are compared with the program. Only the course of the job decides which call a
+rank has not reached and which one went through: that is compared with the records.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ PROGRAMS = Path(scoreboard_calls.__file__)
 ITEM = {"float32": 4, "int32": 4, "float16": 2, "float64": 8}
 MESSAGES = ("send", "recv")
 NO_CALLS = ("announce", "await", "wait", "threads")
+_MOST_RANKS = 4  # of a row
 OF_ALL = ("all_gather", "reduce_scatter", "all_to_all")  # their size is that of all parts
 
 _WHO = r"[Rr]anks? (?P<ranks>[\d,-]+) \([^)]*\)"
@@ -54,16 +55,20 @@ class Sentences:
     def false(self, finding: Finding) -> Iterator[str]:
         """Yield what is not true in a finding's sentences."""
         for text in (finding.summary, *finding.evidence):
-            for problem in self._problems(text):
+            for problem in self._problems(text, finding):
                 yield f"{problem}: {text}"
 
-    def _problems(self, text: str) -> Iterator[str]:
+    def _problems(self, text: str, finding: Finding) -> Iterator[str]:
         for rank, host, pid in re.findall(r"[Rr]ank (\d+) \(([\w.-]+), pid (\d+)\)", text):
             if (host, int(pid)) != (host_name(), self._pids[int(rank)]):
                 yield f"rank {rank} is process {self._pids[int(rank)]} on {host_name()}"
         for number, unit in re.findall(r"([\d.]+) (ms|s)\b", text):
             if float(number) * {"ms": 1e-3, "s": 1}[unit] > self._took:
                 yield f"the job took {self._took:.1f} s"
+        side = re.fullmatch(_SIDE, text)
+        if side:
+            yield from self._side(side, finding)
+            return
         for pattern, check in _KNOWN:
             match = re.fullmatch(pattern, text)
             if match:
@@ -248,26 +253,23 @@ class Sentences:
         if not ((one in sent and other in taken) or (other in sent and one in taken)):
             yield f"sent is {sorted(sent)}, and received {sorted(taken)}"
 
-    def _side(self, match: Match) -> Iterator[str]:
-        """Evidence: a side of a desync or a mismatch, with what it passes."""
+    def _side(self, match: Match, finding: Finding) -> Iterator[str]:
+        """Evidence: a side of a desync or a mismatch, with what it passes in the finding's call."""
+        said = set(filter(None, (match["values"] or "").split(", ")))
         for rank in sorted(ranks_in(match["ranks"])):
-            calls = [c for c in self._case.program[rank] if _op(c) == match["op"]]
-            calls += [t for c in self._case.program[rank] for t in c.threads if t.op == match["op"]]
-            values = {
-                value
-                for call in calls
-                for value in (
-                    call.dtype,
-                    call.reduce_op.lower(),
-                    self._value(call, "root", "0"),
-                    self._size(call, self._case.world_size if _op(call) in OF_ALL else 1),
-                    _op(call),
-                )
-            }
-            said = set(filter(None, (match["values"] or "").split(", ")))
-            if not calls or said - values:
-                yield f"rank {rank} passes {sorted(values)}"
+            if match["op"] in MESSAGES:
+                calls = [each for each in self._case.program[rank] if each.op == match["op"]]
+            else:
+                calls = self._calls(rank, finding.group)[finding.seq - 1 : finding.seq]
+            passed = [self._values(each, finding.group) for each in calls]
+            if not any(said | {match["op"]} <= each for each in passed):
+                yield f"rank {rank} passes {passed}"
         yield from _false_line(match["op"], match["line"])
+
+    def _values(self, call: Call, group: str) -> set[str]:
+        """Return what a sentence may say that a call passes."""
+        fields = ("dtype", "reduce_op", "root", "size")
+        return {_op(call), *(self._value(call, each, group) for each in fields)}
 
     def _last(self, match: Match) -> Iterator[str]:
         yield from self._is_issued(match["ranks"], match, match["op"], match["line"])
@@ -298,6 +300,7 @@ _TAGS = (
     r"tag (?P<one>-?\d+) and tag (?P<other>-?\d+) do not match, "
     r"from rank (?P<source>\d+) to rank (?P<target>\d+)"
 )
+_SIDE = rf"{_WHO}: (?P<op>\w+){_AT}(?:, (?P<values>.*))?"
 _KNOWN: tuple[tuple[str, Callable[[Sentences, Match], Iterator[str]]], ...] = (
     (
         rf"{_WHO} issued (?P<op>\w+) \((?P<line>\S+)\) as #(?P<seq>\d+) of group (?P<group>\d+), "
@@ -324,7 +327,6 @@ _KNOWN: tuple[tuple[str, Callable[[Sentences, Match], Iterator[str]]], ...] = (
     ),
     (rf"{_WHO} wait for each other: (?P<waits>.*)\.", Sentences._deadlock),
     (_WAIT, Sentences._wait),
-    (rf"{_WHO}: (?P<op>\w+){_AT}(?:, (?P<values>.*))?", Sentences._side),
     (
         rf"rank (?P<ranks>\d+): last in {_CALL}{_AT}, which it left {_AGO}",
         Sentences._last,
@@ -347,7 +349,8 @@ def _op(call: Call) -> str:
 
 
 def _is_refused(call: Call) -> bool:
-    return call.op in MESSAGES and (call.tag < 0 or call.peer > 3)
+    """Tell whether torch refuses a message: for its tag, or for a peer that no group has."""
+    return call.op in MESSAGES and (call.tag < 0 or call.peer >= _MOST_RANKS)
 
 
 def _false_line(op: str, line: str) -> Iterator[str]:

@@ -156,7 +156,8 @@ PASSED = f"{_all_of(2)}: all_reduce at {_at('all_reduce')}, int32"
         (REFUSED, DEAD, "was killed by SIGSEGV 0.5", "exited with code 1, 0.5"),
         (REFUSED, DEAD, "Rank 2 (", "Rank 1 ("),
         (DTYPE, PASSED, "", ""),
-        (DTYPE, PASSED, "float16", "int32"),
+        (DTYPE, PASSED, "float32", "int32"),
+        (DTYPE, PASSED, "broadcast at", "all_reduce at"),
     ],
 )
 def test_a_false_sentence_is_noticed(name: str, text: str, says: str, instead_of: str) -> None:
@@ -170,7 +171,7 @@ def test_a_false_sentence_is_noticed(name: str, text: str, says: str, instead_of
     rows += [{**came, "op": op, "seq": 1, "rank": r} for r, op in enumerate(("send", "recv"))]
     for rank, group in enumerate("1121"):
         rows.append({**came, "rank": rank, "group": group, "seq": 1, "status": "started"})
-    finding = Finding("any", summary=text, ranks=(0,))
+    finding = Finding("any", summary=text, ranks=(0,), group="0", seq=7)
     false = list(Sentences(BY_NAME[name], PIDS, 10.0, rows).false(finding))
     assert bool(false) == bool(says), false
 

@@ -14,17 +14,10 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "wire.h"
 
 using namespace rankcall;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "line %d: not %s\n", __LINE__, #condition);     \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (0)
 
 namespace {
 

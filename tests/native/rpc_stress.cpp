@@ -16,20 +16,13 @@
 #include <sys/wait.h>
 
 #include "calls.h"
+#include "check.h"
 #include "process_state.h"
 #include "shared_memory.h"
 #include "wire.h"
 #include "worker_pool.h"
 
 using namespace rankcall;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "line %d: not %s\n", __LINE__, #condition);     \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (0)
 
 // A queue between threads, in place of the agent's socket.
 template <class T>

@@ -162,8 +162,10 @@ def _slots(
 
 
 def _versions(slots: Records, parked: Records) -> bytes:
-    """Return what changes whenever a record does: the bytes of all."""
-    return slots.tobytes() + take_rows(parked, parked["commit"] != 0).tobytes()
+    """Return what changes whenever a record does."""
+    used = take_rows(parked, parked["commit"] != 0)
+    columns = ("commit", "status", "started_ns", "completed_ns")
+    return b"".join(part[name].tobytes() for part in (slots, used) for name in columns)
 
 
 def _spans(header: Header, count: int, newest: int | None) -> list[tuple[int, int]]:

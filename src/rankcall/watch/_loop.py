@@ -168,8 +168,8 @@ class Watcher:
         """Return whether another node wants a verdict, by a poll of the store if one is due.
 
         While the node's ranks issue calls, the store gets one request in half of ``hang_after``, or
-        in 30 seconds. It is polled every second if a rank has issued
-        no call for half of ``hang_after``, or until there is a store.
+        in 30 seconds. It is polled every second if a rank has issued no call for half of
+        ``hang_after``, or until there is a store.
         """
         world = max(header.world_size for header in headers.values())
         if len(headers) >= world:
