@@ -37,23 +37,24 @@ class Process:
 
     def liveness(self) -> str:
         """Return ``ALIVE``, ``DEAD`` or ``UNKNOWN``. A zombie is dead, a stopped process alive."""
-        return self._look()[0]
+        return self._look(Viewpoint.current())[0]
 
-    def state(self) -> str:
+    def state(self, here: Viewpoint | None = None) -> str:
         """Return what the process is doing: ``alive``, ``stopped``, ``gone`` or ``unknown``.
 
-        ``stopped`` means that a signal or a debugger has stopped it.
+        ``stopped`` means that a signal or a debugger has stopped it. ``here`` saves time if the
+        states of many processes are asked for.
         """
-        liveness, letter = self._look()
+        liveness, letter = self._look(here or Viewpoint.current())
         if liveness == ALIVE and letter in (b"T", b"t"):
             return "stopped"
         return {ALIVE: "alive", DEAD: "gone"}.get(liveness, "unknown")
 
-    def _look(self) -> tuple[str, bytes]:
+    def _look(self, here: Viewpoint) -> tuple[str, bytes]:
         """Return the liveness and, if it is alive, the state letter of proc(5)'s stat."""
-        if not self.boot_id or self.boot_id != boot_id() or self.pid <= 0:
+        if not self.boot_id or self.boot_id != here.boot_id or self.pid <= 0:
             return UNKNOWN, b""
-        if self.pid_namespace not in (0, pid_namespace()) or not _proc_is_ours():
+        if self.pid_namespace not in (0, here.pid_namespace) or not here.proc_is_ours:
             return UNKNOWN, b""
         stat = _stat(str(self.pid))
         if stat is not None and stat[1] == self.start and stat[0] not in (b"Z", b"X"):
@@ -63,6 +64,20 @@ class Process:
         if stat is None and _is_hidden(self.pid):
             return UNKNOWN, b""
         return DEAD, b""
+
+
+@dataclass(frozen=True)
+class Viewpoint:
+    """From where this process sees others: its boot, its pid namespace, and its /proc."""
+
+    boot_id: str
+    pid_namespace: int
+    proc_is_ours: bool
+
+    @classmethod
+    def current(cls) -> Viewpoint:
+        """Return the calling process's. It holds until the process changes its namespaces."""
+        return cls(boot_id(), pid_namespace(), _proc_is_ours())
 
 
 def process_start(pid: int) -> int | None:
@@ -117,8 +132,11 @@ def _proc_is_ours() -> bool:
 def _stat(name: str) -> tuple[bytes, int] | None:
     """Return the state letter and the start time (fields 3 and 22 of proc(5)'s stat)."""
     try:
-        with open(f"/proc/{name}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        file = os.open(f"/proc/{name}/stat", os.O_RDONLY)  # faster than open()
+        try:
+            fields = os.read(file, 4096).rpartition(b")")[2].split()
+        finally:
+            os.close(file)
         return fields[0], int(fields[19])
     except (OSError, IndexError):
         return None

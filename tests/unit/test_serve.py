@@ -111,7 +111,7 @@ def test_a_run_that_comes_and_goes(tmp_path: Path, someone: subprocess.Popen[byt
     looked = LiveRun(run)
     first = looked.look()
     assert (first.state, first.diagnosis) == (WAITING, None)
-    assert "no records yet" in first.problem
+    assert "nothing was recorded yet" in first.problem
     run.rmdir()
     live_run(tmp_path, 4, someone.pid)
     assert (looked.look().state, looked.look().hangs) == (LIVE, True)

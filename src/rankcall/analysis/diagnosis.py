@@ -22,7 +22,6 @@ from rankcall.analysis.verdicts.finding import (
     finding_from,
     name_place,
 )
-from rankcall.ring.layout import Header
 from rankcall.run.hangs import Object, kept_hangs, kept_stack, stacks_in
 from rankcall.run.load import Progress, Run
 
@@ -65,7 +64,7 @@ def diagnose(
     hang_after: float | None = None,
     progress: Progress | None = None,
     *,
-    state_of: ProcessState = Header.process_state,
+    state_of: ProcessState | None = None,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Diagnosis:
     """Read a run and find out what is wrong with it.

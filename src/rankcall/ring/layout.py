@@ -14,15 +14,17 @@ by any user, so every field is checked.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rankcall.errors import CorruptRun
-from rankcall.process import Process
+from rankcall.process import Process, Viewpoint
 from rankcall.ranks import MAX_RANKS
 from rankcall.record import RECORD
 
@@ -105,6 +107,21 @@ HEADER = np.dtype(
 )
 
 
+def _fast_header() -> struct.Struct:
+    """Return the same layout for ``struct``, which takes a header apart faster than numpy."""
+    codes = {"<u4": "I", "<i4": "i", "<u8": "Q", "<i8": "q", "u1": "B"}
+    text, at = "<", 0
+    for form, offset in sorted(_HEADER_FIELDS.values(), key=lambda field: field[1]):
+        code = f"{form[1:]}s" if form.startswith("S") else codes[form]
+        text += f"{offset - at}x{code}"
+        at = offset + np.dtype(form).itemsize
+    return struct.Struct(text)
+
+
+_FAST_HEADER = _fast_header()
+_NAMES_BY_OFFSET = sorted(_HEADER_FIELDS, key=lambda name: _HEADER_FIELDS[name][1])
+
+
 def offset_of(field: str) -> int:
     """Return the offset of a header field, in bytes from the start of the file."""
     return _HEADER_FIELDS[field][1]
@@ -122,22 +139,22 @@ class Geometry:
     inflight_capacity: int = DEFAULT_INFLIGHT
     tables_bytes: int = DEFAULT_TABLES_BYTES
 
-    @property
+    @cached_property
     def inflight_offset(self) -> int:
         """Bytes before the in-flight table."""
         return HEADER_BYTES
 
-    @property
+    @cached_property
     def tables_offset(self) -> int:
         """Bytes before the side tables."""
         return self.inflight_offset + self.inflight_capacity * RECORD.itemsize
 
-    @property
+    @cached_property
     def records_offset(self) -> int:
         """Bytes before the first record."""
         return self.tables_offset + self.tables_bytes
 
-    @property
+    @cached_property
     def file_bytes(self) -> int:
         """Bytes of a whole file."""
         return self.records_offset + self.capacity * RECORD.itemsize
@@ -149,6 +166,9 @@ class Geometry:
         while cls(capacity * 2).file_bytes <= total_bytes:
             capacity *= 2
         return cls(capacity)
+
+
+_geometry = lru_cache(maxsize=64)(Geometry)  # most rings of a run have the same
 
 
 @dataclass(frozen=True)
@@ -189,15 +209,16 @@ class Header:
     failure: str = ""
     hang_after_ms: int = 0
     train_thread: int = 0
+    tables_used: int = 0  # bytes
 
     @property
     def process(self) -> Process:
         """The process that writes the ring, or wrote it."""
         return Process(self.boot_id, self.pid_namespace, self.pid, self.process_start, self.host)
 
-    def process_state(self) -> str:
+    def process_state(self, here: Viewpoint | None = None) -> str:
         """Return what the ring's process is doing now; see ``Process.state``."""
-        return self.process.state()
+        return self.process.state(here)
 
     @property
     def last_sign_epoch_ns(self) -> int:
@@ -233,14 +254,13 @@ def parse_header(raw: bytes, name: str) -> Header:
     """Check and decode a header. ``name`` is the file's name in the message of ``CorruptRun``."""
     if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
         raise CorruptRun(f"{name}: not a rankcall ring file")
-    (row,) = np.frombuffer(raw, HEADER, count=1)
-    found = dict(zip(HEADER.names or (), row.item(), strict=True))
+    found = dict(zip(_NAMES_BY_OFFSET, _FAST_HEADER.unpack_from(raw), strict=True))
     if found["schema"] != SCHEMA:
         raise CorruptRun(
             f"{name}: ring schema {found['schema']}; this rankcall reads schema {SCHEMA}: "
             "read it with the rankcall version that wrote it"
         )
-    shape = Geometry(found["capacity"], found["inflight_capacity"], found["tables_bytes"])
+    shape = _geometry(found["capacity"], found["inflight_capacity"], found["tables_bytes"])
     sizes_ok = (
         found["header_bytes"] == HEADER_BYTES
         and found["record_bytes"] == RECORD.itemsize
@@ -258,7 +278,7 @@ def parse_header(raw: bytes, name: str) -> Header:
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
     values = {each: found[each] for each in _DIRECT}
     for each in _TEXTS:
-        values[each] = values[each].decode("utf-8", "replace")
+        values[each] = values[each].partition(b"\0")[0].decode("utf-8", "replace")
     capture = found["capture"] if found["capture"] < len(CAPTURES) else 0
     return Header(geometry=shape, capture=CAPTURES[capture], **values)
 

@@ -29,7 +29,6 @@ from rankcall.record import (
     take_rows,
 )
 from rankcall.ring.layout import (
-    HEADER,
     HEADER_BYTES,
     Header,
     parse_header,
@@ -78,20 +77,26 @@ def read_ring(
     Raises:
         CorruptRun: The file is not a ring, has another schema, or its header is damaged.
     """
-    path = Path(path)
+    path = path if isinstance(path, Path) else Path(path)
     try:
-        with path.open("rb", buffering=0) as file:
-            return _read(path, file.fileno(), newest, before)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return _read(path, fd, newest, before)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def read_head(path: str | os.PathLike[str]) -> Head:
     """Read a ring's header and side tables. Raises ``CorruptRun`` as ``read_ring`` does."""
-    path = Path(path)
+    path = path if isinstance(path, Path) else Path(path)
     try:
-        with path.open("rb", buffering=0) as file:
-            return _read_head(path, file.fileno(), os.fstat(file.fileno()).st_size)[0]
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return _read_head(path, fd, os.fstat(fd).st_size)[0]
+        finally:
+            os.close(fd)
     except OSError as error:
         raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -104,8 +109,7 @@ def _read_head(path: Path, fd: int, size: int, before: Ring | None = None) -> tu
     problem = None
     if size < header.file_bytes:
         problem = f"{path}: truncated: {size:,} of {header.file_bytes:,} bytes are left"
-    used = int(np.frombuffer(raw, HEADER)["tables_used"][0])
-    used = min(used, shape.tables_bytes, max(0, size - shape.tables_offset))
+    used = min(header.tables_used, shape.tables_bytes, max(0, size - shape.tables_offset))
     raw_tables = os.pread(fd, used, shape.tables_offset)
     if before is not None and before.on_file is not None and before.on_file[1] == raw_tables:
         tables = before.tables
@@ -163,9 +167,10 @@ def _slots(
 
 def _versions(slots: Records, parked: Records) -> bytes:
     """Return what changes whenever a record does."""
-    used = take_rows(parked, parked["commit"] != 0)
+    used = parked["commit"] != 0
+    parts = (slots, take_rows(parked, used)) if used.any() else (slots,)
     columns = ("commit", "status", "started_ns", "completed_ns")
-    return b"".join(part[name].tobytes() for part in (slots, used) for name in columns)
+    return b"".join([part[name].tobytes() for part in parts for name in columns])
 
 
 def _spans(header: Header, count: int, newest: int | None) -> list[tuple[int, int]]:

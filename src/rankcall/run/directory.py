@@ -237,11 +237,11 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
     found: dict[str, Path] = {}
     for place in (path / "rings", path):
         if place.is_dir():
-            for ring in sorted(place.glob("*.ring")):
+            for ring in sorted(place.glob("*.ring"), key=_name):
                 found.setdefault(ring.name, ring)
     owners = _owners(path)
     for place in trusted_live_dirs(path, problems):
-        for ring in sorted(place.glob("*.ring")):
+        for ring in sorted(place.glob("*.ring"), key=_name):
             try:
                 check_file(ring, owners)
             except FileNotFoundError:
@@ -256,6 +256,10 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
         for name, ring in found.items()
         if whole_name(name) == name or whole_name(name) not in found
     ]
+
+
+def _name(path: Path) -> str:
+    return path.name
 
 
 def tail_name(name: str) -> str:

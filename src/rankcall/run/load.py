@@ -310,11 +310,14 @@ def load(
         if source.is_file() and is_archive(source):
             where = _unpacked(source)
             scratch.append(where)
-        other = None if _has_rings(where) else source_of(where)
+        paths = ring_paths(where, problems)
+        other = None if any(path.suffix == ".ring" for path in paths) else source_of(where)
         if other is not None:
             where = _rings_from(other, where, problems)
             scratch.append(where)
-        run = _load(where, source, progress, problems, read)
+            paths = ring_paths(where, problems)
+        heads = list(_read_heads(paths, problems, progress, read))
+        run = _run_of(heads, where, source, problems)
     except BaseException:
         _remove(scratch)
         raise
@@ -340,10 +343,6 @@ def _remove(folders: Sequence[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _has_rings(where: Path) -> bool:
-    return any(path.suffix == ".ring" for path in ring_paths(where))
-
-
 def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
     """Write the rings of another tool's evidence to a new temporary folder, and return its path."""
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
@@ -358,19 +357,11 @@ def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
     return folder
 
 
-def _load(
-    where: Path,
-    source: Path,
-    progress: Progress | None,
-    problems: list[str],
-    read: Callable[[Path], Head],
-) -> Run:
-    paths = ring_paths(where, problems)
-    heads = list(_read_heads(paths, problems, progress, read))
+def _run_of(heads: list[Head], where: Path, source: Path, problems: list[str]) -> Run:
     if not heads:
         if problems:
             raise CorruptRun(problems[0])
-        raise CorruptRun(f"{source}: no ring files: this is not a run, or nothing was recorded")
+        raise CorruptRun(f"{source}: no ring files: nothing was recorded yet, or this is not a run")
     heads.sort(key=lambda head: (head.header.attempt, head.header.rank, head.header.pid))
     run = Run(where, read_about(where, problems), heads, problems, source)
     if run.missing_ranks:

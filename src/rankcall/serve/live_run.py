@@ -106,8 +106,6 @@ class LiveRun:
         if self._seen is not None and self._seen.run != str(where):
             self._seen = self._over = self._asked = None  # the job was started again
             self._reader, self._others = RunReader(_NEWEST), OtherNodes()
-        if where.is_dir() and not ring_paths(where):
-            return self._unread(f"{where} has no records yet")
         finished = self._finished(where)
         if finished is not None:
             return self._as_look(where, ENDED, finished)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Iterable
@@ -64,6 +65,7 @@ class PageServer:
         from rankcall.serve.app import make_app
 
         app, page = make_app(self._run, self.access)
+        gc.freeze()  # what the imports made stays: collections need not go through it again
         config = uvicorn.Config(
             app,
             log_level="error",  # an access log would say who reads what

@@ -31,8 +31,8 @@ class RunReader:
 
     def _read(self, path: Path) -> Head:
         """Read the newest records of a ring together with its head."""
-        ring = read_ring(path, self._newest, self._known.get(path.name))
-        self._known[path.name] = ring
+        name = path.name
+        ring = self._known[name] = read_ring(path, self._newest, self._known.get(name))
         return Head(ring.path, ring.header, ring.tables, ring.problem)
 
     def snapshot(self, run: Run, window: int) -> Snapshot:

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from rankcall.analysis.state.snapshot import (
     labels_of,
     no_calls,
 )
+from rankcall.process import Viewpoint
 from rankcall.ranks import format_ranks
 from rankcall.record import FLAG_DEVICE
 from rankcall.ring.layout import FOREVER_NS, Header
@@ -63,7 +65,7 @@ def snapshot_of_run(
     *,
     window: int | None = None,
     newest: int | None = None,
-    state_of: ProcessState = Header.process_state,
+    state_of: ProcessState | None = None,
     now_ns: Callable[[], int] = time.monotonic_ns,
 ) -> Snapshot:
     """Read where the ranks of a run's last attempt stand.
@@ -75,7 +77,7 @@ def snapshot_of_run(
         progress: Called with the number of rings read and the number of all rings.
         window: The number of each rank's newest calls to keep.
         newest: Read only so many records of each ring, for a quick look.
-        state_of: Returns the state of a ring's process.
+        state_of: Returns the state of a ring's process; by default this host's ``/proc`` tells it.
         now_ns: This host's monotonic clock.
     """
     builder = SnapshotBuilder(run, window=window, state_of=state_of, now_ns=now_ns)
@@ -96,11 +98,12 @@ class SnapshotBuilder:
         run: Run,
         *,
         window: int | None = None,
-        state_of: ProcessState = Header.process_state,
+        state_of: ProcessState | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
         memo: WindowMemo | None = None,
     ) -> None:
-        self._run, self._state_of, self._now_ns = run, state_of, now_ns
+        self._run, self._now_ns = run, now_ns
+        self._state_of = state_of or partial(Header.process_state, here=Viewpoint.current())
         self._problems = list(run.problems)
         self._heads = select_rings(run.heads, self._problems)
         self._mixed = lived_apart(self._heads, self._problems)
@@ -152,6 +155,7 @@ class _Window(NamedTuple):
     issued: Ints
     came: Ints
     ended: Ints
+    last_ns: int  # when the newest call of the ring was issued, or a call ended
 
 
 @dataclass
@@ -226,21 +230,18 @@ class _RingWindows:
     def add(self, ring: Ring, state: str, now_ns: int) -> None:
         """Keep a window of one ring; the ring itself is not kept."""
         head, records = ring.header, ring.records
-        last = max(_beats(head))
-        if len(records):
-            last = max(last, int(records["enqueued_ns"][-1]), int(records["completed_ns"].max()))
-        here = state != UNKNOWN
-        self.headers[head.rank], self.states[head.rank] = head, state
-        self.dropped[head.rank] = ring.dropped + head.inflight_lost
-        self.last_ns[head.rank] = last
-        self.groups_made[head.rank] = len(ring.tables.groups)
-        if here:
-            self.now_ns[head.rank] = now_ns
         window = self.memo.get(ring, self.window) if self.memo else None
         if window is None:
             window = self._window_of(ring, records[_kept(records, self.window)])
             if self.memo is not None:
                 self.memo.put(ring, self.window, window)
+        here = state != UNKNOWN
+        self.headers[head.rank], self.states[head.rank] = head, state
+        self.dropped[head.rank] = ring.dropped + head.inflight_lost
+        self.last_ns[head.rank] = max(*_beats(head), window.last_ns)
+        self.groups_made[head.rank] = len(ring.tables.groups)
+        if here:
+            self.now_ns[head.rank] = now_ns
         self.calls.append(window.calls)
         self.issued.append(window.issued)
         self.came.append(window.came)
@@ -283,11 +284,16 @@ class _RingWindows:
         on_device = (kept["flags"] & FLAG_DEVICE != 0) & (kept["started_ns"] > 0)
         came = np.where(on_device, kept["started_ns"], kept["enqueued_ns"])
         over = np.where(kept["status"] >= COMPLETED, kept["completed_ns"], 0)
+        last_ns = 0
+        if len(ring.records):
+            issued, left = ring.records["enqueued_ns"][-1], ring.records["completed_ns"].max()
+            last_ns = max(int(issued), int(left))
         return _Window(
             calls[placed],
             np.ascontiguousarray(kept["enqueued_ns"][placed]),
             came[placed],
             np.ascontiguousarray(over[placed]),
+            last_ns,
         )
 
     def _known(self, group: Group) -> _Known:

@@ -8,7 +8,7 @@ that differences between hosts' clocks do not matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -235,38 +235,36 @@ class RankPosition:
 def rank_positions(snapshot: Snapshot) -> list[RankPosition]:
     """Return the position of every rank, in rank order."""
     calls = snapshot.calls
-    at: dict[int, int] = {}
     stuck = unfinished(calls) | failed_for_good(calls)
     order = np.lexsort((calls["index"], ~stuck, calls["rank"]))
     # For each rank the oldest call that it is stuck in, or else its newest one.
-    ranks, first = np.unique(calls["rank"][order], return_index=True)
-    if not len(order):
-        return [_position(snapshot, rank, None, stuck) for rank in range(len(snapshot.ranks))]
-    last = np.concatenate([first[1:], [len(order)]]) - 1
-    for rank, head, tail in zip(ranks.tolist(), order[first], order[last], strict=True):
-        at[rank] = int(head) if stuck[head] else int(tail)
-    return [_position(snapshot, rank, at.get(rank), stuck) for rank in range(len(snapshot.ranks))]
+    _, first = np.unique(calls["rank"][order], return_index=True)
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    rows = np.where(stuck[order[first]], order[first], order[last])
+    at = {call[0]: call for call in _calls_at(calls[rows], stuck[rows])}
+    return [_position(snapshot, state, at.get(state.rank)) for state in snapshot.ranks]
 
 
-def _position(snapshot: Snapshot, rank: int, row: int | None, stuck: Bools) -> RankPosition:
-    state = snapshot.ranks[rank]
-    about = (rank, state.host, state.pid, state.state, state.exit, state.blind, state.closed)
-    if row is None:
+# Rank, group, seq, op and site of a call, whether it is stuck, whether it failed, its age in s.
+_Call = tuple[int, int, int, int, int, bool, bool, float]
+
+
+def _calls_at(calls: Calls, stuck: Bools) -> Iterator[_Call]:
+    """Return what ``RankPosition`` shows of some calls."""
+    numbers = (calls[name].tolist() for name in ("rank", "group", "seq", "op", "site"))
+    over = ~stuck & ~np.isnan(calls["ended_s"])
+    age = np.where(over, calls["ended_s"], calls["age_s"])
+    failed = stuck & (calls["status"] == FAILED)
+    return zip(*numbers, stuck.tolist(), failed.tolist(), age.tolist(), strict=True)
+
+
+def _position(snapshot: Snapshot, state: RankState, call: _Call | None) -> RankPosition:
+    about = (state.rank, state.host, state.pid, state.state, state.exit, state.blind, state.closed)
+    if call is None:
         return RankPosition(*about)
-    call = snapshot.calls[row]
-    in_call = bool(stuck[row])
-    age = call["age_s"] if in_call or np.isnan(call["ended_s"]) else call["ended_s"]
-    return RankPosition(
-        *about,
-        in_call,
-        in_call and bool(call["status"] == FAILED),
-        snapshot.labels[int(call["group"])],
-        int(call["seq"]),
-        OPS[int(call["op"])],
-        snapshot.site(int(call["site"])),
-        snapshot.user_line(int(call["site"])),
-        float(age),
-    )
+    _, group, seq, op, site, stuck, failed, age = call
+    label, line = snapshot.labels[group], snapshot.user_line(site)
+    return RankPosition(*about, stuck, failed, label, seq, OPS[op], snapshot.site(site), line, age)
 
 
 @dataclass(frozen=True)
