@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,15 @@ from rankcall.errors import CorruptRun
 from rankcall.ranks import MAX_RANKS, compress_ranks, expand_ranks
 from rankcall.record import COMMIT_CLOSING, COMMIT_WRITING, FLAG_ANY_SOURCE, OPS, RECORD
 from rankcall.ring import PythonRing, create, read_head, read_ring
-from rankcall.ring.layout import ENTRY_GROUP, HEADER, Geometry, offset_of
+from rankcall.ring.layout import (
+    ENTRY_GROUP,
+    HEADER,
+    Geometry,
+    Header,
+    make_header,
+    offset_of,
+    parse_header,
+)
 from rankcall.ring.tables import CallSite, Group, parse_tables
 from rankcall.ring.writer import Identity, put
 
@@ -180,6 +188,21 @@ def test_damaged_side_tables_lose_names_only(tmp_path: Path) -> None:
     assert "damaged side tables" in (ring.problem or "")
     assert len(ring.records) == 65
     assert ring.tables.groups == {}
+
+
+def test_a_header_gives_back_what_was_written() -> None:
+    """Each field has its own place: none takes another one's value, whatever its type."""
+    names = [each.name for each in fields(Header) if each.name not in ("geometry", "capture")]
+    written: dict[str, int | str] = {}
+    for number, name in enumerate(names, 1):
+        is_text = HEADER[name].kind == "S"
+        written[name] = f"{name} é" if is_text else -number if HEADER[name].kind == "i" else number
+    written["rank"], written["world_size"] = 7, 9
+    written["file_bytes"] = Geometry().file_bytes
+    values = {n: v.encode() if isinstance(v, str) else v for n, v in written.items()}
+    found = parse_header(make_header(Geometry(), {**values, "capture": 1}), "")
+    assert {name: getattr(found, name) for name in names} == written
+    assert (found.geometry, found.capture) == (Geometry(), "native")
 
 
 def test_a_header_that_claims_much_costs_little(tmp_path: Path) -> None:
