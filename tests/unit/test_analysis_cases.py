@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from worlds import MS, Call, group_of, together, write_world
 
-from rankcall.analysis import Summary, summarise
-from rankcall.analysis.timing.summary import Row, size_name
+from rankcall.analysis.timing.summary import Row, Summary, size_name, summarise
 from rankcall.analysis.timing.waiting import Arrivals, shares
 from rankcall.ops import bus_factor
 from rankcall.record import FLAG_ANY_SOURCE, FLAG_DEVICE

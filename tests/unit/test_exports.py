@@ -38,3 +38,17 @@ def test_import_has_no_side_effects() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_a_watched_rank_loads_only_what_it_uses() -> None:
+    """What every rank loads costs each of them memory: no tables, no other tools' evidence."""
+    code = """
+import sys, rankcall.attach, rankcall.watch, rankcall.watch._loop, rankcall.store.parts
+unused = ("rich", "polars", "jinja2", "rankcall.imports", "rankcall.export", "rankcall.cli",
+          "rankcall.analysis.timing.summary", "rankcall.report.formatting", "rankcall.rpc")
+print([name for name in unused if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -13,7 +13,7 @@ from rich.table import Table
 from worlds import MS, Call, group_of, together, write_world
 
 import golden
-from rankcall.analysis import Summary, summarise
+from rankcall.analysis.timing.summary import Summary, summarise
 from rankcall.files import clean
 from rankcall.report import terminal
 from rankcall.report.formatting import (

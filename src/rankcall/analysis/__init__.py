@@ -8,7 +8,3 @@
     diagnosis    one call from a run to its verdict
     details      one call from a run to all figures of the page
 """
-
-from rankcall.analysis.timing.summary import Summary, summarise
-
-__all__ = ["Summary", "summarise"]

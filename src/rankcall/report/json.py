@@ -9,14 +9,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankcall.analysis.diagnosis import Diagnosis, Kept
 from rankcall.analysis.state.call_stacks import stack_classes
 from rankcall.analysis.state.snapshot import RankPosition, rank_positions
-from rankcall.analysis.timing.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.report.formatting import headline
+
+if TYPE_CHECKING:
+    # A rank that is watched writes diagnoses, and does not load what summaries need.
+    from rankcall.analysis.timing.summary import Summary
 
 SCHEMA = 1  # of both objects
 _FINDING = (
@@ -45,6 +47,8 @@ def render(summary: Summary, findings: Sequence[Finding] = ()) -> str:
 
 def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
     """Return the report as plain dicts and lists; times in ms, no NaN."""
+    from rankcall.report.formatting import headline
+
     found: Object = {
         "schema": SCHEMA,
         "headline": headline(summary).text,
@@ -117,6 +121,8 @@ def _hosts(summary: Summary) -> list[Object]:
 
 
 def _collectives(summary: Summary) -> list[Object]:
+    from rankcall.analysis.timing.summary import size_name
+
     rows = []
     for row in summary.collectives:
         entry = dict(vars(row))

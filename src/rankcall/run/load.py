@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall.errors import CorruptRun, RunNotFound
-from rankcall.imports import Source, source_of
 from rankcall.ranks import format_ranks
 from rankcall.ring.decode import decode_ring
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
 from rankcall.ring.tables import Group
-from rankcall.ring.whole import write_ring
 from rankcall.run.archive import is_archive, unpack
 from rankcall.run.directory import create_run, find_run, read_about, ring_name, ring_paths
 from rankcall.run.joins import JoinSummary, read_joins
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from rankcall.imports import Source
 
 Progress = Callable[[int, int], None]
 
@@ -311,7 +311,7 @@ def load(
             where = _unpacked(source)
             scratch.append(where)
         paths = ring_paths(where, problems)
-        other = None if any(path.suffix == ".ring" for path in paths) else source_of(where)
+        other = None if any(path.suffix == ".ring" for path in paths) else _source_of(where)
         if other is not None:
             where = _rings_from(other, where, problems)
             scratch.append(where)
@@ -332,7 +332,7 @@ def _unpacked(archive: Path) -> Path:
         return unpack(archive)
     except CorruptRun as no_run:
         folder = unpack(archive, dumps=True)
-        if source_of(folder) is not None:
+        if _source_of(folder) is not None:
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         raise no_run
@@ -343,8 +343,17 @@ def _remove(folders: Sequence[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _source_of(path: Path) -> Source | None:
+    """Return the source of evidence that is no run. Ranks that are watched do not load this."""
+    from rankcall.imports import source_of
+
+    return source_of(path)
+
+
 def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
     """Write the rings of another tool's evidence to a new temporary folder, and return its path."""
+    from rankcall.ring.whole import write_ring
+
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
         create_run(folder, {"evidence": source.name})
