@@ -8,6 +8,8 @@ import pytest
 from diagnosing import SECOND, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS, Call, group_of, together
 
+from rankcall.report import diagnosis as terminal
+from rankcall.report import top
 from rankcall.ring.tables import Group
 
 TWO_OPS_ENDED = [
@@ -392,6 +394,22 @@ def test_ranks_that_wait_for_a_rank_that_waits_for_any_of_them(tmp_path: Path) -
         Call(0, 1, 9 * MS, None, "recv", group=WORLD, api="recv"),
     ]
     assert causes(diagnose_calls(tmp_path, calls, states={})) == [("deadlock", (0, 1, 2, 3))]
+
+
+def test_a_receive_without_a_message_has_no_number(tmp_path: Path) -> None:
+    """A receive from any source gets its number with the message; until then none is shown."""
+    calls = [
+        *TWO_OPS_ENDED,
+        *unfinished(WORLD, 9, (1, 2, 3), 9 * MS, line=7),
+        Call(0, 0, 9 * MS, None, "recv", group=WORLD, api="recv"),
+    ]
+    diagnosis = diagnose_calls(tmp_path, calls, states={})
+    (found,) = diagnosis.findings
+    shown = terminal.render(diagnosis, 120), top.render(diagnosis, 120)
+    texts = [found.summary, *found.evidence, *shown]
+    assert any("recv from any rank" in text for text in texts)
+    assert all("in recv" in text for text in shown)
+    assert not any("#0" in text for text in texts)
 
 
 def test_a_rank_that_may_still_send_is_missing(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rankcall.analysis.state.snapshot import (
     unfinished,
 )
 from rankcall.analysis.verdicts.evidence import patience
-from rankcall.analysis.verdicts.finding import Finding, duration
+from rankcall.analysis.verdicts.finding import Finding, duration, numbered
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.files import clean
 from rankcall.ranks import format_ranks
@@ -293,7 +293,7 @@ def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int
     if first.op:
         verb = "failed in" if first.failed else "in" if first.in_call else "left"
         group = f"group {first.group}" if len(labels) == 1 else f"{len(labels):,} groups"
-        where = f"{verb} {first.op} #{first.seq}, {group}"
+        where = f"{verb} {numbered(first.op, first.seq)}, {group}"
     ages = [place.age_s for place in alike]
     return Row(
         tuple(place.rank for place in alike),

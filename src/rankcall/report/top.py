@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.state.snapshot import RankPosition, pace, rank_positions
-from rankcall.analysis.verdicts.finding import duration
+from rankcall.analysis.verdicts.finding import duration, numbered
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.files import clean
 from rankcall.report.diagnosis import LONG, named, ranks_cell, world
@@ -186,14 +186,16 @@ def cells(line: Line, total: int, *, moving: bool) -> list[str]:
     """Return a row: ranks, a bar, the state, the call, the line, and for how long."""
     first = line.places[0]
     seqs = sorted({place.seq for place in line.places})
-    number = f"#{seqs[0]:,}" if len(seqs) == 1 else f"#{seqs[0]:,}–{seqs[-1]:,}"
+    name = numbered(first.op, seqs[0])
+    if len(seqs) > 1:
+        name = f"{first.op} #{seqs[0]}–{seqs[-1]}"
     if not first.op:
         call = "no records" if first.blind else "nothing yet"
     else:
         verb = (
             "failed in " if first.failed else "" if moving else "in " if first.in_call else "left "
         )
-        call = f"{verb}{first.op} {number}"
+        call = f"{verb}{name}"
     ages = "" if not first.op or (moving and line.longest < 1) else _age(line.longest)
     return [
         ranks_cell([place.rank for place in line.places]),

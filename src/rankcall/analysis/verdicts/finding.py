@@ -152,13 +152,18 @@ def hosts_of(snapshot: Snapshot, ranks: Iterable[int]) -> tuple[str, ...]:
     return tuple(host for host in hosts if host)
 
 
+def numbered(op: str, seq: int) -> str:
+    """Return ``recv #51``, or ``recv`` if it has no number before its message comes."""
+    return f"{op} #{seq}" if seq > 0 else op
+
+
 def name_call(snapshot: Snapshot, row: int, *, line: bool = True) -> str:
     """Name a call: ``all_reduce #51 of group 0 at train.py:13``."""
     found = snapshot.calls[row]
     function = snapshot.sites[int(found["site"])].api if snapshot.sites else ""
     whose = f"{function}'s " if "object" in function else ""  # it issues several ops
     group = name_group(snapshot, int(found["group"]))
-    text = f"{whose}{snapshot.op(row)} #{int(found['seq'])} of group {group}"
+    text = f"{whose}{numbered(snapshot.op(row), int(found['seq']))} of group {group}"
     site = snapshot.shown_site(int(found["site"]))
     return f"{text} at {site}" if line and site else text
 
@@ -178,9 +183,10 @@ def name_wait(snapshot: Snapshot, wait: Wait) -> str:
     source, target, tag = wait.channel
     found = snapshot.calls[int(wait.rows[0])]
     if int(found["op"]) == SEND:
-        text = f"send #{wait.seq} to rank {target}"
+        text = f"{numbered('send', wait.seq)} to rank {target}"
     else:
-        text = f"recv #{wait.seq} from {f'rank {source}' if source >= 0 else 'any rank'}"
+        whom = f"rank {source}" if source >= 0 else "any rank"
+        text = f"{numbered('recv', wait.seq)} from {whom}"
     text += f" (tag {tag}, group {name_group(snapshot, int(found['group']))})"
     return text + at_line(snapshot, wait)
 

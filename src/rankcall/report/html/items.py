@@ -9,7 +9,7 @@ from statistics import median
 from rankcall.analysis.details import Details
 from rankcall.analysis.timing.lateness import LateLine
 from rankcall.analysis.timing.summary import Summary, size_name
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, numbered
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import headline, line_names, percent, plural, time
 
@@ -80,7 +80,7 @@ def verdict_of_finding(found: Finding) -> Verdict:
         title = f"The ranks: {title}"
     where = None
     if found.call_site:
-        call = f"{found.op} #{found.seq} of group {found.group}" if found.op else ""
+        call = f"{numbered(found.op, found.seq)} of group {found.group}" if found.op else ""
         where = (
             line_names(found.call_site, found.user_line),
             call,
