@@ -370,12 +370,12 @@ def test_findings_come_first(tmp_path: Path) -> None:
     assert after.startswith("\nrank 1 is slow since step 3\n")
 
 
-def test_no_line_ends_inside_an_option(browser: Any) -> None:
+def test_no_line_ends_inside_an_option_or_before_a_unit(browser: Any) -> None:
     """At any width; and what a name has of markup stays text."""
     template = environment().from_string(
-        "<style>.option { white-space: nowrap; }</style><p>{{ text | prose }}</p>"
+        "<style>.whole { white-space: nowrap; }</style><p>{{ text | prose }}</p>"
     )
-    advice = "See <b>--what</b> it does: rankcall diagnose --no-color --hang-after 5, or py-spy"
+    advice = "See <b>--what</b> it did for 1,127 s: rankcall diagnose --no-color --hang-after 5"
     opened = browser.new_page()
     opened.set_content(template.render(text=advice))
     assert opened.text_content("p") == advice
@@ -383,9 +383,10 @@ def test_no_line_ends_inside_an_option(browser: Any) -> None:
     for width in range(120, 420, 20):
         opened.set_viewport_size({"width": width, "height": 400})
         boxes = opened.eval_on_selector_all(
-            ".option", "all => all.map(one => [one.textContent, one.getClientRects().length])"
+            ".whole", "all => all.map(one => [one.textContent, one.getClientRects().length])"
         )
-        assert boxes == [["--what", 1], ["--no-color", 1], ["--hang-after", 1]]
+        whole = ("--what", "1,127 s", "--no-color", "--hang-after")
+        assert boxes == [[text, 1] for text in whole]
     opened.close()
 
 

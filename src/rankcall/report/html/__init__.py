@@ -30,7 +30,10 @@ from rankcall.report.html.items import curves, items, verdict
 __all__ = ["render"]
 
 _MOST_SITES, _MOST_ROWS = 200, 400
-_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+# What a line must not end in: an option, and a number with its unit.
+_WHOLE = re.compile(
+    r"(?<![\w-])--[a-z][a-z-]*|\b\d[\d,.]* (?:s|ms|µs|min|h|%|[kMGT]?i?B|GB/s)(?!\w)"
+)
 
 
 def render(details: Details, findings: Sequence[Finding] = ()) -> str:
@@ -99,11 +102,11 @@ def _readable(value: Any) -> Any:
 
 
 def _prose(text: str) -> Any:
-    """Return a sentence as markup in which no line ends inside an option of a command."""
+    """Return a sentence as markup in which no line ends inside an option or before a unit."""
     import markupsafe
 
     escaped = str(markupsafe.escape(clean(text)))
-    return markupsafe.Markup(_OPTION.sub(r'<span class="option">\g<0></span>', escaped))
+    return markupsafe.Markup(_WHOLE.sub(r'<span class="whole">\g<0></span>', escaped))
 
 
 def asset(name: str) -> str:
