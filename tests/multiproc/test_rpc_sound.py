@@ -295,8 +295,9 @@ def _visits(rank: int, world_size: int) -> Any:
             store.wait([f"left {visit}"])
             wait_until(lambda: names() == {"w0"})
             counts.append(sockets())
+        wait_until(lambda: sockets() <= counts[1])  # the last ones close on other threads
         rpc.shutdown(timeout=20)
-        return counts[-1] <= counts[1], counts
+        return None
     for visit in range(12):
         store.wait([f"visit {visit}"])
         come_up(1, None, "ZMQ")
@@ -308,8 +309,7 @@ def _visits(rank: int, world_size: int) -> Any:
 
 def test_visits_leave_no_descriptors() -> None:
     """A worker that comes and goes costs its host nothing that stays."""
-    settled, counts = run_ranks(_visits, 2, init=False)[0]
-    assert settled, counts
+    run_ranks(_visits, 2, init=False, timeout=120)
 
 
 _promised: list[Any] = []

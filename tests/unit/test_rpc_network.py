@@ -1,7 +1,11 @@
-"""The addresses that workers advertise and refuse, and the errors for them."""
+"""The addresses that workers advertise and refuse, and what is missing; the errors for them."""
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +15,7 @@ from rankcall import BackendUnavailable
 from rankcall.process import Process
 from rankcall.rpc import _network
 from rankcall.rpc._network import endpoints, is_loopback, own_address
+from rankcall.rpc.backends._zmq_worker import zmq_library
 
 
 @pytest.fixture
@@ -92,3 +97,35 @@ def test_loopback_is_not_advertised_to_another_host(at: str) -> None:
     with pytest.raises(BackendUnavailable, match=r"'w1' listens at .* RANKCALL_RPC_HOST there"):
         Worker._check_way(here, record, process("other"))
     Worker._check_way(here, record, process("boot"))  # two containers on one machine
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [(None, "no module named zmq"), ("_zmq.py", "no extension module")]
+)
+def test_without_libzmq(
+    file: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without pyzmq, or with one that brings no libzmq, the error says what to install."""
+    if file is not None:
+        folder = tmp_path / "zmq/backend/cython"
+        folder.mkdir(parents=True)
+        (tmp_path / "zmq/__init__.py").touch()
+        (folder / file).touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "zmq", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(BackendUnavailable, match=rf"pip install 'rankcall\[rpc\]'.*{said}"):
+        zmq_library()
+
+
+def test_libzmq_is_the_one_that_pyzmq_loads() -> None:
+    """The library is found without importing pyzmq, and is the module that pyzmq itself loads."""
+    code = """
+import sys
+from rankcall.rpc.backends._zmq_worker import zmq_library
+found = zmq_library()
+assert "zmq" not in sys.modules
+from zmq.backend.cython import _zmq
+assert found == _zmq.__file__, (found, _zmq.__file__)
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)

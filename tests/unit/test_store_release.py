@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 import socket
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from rankcall import store
+from rankcall.store import _client
 from rankcall.store._client import shut_down_connections_to
 
 CALLS: dict[str, Callable[[Store], Any]] = {
@@ -78,3 +81,62 @@ def test_only_connections_to_that_store_are_shut_down() -> None:
         assert ours.recv(1) == b""
         users.sendall(b"x")
         assert far_end.recv(1) == b"x"
+
+
+def server() -> TCPStore:
+    """Return a store that this process hosts."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def inode_of(client: Store) -> int:
+    """Return the inode of a client's socket, which torch tells in its repr only."""
+    found = re.search(r"fd=(\d+)", repr(client))
+    assert found
+    return os.fstat(int(found[1])).st_ino
+
+
+def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store's repr asks a name server, which may not answer for seconds. No call needs it."""
+    asked: list[Store] = []
+
+    def note(client: Store) -> list[socket.socket]:
+        asked.append(client)
+        return []
+
+    monkeypatch.setattr(_client, "_socket_of", note)
+    client = server()
+    store.barrier(client, 1, "p", 300, 0)
+    store.barrier(client, 1, "p", 1, 0)
+    (own,) = _client.local_state(client).idle
+    assert own._socket is not None
+    assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
+    assert {port for _, port in _client.peers_of(client, _client.local_state(client))} == {
+        client.port
+    }
+    assert asked == []
+
+
+class Crowded(TCPStore):
+    """A store to which another thread connects at the same time."""
+
+    def clone(self) -> Any:
+        """Make two connections."""
+        self.other = socket.create_connection((self.host, self.port), 10)
+        return super().clone()  # type: ignore[misc]
+
+
+def test_two_threads_that_connect_at_once() -> None:
+    """Each finds its own socket: a wrong one would be shut down in the other's place."""
+    client = Crowded("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = _client._cloned(client, "here")
+    assert own._socket is not None
+    assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
+    client.other.close()
+
+
+def test_one_port_of_two_hosts() -> None:
+    """Only the connection to the store's own host counts as the store's."""
+    client = server()
+    with socket.create_connection(("127.0.0.2", client.port), 10):
+        ((host, port),) = _client.peers_of(client, _client.local_state(client))
+    assert (host.removeprefix("::ffff:"), port) == ("127.0.0.1", client.port)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlparse
 
-from rankcall.errors import AuthenticationFailed
+from rankcall.errors import AuthenticationFailed, BackendUnavailable
 
 _SHORTEST_SECRET = 16
 _LOOPBACK = "127.0.0.1"
@@ -46,6 +46,11 @@ def derive_keys(secret: bytes) -> Keys:
     import zmq
     from zmq.utils import z85
 
+    if not zmq.has("curve"):
+        raise BackendUnavailable(
+            "this pyzmq was built without CURVE, which the workers of several hosts need to trust "
+            "each other: pip install --force-reinstall pyzmq"
+        )
     pairs: list[bytes] = []
     for role in (b"server", b"client"):
         private = hashlib.blake2b(secret, digest_size=32, person=b"rankcall " + role).digest()

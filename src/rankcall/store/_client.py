@@ -20,11 +20,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -188,6 +189,7 @@ class LocalState:
     is_tcp: bool
     appends: bool
     attempt: int  # of the job, when this process first used the store
+    peers: frozenset[Address] = frozenset()  # see peers_of
     idle: list[Connection] = field(default_factory=list)
     members: dict[Any, Any] = field(default_factory=dict)
     seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # of roll calls
@@ -454,7 +456,7 @@ def _run_aside(
             call.end_helper()
 
     call.begin_helper()
-    call.peers = peers_of(store)
+    call.peers = peers_of(store, state)
     helper = call.helper = background.BackgroundCall(work, "rankcall-store")
     _running.add(call)
     try:
@@ -500,7 +502,7 @@ def own_connection(store: Store, state: LocalState, seconds: float) -> Connectio
         state.idle.append(_cloned(store, place))
 
     call = Call()
-    call.peers = peers_of(store)
+    call.peers = peers_of(store, state)
     call.helper = background.BackgroundCall(connect, "rankcall-store-connect")
     _note_connecting(call)
     if not call.helper.ended(seconds):
@@ -537,9 +539,17 @@ def separate_connection(store: Store, seconds: float) -> Connection:
 def _cloned(store: Store, place: str) -> Connection:
     if _is_closed(store):  # torch would go on trying until the store's timeout
         raise lost(place, "it closed the connection")
+    before = {inode for _, inode in _open_sockets()}
     client = store.clone()  # type: ignore[attr-defined]
     client.set_timeout(_READ)
-    return Connection(client, _socket_of(client))
+    new = _connections_to(_port(store), except_for=before)
+    if len(new) != 1:  # another thread has connected at the same time
+        for each in new:
+            each.close()
+        new = _socket_of(client)
+    for each in new:
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(client, new[0] if new else None)
 
 
 _connecting: list[Call] = []
@@ -585,50 +595,104 @@ def _wait_for(calls: Iterable[Call], seconds: float) -> None:
 
 def shut_down_connections_to(peers: Collection[Address]) -> None:
     """Shut down this process's connections to a store that does not answer."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as duplicate:
-                if duplicate.getpeername()[:2] in peers:
-                    duplicate.shutdown(socket.SHUT_RDWR)
+    for each in _connections():
+        with each, suppress(OSError):
+            if _peer(each) in peers:
+                each.shutdown(socket.SHUT_RDWR)
 
 
-def peers_of(store: Store) -> frozenset[Address]:
-    """Return the address that a TCPStore client is connected to."""
-    duplicate = _socket_of(store)
-    if duplicate is None:
-        return frozenset()
-    with duplicate:
-        return frozenset([duplicate.getpeername()[:2]])
-
-
-def _socket_of(client: Store) -> socket.socket | None:
-    """Return a second handle on a TCPStore client's socket."""
-    root = root_of(client)
-    found = re.search(r"fd=(\d+)", repr(root))
-    if isinstance(root, TCPStore) and found:
-        with suppress(OSError):
-            duplicate = socket.socket(fileno=os.dup(int(found.group(1))))
-            if duplicate.getpeername()[1] == root.port:
-                duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return duplicate
-            duplicate.close()
-    return None
+def peers_of(store: Store, state: LocalState) -> frozenset[Address]:
+    """Return the address that a TCPStore client is connected to. It is looked up once."""
+    if not state.peers:
+        found = set()
+        for each in _connections_of(store):
+            with each:
+                found.add(_peer(each))
+        state.peers = frozenset(address for address in found if address)
+    return state.peers
 
 
 def _is_closed(store: Store) -> bool:
-    """Return whether the other end has closed the caller's connection."""
-    duplicate = _socket_of(store)
-    if duplicate is None:
-        return False
-    with duplicate:
-        try:
-            return duplicate.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    """Return whether the other end has closed this process's connections to a TCPStore."""
+    closed = []
+    for each in _connections_of(store):
+        with each:
+            try:
+                closed.append(each.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"")
+            except BlockingIOError:
+                closed.append(False)
+            except OSError:
+                closed.append(True)
+    return bool(closed) and all(closed)
+
+
+# torch does not tell which socket is a client's, except in its repr. But that looks up the name of
+# an address, for seconds if no name server answers. So sockets are found by their port.
+
+
+def _connections_of(store: Store) -> list[socket.socket]:
+    """Return second handles on this process's connections to the host and port of a TCPStore."""
+    found = _connections_to(_port(store)) if _port(store) else []
+    if len({_peer(each) for each in found}) > 1:  # to several hosts
+        for each in found:
+            each.close()
+        return _socket_of(store)
+    return found
+
+
+def _peer(connection: socket.socket) -> Address | None:
+    try:
+        host, port = connection.getpeername()[:2]
+    except (OSError, ValueError):  # not connected, or not by IP
+        return None
+    return host, port
+
+
+def _open_sockets() -> list[tuple[int, int]]:
+    """Return the descriptor and the inode of each socket of this process."""
+    sockets = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found = os.fstat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                sockets.append((int(name), found.st_ino))
+    return sockets
+
+
+def _connections(except_for: Collection[int] = ()) -> Iterator[socket.socket]:
+    """Yield second handles on the sockets of this process, except for those with some inodes."""
+    for fd, inode in _open_sockets():
+        if inode not in except_for:
+            with suppress(OSError):
+                yield socket.socket(fileno=os.dup(fd))
+
+
+def _connections_to(port: int, except_for: Collection[int] = ()) -> list[socket.socket]:
+    """Return second handles on the connections to a port of any host."""
+    found = []
+    for each in _connections(except_for):
+        if (_peer(each) or ("", 0))[1] == port:
+            found.append(each)
+        else:
+            each.close()
+    return found
+
+
+def _port(store: Store) -> int:
+    root = root_of(store)
+    return root.port if isinstance(root, TCPStore) else 0
+
+
+def _socket_of(client: Store) -> list[socket.socket]:
+    """Return a second handle on the socket of a TCPStore client, by its repr."""
+    found = re.search(r"fd=(\d+)", repr(root_of(client)))
+    if found:
+        with suppress(OSError):
+            duplicate = socket.socket(fileno=os.dup(int(found.group(1))))
+            if duplicate.getpeername()[1] == _port(client):
+                return [duplicate]
+            duplicate.close()
+    return []
 
 
 def connect_to(address: str, port: int, seconds: float) -> Store | None:

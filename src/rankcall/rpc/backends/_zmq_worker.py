@@ -7,6 +7,8 @@ import os
 import resource
 import secrets
 from collections.abc import Mapping, Sequence
+from importlib.machinery import ExtensionFileLoader, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +217,17 @@ def check_descriptors(name: str, peers: int) -> None:
 
 
 def zmq_library() -> str:
-    """Return the path of the shared object that loads libzmq. Raises ``BackendUnavailable``."""
-    try:
-        import zmq
-        from zmq.backend.cython import _zmq
-    except ImportError as error:
+    """Return the path of the shared object that loads libzmq. Raises ``BackendUnavailable``.
+
+    It is pyzmq's own extension module. It is not imported: that takes as long as all the rest of a
+    worker's start.
+    """
+    package = find_spec("zmq")
+    folders = package.submodule_search_locations if package else None
+    found = PathFinder.find_spec("_zmq", [f"{each}/backend/cython" for each in folders or ()])
+    if found is None or not isinstance(found.loader, ExtensionFileLoader):
+        what = "this pyzmq has no extension module" if package else "no module named zmq"
         raise BackendUnavailable(
-            f"the RPC back end ZMQ needs pyzmq: pip install 'rankcall[rpc]' ({error})"
-        ) from error
-    assert zmq.has("curve")
-    return str(_zmq.__file__)
+            f"the RPC back end ZMQ needs pyzmq: pip install 'rankcall[rpc]' ({what})"
+        )
+    return str(found.origin)
