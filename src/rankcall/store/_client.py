@@ -641,9 +641,11 @@ def _connections_of(store: Store) -> list[socket.socket]:
 
 
 def _peer(connection: socket.socket) -> Address | None:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
     try:
         host, port = connection.getpeername()[:2]
-    except (OSError, ValueError):  # not connected, or not by IP
+    except OSError:  # not connected
         return None
     return host, port
 
