@@ -99,9 +99,9 @@ def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store's repr asks a name server, which may not answer for seconds. No call needs it."""
     asked: list[Store] = []
 
-    def note(client: Store) -> list[socket.socket]:
+    def note(client: Store) -> Iterator[socket.socket]:
         asked.append(client)
-        return []
+        return iter(())
 
     monkeypatch.setattr(_client, "_socket_of", note)
     client = server()

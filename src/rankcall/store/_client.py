@@ -542,14 +542,18 @@ def _cloned(store: Store, place: str) -> Connection:
     before = {inode for _, inode in _open_sockets()}
     client = store.clone()  # type: ignore[attr-defined]
     client.set_timeout(_READ)
-    new = _connections_to(_port(store), except_for=before)
-    if len(new) != 1:  # another thread has connected at the same time
-        for each in new:
-            each.close()
-        new = _socket_of(client)
-    for each in new:
-        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(client, new[0] if new else None)
+    own: socket.socket | None = None
+    for each in _connections_to(_port(store), except_for=before):
+        if own is None:
+            own = each
+            continue
+        each.close()  # another thread has connected at the same time
+        own.close()
+        own = next(_socket_of(client), None)
+        break
+    if own is not None:
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(client, own)
 
 
 _connecting: list[Call] = []
@@ -614,30 +618,34 @@ def peers_of(store: Store, state: LocalState) -> frozenset[Address]:
 
 def _is_closed(store: Store) -> bool:
     """Return whether the other end has closed this process's connections to a TCPStore."""
-    closed = []
+    has_any = False
     for each in _connections_of(store):
-        with each:
+        with each, suppress(OSError):  # reset: closed as well
             try:
-                closed.append(each.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"")
+                if each.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return False
             except BlockingIOError:
-                closed.append(False)
-            except OSError:
-                closed.append(True)
-    return bool(closed) and all(closed)
+                return False
+        has_any = True
+    return has_any
 
 
 # torch does not tell which socket is a client's, except in its repr. But that looks up the name of
 # an address, for seconds if no name server answers. So sockets are found by their port.
 
 
-def _connections_of(store: Store) -> list[socket.socket]:
-    """Return second handles on this process's connections to the host and port of a TCPStore."""
-    found = _connections_to(_port(store)) if _port(store) else []
-    if len({_peer(each) for each in found}) > 1:  # to several hosts
-        for each in found:
-            each.close()
-        return _socket_of(store)
-    return found
+# A process may have thousands, so each handle is closed before the next one is made.
+
+
+def _connections_of(store: Store) -> Iterator[socket.socket]:
+    """Yield second handles on this process's connections to the host and port of a TCPStore."""
+    if not _port(store):
+        return
+    hosts = set()
+    for each in _connections_to(_port(store)):
+        with each:
+            hosts.add(_peer(each))
+    yield from _socket_of(store) if len(hosts) > 1 else _connections_to(_port(store))
 
 
 def _peer(connection: socket.socket) -> Address | None:
@@ -669,15 +677,13 @@ def _connections(except_for: Collection[int] = ()) -> Iterator[socket.socket]:
                 yield socket.socket(fileno=os.dup(fd))
 
 
-def _connections_to(port: int, except_for: Collection[int] = ()) -> list[socket.socket]:
-    """Return second handles on the connections to a port of any host."""
-    found = []
+def _connections_to(port: int, except_for: Collection[int] = ()) -> Iterator[socket.socket]:
+    """Yield second handles on the connections to a port of any host."""
     for each in _connections(except_for):
         if (_peer(each) or ("", 0))[1] == port:
-            found.append(each)
+            yield each
         else:
             each.close()
-    return found
 
 
 def _port(store: Store) -> int:
@@ -685,16 +691,16 @@ def _port(store: Store) -> int:
     return root.port if isinstance(root, TCPStore) else 0
 
 
-def _socket_of(client: Store) -> list[socket.socket]:
-    """Return a second handle on the socket of a TCPStore client, by its repr."""
+def _socket_of(client: Store) -> Iterator[socket.socket]:
+    """Yield a second handle on the socket of a TCPStore client, by its repr."""
     found = re.search(r"fd=(\d+)", repr(root_of(client)))
     if found:
         with suppress(OSError):
             duplicate = socket.socket(fileno=os.dup(int(found.group(1))))
             if duplicate.getpeername()[1] == _port(client):
-                return [duplicate]
-            duplicate.close()
-    return []
+                yield duplicate
+            else:
+                duplicate.close()
 
 
 def connect_to(address: str, port: int, seconds: float) -> Store | None:
