@@ -631,10 +631,8 @@ def _is_closed(store: Store) -> bool:
 
 
 # torch does not tell which socket is a client's, except in its repr. But that looks up the name of
-# an address, for seconds if no name server answers. So sockets are found by their port.
-
-
-# A process may have thousands, so each handle is closed before the next one is made.
+# an address, for seconds if no name server answers. So sockets are found by their port. A process
+# may have thousands, so each handle is closed before the next one is made.
 
 
 def _connections_of(store: Store) -> Iterator[socket.socket]:
