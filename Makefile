@@ -45,9 +45,11 @@ demo: $(INSTALLED)
 	$(BIN)/rankcall report
 	$(BIN)/rankcall report --html report.html
 
-# What is compiled is compiled first: no test's time-out is for a compiler.
+# What is compiled is compiled first: no test's time-out is for a compiler. If Python must write no bytecode, each of
+# the processes that the tests start would compile all modules again.
 test: $(INSTALLED)
 	$(BIN)/rankcall build || true
+	$(BIN)/python -m compileall -q src tests benchmarks examples tools || true
 	$(BIN)/python -m pytest -q -m 'not slow' -n 3 --dist worksteal
 
 test-long: $(INSTALLED)

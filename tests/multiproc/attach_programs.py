@@ -126,6 +126,7 @@ for step, (batch,) in enumerate(batches):
     optimizer.step()
 raw = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
 os.write(1, f"rank {accelerator.process_index} {hashlib.sha256(raw).hexdigest()}\\n".encode())
+accelerator.end_training()  # destroys the process group
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
 
@@ -162,5 +163,6 @@ if __name__ == "__main__":
     trainer.fit(model, batches)
     raw = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
     os.write(1, f"rank {trainer.global_rank} {hashlib.sha256(raw).hexdigest()}\\n".encode())
+    torch.distributed.destroy_process_group()
     sys.exit(int(os.environ.get("STATUS", "0")))
 """

@@ -23,6 +23,9 @@ import rankcall
 from rankcall.background import exit_budget
 
 folder, state, ending, *threads = sys.argv[1:]
+# Kept to the end: a thread of Gloo that frees a tensor while the interpreter ends aborts the process (PyTorch's issue
+# 190489).
+TENSOR = torch.ones(1)
 reached: dict[str, threading.Event] = {}  # by the name of a thread that is to be trapped
 
 
@@ -156,7 +159,7 @@ def begin() -> None:
         traps[name]()
     deadline = time.monotonic() + 60
     for _ in range(3):
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(TENSOR)
     for thread, event in reached.items():
         assert event.wait(max(0.0, deadline - time.monotonic())), thread
 

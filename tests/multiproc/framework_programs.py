@@ -65,6 +65,7 @@ if __name__ == "__main__":
     trainer = Trainer(Model(), arguments, train_dataset=samples)
     trainer.train()
     show(os.environ["RANK"], trainer.model)
+    torch.distributed.destroy_process_group()
     sys.exit(STATUS)
 """
 )
@@ -94,6 +95,7 @@ for step, (batch,) in enumerate(loader):
     engine.backward(engine(batch).sum())
     engine.step()
 show(engine.global_rank, model)
+torch.distributed.destroy_process_group()
 sys.exit(STATUS)
 """
 )

@@ -250,12 +250,14 @@ def test_a_job_inside_a_rank_is_a_run_of_its_own(tmp_path: Path) -> None:
         "import subprocess, sys, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "dist.all_reduce(torch.ones(4))\n"
+        "dist.destroy_process_group()\n"
         "sys.exit(subprocess.call([sys.executable, 'inner.py']))\n"
     )
     (tmp_path / "inner.py").write_text(
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "for _ in range(3): dist.all_reduce(torch.ones(4))\n"
+        "dist.destroy_process_group()\n"
     )
     options = ["exec", "--capture=python", "--run-dir=mine", "--", PYTHON, "outer.py"]
     ended = launch(*options, cwd=tmp_path, timeout=120)
@@ -301,6 +303,7 @@ def test_a_program_that_enables_by_name(tmp_path: Path) -> None:
         "rankcall.enable('my-run', capture='python')\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "for _ in range(int(sys.argv[1])): dist.all_reduce(torch.ones(4))\n"
+        "dist.destroy_process_group()\n"
     )
     for times in (1, 2, 3):
         ended = run_program(PYTHON, "named.py", str(times), cwd=tmp_path)
@@ -318,6 +321,7 @@ import os, sys, torch, torch.distributed as dist
 rank, store = int(os.environ["RANK"]), dist.FileStore(os.environ["MEET"], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
 if rank == 1:
     sys.exit(int(os.environ["STATUS"]))
 """

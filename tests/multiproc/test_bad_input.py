@@ -33,6 +33,7 @@ total = torch.ones(4) * (dist.get_rank() + 1)
 for _ in range(3):
     dist.all_reduce(total)
 os.write(1, f"rank {{dist.get_rank()}} {{total.tolist()}}\\n".encode())
+dist.destroy_process_group()
 sys.exit(3)
 """
 # 1 + 2 is 3 on both ranks, and each further sum of two equal values doubles it.
