@@ -65,6 +65,8 @@ class BackgroundCall(Generic[T]):
         """
         if not self._done.is_set():
             raise RuntimeError("the call has not ended: wait for it with ended() first")
+        if self._is_unwanted:
+            raise RuntimeError("the call was given up, for example because the interpreter ends")
         if self._raised:
             raise self._raised.pop()
         return self._returned.pop()

@@ -1,4 +1,4 @@
-"""The identity of a process, and the test whether it is alive.
+"""The identity of a process, the test whether it is alive, and this process's own sockets.
 
 A process id is unique only within one pid namespace of one boot of one host. Two containers that
 share a folder may use one number for different processes. So the test has three results: a process
@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 
 ALIVE, DEAD, UNKNOWN = "alive", "dead", "unknown"
@@ -119,6 +121,31 @@ def pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def open_sockets() -> dict[int, int]:
+    """Return this process's sockets, as inode -> file descriptor; empty without /proc."""
+    sockets = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed since
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    sockets[status.st_ino] = int(name)
+    return sockets
+
+
+def second_handle(descriptor: int, inode: int) -> socket.socket | None:
+    """Return a second handle on a socket; None if its descriptor belongs to something else now."""
+    duplicate = -1
+    with suppress(OSError):
+        duplicate = os.dup(descriptor)
+        status = os.fstat(duplicate)
+        if stat.S_ISSOCK(status.st_mode) and status.st_ino == inode:
+            return socket.socket(fileno=duplicate)
+    if duplicate >= 0:
+        os.close(duplicate)
+    return None
 
 
 def _proc_is_ours() -> bool:

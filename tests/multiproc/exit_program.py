@@ -23,8 +23,8 @@ import rankcall
 from rankcall.background import exit_budget
 
 folder, state, ending, *threads = sys.argv[1:]
-# Kept to the end: a thread of Gloo that frees a tensor while the interpreter ends aborts the process (PyTorch's issue
-# 190489).
+# Kept to the end: if a thread of Gloo frees a tensor while the interpreter ends, torch ends the
+# process by SIGABRT (PyTorch's issue 190489).
 TENSOR = torch.ones(1)
 reached: dict[str, threading.Event] = {}  # by the name of a thread that is to be trapped
 

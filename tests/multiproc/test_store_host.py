@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hosting import LONG, all_at, attempt, await_ranks, connect, hosted, stop
 from ranks import run_ranks, try_ranks
 
+from rankcall import store
 from rankcall._requests import Read
 from rankcall.background import BackgroundCall
 from rankcall.errors import StoreLost
@@ -24,8 +26,6 @@ pytestmark = pytest.mark.multiproc
 
 
 def _host_stops(rank: int, world_size: int, port: int, pid: int, folder: str) -> Any:
-    from rankcall import store
-
     client: Any = connect(port)
     before = client.timeout
 
@@ -66,8 +66,6 @@ def test_a_stopped_host(libuv: bool, tmp_path: Path) -> None:
 
 
 def _host_stops_for_good(rank: int, world_size: int, port: int, pid: int, folder: str) -> Any:
-    from rankcall import store
-
     client = connect(port)
     for _ in range(3):
         store.barrier(client, world_size, "p", 30, rank)
@@ -90,8 +88,6 @@ def test_a_host_that_stops_under_a_long_wait(tmp_path: Path) -> None:
 
 
 def _host_dies(rank: int, world_size: int, port: int, pid: int, timeout: float) -> Any:
-    from rankcall import store
-
     client = connect(port)
     store.barrier(client, world_size, "p", 20, rank)
     if rank == 0:
@@ -113,11 +109,27 @@ def test_a_host_that_dies(timeout: float) -> None:
                 assert took < 5
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_host_that_dies_before_the_first_call(is_used: bool) -> None:
+    """The error comes at once, also if the job's own request has found the connection reset."""
+    with hosted() as (port, pid):
+        client = connect(port)
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + LONG
+        while Path(f"/proc/{pid}").exists():  # a zombie's other threads may hold its sockets
+            assert time.monotonic() < deadline
+        for _ in range(2 * is_used):
+            with suppress(RuntimeError):
+                client.set("key", b"value")
+        name, text, took = attempt(lambda: store.barrier(client, 2, "p", LONG, 0))
+    assert name == "StoreLost"
+    assert f"the store at 127.0.0.1:{port} is gone" in text
+    assert took < 5
+
+
 def _hosts_and_dies(rank: int, world_size: int, folder: str) -> Any:
     """Rank 0 hosts the store itself, and is killed while the others wait for it."""
     from torch.distributed import TCPStore
-
-    from rankcall import store
 
     if rank == 0:
         client: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -187,6 +199,7 @@ def test_a_released_standby_leaves_the_jobs_connection() -> None:
 CONNECTS = """
 import sys, threading
 from hosting import connect
+from rankcall import store
 from rankcall._requests import Read
 from rankcall.background import BackgroundCall
 from rankcall.store.parts import Standby

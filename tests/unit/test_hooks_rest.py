@@ -71,7 +71,7 @@ def run_script(text: str, timeout: float = 60) -> tuple[str, float]:
     prelude = """
         import os, sys, time, torch, torch.distributed as dist
         from rankcall import hooks
-        tensor = torch.ones(1)  # kept: see CONTRIBUTING.md on programs without destroy_process_group
+        tensor = torch.ones(1)  # kept to the end: CONTRIBUTING.md says why
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     """
     script = textwrap.dedent(prelude) + textwrap.dedent(text)

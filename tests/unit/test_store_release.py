@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -16,8 +18,8 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from rankcall import store
-from rankcall.store import _client
-from rankcall.store._client import shut_down_connections_to
+from rankcall.store import _client, _location
+from rankcall.store._location import addresses_of, shut_down_connections_to
 
 CALLS: dict[str, Callable[[Store], Any]] = {
     "barrier": lambda client: store.barrier(client, 2, "p", 0.1, 0),
@@ -99,20 +101,14 @@ def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store's repr asks a name server, which may not answer for seconds. No call needs it."""
     asked: list[Store] = []
 
-    def note(client: Store) -> Iterator[socket.socket]:
-        asked.append(client)
-        return iter(())
-
-    monkeypatch.setattr(_client, "_socket_of", note)
+    monkeypatch.setattr(_location, "_socket_by_repr", asked.append)
     client = server()
     store.barrier(client, 1, "p", 300, 0)
     store.barrier(client, 1, "p", 1, 0)
     (own,) = _client.local_state(client).idle
     assert own._socket is not None
     assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
-    assert {port for _, port in _client.peers_of(client, _client.local_state(client))} == {
-        client.port
-    }
+    assert {port for _, port in addresses_of(client)} == {client.port}
     assert asked == []
 
 
@@ -128,15 +124,65 @@ class Crowded(TCPStore):
 def test_two_threads_that_connect_at_once() -> None:
     """Each finds its own socket: a wrong one would be shut down in the other's place."""
     client = Crowded("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    own = _client._cloned(client, "here")
+    own = _client._cloned(client, _client.local_state(client), "here")
     assert own._socket is not None
     assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
     client.other.close()
+
+
+def test_sockets_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc, a connection of our own has a time limit all the same: the repr names it."""
+    for module in (_client, _location):
+        monkeypatch.setattr(module, "open_sockets", dict)
+    client = server()
+    own = _client._cloned(client, _client.local_state(client), "here")
+    assert own._socket is not None
+    assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
+
+
+def test_a_call_that_was_given_up_leaves_the_next_calls_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller gives the call up just as its helper returns the connection for the next call."""
+    return_connection = _client.give_back
+
+    def give_back(state: Any, connection: Any) -> None:
+        return_connection(state, connection)
+        for call in list(_client._running):
+            call.abandon()
+
+    monkeypatch.setattr(_client, "give_back", give_back)
+    client = server()
+    with pytest.raises(RuntimeError, match="was given up"):
+        store.barrier(client, 1, "p", 1, 0)
+    (own,) = _client.local_state(client).idle
+    assert not own.is_broken
+
+
+def test_a_forked_child_can_give_a_call_up() -> None:
+    """A thread that the child does not have may have held the lock at the fork."""
+    with suppress(RuntimeError):
+        store.barrier(HashStore(), 2, "p", 0.01, 0)
+    with _client._deciding_lock:
+        holder = threading.Thread(target=fork_and_abandon, args=(statuses := [],))
+        holder.start()
+        holder.join(60)
+    assert statuses == [0]
+
+
+def fork_and_abandon(statuses: list[int]) -> None:
+    """Abandon a call in a forked child; note the child's exit status."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        _client.Call().abandon()
+        os._exit(0)
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_one_port_of_two_hosts() -> None:
     """Only the connection to the store's own host counts as the store's."""
     client = server()
     with socket.create_connection(("127.0.0.2", client.port), 10):
-        ((host, port),) = _client.peers_of(client, _client.local_state(client))
+        ((host, port),) = addresses_of(client)
     assert (host.removeprefix("::ffff:"), port) == ("127.0.0.1", client.port)

@@ -35,7 +35,7 @@ ring/writer.py: lock: self._lock
 store/_install.py: lock: _lock
     sets attributes of two modules
 store/_client.py: lock: _deciding_lock
-    sets a flag and swaps a tuple
+    sets a flag, swaps a tuple or shuts a socket down
 dispatch.py: lock: self._lock
     copies the newest records out of a mapped file
 dispatch.py: lock: self._turned

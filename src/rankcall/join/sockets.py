@@ -7,13 +7,14 @@ closed connection does. NCCL's abort works.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from rankcall.process import open_sockets, second_handle
 
 _ESTABLISHED = "01"
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
@@ -74,7 +75,7 @@ def _on_devices(group: Any) -> Iterator[Any]:
 
 def _connections() -> Iterator[tuple[int, str, str]]:
     """Yield inode, local and remote end of each established connection of this process."""
-    own_inodes = _own_sockets()
+    own_inodes = open_sockets()
     for table in _TABLES:
         with contextlib.suppress(OSError):
             for line in Path(table).read_text().splitlines()[1:]:
@@ -91,26 +92,12 @@ def _plain(end: str) -> str:
     return f"{address.removeprefix(mapped)}:{port}"
 
 
-def _own_sockets() -> dict[int, int]:
-    """Return this process's sockets, as inode -> file descriptor."""
-    descriptors = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith("socket:["):
-                    descriptors[int(target[8:-1])] = int(name)
-    return descriptors
-
-
 def _shut_down(inode: int) -> bool:
     """Shut one socket down, unless its descriptor now belongs to another socket."""
-    descriptor = _own_sockets().get(inode)
-    if descriptor is None:
+    handle = second_handle(open_sockets().get(inode, -1), inode)
+    if handle is None:
         return False
-    with contextlib.suppress(OSError):
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if os.fstat(connection.fileno()).st_ino == inode:
-                connection.shutdown(socket.SHUT_RDWR)
-                return True
+    with handle, contextlib.suppress(OSError):
+        handle.shutdown(socket.SHUT_RDWR)
+        return True
     return False

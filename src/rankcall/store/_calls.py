@@ -18,25 +18,26 @@ from torch.distributed import Store
 from rankcall._requests import Steps
 from rankcall.process import host_name
 from rankcall.store import _errors, _protocol, _tickets
-from rankcall.store._checks import (
-    check_prefix,
-    check_rank,
-    check_seconds,
-    check_store,
-    check_world,
-)
 from rankcall.store._client import (
     Call,
     LocalState,
     clock,
     local_state,
-    lost,
     on_fork,
     run,
-    where,
 )
-from rankcall.store._errors import Decoder, StoreLost
+from rankcall.store._errors import (
+    Decoder,
+    StoreLost,
+    check_prefix,
+    check_rank,
+    check_seconds,
+    check_store,
+    check_world,
+    lost,
+)
 from rankcall.store._keys import BARRIER, CLEAN_UP, EXCHANGE, GET_ALL, Keys
+from rankcall.store._location import where
 
 LARGEST = 7 << 20  # a TCPStore closes the connection of a process that sends 8 MiB
 _RETIRED = 1024

@@ -18,14 +18,12 @@ addresses, which takes seconds if no server answers such look-ups. Therefore:
 from __future__ import annotations
 
 import os
-import re
 import socket
-import stat
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,9 +34,18 @@ from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 
 from rankcall import background
 from rankcall._requests import METHODS, Steps, Until, Wait, WaitRead
-from rankcall.store._checks import check_store
-from rankcall.store._errors import StoreLost
+from rankcall.process import open_sockets
+from rankcall.store._errors import StoreLost, check_store, lost
 from rankcall.store._keys import Keys, attempt_of_this_process, keys_of
+from rankcall.store._location import (
+    Address,
+    addresses_of,
+    is_closed,
+    own_socket,
+    root_of,
+    shut_down_connections_to,
+    where,
+)
 
 BEYOND_S = 0.85  # the time after its timeout in which a call names the missing or gives up
 _HEARD_S = 1.5  # a store that answered so recently is there; only this machine is too busy
@@ -53,7 +60,6 @@ _ABSENT = "rankcall: no such key"
 _EXIT_S = 1.0
 
 T = TypeVar("T")
-Address = tuple[str, int]
 
 
 class Clock:
@@ -189,7 +195,7 @@ class LocalState:
     is_tcp: bool
     appends: bool
     attempt: int  # of the job, when this process first used the store
-    peers: frozenset[Address] = frozenset()  # see peers_of
+    addresses: frozenset[Address] = frozenset()  # of a TCPStore; looked up once
     idle: list[Connection] = field(default_factory=list)
     members: dict[Any, Any] = field(default_factory=dict)
     seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # of roll calls
@@ -252,7 +258,7 @@ class Call:
     is_abandoned = False
     connection: Connection | None = None
     is_late = False  # the deadline has passed, and the helper asks which ranks are missing
-    peers: frozenset[Address] = frozenset()  # the store's addresses, if it may not answer
+    addresses: frozenset[Address] = frozenset()  # of the store, if it may not answer
     helper: background.BackgroundCall[Any] | None = None
     _has_helper = False
     _frees: tuple[Callable[[], None], ...] = ()
@@ -280,15 +286,33 @@ class Call:
 
     def abandon(self) -> None:
         """Give the call up."""
-        self.is_abandoned = True
         if self.helper is not None:
             self.helper.give_up()
-        connection = self.connection
-        if connection is not None:
-            connection.shut_down()
+        with _deciding_lock:
+            self.is_abandoned = True
+            if self.connection is not None:
+                self.connection.shut_down()
+
+    def let_go(self) -> None:
+        """Note that the helper is done with its connection, which the next call may use.
+
+        Under the lock, because ``abandon`` must not shut down the connection of another call.
+        """
+        with _deciding_lock:
+            self.connection = None
 
 
-_deciding_lock = threading.Lock()
+# Reentrant, because a signal handler may use a store.
+_deciding_lock = threading.RLock()
+
+
+def _renew_lock() -> None:
+    """A forked child gets a new lock: a thread that it does not have may hold the parent's."""
+    global _deciding_lock
+    _deciding_lock = threading.RLock()
+
+
+on_fork(_renew_lock)
 
 
 class _Abandoned(Exception):
@@ -450,13 +474,13 @@ def _run_aside(
             )[1]
             return result
         finally:
+            call.let_go()  # the call may live on, and must not keep the store
             if own is not None:
                 give_back(state, own)
-            call.connection = None  # the call may outlive it, and must not keep the store
             call.end_helper()
 
     call.begin_helper()
-    call.peers = peers_of(store, state)
+    call.addresses = _known_addresses(store, state)
     helper = call.helper = background.BackgroundCall(work, "rankcall-store")
     _running.add(call)
     try:
@@ -499,10 +523,10 @@ def own_connection(store: Store, state: LocalState, seconds: float) -> Connectio
     place = where(store)
 
     def connect() -> None:
-        state.idle.append(_cloned(store, place))
+        state.idle.append(_cloned(store, state, place))
 
     call = Call()
-    call.peers = peers_of(store, state)
+    call.addresses = _known_addresses(store, state)
     call.helper = background.BackgroundCall(connect, "rankcall-store-connect")
     _note_connecting(call)
     if not call.helper.ended(seconds):
@@ -525,32 +549,25 @@ def separate_connection(store: Store, seconds: float) -> Connection:
 
     Answers over it take ``seconds`` at most.
     """
-    if not local_state(store).is_tcp:
+    state = local_state(store)
+    if not state.is_tcp:
         return Connection(store)
     place = where(store)
     try:
-        own = _cloned(store, place)
+        own = _cloned(store, state, place)
     except RuntimeError as error:
         raise lost(place, str(error)) from error
     own.limit(seconds)
     return own
 
 
-def _cloned(store: Store, place: str) -> Connection:
-    if _is_closed(store):  # torch would go on trying until the store's timeout
+def _cloned(store: Store, state: LocalState, place: str) -> Connection:
+    if is_closed(store, state.addresses):  # torch would go on trying until the store's timeout
         raise lost(place, "it closed the connection")
-    before = {inode for _, inode in _open_sockets()}
+    open_before = open_sockets().keys()
     client = store.clone()  # type: ignore[attr-defined]
     client.set_timeout(_READ)
-    own: socket.socket | None = None
-    for each in _connections_to(_port(store), except_for=before):
-        if own is None:
-            own = each
-            continue
-        each.close()  # another thread has connected at the same time
-        own.close()
-        own = next(_socket_of(client), None)
-        break
+    own = own_socket(client, open_before)
     if own is not None:
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Connection(client, own)
@@ -563,6 +580,13 @@ def _note_connecting(call: Call) -> None:
     """Keep a call that connects until it has ended, so that an exit can release it."""
     _connecting[:] = [each for each in _connecting if not _has_ended(each)]
     _connecting.append(call)
+
+
+def _known_addresses(store: Store, state: LocalState) -> frozenset[Address]:
+    """Return the addresses of a TCPStore. A connection that is reset later has none any more."""
+    if not state.addresses:
+        state.addresses = addresses_of(store)
+    return state.addresses
 
 
 def give_back(state: LocalState, connection: Connection) -> None:
@@ -580,8 +604,8 @@ def _release_helpers() -> None:
         call.abandon()
     _wait_for(calls, _EXIT_S / 4)
     for call in calls:
-        if call.peers and not _has_ended(call):
-            shut_down_connections_to(call.peers)
+        if call.addresses and not _has_ended(call):
+            shut_down_connections_to(call.addresses)
     _wait_for(calls, _EXIT_S)
 
 
@@ -597,116 +621,12 @@ def _wait_for(calls: Iterable[Call], seconds: float) -> None:
             background.exit_budget.spend(call.helper.ended, left)
 
 
-def shut_down_connections_to(peers: Collection[Address]) -> None:
-    """Shut down this process's connections to a store that does not answer."""
-    for each in _connections():
-        with each, suppress(OSError):
-            if _peer(each) in peers:
-                each.shutdown(socket.SHUT_RDWR)
-
-
-def peers_of(store: Store, state: LocalState) -> frozenset[Address]:
-    """Return the address that a TCPStore client is connected to. It is looked up once."""
-    if not state.peers:
-        found = set()
-        for each in _connections_of(store):
-            with each:
-                found.add(_peer(each))
-        state.peers = frozenset(address for address in found if address)
-    return state.peers
-
-
-def _is_closed(store: Store) -> bool:
-    """Return whether the other end has closed this process's connections to a TCPStore."""
-    has_any = False
-    for each in _connections_of(store):
-        with each, suppress(OSError):  # reset: closed as well
-            try:
-                if each.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    return False
-            except BlockingIOError:
-                return False
-        has_any = True
-    return has_any
-
-
-# torch does not tell which socket is a client's, except in its repr. But that looks up the name of
-# an address, for seconds if no name server answers. So sockets are found by their port. A process
-# may have thousands, so each handle is closed before the next one is made.
-
-
-def _connections_of(store: Store) -> Iterator[socket.socket]:
-    """Yield second handles on this process's connections to the host and port of a TCPStore."""
-    if not _port(store):
-        return
-    hosts = set()
-    for each in _connections_to(_port(store)):
-        with each:
-            hosts.add(_peer(each))
-    yield from _socket_of(store) if len(hosts) > 1 else _connections_to(_port(store))
-
-
-def _peer(connection: socket.socket) -> Address | None:
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    try:
-        host, port = connection.getpeername()[:2]
-    except OSError:  # not connected
-        return None
-    return host, port
-
-
-def _open_sockets() -> list[tuple[int, int]]:
-    """Return the descriptor and the inode of each socket of this process."""
-    sockets = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            found = os.fstat(int(name))
-            if stat.S_ISSOCK(found.st_mode):
-                sockets.append((int(name), found.st_ino))
-    return sockets
-
-
-def _connections(except_for: Collection[int] = ()) -> Iterator[socket.socket]:
-    """Yield second handles on the sockets of this process, except for those with some inodes."""
-    for fd, inode in _open_sockets():
-        if inode not in except_for:
-            with suppress(OSError):
-                yield socket.socket(fileno=os.dup(fd))
-
-
-def _connections_to(port: int, except_for: Collection[int] = ()) -> Iterator[socket.socket]:
-    """Yield second handles on the connections to a port of any host."""
-    for each in _connections(except_for):
-        if (_peer(each) or ("", 0))[1] == port:
-            yield each
-        else:
-            each.close()
-
-
-def _port(store: Store) -> int:
-    root = root_of(store)
-    return root.port if isinstance(root, TCPStore) else 0
-
-
-def _socket_of(client: Store) -> Iterator[socket.socket]:
-    """Yield a second handle on the socket of a TCPStore client, by its repr."""
-    found = re.search(r"fd=(\d+)", repr(root_of(client)))
-    if found:
-        with suppress(OSError):
-            duplicate = socket.socket(fileno=os.dup(int(found.group(1))))
-            if duplicate.getpeername()[1] == _port(client):
-                yield duplicate
-            else:
-                duplicate.close()
-
-
 def connect_to(address: str, port: int, seconds: float) -> Store | None:
     """Connect to a store; None if that fails or takes too long, also if its host is stopped."""
 
     def connect() -> Store:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        call.peers = frozenset((str(info[4][0]), port) for info in found)
+        call.addresses = frozenset((str(info[4][0]), port) for info in found)
         wait = timedelta(seconds=max(1.0, seconds))
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
 
@@ -722,30 +642,3 @@ def connect_to(address: str, port: int, seconds: float) -> Store | None:
         return None
     store.set_timeout(timedelta(seconds=300))  # as torch's own default
     return store
-
-
-def root_of(store: Store) -> Store:
-    """Return the store below all prefixes."""
-    below: Store = getattr(store, "_underlying_non_prefix_store", store)
-    return below
-
-
-def where(store: Store) -> str:
-    """Name the place of a store, without its repr: that looks up names, which may take seconds."""
-    root = root_of(store)
-    if isinstance(root, TCPStore):
-        return f"at {root.host}:{root.port}"
-    path = getattr(root, "path", None)
-    return f"in {path}" if path else f"({type(root).__name__})"
-
-
-def lost(place: str, reason: str) -> StoreLost:
-    """Return the error that says that the store's host is gone."""
-    is_silent = "Timeout" in reason or "no answer" in reason
-    state = "does not answer (its host is stopped, or cut off)" if is_silent else "is gone"
-    return StoreLost(
-        f"the store {place} {state}: {reason.splitlines()[0]}. Look at the process that hosts it; "
-        "with rankcall.store.failover() a job goes on without it",
-        host=place.removeprefix("at "),
-        is_silent=is_silent,
-    )

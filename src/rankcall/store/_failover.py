@@ -16,9 +16,8 @@ from torch.distributed import Store, TCPStore
 
 from rankcall._requests import Check, Read, Set, Steps
 from rankcall.store import _calls
-from rankcall.store._checks import check_rank, check_seconds
 from rankcall.store._client import Call, clock, connect_to, run
-from rankcall.store._errors import BarrierTimeout, StoreLost
+from rankcall.store._errors import BarrierTimeout, StoreLost, check_rank, check_seconds
 from rankcall.store._protocol import frame, unframe
 
 _SLICE_S = 0.5  # the time after which a rank that makes up for a barrier asks whether others passed

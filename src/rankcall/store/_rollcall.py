@@ -13,8 +13,8 @@ from torch.distributed import Store
 from rankcall._requests import ReadMany, Set, Steps, Until
 from rankcall.process import host_name
 from rankcall.store import _errors
-from rankcall.store._checks import check_prefix, check_rank, check_seconds
 from rankcall.store._client import Call, clock, local_state, run
+from rankcall.store._errors import check_prefix, check_rank, check_seconds
 
 _OLD_S = 60.0  # a rank whose answer this process has known for so long does not answer any more
 
