@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import resource
+import sys
 import tempfile
 import threading
 import time
@@ -80,12 +81,15 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
         try:
             store = PrefixStore("rpc/static", TCPStore("127.0.0.1", port, is_master=False))
             deadline = time.monotonic() + START_S
-            membership = _static.claim_rank(store, f"w{rank}", rank, count, deadline)
+            membership = _static.StaticMembership(store, f"w{rank}", rank, count)
+            membership.claim_rank(deadline)
             worker = Worker(f"w{rank}", rank, zmq_library(), options(port))
             workers.append(worker)
             zmq._join_static(worker, membership, deadline)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
+            # At once: the real worker may wait for this one until its own deadline.
+            print(f"worker w{rank}: {errors[-1]}", file=sys.stderr, flush=True)
 
     pipe.send("ready")
     pipe.recv()

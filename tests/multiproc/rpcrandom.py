@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Worker:
         path = Path(folder) / f"{name}-{os.getpid()}.log"
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.kept: list[tuple[Any, int]] = []  # tensors and their calls
+        self._kept_lock = threading.Lock()  # several threads serve calls
         self.calls = 0
         self.must_rejoin = False
 
@@ -57,9 +59,13 @@ class Worker:
     def keep(self, tensor: Any, call: int) -> None:
         """Keep a tensor, and drop others; each is checked when it comes and when it goes."""
         self.check(tensor, call)
-        self.kept.append((tensor, call))
-        while len(self.kept) > MOST_KEPT * self.choose.random():
-            self.check(*self.kept.pop(self.choose.randrange(len(self.kept))))
+        dropped = []
+        with self._kept_lock:
+            self.kept.append((tensor, call))
+            while len(self.kept) > MOST_KEPT * self.choose.random():
+                dropped.append(self.kept.pop(self.choose.randrange(len(self.kept))))
+        for other in dropped:
+            self.check(*other)
 
     def check(self, tensor: Any, call: int) -> None:
         """Note if a tensor is not what it was when it was sent."""

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from hosting import stop
 from ranks import run_ranks, try_ranks
-from rpcgroup import aside, come_up, metrics, names, sockets
+from rpcgroup import aside, backend, come_up, metrics, names, sockets
 from world import wait_until
 
+__all__ = ["backend"]  # a fixture
 pytestmark = pytest.mark.multiproc
 
 kept: list[Any] = []
@@ -215,34 +216,39 @@ def test_a_worker_of_another_host_comes_again_at_once() -> None:
     assert first.ok, first.error or first.stderr
 
 
-def _late_once(rank: int, world_size: int) -> Any:
-    """Rank 1 comes when rank 0's first attempt has failed; both go on trying."""
+def _given_up(rank: int, world_size: int, backend: str) -> Any:
+    """Rank 1 enters the attempt that rank 0 has given up, before rank 0 tries again."""
     from rpcgroup import hurry
 
     from rankcall import RpcTimeout, rpc
+    from rankcall.rpc._static import StaticMembership
 
     hurry()
     store = aside()
-    attempts = 0
-    while True:
-        if rank == 1 and not attempts:
-            store.wait(["failed"])
-        attempts += 1
-        try:
-            come_up(rank, world_size, "ZMQ", rpc_timeout=2 if attempts == 1 and not rank else 30)
-            break
-        except RpcTimeout:
-            store.set("failed", "")
+    if rank == 0:
+        with pytest.raises(RpcTimeout):
+            come_up(rank, world_size, backend, rpc_timeout=2)
+        store.set("given up", "")
+        store.wait(["introduced"])
+    else:
+        introduce = StaticMembership.introduce
+
+        def noted(*arguments: Any) -> Any:
+            cards = introduce(*arguments)
+            store.set("introduced", "")
+            return cards
+
+        StaticMembership.introduce = noted  # type: ignore[method-assign]
+        store.wait(["given up"])
+    come_up(rank, world_size, backend, rpc_timeout=60)
     answer = rpc.rpc_sync(f"w{1 - rank}", pow, args=(2, 3))
     rpc.shutdown(timeout=20)
-    return answer, attempts
+    return answer
 
 
-def test_attempts_to_come_up_meet() -> None:
-    """The worker that was late joins the attempt that is in progress."""
-    first, second = run_ranks(_late_once, 2, init=False)
-    assert first == [8, 2]
-    assert second == [8, 1]
+def test_attempts_to_come_up_meet(backend: str) -> None:
+    """A worker that enters an attempt which another has given up begins again with that one."""
+    assert run_ranks(_given_up, 2, backend, init=False) == [8, 8]
 
 
 def _dies_first(rank: int, world_size: int) -> Any:

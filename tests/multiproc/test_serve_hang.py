@@ -50,7 +50,7 @@ def test_a_hang_is_on_the_page_with_line_and_stacks(tmp_path: Path) -> None:
         job = subprocess.Popen(
             [
                 *(str(RANKCALL), "run", "--serve", "0", "--run-dir", str(tmp_path / "run")),
-                *("--hang-after", "5", "--nproc-per-node", "2"),
+                *("--hang-after", "1", "--nproc-per-node", "2"),
                 *(str(ROOT / "examples/train_digits.py"), "--slow-rank", "1"),
                 *("--slow-ms", "3600000"),
             ],

@@ -165,6 +165,31 @@ void calls_end_once() {
   CHECK(calls.started_count() == uint64_t(kThreads) * kCalls);
 }
 
+// The thread that waits for deadlines waits for a later one, or for none at all, when an earlier one comes.
+void an_earlier_deadline_is_seen() {
+  using Call = CallOf<std::shared_ptr<Ended>, int>;
+  for (bool has_later : {false, true}) {
+    CallsOf<Call> calls;
+    auto after = [&](std::chrono::milliseconds timeout) {
+      return Call{std::make_shared<Ended>(), nullptr, timeout, Clock::now() + timeout};
+    };
+    if (has_later) calls.add(1, after(std::chrono::hours(1)));
+    std::promise<std::size_t> taken;
+    std::thread watcher([&] { taken.set_value(calls.take_overdue().size()); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // most likely, it waits by now
+    for (uint64_t id = 2; id < 100; id++) {
+      calls.add(id, after(std::chrono::minutes(30)));
+      CHECK(calls.take(id));
+    }
+    calls.add(100, after(std::chrono::milliseconds(20)));
+    auto answer = taken.get_future();
+    bool in_time = answer.wait_for(std::chrono::minutes(2)) == std::future_status::ready;
+    calls.close();
+    watcher.join();
+    CHECK(in_time && answer.get() == 1);
+  }
+}
+
 // A block is written for one reader, and not again before that reader has freed it. Readers are lost
 // in the middle: their blocks stay as they are, and freeing them later has no effect on others.
 void blocks_are_not_shared(const std::string& folder) {
@@ -301,6 +326,7 @@ int main(int, char** arguments) {
   a_process_may_end_at_any_time();
   the_pool_answers_while_requests_wait();
   calls_end_once();
+  an_earlier_deadline_is_seen();
   blocks_are_not_shared(arguments[1]);
   the_decoder_stays_within_bounds();
   std::puts("ok");

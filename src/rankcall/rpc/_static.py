@@ -1,8 +1,8 @@
 """Static groups: a fixed number of workers that come up together and go down together.
 
 All keys are below an epoch: ``epoch-<n>/rank/<rank>`` says which process has a rank. A process that
-calls ``init_rpc`` again moves the group to the next epoch, and workers that still wait in the
-previous one follow it. So workers that retry meet, whenever each of them began.
+calls ``init_rpc`` again moves the group to the next epoch, and workers that have not come up in the
+previous one begin again there. So workers that retry meet, whenever each of them began.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rpc import _delete_all_user_and_unforked_owner_rrefs
@@ -32,8 +32,10 @@ _NAMING_S = 2.0  # of shutdown's time: kept to find out who is missing
 # The last epoch that this process took part in, by the identity of the store.
 _last_epochs: dict[str, int] = {}
 
+T = TypeVar("T")
 
-class _StartedAgain(Exception):
+
+class _BeginAgain(Exception):
     """Another worker has called ``init_rpc`` again, in a later epoch."""
 
 
@@ -50,6 +52,7 @@ class StaticMembership:
         self._epoch = 0
         self._names: list[str] = []
         self._processes: list[Process] = []
+        self.is_up = False  # all workers have come up: too late to begin again
         # Returns the reasons why workers are known to be gone, by name.
         self.gone: Callable[[], Mapping[str, str]] = dict
 
@@ -65,12 +68,7 @@ class StaticMembership:
         the same name, ``RpcTimeout`` that names the missing workers, ``StoreLost``.
         """
         record = {**card, "process": _process_record()}
-        while True:
-            try:
-                cards: list[dict[str, Any]] = self.exchange("init", record, deadline)
-                break
-            except _StartedAgain:
-                self.claim_rank(deadline)
+        cards: list[dict[str, Any]] = self.exchange("init", record, deadline)
         names = [card["node"]["name"] for card in cards]
         check_names(names)
         self._names = names
@@ -103,8 +101,8 @@ class StaticMembership:
                 if time.monotonic() >= deadline:
                     raise self._timeout(label, late, "", late.missing_ranks) from late
                 if perform(self._store, seconds_left(deadline), _current_epoch()) != self._epoch:
-                    if label == "init":
-                        raise _StartedAgain from late
+                    if not self.is_up:
+                        raise _BeginAgain from late
                     reason = "a worker has called init_rpc again; do the same here"
                     raise self._timeout(label, late, reason, late.missing_ranks) from late
 
@@ -206,17 +204,25 @@ class StaticMembership:
             )
 
 
-def claim_rank(
-    store: Store, name: str, rank: int, world_size: int, deadline: float
-) -> StaticMembership:
-    """Claim a rank in the group. A rank or world size of -1 is taken from the group.
+def form_group(
+    join: Callable[[StaticMembership], T],
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int,
+    deadline: float,
+) -> T:
+    """Claim a rank in the group, and return ``join(membership)``, which brings the agent up.
 
-    Raises ``RuntimeError`` if either disagrees with the group, ``RpcTimeout`` if no worker says how
-    many there are, ``StoreLost``.
+    If another worker begins again in the meantime, so does this one. A rank or world size of -1 is
+    taken from the group. Raises ``RuntimeError`` if either disagrees with the group, ``RpcTimeout``
+    if no worker says how many there are, ``StoreLost``.
     """
-    membership = StaticMembership(store, name, rank, world_size)
-    membership.claim_rank(deadline)
-    return membership
+    while True:
+        membership = StaticMembership(PrefixStore("static", store), name, rank, world_size)
+        membership.claim_rank(deadline)
+        with contextlib.suppress(_BeginAgain):
+            return join(membership)
 
 
 class StaticGroup:
@@ -224,6 +230,7 @@ class StaticGroup:
 
     def __init__(self, agent: Any, membership: StaticMembership, store: Store) -> None:
         self._agent, self._membership, self._store = agent, membership, store
+        membership.is_up = True
 
     def leave(self, deadline: float) -> None:
         """Wait until every member leaves and no call is in flight anywhere.

@@ -28,7 +28,7 @@ from rankcall.rpc._group import (
     set_group,
     undone_on_error,
 )
-from rankcall.rpc._static import StaticGroup, claim_rank
+from rankcall.rpc._static import StaticGroup, StaticMembership, form_group
 from rankcall.rpc.devices import Node, device_list, reverse_maps, validate
 from rankcall.store.parts import perform, publish_once
 
@@ -75,15 +75,18 @@ def init_backend_handler(
         start = backend_registry._tensorpipe_init_backend_handler
         agent: TensorPipeAgent = start(store, name, rank, None, rpc_backend_options)  # type: ignore[no-untyped-call]
         return agent
-    return _static(store, name, rank, world_size, rpc_backend_options)
-
-
-def _static(
-    store: dist.Store, name: str, rank: int, world_size: int, options: TensorPipeRpcBackendOptions
-) -> TensorPipeAgent:
-    deadline = init_deadline(options.rpc_timeout)
+    deadline = init_deadline(rpc_backend_options.rpc_timeout)
     _refuse_a_mix(store, name, deadline)
-    membership = claim_rank(dist.PrefixStore("static", store), name, rank, world_size, deadline)
+
+    def join(membership: StaticMembership) -> TensorPipeAgent:
+        return _join_static(membership, name, rpc_backend_options, deadline)
+
+    return form_group(join, store, name, rank, world_size, deadline)
+
+
+def _join_static(
+    membership: StaticMembership, name: str, options: TensorPipeRpcBackendOptions, deadline: float
+) -> TensorPipeAgent:
     mine = Node(name, torch.cuda.device_count(), options.device_maps, options.devices)
     records = membership.introduce({"node": mine.to_json()}, deadline)
     nodes = [Node.from_json(record["node"]) for record in records]
@@ -94,6 +97,8 @@ def _static(
         # Others may send to a device before this process has used one.
         torch.cuda.init()  # type: ignore[no-untyped-call]
     rank, world_size = membership.rank, membership.world_size
+    # torch's agent waits for all others: one of them may have given this attempt up.
+    membership.exchange("introduced", None, deadline)
     agent = bounded(
         lambda: TensorPipeAgent(
             membership.store, name, rank, world_size, options, reverse, devices

@@ -7,8 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ from rankcall.rpc._group import (
     wait_idle,
 )
 from rankcall.rpc._members import MemberLog, WorkerRecord, check_unique, find_conflict, is_dead
-from rankcall.rpc._static import StaticGroup, StaticMembership, claim_rank
+from rankcall.rpc._static import StaticGroup, StaticMembership, form_group
 from rankcall.rpc.backends._zmq_worker import (
     Worker,
     ZmqRpcBackendOptions,
@@ -76,23 +76,34 @@ def init_backend_handler(
     library = zmq_library()
     agent_module()  # built before the deadline counts
     deadline = init_deadline(rpc_backend_options.rpc_timeout)
-    membership = None
-    if world_size:
-        membership = claim_rank(dist.PrefixStore("static", store), name, rank, world_size, deadline)
-        rank = membership.rank
-    worker = Worker(name, rank, library, rpc_backend_options)
-    try:
-        if membership:
+
+    def join_static(membership: StaticMembership) -> Any:
+        with _new_worker(name, membership.rank, library, rpc_backend_options) as worker:
             _join_static(worker, membership, deadline)
-        else:
+        return worker.agent
+
+    if world_size:
+        agent = form_group(join_static, store, name, rank, world_size, deadline)
+    else:
+        with _new_worker(name, rank, library, rpc_backend_options) as worker:
             group = DynamicGroup(worker, MemberLog(dist.PrefixStore("dynamic", store)))
             group.join(deadline)
-            set_group(group)
+        set_group(group)
+        agent = worker.agent
+    _end_at_exit()
+    return agent
+
+
+@contextmanager
+def _new_worker(
+    name: str, rank: int, library: str, options: ZmqRpcBackendOptions
+) -> Iterator[Worker]:
+    worker = Worker(name, rank, library, options)
+    try:
+        yield worker
     except BaseException:
         worker.dir.close()
         raise
-    _end_at_exit()
-    return worker.agent
 
 
 # --- static groups
