@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from liveruns import live_run
 
 from rankcall.analysis.diagnosis import diagnose
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
-from rankcall.process import boot_id, process_start
-from rankcall.ring.layout import HEADER, Geometry
+from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create_locked
 from rankcall.run.archive import unpack
 from rankcall.run.directory import create_run, make_live_dir
@@ -85,20 +85,10 @@ def test_nodes_without_a_shared_file_system(run: Path, capsys: pytest.CaptureFix
     assert said(both) == [("dead", (2,))]
 
 
-def test_states_of_living_processes_are_kept(run: Path) -> None:
+def test_states_of_living_processes_are_kept(tmp_path: Path) -> None:
     """The archive says that a process was alive, and a reader on another host believes it."""
-    for ring in (run / "rings").glob("*.ring"):
-        data = bytearray(ring.read_bytes())
-        for name, value in (
-            ("boot_id", boot_id().encode().ljust(40, b"\0")),
-            ("process_start", (process_start(os.getpid()) or 0).to_bytes(8, "little")),
-            ("pid", os.getpid().to_bytes(4, "little")),
-            ("closed_ns", bytes(8)),
-        ):
-            offset = HEADER.fields[name][1]  # type: ignore[index]
-            data[offset : offset + len(value)] = value
-        ring.write_bytes(data)
-    target = run.parent / "live.tar.zst"
+    run = live_run(tmp_path, 4, os.getpid())
+    target = tmp_path / "live.tar.zst"
     assert main(["collect", str(run), "--to", str(target)]) == 0
     found = diagnose(load(target), state_of=lambda header: "unknown").snapshot
     assert {each.state for each in found.ranks} == {"alive"}
