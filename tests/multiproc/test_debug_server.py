@@ -85,7 +85,7 @@ def page_with(url: str, text: str) -> str:
 
 
 @pytest.mark.usefixtures("debug_server")
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
 def test_the_real_server_shows_the_verdict(tmp_path: Path, method: str) -> None:
     """The page names the rank that does not come, and where both ranks stand."""
     port = free_port() + 1

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multiproc
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parameter_server.py"
 
 
-@pytest.mark.parametrize("backend", ["ZMQ", "TENSORPIPE"])
+@pytest.mark.parametrize("backend", ["ZMQ", pytest.param("TENSORPIPE", marks=pytest.mark.slow)])
 def test_the_parameter_server(backend: str) -> None:
     """The model fits in the end; on ZMQ, also though a trainer is killed."""
     done = subprocess.run(

@@ -51,7 +51,7 @@ def _host_stops(rank: int, world_size: int, port: int, pid: int, folder: str) ->
     return told
 
 
-@pytest.mark.parametrize("libuv", [True, False])
+@pytest.mark.parametrize("libuv", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_stopped_host(libuv: bool, tmp_path: Path) -> None:
     """No call outlasts its timeout by more than a second; when the host goes on, so does all."""
     with hosted(libuv) as (port, pid):
