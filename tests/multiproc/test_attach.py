@@ -63,7 +63,7 @@ FILES = {
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=[] if name in ("spawn", "torchrun") else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name == "torchrun" else [pytest.mark.slow])
         for name in LAUNCHERS
     ]
 )
@@ -213,6 +213,7 @@ def test_a_second_init_continues_the_run(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_jobs_with_one_directory_are_attempts(tmp_path: Path) -> None:
     """A second job that is given the first one's directory becomes its second attempt."""
     launcher = LAUNCHERS["python"]

@@ -36,6 +36,7 @@ def ranks_in(disk: Path) -> set[int]:
     }
 
 
+@pytest.mark.slow
 def test_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 3 is killed, the others hang: rank 0's node alone has the verdict, and is certain."""
     with cabled(tmp_path) as nodes:

@@ -41,8 +41,8 @@ FAULTS = {"raise": "dead", "kill": "dead", "size": "mismatch", "op": "desync"}
 @pytest.mark.parametrize(
     "fault",
     [
-        "raise",
         "size",
+        pytest.param("raise", marks=pytest.mark.slow),
         pytest.param("kill", marks=pytest.mark.slow),
         pytest.param("op", marks=pytest.mark.slow),
     ],

@@ -17,7 +17,7 @@ from rankcall import Run, load
 
 pytestmark = pytest.mark.multiproc
 RANKS = 4
-CAPTURES = ("native", "python")
+CAPTURES = ("native", pytest.param("python", marks=pytest.mark.slow))
 PARAMETERS = 3 * (16 * 16 + 16)  # of the model that DDP and FSDP2 train
 
 

@@ -30,7 +30,7 @@ def check(folder: Path, size: int, seconds: float, seed: int, monkeypatch) -> No
 
 def test_random_calls_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wrong byte, no call run twice, no call without an end, nothing left behind."""
-    check(tmp_path, 3, 4.0, 3, monkeypatch)
+    check(tmp_path, 3, 50.0, 3, monkeypatch)  # with its start and its end, a minute
 
 
 @pytest.mark.slow

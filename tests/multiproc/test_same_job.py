@@ -67,6 +67,8 @@ _EVERY_MODE = ("ddp", "toggles", "errors")  # the others switch on or off in mid
 
 
 def _is_slow(name: str, about: programs.Program, mode: str) -> bool:
+    if mode == "python" and name in ("compiled", "pipeline", "tensor_parallel", "hsdp"):
+        return True  # torch.compile and the like, which take long; the native mode stays
     return about.slow or (name not in _EVERY_MODE and mode in ("late", "stopped"))
 
 

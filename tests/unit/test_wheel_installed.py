@@ -154,7 +154,7 @@ def test_without_the_variable_nothing_happens(
     assert not (tmp_path / "rankcall-runs").exists()
 
 
-@pytest.mark.parametrize("option", ["-I", "-E"])
+@pytest.mark.parametrize("option", ["-I", pytest.param("-E", marks=pytest.mark.slow)])
 def test_isolated_pythons(environment: Environment, tmp_path: Path, option: str) -> None:
     """``-I`` and ``-E`` ignore PYTHON* variables only, so the variable still works."""
     (tmp_path / "train.py").write_text(PROGRAM)
