@@ -2,8 +2,8 @@
 
 torch tells which socket is a client's only in the client's repr. But that looks up the name of an
 address, for seconds if no name server answers. So the connections of a TCPStore are found among the
-sockets of this process by their port. The repr is read only if two hosts have a store at one port,
-or if the sockets cannot be listed because there is no /proc.
+sockets of this process by their port. The repr is read only if that finds no connection, or those
+of several hosts: if two stores have one port, after a reset, and without /proc.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
 from torch.distributed import Store, TCPStore
@@ -37,32 +37,27 @@ def where(store: Store) -> str:
 
 
 def addresses_of(store: Store) -> frozenset[Address]:
-    """Return the addresses that a TCPStore client is connected to; empty for other stores."""
-    found = set()
-    for connection in _connections_of(store):
-        with connection:
-            found.add(_peer(connection))
+    """Return the address that a TCPStore client is connected to; empty if it has none."""
+    port = _port(store)
+    if not port:
+        return frozenset()
+    found = {_peer_once(connection) for connection in _connections(lambda to: to[1] == port)}
+    if len(found) != 1:
+        own = _socket_by_repr(store)
+        found = {_peer_once(own)} if own is not None else set()
     return frozenset(address for address in found if address)
 
 
 def is_closed(store: Store, addresses: Collection[Address]) -> bool:
-    """Return whether this process's connections to a TCPStore are closed by the other end.
+    """Return whether the other end has closed this process's connections to a TCPStore.
 
-    A connection that was reset has no address any more. So a store that has no connection left is
-    closed, too. ``addresses`` are those that the store had earlier; empty if they are not known.
+    A connection that was reset has no address any more. So if no connection to ``addresses``, which
+    the store had earlier, is left, it is closed, too. False if it is not known.
     """
-    if not _port(store):
-        return False
-    for connection in _connections_of(store, addresses):
-        with connection:
-            try:
-                if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    return False
-            except BlockingIOError:
-                return False
-            except OSError:
-                continue  # reset
-    return True
+    if addresses:
+        return all(map(_has_ended, _connections(addresses.__contains__)))
+    own = _socket_by_repr(store) if _port(store) else None
+    return own is not None and _has_ended(own)
 
 
 def own_socket(client: Store, open_before: Collection[int]) -> socket.socket | None:
@@ -70,68 +65,56 @@ def own_socket(client: Store, open_before: Collection[int]) -> socket.socket | N
 
     ``open_before`` are the inodes of the sockets that this process had before the client was made.
     """
-    found: list[socket.socket] = []
-    for connection in _connections_to(_port(client), open_before):
-        found.append(connection)
-        if len(found) == 2:  # another thread has connected at the same time
-            break
+    port = _port(client)
+    found = list(_connections(lambda to: to[1] == port, except_for=open_before))
     if len(found) == 1:
         return found[0]
-    for connection in found:
+    for connection in found:  # another thread has connected at the same time
         connection.close()
     return _socket_by_repr(client)
 
 
 def shut_down_connections_to(addresses: Collection[Address]) -> None:
     """Shut down this process's connections to a store that does not answer."""
-    for connection in _connections():
+    for connection in _connections(addresses.__contains__):
         with connection, suppress(OSError):
-            if _peer(connection) in addresses:
-                connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
-def _connections_of(store: Store, addresses: Collection[Address] = ()) -> Iterator[socket.socket]:
-    """Yield second handles on this process's connections to a TCPStore."""
-    if not _port(store):
-        return
-    if not open_sockets():  # they cannot be listed
-        found = _socket_by_repr(store)
-        yield from [found] if found is not None else []
-        return
-    if not addresses:
-        at_port: set[Address | None] = set()
-        for connection in _connections_to(_port(store)):
-            with connection:
-                at_port.add(_peer(connection))
-        if len({address[0] for address in at_port if address}) > 1:
-            found = _socket_by_repr(store)
-            yield from [found] if found is not None else []
-            return
-    for connection in _connections_to(_port(store)):
-        if addresses and _peer(connection) not in addresses:
-            connection.close()
-        else:
-            yield connection
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether no more data can come over a connection; close this handle on it."""
+    with connection:
+        try:
+            return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # reset
+            return True
 
 
-def _connections_to(port: int, except_for: Collection[int] = ()) -> Iterator[socket.socket]:
-    """Yield second handles on the connections to a port of any host."""
-    for connection in _connections(except_for):
-        if (_peer(connection) or ("", 0))[1] == port:
-            yield connection
-        else:
-            connection.close()
-
-
-def _connections(except_for: Collection[int] = ()) -> Iterator[socket.socket]:
-    """Yield second handles on the sockets of this process, except for those with some inodes.
+def _connections(
+    is_wanted: Callable[[Address], bool], except_for: Collection[int] = ()
+) -> Iterator[socket.socket]:
+    """Yield second handles on this process's connections to some addresses.
 
     A process may have thousands of sockets. So a caller closes each handle before the next is made.
+    The sockets with the inodes ``except_for`` are left out.
     """
     for inode, descriptor in open_sockets().items():
         handle = second_handle(descriptor, inode) if inode not in except_for else None
-        if handle is not None:
+        if handle is None:
+            continue
+        address = _peer(handle)
+        if address is not None and is_wanted(address):
             yield handle
+        else:
+            handle.close()
+
+
+def _peer_once(connection: socket.socket) -> Address | None:
+    """Return the other end of a connection; close this handle on it."""
+    with connection:
+        return _peer(connection)
 
 
 def _peer(connection: socket.socket) -> Address | None:
