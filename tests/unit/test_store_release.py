@@ -109,6 +109,8 @@ def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own._socket is not None
     assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
     assert {port for _, port in addresses_of(client)} == {client.port}
+    separate = _client.separate_connection(server(), 5)  # as the watcher's first connection
+    assert separate._socket is not None
     assert asked == []
 
 

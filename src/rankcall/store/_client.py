@@ -562,7 +562,8 @@ def separate_connection(store: Store, seconds: float) -> Connection:
 
 
 def _cloned(store: Store, state: LocalState, place: str) -> Connection:
-    if is_closed(store, state.addresses):  # torch would go on trying until the store's timeout
+    # Without this, torch would go on trying until the store's timeout.
+    if is_closed(store, _known_addresses(store, state)):
         raise lost(place, "it closed the connection")
     open_before = open_sockets().keys()
     client = store.clone()  # type: ignore[attr-defined]

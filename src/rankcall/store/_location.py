@@ -2,8 +2,8 @@
 
 torch tells which socket is a client's only in the client's repr. But that looks up the name of an
 address, for seconds if no name server answers. So the connections of a TCPStore are found among the
-sockets of this process by their port. The repr is read only if that finds no connection, or those
-of several hosts: if two stores have one port, after a reset, and without /proc.
+sockets of this process by their port. The repr is read only if that is not enough: if two stores
+have one port, after a reset, and without /proc.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def where(store: Store) -> str:
 
 
 def addresses_of(store: Store) -> frozenset[Address]:
-    """Return the address that a TCPStore client is connected to; empty if it has none."""
+    """Return the address that a TCPStore client is connected to; empty if it is not known."""
     port = _port(store)
     if not port:
         return frozenset()
     found = {_peer_once(connection) for connection in _connections(lambda to: to[1] == port)}
-    if len(found) != 1:
+    if len(found) > 1:
         own = _socket_by_repr(store)
         found = {_peer_once(own)} if own is not None else set()
     return frozenset(address for address in found if address)
