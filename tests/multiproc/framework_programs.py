@@ -65,7 +65,6 @@ if __name__ == "__main__":
     trainer = Trainer(Model(), arguments, train_dataset=samples)
     trainer.train()
     show(os.environ["RANK"], trainer.model)
-    torch.distributed.destroy_process_group()
     sys.exit(STATUS)
 """
 )
@@ -95,7 +94,6 @@ for step, (batch,) in enumerate(loader):
     engine.backward(engine(batch).sum())
     engine.step()
 show(engine.global_rank, model)
-torch.distributed.destroy_process_group()
 sys.exit(STATUS)
 """
 )
