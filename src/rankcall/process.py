@@ -44,8 +44,8 @@ class Process:
     def state(self, here: Viewpoint | None = None) -> str:
         """Return what the process is doing: ``alive``, ``stopped``, ``gone`` or ``unknown``.
 
-        ``stopped`` means that a signal or a debugger has stopped it. ``here`` saves time if the
-        states of many processes are asked for.
+        ``stopped`` means that a signal or a debugger has stopped it. A caller that asks
+        for the states of many processes saves time with ``here``.
         """
         liveness, letter = self._look(here or Viewpoint.current())
         if liveness == ALIVE and letter in (b"T", b"t"):
@@ -70,7 +70,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Viewpoint:
-    """From where this process sees others: its boot, its pid namespace, and its /proc."""
+    """The point from which this process sees others: its boot, its pid namespace and its /proc."""
 
     boot_id: str
     pid_namespace: int
