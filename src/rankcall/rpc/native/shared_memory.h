@@ -201,7 +201,8 @@ class OwnSlabs {
   struct Entry {
     uint64_t id;
     std::shared_ptr<Slab> slab;
-    std::vector<uint32_t> free;  // blocks that are known to be free
+    uint32_t last = 0;           // the block that was used last
+    std::vector<uint32_t> free;  // other blocks that are known to be free
     uint64_t freed = 0;          // the header's count when `free` was filled
   };
 
@@ -211,20 +212,27 @@ class OwnSlabs {
     return (bytes + step - 1) / step * step;
   }
 
-  // Looks at the blocks only if one has been freed since the last look.
+  static bool is_free(const Slab& slab, uint32_t block) {
+    return !(slab.header().words[block].load(std::memory_order_acquire) & 1);
+  }
+
+  // Puts a free block at the end of `free`: the one that was used last if it is free again, as it
+  // may still be in the processor's cache. Looks at all only if one was freed since the last look.
   static bool find_free(Entry& entry) {
+    if (is_free(*entry.slab, entry.last)) {
+      entry.free.push_back(entry.last);
+      return true;
+    }
     uint64_t freed = entry.slab->header().freed.load();
     if (!entry.free.empty() || freed == entry.freed) return !entry.free.empty();
     entry.freed = freed;
-    for (uint32_t block = 0; block < entry.slab->blocks(); block++) {
-      if (!(entry.slab->header().words[block].load(std::memory_order_acquire) & 1))
-        entry.free.push_back(block);
-    }
+    for (uint32_t block = 0; block < entry.slab->blocks(); block++)
+      if (is_free(*entry.slab, block)) entry.free.push_back(block);
     return !entry.free.empty();
   }
 
   BlockInUse use(Entry& entry) {
-    uint32_t block = entry.free.back();
+    uint32_t block = entry.last = entry.free.back();
     entry.free.pop_back();
     entry.slab->header().words[block].store(word_in_use(++generation_));
     return {entry.slab, entry.id, block, generation_};
@@ -239,7 +247,7 @@ class OwnSlabs {
     auto slab = Slab::create(path(++last_), uint32_t(blocks), capacity);
     if (!slab) return false;
     total_ += slab->size();
-    Entry entry{last_, std::move(slab), {}, 0};
+    Entry entry{last_, std::move(slab)};  // its block 0 is used next
     for (uint32_t block = uint32_t(blocks); block > 0;) entry.free.push_back(--block);
     entries.push_back(std::move(entry));
     return true;
@@ -260,7 +268,7 @@ class OwnSlabs {
 
   static bool is_unused(const Slab& slab) {
     for (uint32_t block = 0; block < slab.blocks(); block++)
-      if (slab.header().words[block].load() & 1) return false;
+      if (!is_free(slab, block)) return false;
     return true;
   }
 
