@@ -60,7 +60,10 @@ def main() -> int:
         rounds = [_round(nodes) for _ in range(options.rounds)]
         figures[f"{nodes}_nodes"] = {
             "ranks": nodes * RANKS_PER_NODE,
-            **{key: round(median(each[key] for each in rounds), 3) for key in rounds[0]},
+            **{
+                key: round(median(round_figures[key] for round_figures in rounds), 3)
+                for key in rounds[0]
+            },
         }
     print(json.dumps(figures, indent=1))
     return 0
@@ -77,20 +80,20 @@ def _round(nodes: int) -> dict[str, Any]:
         store, host = _started(_serve)
         port = store.recv()
         leaders = [_started(_node, run, node, nodes, port) for node in range(nodes)]
-        found = [pipe.recv() for pipe, _ in leaders]
+        reports = [pipe.recv() for pipe, _ in leaders]
         host.terminate()
-        for each in (host, *(process for _, process in leaders)):
-            each.join()
-    seconds = [each["seconds"] for each in found]
-    verdicts = {json.dumps(each["found"]) for each in found}
+        for child in (host, *(process for _, process in leaders)):
+            child.join()
+    seconds = [report["seconds"] for report in reports]
+    verdicts = {json.dumps(report["found"]) for report in reports}
     return {
         "seconds_median": median(seconds),
         "seconds_worst": max(seconds),
-        "cpu_s_of_a_node": median(each["cpu_s"] for each in found),
+        "cpu_s_of_a_node": median(report["cpu_s"] for report in reports),
         "verdicts": len(verdicts),
         "right": float(verdicts == {json.dumps([["missing", [missing]]])}),
-        "printed": sum(each["loud"] for each in found),
-        "verdict_bytes": found[0]["bytes"],
+        "printed": sum(report["loud"] for report in reports),
+        "verdict_bytes": reports[0]["bytes"],
     }
 
 
@@ -136,8 +139,10 @@ def _node(pipe: Connection, run: Run, node: int, nodes: int, port: int) -> None:
     began, cpu = time.monotonic(), time.process_time()
     raw, loud = judge._together(mine)
     seconds, cpu = time.monotonic() - began, time.process_time() - cpu
-    found = [(each["kind"], each["ranks"]) for each in json.loads(raw)["findings"]]
-    pipe.send({"seconds": seconds, "cpu_s": cpu, "loud": loud, "bytes": len(raw), "found": found})
+    findings = [(finding["kind"], finding["ranks"]) for finding in json.loads(raw)["findings"]]
+    pipe.send(
+        {"seconds": seconds, "cpu_s": cpu, "loud": loud, "bytes": len(raw), "found": findings}
+    )
 
 
 def _own(run: Run, node: int) -> Snapshot:

@@ -58,7 +58,7 @@ def _benchmark(options: argparse.Namespace) -> dict[str, Any]:
             f"--hosts={options.hosts}",
         )
         rounds = [_fresh("--measure", run) for _ in range(options.repeat)]
-        rounds.sort(key=lambda one: float(one["seconds"]))
+        rounds.sort(key=lambda figures: float(figures["seconds"]))
         peer = _fresh("--measure-frame", _subset(run, folder / "subset", options.collectives))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -67,8 +67,8 @@ def _benchmark(options: argparse.Namespace) -> dict[str, Any]:
         "collectives": options.collectives,
         "records": options.ranks * options.collectives,
         **rounds[len(rounds) // 2],
-        "peak_mib": max(one["peak_mib"] for one in rounds),
-        "rounds_seconds": [one["seconds"] for one in rounds],
+        "peak_mib": max(figures["peak_mib"] for figures in rounds),
+        "rounds_seconds": [figures["seconds"] for figures in rounds],
         **written,
         **peer,
     }
@@ -94,8 +94,8 @@ def _write(run: Path, options: argparse.Namespace) -> dict[str, float]:
 def _fresh(what: str, run: Path, *more: str) -> dict[str, Any]:
     # This process stays small: a child's ru_maxrss begins with its parent's size.
     command = [sys.executable, __file__, what, str(run), *more]
-    found: dict[str, Any] = json.loads(subprocess.check_output(command))
-    return found
+    figures: dict[str, Any] = json.loads(subprocess.check_output(command))
+    return figures
 
 
 def _subset(run: Path, folder: Path, collectives: int) -> Path:

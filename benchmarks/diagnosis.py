@@ -85,18 +85,18 @@ def _real(score: Score, only: str) -> dict[str, Any]:
     from scenario_run import run  # type: ignore[import-not-found]
     from scenarios import ALL  # type: ignore[import-not-found]
 
-    chosen = [each for each in ALL if only in each.name]
+    chosen = [scenario for scenario in ALL if only in scenario.name]
     seconds, took = [], []
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
         before, live = os.environ.get("RANKCALL_SHM"), Path(tempfile.mkdtemp(dir="/dev/shm"))
         os.environ["RANKCALL_SHM"] = str(live)
         try:
             for scenario in chosen:
-                found = run(scenario, Path(folder) / scenario.name)
-                took.append(found.took)
-                seconds += [] if found.seconds is None else [found.seconds]
-                for who, causes in found.by.items():
-                    score.add(f"{scenario.name} ({who})", causes, scenario.causes)
+                verdicts = run(scenario, Path(folder) / scenario.name)
+                took.append(verdicts.took)
+                seconds += [] if verdicts.seconds is None else [verdicts.seconds]
+                for judge, causes in verdicts.by.items():
+                    score.add(f"{scenario.name} ({judge})", causes, scenario.causes)
         finally:
             shutil.rmtree(live, ignore_errors=True)
             os.environ.pop("RANKCALL_SHM")
@@ -124,9 +124,9 @@ def _worlds(score: Score, sizes: Sequence[int]) -> dict[str, Any]:
                 )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-            told = json.loads(output)
-            spent.append(told["seconds"])
-            causes = [(kind, tuple(who)) for kind, who in told["findings"]]
+            measured = json.loads(output)
+            spent.append(measured["seconds"])
+            causes = [(kind, tuple(culprits)) for kind, culprits in measured["findings"]]
             score.add(f"{ranks} ranks, {kind}", causes, [planted])
         figures[f"seconds_{ranks}"] = round(median(spent), 3)
     return figures
@@ -136,7 +136,7 @@ def _write(run: Path, ranks: int, kind: str) -> Cause:
     from rankcall.testing import synthetic_run
     from rankcall.testing.synthetic import Planted
 
-    who = (ranks // 3, ranks // 3 + 1, ranks // 3 + 2) if kind == "deadlock" else (ranks // 3,)
+    culprits = (ranks // 3, ranks // 3 + 1, ranks // 3 + 2) if kind == "deadlock" else (ranks // 3,)
     rows = [list(range(first, first + 8)) for first in range(0, ranks, 8)]
     hosts = ranks // 8
     synthetic_run(
@@ -146,9 +146,9 @@ def _write(run: Path, ranks: int, kind: str) -> Cause:
         hosts=hosts,
         groups={"node": rows},
         clock_offsets_ns=[host * 7_000_003 % 1_000_000_000 for host in range(hosts)],
-        planted=Planted(kind, who, CALLS * 3 // 4),
+        planted=Planted(kind, culprits, CALLS * 3 // 4),
     )
-    return kind, who
+    return kind, culprits
 
 
 def _measured(run: Path) -> dict[str, Any]:
@@ -156,9 +156,12 @@ def _measured(run: Path) -> dict[str, Any]:
     from rankcall.analysis.diagnosis import diagnose
     from rankcall.run.load import load
 
-    found = diagnose(load(run))
+    diagnosis = diagnose(load(run))
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "findings": [(each.kind, each.ranks) for each in found.findings]}
+    return {
+        "seconds": seconds,
+        "findings": [(finding.kind, finding.ranks) for finding in diagnosis.findings],
+    }
 
 
 if __name__ == "__main__":

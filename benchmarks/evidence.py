@@ -75,11 +75,11 @@ def _dump(rank: int, ranks: int, entries: int) -> dict[str, Any]:
     ]
     names = ("nccl:all_reduce", "nccl:_all_gather_base")
     pairs = (("0", "default_pg"), ("1", "TENSOR_MODEL_PARALLEL_GROUP"))
-    found = []
+    dump_entries = []
     for number in range(hangs_at if rank == LATE else entries):
         place, done = number % 2, number < hangs_at
         created = T0 + number * STEP_NS + rank
-        found.append(
+        dump_entries.append(
             {
                 "record_id": number,
                 "pg_id": place,
@@ -105,7 +105,7 @@ def _dump(rank: int, ranks: int, entries: int) -> dict[str, Any]:
     config = {
         name: {"name": name, "desc": desc, "ranks": str(groups[name])} for name, desc in pairs
     }
-    return {"version": "2.9", "pg_config": config, "pg_status": {}, "entries": found}
+    return {"version": "2.9", "pg_config": config, "pg_status": {}, "entries": dump_entries}
 
 
 def _ours(folder: Path) -> dict[str, Any]:
@@ -120,16 +120,16 @@ def _diagnosed(arguments: list[str]) -> dict[str, Any]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         peak = _Peak(process.pid)
-        told = json.loads(process.stdout.read())
+        diagnosis = json.loads(process.stdout.read())
         _, _, usage = os.wait4(process.pid, 0)
         process.returncode = 1
         peak.stop()
-    found = [(finding["kind"], finding["ranks"]) for finding in told["findings"]]
+    causes = [(finding["kind"], finding["ranks"]) for finding in diagnosis["findings"]]
     return {
         "seconds": round(time.perf_counter() - began, 2),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
         "peak_mib": round(max(peak.kib, usage.ru_maxrss) / 1024),
-        "right": found == [("missing", [LATE])],
+        "right": causes == [("missing", [LATE])],
     }
 
 
@@ -176,8 +176,8 @@ def _log(path: Path, size: int) -> dict[str, Any]:
         while file.tell() < size - len(end):
             file.write(block)
         file.write(end)
-    found = {f"log_{name}": value for name, value in _diagnosed(["--log", str(path)]).items()}
-    return {"log_bytes": path.stat().st_size, **found}
+    figures = {f"log_{name}": value for name, value in _diagnosed(["--log", str(path)]).items()}
+    return {"log_bytes": path.stat().st_size, **figures}
 
 
 _LOGGED = [  # an exception that the program caught

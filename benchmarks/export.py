@@ -57,20 +57,20 @@ def measure(
     place = Path(tempfile.mkdtemp(prefix="rankcall-bench-", dir=folder))
     try:
         records = _write(place / "run", ranks, collectives)
-        found: dict[str, list[dict[str, float]]] = {}
+        measurements: dict[str, list[dict[str, float]]] = {}
         for _ in range(repeat):
             for what in (*_FORMATS, "peer_parquet", "peer_perfetto"):
-                found.setdefault(what, []).append(_fresh(what, place / "run"))
+                measurements.setdefault(what, []).append(_fresh(what, place / "run"))
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return _figures(found, ranks, collectives, records)
+    return _figures(measurements, ranks, collectives, records)
 
 
 def _figures(
-    found: dict[str, list[dict[str, float]]], ranks: int, collectives: int, records: int
+    measurements: dict[str, list[dict[str, float]]], ranks: int, collectives: int, records: int
 ) -> dict[str, Any]:
     def middle(what: str, key: str) -> float:
-        return median(one[key] for one in found[what])
+        return median(measurement[key] for measurement in measurements[what])
 
     figures: dict[str, Any] = {
         f"export_{what}_records_per_s": round(records / middle(what, "seconds"))
@@ -79,7 +79,12 @@ def _figures(
     figures["html_seconds"] = round(middle("html", "process_seconds"), 2)
     figures["html_mib"] = round(middle("html", "mib"), 3)
     for what in ("parquet", "perfetto"):
-        rate = round(median(one["records"] / one["seconds"] for one in found[f"peer_{what}"]))
+        rate = round(
+            median(
+                measurement["records"] / measurement["seconds"]
+                for measurement in measurements[f"peer_{what}"]
+            )
+        )
         figures[f"peer_{what}_records_per_s"] = rate
         figures[f"{what}_over_peer"] = round(figures[f"export_{what}_records_per_s"] / rate, 1)
     figures["peak_mib"] = {what: round(middle(what, "peak_mib")) for what in _FORMATS}
@@ -116,8 +121,8 @@ def _fresh(what: str, run: Path) -> dict[str, float]:
     # This process stays small: a child's ru_maxrss begins with its parent's size.
     command = [sys.executable, __file__, "--measure", what, str(run)]
     start = time.perf_counter()
-    found: dict[str, float] = json.loads(subprocess.check_output(command))
-    return {"process_seconds": time.perf_counter() - start, **found}
+    figures: dict[str, float] = json.loads(subprocess.check_output(command))
+    return {"process_seconds": time.perf_counter() - start, **figures}
 
 
 def _measure(what: str, run: Path) -> dict[str, float]:

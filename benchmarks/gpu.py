@@ -172,10 +172,12 @@ def graph_capture() -> tuple[bool, str]:
                     graph.replay()
                 torch.cuda.synchronize()
                 results.append(tensor[:4].tolist())
-                left = seconds_until_ended() if recording else 0.0
+                seconds = seconds_until_ended() if recording else 0.0
                 pending = len(hooks.pending()) if recording else 0
     same = results[0] == results[1]
-    detail = f"replays {'equal' if same else 'differ'}, {pending} ops in flight after {left:.1f} s"
+    detail = (
+        f"replays {'equal' if same else 'differ'}, {pending} ops in flight after {seconds:.1f} s"
+    )
     return same and not pending, detail
 
 
@@ -227,9 +229,9 @@ def memory() -> tuple[bool, str]:
     grown = [on - off for off, on in zip(used_off, used_on, strict=True)]
     detail = (
         f"peak {peak_off:.1f} MiB off, {peak_on:.1f} on; "
-        f"used on each device {', '.join(f'{each:+.0f}' for each in grown)} MiB"
+        f"used on each device {', '.join(f'{mib:+.0f}' for mib in grown)} MiB"
     )
-    return peak_on <= peak_off * 1.01 and all(each < 32 for each in grown), detail
+    return peak_on <= peak_off * 1.01 and all(mib < 32 for mib in grown), detail
 
 
 def durations() -> tuple[bool, str]:
@@ -250,7 +252,7 @@ def durations() -> tuple[bool, str]:
         seconds_until_ended()
         ours = rankcall.load(recording.path).records["device_ms"].drop_nulls().to_list()
     kernels = [
-        each.device_time / 1e3 for each in profiled.events() or [] if "nccl" in each.name.lower()
+        event.device_time / 1e3 for event in profiled.events() or [] if "nccl" in event.name.lower()
     ]
     if not ours or not kernels:
         return False, f"{len(ours)} durations recorded, {len(kernels)} kernels profiled"
@@ -307,7 +309,7 @@ def verdict(run_dir: str) -> tuple[bool, str]:
         )
         if done.returncode < 2 and done.stdout:
             findings = json.loads(done.stdout)["findings"]
-    named = [(found["kind"], found["ranks"]) for found in findings]
+    named = [(finding["kind"], finding["ranks"]) for finding in findings]
     return [ranks for _, ranks in named] == [[1]], f"verdict {named}"
 
 

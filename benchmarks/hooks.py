@@ -86,20 +86,20 @@ def events_per_s(driver: ModuleType, tensor: torch.Tensor, events: int) -> float
 def idle_latencies_ms(tensor: torch.Tensor, times: int) -> list[float]:
     """Issue one op after at least 10 ms of quiet; from its end to the moment the hook runs."""
     latencies: list[float] = []
-    told = threading.Event()
+    notified = threading.Event()
 
     def ended(status: hooks.CollectiveStatus) -> None:
         now = time.monotonic_ns()
         assert status.record is not None
         latencies.append((now - status.record["completed_ns"]) / 1e6)
-        told.set()
+        notified.set()
 
     with hooks.register_collective_end_hook(ended):
         for _ in range(times):
             time.sleep(0.015)
-            told.clear()
+            notified.clear()
             dist.all_reduce(tensor)
-            assert told.wait(_WAIT_S)
+            assert notified.wait(_WAIT_S)
     return latencies
 
 

@@ -54,8 +54,8 @@ def told_by_ranks(
         for rank in range(ranks)
     ]
     try:
-        return [json.loads(each.communicate(timeout=_TIMEOUT_S)[0]) for each in processes]
+        return [json.loads(process.communicate(timeout=_TIMEOUT_S)[0]) for process in processes]
     finally:
-        for each in processes:
-            each.kill()
-            each.wait()
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -159,13 +159,13 @@ def main() -> None:
     if options.model:
         print(json.dumps(be_rank(options)))
         return
-    found = measure(options.cycles)
+    measurements = measure(options.cycles)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(measurements))
         return
-    for configuration in found.pop("configurations"):
+    for configuration in measurements.pop("configurations"):
         print(", ".join(f"{name} {value}" for name, value in configuration.items()))
-    for name, value in found.items():
+    for name, value in measurements.items():
         print(f"worst {name:28} {value:10.4f}")
 
 

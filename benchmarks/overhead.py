@@ -140,8 +140,8 @@ def many_sites_added_us(rounds: int) -> float:
     calls = all_reduces(2000)
 
     def all_calls() -> None:
-        for each in calls:
-            each()
+        for call in calls:
+            call()
 
     added, _ = added_us(all_calls, recording("native"), rounds, 10)
     return added / len(calls)
@@ -160,8 +160,10 @@ def measure(rounds: int, calls: int) -> Figures:
         "commdebug": (comm_debug, max(3, rounds // 4), calls // 20),
     }
     figures: Figures = {}
-    for name, (switched, times, each) in ways.items():
-        figures[f"{name}_added_us"], figures["plain_us"] = added_us(call, switched, times, each)
+    for name, (switched, times, calls_per_round) in ways.items():
+        figures[f"{name}_added_us"], figures["plain_us"] = added_us(
+            call, switched, times, calls_per_round
+        )
     figures["native_many_sites_added_us"] = many_sites_added_us(rounds)
     if torch.cuda.is_available():
         tensor = torch.ones(1, device="cuda")

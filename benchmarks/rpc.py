@@ -116,15 +116,15 @@ def burst(outstanding: int) -> float:
     for i in range(CALLS_A_BURST):
         under_way[i % outstanding].wait()
         under_way[i % outstanding] = rpc.rpc_async("w1", add, args=(3, 4))
-    for each in under_way:
-        each.wait()
+    for future in under_way:
+        future.wait()
     return (CALLS_A_BURST + outstanding) / (time.perf_counter() - began)
 
 
 def run(rounds: int) -> dict[str, float]:
     """Measure everything on both back ends, in turns, and return it by its key."""
     context = multiprocessing.get_context("spawn")
-    names = [*CALLS, *(f"calls_per_s_{each}" for each in OUTSTANDING)]
+    names = [*CALLS, *(f"calls_per_s_{outstanding}" for outstanding in OUTSTANDING)]
     figures: dict[str, list[float]] = {f"{b}_{name}": [] for b in BACKENDS for name in names}
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as folder:
         pipes, processes = {}, []
@@ -141,10 +141,10 @@ def run(rounds: int) -> dict[str, float]:
                     value = pipes[backend].recv()
                     if round_number:  # the first warms connections and memory up
                         figures[f"{backend}_{name}"].append(value)
-        kept = {}
+        seconds_to_keep = {}
         for count in KEPT:
             pipes["zmq"].send(f"kept_{count}")
-            kept[f"kept_{count}_seconds"] = round(pipes["zmq"].recv(), 2)
+            seconds_to_keep[f"kept_{count}_seconds"] = round(pipes["zmq"].recv(), 2)
         for backend in BACKENDS:
             pipes[backend].send(None)
         for process in processes:
@@ -153,7 +153,7 @@ def run(rounds: int) -> dict[str, float]:
     for name in CALLS:
         ratio = result[f"zmq_{name}"] / result[f"tensorpipe_{name}"]
         result[f"ratio_{name}"] = round(ratio, 3)
-    return result | kept
+    return result | seconds_to_keep
 
 
 def joiner(rank: int, count: int, ours: bool, port: int, pipe: Connection) -> None:
@@ -243,9 +243,9 @@ def main() -> None:
         print(f"{JOINERS} workers join {ratio:.1f} times as fast as torch's dynamic group")
     for count in KEPT:
         print(f"{count} tensors fetched and kept in {result[f'kept_{count}_seconds']} s")
-    for each in OUTSTANDING:
-        ours, theirs = (result[f"{backend}_calls_per_s_{each}"] for backend in BACKENDS)
-        print(f"{each:3} under way {ours:10.0f} calls/s  TensorPipe {theirs:10.0f}")
+    for outstanding in OUTSTANDING:
+        ours, theirs = (result[f"{backend}_calls_per_s_{outstanding}"] for backend in BACKENDS)
+        print(f"{outstanding:3} under way {ours:10.0f} calls/s  TensorPipe {theirs:10.0f}")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,9 @@ def real_worker(count: int, port: int, pipe: Connection) -> None:
 
     def call_all() -> None:
         answers = [rpc.rpc_async(f"w{rank}", pow, args=(2, rank % 60)) for rank in range(1, count)]
-        assert [each.wait() for each in answers] == [2 ** (rank % 60) for rank in range(1, count)]
+        assert [answer.wait() for answer in answers] == [
+            2 ** (rank % 60) for rank in range(1, count)
+        ]
 
     before = descriptors()
     figures = {"start_s": timed(lambda: rpc.init_rpc("w0", "ZMQ", 0, count, options(port)))}
@@ -186,16 +188,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     os.environ["RANKCALL_RPC_SECRET"] = os.urandom(16).hex()
-    result: dict[str, float] = {"workers": arguments.workers}
+    figures: dict[str, float] = {"workers": arguments.workers}
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-", dir="/dev/shm") as folder:
         os.environ["RANKCALL_SHM"] = folder
         for where in ("one_host", "two_hosts"):
             for name, value in run(arguments.workers, where == "two_hosts").items():
-                result[f"{where}_{name}"] = round(value, 3)
+                figures[f"{where}_{name}"] = round(value, 3)
     if arguments.json:
-        print(json.dumps(result))
+        print(json.dumps(figures))
         return
-    for name, value in result.items():
+    for name, value in figures.items():
         print(f"{name:32} {value:10.3f}")
 
 

@@ -50,17 +50,17 @@ def main() -> int:
             )
         if options.progress:
             print(case.name, judged[-1].torch, judged[-1].problem, file=sys.stderr, flush=True)
-    classes = list(dict.fromkeys(each.case.kind_of_fault for each in judged))
+    classes = list(dict.fromkeys(row.case.kind_of_fault for row in judged))
     figures = {
         "date": time.strftime("%Y-%m-%d"),
         "load": [round(load, 1), round(os.getloadavg()[0], 1)],  # before, and at the end
         "seconds": round(time.perf_counter() - began, 1),
         **_score(judged),
         "by_class": {
-            name: _score(each for each in judged if each.case.kind_of_fault == name)
+            name: _score(row for row in judged if row.case.kind_of_fault == name)
             for name in classes
         },
-        "wrong": [each.problem for each in judged if each.problem],
+        "wrong": [row.problem for row in judged if row.problem],
     }
     print(json.dumps(figures, indent=1))
     return 0
@@ -69,17 +69,17 @@ def main() -> int:
 def _score(judged: Iterable[Any]) -> dict[str, Any]:
     """Return the figures of some rows."""
     rows = list(judged)
-    planted = sum(len(each.case.causes) for each in rows)
-    found, right = sum(len(each.found) for each in rows), sum(each.right for each in rows)
+    planted = sum(len(row.case.causes) for row in rows)
+    reported, right = sum(len(row.found) for row in rows), sum(row.right for row in rows)
     return {
         "programs": len(rows),
         "planted": planted,
         "found": right,
         "recall": round(right / planted, 4) if planted else None,
-        "precision": round(right / found, 4) if found else None,
-        "false_alarms": found - right,
-        "torch": dict(Counter(each.torch["plain"] for each in rows)),
-        "torch_detail": dict(Counter(each.torch.get("detail", "not run") for each in rows)),
+        "precision": round(right / reported, 4) if reported else None,
+        "false_alarms": reported - right,
+        "torch": dict(Counter(row.torch["plain"] for row in rows)),
+        "torch_detail": dict(Counter(row.torch.get("detail", "not run") for row in rows)),
     }
 
 

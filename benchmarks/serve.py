@@ -43,14 +43,14 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="rankcall-bench-", dir="/dev/shm"))
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
-        found = _page(folder, owner.pid, options)
+        figures = _page(folder, owner.pid, options)
         if options.rounds:
-            found.update(_training(options.rounds))
+            figures.update(_training(options.rounds))
     finally:
         owner.kill()
         owner.wait(10)
         shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps({"ranks": options.ranks, "moving": options.moving, **found}, indent=1))
+    print(json.dumps({"ranks": options.ranks, "moving": options.moving, **figures}, indent=1))
     return 0
 
 
@@ -82,8 +82,8 @@ def _page(folder: Path, pid: int, options: argparse.Namespace) -> dict[str, Any]
     text = page(first, sections(first, history))
     spent = []
     for number in range(options.updates):
-        for each in range(options.moving):
-            _touch(rings[(number * options.moving + each) % len(rings)], number)
+        for mover in range(options.moving):
+            _touch(rings[(number * options.moving + mover) % len(rings)], number)
         began = time.process_time()
         look = live.look()
         sections(look, history)
@@ -115,7 +115,10 @@ def _touch(ring: Path, number: int) -> None:
 
 
 def _findings(look: Any) -> list[Any]:
-    return [(each.kind, list(each.ranks), each.op, each.seq) for each in look.diagnosis.findings]
+    return [
+        (finding.kind, list(finding.ranks), finding.op, finding.seq)
+        for finding in look.diagnosis.findings
+    ]
 
 
 def _diagnosed(run: Path) -> list[Any]:
@@ -125,8 +128,10 @@ def _diagnosed(run: Path) -> list[Any]:
         timeout=120,
         check=False,
     )
-    found = json.loads(done.stdout)["findings"]
-    return [(each["kind"], each["ranks"], each["op"], each["seq"]) for each in found]
+    findings = json.loads(done.stdout)["findings"]
+    return [
+        (finding["kind"], finding["ranks"], finding["op"], finding["seq"]) for finding in findings
+    ]
 
 
 class _Served:
@@ -182,11 +187,11 @@ def _painted_ms(page: Any) -> float:
     """Return when a page was painted. Its policy forbids what ``wait_for_function`` does."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = page.evaluate(
+        paints_ms = page.evaluate(
             "performance.getEntriesByName('first-contentful-paint').map(each => each.startTime)"
         )
-        if found:
-            return float(found[0])
+        if paints_ms:
+            return float(paints_ms[0])
         time.sleep(0.02)
     raise TimeoutError("the page has not been painted")
 
@@ -199,14 +204,14 @@ def _training(rounds: int) -> dict[str, float]:
         with _Served(str(run)) as served:
             arguments = ["--rank", "--viewed", served.url, "--rounds", str(rounds)]
             began, cpu = time.monotonic(), served.cpu_s()
-            told = told_by_ranks(
+            printed = told_by_ranks(
                 str(ROOT / "benchmarks/training.py"),
                 [*arguments, "--epochs", "24"],
                 2,
                 {"BENCH_RUN_DIR": str(run)},
             )
             share = (served.cpu_s() - cpu) / (time.monotonic() - began)
-    ratios = told[0]["ratios"]
+    ratios = printed[0]["ratios"]
     return {
         "training_ratio_with_viewer": round(median(ratios["viewed"]), 3),
         "training_ratio_plain": round(median(ratios["plain"]), 3),

@@ -80,17 +80,17 @@ def work(pipe: Connection, ranks: range, port: int) -> None:
     """Be some of the ranks; do what comes down the pipe on each, at once."""
     gc.freeze()  # a collection of what was inherited would copy all of it, in every process
     threads = [Rank(rank, port) for rank in ranks]
-    for each in threads:
-        each.start()
+    for thread in threads:
+        thread.start()
     pipe.send("ready")
     while True:
         name, arguments = pipe.recv()
         if name == "end":
             return
-        for each in threads:
-            each.jobs.put(partial(JOBS[name], each, *arguments))
-        results = [each.results.get() for each in threads]
-        failed = [each for each in results if isinstance(each, BaseException)]
+        for thread in threads:
+            thread.jobs.put(partial(JOBS[name], thread, *arguments))
+        results = [thread.results.get() for thread in threads]
+        failed = [result for result in results if isinstance(result, BaseException)]
         if failed:
             raise failed[0]
         pipe.send(results)
@@ -153,7 +153,7 @@ def clean(rank: Rank, size: int, prefix: str) -> None:
 
 
 JOBS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (block, late, count, sent, clean)
+    job.__name__: job for job in (block, late, count, sent, clean)
 }
 
 
@@ -209,10 +209,10 @@ def compare(world: World, kind: str, blocks: int, count: int) -> tuple[float, fl
     times: dict[str, list[float]] = {"our": [], "model": []}
     for turn in range(-1, blocks):
         order = ("our", "model") if turn % 2 else ("model", "our")
-        for who in order:
-            took = world.seconds(f"{who} {kind}", turn * count, count)
+        for implementation in order:
+            took = world.seconds(f"{implementation} {kind}", turn * count, count)
             if turn >= 0:  # the first block connects
-                times[who].append(took)
+                times[implementation].append(took)
     return statistics.median(times["our"]), statistics.median(times["model"])
 
 
@@ -225,7 +225,7 @@ def measure(size: int, blocks: int, per_process: int) -> Figures:
     world.all("count")
     world.seconds("our barrier", 0, count)
     trips = sum(world.all("sent")) / (size * count)
-    found = {
+    figures = {
         "barrier_ratio": barrier[0] / barrier[1],
         "barrier_ms": barrier[0] * 1e3,
         "model_barrier_ms": barrier[1] * 1e3,
@@ -235,26 +235,26 @@ def measure(size: int, blocks: int, per_process: int) -> Figures:
         "round_trips": trips,
     }
     world.close()
-    return found
+    return figures
 
 
 def name_missing(size: int, missing: list[int], per_process: int) -> Figures:
     """Let some of a world not come; then use it properly and clean up."""
     world = World(size, per_process)
     empty = world.keys()
-    told = world.all("late", size, missing)
+    outcomes = world.all("late", size, missing)
     for _ in range(3):
         world.seconds("our barrier", 0, 2)
         world.seconds("our synchronize", 0, 2)
     world.all("clean", size, f"b{size}")
     world.all("clean", size, "missing")
-    found = {
-        "missing_seconds": max(took for took, _ in told),
-        "missing_named_share": sum(named for _, named in told) / size,
+    figures = {
+        "missing_seconds": max(took for took, _ in outcomes),
+        "missing_named_share": sum(named for _, named in outcomes) / size,
         "keys_left": world.keys() - empty,
     }
     world.close()
-    return found
+    return figures
 
 
 def rounded(figures: Any) -> Any:
@@ -283,7 +283,9 @@ def main() -> None:
     size = options.missing_of
     missing = [0, *range(3, size, max(1, size // 39))][:40]
     figures.update(name_missing(size, missing, options.per_process))
-    figures["round_trips"] = max([each["round_trips"] for each in clients.values()], default=None)
+    figures["round_trips"] = max(
+        [world_figures["round_trips"] for world_figures in clients.values()], default=None
+    )
     if options.json:
         print(json.dumps(rounded(figures)))
         return

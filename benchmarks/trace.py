@@ -158,8 +158,8 @@ def export_figures(ranks: int, collectives: int, repeat: int) -> Figures:
     """Export a synthetic run; benchmarks/export.py has more of that, and its peers."""
     import export
 
-    found = export.measure(ranks, collectives, repeat)
-    return {name: found[name] for name in _EXPORTS}
+    measured = export.measure(ranks, collectives, repeat)
+    return {name: measured[name] for name in _EXPORTS}
 
 
 def main() -> None:
@@ -174,7 +174,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-") as name:
         added = training_figures(options.rounds, options.calls, Path(name))
-    figures = {f"{name}_added_us": statistics.median(each) for name, each in added.items()}
+    figures = {
+        f"{name}_added_us": statistics.median(differences) for name, differences in added.items()
+    }
     figures |= export_figures(options.ranks, options.collectives, options.repeat)
     rounded = {name: round(value, 3) for name, value in figures.items()}
     if options.json:

@@ -99,9 +99,9 @@ def memory_mib() -> float:
     for name in ("smaps_rollup", "status"):
         with contextlib.suppress(OSError):
             text = Path(f"/proc/self/{name}").read_text()
-            found = re.search(r"^(?:Pss|VmRSS):\s+(\d+) kB", text, re.MULTILINE)
-            if found:
-                return int(found[1]) / 1024
+            match = re.search(r"^(?:Pss|VmRSS):\s+(\d+) kB", text, re.MULTILINE)
+            if match:
+                return int(match[1]) / 1024
     raise OSError("neither smaps_rollup nor status tells this process's memory")
 
 
@@ -113,15 +113,17 @@ def be_rank(options: argparse.Namespace) -> dict[str, Any]:
     if options.memory:
         with recorded() if options.memory == "recorded" else contextlib.nullcontext():
             training.block(4)
-            told: dict[str, Any] = {"memory_mib": memory_mib(), "ring_mib": ring_mib()}
+            figures: dict[str, Any] = {"memory_mib": memory_mib(), "ring_mib": ring_mib()}
     elif options.viewed:
         with recorded():
-            told = {"ratios": rounds(training, options, {"viewed": lambda: viewed(options.viewed)})}
+            figures = {
+                "ratios": rounds(training, options, {"viewed": lambda: viewed(options.viewed)})
+            }
     else:
         ways: dict[str, Way] = {"recorded": recorded, "profiled": profiled}
-        told = {"ratios": rounds(training, options, ways)}
+        figures = {"ratios": rounds(training, options, ways)}
     dist.destroy_process_group()
-    return told
+    return figures
 
 
 def ring_mib() -> float:
@@ -148,8 +150,8 @@ def rounds(
             with ways[name]():
                 took = training.block(options.epochs)
             after = training.block(options.epochs)
-            for kind, this, *beside in zip(("", "_cpu"), took, before, after, strict=True):
-                ratios[name + kind].append(this / statistics.mean(beside))
+            for kind, seconds, *beside in zip(("", "_cpu"), took, before, after, strict=True):
+                ratios[name + kind].append(seconds / statistics.mean(beside))
             ratios["plain_s"].append(after[0])
             before = after
     return ratios
@@ -169,11 +171,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="rankcall-bench-", dir=base) as folder:
         ratios = job(options, folder)[0]["ratios"]
         memory = {
-            way: [told for _ in range(3) for told in job(options, folder, way)]
+            way: [figures for _ in range(3) for figures in job(options, folder, way)]
             for way in ("plain", "recorded")
         }
-    added = statistics.median(told["memory_mib"] for told in memory["recorded"])
-    added -= statistics.median(told["memory_mib"] for told in memory["plain"])
+    added = statistics.median(figures["memory_mib"] for figures in memory["recorded"])
+    added -= statistics.median(figures["memory_mib"] for figures in memory["plain"])
     return {
         "ratio_median": statistics.median(ratios["recorded"]),
         "ratio_min": min(ratios["recorded"]),

@@ -34,8 +34,10 @@ class SlowestLines:
 
     def write(self, descriptions: trace.Descriptions) -> None:
         """Add up; runs on rankcall's thread."""
-        for each in descriptions:
-            self.totals[f"{each['name']} at {each['source_line']}"] += each["duration_ms"] or 0.0
+        for description in descriptions:
+            self.totals[f"{description['name']} at {description['source_line']}"] += (
+                description["duration_ms"] or 0.0
+            )
 
     def close(self) -> None:
         """Print the three slowest, on rank 0."""

@@ -101,7 +101,9 @@ def main() -> int:
     together, alone = train_together(rank), train_alone(ranks)
     dist.destroy_process_group()
     pairs = zip(numbers(*together), numbers(*alone), strict=True)
-    apart = max(float((one - two).abs().max() / two.abs().max()) for one, two in pairs)
+    apart = max(
+        float((value - expected).abs().max() / expected.abs().max()) for value, expected in pairs
+    )
     images, labels = digits()
     right = float((together[0](images).argmax(dim=1) == labels).double().mean())
     print(

@@ -26,7 +26,7 @@ _attached: list[int] = []  # the process that was attached; a forked child is an
 def install() -> None:
     """Wait for torch.distributed in this process, if ``RANKCALL`` says so."""
     try:
-        if is_wanted() and not any(type(each) is _Finder for each in sys.meta_path):
+        if is_wanted() and not any(type(finder) is _Finder for finder in sys.meta_path):
             for name in list(_FUNCTIONS):
                 if name in sys.modules:
                     _wrap(sys.modules[name], _FUNCTIONS.pop(name))
@@ -55,7 +55,7 @@ class _Finder:
     def find_spec(self, name, path=None, target=None):
         if name not in _FUNCTIONS:
             return None
-        for finder in [each for each in sys.meta_path if each is not self]:
+        for finder in [entry for entry in sys.meta_path if entry is not self]:
             spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
@@ -113,11 +113,11 @@ def attach(function, args, kwargs) -> None:
     from rankcall.watch import arm
 
     try:
-        given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
     except TypeError:
         return  # torch's function raises it, too
     # Both functions call these two arguments so, and -1 or None stands for the environment's.
-    rank, world_size = (given.get(name) for name in ("rank", "world_size"))
+    rank, world_size = (arguments.get(name) for name in ("rank", "world_size"))
     if arm(_number(rank), _number(world_size)) and (
         os.environ.get("RANKCALL_TRACE") or os.environ.get("RANKCALL_HISTORY")
     ):
@@ -126,5 +126,5 @@ def attach(function, args, kwargs) -> None:
         trace.arm()
 
 
-def _number(given) -> int:
-    return given if isinstance(given, int) and not isinstance(given, bool) else -1
+def _number(argument) -> int:
+    return argument if isinstance(argument, int) and not isinstance(argument, bool) else -1

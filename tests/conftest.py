@@ -39,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="rankcall-tests-", dir=base)
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # Those that are meant for the tests.
-    kept = ("RANKCALL_REGEN_GOLDEN", "RANKCALL_RPC_RANDOM_SECONDS", "RANKCALL_FUZZ_SECONDS")
+    test_options = ("RANKCALL_REGEN_GOLDEN", "RANKCALL_RPC_RANDOM_SECONDS", "RANKCALL_FUZZ_SECONDS")
     for name in [name for name in os.environ if name.startswith("RANKCALL_")]:
-        if name not in kept:
+        if name not in test_options:
             del os.environ[name]
     os.environ["RANKCALL_SHM"] = folder
     # torch looks up the name of every address that it connects to. If no name server answers, each
@@ -60,13 +60,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _native_threads() -> set[str]:
     """Return our native threads of this process, by id and name."""
-    found = set()
+    threads = set()
     for task in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):
             name = task.read_text().strip()
             if name.startswith("rankcall"):
-                found.add(f"{name} (native thread {task.parent.name})")
-    return found
+                threads.add(f"{name} (native thread {task.parent.name})")
+    return threads
 
 
 def _live_files() -> set[str]:
@@ -86,7 +86,7 @@ def _records() -> bool:
 def _left_threads(before: set[threading.Thread], native: set[str]) -> list[str]:
     deadline = time.monotonic() + _ENDING_S
     while True:
-        left = [repr(each) for each in set(threading.enumerate()) - before]
+        left = [repr(thread) for thread in set(threading.enumerate()) - before]
         left += sorted(_native_threads() - native)
         if not left or time.monotonic() > deadline:
             return left

@@ -233,13 +233,13 @@ def score(path: Path) -> list[FileScore]:
     """Return the words and markers of a file, one score for each kind of text in it."""
     scores = []
     for kind, paragraphs in paragraphs_of(path).items():
-        result = FileScore(path, kind)
+        file_score = FileScore(path, kind)
         for paragraph in paragraphs:
-            result.words += len(_words(paragraph.text))
-            result.hits += hits_in(paragraph)
-        result.hits.sort()
-        if result.words:
-            scores.append(result)
+            file_score.words += len(_words(paragraph.text))
+            file_score.hits += hits_in(paragraph)
+        file_score.hits.sort()
+        if file_score.words:
+            scores.append(file_score)
     return scores
 
 
@@ -276,24 +276,27 @@ def report(scores: list[FileScore], show: int) -> str:
     """Return the rate of each kind as text, and the markers of the ``show`` worst files."""
     lines = []
     for kind in KINDS:
-        of_kind = [one_file for one_file in scores if one_file.kind == kind]
+        of_kind = [file_score for file_score in scores if file_score.kind == kind]
         if not of_kind:
             continue
         words, hits, rate = totals(of_kind)
-        by_marker = Counter(hit.marker for one_file in of_kind for hit in one_file.hits)
+        by_marker = Counter(hit.marker for file_score in of_kind for hit in file_score.hits)
         lines.append(f"{kind:9s}{rate:6.2f} markers in 1,000 words ({hits} in {words:,})")
         lines += [f"{count:12d}  {marker}" for marker, count in by_marker.most_common()]
-    worst = sorted((one for one in scores if one.hits), key=lambda one: -len(one.hits))
-    for one_file in worst[:show]:
-        lines.append(f"{one_file.path}: {len(one_file.hits)} in {one_file.kind}")
-        lines += [f"  {hit.line}: {hit.text}  [{hit.marker}]" for hit in one_file.hits]
+    worst = sorted(
+        (file_score for file_score in scores if file_score.hits),
+        key=lambda file_score: -len(file_score.hits),
+    )
+    for file_score in worst[:show]:
+        lines.append(f"{file_score.path}: {len(file_score.hits)} in {file_score.kind}")
+        lines += [f"  {hit.line}: {hit.text}  [{hit.marker}]" for hit in file_score.hits]
     return "\n".join(lines)
 
 
 def totals(scores: list[FileScore]) -> tuple[int, int, float]:
     """Return the words, the markers and the markers in 1,000 words of some files together."""
-    words = sum(one_file.words for one_file in scores)
-    hits = sum(len(one_file.hits) for one_file in scores)
+    words = sum(file_score.words for file_score in scores)
+    hits = sum(len(file_score.hits) for file_score in scores)
     return words, hits, 1000 * hits / max(1, words)
 
 
@@ -333,7 +336,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(report(scores, options.show))
     status = 0
     for kind, limit in options.limit:
-        rate = totals([one_file for one_file in scores if one_file.kind == kind])[2]
+        rate = totals([file_score for file_score in scores if file_score.kind == kind])[2]
         if rate > limit:
             print(f"prose.py: {kind}: {rate:.2f} is above the limit {limit:g}", file=sys.stderr)
             status = 1

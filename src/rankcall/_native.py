@@ -64,7 +64,7 @@ class NativeModule:
         for part in (*made, *self.defines, *map(str, self.includes), self._built_for()):
             digest.update(part.encode() + b"\0")
         included = (self.sources.glob(f"*.{suffix}") for suffix in ("h", "cpp"))
-        for source in sorted(path for each in included for path in each):
+        for source in sorted(path for paths in included for path in paths):
             digest.update(source.read_bytes())
         return cache_dir() / f"{self.name}-{digest.hexdigest()[:16]}.so"
 
@@ -131,7 +131,7 @@ class NativeModule:
             "-fPIC",
             "-pthread",
             "-w",  # torch's headers warn; ours are built with warnings in tests
-            *(f"-D{each}" for each in self.defines),
+            *(f"-D{define}" for define in self.defines),
             *(f"-I{path}" for path in includes),
             *(_torch_flags() if self.uses_torch else ()),
         ]

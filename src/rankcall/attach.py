@@ -192,17 +192,17 @@ def agree(key: str, propose: Callable[[], Choice] | None) -> Steps[Choice | None
         propose: Called if nothing is published yet. Without it, wait for another rank's proposal.
     """
     if propose is None:
-        held = yield Until(Read(key), lambda value: value is not None)
+        published = yield Until(Read(key), lambda value: value is not None)
     else:
-        held = yield Read(key)
-        if held is None:
+        published = yield Read(key)
+        if published is None:
             from rankcall.store.parts import publish_once
 
             mine = propose()
-            held = yield from publish_once(key, mine.encode())
-            if held != mine.encode():
+            published = yield from publish_once(key, mine.encode())
+            if published != mine.encode():
                 withdraw(mine)
-    return None if held is None else decode(held)
+    return None if published is None else decode(published)
 
 
 def store_and_key(store: Store) -> tuple[Store, str]:
@@ -296,10 +296,10 @@ def _next_attempt(run_dir: Path) -> int:
     numbers = [-1]
     with contextlib.suppress(OSError):
         reserved = (run_dir / ATTEMPTS).iterdir()
-        numbers += [int(each.stem) for each in reserved if each.stem.isdecimal()]
+        numbers += [int(path.stem) for path in reserved if path.stem.isdecimal()]
     with contextlib.suppress(OSError):  # of a run that an older rankcall recorded
-        names = (_NAME.search(each.name) for each in (run_dir / "rings").iterdir())
-        numbers += [int(name[1]) for name in names if name]
+        matches = (_NAME.search(path.name) for path in (run_dir / "rings").iterdir())
+        numbers += [int(match[1]) for match in matches if match]
     return min(max(numbers) + 1, _MOST_ATTEMPTS - 1)
 
 

@@ -123,7 +123,7 @@ class _Queue:
 
     def _drop(self, open_indexes: Indexes) -> None:
         """Drop old batches, but for the starts of ops that are still in flight."""
-        kept, dropped = list[Batch](), 0
+        open_batches, dropped = list[Batch](), 0
         while self._rows > self._room and len(self._batches) > 1:
             oldest = self._batches.popleft()
             self._rows -= len(oldest.rows)
@@ -132,12 +132,14 @@ class _Queue:
             dropped += int(np.count_nonzero(oldest.begins & ~is_open))
             if is_open.any():
                 ends = oldest.ends[is_open]
-                kept.append(Batch(take_rows(oldest.rows, is_open), oldest.begins[is_open], ends, 0))
+                open_batches.append(
+                    Batch(take_rows(oldest.rows, is_open), oldest.begins[is_open], ends, 0)
+                )
         after_gap = self._batches[0]
         self._batches[0] = after_gap._replace(dropped=after_gap.dropped + dropped)
-        if kept:
-            rows = concat_rows([batch.rows for batch in kept])
-            begins = np.concatenate([batch.begins for batch in kept])
+        if open_batches:
+            rows = concat_rows([batch.rows for batch in open_batches])
+            begins = np.concatenate([batch.begins for batch in open_batches])
             self._batches.appendleft(Batch(rows, begins, np.zeros(len(rows), np.bool_), 0))
             self._rows += len(rows)
 
@@ -247,7 +249,7 @@ class Subscription:
         if stopping and not self._drains:
             return True
         deliveries, seen = self._dispatcher.look(self)
-        happened = sum(len(batch.rows) for each in deliveries for batch in each.batches)
+        happened = sum(len(batch.rows) for delivery in deliveries for batch in delivery.batches)
         filled = max((_share_written(delivery) for delivery in deliveries), default=0.0)
         if deliveries:
             self._subscriber.take(deliveries, is_last=False)
@@ -383,7 +385,7 @@ class Dispatcher:
         """Pass a subscriber nothing more."""
         with self._lock:
             self._subscriptions = tuple(
-                each for each in self._subscriptions if each is not subscription
+                registered for registered in self._subscriptions if registered is not subscription
             )
             if not self._subscriptions:
                 self.sources = []
@@ -418,7 +420,10 @@ class Dispatcher:
         Their objects are kept, so that no destructor of a user's sink runs here.
         """
         _inherited.append(self._subscriptions)
-        for fd in (*self._wake_fds, *(each.wake_fd for each in self._subscriptions)):
+        for fd in (
+            *self._wake_fds,
+            *(subscription.wake_fd for subscription in self._subscriptions),
+        ):
             os.close(fd)
         self._lock = threading.RLock()
         self._subscriptions, self.sources, self._wake_fds = (), [], []

@@ -89,12 +89,12 @@ def check_folder(path: Path, owners: Collection[int] = (), *, private: bool = Tr
         private: Also require that group and others cannot write. Files on some network file systems
             show mode 0777 whatever is set, so a run directory is checked without this.
     """
-    about = path.lstat()
-    if stat.S_ISLNK(about.st_mode):
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
         raise UnsafeFolder(path, _IS_LINK)
-    if not stat.S_ISDIR(about.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-    _check_owner(path, about, owners, private=private)
+    _check_owner(path, status, owners, private=private)
 
 
 def run_folder(run_dir: Path, name: str) -> Path:
@@ -111,19 +111,19 @@ def run_folder(run_dir: Path, name: str) -> Path:
 
 def check_file(path: Path, owners: Collection[int] = ()) -> None:
     """Raise ``UnsafeFolder`` unless ``path`` is a regular file of this user, or of ``owners``."""
-    about = path.lstat()
-    if not stat.S_ISREG(about.st_mode):
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise UnsafeFolder(path, "is a link, or no regular file")
-    _check_owner(path, about, owners, private=True)
+    _check_owner(path, status, owners, private=True)
 
 
 def _check_owner(
-    path: Path, about: os.stat_result, owners: Collection[int], *, private: bool
+    path: Path, status: os.stat_result, owners: Collection[int], *, private: bool
 ) -> None:
-    if about.st_uid != os.geteuid() and about.st_uid not in owners:
-        raise UnsafeFolder(path, f"belongs to user {about.st_uid}, not to user {os.geteuid()}")
-    if private and about.st_mode & _OTHERS_WRITE:
-        mode = stat.S_IMODE(about.st_mode)
+    if status.st_uid != os.geteuid() and status.st_uid not in owners:
+        raise UnsafeFolder(path, f"belongs to user {status.st_uid}, not to user {os.geteuid()}")
+    if private and status.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(status.st_mode)
         raise UnsafeFolder(path, f"can be written by other users (mode {mode:04o}; chmod go-w)")
 
 
@@ -132,11 +132,11 @@ def _make_parents(path: Path) -> None:
     while not path.exists():
         missing.append(path)
         path = path.parent
-    for each in reversed(missing):
+    for folder in reversed(missing):
         with contextlib.suppress(FileExistsError):
-            each.mkdir(mode=0o755)
-            if stat.S_IMODE(each.lstat().st_mode) & 0o700 != 0o700:
-                _chmod(each, 0o755)
+            folder.mkdir(mode=0o755)
+            if stat.S_IMODE(folder.lstat().st_mode) & 0o700 != 0o700:
+                _chmod(folder, 0o755)
 
 
 def _chmod(folder: Path, mode: int) -> None:

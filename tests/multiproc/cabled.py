@@ -163,8 +163,8 @@ class Job:
         if store_node is nodes[2]:
             (folder / "store.py").write_text(STORE)
             ready = folder / "ready"
-            about = (store_node.address, port, str(ready))
-            self.store = self.start(store_node, {}, PYTHON, str(folder / "store.py"), *about)
+            arguments = (store_node.address, port, str(ready))
+            self.store = self.start(store_node, {}, PYTHON, str(folder / "store.py"), *arguments)
             self.store.wait_for(ready, 120)
         self.ranks = []
         for rank in range(world_size):
@@ -193,9 +193,9 @@ class Job:
 
     def end(self) -> str:
         """End everything; return what the ranks printed."""
-        for each in self._all:
-            each.process.kill()
-        return "\n".join(each.finish(60).err for each in self._all)
+        for launch in self._all:
+            launch.process.kill()
+        return "\n".join(launch.finish(60).err for launch in self._all)
 
     def wait(self, ranks: list[int]) -> None:
         """Wait until ranks have ended."""

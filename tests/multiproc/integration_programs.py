@@ -40,7 +40,7 @@ def begin(folder: str) -> None:
 
 def digest(model: nn.Module) -> str:
     """Return a hash of all bits of a model."""
-    raw = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+    raw = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return hashlib.sha256(raw).hexdigest()
 
 
@@ -122,7 +122,7 @@ def _fit(rank: int, folder: str, seen: Result, *, callback: bool) -> str:
     try:
         trainer.fit(module, batches(), batches())
     finally:
-        seen["figures"] = [each for each in log.figures if "rankcall/waiting_share" in each]
+        seen["figures"] = [entry for entry in log.figures if "rankcall/waiting_share" in entry]
         seen["restored"] = "save_checkpoint" not in vars(trainer)
     return digest(module)
 
@@ -188,9 +188,9 @@ def _accelerated(folder: str, seen: Result, *, tracker: bool) -> str:
         with expect(60, "evaluation"):
             seen["phases"].append(("validate", declared()))
     # end_training would destroy the group, in which the second training goes on.
-    for each in accelerator.trackers:
-        each.finish()
-    seen["figures"] = [each for each in log.figures if "rankcall/waiting_share" in each]
+    for open_tracker in accelerator.trackers:
+        open_tracker.finish()
+    seen["figures"] = [entry for entry in log.figures if "rankcall/waiting_share" in entry]
     seen["restored"] = all(name in before for name in vars(accelerator) if name.startswith("sa"))
     return digest(plain)
 
@@ -256,7 +256,7 @@ def _transformed(folder: str, seen: Result, *, callback: bool) -> str:
     )
     trainer.train()
     seen["figures"] = [
-        each for each in trainer.state.log_history if "rankcall/waiting_share" in each
+        entry for entry in trainer.state.log_history if "rankcall/waiting_share" in entry
     ]
     seen["restored"] = declared() == ""
     return digest(model)

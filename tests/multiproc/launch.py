@@ -79,12 +79,12 @@ class Launch:
         until = time.monotonic() + linger
         while not late and self._marked() and time.monotonic() < until:
             time.sleep(0.05)
-        left = self._signal_all(signal.SIGKILL)
+        survivors = self._signal_all(signal.SIGKILL)
         self.process.wait()
         ended = Ended(self.process.returncode, _text(self._out), _text(self._err))
         if late:
             raise AssertionError(f"not done after {timeout:g} s\n{ended.out}\n{ended.err}")
-        assert not left, f"processes outlived the launcher: {left}\n{ended.err}"
+        assert not survivors, f"processes outlived the launcher: {survivors}\n{ended.err}"
         return ended
 
     def wait_for(self, path: Path, timeout: float = 40) -> None:
@@ -98,20 +98,20 @@ class Launch:
 
     def _marked(self) -> list[int]:
         """Return the ids of the processes that carry our mark."""
-        found = []
+        pids = []
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if f"{_MARK}={self._mark}".encode() in environ.read_bytes():
-                    found.append(int(environ.parent.name))
-        return found
+                    pids.append(int(environ.parent.name))
+        return pids
 
     def _signal_all(self, sig: signal.Signals) -> list[int]:
         """Signal every process that carries our mark; return their ids."""
-        found = self._marked()
-        for pid in found:
+        pids = self._marked()
+        for pid in pids:
             with suppress(OSError):
                 os.kill(pid, sig)
-        return found
+        return pids
 
 
 def _text(file: tempfile._TemporaryFileWrapper[str]) -> str:

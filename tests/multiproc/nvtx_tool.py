@@ -45,21 +45,21 @@ class Heard:
 
 def heard(prefix: Path) -> dict[int, Heard]:
     """Return what the tool wrote, by process."""
-    found: dict[int, Heard] = defaultdict(Heard)
+    processes: dict[int, Heard] = defaultdict(Heard)
     for path in prefix.parent.glob(f"{prefix.name}.*"):
-        told, marked = found[int(path.suffix[1:])], False
+        process, marked = processes[int(path.suffix[1:])], False
         for line in path.read_text().splitlines():
             kind, thread, text = line.split(" ", 2)
             if kind == "D":
-                told.domains.append(text)
+                process.domains.append(text)
             elif kind == "M":
-                told.marks.append((int(thread), json.loads(text)))
+                process.marks.append((int(thread), json.loads(text)))
                 marked = True
             elif kind == "B":
                 number, _, name = text.partition(" ")
-                told.begun[int(number)] = name
-                told.between += not marked
+                process.begun[int(number)] = name
+                process.between += not marked
                 marked = False
             else:
-                told.ended.append(int(text))
-    return found
+                process.ended.append(int(text))
+    return processes

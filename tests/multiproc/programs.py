@@ -80,7 +80,7 @@ def fsdp2(rank: int) -> Any:
         fully_shard(layer)
     fully_shard(model)
     lines = _train(model, rank)
-    local = [each.to_local() for each in model.parameters()]
+    local = [parameter.to_local() for parameter in model.parameters()]
     return {**lines, "digest": _digest(local)}
 
 
@@ -191,10 +191,10 @@ def threads(rank: int) -> Any:
             assert tensor[0] == 4 * number
 
     workers = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
-    for each in workers:
-        each.start()
-    for each in workers:
-        each.join()
+    for thread in workers:
+        thread.start()
+    for thread in workers:
+        thread.join()
     return {"line": lines[0], "groups": [group.group_name for group in groups]}
 
 
@@ -289,7 +289,7 @@ def run_programs(rank: int, world_size: int, run_dir: str, names: list[str], rec
 
     import rankcall
 
-    told, seen = {}, 0
+    outcomes, seen = {}, 0
     for name in names:
         recording = rankcall.enable(f"{run_dir}/{name}") if record else None
         with warnings.catch_warnings():
@@ -300,9 +300,9 @@ def run_programs(rank: int, world_size: int, run_dir: str, names: list[str], rec
             _settled(recording)
             rankcall.disable()
         entries = witness.torch_saw()
-        told[name] = {"value": value, "torch_saw": entries[seen:]}
+        outcomes[name] = {"value": value, "torch_saw": entries[seen:]}
         seen = len(entries)
-    return json.loads(json.dumps(told))
+    return json.loads(json.dumps(outcomes))
 
 
 def _settled(recording: Any) -> None:

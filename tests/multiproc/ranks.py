@@ -12,7 +12,7 @@ __all__ = ["RanksFailed", "Result", "run_ranks", "try_ranks"]
 
 def run_ranks(target: Any, world_size: int, *args: Any, **options: Any) -> list[Any]:
     """Return the value of each rank; raise if any rank failed."""
-    return [each.value for each in spawn_ranks(target, world_size, *args, **options)]
+    return [result.value for result in spawn_ranks(target, world_size, *args, **options)]
 
 
 def try_ranks(target: Any, world_size: int, *args: Any, **options: Any) -> list[Result]:

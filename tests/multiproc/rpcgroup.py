@@ -57,8 +57,8 @@ def metrics() -> dict[str, int]:
     """Return the agent's counters."""
     from torch.distributed.rpc import api
 
-    told = api._get_current_rpc_agent().get_debug_info()
-    return {key.removeprefix("agent."): int(float(value)) for key, value in told.items()}
+    debug_info = api._get_current_rpc_agent().get_debug_info()
+    return {key.removeprefix("agent."): int(float(value)) for key, value in debug_info.items()}
 
 
 def blocks() -> int:
@@ -70,9 +70,9 @@ def blocks() -> int:
 def sockets() -> int:
     """Return how many sockets this process has open."""
     held = 0
-    for each in Path("/proc/self/fd").iterdir():
+    for link in Path("/proc/self/fd").iterdir():
         try:
-            held += os.readlink(each).startswith("socket:")
+            held += os.readlink(link).startswith("socket:")
         except OSError:
             continue  # that of the listing itself
     return held

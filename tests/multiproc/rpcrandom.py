@@ -64,8 +64,8 @@ class Worker:
             self.kept.append((tensor, call))
             while len(self.kept) > MOST_KEPT * self.choose.random():
                 dropped.append(self.kept.pop(self.choose.randrange(len(self.kept))))
-        for other in dropped:
-            self.check(*other)
+        for entry in dropped:
+            self.check(*entry)
 
     def check(self, tensor: Any, call: int) -> None:
         """Note if a tensor is not what it was when it was sent."""
@@ -232,7 +232,7 @@ def judge(folder: Path) -> Outcome:
         for what, call, when, _ in entries:
             if what != "called" or not has_ended:
                 continue  # a killed worker's last calls have no end
-            ends = [each for each in events[int(call)] if each in ("answered", "failed")]
+            ends = [event for event in events[int(call)] if event in ("answered", "failed")]
             if len(ends) != 1:
                 problems.append(f"{name}: call {call} of {when} ended {len(ends)} times")
     for call, happened in events.items():

@@ -121,11 +121,11 @@ def mesh(rank: int, world_size: int, plan: FaultPlan) -> None:
     """Rows and columns of two: an all_reduce along each."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    made = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    device_mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     stepper = Stepper()
     for _ in plan.batches(range(STEPS), rank):
-        dist.all_reduce(torch.ones(16), group=made.get_group("tp"))
-        dist.all_reduce(torch.ones(32), group=made.get_group("dp"))
+        dist.all_reduce(torch.ones(16), group=device_mesh.get_group("tp"))
+        dist.all_reduce(torch.ones(32), group=device_mesh.get_group("dp"))
         stepper.step()
 
 
@@ -170,9 +170,9 @@ def ring(rank: int, world_size: int, plan: FaultPlan) -> None:
     """Send to the next rank and receive from the previous one, on every rank."""
     stepper = Stepper()
     for _ in plan.batches(range(STEPS), rank):
-        taken = torch.zeros(8)
+        received = torch.zeros(8)
         work = dist.isend(torch.ones(8), (rank + 1) % world_size)
-        dist.recv(taken, (rank - 1) % world_size)
+        dist.recv(received, (rank - 1) % world_size)
         assert work is not None
         work.wait()
         stepper.step()
@@ -207,10 +207,10 @@ def both_receive(rank: int, world_size: int, plan: FaultPlan) -> None:
 
 def unwaited(rank: int, world_size: int, plan: FaultPlan) -> None:
     """Send messages without waiting for their Works; all are received."""
-    stepper, kept = Stepper(), []
+    stepper, works = Stepper(), []
     for _ in plan.batches(range(STEPS), rank):
         if rank == 0:
-            kept.append(dist.isend(torch.ones(4), 1))
+            works.append(dist.isend(torch.ones(4), 1))
         elif rank == 1:
             dist.recv(torch.zeros(4), 0)
         stepper.step()
@@ -311,7 +311,7 @@ def fails_in_turn(rank: int, world_size: int, plan: FaultPlan) -> None:
 def stays(rank: int, world_size: int, plan: FaultPlan) -> None:
     """Let a rank that has run out of data go on alone, with a long report."""
     plain(rank, world_size, plan)
-    time.sleep(3600 if any(each.kind == "exhaust" for each in plan.faults) else 0)
+    time.sleep(3600 if any(fault.kind == "exhaust" for fault in plan.faults) else 0)
 
 
 def own_store(rank: int, world_size: int, plan: FaultPlan, meeting: str, name: str) -> Any:

@@ -43,12 +43,14 @@ class Found:
         """Say what is not as it should be."""
         want = sorted(self.scenario.causes)
         problems = [
-            f"{who}: {sorted(causes)} instead of {want}"
-            for who, causes in self.by.items()
+            f"{judge}: {sorted(causes)} instead of {want}"
+            for judge, causes in self.by.items()
             if sorted(causes) != want
         ]
-        if self.scenario.healthy and not all(each.ok for each in self.results):
-            problems.append(f"failed: {[each.error or each.exitcode for each in self.results]}")
+        if self.scenario.healthy and not all(result.ok for result in self.results):
+            problems.append(
+                f"failed: {[result.error or result.exitcode for result in self.results]}"
+            )
         if self.kept > len(want):
             problems.append(f"{self.kept} verdicts on {len(want)} causes")
         if self.told > 0:
@@ -93,14 +95,14 @@ def run(scenario: Scenario, folder: Path) -> Found:
         if (scenario.healthy or scenario.ends or scenario.slow) and scenario.nodes == 1:
             by["afterwards"] = _diagnosed(scenario, run_dir, findings)
             rows = load(run_dir).records.to_dicts()
-    told = sum(each.stderr.count("kept with all stacks in") for each in ranks.results)
-    told -= len(_verdicts(run_dir))
+    only_printed = sum(result.stderr.count("kept with all stacks in") for result in ranks.results)
+    only_printed -= len(_verdicts(run_dir))
     for place in _verdicts(run_dir):
         findings += json.loads(place.read_text())["findings"]
     took = time.monotonic() - began
-    claims = Claims(scenario, [each.pid for each in ranks.results], took, rows)
+    claims = Claims(scenario, [result.pid for result in ranks.results], took, rows)
     false = [problem for finding in findings for problem in claims.false(finding)]
-    return Found(scenario, by, seconds, ranks.results, took, kept, told, false)
+    return Found(scenario, by, seconds, ranks.results, took, kept, only_printed, false)
 
 
 def _verdicts(run_dir: Path) -> list[Path]:
@@ -112,10 +114,12 @@ def _watchers(run_dir: Path) -> list[Cause]:
 
     The watcher may name a second cause later than the first, once it has lasted long enough.
     """
-    found = [
-        each for place in _verdicts(run_dir) for each in json.loads(place.read_text())["findings"]
+    findings = [
+        finding
+        for place in _verdicts(run_dir)
+        for finding in json.loads(place.read_text())["findings"]
     ]
-    return sorted({(each["kind"], tuple(each["ranks"])) for each in found})
+    return sorted({(finding["kind"], tuple(finding["ranks"])) for finding in findings})
 
 
 def _await_verdict(scenario: Scenario, run_dir: Path, ranks: Ranks) -> float | None:
@@ -131,17 +135,17 @@ def _await_verdict(scenario: Scenario, run_dir: Path, ranks: Ranks) -> float | N
 def _after_threshold(place: Path, hang_after: float) -> float:
     """Return how long after the threshold of the call that waits longest the verdict was there."""
     verdict: dict[str, Any] = json.loads(place.read_text())
-    since = max(each["since_s"] for each in verdict["findings"])
+    since = max(finding["since_s"] for finding in verdict["findings"])
     judged = verdict["hang"]["epoch_ns"] / 1e9
     return float(place.stat().st_mtime - (judged - since) - hang_after)
 
 
 def _diagnosed(scenario: Scenario, run_dir: Path, findings: list[Object]) -> list[Cause]:
     """Diagnose a run; add the findings that count to a list."""
-    found = diagnose(load(run_dir), scenario.hang_after).findings
-    found = [each for each in found if scenario.slow or each.kind not in SLOW_KINDS]
-    findings += map(asdict, found)
-    return [(each.kind, each.ranks) for each in found]
+    relevant = diagnose(load(run_dir), scenario.hang_after).findings
+    relevant = [finding for finding in relevant if scenario.slow or finding.kind not in SLOW_KINDS]
+    findings += map(asdict, relevant)
+    return [(finding.kind, finding.ranks) for finding in relevant]
 
 
 def set_ahead(run_dir: Path, seconds: float, first: int) -> None:
@@ -183,14 +187,14 @@ def _nodes(scenario: Scenario, folder: Path) -> Iterator[Any]:
 
     base = Path(os.environ.get("RANKCALL_SHM") or "/dev/shm")
     places = [base / f"{folder.name}-node-{number}" for number in range(scenario.nodes)]
-    each = scenario.world_size // scenario.nodes
+    node_size = scenario.world_size // scenario.nodes
     for place in places:
         place.mkdir(parents=True)
     try:
         yield lambda rank: {
             "RANKCALL_CAPTURE": "python",
-            "RANKCALL_HOST": f"node-{rank // each}",
-            "RANKCALL_SHM": str(places[rank // each]),
+            "RANKCALL_HOST": f"node-{rank // node_size}",
+            "RANKCALL_SHM": str(places[rank // node_size]),
         }
     finally:
         for place in places:

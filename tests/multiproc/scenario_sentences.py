@@ -131,7 +131,7 @@ class Claims:
                 yield f"ranks {sorted(lost)} are not in that call"
         held_up = _HELD_UP.search(text)
         if held_up:
-            total, there, others = (int(each.replace(",", "")) for each in held_up.groups())
+            total, there, others = (int(count.replace(",", "")) for count in held_up.groups())
             if total != there + others or total > self._scenario.world_size:
                 yield "the ranks do not add up"
 
@@ -254,7 +254,7 @@ class Claims:
 
     def _deadlock(self, match: re.Match[str], planted: Sequence[Fault]) -> Iterator[str]:
         named = re.findall(r"for ranks? ([\d,-]+)", match.string)
-        if {rank for each in named for rank in ranks_in(each)} - ranks_in(match["ranks"]):
+        if {rank for ranks in named for rank in ranks_in(ranks)} - ranks_in(match["ranks"]):
             yield "a rank that is waited for is not named"
 
     def _straggler(self, match: re.Match[str], planted: Sequence[Fault]) -> Iterator[str]:
@@ -267,6 +267,6 @@ class Claims:
 
     def _slow_link(self, match: re.Match[str], planted: Sequence[Fault]) -> Iterator[str]:
         ends = int(match["source"]), int(match["target"])
-        (fault,) = (each for each in self._scenario.plan.faults if each.kind == "slow_link")
+        (fault,) = (fault for fault in self._scenario.plan.faults if fault.kind == "slow_link")
         if ends != (fault.number, fault.rank) or int(match["took"]) < 900 * fault.seconds:
             yield f"rank {fault.number} to rank {fault.rank} takes {fault.seconds} s"

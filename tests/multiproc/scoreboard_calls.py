@@ -88,10 +88,10 @@ def run_calls(
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
         dist.set_debug_level_from_env()
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    made = {"world": dist.group.WORLD}
+    process_groups = {"world": dist.group.WORLD}
     for name, ranks in groups.items():
-        made[name] = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-    state = _Rank(rank, world_size, made)
+        process_groups[name] = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+    state = _Rank(rank, world_size, process_groups)
     for step in programs[rank]:
         call = from_plain(step)
         _STEPS[call.op](state, call)
@@ -101,15 +101,15 @@ def run_calls(
 def plain(call: Call) -> dict[str, Any]:
     """Return the fields of a call that differ from the usual ones, to be pickled or printed."""
     usual = Call(call.op)
-    found = {name: value for name, value in vars(call).items() if value != getattr(usual, name)}
+    fields = {name: value for name, value in vars(call).items() if value != getattr(usual, name)}
     if call.threads:
-        found["threads"] = [plain(each) for each in call.threads]
-    return {"op": call.op, **found}
+        fields["threads"] = [plain(thread_call) for thread_call in call.threads]
+    return {"op": call.op, **fields}
 
 
 def from_plain(fields: dict[str, Any]) -> Call:
     """Return the call that ``plain`` has written."""
-    threads = tuple(from_plain(each) for each in fields.get("threads", ()))
+    threads = tuple(from_plain(thread_fields) for thread_fields in fields.get("threads", ()))
     return Call(**{**fields, "threads": threads})
 
 
@@ -235,8 +235,10 @@ def _all_to_all(state: _Rank, call: Call) -> None:
     import torch
     import torch.distributed as dist
 
-    ours, theirs = (list(each) for each in call.splits) if call.splits else ([], [])
-    both = [sum(each) if each else call.count * state.members(call) for each in (ours, theirs)]
+    ours, theirs = (list(splits) for splits in call.splits) if call.splits else ([], [])
+    both = [
+        sum(splits) if splits else call.count * state.members(call) for splits in (ours, theirs)
+    ]
     source, target = (torch.ones(size, dtype=getattr(torch, call.dtype)) for size in both)
     dist.all_to_all_single(target, source, theirs, ours, group=state.groups[call.group])
 
@@ -339,9 +341,11 @@ def _threads(state: _Rank, call: Call) -> None:
     """Issue each call in a thread of its own, in the order of the list."""
     errors: list[BaseException] = []
     workers = []
-    for each in call.threads:
+    for thread_call in call.threads:
         issued = threading.Event()
-        workers.append(threading.Thread(target=_in_thread, args=(state, each, issued, errors)))
+        workers.append(
+            threading.Thread(target=_in_thread, args=(state, thread_call, issued, errors))
+        )
         workers[-1].start()
         assert issued.wait(INIT_S)
     for worker in workers:

@@ -70,7 +70,7 @@ def sound_program(op: str, world_size: int, **fields: object) -> Program:
     """Return a sound program: in each step the op and another one, and a barrier at the end."""
     call = replace(Call(op), **fields)  # type: ignore[arg-type]
     beside = replace(Call(_BESIDE.get(op, "all_gather")), group=call.group)
-    steps = [each for _ in range(STEPS) for each in (call, beside)]
+    steps = [step_call for _ in range(STEPS) for step_call in (call, beside)]
     return [[*steps, Call("barrier")] for _ in range(world_size)]
 
 
@@ -96,10 +96,10 @@ def changed(
 ) -> Case:
     """Some ranks issue the op with other arguments: ``mismatch``."""
     silent = bool(fields.pop("silent", False))
-    given = {"dtype": "int32"} if fields.get("reduce_op") == "BOR" else {}
-    if given:
-        given["reduce_op"] = "BAND"
-    program = sound_program(op, world_size, **given)
+    sound_fields = {"dtype": "int32"} if fields.get("reduce_op") == "BOR" else {}
+    if sound_fields:
+        sound_fields["reduce_op"] = "BAND"
+    program = sound_program(op, world_size, **sound_fields)
     for rank in ranks:
         program[rank][2 * AT] = replace(program[rank][2 * AT], **fields)  # type: ignore[arg-type]
     tie = 2 * len(ranks) == world_size

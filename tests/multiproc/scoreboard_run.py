@@ -38,7 +38,7 @@ class Judged:
     @property
     def found(self) -> list[Cause]:
         """The kinds with the ranks that each finding names."""
-        return [(each.kind, _named(self.case, each)) for each in self.findings]
+        return [(finding.kind, _named(self.case, finding)) for finding in self.findings]
 
     @property
     def right(self) -> int:
@@ -69,7 +69,7 @@ def _named(case: Case, finding: Finding) -> tuple[int, ...]:
 
 def _listed(text: str) -> list[int]:
     """Return the ranks in a list such as ``0,2-3``."""
-    spans = [each.partition("-") for each in text.rstrip(",").split(",")]
+    spans = [span.partition("-") for span in text.rstrip(",").split(",")]
     return [rank for first, _, last in spans for rank in range(int(first), int(last or first) + 1)]
 
 
@@ -84,18 +84,18 @@ def run(case: Case, folder: Path, timeout_s: float, *, torch_detail: bool = True
     """
     run_dir, began = folder / "run", time.monotonic()
     results = _run(case, timeout_s, run_dir, {"TORCH_DISTRIBUTED_DEBUG": None})
-    said = {"plain": torch_says(case, results)}
-    errors = {"plain": [each.error or "" for each in results]}
+    torch_verdicts = {"plain": torch_says(case, results)}
+    errors = {"plain": [result.error or "" for result in results]}
     loaded = load(run_dir)
-    findings = [each for each in diagnose(loaded).findings if each.stops]
-    took, pids = time.monotonic() - began, [each.pid for each in results]
+    findings = [finding for finding in diagnose(loaded).findings if finding.stops]
+    took, pids = time.monotonic() - began, [result.pid for result in results]
     sentences = Sentences(case, pids, took, loaded.records.to_dicts())
-    false = [problem for each in findings for problem in sentences.false(each)]
+    false = [problem for finding in findings for problem in sentences.false(finding)]
     if torch_detail:
         results = _run(case, timeout_s, None, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-        said["detail"] = torch_says(case, results)
-        errors["detail"] = [each.error or "" for each in results]
-    return Judged(case, findings, said, false, errors)
+        torch_verdicts["detail"] = torch_says(case, results)
+        errors["detail"] = [result.error or "" for result in results]
+    return Judged(case, findings, torch_verdicts, false, errors)
 
 
 def _run(
@@ -117,14 +117,14 @@ def _run(
         limit = timeout_s + RANK_S
         ended = ranks.wait(limit, limit)
     if not ended:
-        text = "\n".join(each.stderr[-1500:] for each in ranks.results)
+        text = "\n".join(result.stderr[-1500:] for result in ranks.results)
         raise AssertionError(f"{case.name}: not done after {limit:g} s\n{text}")
     return ranks.results
 
 
 def torch_says(case: Case, results: list[RankResult]) -> str:
     """Return which of ``TORCH`` fits best to what the ranks have printed and raised."""
-    texts = [f"{each.stderr}\n{each.error or ''}" for each in results]
+    texts = [f"{result.stderr}\n{result.error or ''}" for result in results]
     named = {rank for text in texts for rank in _ranks_in(text)}
     planted = {rank for _, ranks in case.causes for rank in ranks}
     if named:
@@ -133,12 +133,12 @@ def torch_says(case: Case, results: list[RankResult]) -> str:
         if planted < named:
             return AMONG
         return SOME if named < planted else WRONG
-    if all(each.ok for each in results):
+    if all(result.ok for result in results):
         return NOTHING
-    own = [each.rank for each in results if _is_refusal(each.error or "")]
+    own = [result.rank for result in results if _is_refusal(result.error or "")]
     if own and set(own) == planted:
         return RIGHT  # the rank at fault has raised an error about its own arguments
-    late = any(re.search(r"[Tt]imed out|[Tt]imeout", each.error or "") for each in results)
+    late = any(re.search(r"[Tt]imed out|[Tt]imeout", result.error or "") for result in results)
     return TIME_OUT if late else ERROR
 
 
@@ -151,7 +151,7 @@ def _ranks_in(text: str) -> set[int]:
     ):
         ranks |= {int(ours), int(theirs)}
     for listed in re.findall(r"[Rr]anks? ((?:\d+, ?)*\d+) (?:failed|timed out|did not)", text):
-        ranks |= {int(each) for each in re.findall(r"\d+", listed)}
+        ranks |= {int(number) for number in re.findall(r"\d+", listed)}
     return ranks
 
 

@@ -81,13 +81,13 @@ class Sentences:
     def _calls(self, rank: int, group: str) -> list[Call]:
         """Return the collectives of a rank on a group, in order."""
         steps = [
-            each
+            call
             for step in self._case.program[rank]
-            for each in (step.threads if step.op == "threads" else (step,))
+            for call in (step.threads if step.op == "threads" else (step,))
         ]
         name = self._groups[group]
         skipped = (*MESSAGES, *NO_CALLS)
-        return [each for each in steps if each.op not in skipped and each.group == name]
+        return [call for call in steps if call.op not in skipped and call.group == name]
 
     def _call(self, rank: int, match: Match) -> Call | None:
         """Return the collective of a rank that has the number in a sentence; None if none has."""
@@ -134,10 +134,10 @@ class Sentences:
     def _waits(self, match: Match) -> Iterator[str]:
         """So many ranks wait in a call that the culprits do not issue."""
         culprits = ranks_in(match["ranks"])
-        there = self._members(match["group"]) - culprits
-        if len(there) != int(match["count"]):
-            yield f"{len(there)} ranks issue it"
-        listed = ",".join(map(str, there))
+        waiting = self._members(match["group"]) - culprits
+        if len(waiting) != int(match["count"]):
+            yield f"{len(waiting)} ranks issue it"
+        listed = ",".join(map(str, waiting))
         yield from self._is_issued(listed, match, match["op"], match["line"])
         yield from self._not_reached(culprits, match)
 
@@ -170,13 +170,13 @@ class Sentences:
             yield "they issue the same"
 
     def _mismatch(self, match: Match) -> Iterator[str]:
-        fields = [_NAMES[each] for each in re.split(r", | and ", match["fields"])]
-        for name, said in (("ranks", match["a"]), ("others", match["b"])):
+        fields = [_NAMES[word] for word in re.split(r", | and ", match["fields"])]
+        for name, claim in (("ranks", match["a"]), ("others", match["b"])):
             yield from self._is_issued(match[name], match, match["op"], None)
             for rank in sorted(ranks_in(match[name])):
                 call = self._call(rank, match)
-                values = [self._value(call, each, match["group"]) for each in fields if call]
-                if said != ", ".join(values):
+                values = [self._value(call, field, match["group"]) for field in fields if call]
+                if claim != ", ".join(values):
                     yield f"rank {rank} passes {', '.join(values)}"
         if match["through"]:
             key = match["group"], int(match["seq"]), match["op"]
@@ -188,14 +188,14 @@ class Sentences:
     def _messages_differ(self, match: Match) -> Iterator[str]:
         source, target = int(match["source"]), int(match["target"])
         ends = ((source, "send", (target,), match["a"]), (target, "recv", (source, -1), match["b"]))
-        for rank, op, peers, said in ends:
-            passed = [each for each in self._case.program[rank] if each.op == op]
+        for rank, op, peers, claim in ends:
+            passed = [call for call in self._case.program[rank] if call.op == op]
             values = [
-                each.dtype if said in ITEM else self._size(each, 1)
-                for each in passed
-                if each.peer in peers
+                call.dtype if claim in ITEM else self._size(call, 1)
+                for call in passed
+                if call.peer in peers
             ]
-            if said not in values:
+            if claim not in values:
                 yield f"rank {rank} passes {values}"
         if match["a"] == match["b"]:
             yield "they pass the same"
@@ -249,27 +249,27 @@ class Sentences:
         source, target = int(match["source"]), int(match["target"])
         sent = {c.tag for c in self._case.program[source] if (c.op, c.peer) == ("send", target)}
         taken = {c.tag for c in self._case.program[target] if (c.op, c.peer) == ("recv", source)}
-        one, other = int(match["one"]), int(match["other"])
-        if not ((one in sent and other in taken) or (other in sent and one in taken)):
+        tag, other_tag = int(match["one"]), int(match["other"])
+        if not ((tag in sent and other_tag in taken) or (other_tag in sent and tag in taken)):
             yield f"sent is {sorted(sent)}, and received {sorted(taken)}"
 
     def _side(self, match: Match, finding: Finding) -> Iterator[str]:
         """Evidence: a side of a desync or a mismatch, with what it passes in the finding's call."""
-        said = set(filter(None, (match["values"] or "").split(", ")))
+        claims = set(filter(None, (match["values"] or "").split(", ")))
         for rank in sorted(ranks_in(match["ranks"])):
             if match["op"] in MESSAGES:
-                calls = [each for each in self._case.program[rank] if each.op == match["op"]]
+                calls = [call for call in self._case.program[rank] if call.op == match["op"]]
             else:
                 calls = self._calls(rank, finding.group)[finding.seq - 1 : finding.seq]
-            passed = [self._values(each, finding.group) for each in calls]
-            if not any(said | {match["op"]} <= each for each in passed):
+            passed = [self._values(call, finding.group) for call in calls]
+            if not any(claims | {match["op"]} <= values for values in passed):
                 yield f"rank {rank} passes {passed}"
         yield from _false_line(match["op"], match["line"])
 
     def _values(self, call: Call, group: str) -> set[str]:
         """Return what a sentence may say that a call passes."""
         fields = ("dtype", "reduce_op", "root", "size")
-        return {_op(call), *(self._value(call, each, group) for each in fields)}
+        return {_op(call), *(self._value(call, field, group) for field in fields)}
 
     def _last(self, match: Match) -> Iterator[str]:
         yield from self._is_issued(match["ranks"], match, match["op"], match["line"])
@@ -290,8 +290,8 @@ class Sentences:
 
     def _failed(self, match: Match) -> Iterator[str]:
         refused = [c for c in self._case.program[int(match["ranks"])] if _is_refused(c)]
-        if match["op"] not in [each.op for each in refused]:
-            yield f"it passes what torch refuses in {[each.op for each in refused]}"
+        if match["op"] not in [call.op for call in refused]:
+            yield f"it passes what torch refuses in {[call.op for call in refused]}"
         yield from _false_line(match["op"], match["line"])
 
 

@@ -69,10 +69,10 @@ FILES = {
 )
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     """Return each launcher; skip those whose package is not installed."""
-    found = LAUNCHERS[request.param]
-    if importlib.util.find_spec(found.package) is None:
-        pytest.skip(f"{found.package} is not installed")
-    return found
+    requested = LAUNCHERS[request.param]
+    if importlib.util.find_spec(requested.package) is None:
+        pytest.skip(f"{requested.package} is not installed")
+    return requested
 
 
 def prepare(folder: Path, launcher: Launcher) -> tuple[list[str], dict[str, str]]:
@@ -136,7 +136,11 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, name: str) -> None:
     (verdict,) = run_of(ended).glob("hangs/*/stacks/rank-00001.txt")
     script = {"spawn": "train.py", "torchrun": "train.py"}.get(name, command[-1])
     line = 1 + FILES[script].splitlines().index(
-        next(each for each in FILES[script].splitlines() if "time.sleep(600)" in each)
+        next(
+            source_line
+            for source_line in FILES[script].splitlines()
+            if "time.sleep(600)" in source_line
+        )
     )
     assert f'{script}", line {line}' in verdict.read_text()
     assert f"{script}:{line}" in ended.err
@@ -222,8 +226,8 @@ def test_jobs_with_one_directory_are_attempts(tmp_path: Path) -> None:
         options = ["exec", "--capture=python", "--run-dir=mine", "--"]
         ended = launch(*options, *command, cwd=tmp_path, env=env, timeout=120)
         assert ended.status == 0, ended.err
-        found = sorted((h.header.attempt, h.header.rank) for h in load(tmp_path / "mine").heads)
-        assert found == [(each, rank) for each in range(attempt + 1) for rank in (0, 1)]
+        recorded = sorted((h.header.attempt, h.header.rank) for h in load(tmp_path / "mine").heads)
+        assert recorded == [(number, rank) for number in range(attempt + 1) for rank in (0, 1)]
 
 
 @pytest.mark.slow
@@ -289,9 +293,9 @@ def test_forked_ranks_without_a_launcher_of_ours(tmp_path: Path) -> None:
     env |= {"RANKCALL": "1", "RANKCALL_CAPTURE": "python"}
     ended = run_program(*command, cwd=tmp_path, env=env)
     assert ended.status == 0, ended.err
-    (said,) = ended.ours
+    (line,) = ended.ours
     (run,) = [path for path in (tmp_path / "rankcall-runs").iterdir() if not path.is_symlink()]
-    assert said == f"rankcall: recording in {run}"
+    assert line == f"rankcall: recording in {run}"
     names = sorted(path.name for path in (run / "rings").iterdir())
     assert [name[:10] for name in names] == ["rank-00000", "rank-00001"]
 
@@ -337,7 +341,7 @@ def leave(folder: Path, status: int, *command: str, **more: str) -> tuple[list[E
         Launch(*command, "leaves.py", cwd=folder, env={**env, "RANK": rank}, program=())
         for rank in "01"
     ]
-    return [each.finish(240) for each in started], folder / "run"
+    return [launched.finish(240) for launched in started], folder / "run"
 
 
 @pytest.mark.parametrize(
@@ -348,7 +352,7 @@ def test_the_exit_status_of_a_rank_that_nothing_started(tmp_path: Path, status: 
     env = {"PYTHONPATH": str(BOOT), "RANKCALL": "1", "RANKCALL_CAPTURE": "native"}
     ended, run = leave(tmp_path, status, PYTHON, **env)
     seen = status & 0xFF
-    assert [each.status for each in ended] == [0, seen]
+    assert [end.status for end in ended] == [0, seen]
     if "CaptureUnavailable" in ended[1].err or "not recording" in ended[1].err:
         pytest.skip("the native recorder cannot be built here")
     exits = {noted.rank: noted for noted in read_exits(run)}
@@ -366,7 +370,7 @@ def test_exec_notes_how_a_rank_ended(tmp_path: Path, status: int) -> None:
     """If the command is a rank itself, as below srun, its status is in the run, in any capture."""
     command = (str(RANKCALL), "exec", "--capture=python", "--run-dir", str(tmp_path / "run"), "--")
     ended, run = leave(tmp_path, status, *command, PYTHON)
-    assert [each.status for each in ended] == [0, status]
+    assert [end.status for end in ended] == [0, status]
     assert {noted.rank: noted.code for noted in read_exits(run)} == {0: 0, 1: status}
     assert [finding.kind for finding in diagnose(load(run)).findings] == ["dead"] * bool(status)
 

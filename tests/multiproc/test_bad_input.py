@@ -105,8 +105,10 @@ def test_two_versions_with_different_rings(tmp_path: Path) -> None:
     run = run_of(recorded(tmp_path, IN_ANOTHER_VERSION.format(rank=1)))
     assert rank_counts(run) == [(0, 3)]
     shown = launch("report", run, cwd=tmp_path)
-    (said, missing) = shown.ours
-    assert re.search(r"rank-00001\S+: ring schema 2; .*with the rankcall version that wrote", said)
+    (other_schema, missing) = shown.ours
+    assert re.search(
+        r"rank-00001\S+: ring schema 2; .*with the rankcall version that wrote", other_schema
+    )
     assert "no ring for rank 1 of 2: the results cover the other ranks only" in missing
 
 
@@ -169,12 +171,12 @@ def test_an_empty_environment(tmp_path: Path) -> None:
     """``env -i`` takes away what attaches: the job runs, and exec says that nothing is recorded."""
     _, env = job(tmp_path)
     # The last one lets the test find the ranks if they do not end.
-    kept = " ".join(f'{name}="${name}"' for name in (*env, "RANKCALL_TEST_PROCESS"))
-    command = both(f"env -i RANK=$rank {kept} {sys.executable} train.py")
+    kept_variables = " ".join(f'{name}="${name}"' for name in (*env, "RANKCALL_TEST_PROCESS"))
+    command = both(f"env -i RANK=$rank {kept_variables} {sys.executable} train.py")
     ended = launch("exec", "--capture=python", "--", *command, cwd=tmp_path, env=env, timeout=200)
-    (said,) = unchanged(ended).ours
-    assert said.startswith("rankcall: nothing was recorded")
-    assert said.endswith("or without this environment")
+    (warning,) = unchanged(ended).ours
+    assert warning.startswith("rankcall: nothing was recorded")
+    assert warning.endswith("or without this environment")
     assert not (tmp_path / "rankcall-runs").exists()
 
 

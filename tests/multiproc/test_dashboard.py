@@ -101,16 +101,16 @@ class Server:
         address = f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
         try:
             with urllib.request.urlopen(address, timeout=30) as answer:
-                found = json.load(answer)
+                reply = json.load(answer)
         except (TimeoutError, urllib.error.URLError, ConnectionError):
             return []
-        assert found["status"] == "success", query
-        return list(found["data"]["result"])
+        assert reply["status"] == "success", query
+        return list(reply["data"]["result"])
 
     def value(self, query: str) -> float:
         """Return the one value of a query; NaN without one."""
-        found = self.ask(query)
-        return float(found[0]["value"][1]) if len(found) == 1 else float("nan")
+        series = self.ask(query)
+        return float(series[0]["value"][1]) if len(series) == 1 else float("nan")
 
     def end(self) -> None:
         """End the server."""

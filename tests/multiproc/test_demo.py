@@ -18,7 +18,7 @@ def test_the_report_names_the_straggler(tmp_path: Path) -> None:
     options = ["--nproc-per-node=4", EXAMPLE, "--slow-rank=2", "--slow-ms=20"]
     trained = launch("run", *options, cwd=tmp_path, timeout=100)
     assert trained.status == 0, trained.err
-    accuracies = [float(each) for each in re.findall(r"test accuracy ([\d.]+)%", trained.out)]
+    accuracies = [float(percent) for percent in re.findall(r"test accuracy ([\d.]+)%", trained.out)]
     assert accuracies[-1] >= 95
     reported = launch("report", "--json", cwd=tmp_path)
     assert reported.status == 0, reported.err

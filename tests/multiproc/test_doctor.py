@@ -20,12 +20,12 @@ def states(folder: Path, env: Mapping[str, str]) -> tuple[int, dict[str, str], s
 
 def test_a_machine_on_which_recording_works(tmp_path: Path) -> None:
     """Each topic has a line, the trial was recorded, nothing is left behind, and it fits."""
-    status, found, out = states(tmp_path, {})
+    status, by_topic, out = states(tmp_path, {})
     assert status == 0, out
-    assert "FAIL" not in found.values()
-    assert found["torch"] == found["trial"] == found["shared memory"] == "ok"
+    assert "FAIL" not in by_topic.values()
+    assert by_topic["torch"] == by_topic["trial"] == by_topic["shared memory"] == "ok"
     topics = {"python", "torch", "recorder", "shared memory", "stacks", "launcher", "RANKCALL"}
-    assert topics | {"store", "GPU", "trial"} == set(found)
+    assert topics | {"store", "GPU", "trial"} == set(by_topic)
     assert "with its line" in out
     assert len(out.splitlines()) <= 24
     assert not list(tmp_path.iterdir())
@@ -42,9 +42,9 @@ def test_what_keeps_recording_from_working(tmp_path: Path, env: dict[str, str], 
     """The topic fails, and so does the command."""
     (tmp_path / "old").mkdir()
     (tmp_path / "old/torch.py").write_text("__version__ = '2.4.1'\n")
-    status, found, out = states(tmp_path, env)
+    status, by_topic, out = states(tmp_path, env)
     assert status == 1
-    assert found[topic] == "FAIL"
+    assert by_topic[topic] == "FAIL"
     assert "recording will not work here" in out
 
 
@@ -54,8 +54,8 @@ def test_what_only_makes_recording_weaker(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     env = {"PATH": str(tmp_path / "bin"), "CXX": "", "RANKCALL_CACHE": str(tmp_path / "cache")}
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "SLURM_JOB_ID": "7"}
-    status, found, out = states(tmp_path, {**env, **job})
+    status, by_topic, out = states(tmp_path, {**env, **job})
     assert status == 0, out
-    assert found["recorder"] == found["store"] == "weak"
-    assert found["trial"] == "ok"
+    assert by_topic["recorder"] == by_topic["store"] == "weak"
+    assert by_topic["trial"] == "ok"
     assert "below Slurm" in out

@@ -42,7 +42,7 @@ def _everybody(rank: int, world_size: int, what: str, ranks: list[int]) -> None:
 
     store: Any = distributed_c10d._get_default_store()
     store.set(f"{what}/{rank}", "1")
-    store.wait([f"{what}/{each}" for each in ranks])
+    store.wait([f"{what}/{member}" for member in ranks])
 
 
 def _healthy(rank: int, world_size: int, folder: str, form: str) -> None:
@@ -69,7 +69,7 @@ def _hangs(rank: int, world_size: int, folder: str, form: str, fault: str, victi
     x = torch.ones(8)
     for _ in range(3):
         dist.all_reduce(x)
-    others = [each for each in range(world_size) if each != victim]
+    others = [other for other in range(world_size) if other != victim]
     works = []
     if fault == "size":
         # Gloo aborts the process if a message does not fit. A short one leaves the rest as it was.
@@ -90,7 +90,7 @@ def _hangs(rank: int, world_size: int, folder: str, form: str, fault: str, victi
 
 
 def _verdict(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
-    return [(each.kind, each.ranks) for each in diagnose(load(folder)).findings]
+    return [(finding.kind, finding.ranks) for finding in diagnose(load(folder)).findings]
 
 
 @pytest.mark.parametrize("form", ["pickle", "json"])
@@ -126,12 +126,12 @@ def test_the_rank_that_went_wrong_is_named(
 def test_a_rank_that_died_without_a_dump_is_named(tmp_path: Path) -> None:
     """The others wait for it, and it left no dump. That is only possibly the cause."""
     try_ranks(_hangs, RANKS, str(tmp_path), "pickle", "dead", 1, env=ENV)
-    found = diagnose(load(tmp_path))
+    diagnosis = diagnose(load(tmp_path))
     # The dumps of Gloo do not say how many ranks there are, but rank 3 has left one.
-    assert [(each.kind, each.ranks, each.confidence) for each in found.findings] == [
-        ("missing", (1,), "possible")
-    ]
-    assert "left no dump" in found.findings[0].summary
+    assert [
+        (finding.kind, finding.ranks, finding.confidence) for finding in diagnosis.findings
+    ] == [("missing", (1,), "possible")]
+    assert "left no dump" in diagnosis.findings[0].summary
 
 
 def test_the_commands_read_a_directory_of_dumps_without_torch(tmp_path: Path) -> None:
@@ -153,9 +153,9 @@ def test_the_commands_read_a_directory_of_dumps_without_torch(tmp_path: Path) ->
             check=False,
         )
 
-    told = command("diagnose", str(dumps), "--json")
-    assert told.returncode == 1, told.stderr
-    (finding,) = json.loads(told.stdout)["findings"]
+    diagnosed = command("diagnose", str(dumps), "--json")
+    assert diagnosed.returncode == 1, diagnosed.stderr
+    (finding,) = json.loads(diagnosed.stdout)["findings"]
     assert (finding["kind"], finding["ranks"], finding["victims"]) == ("missing", [2], [0, 1, 3])
     assert finding["call_site"].endswith(".py:" + finding["call_site"].rpartition(":")[2])
     assert "rank 2" in command("diagnose", str(dumps)).stdout.lower()

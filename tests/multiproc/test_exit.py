@@ -106,8 +106,8 @@ def check(ended: Ended, ending: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "ending",
     [
-        pytest.param(each, marks=[pytest.mark.slow] if each in ("exit", "raise") else [])
-        for each in STATUS
+        pytest.param(ending, marks=[pytest.mark.slow] if ending in ("exit", "raise") else [])
+        for ending in STATUS
     ],
 )
 def test_blocked_threads_do_not_hold_up_an_end(ending: str, tmp_path: Path) -> None:

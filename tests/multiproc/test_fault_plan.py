@@ -25,17 +25,17 @@ def _few(rank: int, world_size: int) -> Any:
     import torch
     import torch.distributed as dist
 
-    found = []
+    sums = []
     for value in (1.0, 2.0, 3.0):
         tensor = torch.full((3,), value)
         dist.all_reduce(tensor)
-        found.append(float(tensor[0]))
+        sums.append(float(tensor[0]))
     dist.broadcast(torch.zeros(2), 0)
     if rank == 0:
         dist.isend(torch.ones(4), 1, tag=5).wait()
     elif rank == 1:
         dist.recv(torch.ones(4), 0, tag=5)
-    return found
+    return sums
 
 
 def _rows(run_dir: Path, rank: int) -> list[tuple[Any, ...]]:
@@ -63,7 +63,7 @@ def test_nothing_happens_to_the_others(tmp_path: Path) -> None:
     """An empty plan and a plan for an absent rank change nothing."""
     for plan in (FaultPlan(), FaultPlan().stop(rank=7)):
         results = spawn_ranks(_few, 2, faults=plan, run_dir=tmp_path / str(bool(plan)))
-        assert [each.value for each in results] == [[2.0, 4.0, 6.0]] * 2
+        assert [result.value for result in results] == [[2.0, 4.0, 6.0]] * 2
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
@@ -73,7 +73,7 @@ def test_kill(tmp_path: Path, sig: signal.Signals) -> None:
     results = spawn_ranks(_few, 2, faults=plan, run_dir=tmp_path / "run", check=False)
     assert results[1].exitcode == -sig
     assert [row[:2] for row in _rows(tmp_path / "run", 1)] == [("all_reduce", 1)]
-    ends = {each.rank: (each.code, each.by_launcher) for each in read_exits(tmp_path / "run")}
+    ends = {ended.rank: (ended.code, ended.by_launcher) for ended in read_exits(tmp_path / "run")}
     assert ends[1] == (-sig, False)
 
 
@@ -98,7 +98,7 @@ def test_exit_and_fail(tmp_path: Path) -> None:
     assert first.error is not None
     assert "InjectedFault: oh no" in first.error
     assert "dist.broadcast(torch.zeros(2), 0)" in first.error
-    ends = {(each.rank, each.pid): each.code for each in read_exits(tmp_path / "run")}
+    ends = {(ended.rank, ended.pid): ended.code for ended in read_exits(tmp_path / "run")}
     assert ends == {(0, first.pid): 1, (1, second.pid): 0}
 
 
@@ -216,19 +216,19 @@ def _armed_late(rank: int, world_size: int, run_dir: str) -> list[str]:
     import rankcall
     from rankcall.capture import session
 
-    said = []
+    messages = []
     with rankcall.enable(run_dir, capture="native"):
         try:
             FaultPlan().arm()
         except rankcall.CaptureUnavailable as error:
-            said.append(str(error))
+            messages.append(str(error))
     with FaultPlan().arm():
         try:
             FaultPlan().arm()
         except rankcall.CaptureUnavailable as error:
-            said.append(str(error))
+            messages.append(str(error))
     assert session.current() is None
-    return said
+    return messages
 
 
 def test_what_cannot_be_armed(tmp_path: Path) -> None:

@@ -129,13 +129,13 @@ def _lap(rank: int, world_size: int, run_dir: str) -> Any:
 
 def test_lapping_an_op_in_flight(tmp_path: Path, env: dict[str, str | None]) -> None:
     """It moves to the in-flight table, is found there, and gets its end there."""
-    told, _ = run_ranks(_lap, 2, str(tmp_path / "run"), env=env)
-    first, *others = told["during"]
+    observed, _ = run_ranks(_lap, 2, str(tmp_path / "run"), env=env)
+    first, *others = observed["during"]
     assert (first["index"], first["op"], first["status"]) == (0, "recv", "started")
     assert (first["peer"], first["tag"], first["completed_ns"]) == (1, 4, None)
     assert [row["index"] for row in others] == list(range(137, 201))
     assert [row["seq"] for row in others] == list(range(137, 201))
-    assert told["dropped"] == 201 - 65
+    assert observed["dropped"] == 201 - 65
     ended, *_ = _rows(tmp_path / "run", 0)
     assert (ended["index"], ended["status"]) == (0, "completed")
     assert ended["completed_ns"] > first["enqueued_ns"]
@@ -196,9 +196,9 @@ def _said(results: list[Result]) -> list[str]:
 def test_no_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
     """Recording goes on in memory, with one warning. The records reach the run in the end."""
     full = {**env, "RANKCALL_SHM": str(mounted("size=64k"))}
-    (said,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=full))
-    assert "No space left on device" in said
-    assert said.endswith("recording goes on in memory only")
+    (warning,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=full))
+    assert "No space left on device" in warning
+    assert warning.endswith("recording goes on in memory only")
     assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
 
 
@@ -206,8 +206,8 @@ def test_little_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], moun
     """A smaller ring is made, with one warning, and everything is recorded."""
     tight = {**env, "RANKCALL_SHM": str(mounted("size=3m"))}
     results = try_ranks(_few_ops, 2, str(tmp_path / "run"), env=tight)
-    (said,) = _said(results)
-    assert "the ring holds" in said
+    (warning,) = _said(results)
+    assert "the ring holds" in warning
     assert results[0].value["capacity"] < 1 << 14
     assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
 
@@ -215,17 +215,19 @@ def test_little_room_for_a_ring(tmp_path: Path, env: dict[str, str | None], moun
 def test_read_only_tmpfs(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
     """Without a place in memory, the ring is a file of the run directory, with one warning."""
     ro = {**env, "RANKCALL_SHM": str(mounted("ro"))}
-    (said,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=ro))
-    assert said.endswith(f"Read-only file system: the ring is kept in {tmp_path / 'run' / 'rings'}")
+    (warning,) = _said(try_ranks(_few_ops, 2, str(tmp_path / "run"), env=ro))
+    assert warning.endswith(
+        f"Read-only file system: the ring is kept in {tmp_path / 'run' / 'rings'}"
+    )
     assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
 
 
 def test_read_only_run_directory(tmp_path: Path, env: dict[str, str | None], mounted: Any) -> None:
     """Records that cannot be moved stay readable in their place, which one warning names."""
     run_dir = mounted("ro") / "run"
-    (said,) = _said(try_ranks(_few_ops, 2, str(run_dir), env=env))
+    (warning,) = _said(try_ranks(_few_ops, 2, str(run_dir), env=env))
     place = live_dir(run_dir)
-    assert said.endswith(f"records stay in {place}")
+    assert warning.endswith(f"records stay in {place}")
     assert [len(_rows(place, rank)) for rank in (0, 1)] == [5, 5]
     shutil.rmtree(place)
 
@@ -251,9 +253,11 @@ def test_python_records_instead(tmp_path: Path, broken: dict[str, str], reason: 
     broken = {key: shutil.which(value) or value for key, value in broken.items()}
     env = _without_compiler(tmp_path, **broken)
     results = try_ranks(_few_ops, 2, str(tmp_path / "run"), env=env)
-    (said,) = _said(results)
-    assert said.startswith("rankcall: the native recorder is not available, recording in Python: ")
-    assert reason in said
+    (warning,) = _said(results)
+    assert warning.startswith(
+        "rankcall: the native recorder is not available, recording in Python: "
+    )
+    assert reason in warning
     assert {result.value["capture"] for result in results} == {"python"}
     assert [len(_rows(tmp_path / "run", rank)) for rank in (0, 1)] == [5, 5]
     assert load(tmp_path / "run").ranks["capture"].to_list() == ["python", "python"]

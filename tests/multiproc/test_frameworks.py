@@ -126,7 +126,7 @@ class Place:
         if job.programs == slurm.PROGRAMS and not self.env:
             self.env = self.stack.enter_context(slurm.cluster())
         self.stack.callback(_remove_buffers, port)
-        given = {
+        environment = {
             **OFFLINE,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
@@ -135,7 +135,7 @@ class Place:
             **job.env,
             **env,
         }
-        return run_program(*command, cwd=folder, env=given, timeout=TIMEOUT_S)
+        return run_program(*command, cwd=folder, env=environment, timeout=TIMEOUT_S)
 
 
 def _remove_buffers(port: str) -> None:
@@ -199,8 +199,8 @@ def test_ray_actors_with_a_variable(place: Place) -> None:
     assert len(digests(ended)) == 2
     runs = (place.folder / "with/rankcall-runs").iterdir()
     (run,) = [path for path in runs if not path.is_symlink()]
-    about = reported(run)["run"]
-    assert (about["world_size"], about["missing_ranks"], about["attempts"]) == (2, [], 1)
+    facts = reported(run)["run"]
+    assert (facts["world_size"], facts["missing_ranks"], facts["attempts"]) == (2, [], 1)
     assert judged(run) == []
 
 
@@ -212,16 +212,16 @@ def test_a_rank_that_hangs_is_named(place: Place, name: str) -> None:
     ended = place.start(job, "--hang-after=10", "--on-hang=abort", FAULT="hang")
     assert ended.status != 0
     run = run_of(ended)
-    (kept,) = run.glob("hangs/*/verdict.json")
-    (finding,) = json.loads(kept.read_text())["findings"]
+    (verdict_path,) = run.glob("hangs/*/verdict.json")
+    (finding,) = json.loads(verdict_path.read_text())["findings"]
     assert (finding["kind"], finding["ranks"], finding["victims"]) == ("missing", [1], [0])
     assert finding["confidence"] == "certain"
     line = line_of(job.script, "# the hang")  # with Ray Train, in a thread
     assert f"job.py:{line} in work" in finding["summary"]
-    assert f'job.py", line {line}' in (kept.parent / "stacks/rank-00001.txt").read_text()
+    assert f'job.py", line {line}' in (verdict_path.parent / "stacks/rank-00001.txt").read_text()
     assert "missing: Rank 1 (" in ended.err + ended.out
     after = judged(run)
-    assert [(found["kind"], found["ranks"]) for found in after] == [("missing", [1])], after
+    assert [(cause["kind"], cause["ranks"]) for cause in after] == [("missing", [1])], after
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -27,29 +27,35 @@ def _every_kind(rank: int, world_size: int) -> list[Any]:
     from rankcall import hooks
 
     seen = Seen()
-    other = 1 - rank
+    peer = 1 - rank
     with hooks.register_collective_start_hook(seen), hooks.register_collective_end_hook(seen):
         dist.all_reduce(torch.ones(2))
         dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2), async_op=True).wait()
         tensor = torch.ones(4)
         if rank == 0:
-            dist.send(tensor, other, tag=3)
-            dist.irecv(tensor, other).wait()
+            dist.send(tensor, peer, tag=3)
+            dist.irecv(tensor, peer).wait()
         else:
-            dist.recv(tensor, other, tag=3)
-            dist.isend(tensor, other).wait()
+            dist.recv(tensor, peer, tag=3)
+            dist.isend(tensor, peer).wait()
         dist.barrier()
         statuses = seen.wait(lambda seen: len(seen) == 10)
     return [
-        (each.operation, each.sequence_number, each.status, each.record["peer"], each.record["tag"])
-        for each in statuses
+        (
+            status.operation,
+            status.sequence_number,
+            status.status,
+            status.record["peer"],
+            status.record["tag"],
+        )
+        for status in statuses
     ]
 
 
 def test_collectives_and_p2p(env: dict[str, str]) -> None:
     """Sync, async, send and receive: a start and an end each, in order; both ends number alike."""
     first, second = run_ranks(_every_kind, 2, env=env)
-    for rank, told in enumerate((first, second)):
+    for rank, events in enumerate((first, second)):
         away, back = ("send", "recv") if rank == 0 else ("recv", "send")
         expected = [
             ("all_reduce", 1, None, 0),
@@ -58,7 +64,7 @@ def test_collectives_and_p2p(env: dict[str, str]) -> None:
             (back, 1, 1 - rank, 0),
             ("barrier", 3, None, 0),
         ]
-        assert [tuple(event) for event in told] == [
+        assert [tuple(event) for event in events] == [
             (op, seq, status, peer, tag)
             for op, seq, peer, tag in expected
             for status in ("started", "completed")
@@ -83,19 +89,19 @@ def _time_out(rank: int, world_size: int) -> list[Any]:
         dist.barrier()
         ends.wait(lambda seen: seen[-1:] and seen[-1].operation == "barrier")
     return [
-        (each.operation, each.status, bool(each.error), bool(each.duration))
-        for each in ends.statuses
+        (status.operation, status.status, bool(status.error), bool(status.duration))
+        for status in ends.statuses
     ]
 
 
 def test_failed_ops_end_too(env: dict[str, str]) -> None:
     """An op that timed out has failed, with its error and duration."""
-    failed, other = run_ranks(_time_out, 2, env=env)
-    assert [tuple(each) for each in failed[:2]] == [
+    failed, other_events = run_ranks(_time_out, 2, env=env)
+    assert [tuple(event) for event in failed[:2]] == [
         ("all_reduce", "failed", True, True),
         ("recv", "failed", True, True),
     ]
-    assert [each[0] for each in other] == ["barrier"]
+    assert [event[0] for event in other_events] == ["barrier"]
 
 
 def _never_ending(rank: int, world_size: int) -> list[Any]:
@@ -104,7 +110,7 @@ def _never_ending(rank: int, world_size: int) -> list[Any]:
 
     from rankcall import hooks
 
-    seen, told = Seen(), []
+    seen, pending = Seen(), []
     start = hooks.register_collective_start_hook(seen)
     end = hooks.register_collective_end_hook(seen)
     group = dist.new_group([0, 1])
@@ -113,11 +119,13 @@ def _never_ending(rank: int, world_size: int) -> list[Any]:
         for _ in range(500):  # the ring of 64 laps; the receive stays known
             dist.all_reduce(torch.ones(1), group=group)
         seen.wait(lambda seen: bool(seen) and seen[0].operation == "recv")
-        told = [(each.operation, each.status, each.record["peer"]) for each in hooks.pending()]
+        pending = [
+            (status.operation, status.status, status.record["peer"]) for status in hooks.pending()
+        ]
         dist.barrier()
         late.wait()
         seen.wait(lambda seen: "completed" in [s.status for s in seen if s.operation == "recv"])
-        assert not any(each.operation == "recv" for each in hooks.pending())
+        assert not any(status.operation == "recv" for status in hooks.pending())
     else:
         for _ in range(500):
             dist.all_reduce(torch.ones(1), group=group)
@@ -126,13 +134,13 @@ def _never_ending(rank: int, world_size: int) -> list[Any]:
     dist.barrier()
     start.remove()
     end.remove()
-    return told
+    return pending
 
 
 def test_an_op_that_does_not_end_is_pending(env: dict[str, str]) -> None:
     """Hooks get its start, pending() has it, laps of the ring do not lose it, nor its end."""
-    told, _ = run_ranks(_never_ending, 2, env={**env, "RANKCALL_CAPACITY": "64"})
-    assert [tuple(each) for each in told] == [("recv", "started", 1)]
+    pending, _ = run_ranks(_never_ending, 2, env={**env, "RANKCALL_CAPACITY": "64"})
+    assert [tuple(op) for op in pending] == [("recv", "started", 1)]
 
 
 def _overtake(rank: int, world_size: int) -> list[Any]:
@@ -147,17 +155,17 @@ def _overtake(rank: int, world_size: int) -> list[Any]:
     big, small = torch.ones(1 << 20), torch.ones(1)
     with hooks.register_collective_start_hook(seen), hooks.register_collective_end_hook(seen):
         for _ in range(10):
-            works = [dist.all_reduce(each, async_op=True) for each in (big, small, small)]
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in (big, small, small)]
             for work in works:
                 work.wait()
         statuses = seen.wait(lambda seen: len(seen) == 60)
     follower.HOLD_NS = normally
-    ends = [each for each in statuses if each.status == "completed"]
-    starts = [each.sequence_number for each in statuses if each.status == "started"]
+    ends = [status for status in statuses if status.status == "completed"]
+    starts = [status.sequence_number for status in statuses if status.status == "started"]
     return [
         starts == list(range(1, 31)),
-        [each.sequence_number for each in ends],
-        [each.timestamp for each in ends],
+        [status.sequence_number for status in ends],
+        [status.timestamp for status in ends],
     ]
 
 
@@ -201,20 +209,20 @@ def _fork(rank: int, world_size: int) -> list[Any]:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        told = pipe.read()
+        child_report = pipe.read()
     os.waitpid(child, 0)
     assert session.current().capture.counts()[0] == issued
     dist.all_reduce(torch.ones(1))  # the parent goes on
     seen.wait(lambda seen: len(seen) == 2)
     handle.remove()
     group_handle.remove()
-    return [told, [each.sequence_number for each in seen.statuses]]
+    return [child_report, [status.sequence_number for status in seen.statuses]]
 
 
 def test_a_forked_child_delivers_nothing(env: dict[str, str]) -> None:
     """No thread, no recording, no call of the parent's hooks; the parent goes on undisturbed."""
-    for told, numbers in run_ranks(_fork, 2, env=env):
-        assert told == "(1, True, []) 1 0"
+    for child_report, numbers in run_ranks(_fork, 2, env=env):
+        assert child_report == "(1, True, []) 1 0"
         assert numbers == [1, 2]
 
 

@@ -159,7 +159,9 @@ def run_on(hosts: list[Host], folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 )
             )
     ended = [agent.finish(90) for agent in agents]
-    assert [each.status for each in ended] == [0, 0], "\n".join(each.err for each in ended)
+    assert [outcome.status for outcome in ended] == [0, 0], "\n".join(
+        outcome.err for outcome in ended
+    )
     return rankcall.load(folder / "run")
 
 
@@ -167,10 +169,11 @@ def check(run: rankcall.Run, first: str, second: str) -> None:
     """The run's ranks, groups and records say who is where."""
     assert run.hosts == {0: first, 1: first, 2: second, 3: second}
     assert run.missing_ranks == []
-    found = {
-        tuple(each.group.ranks): (each.hosts, each.cross_host) for each in run.run_groups.values()
+    groups = {
+        tuple(run_group.group.ranks): (run_group.hosts, run_group.cross_host)
+        for run_group in run.run_groups.values()
     }
-    assert found == {
+    assert groups == {
         (0, 1, 2, 3): ((first, first, second, second), True),
         (0, 1): ((first, first), False),
         (2, 3): ((second, second), False),

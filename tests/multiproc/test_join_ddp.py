@@ -25,8 +25,8 @@ def test_gradients_are_divided() -> None:
 def test_all_raise_before_a_collective_of_the_forward_pass() -> None:
     """All ranks raise at the same step, before that step's collectives, with equal parameters."""
     results = run_ranks(ddp.thrown, 3, timeout=300)
-    for rank, each in enumerate(results):
-        for (steps, text, weights), (*_, first) in zip(each, results[0], strict=True):
+    for rank, outcomes in enumerate(results):
+        for (steps, text, weights), (*_, first) in zip(outcomes, results[0], strict=True):
             assert steps == 5
             wanted = "Detected at least one rank" if rank == 0 else f"Rank {rank} exhausted all"
             assert text.startswith(wanted)

@@ -30,9 +30,9 @@ def outcomes() -> list[dict[str, Any]]:
 
 def outcome(name: str) -> list[dict[str, Any]]:
     """Return the ranks' outcomes of one scenario, after which the user's settings are restored."""
-    found = [results[name] for results in outcomes()]
-    assert not any(result["changed"] for result in found), found
-    return found
+    rank_results = [results[name] for results in outcomes()]
+    assert not any(result["changed"] for result in rank_results), rank_results
+    return rank_results
 
 
 def check_deadline(results: list[dict[str, Any]], began: float) -> None:
@@ -61,12 +61,12 @@ def test_a_failure_reaches_every_rank(name: str, error: str) -> None:
     """The failed rank raises its own error; the others raise PeerError with it in time."""
     results = outcome(name)
     assert results[1]["error"] == error, results
-    for other in (results[0], results[2]):
-        assert other["error"] == "PeerError", other
-        assert other["rank"] == 1
-        assert error in other["text"]
-        assert f"rank 1 ({host_name()}) failed inside Join" in other["text"]
-        assert "join_programs/faults.py" in other["text"], "the traceback came along"
+    for peer in (results[0], results[2]):
+        assert peer["error"] == "PeerError", peer
+        assert peer["rank"] == 1
+        assert error in peer["text"]
+        assert f"rank 1 ({host_name()}) failed inside Join" in peer["text"]
+        assert "join_programs/faults.py" in peer["text"], "the traceback came along"
     check_deadline(results, results[1]["began"])
 
 

@@ -39,10 +39,10 @@ def test_a_failure_reaches_a_rank_that_waits_on_nccl() -> None:
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    other, failing = run_ranks(fails_on_nccl, 2, init=False, timeout=100)
+    waiting, failing = run_ranks(fails_on_nccl, 2, init=False, timeout=100)
     assert failing["error"] == "KeyError"
-    assert other["error"] == "PeerError"
-    assert "no such sample" in other["text"]
+    assert waiting["error"] == "PeerError"
+    assert "no such sample" in waiting["text"]
 
 
 def synchronised(rank: int, world_size: int) -> list[list[float]]:
@@ -60,7 +60,7 @@ def synchronised(rank: int, world_size: int) -> list[list[float]]:
         for data in join.batches([torch.randn(3, 4).to("cuda:0")] * (2 + rank)):
             (net(data).square().mean() * join.weight).backward()
     assert join.summary is not None
-    counts = [float(each.replayed) for each in join.summary.ranks]
+    counts = [float(rank_summary.replayed) for rank_summary in join.summary.ranks]
     return [counts, net.module[1].running_mean.tolist()]
 
 

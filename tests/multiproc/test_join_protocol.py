@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]  # for a busy mac
 def test_joinables_of_both_work_under_both() -> None:
     """Our joinables work under torch's Join, and torch's under ours, with the tutorial's counts."""
     first, second = run_ranks(protocol.both_ways, 2, timeout=300)
-    assert [each[1] for each in first + second] == [5.0] * 8
-    assert [each[0] for each in first] == [4.0] * 4
-    assert [each[0] for each in second] == [5.0] * 4
-    assert [each[2] for each in first + second] == [[False]] * 4 + [[True]] * 4
+    assert [figures[1] for figures in first + second] == [5.0] * 8
+    assert [figures[0] for figures in first] == [4.0] * 4
+    assert [figures[0] for figures in second] == [5.0] * 4
+    assert [figures[2] for figures in first + second] == [[False]] * 4 + [[True]] * 4
 
 
 def test_all_of_the_last_round_are_last_joiners() -> None:
@@ -53,9 +53,9 @@ def test_several_groups() -> None:
     assert results[1]["world"] == [1.0, 1.5]
     assert results[1]["active"] == [2.0, 2.0]
     for divide_by in ("world same", "active same"):
-        assert len({each[divide_by][1] for each in results}) == 1
-    assert [each["counts"][1] for each in results] == [4.0, 7.0, 9.0, 10.0]
-    assert [each["counts"][0] for each in results] == [2.0, 3.0, 6.0, 7.0]
+        assert len({result[divide_by][1] for result in results}) == 1
+    assert [result["counts"][1] for result in results] == [4.0, 7.0, 9.0, 10.0]
+    assert [result["counts"][0] for result in results] == [2.0, 3.0, 6.0, 7.0]
     assert results[0]["ranks"] == [0, 1, 2, 3]
     assert "pass a group with all of them" in results[0]["error"]
 
@@ -63,16 +63,16 @@ def test_several_groups() -> None:
 def test_stop_and_raise() -> None:
     """Every rank ends at the same step, after the shortest input."""
     results = run_ranks(protocol.policies, 2, timeout=300)
-    for rank, each in enumerate(results):
+    for rank, result in enumerate(results):
         for way in ("known", "unknown"):
             for start in (3, 9):
-                assert each[f"stop {start} {way}"] == start
-                steps, error = each[f"raise {start} {way}"]
+                assert result[f"stop {start} {way}"] == start
+                steps, error = result[f"raise {start} {way}"]
                 assert steps == start
                 text = "Detected at least one" if rank else "Rank 0 exhausted all inputs."
                 assert error.startswith(f"UnevenInputs: {text}")
-            assert each[f"stop 4 {way}"] == 4
-            assert each[f"raise 4 {way}"] == [4, ""]
+            assert result[f"stop 4 {way}"] == 4
+            assert result[f"raise 4 {way}"] == [4, ""]
     assert results[0]["thrown"] == [3, "Rank 0 exhausted all inputs."]
     assert results[1]["thrown"][0] == 3
     assert results[1]["thrown"][1].startswith("Detected at least one rank that exhausted inputs.")
@@ -120,6 +120,6 @@ def test_the_summary_is_in_the_run(tmp_path: Path) -> None:
     (join,) = rankcall.load(tmp_path / "run").joins
     assert join.on_exhausted == "shadow"
     assert "join_programs/protocol.py" in join.call_site
-    assert [each.batches for each in join.ranks] == [1, 2]
-    assert [each.shadowed for each in join.ranks] == [1, 0]
+    assert [row.batches for row in join.ranks] == [1, 2]
+    assert [row.shadowed for row in join.ranks] == [1, 0]
     assert join.ranks[0].extra_s > 0

@@ -66,16 +66,18 @@ def test_a_script_on_two_ranks(tmp_path: Path) -> None:
     place = latest.resolve()
     assert latest.name == "latest"
     assert place.name.endswith("-job")
-    about = json.loads((place / "run.json").read_text())
-    assert about["command"][:2] == ["--nproc-per-node=2", "job.py"]
-    assert about["hang_after_s"] == 60.0
+    facts = json.loads((place / "run.json").read_text())
+    assert facts["command"][:2] == ["--nproc-per-node=2", "job.py"]
+    assert facts["hang_after_s"] == 60.0
     recorded = load(place)
     assert recorded.problems == []
     assert ops(recorded) == [(0, 0, "all_reduce"), (0, 1, "all_reduce")]
     where = f"rankcall-runs/{place.name}"
-    pointed_out, said = ended.ours
+    pointed_out, summary = ended.ours
     assert pointed_out.startswith("rankcall: --run-dir goes to the script")
-    assert said == f"rankcall: recorded ranks 0-1 in {where}; read it with: rankcall report {where}"
+    assert (
+        summary == f"rankcall: recorded ranks 0-1 in {where}; read it with: rankcall report {where}"
+    )
 
 
 def test_a_module_with_data_loaders(tmp_path: Path) -> None:
@@ -157,7 +159,9 @@ def test_a_job_that_hangs_is_ended(tmp_path: Path) -> None:
     assert "the watcher ended the job" in ended.err
     (place,) = (tmp_path / "here/hangs").iterdir()
     verdict = json.loads((place / "verdict.json").read_text())
-    assert [(each["kind"], each["ranks"]) for each in verdict["findings"]] == [("missing", [1])]
+    assert [(finding["kind"], finding["ranks"]) for finding in verdict["findings"]] == [
+        ("missing", [1])
+    ]
     assert "job.py" in (place / "stacks/rank-00001.txt").read_text()
 
 
@@ -239,12 +243,12 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
     job(tmp_path)
     ended = run(tmp_path, "--run-dir", "/proc/none/run", "job.py")
     assert ended.status == 0, ended.err
-    kept = live_dir(Path("/proc/none/run"))
+    live = live_dir(Path("/proc/none/run"))
     try:
-        assert f"read it with: rankcall report {kept}" in ended.err
-        assert ops(load(kept)) == [(0, 0, "all_reduce")]
+        assert f"read it with: rankcall report {live}" in ended.err
+        assert ops(load(live)) == [(0, 0, "all_reduce")]
     finally:
-        for ring in kept.iterdir():
+        for ring in live.iterdir():
             ring.unlink()
 
 

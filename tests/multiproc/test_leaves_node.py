@@ -46,8 +46,8 @@ def test_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             wait_until(lambda: ranks_in(disk) == {0, 1, 2, 3}, 300)
         finally:
             text = job.end()
-        found = judged(disk, monkeypatch, tmp_path)
-    (finding, *_) = found.findings
+        diagnosis = judged(disk, monkeypatch, tmp_path)
+    (finding, *_) = diagnosis.findings
     assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (3,), "certain"), text
 
 
@@ -64,8 +64,8 @@ def test_rank_0s_node_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             shutil.rmtree(nodes[0].memory)
         finally:
             text = job.end()
-        found = judged(disk, monkeypatch, tmp_path)
-    (finding, *_) = found.findings
+        diagnosis = judged(disk, monkeypatch, tmp_path)
+    (finding, *_) = diagnosis.findings
     assert (finding.kind, finding.ranks, finding.confidence) == ("missing", (1,), "certain"), text
     assert "train.py" in str(finding.call_site)
     assert sorted(path.name for path in (disk / "run/hangs/0001/stacks").glob("*")) == [
@@ -86,8 +86,8 @@ def test_ranks_that_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             text = job.end()
         disk = nodes[0].folder
         assert ranks_in(disk) == {0, 1, 2, 3}, text
-        found = judged(disk, monkeypatch, tmp_path)
-    (finding, *_) = found.findings
+        diagnosis = judged(disk, monkeypatch, tmp_path)
+    (finding, *_) = diagnosis.findings
     assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (3,), "certain"), text
 
 
@@ -101,14 +101,14 @@ def test_a_node_whose_only_rank_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
             wait_until(lambda: ranks_in(disk) == {0, 1}, 100)
         finally:
             text = job.end()
-        (kept,) = findings_of(kept_hangs(disk / "run")[0])
-        (found,) = judged(disk, monkeypatch, tmp_path).findings
-    for finding in (kept, found):
+        (kept_finding,) = findings_of(kept_hangs(disk / "run")[0])
+        (later_finding,) = judged(disk, monkeypatch, tmp_path).findings
+    for finding in (kept_finding, later_finding):
         assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (2,), "likely"), text
         assert "its connections were closed" in finding.summary
         assert "train.py" in str(finding.call_site)
     # The node had registered its rank, if it had looked at the store before the kill.
-    assert kept.summary.startswith(("Rank 2 (node-b, pid ", "Rank 2 is gone"))
+    assert kept_finding.summary.startswith(("Rank 2 (node-b, pid ", "Rank 2 is gone"))
 
 
 @pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -131,9 +131,9 @@ def test_the_store_dies_with_rank_0(
         finally:
             text = job.end()
         (verdict,) = kept_hangs(disk / "run")
-        (kept,) = findings_of(verdict)
-        (found,) = judged(disk, monkeypatch, tmp_path).findings
-    for finding in (kept, found):
+        (kept_finding,) = findings_of(verdict)
+        (later_finding,) = judged(disk, monkeypatch, tmp_path).findings
+    for finding in (kept_finding, later_finding):
         assert (finding.kind, finding.ranks, finding.confidence) == (
             *("missing", (0, 1)),
             "possible",  # they may be gone, or only out of reach

@@ -63,8 +63,8 @@ def test_a_second_init(tmp_path: Path, env: dict[str, str | None]) -> None:
     assert run.ranks["world_size"].to_list() == [2, 2]
     assert run.groups["group"].to_list() == ["0", "1", "0#2", "1#2"]
     for rank in (0, 1):
-        found = [(row["group"], row["seq"]) for row in _rows(tmp_path / "run", rank)]
-        assert found == [
+        calls = [(row["group"], row["seq"]) for row in _rows(tmp_path / "run", rank)]
+        assert calls == [
             *((group, seq) for seq in (1, 2, 3) for group in ("0", "1")),
             *((group, seq) for seq in (1, 2) for group in ("0#2", "1#2")),
         ]
@@ -90,10 +90,10 @@ def test_sub_groups_made_again(tmp_path: Path, env: dict[str, str | None]) -> No
     """Each is a group of its own, though an address or a counter may serve again."""
     run_ranks(_new_groups, 2, str(tmp_path), env=env)
     for rank in (0, 1):
-        found = [(row["group"], row["seq"]) for row in _rows(tmp_path / "run", rank)]
-        labels = list(dict.fromkeys(group for group, _ in found))
+        calls = [(row["group"], row["seq"]) for row in _rows(tmp_path / "run", rank)]
+        labels = list(dict.fromkeys(group for group, _ in calls))
         assert len(labels) == 3
-        assert found == [(label, seq) for label in labels for seq in (1, 2)]
+        assert calls == [(label, seq) for label in labels for seq in (1, 2)]
 
 
 def _waits_late(rank: int, world_size: int, folder: str) -> None:
@@ -107,15 +107,15 @@ def _waits_late(rank: int, world_size: int, folder: str) -> None:
     with rankcall.enable(f"{folder}/run"):
         group = dist.new_group([0, 1])
         tensors = [torch.zeros(4) for _ in range(20)]
-        works = [dist.irecv(each, None, group=group) for each in tensors] if rank == 0 else []
+        works = [dist.irecv(tensor, None, group=group) for tensor in tensors] if rank == 0 else []
         for _ in range(20 if rank else 0):
             dist.send(torch.ones(4), 0, group=group)
         dist.barrier()
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        other = dist.new_group([0, 1])  # a new group is met: destroyed ones are forgotten
-        dist.all_reduce(torch.ones(1), group=other)
+        new_group = dist.new_group([0, 1])  # a new group is met: destroyed ones are forgotten
+        dist.all_reduce(torch.ones(1), group=new_group)
         for work in works:
             work.wait()
         dist.barrier()
@@ -126,8 +126,8 @@ def test_a_receive_is_waited_for_after_its_group(
 ) -> None:
     """Its number and its sender are written then, though its group is gone by that time."""
     run_ranks(_waits_late, 2, str(tmp_path), env=env)
-    found = [row for row in _rows(tmp_path / "run", 0) if row["op"] == "recv"]
-    assert [(row["seq"], row["peer"]) for row in found] == [(n, 1) for n in range(1, 21)]
+    receives = [row for row in _rows(tmp_path / "run", 0) if row["op"] == "recv"]
+    assert [(row["seq"], row["peer"]) for row in receives] == [(n, 1) for n in range(1, 21)]
 
 
 def _nothing_seen_twice(rank: int, world_size: int, folder: str) -> None:
@@ -242,24 +242,24 @@ def _alone(rank: int, world_size: int, folder: str) -> list[tuple[int, str]]:
         lambda group: dist.recv(two, 1, group=group),
         lambda group: dist.monitored_barrier(group, timedelta(seconds=0.3)),
     ]
-    told = []
+    errors = []
     for at, (attempt, group) in enumerate(zip(attempts, groups, strict=True)):
         try:
             attempt(group)
         except RuntimeError as error:
-            told.append((line + at, str(error)))
+            errors.append((line + at, str(error)))
     wait_until(lambda: recording.capture.counts()[0] == recording.capture.counts()[1])
     rankcall.disable()
     dist.barrier()
-    return told
+    return errors
 
 
 def test_ops_that_time_out(tmp_path: Path, env: dict[str, str | None]) -> None:
     """The user gets torch's exception; the record is failed and carries its text."""
-    told, _ = run_ranks(_alone, 2, str(tmp_path), env=env)
+    errors, _ = run_ranks(_alone, 2, str(tmp_path), env=env)
     rows = _rows(tmp_path / "run", 0)
-    assert len(told) == len(rows) == 5
-    for (line, error), row in zip(told, rows, strict=True):
+    assert len(errors) == len(rows) == 5
+    for (line, error), row in zip(errors, rows, strict=True):
         assert row["status"] == "failed", row
         assert row["completed_ns"] > row["enqueued_ns"] + 200_000_000
         assert row["call_site"] == f"{__file__}:{line}"
@@ -304,24 +304,24 @@ def _wrong_arguments(rank: int, world_size: int, folder: str) -> list[str]:
 
     import rankcall
 
-    told = []
+    errors = []
     with rankcall.enable(f"{folder}/run"):
         for tensor, root in ((torch.ones(2), 7), (torch.ones(2, 2).t(), 0)):
             try:
                 dist.broadcast(tensor, group_src=root)
             except (RuntimeError, ValueError) as error:
-                told.append(str(error))
+                errors.append(str(error))
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
-    return told
+    return errors
 
 
 def test_an_op_that_torch_refuses(tmp_path: Path, env: dict[str, str | None]) -> None:
     """An error that the back end raises at issue is in the record, and the next op is sound."""
-    told = run_ranks(_wrong_arguments, 2, str(tmp_path), env=env)
+    errors = run_ranks(_wrong_arguments, 2, str(tmp_path), env=env)
     for rank in (0, 1):
         *refused, sound = _rows(tmp_path / "run", rank)
         failed = [row["error"] for row in refused if row["status"] == "failed"]
         assert failed
-        assert all(any(text.splitlines()[0] in each for each in told[rank]) for text in failed)
+        assert all(any(text.splitlines()[0] in error for error in errors[rank]) for text in failed)
         assert (sound["op"], sound["status"]) == ("all_reduce", "completed")

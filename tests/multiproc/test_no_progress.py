@@ -38,7 +38,7 @@ def alone_in_new_group(rank: int, world_size: int) -> None:
 
 def verdicts(run: Path) -> list[dict[str, Any]]:
     """Return the verdicts that the watcher has kept."""
-    return [json.loads(each.read_text()) for each in sorted(run.glob("hangs/*/verdict.json"))]
+    return [json.loads(path.read_text()) for path in sorted(run.glob("hangs/*/verdict.json"))]
 
 
 def check(run: Path, ranks: Ranks, absent: int, function: str) -> None:

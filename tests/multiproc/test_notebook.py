@@ -40,7 +40,7 @@ def in_a_kernel(folder: Path, cell: str, **env: str) -> Ended:
 
 def run_in(folder: Path) -> Path:
     """Return the only run that was recorded in a folder."""
-    (run,) = [each for each in (folder / "rankcall-runs").iterdir() if not each.is_symlink()]
+    (run,) = [path for path in (folder / "rankcall-runs").iterdir() if not path.is_symlink()]
     return run
 
 
@@ -89,9 +89,9 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     run = run_in(tmp_path / "with")
     judged = launch("diagnose", run, cwd=tmp_path, timeout=120)
     assert judged.out.startswith("missing: Rank 1 ("), judged.out
-    (kept,) = run.glob("hangs/*")
-    assert (kept / "verdict.txt").read_text().startswith("missing: Rank 1 (")
-    (finding,) = json.loads((kept / "verdict.json").read_text())["findings"]
+    (hang_folder,) = run.glob("hangs/*")
+    assert (hang_folder / "verdict.txt").read_text().startswith("missing: Rank 1 (")
+    (finding,) = json.loads((hang_folder / "verdict.json").read_text())["findings"]
     assert (finding["kind"], finding["ranks"], finding["victims"]) == ("missing", [1], [0])
     # IPython gives a cell a file name of its own: ipykernel_PID/NUMBER.py.
     assert f".py:{line_of(NOTEBOOK, '# the hang')} in work" in finding["summary"]

@@ -33,9 +33,9 @@ def test_op(recorded: Recorded, name: str) -> None:
         assert mine, f"rank {rank} did not run {name}"
         for part in mine:
             rows = recorded.rows[rank][part["first"] : part["last"]]
-            found = differences(part["expected"], rows, FILES[name])
-            found += [part["problem"]] if part["problem"] else []
-            wrong += [f"rank {rank}, group {part['group']}: {each}" for each in found]
+            problems = differences(part["expected"], rows, FILES[name])
+            problems += [part["problem"]] if part["problem"] else []
+            wrong += [f"rank {rank}, group {part['group']}: {problem}" for problem in problems]
     assert not wrong, "\n".join(wrong)
 
 
@@ -55,9 +55,9 @@ def test_members_agree_on_collectives(recorded: Recorded) -> None:
     for row in (row for rows in recorded.rows for row in rows if row["kind"] == "collective"):
         key = (row["group"], row["seq"])
         seen[key].append((row["rank"], row["variant"], row["call_site"], tuple(row["group_ranks"])))
-    for key, each in seen.items():
-        assert sorted(rank for rank, *_ in each) == list(each[0][3]), key
-        assert len({tuple(rest) for _, *rest in each}) == 1, (key, each)
+    for key, calls in seen.items():
+        assert sorted(rank for rank, *_ in calls) == list(calls[0][3]), key
+        assert len({tuple(rest) for _, *rest in calls}) == 1, (key, calls)
     for group in {group for group, _ in seen}:
         numbers = sorted(seq for name, seq in seen if name == group)
         assert numbers == list(range(1, len(numbers) + 1))
@@ -80,7 +80,11 @@ def test_both_captures_write_the_same(tmp_path_factory: pytest.TempPathFactory) 
     native, python = (recorded_run(capture, tmp_path_factory).rows for capture in CAPTURES)
     differ = {"enqueued_ns", "started_ns", "completed_ns", "thread", "correlation"}
     for ours, theirs in zip(native, python, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            left = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+        for our_row, their_row in zip(ours, theirs, strict=True):
+            left = {
+                key: (our_row[key], their_row[key])
+                for key in our_row
+                if our_row[key] != their_row[key]
+            }
             assert left.keys() <= differ, left
-            assert one["thread"] > 0
+            assert our_row["thread"] > 0

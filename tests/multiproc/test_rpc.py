@@ -57,11 +57,11 @@ def _tensors(rank: int, world_size: int, backend: str) -> Any:
         for _ in range(10):
             back = rpc.rpc_sync("w1", _identity, args=(tensors,))
         assert blocks() <= 2 * before  # they are reused, once the other side has let go of them
-        kept = [rpc.rpc_sync("w1", torch.full, args=((1 << 17,), i)) for i in range(5)]
-        assert [int(each[-1]) for each in kept] == list(range(5))
+        received = [rpc.rpc_sync("w1", torch.full, args=((1 << 17,), i)) for i in range(5)]
+        assert [int(tensor[-1]) for tensor in received] == list(range(5))
     rpc.shutdown(timeout=20)
     if rank == 0:  # received tensors stay, although the sender has left
-        assert [int(each.min()) for each in kept] == list(range(5))
+        assert [int(tensor.min()) for tensor in received] == list(range(5))
     return None
 
 
@@ -102,19 +102,21 @@ def _profiled(rank: int, world_size: int) -> Any:
     from rankcall import rpc
 
     come_up(rank, world_size, "ZMQ", num_worker_threads=2)
-    told = []
+    remote_events = []
     for _ in range(12 if rank == 0 else 0):
         with profile() as profiled:  # type: ignore[no-untyped-call]
             rpc.rpc_async("w1", _double, args=(torch.ones(3),)).wait()
-        told.append([event.name for event in profiled.function_events if event.node_id == 1])
+        remote_events.append(
+            [event.name for event in profiled.function_events if event.node_id == 1]
+        )
     rpc.shutdown(timeout=20)
-    return told
+    return remote_events
 
 
 def test_the_callees_operators_are_in_each_profile() -> None:
     """Also when the thread that serves the call has served a profiled one before."""
-    told = run_ranks(_profiled, 2, init=False)[0]
-    assert told == [["rpc_async#_double(w0 -> w1)#remote_op: aten::add"]] * 12
+    remote_events = run_ranks(_profiled, 2, init=False)[0]
+    assert remote_events == [["rpc_async#_double(w0 -> w1)#remote_op: aten::add"]] * 12
 
 
 # --- bad input
@@ -321,16 +323,16 @@ def _hosts(rank: int, world_size: int, secrets: list[str], folder: str) -> Any:
         return type(error).__name__, str(error), time.monotonic() - began
     sent = torch.randn(1 << 20)
     received = rpc.rpc_sync(f"w{1 - rank}", _identity, args=(sent,))
-    told = metrics()
+    figures = metrics()
     rpc.shutdown(timeout=20)
     assert torch.equal(received, sent)  # it may outlive the agent that received it
-    return "ok", told["arena_bytes"], told["refused"]
+    return "ok", figures["arena_bytes"], figures["refused"]
 
 
 def test_hosts_with_one_secret(tmp_path: Path) -> None:
     """Large tensors go over the encrypted connection, none through shared memory."""
-    told = run_ranks(_hosts, 2, ["s" * 32] * 2, str(tmp_path), init=False)
-    assert told == [["ok", 0, 0]] * 2
+    outcomes = run_ranks(_hosts, 2, ["s" * 32] * 2, str(tmp_path), init=False)
+    assert outcomes == [["ok", 0, 0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -343,9 +345,9 @@ def test_hosts_with_one_secret(tmp_path: Path) -> None:
 )
 def test_hosts_without_one_secret(tmp_path: Path, secrets: list[str]) -> None:
     """None, only one, or two: no worker gets in, and each gets an error with the reason in time."""
-    told = run_ranks(_hosts, 2, secrets, str(tmp_path), init=False)
-    assert any(kind == "AuthenticationFailed" for kind, *_ in told)
-    for kind, message, took_s in told:
+    outcomes = run_ranks(_hosts, 2, secrets, str(tmp_path), init=False)
+    assert any(kind == "AuthenticationFailed" for kind, *_ in outcomes)
+    for kind, message, took_s in outcomes:
         assert kind in ("AuthenticationFailed", "RpcTimeout")
         assert "RANKCALL_RPC_SECRET_FILE" in message or "missing" in message
         assert took_s < 16
@@ -383,10 +385,10 @@ def _garbage(rank: int, world_size: int) -> Any:
             with socket.socket(socket.AF_UNIX) as raw:
                 raw.connect(path)
                 raw.sendall(os.urandom(4096))
-    other = f"w{1 - rank}"
-    wait_until(lambda: rpc.rpc_sync(other, metrics)["malformed"] >= 4)
-    wait_until(lambda: rpc.rpc_sync(other, metrics)["stale"] >= 1)
-    assert rpc.rpc_sync(other, max, args=(3, 4)) == 4
+    peer = f"w{1 - rank}"
+    wait_until(lambda: rpc.rpc_sync(peer, metrics)["malformed"] >= 4)
+    wait_until(lambda: rpc.rpc_sync(peer, metrics)["stale"] >= 1)
+    assert rpc.rpc_sync(peer, max, args=(3, 4)) == 4
     rpc.shutdown(timeout=20)
     return "answered"
 

@@ -24,7 +24,7 @@ def _all_call_all(rank: int, world_size: int, first_leaves_first: bool) -> Any:
     store.add("together", 1)
     wait_until(lambda: int(store.add("together", 0)) == world_size)
     assert len(names()) == world_size
-    told = [rpc.rpc_sync(f"w{to}", pow, args=(rank, to)) for to in range(world_size)]
+    powers = [rpc.rpc_sync(f"w{to}", pow, args=(rank, to)) for to in range(world_size)]
     store.add("called", 1)
     wait_until(lambda: int(store.add("called", 0)) == world_size)
     turn = rank if first_leaves_first else world_size - 1 - rank
@@ -32,14 +32,14 @@ def _all_call_all(rank: int, world_size: int, first_leaves_first: bool) -> Any:
     wait_until(lambda: len(names()) == world_size - turn)
     rpc.shutdown(timeout=20)
     store.add("left", 1)
-    return told
+    return powers
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_join_together_and_leave_in_turn(first_leaves_first: bool) -> None:
     """Every worker can call every other; one that leaves is gone for the rest; any may be first."""
-    told = run_ranks(_all_call_all, 4, first_leaves_first, init=False, timeout=60)
-    assert told == [[rank**to for to in range(4)] for rank in range(4)]
+    powers = run_ranks(_all_call_all, 4, first_leaves_first, init=False, timeout=60)
+    assert powers == [[rank**to for to in range(4)] for rank in range(4)]
 
 
 def _one_is_killed(rank: int, world_size: int) -> Any:

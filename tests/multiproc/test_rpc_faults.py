@@ -35,11 +35,11 @@ def die(*_: Any, **__: Any) -> None:
 
 def survivors(results: list[Result], killed: int) -> list[Any]:
     """Return what the others told, in rank order; one was killed."""
-    others = [each for each in results if each.rank != killed]
-    for each in others:
-        assert each.ok, each.error or each.stderr
+    others = [result for result in results if result.rank != killed]
+    for result in others:
+        assert result.ok, result.error or result.stderr
     assert results[killed].exitcode == -signal.SIGKILL
-    return [each.value for each in others]
+    return [result.value for result in others]
 
 
 # --- killed in init, in shutdown, in joining
@@ -151,8 +151,8 @@ def _host_leaves_first(rank: int, world_size: int) -> Any:
         return None
     pid = int(beside.get("pid"))
     wait_until(lambda: not Path(f"/proc/{pid}/fd/0").exists())
-    other = f"w{3 - rank}"
-    assert rpc.rpc_sync(other, pow, args=(2, 3)) == 8
+    peer = f"w{3 - rank}"
+    assert rpc.rpc_sync(peer, pow, args=(2, 3)) == 8
     beside.add("called", 1)
     wait_until(lambda: int(beside.add("called", 0)) == 2)
     rpc.shutdown(timeout=10)
@@ -170,7 +170,7 @@ def _host_dies_in_init(rank: int, world_size: int, backend: str) -> Any:
 
     host, method = _group_store(rank)
     if rank == 0:
-        claims = [f"rpc/static/epoch-0/rank/{each}" for each in (1, 2)]
+        claims = [f"rpc/static/epoch-0/rank/{claimant}" for claimant in (1, 2)]
         wait_until(lambda: all(map(host.list_keys().count, claims)))
         die()
     with pytest.raises(StoreLost) as caught:
@@ -199,17 +199,17 @@ def _host_stops(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
         os.kill(os.getpid(), signal.SIGSTOP)
     pid = int(beside.get("pid"))
     wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] == "T")
-    told, began = "ended", time.monotonic()
+    outcome, began = "ended", time.monotonic()
     try:
         rpc.shutdown(timeout=3)
     except RuntimeError as error:
-        told = str(error)
+        outcome = str(error)
     assert time.monotonic() - began < 3 + 10  # with room for a busy machine
     beside.add("down", 1)
     wait_until(lambda: int(beside.add("down", 0)) == 2)
     if rank == 1:
         os.kill(pid, signal.SIGKILL)
-    return told
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def _host_stops(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
 def test_the_stores_host_is_stopped(backend: str, dynamic: bool) -> None:
     """None of the store's own time-outs applies then; ours does."""
     results = try_ranks(_host_stops, 3, backend, dynamic, init=False)
-    for told in survivors(results, killed=0):
-        assert told == "ended" if dynamic else "does not answer" in told
+    for outcome in survivors(results, killed=0):
+        assert outcome == "ended" if dynamic else "does not answer" in outcome
 
 
 def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
@@ -318,9 +318,9 @@ def _no_room(rank: int, world_size: int) -> Any:
         pass
     sent = torch.arange(1 << 20)
     assert torch.equal(rpc.rpc_sync(f"w{1 - rank}", _identity, args=(sent,)), sent)
-    told = metrics()["arena_bytes"], blocks()
+    usage = metrics()["arena_bytes"], blocks()
     rpc.shutdown(timeout=20)
-    return told
+    return usage
 
 
 def test_no_room_in_shared_memory() -> None:
@@ -403,12 +403,12 @@ def _strangers(rank: int, world_size: int, secret: str) -> Any:
                     raw.sendall(noise)
             wait_until(lambda: rpc.rpc_sync("w0", metrics)["refused"] >= 2)
             wait_until(lambda: rpc.rpc_sync("w0", metrics)["malformed"] >= 3)
-            told = rpc.rpc_sync("w0", metrics)
+            counts = rpc.rpc_sync("w0", metrics)
             for push in context._sockets.copy():
                 push.close()
     assert rpc.rpc_sync(f"w{1 - rank}", max, args=(3, 4)) == 4
     rpc.shutdown(timeout=20)
-    return None if rank == 0 else [told["malformed"], told["stale"], told["strangers"]]
+    return None if rank == 0 else [counts["malformed"], counts["stale"], counts["strangers"]]
 
 
 def test_strangers_on_the_network_are_refused() -> None:

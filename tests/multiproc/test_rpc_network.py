@@ -78,30 +78,30 @@ def _large_call(rank: int, world_size: int, folder: str, line: Line, count: int)
     from rankcall import rpc
 
     _at_host(rank, world_size, folder, line, rpc_timeout=500)
-    told = None
+    figures = None
     if rank == 0:
         tensor = torch.empty(count, dtype=torch.int64)
         for at, end in _pieces(count):
             tensor[at:end] = _content(at, end)
         began = time.monotonic()
         assert rpc.rpc_sync("w1", _check, args=(tensor,)) == count
-        told = {"seconds": time.monotonic() - began, **metrics()}
+        figures = {"seconds": time.monotonic() - began, **metrics()}
         assert rpc.rpc_sync("w1", pow, args=(2, 5)) == 32
     rpc.shutdown(timeout=500)
-    return told
+    return figures
 
 
 def _send(folder: Path, line: Line, size: int, timeout: float) -> tuple[dict[str, Any], Any]:
     args = (str(folder), line, size // 8)
     with joined(line, folder) as relay:
-        told = run_ranks(_large_call, 2, *args, init=False, timeout=timeout)[0]
-        return told, relay.counts()
+        figures = run_ranks(_large_call, 2, *args, init=False, timeout=timeout)[0]
+        return figures, relay.counts()
 
 
 def test_calls_over_a_slow_line(tmp_path: Path) -> None:
     """Workers meet and call each other over 50 Mbit/s, 40 ms there and back, and packet loss."""
-    told, packets = _send(tmp_path, SLOW, 8 << 20, timeout=120)
-    assert told["seconds"] > 8 * (8 << 20) / SLOW.bits_per_s
+    figures, packets = _send(tmp_path, SLOW, 8 << 20, timeout=120)
+    assert figures["seconds"] > 8 * (8 << 20) / SLOW.bits_per_s
     assert packets["lost"] > 0
 
 
@@ -115,10 +115,10 @@ def test_a_message_that_takes_longer_than_the_heartbeat_timeout(
 
     The sender hears nothing from the receiver but the answers to its heartbeats.
     """
-    told, packets = _send(tmp_path, line, size, timeout=600)
+    figures, packets = _send(tmp_path, line, size, timeout=600)
     with capsys.disabled():
-        print(f"\n{size >> 20} MiB in {told['seconds']:.1f} s; packets: {packets}")
-    assert told["seconds"] > 2 * HEARTBEAT_S
+        print(f"\n{size >> 20} MiB in {figures['seconds']:.1f} s; packets: {packets}")
+    assert figures["seconds"] > 2 * HEARTBEAT_S
     assert packets["lost"] > 0
 
 
@@ -216,10 +216,10 @@ def _visited_by_strangers(rank: int, world_size: int, folder: str, line: Line) -
             time.sleep(0.002)
         wait_until(lambda: metrics()["refused"] >= 3 + 3 * STRANGERS)
         assert rpc.rpc_sync("w0", pow, args=(2, 5)) == 32
-        told = {"kib": most - before, "refused": metrics()["refused"]}
+        figures = {"kib": most - before, "refused": metrics()["refused"]}
         store.set("over", "")
         rpc.shutdown(timeout=20)
-        return told
+        return figures
     enter(rank, folder, line.mtu)
     store = _aside(rank)
     _visit(1)

@@ -75,8 +75,8 @@ def _fetched_before_leaving(rank: int, world_size: int) -> Any:
 
 def test_a_tensor_outlives_the_visit_that_fetched_it() -> None:
     """The sender does not use the memory again, though the receiver has left."""
-    told = run_ranks(_fetched_before_leaving, 3, init=False)
-    assert told == [None, [1.0, 1.0], [2.0, 2.0]]
+    values = run_ranks(_fetched_before_leaving, 3, init=False)
+    assert values == [None, [1.0, 1.0], [2.0, 2.0]]
 
 
 def _stopped_and_resumed(rank: int, world_size: int) -> Any:
@@ -95,7 +95,7 @@ def _stopped_and_resumed(rank: int, world_size: int) -> Any:
         store.set("resumed", "")
         store.wait(["called"])
         rpc.rpc_sync("w2", len, args=(_full(3.0),))  # w1 has freed its tensor meanwhile
-        told: Any = [rpc.rpc_sync("w2", _kept_value), runs]
+        observed: Any = [rpc.rpc_sync("w2", _kept_value), runs]
         store.set("end", "")
     elif rank == 1:
         store.wait(["resumed"])
@@ -105,13 +105,13 @@ def _stopped_and_resumed(rank: int, world_size: int) -> Any:
                 rpc.rpc_sync("w0", _run, args=(f"attempt {number}",), timeout=30)
             errors.append(str(caught.value))
         kept.clear()
-        told = [value, errors]
+        observed = [value, errors]
         store.set("called", "")
     else:
-        told = None
+        observed = None
     store.wait(["end"])
     rpc.shutdown(graceful=False)
-    return told
+    return observed
 
 
 def test_a_worker_that_was_given_up() -> None:
@@ -133,15 +133,15 @@ def _lost_answers(rank: int, world_size: int) -> Any:
     from rankcall import rpc
 
     come_up(rank, world_size, "ZMQ", num_worker_threads=1)
-    told = None
+    blocks_held = None
     if rank == 0:
         for count in range(1, 7):
             with pytest.raises(RuntimeError, match="timeout"):
                 rpc.rpc_sync("w1", _slow_full, timeout=0.05)
             wait_until(lambda least=count: metrics()["late_answers"] >= least)
-        told = rpc.rpc_sync("w1", metrics)["arena_bytes"] // (4 * LARGE)
+        blocks_held = rpc.rpc_sync("w1", metrics)["arena_bytes"] // (4 * LARGE)
     rpc.shutdown(timeout=20)
-    return told
+    return blocks_held
 
 
 def test_the_memory_of_late_answers_is_used_again() -> None:
@@ -156,14 +156,14 @@ def _many_kept(rank: int, world_size: int) -> Any:
     from rankcall import rpc
 
     come_up(rank, world_size, "ZMQ")
-    told = None
+    mappings = None
     if rank == 0:
         tensors = [torch.full((1 << 14,), float(i)) for i in range(400)]
         for _ in range(5):
             rpc.rpc_sync("w1", _keep, args=(tensors,))
-        told = rpc.rpc_sync("w1", _mappings)
+        mappings = rpc.rpc_sync("w1", _mappings)
     rpc.shutdown(timeout=20)
-    return told
+    return mappings
 
 
 def _mappings() -> int:
@@ -191,10 +191,10 @@ def _killed_and_again(rank: int, world_size: int) -> Any:
     if rank == 2:
         store.wait(["killed"])
         come_up(1, None, "ZMQ", "w1")
-        told: Any = rpc.rpc_sync("w0", pow, args=(2, 5))
+        outcome: Any = rpc.rpc_sync("w0", pow, args=(2, 5))
         store.set("done", "")
         rpc.shutdown(timeout=20)
-        return told
+        return outcome
     if rank == 1:
         store.wait(["host"])
     come_up(rank, None, "ZMQ", heartbeat_timeout=20.0)
@@ -204,9 +204,9 @@ def _killed_and_again(rank: int, world_size: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     store.set("host", "")
     store.wait(["done"])
-    told = sorted(names())
+    outcome = sorted(names())
     rpc.shutdown(timeout=20)
-    return told
+    return outcome
 
 
 def test_a_worker_of_another_host_comes_again_at_once() -> None:
@@ -358,8 +358,8 @@ def _completed_after_the_end(rank: int, world_size: int) -> Any:
 
 def test_an_answer_after_the_end_of_the_agent() -> None:
     """It goes nowhere, and harms nothing."""
-    told = run_ranks(_completed_after_the_end, 2, init=False, env={"MALLOC_PERTURB_": "165"})
-    assert told == [None, "alive"]
+    outcomes = run_ranks(_completed_after_the_end, 2, init=False, env={"MALLOC_PERTURB_": "165"})
+    assert outcomes == [None, "alive"]
 
 
 def _forks(rank: int, world_size: int) -> Any:
@@ -407,10 +407,10 @@ def test_a_stranger_gets_little_memory_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection without keys that announces gigabytes is closed at once, and counted."""
-    told = run_ranks(_stranger, 1, init=False, env={"RANKCALL_SHM": str(tmp_path)})[0]
-    assert told["sent"] < 8 << 20
-    assert told["refused"] == 3
-    assert told["silent_s"] < 10
+    figures = run_ranks(_stranger, 1, init=False, env={"RANKCALL_SHM": str(tmp_path)})[0]
+    assert figures["sent"] < 8 << 20
+    assert figures["refused"] == 3
+    assert figures["silent_s"] < 10
 
 
 def _stranger(rank: int, world_size: int) -> Any:
@@ -442,6 +442,6 @@ def _stranger(rank: int, world_size: int) -> Any:
             pass
     silent_s = time.monotonic() - began
     wait_until(lambda: metrics()["refused"] >= 3)
-    told = {"sent": sent, "refused": metrics()["refused"], "silent_s": silent_s}
+    figures = {"sent": sent, "refused": metrics()["refused"], "silent_s": silent_s}
     rpc.shutdown(timeout=20)
-    return told
+    return figures

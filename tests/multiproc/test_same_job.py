@@ -51,35 +51,35 @@ def _compare(
     harness: Harness, before: RunReport, mode: str, factory: pytest.TempPathFactory
 ) -> list[Difference]:
     """Run a program in a mode and return how it differs; more than once only for its memory."""
-    found: list[Difference] = []
+    deviations: list[Difference] = []
     for _ in range(_MEMORY_RUNS):
         after = harness.run(before.program, mode, factory.mktemp(before.program), before)
-        found = differences(before, after)
+        deviations = differences(before, after)
         memory = memory_differences(before, after)
-        if not found and mode in MODES and not programs.PROGRAMS[before.program].quiet:
+        if not deviations and mode in MODES and not programs.PROGRAMS[before.program].quiet:
             assert any(rank.recorded for rank in after.ranks), "nothing was recorded"
-        if found or not memory:
+        if deviations or not memory:
             break
-    return found + memory
+    return deviations + memory
 
 
 _EVERY_MODE = ("ddp", "toggles", "errors")  # the others switch on or off in mid-job in the long run
 
 
-def _is_slow(name: str, about: programs.Program, mode: str) -> bool:
+def _is_slow(name: str, program: programs.Program, mode: str) -> bool:
     if mode == "python" and name in ("compiled", "pipeline", "tensor_parallel", "hsdp"):
         return True  # torch.compile and the like, which take long; the native mode stays
-    return about.slow or (name not in _EVERY_MODE and mode in ("late", "stopped"))
+    return program.slow or (name not in _EVERY_MODE and mode in ("late", "stopped"))
 
 
 CASES = [
     pytest.param(
         name,
         mode,
-        marks=[pytest.mark.slow] if _is_slow(name, about, mode) else [],
+        marks=[pytest.mark.slow] if _is_slow(name, program, mode) else [],
         id=f"{name}-{mode}",
     )
-    for name, about in programs.PROGRAMS.items()
+    for name, program in programs.PROGRAMS.items()
     if name != "probe"
     for mode in MODES
 ]
@@ -94,8 +94,10 @@ def test_same_job(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Results, errors, output, exit, threads, descriptors, garbage and memory are the same."""
-    found = _compare(harness, usual(program), mode, tmp_path_factory)
-    assert not found, f"{program} is not the same in mode {mode}\n" + "\n".join(map(str, found))
+    deviations = _compare(harness, usual(program), mode, tmp_path_factory)
+    assert not deviations, f"{program} is not the same in mode {mode}\n" + "\n".join(
+        map(str, deviations)
+    )
 
 
 HARM: list[tuple[str, set[str]]] = [
@@ -144,8 +146,8 @@ def test_harm_is_reported(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """A fake recording that breaks one rule is reported for that and for nothing else."""
-    found = _compare(harness, usual("probe"), f"mutant:{mutant}", tmp_path_factory)
-    assert {difference.kind for difference in found} == kinds, list(map(str, found))
+    deviations = _compare(harness, usual("probe"), f"mutant:{mutant}", tmp_path_factory)
+    assert {difference.kind for difference in deviations} == kinds, list(map(str, deviations))
 
 
 def test_a_hang_is_reported(
@@ -156,7 +158,9 @@ def test_a_hang_is_reported(
     """Ranks that hang are ended at the deadline, and the report has their stacks."""
     folder = tmp_path_factory.mktemp("probe")
     before = usual("probe")
-    found = differences(before, harness.run("probe", "mutant:hangs", folder, before, deadline=8.0))
-    hang = next(difference for difference in found if difference.kind == "hang")
+    deviations = differences(
+        before, harness.run("probe", "mutant:hangs", folder, before, deadline=8.0)
+    )
+    hang = next(difference for difference in deviations if difference.kind == "hang")
     assert "in hangs" in hang.text
     assert "rank 1:" in hang.text

@@ -21,24 +21,24 @@ def _marked(scenario: Scenario) -> object:
     return pytest.param(scenario, id=scenario.name, marks=marks)
 
 
-@pytest.mark.parametrize("scenario", [_marked(each) for each in ALL])
+@pytest.mark.parametrize("scenario", [_marked(scenario) for scenario in ALL])
 def test_scenario(scenario: Scenario, tmp_path: Path) -> None:
     """The watcher, and a diagnosis from outside or afterwards, name exactly what was planted.
 
     Every sentence of theirs is true (``scenario_sentences``).
     """
-    found = run(scenario, tmp_path)
-    assert not found.wrong, "\n".join(
-        [*found.wrong, *(each.stderr[-3000:] for each in found.results)]
+    outcome = run(scenario, tmp_path)
+    assert not outcome.wrong, "\n".join(
+        [*outcome.wrong, *(result.stderr[-3000:] for result in outcome.results)]
     )
 
 
 def test_there_are_enough() -> None:
     """Names are unique; every verdict on a hang has several variants."""
-    names = {each.name for each in ALL}
+    names = {scenario.name for scenario in ALL}
     assert len(names) == len(ALL) >= 40
     assert set(FAST) <= names
-    kinds = [kind for each in ALL for kind, _ in each.causes]
+    kinds = [kind for scenario in ALL for kind, _ in scenario.causes]
     for kind in (
         "missing",
         "dead",
@@ -53,7 +53,8 @@ def test_there_are_enough() -> None:
 
 
 SOURCE, FIRST = inspect.getsourcelines(scenario_programs.plain)
-HANGS = next(each for each in ALL if each.name == "python-hang")  # rank 2, before call 20
+# Rank 2 hangs, before call 20.
+HANGS = next(scenario for scenario in ALL if scenario.name == "python-hang")
 LINE = f"{scenario_programs.__file__}:{FIRST + 5}"
 TRUE = (
     f"Rank 2 ({host_name()}, pid 102) has not come: it is in user code. 3 ranks cannot go on: "

@@ -50,7 +50,7 @@ def _marked(case: Case) -> object:
     return pytest.param(case, id=case.name.replace(" ", "-"), marks=marks)
 
 
-@pytest.mark.parametrize("case", [_marked(each) for each in CASES])
+@pytest.mark.parametrize("case", [_marked(case) for case in CASES])
 def test_row(case: Case, tmp_path: Path) -> None:
     """A diagnosis names exactly what was planted, and each of its sentences is true.
 
@@ -63,7 +63,7 @@ def test_row(case: Case, tmp_path: Path) -> None:
         assert judged.torch == {"plain": "nothing"}
 
 
-BY_NAME = {each.name: each for each in CASES}
+BY_NAME = {case.name: case for case in CASES}
 PIDS = [100, 101, 102, 103]
 
 
@@ -189,17 +189,17 @@ def test_what_did_not_go_through_is_noticed() -> None:
 
 def test_the_table_is_complete() -> None:
     """The table has 60 faults and 30 sound programs or more, and several rows for each class."""
-    assert len({each.name for each in CASES}) == len(CASES)
+    assert len({case.name for case in CASES}) == len(CASES)
     assert len(FAULTY) >= 60
     assert len(SOUND) >= 30
-    assert set(FAST) <= {each.name for each in CASES}
-    assert min(Counter(each.kind_of_fault for each in FAULTY).values()) >= 2
-    assert all(2 <= each.world_size <= 4 for each in CASES)
+    assert set(FAST) <= {case.name for case in CASES}
+    assert min(Counter(case.kind_of_fault for case in FAULTY).values()) >= 2
+    assert all(2 <= case.world_size <= 4 for case in CASES)
 
 
 def test_the_commands_name_a_silent_fault(tmp_path: Path) -> None:
     """``diagnose`` and ``report`` say which rank passed another dtype to a call that ended well."""
-    (case,) = [each for each in FAULTY if each.name == "datatype: all_reduce int32 on 2 of 4"]
+    (case,) = [case for case in FAULTY if case.name == "datatype: all_reduce int32 on 2 of 4"]
     run(case, tmp_path, TIME_OUT_S, torch_detail=False)
     for command, arguments in (("diagnose", []), ("report", []), ("report", ["--json"])):
         done = subprocess.run(

@@ -61,20 +61,20 @@ def test_a_hang_is_on_the_page_with_line_and_stacks(tmp_path: Path) -> None:
         )
     try:
         deadline = time.monotonic() + DEADLINE_S
-        port, found = 0, None
-        while not (found and found["findings"] and found["stack_classes"]):
+        port, diagnosis = 0, None
+        while not (diagnosis and diagnosis["findings"] and diagnosis["stack_classes"]):
             assert time.monotonic() < deadline, log.read_text()
             assert job.poll() is None, log.read_text()
             match = re.search(r"the live page: http://127\.0\.0\.1:(\d+)/", log.read_text())
             port = int(match[1]) if match else 0
-            found = ask(port, "/api/diagnosis") if port else None
+            diagnosis = ask(port, "/api/diagnosis") if port else None
             time.sleep(0.2)
-        first = found["findings"][0]
+        first = diagnosis["findings"][0]
         assert (first["kind"], first["ranks"]) == ("missing", [1])
         assert "train_digits.py:" in first["call_site"]
-        rows = [each["ranks"] for each in found["stack_classes"]]
+        rows = [stack_class["ranks"] for stack_class in diagnosis["stack_classes"]]
         assert [1] in rows
-        names = [f["name"] for f in found["stack_classes"][rows.index([1])]["frames"]]
+        names = [frame["name"] for frame in diagnosis["stack_classes"][rows.index([1])]["frames"]]
         assert "train_epoch" in names
     finally:
         job.send_signal(signal.SIGTERM)

@@ -59,16 +59,16 @@ class Page:
         """Look until something is true of what the page says, and return that."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            found = self.diagnosis()
-            if found and true(found):
-                return found
-            assert time.monotonic() < deadline, json.dumps(found, indent=1)
+            diagnosis = self.diagnosis()
+            if diagnosis and true(diagnosis):
+                return diagnosis
+            assert time.monotonic() < deadline, json.dumps(diagnosis, indent=1)
             assert self.process.poll() is None
 
 
 def hosts(found: Any) -> list[str]:
     """Return the hosts of all ranks, as far as they are known."""
-    return [each["host"] for each in found["ranks"] if each["state"] != "unknown"]
+    return [rank["host"] for rank in found["ranks"] if rank["state"] != "unknown"]
 
 
 def with_all_records(nodes: list[Node], folder: Path) -> Diagnosis:
@@ -83,7 +83,7 @@ def with_all_records(nodes: list[Node], folder: Path) -> Diagnosis:
 
 def victims(found: Any) -> list[list[int]]:
     """Return the ranks that wait, of each finding of a page."""
-    return [each["victims"] for each in found["findings"]]
+    return [finding["victims"] for finding in found["findings"]]
 
 
 def test_each_page_shows_all_ranks(tmp_path: Path) -> None:
@@ -96,17 +96,19 @@ def test_each_page_shows_all_ranks(tmp_path: Path) -> None:
         try:
             pages = [Page(job, node) for node in nodes[:2]]
             for page in pages:
-                page.until(lambda found: hosts(found) == ["node-a"] * 2 + ["node-b"] * 2)
+                page.until(lambda diagnosis: hosts(diagnosis) == ["node-a"] * 2 + ["node-b"] * 2)
             (job.said / "hold").touch()
             # A first look may know of one node what was so a moment before the others' wait began.
-            seen = [page.until(lambda found: victims(found) == [[0, 2, 3]]) for page in pages]
+            seen = [
+                page.until(lambda diagnosis: victims(diagnosis) == [[0, 2, 3]]) for page in pages
+            ]
             expected = with_all_records(nodes, tmp_path)
         finally:
             text = job.end()
     (finding,) = expected.findings
     assert (finding.kind, finding.ranks) == ("missing", (1,)), text
-    for found in seen:
-        (cause,) = found["findings"]
+    for diagnosis in seen:
+        (cause,) = diagnosis["findings"]
         assert (cause["kind"], cause["ranks"], cause["victims"], cause["op"], cause["seq"]) == (
             *(finding.kind, list(finding.ranks), list(finding.victims)),
             *(finding.op, finding.seq),
@@ -123,16 +125,17 @@ def test_a_node_that_stops_answering(tmp_path: Path) -> None:
         try:
             page = Page(job, nodes[0])
             # These ranks go on, and so look for viewers only every 30 seconds.
-            page.until(lambda found: hosts(found) == ["node-a"] * 2 + ["node-b"] * 2)
+            page.until(lambda diagnosis: hosts(diagnosis) == ["node-a"] * 2 + ["node-b"] * 2)
             for rank in (2, 3):
                 job.ranks[rank].process.send_signal(signal.SIGSTOP)
             late = page.until(
-                lambda found: any(
-                    "node-b (rank 2-3) has not answered for" in each for each in found["problems"]
+                lambda diagnosis: any(
+                    "node-b (rank 2-3) has not answered for" in problem
+                    for problem in diagnosis["problems"]
                 )
             )
-            unknown = page.until(lambda found: hosts(found) == ["node-a"] * 2)
+            unknown = page.until(lambda diagnosis: hosts(diagnosis) == ["node-a"] * 2)
         finally:
             job.end()
     assert late["state"] == unknown["state"] == "live"
-    assert [each["host"] for each in unknown["ranks"]] == ["node-a"] * 2 + ["node-b"] * 2
+    assert [row["host"] for row in unknown["ranks"]] == ["node-a"] * 2 + ["node-b"] * 2

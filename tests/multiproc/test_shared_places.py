@@ -46,8 +46,8 @@ def _one(results: list[Result]) -> tuple[Any, list[str]]:
     """Return what the one rank returned, and what rankcall said on it."""
     (result,) = results
     assert result.ok, result.error
-    said = [line for line in result.stderr.splitlines() if line.startswith("rankcall: ")]
-    return result.value, said
+    messages = [line for line in result.stderr.splitlines() if line.startswith("rankcall: ")]
+    return result.value, messages
 
 
 def _records(run_dir: Path) -> int:
@@ -91,11 +91,11 @@ def test_a_folder_that_was_planted(tmp_path: Path, env: dict[str, str | None], h
         if os.geteuid() != 0:
             pytest.skip("only root can give a folder to another user")
         os.chown(ours, 54321, 54321)
-    where, said = _one(try_ranks(_record, 1, str(tmp_path / "run"), env=env))
+    where, messages = _one(try_ranks(_record, 1, str(tmp_path / "run"), env=env))
     assert Path(where).parent == tmp_path / "run" / "rings"
-    assert len(said) == 1
-    assert said[0].startswith(f"rankcall: {ours} ")
-    assert said[0].endswith(f": the ring is kept in {tmp_path / 'run' / 'rings'}")
+    assert len(messages) == 1
+    assert messages[0].startswith(f"rankcall: {ours} ")
+    assert messages[0].endswith(f": the ring is kept in {tmp_path / 'run' / 'rings'}")
     assert _records(tmp_path / "run") == 5
     assert list(ours.iterdir()) == []
 
@@ -117,18 +117,18 @@ def _record_on_nfs(rank: int, world_size: int, run_dir: str, disable: bool) -> A
     where = str(recording.path)
     if disable:
         rankcall.disable()
-        assert "rankcall-keep" not in {each.name for each in threading.enumerate()}
+        assert "rankcall-keep" not in {thread.name for thread in threading.enumerate()}
     return where
 
 
 @pytest.mark.parametrize("disable", [True, False], ids=["disabled", "at exit"])
 def test_a_network_file_system(tmp_path: Path, env: dict[str, str | None], disable: bool) -> None:
     """A page of such a file can block its writer: recording stays in memory until the end."""
-    where, said = _one(try_ranks(_record_on_nfs, 1, str(tmp_path / "run"), disable, env=env))
+    where, messages = _one(try_ranks(_record_on_nfs, 1, str(tmp_path / "run"), disable, env=env))
     assert where == "None"
-    assert len(said) == 1
-    assert "is on a file system that is not local (nfs4)" in said[0]
-    assert said[0].endswith("recording goes on in memory only")
+    assert len(messages) == 1
+    assert "is on a file system that is not local (nfs4)" in messages[0]
+    assert messages[0].endswith("recording goes on in memory only")
     assert _records(tmp_path / "run") == 5
 
 
@@ -142,15 +142,15 @@ def _clean_at_start(rank: int, world_size: int, folder: str) -> Any:
     from rankcall.run.directory import create_run, make_live_dir
 
     old = create_run(Path(folder) / "old", {})
-    left = make_live_dir(old)
-    ring, lock = create_locked(left / "x.ring", Identity(rank=0, host="h"), Geometry(64), old)
+    live = make_live_dir(old)
+    ring, lock = create_locked(live / "x.ring", Identity(rank=0, host="h"), Geometry(64), old)
     two_days_ago = time.time() - 2 * 86_400
     put(ring, "pid_namespace", 1)
     put(ring, "anchor_epoch_ns", int(two_days_ago * 1e9))
     lock.release()
-    os.utime(left, (two_days_ago, two_days_ago))
+    os.utime(live, (two_days_ago, two_days_ago))
     rankcall.enable(f"{folder}/new")
-    wait_until(lambda: not left.exists())
+    wait_until(lambda: not live.exists())
     rankcall.disable()
     return sorted(path.name for path in (old / "rings").iterdir())
 

@@ -139,16 +139,16 @@ def test_a_rank_that_trains_in_a_thread(tmp_path: Path, hold_gil: bool) -> None:
     with start_ranks(
         _train_in_a_thread, 2, hold_gil, run_dir=run, watch={"hang_after": 60}
     ) as ranks:
-        found: dict[int, str] = {}
+        stacks: dict[int, str] = {}
 
         def both_stand() -> bool:
             headers = filter(None, map(read_header, ring_paths(run)))
-            found.update(request_stacks(headers))
-            places = [code_place(found.get(rank, "")) for rank in (0, 1)]
+            stacks.update(request_stacks(headers))
+            places = [code_place(stacks.get(rank, "")) for rank in (0, 1)]
             return [place.function for place in places] == ["_train", "_hang_here"]
 
-        wait_until(lambda: both_stand() and code_place(found[0]).inside == "all_reduce")
-        for rank, text in found.items():
+        wait_until(lambda: both_stand() and code_place(stacks[0]).inside == "all_reduce")
+        for rank, text in stacks.items():
             first, second = text.split("\n\n")
             assert "(trains, most recent call first)" in first.splitlines()[0]
             assert first.splitlines()[0].split()[1] != str(ranks.pids[rank])
@@ -180,19 +180,19 @@ def test_py_spy(tmp_path: Path) -> None:
         wait_until(lambda: len(ring_paths(run)) == 3)
         if not _may_look_into(ranks.pids[0]):
             pytest.skip("py-spy may not look into other processes here")
-        found: dict[int, str] = {}
+        stacks: dict[int, str] = {}
 
         def looked() -> bool:
-            found.update(stacks_of(run, [0, 1, 2]))
-            return "_carry_out" in found.get(1, "") and "all_reduce" in found.get(0, "")
+            stacks.update(stacks_of(run, [0, 1, 2]))
+            return "_carry_out" in stacks.get(1, "") and "all_reduce" in stacks.get(0, "")
 
         wait_until(looked)
         assert _state(ranks, 2) == "T"
-    assert sorted(found) == [0, 1, 2]
-    assert "pthread_mutex_lock" in found[1]  # native, with the GIL held
-    assert "c10d" in found[0]
-    assert "_carry_out" in found[2]
-    for text in found.values():
+    assert sorted(stacks) == [0, 1, 2]
+    assert "pthread_mutex_lock" in stacks[1]  # native, with the GIL held
+    assert "c10d" in stacks[0]
+    assert "_carry_out" in stacks[2]
+    for text in stacks.values():
         assert text.startswith("Thread ")
         assert '"MainThread"' in text.splitlines()[0]
         assert "rankcall-heart" not in text

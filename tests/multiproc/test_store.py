@@ -26,16 +26,16 @@ def _files(rank: int, world_size: int, path: str, folder: str) -> Any:
     before = client.timeout
     for turn in range(3):
         store.barrier(client, world_size, "p", LONG, rank)
-        got = store.synchronize(client, b"%d" % (rank + turn), rank, world_size, "p", LONG)
-        assert got == [b"%d" % (one + turn) for one in range(world_size)]
-    told = ("", "", 0.0)
+        exchanged = store.synchronize(client, b"%d" % (rank + turn), rank, world_size, "p", LONG)
+        assert exchanged == [b"%d" % (member + turn) for member in range(world_size)]
+    outcome = ("", "", 0.0)
     if rank:
         attempt(lambda: store.barrier(client, world_size, "p", 0.2, rank))
         all_at(folder, "arrived", rank, world_size - 1)
-        told = attempt(lambda: store.barrier(client, world_size, "p", 0.5, rank))
+        outcome = attempt(lambda: store.barrier(client, world_size, "p", 0.5, rank))
     store.barrier(client, world_size, "q", LONG, rank)
     assert client.timeout == before
-    return told
+    return outcome
 
 
 def test_processes_on_a_file_store(tmp_path: Path) -> None:
@@ -59,14 +59,14 @@ def _recorded(rank: int, world_size: int, folder: str) -> Any:
     with rankcall.enable(f"{folder}/run"):
         dist.all_reduce(torch.ones(4))
         idle = store.rollcall(client, rank, world_size, "idle", LONG)
-        asked = dist.irecv(torch.zeros(4), src=1) if rank == 0 else None
+        receive = dist.irecv(torch.zeros(4), src=1) if rank == 0 else None
         busy = store.rollcall(client, rank, world_size, "busy", LONG)
         if rank == 1:
             dist.send(torch.ones(4), dst=0)
-        if asked is not None:
-            asked.wait()
-    assert {one.pid for one in busy.answers if one.rank == rank} == {os.getpid()}
-    return [[one.doing for one in called.answers] for called in (idle, busy)]
+        if receive is not None:
+            receive.wait()
+    assert {answer.pid for answer in busy.answers if answer.rank == rank} == {os.getpid()}
+    return [[answer.doing for answer in rollcall.answers] for rollcall in (idle, busy)]
 
 
 def test_a_roll_call_says_what_each_rank_is_doing(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_the_example_names_the_rank_asleep() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said = re.findall(r"barrier 'epoch-3' .*? on rank (\d) \(node-c\): (.*?)\.", done.stdout)
-    assert sorted(said) == [
+    messages = re.findall(r"barrier 'epoch-3' .*? on rank (\d) \(node-c\): (.*?)\.", done.stdout)
+    assert sorted(messages) == [
         (rank, "3 of 4 ranks arrived; missing 2 (node-c)") for rank in ("0", "1", "3")
     ]
     assert "(before evaluation) timed out after 4 s" in done.stdout
@@ -142,11 +142,11 @@ def test_agents_meet_at_our_exit_barrier(tmp_path: Path) -> None:
             for _ in range(2)
         ]
         try:
-            said = [agent.communicate(timeout=80)[0] for agent in agents]
+            outputs = [agent.communicate(timeout=80)[0] for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()
-    for agent, text in zip(agents, said, strict=True):
+    for agent, text in zip(agents, outputs, strict=True):
         assert agent.returncode == 0, text
         assert "exit barrier rankcall.store._calls torchelastic/agent/terminal_state" in text
         assert "Error waiting on exit barrier" not in text

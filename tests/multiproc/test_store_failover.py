@@ -20,15 +20,17 @@ def _failing_over(rank: int, world_size: int, hosts: list[str], first: int, fold
     from rankcall import store
 
     client = store.failover(hosts, connect_timeout=5)
-    got = []
+    answers = []
     for turn in range(6):
         if turn == 3 and rank == 0:
             os.kill(first, signal.SIGKILL)
         client.barrier(world_size, "steps", 30, rank)
-        got.append(client.synchronize(b"%d" % (rank + turn), rank, world_size, "x", 30))
+        answers.append(client.synchronize(b"%d" % (rank + turn), rank, world_size, "x", 30))
     client.barrier(world_size, "end", 30, rank)
     all_at(folder, "done", rank, world_size)  # rank 1 hosts the store that they read from last
-    assert got == [[b"%d" % (one + turn) for one in range(world_size)] for turn in range(6)]
+    assert answers == [
+        [b"%d" % (member + turn) for member in range(world_size)] for turn in range(6)
+    ]
     return client.moves
 
 
@@ -50,23 +52,25 @@ def _host_stopped(
     if rank == 0:
         stop(first)
     all_at(folder, "stopped", rank, world_size)
-    told = []
+    outcomes = []
     if how == "by all":
-        told.append(attempt(lambda: client.barrier(world_size, "steps", 2.0, rank)))
+        outcomes.append(attempt(lambda: client.barrier(world_size, "steps", 2.0, rank)))
     elif rank == 0:  # rank 1 has not called meanwhile, and finds the host as it was
-        told.append(attempt(lambda: client.barrier(world_size, "steps", 2.0, rank)))
+        outcomes.append(attempt(lambda: client.barrier(world_size, "steps", 2.0, rank)))
         os.kill(first, signal.SIGCONT)
     all_at(folder, "told", rank, world_size)
     if how == "by one" and rank == 1:
-        told.append(attempt(lambda: client.barrier(world_size, "steps", 2.0, rank)))
-        told.append(attempt(lambda: client.barrier(world_size, "other", 0.5, rank)))
-    got = []
+        outcomes.append(attempt(lambda: client.barrier(world_size, "steps", 2.0, rank)))
+        outcomes.append(attempt(lambda: client.barrier(world_size, "other", 0.5, rank)))
+    answers = []
     for turn in range(2):
         client.barrier(world_size, "steps" if how == "by all" else "on", LONG, rank)
-        got.append(client.synchronize(b"%d" % (rank + turn), rank, world_size, "x", LONG))
-    assert got == [[b"%d" % (one + turn) for one in range(world_size)] for turn in range(2)]
+        answers.append(client.synchronize(b"%d" % (rank + turn), rank, world_size, "x", LONG))
+    assert answers == [
+        [b"%d" % (member + turn) for member in range(world_size)] for turn in range(2)
+    ]
     all_at(folder, "done", rank, world_size)
-    return client.moves, told
+    return client.moves, outcomes
 
 
 @pytest.mark.parametrize("how", ["by all", "by one"])
@@ -75,9 +79,9 @@ def test_a_host_that_is_stopped_is_left(how: str, tmp_path: Path) -> None:
     with hosted() as (port, pid), hosted() as (standby, _):
         hosts = [f"127.0.0.1:{port}", f"127.0.0.1:{standby}"]
         results = run_ranks(_host_stopped, 2, hosts, pid, str(tmp_path), how, init=False)
-    for moves, told in results:
+    for moves, outcomes in results:
         assert moves == 1
-        for name, text, took in told:
+        for name, text, took in outcomes:
             assert name in ("", "StoreLost", "BarrierTimeout"), text
             assert took < 3
     assert results[0][1][0][0] == "StoreLost"

@@ -43,13 +43,13 @@ def _host_stops(rank: int, world_size: int, port: int, pid: int, folder: str) ->
         lambda: store.rollcall(client, rank, world_size, timeout=1.0),
         lambda: store.clean_up(client, "p", world_size, rank, timeout=1.0),
     ]
-    told = [attempt(call) for call in calls]
+    outcomes = [attempt(call) for call in calls]
     all_at(folder, "told", rank, world_size)
     if rank == 0:
         os.kill(pid, signal.SIGCONT)
-    told.append(attempt(lambda: store.barrier(client, world_size, "after", LONG, rank)))
+    outcomes.append(attempt(lambda: store.barrier(client, world_size, "after", LONG, rank)))
     assert client.timeout == before
-    return told
+    return outcomes
 
 
 @pytest.mark.parametrize("libuv", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -57,8 +57,8 @@ def test_a_stopped_host(libuv: bool, tmp_path: Path) -> None:
     """No call outlasts its timeout by more than a second; when the host goes on, so does all."""
     with hosted(libuv) as (port, pid):
         results = run_ranks(_host_stops, 3, port, pid, str(tmp_path), init=False)
-    for *told, after in results:
-        for number, (name, text, took) in enumerate(told):
+    for *outcomes, after in results:
+        for number, (name, text, took) in enumerate(outcomes):
             assert name == "StoreLost", (number, text)
             assert f"127.0.0.1:{port} does not answer" in text
             assert ("(a test)" in text) is (number not in (4, 5)), text
@@ -94,17 +94,17 @@ def _host_dies(rank: int, world_size: int, port: int, pid: int, timeout: float) 
     if rank == 0:
         time.sleep(0.2)  # the others wait by now, most likely
         os.kill(pid, signal.SIGKILL)
-    told = [attempt(lambda: store.barrier(client, world_size, "p", timeout, rank))]
-    told.append(attempt(lambda: store.barrier(client, world_size, "p", timeout, rank)))
-    return told
+    outcomes = [attempt(lambda: store.barrier(client, world_size, "p", timeout, rank))]
+    outcomes.append(attempt(lambda: store.barrier(client, world_size, "p", timeout, rank)))
+    return outcomes
 
 
 @pytest.mark.parametrize("timeout", [10.0, 60.0])
 def test_a_host_that_dies(timeout: float) -> None:
     """Every rank gets one clear error within seconds, also from the next call."""
     with hosted() as (port, pid):
-        for told in run_ranks(_host_dies, 3, port, pid, timeout, init=False):
-            for name, text, took in told:
+        for outcomes in run_ranks(_host_dies, 3, port, pid, timeout, init=False):
+            for name, text, took in outcomes:
                 assert name == "StoreLost"
                 assert f"the store at 127.0.0.1:{port} is gone" in text
                 assert took < 5

@@ -25,18 +25,18 @@ def _late(rank: int, world_size: int, port: int, folder: str) -> list[Any]:
     from rankcall import store
 
     client = connect(port)
-    told = []
+    outcomes = []
     if rank == 0:  # late: comes when the others have given up
         await_ranks(folder, "given up", world_size - 1)
-        told.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
+        outcomes.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
     else:
         attempt(lambda: store.barrier(client, world_size, "late", 0.2, rank))
         all_at(folder, "arrived", rank, world_size - 1)
-        told.append(attempt(lambda: store.barrier(client, world_size, "late", 0.5, rank)))
+        outcomes.append(attempt(lambda: store.barrier(client, world_size, "late", 0.5, rank)))
         all_at(folder, "given up", rank, world_size - 1)
-        told.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
-    told.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
-    return told
+        outcomes.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
+    outcomes.append(attempt(lambda: store.barrier(client, world_size, "late", LONG, rank)))
+    return outcomes
 
 
 def test_a_late_rank_lets_all_pass_when_they_retry(tmp_path: Path) -> None:
@@ -44,10 +44,10 @@ def test_a_late_rank_lets_all_pass_when_they_retry(tmp_path: Path) -> None:
     with hosted() as (port, _):
         zero, *others = run_ranks(_late, 3, port, str(tmp_path), init=False)
     assert [name for name, _, _ in zero] == ["", ""]
-    for told in others:
-        assert [name for name, _, _ in told] == ["BarrierTimeout", "", ""]
-        assert "2 of 3 ranks arrived; missing 0 (host unknown)" in told[0][1]
-        assert told[0][2] < 1.5
+    for outcomes in others:
+        assert [name for name, _, _ in outcomes] == ["BarrierTimeout", "", ""]
+        assert "2 of 3 ranks arrived; missing 0 (host unknown)" in outcomes[0][1]
+        assert outcomes[0][2] < 1.5
 
 
 def _killed_when_it_waits() -> None:
@@ -64,7 +64,7 @@ def _dies(rank: int, world_size: int, port: int, folder: str, when: str) -> Any:
     store.barrier(client, world_size, "p", LONG, rank)
     if rank == 1 and when == "before":
         os.kill(os.getpid(), signal.SIGKILL)
-    told = []
+    outcomes = []
     if rank == 1:
         client.set("pid", str(os.getpid()))
         _killed_when_it_waits()
@@ -73,10 +73,10 @@ def _dies(rank: int, world_size: int, port: int, folder: str, when: str) -> Any:
         while not dead(int(client.get("pid"))):
             time.sleep(0.005)
     if when == "between":
-        told.append(attempt(lambda: store.barrier(client, world_size, "p", LONG, rank)))
+        outcomes.append(attempt(lambda: store.barrier(client, world_size, "p", LONG, rank)))
     attempt(lambda: store.barrier(client, world_size, "p", 0.2, rank))
     all_at(folder, "arrived", rank, world_size - 1)
-    return [*told, attempt(lambda: store.barrier(client, world_size, "p", 0.5, rank))]
+    return [*outcomes, attempt(lambda: store.barrier(client, world_size, "p", 0.5, rank))]
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
@@ -88,7 +88,7 @@ def test_a_rank_that_is_killed(when: str, tmp_path: Path) -> None:
     for result in (zero, two):
         assert result.ok, result
         *before, (name, text, took) = result.value
-        assert [each[0] for each in before] == [""] * (when == "between")
+        assert [outcome[0] for outcome in before] == [""] * (when == "between")
         assert name == "BarrierTimeout"
         assert re.search(r"missing 1 \(\S+\)", text)
         assert "host unknown" not in text, "it was here before"
@@ -106,18 +106,18 @@ def _stopped_rank(rank: int, world_size: int, port: int, folder: str) -> Any:
         return attempt(lambda: store.barrier(client, world_size, "p", LONG, rank))
     attempt(lambda: store.barrier(client, world_size, "p", 0.2, rank))
     all_at(folder, "arrived", rank, world_size - 1)
-    told = attempt(lambda: store.barrier(client, world_size, "p", 0.5, rank))
+    outcome = attempt(lambda: store.barrier(client, world_size, "p", 0.5, rank))
     all_at(folder, "told", rank, world_size - 1)
     if rank == 0:
         os.kill(int(client.get("pid")), signal.SIGCONT)
-    return told, attempt(lambda: store.barrier(client, world_size, "p", LONG, rank))
+    return outcome, attempt(lambda: store.barrier(client, world_size, "p", LONG, rank))
 
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
     """While it is stopped it is missing; when it goes on, all pass."""
     with hosted() as (port, _):
-        zero, one, two = run_ranks(_stopped_rank, 3, port, str(tmp_path), init=False)
-    assert one[0] == ""
+        zero, stopped, two = run_ranks(_stopped_rank, 3, port, str(tmp_path), init=False)
+    assert stopped[0] == ""
     for first, second in (zero, two):
         assert first[0] == "BarrierTimeout"
         assert "2 of 3 ranks arrived; missing 1" in first[1]
@@ -126,14 +126,14 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
 
 def _until_told(call: Any, folder: str, rank: int, others: int) -> tuple[str, str, float]:
     """Return the outcome of a call, or that it still waits when so many other calls have ended."""
-    told: list[tuple[str, str, float]] = []
-    thread = threading.Thread(target=lambda: told.append(attempt(call)), daemon=True)
+    outcomes: list[tuple[str, str, float]] = []
+    thread = threading.Thread(target=lambda: outcomes.append(attempt(call)), daemon=True)
     thread.start()
-    while not told and len(list(Path(folder).glob("told.*"))) < others:
+    while not outcomes and len(list(Path(folder).glob("told.*"))) < others:
         time.sleep(0.005)
-    if told:
+    if outcomes:
         (Path(folder) / f"told.{rank}").touch()
-    return told[0] if told else ("waits", "", 0.0)
+    return outcomes[0] if outcomes else ("waits", "", 0.0)
 
 
 def _doubled(rank: int, world_size: int, port: int, folder: str) -> Any:
@@ -144,11 +144,11 @@ def _doubled(rank: int, world_size: int, port: int, folder: str) -> Any:
     if rank == 0:
         await_ranks(folder, "came", 2)
         return os.getpid(), attempt(lambda: store.barrier(client, world_size, "p", 0.5, 0))
-    told = _until_told(
+    outcome = _until_told(
         lambda: store.barrier(client, world_size, "p", LONG, mine, what="step 7"), folder, rank, 1
     )
     all_at(folder, "came", rank, 2)
-    return os.getpid(), told
+    return os.getpid(), outcome
 
 
 def test_two_processes_that_are_one_rank(tmp_path: Path) -> None:
@@ -156,9 +156,9 @@ def test_two_processes_that_are_one_rank(tmp_path: Path) -> None:
     with hosted() as (port, _):
         results = run_ranks(_doubled, 3, port, str(tmp_path), init=False)
     pids = [pid for pid, _ in results]
-    (zero, *doubled) = [told for _, told in results]
+    (zero, *doubled) = [outcome for _, outcome in results]
     assert sorted(name for name, _, _ in doubled) == ["WorldMismatch", "waits"]
-    refused = next(told for told in doubled if told[0] == "WorldMismatch")
+    refused = next(outcome for outcome in doubled if outcome[0] == "WorldMismatch")
     assert f"pid {pids[1]} on" in refused[1]
     assert f"pid {pids[2]} on" in refused[1]
     assert "(step 7)" in refused[1]
@@ -197,9 +197,9 @@ def _sizes(rank: int, world_size: int, port: int, folder: str, how: str) -> Any:
     mine = world_size if rank else world_size + 2
     attempt(lambda: call(mine, 0.1))  # then all have arrived
     all_at(folder, "arrived", rank, world_size)
-    told = attempt(lambda: call(mine, 0.5))
+    outcome = attempt(lambda: call(mine, 0.5))
     all_at(folder, "told", rank, world_size)
-    return told, attempt(lambda: call(world_size, LONG))
+    return outcome, attempt(lambda: call(world_size, LONG))
 
 
 @pytest.mark.parametrize("how", ["barrier", "synchronize", "without ranks"])

@@ -75,8 +75,8 @@ def traced_run(capture: str, factory: pytest.TempPathFactory) -> Told:
         "NVTX_COLLECTED": str(folder / "nvtx"),
     }
     began = time.time()
-    each = run_ranks(_issue_everything, RANKS, str(folder / "run"), env=env, timeout=240)
-    expected, described, printed, pids = map(list, zip(*each, strict=True))
+    accounts = run_ranks(_issue_everything, RANKS, str(folder / "run"), env=env, timeout=240)
+    expected, described, printed, pids = map(list, zip(*accounts, strict=True))
     by_pid = nvtx_tool.heard(folder / "nvtx")
     heard = [by_pid[pid] for pid in pids]
     return Told(expected, described, printed, heard, folder / "run", began, time.time())
@@ -98,7 +98,7 @@ def _issue_everything(rank: int, world_size: int, run_dir: str) -> Any:
     )  # on a busy machine an op in flight for long would be described twice
     world = World.of(rank)
     out, sink, expected = io.StringIO(), trace.MemorySink(), []
-    made = {"1": None, "2": None} | {each.label: each.pg for each in world.groups}
+    made = {"1": None, "2": None} | {group.label: group.pg for group in world.groups}
     import torch.distributed as dist
 
     made = {label: pg or dist.GroupMember.NON_GROUP_MEMBER for label, pg in made.items()}
@@ -108,7 +108,7 @@ def _issue_everything(rank: int, world_size: int, run_dir: str) -> Any:
             for group in world.groups:
                 tell = tracecases.Expectations(rank, group)
                 case(tell)
-                expected += [{**each, "case": case.__name__} for each in tell.expected]
+                expected += [{**want, "case": case.__name__} for want in tell.expected]
         tracecases.not_a_member(world, made)
         assert handle.flush(60)
     printed = [json.loads(line) for line in out.getvalue().splitlines()]
@@ -118,22 +118,22 @@ def _issue_everything(rank: int, world_size: int, run_dir: str) -> Any:
 def by_group(descriptions: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Sort out what belongs to which group, in order."""
     groups = defaultdict(list)
-    for each in descriptions:
-        groups[each["group"]].append(each)
+    for description in descriptions:
+        groups[description["group"]].append(description)
     return groups
 
 
 def test_every_row(told: Told) -> None:
     """Name, size, line, ranks, dtype and bandwidths of each, in issue order in each group."""
     for rank in range(RANKS):
-        expected, found = by_group(told.expected[rank]), by_group(told.described[rank])
-        assert set(found) == {"0"} | {
+        expected, described = by_group(told.expected[rank]), by_group(told.described[rank])
+        assert set(described) == {"0"} | {
             str(number) for number, ranks in enumerate(SUBGROUPS.values(), 1) if rank in ranks
         }
         for group, wanted in expected.items():
-            names = [each["name"] for each in found[group]]
-            assert names == [each["name"] for each in wanted], f"rank {rank}, group {group}"
-            for want, got in zip(wanted, found[group], strict=True):
+            names = [description["name"] for description in described[group]]
+            assert names == [want["name"] for want in wanted], f"rank {rank}, group {group}"
+            for want, got in zip(wanted, described[group], strict=True):
                 _compare(want, got, rank)
 
 
@@ -157,25 +157,27 @@ def _compare(want: dict[str, Any], got: dict[str, Any], rank: int) -> None:
 def test_fields(told: Told) -> None:
     """The fields of the table and no others, of the right types; those that apply only there."""
     for rank in range(RANKS):
-        for each in told.described[rank]:
-            assert list(each) == [f for f in FIELDS if f not in WHERE_THEY_APPLY or f in each]
-            assert each["rank"] == rank
-            assert each["device"] == "cpu"
-            assert (each["gpu_serial"], each["vm_id"]) == ('a"b', "vm-7")
-            assert type(each["timestamp"]) is int
-            assert int(told.began) <= each["timestamp"] <= told.ended
-            assert type(each["message_size"]) is int
-            assert each["seq"] > 0
-            assert each["step"] == 0
+        for description in told.described[rank]:
+            assert list(description) == [
+                f for f in FIELDS if f not in WHERE_THEY_APPLY or f in description
+            ]
+            assert description["rank"] == rank
+            assert description["device"] == "cpu"
+            assert (description["gpu_serial"], description["vm_id"]) == ('a"b', "vm-7")
+            assert type(description["timestamp"]) is int
+            assert int(told.began) <= description["timestamp"] <= told.ended
+            assert type(description["message_size"]) is int
+            assert description["seq"] > 0
+            assert description["step"] == 0
 
 
 def test_correlation(told: Told) -> None:
     """Shared by the ops of one batch and the tensors of one coalesced op; others have none."""
     for rank in range(RANKS):
-        expected, found = by_group(told.expected[rank]), by_group(told.described[rank])
+        expected, described = by_group(told.expected[rank]), by_group(told.described[rank])
         calls: dict[Any, set[int]] = defaultdict(set)
         for group, wanted in expected.items():
-            for want, got in zip(wanted, found[group], strict=True):
+            for want, got in zip(wanted, described[group], strict=True):
                 assert ("correlation_id" in got) == ("call" in want), got
                 if "call" in want:
                     calls[group, want["case"], want["call"]].add(got["correlation_id"])
@@ -186,18 +188,20 @@ def test_correlation(told: Told) -> None:
 def test_who_prints(told: Told) -> None:
     """Point to point by the caller, with a root by the root, else by the group's first rank."""
     for rank in range(RANKS):
-        expected, found = by_group(told.expected[rank]), by_group(told.described[rank])
+        expected, described = by_group(told.expected[rank]), by_group(told.described[rank])
         wanted = {
-            group: [got for want, got in zip(each, found[group], strict=True) if want["prints"]]
-            for group, each in expected.items()
+            group: [
+                got for want, got in zip(wants, described[group], strict=True) if want["prints"]
+            ]
+            for group, wants in expected.items()
         }
         assert by_group(told.printed[rank]) == {k: v for k, v in wanted.items() if v}
     for group, ranks in {"0": [0, 1, 2, 3], "1": [1, 3], "2": [0, 2, 3]}.items():
         collectives = [
-            (each["name"], each["seq"])
+            (row["name"], row["seq"])
             for rank in range(RANKS)
-            for each in told.printed[rank]
-            if each["group"] == group and "peer_rank" not in each and "correlation_id" not in each
+            for row in told.printed[rank]
+            if row["group"] == group and "peer_rank" not in row and "correlation_id" not in row
         ]
         assert len(collectives) == len(set(collectives)), f"printed twice in {ranks}"
 
@@ -250,10 +254,10 @@ def test_a_run_is_described_as_it_was_live(told: Told) -> None:
     """The records that were left behind make the same descriptions, but for what is not in them."""
     for ring in load(told.run_dir).rings:
         unknown = {"gpu_serial": "unknown", "vm_id": "unknown"}
-        live = [{**each, **unknown} for each in told.described[ring.header.rank]]
+        live = [{**description, **unknown} for description in told.described[ring.header.rank]]
         later = list(describe(ring))
         assert len(later) == len(live)
-        for group, each in by_group(later).items():
-            for was, now in zip(by_group(live)[group], each, strict=True):
+        for group, descriptions in by_group(later).items():
+            for was, now in zip(by_group(live)[group], descriptions, strict=True):
                 assert abs(was.pop("timestamp") - now.pop("timestamp")) <= 1  # clocks read anew
                 assert was == now

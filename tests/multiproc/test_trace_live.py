@@ -41,25 +41,25 @@ def _overdue(rank: int) -> list[Any]:
     from rankcall.trace import describer
 
     normally, describer.OVERDUE_NS = describer.OVERDUE_NS, 50_000_000 if rank == 0 else NEVER_NS
-    sink, other = trace.MemorySink(), 1 - rank
+    sink, peer = trace.MemorySink(), 1 - rank
     with trace.enable("ALL", sinks=[sink]) as handle:
-        work = dist.irecv(torch.ones(2), other) if rank == 0 else None
+        work = dist.irecv(torch.ones(2), peer) if rank == 0 else None
         if rank == 0:
             until(lambda: len(sink.descriptions) == 1)
             describer.OVERDUE_NS = NEVER_NS
         dist.all_reduce(torch.ones(1))
         if rank == 0:
             until(lambda: len(sink.descriptions) == 2)
-            flying = [(each["name"], each["peer_rank"]) for each in handle.in_flight()]
+            flying = [(op["name"], op["peer_rank"]) for op in handle.in_flight()]
             assert flying == [("recv", 1)]
         dist.barrier()
         if rank == 1:
-            dist.send(torch.ones(2), other)
+            dist.send(torch.ones(2), peer)
         elif work is not None:
             work.wait()
         assert handle.flush(WAIT_S)
     describer.OVERDUE_NS = normally
-    return [(each["name"], each["duration_ms"] is None) for each in sink.descriptions]
+    return [(op["name"], op["duration_ms"] is None) for op in sink.descriptions]
 
 
 class Raises:
@@ -87,9 +87,9 @@ def _a_sink_that_raises(rank: int) -> Any:
     from rankcall.trace import sinks
 
     sinks.RETRY_SECONDS = (0.01, 0.01)
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     sinks.logger.addHandler(handler)
     sink, bad = trace.MemorySink(), Raises()
     with trace.enable("ALL", sinks=[bad, sink]) as handle:
@@ -101,7 +101,7 @@ def _a_sink_that_raises(rank: int) -> Any:
         assert handle.flush(WAIT_S)
         assert len(sink.descriptions) == 10
     sinks.logger.removeHandler(handler)
-    return [bad.calls, len(said), "Raises failed 3 times and is dropped" in said[0]]
+    return [bad.calls, len(messages), "Raises failed 3 times and is dropped" in messages[0]]
 
 
 def _forked(rank: int, folder: str) -> Any:
@@ -123,12 +123,12 @@ def _forked(rank: int, folder: str) -> Any:
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as pipe:
-            told = pipe.read()
+            child_text = pipe.read()
         os.waitpid(child, 0)
         dist.all_reduce(torch.ones(1))
         assert handle.flush(WAIT_S)
     lines = Path(folder, f"{rank}.jsonl").read_text().splitlines()
-    return [told, len(sink.descriptions), [json.loads(line)["seq"] for line in lines]]
+    return [child_text, len(sink.descriptions), [json.loads(line)["seq"] for line in lines]]
 
 
 def _put_back(rank: int) -> Any:
@@ -194,8 +194,8 @@ def _everything(rank: int, world_size: int, folder: str) -> Any:
     before = trace.enable(
         "ALL"
     ).remove()  # makes the objects that are made once, such as dicts of torch's
-    told = [_put_back(rank), _off(rank), _overdue(rank), _a_sink_that_raises(rank)]
-    return [before, *told, _forked(rank, folder)]
+    outcomes = [_put_back(rank), _off(rank), _overdue(rank), _a_sink_that_raises(rank)]
+    return [before, *outcomes, _forked(rank, folder)]
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
@@ -203,7 +203,7 @@ def test_tracing_on_two_ranks(capture: str, tmp_path: Path) -> None:
     """All of the above, one after the other."""
     env = {"RANKCALL_CAPTURE": capture}
     results = try_ranks(_everything, 2, str(tmp_path), env=env, timeout=240)
-    assert all(each.ok for each in results), [each.error for each in results]
+    assert all(end.ok for end in results), [end.error for end in results]
     for rank, result in enumerate(results):
         _, (before, after), off, overdue, raised, forked = result.value
         assert before == after
@@ -216,8 +216,10 @@ def test_tracing_on_two_ranks(capture: str, tmp_path: Path) -> None:
         assert raised == [3, 1, True]
         assert forked == ["0 1 False", 2, forked[2]]
         assert len(forked[2]) == 2
-    said = [line for line in results[0].stderr.splitlines() if line.startswith("rankcall: trac")]
-    assert said == [
+    messages = [
+        line for line in results[0].stderr.splitlines() if line.startswith("rankcall: trac")
+    ]
+    assert messages == [
         "rankcall: tracing ALL to no sink",
         "rankcall: tracing CROSSNODE to MemorySink",
         "rankcall: tracing ALL to MemorySink",
@@ -258,16 +260,16 @@ def _cross_host(rank: int, world_size: int) -> Any:
                 dist.recv(torch.ones(10), None if target == 2 else source)
         dist.barrier()
         assert handle.flush(WAIT_S)
-    return [[each["name"], each["message_size"]] for each in sink.descriptions]
+    return [[op["name"], op["message_size"]] for op in sink.descriptions]
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_hosts_are_exchanged_over_the_store(capture: str) -> None:
     """Without torchrun's variables; p2p by its peer, a receive from any source by its group."""
-    told = run_ranks(_cross_host, 4, env={"RANKCALL_CAPTURE": capture}, timeout=240)
+    ops_by_rank = run_ranks(_cross_host, 4, env={"RANKCALL_CAPTURE": capture}, timeout=240)
     all_reduce, barrier = ["all_reduce", 4], ["barrier", 1]
     across, send, recv = ["all_reduce", 12], ["send", 40], ["recv", 40]
-    assert [sorted(each) for each in told] == [
+    assert [sorted(ops) for ops in ops_by_rank] == [
         [all_reduce, barrier],
         [all_reduce, barrier],
         sorted([all_reduce, across, send, recv, barrier]),
@@ -325,29 +327,29 @@ def test_two_agents_cross_nodes_without_code(tmp_path: Path) -> None:
         for node in range(2)
     ]
     ended = [agent.finish(240) for agent in agents]
-    assert [each.status for each in ended] == [0, 0], "\n".join(each.err for each in ended)
-    assert sum("tracing CROSSNODE to JsonLines, Nvtx" in each.err for each in ended) == 1
+    assert [end.status for end in ended] == [0, 0], "\n".join(end.err for end in ended)
+    assert sum("tracing CROSSNODE to JsonLines, Nvtx" in end.err for end in ended) == 1
     heard = nvtx_tool.heard(tmp_path / "nvtx")
     for rank in range(2):
         file = tmp_path / f"run/trace/rank-{rank:05d}.attempt-0.jsonl"
         lines = [json.loads(text) for text in file.read_text().splitlines()]
-        lines = [each for each in lines if each["duration_ms"] is not None]  # told when over
-        assert all(each["group_ranks"] == [0, 1] for each in lines)
-        reduced = [each for each in lines if each["name"] == "all_reduce"]
+        lines = [op for op in lines if op["duration_ms"] is not None]  # told when over
+        assert all(op["group_ranks"] == [0, 1] for op in lines)
+        reduced = [op for op in lines if op["name"] == "all_reduce"]
         assert reduced[-1]["source_line"] == f"{tmp_path}/job.py:{line}"
         assert reduced[-1]["message_size"] == 4 * (4 * 2 + 2)
         (marks,) = [
-            [mark for _, mark in each.marks]
-            for each in heard.values()
-            if each.marks and each.marks[0][1]["rank"] == rank
+            [mark for _, mark in process.marks]
+            for process in heard.values()
+            if process.marks and process.marks[0][1]["rank"] == rank
         ]
-        assert [mark["name"] for mark in marks] == [each["name"] for each in lines]
+        assert [mark["name"] for mark in marks] == [op["name"] for op in lines]
         history = list((tmp_path / "run/history").glob(f"rank-{rank:05d}.*.parquet"))
         assert len(history) == 1
     import polars as pl
 
-    kept = pl.read_parquet(tmp_path / "run/history/*.parquet")
-    assert kept.filter(pl.col("group_ranks").cast(pl.String).is_in(["0", "1"])).height == 2
+    table = pl.read_parquet(tmp_path / "run/history/*.parquet")
+    assert table.filter(pl.col("group_ranks").cast(pl.String).is_in(["0", "1"])).height == 2
 
 
 FULL = """
@@ -390,7 +392,7 @@ def test_a_disk_that_fills_in_a_job(tmp_path: Path) -> None:
         assert ended.err.count("JsonLines failed") == 2, ended.err
         assert f"File too large: '{file}'" in ended.err
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-        assert [each["seq"] for each in lines if each["name"] == "all_reduce"][:1] == [1]
+        assert [op["seq"] for op in lines if op["name"] == "all_reduce"][:1] == [1]
     assert "Traceback" not in ended.err
     report = launch("report", "run", cwd=tmp_path)
     assert report.status == 0, report.err
@@ -421,8 +423,8 @@ def test_the_example_feeds_every_sink(tmp_path: Path) -> None:
     described = 0
     for rank in range(2):
         lines = (tmp_path / f"out/rank-{rank}.jsonl").read_text().splitlines()
-        over = [each for each in map(json.loads, lines) if each["duration_ms"] is not None]
-        names = [each["name"] for each in over]
+        over = [op for op in map(json.loads, lines) if op["duration_ms"] is not None]
+        names = [op["name"] for op in over]
         assert names.count("all_gather_object") == 3
         assert (tmp_path / f"out/scalars-{rank}.tsv").read_text().count("rankcall/all/calls") > 20
         described += len(names)

@@ -40,11 +40,11 @@ def test_a_copy_that_is_made_after_the_verdict(
         shutil.copytree(run, copied)
     monkeypatch.setenv("RANKCALL_SHM", str(tmp_path / "empty"))  # as on a laptop
     assert len(ring_paths(copied)) == 3
-    found = diagnose(load(copied), state_of=lambda header: "unknown")
-    (finding,) = found.findings
-    kept = json.loads((copied / "hangs/0001/verdict.json").read_text())["findings"][0]
+    diagnosis = diagnose(load(copied), state_of=lambda header: "unknown")
+    (finding,) = diagnosis.findings
+    kept_finding = json.loads((copied / "hangs/0001/verdict.json").read_text())["findings"][0]
     assert (finding.kind, finding.ranks) == ("missing", (1,))
-    assert (finding.confidence, finding.seq) == (kept["confidence"], kept["seq"])
+    assert (finding.confidence, finding.seq) == (kept_finding["confidence"], kept_finding["seq"])
 
 
 KILLED = """

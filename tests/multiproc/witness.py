@@ -69,8 +69,8 @@ def _expand(row: dict[str, Any]) -> list[Seen]:
     if variant == "reduce_scatter_":
         return [Seen("all_reduce", row["out_bytes"])] * len(row["group_ranks"])
     if variant == "reduce_scatter_tensor_coalesced_":
-        each = row["in_bytes"] if row["tensors"] == 1 else None
-        return [Seen("all_reduce", each)] * row["tensors"]
+        size = row["in_bytes"] if row["tensors"] == 1 else None
+        return [Seen("all_reduce", size)] * row["tensors"]
     if variant == "_reduce_scatter_base_":
         return [Seen("all_reduce", row["in_bytes"])]
     return [Seen(row["op"], row["in_bytes"])]
@@ -81,10 +81,10 @@ def differences(rows: Iterable[dict[str, Any]], saw: dict[str, list[Seen]]) -> l
     recorded, wrong = expanded(rows), []
     for group in sorted(recorded.keys() | saw.keys()):
         ours, theirs = recorded.get(group, []), saw.get(group, [])
-        for at, (one, other) in enumerate(zip(ours, theirs, strict=False)):
-            silent = None in (one.in_bytes, other.in_bytes)
-            if one.op != other.op or (one.in_bytes != other.in_bytes and not silent):
-                wrong.append(f"group {group}, entry {at}: {one} recorded, torch saw {other}")
+        for at, (our_op, their_op) in enumerate(zip(ours, theirs, strict=False)):
+            silent = None in (our_op.in_bytes, their_op.in_bytes)
+            if our_op.op != their_op.op or (our_op.in_bytes != their_op.in_bytes and not silent):
+                wrong.append(f"group {group}, entry {at}: {our_op} recorded, torch saw {their_op}")
                 break
         if len(ours) != len(theirs):
             wrong.append(f"group {group}: {len(ours)} recorded, torch saw {len(theirs)}")

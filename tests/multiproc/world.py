@@ -65,12 +65,12 @@ class World:
     @classmethod
     def of(cls, rank: int, subgroups: dict[str, list[int]] = SUBGROUPS) -> World:
         """Make the sub-groups (a collective call) and return this rank's world."""
-        made = {"0": dist.group.WORLD}
+        groups = {"0": dist.group.WORLD}
         members = {"0": list(range(dist.get_world_size()))}
         for number, ranks in enumerate(subgroups.values(), 1):
-            made[str(number)], members[str(number)] = dist.new_group(ranks), ranks
+            groups[str(number)], members[str(number)] = dist.new_group(ranks), ranks
         mine = [
-            Members(label, ranks, made[label], ranks.index(rank))
+            Members(label, ranks, groups[label], ranks.index(rank))
             for label, ranks in members.items()
             if rank in ranks
         ]
@@ -175,8 +175,8 @@ def run_cases(
 def differences(expected: list[dict[str, Any]], rows: list[dict[str, Any]], file: str) -> list[str]:
     """Return how the records of one case differ from what was expected of them."""
     if len(rows) != len(expected):
-        found = [(row["variant"], row["call_site"]) for row in rows]
-        return [f"{len(expected)} records expected, {len(rows)} found: {found}"]
+        recorded = [(row["variant"], row["call_site"]) for row in rows]
+        return [f"{len(expected)} records expected, {len(rows)} found: {recorded}"]
     wrong, calls = [], {}  # type: list[str], dict[int, int]
     for want, row in zip(expected, rows, strict=True):
         want = dict(want)

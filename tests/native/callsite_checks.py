@@ -81,15 +81,15 @@ def lines(lib) -> None:
     check(lib.wrapper(lib.all_reduce), here(), "lines", "all_reduce")
     check(lib.deep(200), here(), "lines", "deep")
     for _ in range(3):
-        found = lib.all_reduce()
-        check(found, here(-1), "lines", "all_reduce")
-    found = lib.wrapper(
+        walk = lib.all_reduce()
+        check(walk, here(-1), "lines", "all_reduce")
+    walk = lib.wrapper(
         lib.all_reduce,
     )
-    check(found, here(-3), "lines", "all_reduce")
+    check(walk, here(-3), "lines", "all_reduce")
     check((lambda: lib.all_reduce())(), here(), "<lambda>", "all_reduce")
-    (found,) = [lib.all_reduce() for _ in range(1)]
-    check(found, here(-1), *comprehension())
+    (walk,) = [lib.all_reduce() for _ in range(1)]
+    check(walk, here(-1), *comprehension())
 
 
 def comprehension() -> tuple[str, str]:
@@ -103,8 +103,8 @@ def generators(lib) -> None:
     def generate():
         yield lib.all_reduce(), here()
 
-    found, line = next(generate())
-    check(found, line, "generate", "all_reduce")
+    walk, line = next(generate())
+    check(walk, line, "generate", "all_reduce")
 
     async def coroutine():
         return lib.all_reduce(), here()
@@ -112,34 +112,34 @@ def generators(lib) -> None:
     try:
         coroutine().send(None)
     except StopIteration as stop:
-        found, line = stop.value
-    check(found, line, "coroutine", "all_reduce")
+        walk, line = stop.value
+    check(walk, line, "coroutine", "all_reduce")
 
 
 def batches(lib) -> None:
     """The ops of one call belong together, those of the next call do not."""
     for _ in range(3):
-        results = lib.batch_isend_irecv(3)
-        assert [continues for _, continues in results] == [False, True, True], results
+        walks = lib.batch_isend_irecv(3)
+        assert [continues for _, continues in walks] == [False, True, True], walks
     assert [continues for _, continues in (lib.all_reduce(), lib.all_reduce())] == [False, False]
 
 
 def threads(lib) -> None:
     """Each thread finds its own line."""
-    results = []
+    walks = []
 
     def work() -> None:
         for _ in range(200):
-            results.append((lib.all_reduce(), here()))
+            walks.append((lib.all_reduce(), here()))
 
     running = [threading.Thread(target=work) for _ in range(4)]
     for thread in running:
         thread.start()
     for thread in running:
         thread.join()
-    assert len(results) == 800
-    for found, line in results:
-        check(found, line, "work", "all_reduce")
+    assert len(walks) == 800
+    for walk, line in walks:
+        check(walk, line, "work", "all_reduce")
 
 
 def much_code(lib) -> None:
@@ -182,7 +182,7 @@ def code_is_not_kept(lib) -> None:
         exec(compile("def f():\n  return lib.all_reduce()", "dropped.py", "exec"), space)
         space["f"]()
         dead.append(weakref.ref(space.pop("f").__code__))
-    assert all(each() is None for each in dead)
+    assert all(reference() is None for reference in dead)
     assert probe.codes() <= known + 2, (probe.codes(), known)
 
 
@@ -204,13 +204,13 @@ def through_a_framework(lib) -> None:
         check_pair(framework.step(lib.all_reduce, levels), here(), "through_a_framework", deepest)
     for _ in range(3):
         first, second = framework.fit(lib.all_reduce), framework.fit(lib.all_reduce)
-        for found in (first, second):
-            check_pair(found, here(-2), "through_a_framework", deepest)
+        for walk in (first, second):
+            check_pair(walk, here(-2), "through_a_framework", deepest)
     # Two of the user's lines that lead to one line of the framework are two call sites.
-    found = framework.fit(lib.all_reduce)
+    walk = framework.fit(lib.all_reduce)
     line = here(-1)
     again = framework.fit(lib.all_reduce)
-    check_pair(found, line, "through_a_framework", deepest)
+    check_pair(walk, line, "through_a_framework", deepest)
     check_pair(again, line + 2, "through_a_framework", deepest)
     # The user's code calls the framework, that calls the user's, and that the library.
     site = json.loads(framework.fit(lambda: lib.all_reduce())[0])
@@ -224,20 +224,20 @@ def two_lines_of_a_framework(lib) -> None:
 
     first = framework.both.__code__.co_firstlineno + 1
     for _ in range(3):
-        found = framework.both(lib.all_reduce)
-        check_pair(found[0], here(-1), "two_lines_of_a_framework", first)
-        check_pair(found[1], here(-2), "two_lines_of_a_framework", first + 1)
+        walks = framework.both(lib.all_reduce)
+        check_pair(walks[0], here(-1), "two_lines_of_a_framework", first)
+        check_pair(walks[1], here(-2), "two_lines_of_a_framework", first + 1)
 
 
 def no_user_behind_a_framework(lib) -> None:
     """A thread that runs only a framework's code has no line of the user's: one line is kept."""
     import framework
 
-    found = []
-    thread = threading.Thread(target=framework.keep, args=(found, lib.all_reduce))
+    walks = []
+    thread = threading.Thread(target=framework.keep, args=(walks, lib.all_reduce))
     thread.start()
     thread.join()
-    site = json.loads(found[0][0])
+    site = json.loads(walks[0][0])
     assert os.path.basename(site["file"]) == "framework.py", site
     assert "user" not in site, site
 

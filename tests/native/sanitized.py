@@ -30,7 +30,7 @@ def run_sanitized(
     command += ["-Wno-missing-field-initializers"]
     # GCC's sanitizer does not model fences. Only readers need them; these programs have none.
     command += ["-Wno-tsan"] if sanitizer == "thread" and "clang" not in compiler else []
-    command += [*(f"-I{each}" for each in includes), str(source), "-o", str(program)]
+    command += [*(f"-I{include}" for include in includes), str(source), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if "cannot find" in built.stderr or "unrecognized" in built.stderr:
         pytest.skip(f"this compiler has no -fsanitize={sanitizer}")
@@ -84,16 +84,16 @@ def run_to_end(
 def runtime_library(name: str) -> str:
     """Return the path of a library of the compiler's, to be preloaded; skips if it has none."""
     compiler = shutil.which("c++") or "c++"
-    found = subprocess.run(
+    library = subprocess.run(
         [compiler, f"-print-file-name=lib{name}.so"],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     ).stdout.strip()
-    if not Path(found).is_absolute():
+    if not Path(library).is_absolute():
         pytest.skip(f"this compiler has no lib{name}.so")
-    return str(Path(found).resolve())
+    return str(Path(library).resolve())
 
 
 def races_in(library: str, report: str) -> bool:

@@ -22,11 +22,11 @@ def interpreter(version: str) -> str | None:
     if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
         return sys.executable
     places = os.environ.get("TEST_PYTHONS", "").split(os.pathsep)
-    found = shutil.which(f"python{version}", path=os.pathsep.join([*places, os.environ["PATH"]]))
-    if found is None:
+    program = shutil.which(f"python{version}", path=os.pathsep.join([*places, os.environ["PATH"]]))
+    if program is None:
         return None
-    runs = subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0
-    return found if runs else None
+    runs = subprocess.run([program, "-c", ""], capture_output=True, check=False).returncode == 0
+    return program if runs else None
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -58,8 +58,8 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: Seen = json.loads(done.stdout)
-    return found
+    observed: Seen = json.loads(done.stdout)
+    return observed
 
 
 def test_each_op_is_timed(seen: Seen) -> None:

@@ -323,14 +323,14 @@ def test_diagnose_names_the_rank_that_did_not_issue(
         for process in ranks:
             assert process.stdout is not None
             assert process.stdout.readline() == "here\n"
-        found = judged(run_dir)
+        findings = judged(run_dir)
     finally:
         for process in ranks:
             assert process.stdin is not None
             process.stdin.write("\n")
             finish(process)
-    assert [finding["kind"] for finding in found] == ["missing"], found
-    assert found[0]["ranks"] == [1], found
+    assert [finding["kind"] for finding in findings] == ["missing"], findings
+    assert findings[0]["ranks"] == [1], findings
 
 
 def judged(run_dir: str) -> list[Seen]:
@@ -345,6 +345,6 @@ def judged(run_dir: str) -> list[Seen]:
             check=False,
         )
         assert done.stdout, done.stderr
-        found: list[Seen] = json.loads(done.stdout)["findings"]
-        if found or time.monotonic() > deadline:
-            return found
+        findings: list[Seen] = json.loads(done.stdout)["findings"]
+        if findings or time.monotonic() > deadline:
+            return findings

@@ -60,5 +60,5 @@ def _run(folder: Path, how: str) -> dict[str, dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     seen: dict[str, dict[str, Any]] = json.loads(done.stdout)
     assert set(seen) == set(PROGRAMS)
-    assert not any("error" in each for each in seen.values()), seen
+    assert not any("error" in report for report in seen.values()), seen
     return seen

@@ -20,5 +20,5 @@ def test_many_threads_in_a_small_ring(sanitizer: str, tmp_path: Path) -> None:
 
     (tmp_path / "layout.h").write_text(layout_header())
     source = HERE / "ring_stress.cpp"
-    said = run_sanitized(source, [tmp_path, NATIVE], sanitizer, tmp_path, "c++17")
-    assert said.startswith("ok: 180000 records")
+    output = run_sanitized(source, [tmp_path, NATIVE], sanitizer, tmp_path, "c++17")
+    assert output.startswith("ok: 180000 records")

@@ -93,11 +93,11 @@ def fuzz(seconds: int, folder: Path, *options: str) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds + 300, check=False
     )
-    found = [f"{path.name}: {path.read_bytes()!r}" for path in folder.glob("*-*[0-9a-f]")]
-    assert done.returncode == 0, f"{done.stderr[-6000:]}\n{found}"
-    said = re.findall(r"^Done (\d+) runs|cov: (\d+)", done.stderr, re.MULTILINE)
-    runs = [int(count) for count, _ in said if count]
-    coverage = [int(count) for _, count in said if count]
+    artifacts = [f"{path.name}: {path.read_bytes()!r}" for path in folder.glob("*-*[0-9a-f]")]
+    assert done.returncode == 0, f"{done.stderr[-6000:]}\n{artifacts}"
+    matches = re.findall(r"^Done (\d+) runs|cov: (\d+)", done.stderr, re.MULTILINE)
+    runs = [int(count) for count, _ in matches if count]
+    coverage = [int(count) for _, count in matches if count]
     assert runs[-1] > 1000, done.stderr[-2000:]
     return f"{runs[-1]} inputs" + (f", {coverage[-1]} edges" if coverage else ", no coverage")
 

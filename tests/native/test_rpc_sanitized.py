@@ -46,5 +46,5 @@ def test_no_data_race(tmp_path: Path) -> None:
     options += f" log_path={tmp_path}/report"
     drive("thread", "tsan", {"TSAN_OPTIONS": options}, tmp_path)
     reports = "".join(path.read_text() for path in tmp_path.glob("report.*"))
-    found = RACE_REPORT.findall(reports)
-    assert [report for report in found if races_in("rankcall_rpc-", report)] == []
+    race_reports = RACE_REPORT.findall(reports)
+    assert [report for report in race_reports if races_in("rankcall_rpc-", report)] == []

@@ -66,7 +66,9 @@ class Memory(NamedTuple):
         """Return this with what a member remembers."""
         return self._replace(
             is_claimed=member.is_claimed,
-            progress=tuple((kind, astuple(each)) for kind, each in sorted(member.progress.items())),
+            progress=tuple(
+                (kind, astuple(progress)) for kind, progress in sorted(member.progress.items())
+            ),
             removal=None if member.removal is None else tuple(member.removal),
         )
 
@@ -212,7 +214,9 @@ class Checks:
             if call == "get_all":
                 assert outcome == tuple(b"u%d" % rank for rank in range(size))
         else:
-            arrived = next(each.value for each in reversed(earlier) if each.name == "expired")
+            arrived = next(
+                past_mark.value for past_mark in reversed(earlier) if past_mark.name == "expired"
+            )
             wrong = sorted(arrived & set(outcome))
             assert not wrong, f"{name} names {wrong}, which had arrived"
             if call != "get_all":
@@ -241,7 +245,9 @@ class Checks:
             waits = [world.request(name) for name in live]
             if all(isinstance(wait, (Wait, WaitRead)) for wait in waits):
                 keys = [wait.keys if isinstance(wait, Wait) else (wait.key,) for wait in waits]
-                assert any(all(key in store for key in each) for each in keys), "all wait in vain"
+                assert any(all(key in store for key in awaited) for awaited in keys), (
+                    "all wait in vain"
+                )
 
     def _kind_of_call(self, world: World, name: str) -> str:
         plan = next(plan for plan in self._plans if plan.name == name)
@@ -260,12 +266,12 @@ class Checks:
 
 
 def _generations(world: World) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    generations: dict[str, set[str]] = {}
     for key in world.store:
         match = _GENERATION.match(key)
         if match:
-            found.setdefault(match.group(1), set()).add(match.group(2))
-    return found
+            generations.setdefault(match.group(1), set()).add(match.group(2))
+    return generations
 
 
 def _call(world: World, name: str) -> int:

@@ -77,17 +77,17 @@ class Job:
 def megatron(ranks: int, tp: int = 4, pp: int = 2) -> dict[str, dict[int, tuple[int, ...]]]:
     """Return tensor, pipeline, data and expert groups; ranks are ordered tp, dp, pp."""
     dp = ranks // (tp * pp)
-    found: dict[str, dict[int, tuple[int, ...]]] = {
+    families: dict[str, dict[int, tuple[int, ...]]] = {
         "world": dict.fromkeys(range(ranks), tuple(range(ranks)))
     }
     for rank in range(ranks):
         t, d, p = rank % tp, rank // tp % dp, rank // (tp * dp)
-        found.setdefault("tp", {})[rank] = tuple(x + tp * (d + dp * p) for x in range(tp))
-        found.setdefault("pp", {})[rank] = tuple(t + tp * (d + dp * x) for x in range(pp))
-        found.setdefault("dp", {})[rank] = tuple(t + tp * (x + dp * p) for x in range(dp))
+        families.setdefault("tp", {})[rank] = tuple(x + tp * (d + dp * p) for x in range(tp))
+        families.setdefault("pp", {})[rank] = tuple(t + tp * (d + dp * x) for x in range(pp))
+        families.setdefault("dp", {})[rank] = tuple(t + tp * (x + dp * p) for x in range(dp))
         half = [x for x in range(dp) if x // 2 == d // 2]
-        found.setdefault("ep", {})[rank] = tuple(t + tp * (x + dp * p) for x in half)
-    return found
+        families.setdefault("ep", {})[rank] = tuple(t + tp * (x + dp * p) for x in half)
+    return families
 
 
 PROGRAM = (
@@ -118,7 +118,7 @@ def simulate(
     lagging = {(fault.rank, fault.at) for fault in faults if fault.kind == "lagging"}
     _run(job, lagging)
     for rank, issued in job.issued.items():
-        first = next((n for n, each in enumerate(issued) if not each.done), len(issued))
+        first = next((n for n, call in enumerate(issued) if not call.done), len(issued))
         job.issued[rank] = issued[: first + ahead]
     return job
 
@@ -127,7 +127,7 @@ def _issue(job: Job, steps: Sequence[Step], rank: int, faults: Sequence[Fault]) 
     issued: list[Issued] = []
     seqs: dict[str, int] = {}
     for at, step in enumerate(steps):
-        fault = next((each for each in faults if each.at == at), None)
+        fault = next((planted for planted in faults if planted.at == at), None)
         if fault is not None and fault.kind == "missing":
             break
         members = job.groups[step.family][rank]
@@ -159,21 +159,21 @@ def _run(job: Job, lagging: set[tuple[int, int]]) -> None:
         members = job.groups[call.group][rank]
         if call.peer >= 0:
             members = (rank, members[call.peer])
-        here = []
+        arrived = []
         for member in members:
             theirs = job.issued[member][at[member] : at[member] + 1]
             if not theirs or _what(theirs[0]) != _what(call):
                 break
-            here.append((member, theirs[0]))
-        if len(here) < len(members):
+            arrived.append((member, theirs[0]))
+        if len(arrived) < len(members):
             continue
-        for member, each in here:
-            if (member, each.at) in lagging:
+        for member, member_call in arrived:
+            if (member, member_call.at) in lagging:
                 continue
             # Both ends of an exchange end together.
-            count = 2 if each.peer >= 0 else 1
-            for one in job.issued[member][at[member] : at[member] + count]:
-                one.done = True
+            count = 2 if member_call.peer >= 0 else 1
+            for ended_call in job.issued[member][at[member] : at[member] + count]:
+                ended_call.done = True
             at[member] += count
             todo.add(member)
 

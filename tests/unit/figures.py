@@ -31,30 +31,32 @@ def check_all_below(folder: Path) -> int:
 
 def check(run: Run) -> Details:
     """Check every identity that the figures of a run must keep."""
-    found = detail(run)
-    summary = found.summary
-    caused = sum(each.caused_wait_ms for each in summary.stragglers)
-    suffered = sum(each.suffered_wait_ms for each in summary.stragglers)
+    details = detail(run)
+    summary = details.summary
+    caused = sum(straggler.caused_wait_ms for straggler in summary.stragglers)
+    suffered = sum(straggler.suffered_wait_ms for straggler in summary.stragglers)
     assert caused == pytest.approx(suffered, abs=1e-6)
     assert caused == pytest.approx(summary.waiting_ms, abs=1e-6)
-    assert sum(each.waiting_ms for each in found.splits) == pytest.approx(caused, abs=1e-6)
-    elapsed = {each.rank: each.total_ms for each in found.splits}
+    assert sum(split.waiting_ms for split in details.splits) == pytest.approx(caused, abs=1e-6)
+    elapsed = {split.rank: split.total_ms for split in details.splits}
     records = run.records
     # Of a rank that recorded twice, or in several attempts, single figures speak of one of these.
     once = len({head.header.rank for head in run.heads}) == len(run.heads)
-    for each in found.splits:
-        for part in (each.compute_ms, each.waiting_ms, each.transfer_ms):
-            assert -1e-9 <= part <= each.total_ms + 1e-9
-        mine = records.filter(records["rank"] == each.rank)
+    for split in details.splits:
+        for part in (split.compute_ms, split.waiting_ms, split.transfer_ms):
+            assert -1e-9 <= part <= split.total_ms + 1e-9
+        mine = records.filter(records["rank"] == split.rank)
         ended = mine.filter(mine["status"] == "completed")  # failed ops are in no figure
         if len(ended) == len(mine) and once:
             span = int(ended["completed_ns"].max()) - int(ended["enqueued_ns"].min())
-            assert each.total_ms == pytest.approx(span / 1e6)
-    for each in summary.stragglers:
-        assert 0 <= each.share <= 1 + 1e-9
-        assert 0 <= each.came_last <= each.collectives
-        assert each.suffered_wait_ms <= elapsed.get(each.rank, 0.0) + 1e-6
-    assert sum(each.share for each in summary.stragglers) == pytest.approx(1 if caused else 0)
+            assert split.total_ms == pytest.approx(span / 1e6)
+    for straggler in summary.stragglers:
+        assert 0 <= straggler.share <= 1 + 1e-9
+        assert 0 <= straggler.came_last <= straggler.collectives
+        assert straggler.suffered_wait_ms <= elapsed.get(straggler.rank, 0.0) + 1e-6
+    assert sum(straggler.share for straggler in summary.stragglers) == pytest.approx(
+        1 if caused else 0
+    )
     for row in summary.collectives:
         assert row.waiting_share is None or 0 <= row.waiting_share <= 1
         assert row.median_ms is None or row.median_ms <= row.total_ms + 1e-9
@@ -66,13 +68,13 @@ def check(run: Run) -> Details:
         assert site.worst_ms is None or site.worst_ms <= site.total_ms * (1 + 1e-6)
         assert site.total_ms <= max(elapsed.values(), default=0.0) + 1e-6
         assert site.most_calls <= site.count <= site.most_calls * site.ranks
-    for share in (*(each.comm_share for each in summary.ranks), summary.comm_share):
+    for share in (*(row.comm_share for row in summary.ranks), summary.comm_share):
         assert share is None or 0 <= share <= 1
     steps = {row.rank: row.steps for row in summary.ranks}
-    assert not once or all(each.steps == steps[each.rank] for each in found.splits)
+    assert not once or all(split.steps == steps[split.rank] for split in details.splits)
     assert len(summary.steps) <= max(steps.values(), default=0)
     if summary.late is not None:
         assert 0 < summary.late.cost <= 1
         assert 0 < summary.late.share <= 1 + 1e-9
     assert "nan" not in headline(summary).text.lower()
-    return found
+    return details

@@ -63,7 +63,7 @@ class Held(Seen):
 
 def hook_threads() -> list[threading.Thread]:
     """Return the threads of hooks: one or none."""
-    return [each for each in threading.enumerate() if each.name == "rankcall-hooks"]
+    return [thread for thread in threading.enumerate() if thread.name == "rankcall-hooks"]
 
 
 def until_gone(thread: threading.Thread) -> None:

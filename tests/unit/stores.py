@@ -59,8 +59,8 @@ def keys_of(store: Store) -> list[str]:
 
 def generations(store: Store, kind: str) -> set[str]:
     """Return the generations that have keys: of barriers (``b``) or of exchanges (``s``)."""
-    found = (re.search(rf"/rankcall\.0/\d+/{kind}(\d+)/", key) for key in keys_of(store))
-    return {match.group(1) for match in found if match}
+    matches = (re.search(rf"/rankcall\.0/\d+/{kind}(\d+)/", key) for key in keys_of(store))
+    return {match.group(1) for match in matches if match}
 
 
 def until_key(store: Store, part: str) -> None:
@@ -82,11 +82,11 @@ def threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             results[at] = error
 
     running = [threading.Thread(target=run, args=(at,), daemon=True) for at in range(len(calls))]
-    for each in running:
-        each.start()
-    for each in running:
-        each.join(WAIT_S)
-        assert not each.is_alive(), "a rank hangs"
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "a rank hangs"
     return results
 
 

@@ -51,15 +51,15 @@ def summary_of(size: int, calls: list[Call]) -> Summary:
 
 def by_seq(calls: Sequence[Call]) -> list[list[Call]]:
     """Group calls into collectives, in order."""
-    found: dict[int, list[Call]] = defaultdict(list)
+    collectives: dict[int, list[Call]] = defaultdict(list)
     for call in calls:
-        found[call.seq].append(call)
-    return [found[seq] for seq in sorted(found)]
+        collectives[call.seq].append(call)
+    return [collectives[seq] for seq in sorted(collectives)]
 
 
 def waited_for(call: Call, members: list[Call]) -> list[Call]:
     """Return the calls that must arrive before a call can end."""
-    roots = [each for each in members if each.rank == call.root]
+    roots = [member for member in members if member.rank == call.root]
     if call.op in SYNC or (call.op in TO_ROOT and call.rank == call.root):
         return members
     return roots if call.op in FROM_ROOT else []
@@ -75,13 +75,13 @@ def blame(ops: list[tuple[Call, list[Call]]]) -> tuple[dict[int, float], dict[in
     suffered: dict[int, float] = defaultdict(float)
     for rank in {call.rank for call, _ in ops}:
         mine = [(c, others) for c, others in ops if c.rank == rank and others]
-        mine.sort(key=lambda item: item[0].at)
+        mine.sort(key=lambda op: op[0].at)
         spans = [(c.at, max([c.at, *(o.at for o in others)])) for c, others in mine]
         spans = [
             (a, b if c.end is None else min(b, c.end))
             for (a, b), (c, _) in zip(spans, mine, strict=True)
         ]
-        moments = {each for span in spans for each in span}
+        moments = {moment for span in spans for moment in span}
         moments |= {o.at for _, others in mine for o in others}
         for start, stop in pairwise(sorted(moments)):
             which = next((n for n, (a, b) in enumerate(spans) if a <= start and stop <= b), None)
@@ -115,20 +115,20 @@ def ops_of(calls: list[Call]) -> list[tuple[Call, list[Call]]]:
 def test_blame_is_what_a_look_at_every_moment_finds(world: tuple[int, list[Call]]) -> None:
     """Caused and suffered waiting and who came last equal the model's, rank by rank."""
     size, calls = world
-    found = {each.rank: each for each in summary_of(size, calls).stragglers}
+    stragglers = {straggler.rank: straggler for straggler in summary_of(size, calls).stragglers}
     caused, suffered = blame(ops_of(calls))
     last: dict[int, int] = defaultdict(int)
     for members in by_seq(calls):
         if members[0].op in SYNC and len(members) > 1:
             last[max(members, key=lambda call: call.at).rank] += 1
     for rank in range(size):
-        assert found[rank].caused_wait_ms * 1e6 == pytest.approx(caused[rank], abs=1e-3)
-        assert found[rank].suffered_wait_ms * 1e6 == pytest.approx(suffered[rank], abs=1e-3)
-        assert found[rank].came_last == last[rank]
+        assert stragglers[rank].caused_wait_ms * 1e6 == pytest.approx(caused[rank], abs=1e-3)
+        assert stragglers[rank].suffered_wait_ms * 1e6 == pytest.approx(suffered[rank], abs=1e-3)
+        assert stragglers[rank].came_last == last[rank]
     total = sum(caused.values())
     assert total == pytest.approx(sum(suffered.values()))
     if total:
-        assert found[0].share == pytest.approx(caused[0] / total)
+        assert stragglers[0].share == pytest.approx(caused[0] / total)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -193,9 +193,9 @@ def check_row(row: object, collectives: list[list[Call]], size: int) -> None:
     assert row.unfinished == len(collectives) - len(means)
     assert row.bytes == sum(members[0].bytes for members in collectives)
     assert row.total_ms * 1e6 == pytest.approx(sum(means))
-    for found, share in ((row.median_ms, 0.5), (row.p95_ms, 0.95)):
-        assert (found is None) == (not means)
-        assert not means or found * 1e6 == pytest.approx(percentile(means, share))
+    for figure, share in ((row.median_ms, 0.5), (row.p95_ms, 0.95)):
+        assert (figure is None) == (not means)
+        assert not means or figure * 1e6 == pytest.approx(percentile(means, share))
     assert (row.algbw_gbps is None) == (not rates)
     if rates:
         # bytes / ns is GB/s
@@ -240,9 +240,9 @@ def test_messages_are_matched_as_a_dict_matches_them(calls: list[Call]) -> None:
             times[call.op].setdefault(call.rank, set()).update(range(call.at, call.end))
     caused, suffered = blame(ops)
     summary = summary_of(3, calls)
-    for each in summary.stragglers:
-        assert each.caused_wait_ms * 1e6 == pytest.approx(caused[each.rank], abs=1e-3)
-        assert each.suffered_wait_ms * 1e6 == pytest.approx(suffered[each.rank], abs=1e-3)
+    for straggler in summary.stragglers:
+        assert straggler.caused_wait_ms * 1e6 == pytest.approx(caused[straggler.rank], abs=1e-3)
+        assert straggler.suffered_wait_ms * 1e6 == pytest.approx(suffered[straggler.rank], abs=1e-3)
     for row in summary.collectives:
         assert row.count == sum(call.op == row.op for call in calls)
         busiest = max(map(len, times[row.op].values()), default=0)

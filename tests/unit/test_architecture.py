@@ -48,10 +48,10 @@ def is_defined(file: Path, dotted: str) -> bool:
         return re.search(rf"\b{dotted}\b", source) is not None
     body = ast.parse(source).body
     for name in dotted.split("."):
-        found = names_in(body).get(name)
-        if found is None:
+        definition = names_in(body).get(name)
+        if definition is None:
             return False
-        body = found.body if isinstance(found, ast.ClassDef) else []
+        body = definition.body if isinstance(definition, ast.ClassDef) else []
     return True
 
 
@@ -89,9 +89,9 @@ def test_the_threads_are_those_that_the_code_starts() -> None:
         file = file_at(path)
         assert file is not None, path
         files = file.rglob("*.py") if file.is_dir() else [file]
-        texts = [each.read_text() for each in files]
-        made = any(name in THREAD.findall(text) or 'f"rankcall-{' in text for text in texts)
-        assert made, f"{path} starts no thread {name}"
+        texts = [source_file.read_text() for source_file in files]
+        is_started = any(name in THREAD.findall(text) or 'f"rankcall-{' in text for text in texts)
+        assert is_started, f"{path} starts no thread {name}"
     started = {name for file in PACKAGE.rglob("*.py") for name in THREAD.findall(file.read_text())}
     missing = started - {name for name, _ in listed}
     assert not missing, f"threads that the table leaves out: {', '.join(sorted(missing))}"

@@ -51,23 +51,27 @@ def saving(rank: int) -> str:
 
 def a_thousand() -> dict[int, str]:
     """Return 1,024 stacks in three classes, of 1,021, 2 and 1 ranks."""
-    found = {rank: waiting(rank) for rank in range(1024)}
-    return {**found, 341: reading(341), 5: saving(5), 900: saving(900)}
+    stacks = {rank: waiting(rank) for rank in range(1024)}
+    return {**stacks, 341: reading(341), 5: saving(5), 900: saving(900)}
 
 
 def test_equal_stacks_are_one_class_the_smallest_first() -> None:
     """The address of a thread does not count; the line does. Each rank is in exactly one class."""
-    found = stack_classes(a_thousand())
-    assert [each.ranks[:2] for each in found] == [(341,), (5, 900), (0, 1)]
-    assert sorted(rank for each in found for rank in each.ranks) == list(range(1024))
-    assert found[0].line == "/home/ada/data.py:7"
-    assert found[2].frames[0] == Frame(TORCH, 2900, "all_reduce")
+    classes = stack_classes(a_thousand())
+    assert [stack_class.ranks[:2] for stack_class in classes] == [(341,), (5, 900), (0, 1)]
+    assert sorted(rank for stack_class in classes for rank in stack_class.ranks) == list(
+        range(1024)
+    )
+    assert classes[0].line == "/home/ada/data.py:7"
+    assert classes[2].frames[0] == Frame(TORCH, 2900, "all_reduce")
 
 
 def test_a_line_apart_is_another_class() -> None:
     """Ranks in one function at different lines are told apart."""
-    one, other = (dumped(1, ("/a/train.py", line, "main")) for line in (8, 9))
-    assert [each.ranks for each in stack_classes({0: one, 1: other, 2: one})] == [(1,), (0, 2)]
+    stack, other_stack = (dumped(1, ("/a/train.py", line, "main")) for line in (8, 9))
+    assert [
+        stack_class.ranks for stack_class in stack_classes({0: stack, 1: other_stack, 2: stack})
+    ] == [(1,), (0, 2)]
 
 
 def test_who_dumped_the_stack_does_not_matter() -> None:
@@ -79,23 +83,26 @@ def test_who_dumped_the_stack_does_not_matter() -> None:
         "    Loader.read (data.py:7)\n"
         "    <module> (train.py:88)"
     )
-    (found,) = stack_classes({0: spied, 1: reading(1)})
-    assert found.ranks == (0, 1)
-    assert [frame.name for frame in found.frames] == [
+    (stack_class,) = stack_classes({0: spied, 1: reading(1)})
+    assert stack_class.ranks == (0, 1)
+    assert [frame.name for frame in stack_class.frames] == [
         "epoll_wait",
         "c10d::wait",
         "Loader.read",
         "<module>",
     ]
-    assert [frame.line for frame in found.frames] == [0, 0, 7, 88]
+    assert [frame.line for frame in stack_class.frames] == [0, 0, 7, 88]
 
 
 def test_other_threads_do_not_count() -> None:
     """Only the main thread decides; a text without a frame is compared as it is."""
     pool = 'Thread 0x2:\n  File "/x/pool.py", line {} in run\n\n'
     first, second = (pool.format(line) + reading(1) for line in (1, 2))
-    assert [each.ranks for each in stack_classes({0: first, 1: second})] == [(0, 1)]
-    assert [each.ranks for each in stack_classes({0: "gone", 1: "gone", 2: "?"})] == [(2,), (0, 1)]
+    assert [stack_class.ranks for stack_class in stack_classes({0: first, 1: second})] == [(0, 1)]
+    assert [stack_class.ranks for stack_class in stack_classes({0: "gone", 1: "gone", 2: "?"})] == [
+        (2,),
+        (0, 1),
+    ]
 
 
 def test_a_thousand_stacks_take_twenty_lines() -> None:
@@ -131,11 +138,11 @@ def test_names_cannot_act_on_the_terminal() -> None:
 
 def test_terminal_and_json_have_the_same_classes(tmp_path: Path) -> None:
     """Both show the classes of the stacks that were dumped, in the same order."""
-    found, stacks = diagnose_calls(tmp_path, RANK_2_MISSING, states={}), a_thousand()
-    classes = json.loads(render_diagnosis(found, stacks))["stack_classes"]
-    assert [len(each["ranks"]) for each in classes] == [1, 2, 1021]
+    diagnosis, stacks = diagnose_calls(tmp_path, RANK_2_MISSING, states={}), a_thousand()
+    classes = json.loads(render_diagnosis(diagnosis, stacks))["stack_classes"]
+    assert [len(stack_class["ranks"]) for stack_class in classes] == [1, 2, 1021]
     assert classes[0]["frames"][0] == {"file": "/home/ada/data.py", "line": 7, "name": "read"}
-    text = render(found, 80, stacks)
+    text = render(diagnosis, 80, stacks)
     assert text.index("rank 341\n") < text.index("2 ranks: 5,900") < text.index("1,021 ranks: ")
     assert max(map(len, text.splitlines())) <= 80
 
@@ -166,8 +173,8 @@ Thread 70 (most recent call first): "MainThread"
 def test_the_training_thread_counts() -> None:
     """If a stack marks the thread that trains, the place is there, not in the main thread."""
     assert code_place(TRAINING).line == "/home/me/train.py:20"
-    (found,) = stack_classes({0: TRAINING, 1: TRAINING.replace("line 7", "line 8")})
-    assert (found.ranks, found.line) == ((0, 1), "/home/me/train.py:20")
+    (stack_class,) = stack_classes({0: TRAINING, 1: TRAINING.replace("line 7", "line 8")})
+    assert (stack_class.ranks, stack_class.line) == ((0, 1), "/home/me/train.py:20")
     assert tidy("\n\n".join(reversed(TRAINING.split("\n\n")))) == TRAINING
 
 

@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
 
 def said(path: Path) -> list[tuple[str, tuple[int, ...]]]:
     """Return what a diagnosis finds."""
-    return [(each.kind, each.ranks) for each in diagnose(load(path)).findings]
+    return [(finding.kind, finding.ranks) for finding in diagnose(load(path)).findings]
 
 
 @pytest.mark.parametrize("suffix", [".tar.zst", ".tar.gz", ".tgz", ".tar"])
@@ -90,8 +90,8 @@ def test_states_of_living_processes_are_kept(tmp_path: Path) -> None:
     run = live_run(tmp_path, 4, os.getpid())
     target = tmp_path / "live.tar.zst"
     assert main(["collect", str(run), "--to", str(target)]) == 0
-    found = diagnose(load(target), state_of=lambda header: "unknown").snapshot
-    assert {each.state for each in found.ranks} == {"alive"}
+    snapshot = diagnose(load(target), state_of=lambda header: "unknown").snapshot
+    assert {rank.state for rank in snapshot.ranks} == {"alive"}
 
 
 def member(
@@ -132,8 +132,8 @@ def test_names_are_not_the_archives_to_choose(run: Path) -> None:
         ]:
             tar.addfile(info, io.BytesIO(data))
     before = sorted(run.parent.rglob("*"))
-    found = unpack(target)
-    assert [str(each.relative_to(found)) for each in found.rglob("*") if each.is_file()] == [
+    folder = unpack(target)
+    assert [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()] == [
         "rings/good.ring"
     ]
     assert sorted(run.parent.rglob("*")) == before
@@ -234,9 +234,9 @@ def test_a_live_ring_is_packed_without_its_unused_end(
     _, lock = create_locked(ring, Identity(rank=0, world_size=1, host="h"), Geometry(1 << 12))
     target = tmp_path / "all.tar"
     assert main(["collect", str(run_dir), "--to", str(target)]) == 0
-    found = load(target)
-    assert found.problems == []
-    assert found.heads[0].path.stat().st_size < ring.stat().st_size / 1.5
+    archived = load(target)
+    assert archived.problems == []
+    assert archived.heads[0].path.stat().st_size < ring.stat().st_size / 1.5
     lock.release()
     ring.unlink()
 
@@ -291,10 +291,10 @@ def test_a_huge_header_takes_no_memory(tmp_path: Path) -> None:
         timeout=100,
         check=True,
     )
-    extra_kib, _, said = done.stdout.partition(" ")
+    extra_kib, _, message = done.stdout.partition(" ")
     assert int(extra_kib) < 64 << 10
     assert (
-        said
+        message
         == f"{target}: not an archive of a run: it holds an extended header of 734,003,200 bytes\n"
     )
 

@@ -89,9 +89,9 @@ def test_as_a_decorator(ring: mmap.mmap) -> None:
 def test_long_words_are_cut(ring: mmap.mmap) -> None:
     """Not within a character, and nothing beyond its place is written."""
     with rankcall.expect(10, "ü" * 500):
-        found = header(ring)
-    assert found.expect_what == "ü" * 127
-    assert found.overdue_ns == 0
+        ring_header = header(ring)
+    assert ring_header.expect_what == "ü" * 127
+    assert ring_header.overdue_ns == 0
 
 
 def test_without_a_recording() -> None:

@@ -20,9 +20,9 @@ def test_by_mode(tmp_path: Path) -> None:
     """All, those between hosts, or none; a wrong mode lists the right ones."""
     calls = [Call(0, 1, 0, MS, group=NEAR), Call(0, 1, 2 * MS, 3 * MS, group=FAR)]
     (ring,) = load(write_world(tmp_path / "run", calls)).rings
-    assert [each["group"] for each in describe(ring, "all")] == ["1", "2"]
+    assert [description["group"] for description in describe(ring, "all")] == ["1", "2"]
     span = Hosts(range(2), "a", lambda ranks: {})
-    assert [each["group"] for each in describe(ring, "CrossNode", span)] == ["2"]
+    assert [description["group"] for description in describe(ring, "CrossNode", span)] == ["2"]
     assert list(describe(ring, "none", span)) == []
     with pytest.raises(ValueError, match=r"mode must be one of ALL, CROSSNODE, NONE .* 'some'"):
         describe(ring, "some")
@@ -35,8 +35,8 @@ def test_names_with_markup_and_quotes(tmp_path: Path) -> None:
     nasty = '</script>"quoted"\\\n\u2028{{7*7}}'
     group = Group(nasty, 0, nasty, nasty, (0, 1))
     (ring,) = load(write_world(tmp_path / "run", [Call(0, 1, 0, MS, group=group)])).rings
-    found = describe(ring)
-    (line,) = found.lines().splitlines()
-    assert json.loads(line) == next(iter(found))
+    descriptions = describe(ring)
+    (line,) = descriptions.lines().splitlines()
+    assert json.loads(line) == next(iter(descriptions))
     assert json.loads(line)["group"] == nasty
-    assert found.frame()["group"].to_list() == [nasty]
+    assert descriptions.frame()["group"].to_list() == [nasty]

@@ -140,9 +140,9 @@ def test_a_declared_phase_is_shown(tmp_path: Path) -> None:
     """A call that waits for a rank in a declared phase is not hung, and the text says why."""
     snapshot = diagnose_calls(tmp_path, RANK_2_MISSING, states={}).snapshot
     snapshot.ranks = [replace(state, expects="checkpoint") for state in snapshot.ranks]
-    found = Diagnosis("run", snapshot, find(snapshot, 60), 60)
-    assert found.verdict == "healthy"
-    assert "its rank declared to take long" in " ".join(render(found).split())
+    diagnosis = Diagnosis("run", snapshot, find(snapshot, 60), 60)
+    assert diagnosis.verdict == "healthy"
+    assert "its rank declared to take long" in " ".join(render(diagnosis).split())
 
 
 @pytest.mark.parametrize(("later_s", "named"), [(30, 2), (32, 1)])
@@ -150,10 +150,10 @@ def test_a_second_hang_that_began_later(tmp_path: Path, later_s: int, named: int
     """Beside a hung call, an independent one counts as hung after half the threshold."""
     left = Group("l", 0, "gloo", "left", (0, 1))
     right = Group("r", 0, "gloo", "right", (2, 3))
-    calls = [call for each in (left, right) for call in together(1, [0, 0], MS, each)]
+    calls = [call for group in (left, right) for call in together(1, [0, 0], MS, group)]
     calls += [*unfinished(left, 2, (0,), 2 * MS), *unfinished(right, 2, (3,), later_s * SECOND)]
-    found = causes(diagnose_calls(tmp_path, calls, states={}, seconds=61))
-    assert found == [("missing", (1,)), ("missing", (2,))][:named]
+    culprits = causes(diagnose_calls(tmp_path, calls, states={}, seconds=61))
+    assert culprits == [("missing", (1,)), ("missing", (2,))][:named]
 
 
 def test_a_rank_that_the_watcher_ended_is_a_victim(tmp_path: Path) -> None:

@@ -258,14 +258,14 @@ def test_a_shift_needs_several_calls_and_is_only_likely(tmp_path: Path) -> None:
         waiting = unfinished(WORLD, len(lines), (0, 1, 3), 99 * MS, line=lines[-1])
         return ended + waiting
 
-    (found,) = diagnose_calls(tmp_path / "three", skipping(5, [7, 8, 9] * 4), states={}).findings
-    assert (found.kind, found.seq, found.confidence) == ("desync", 5, "likely")
-    assert "those of the others 1 call later: it likely skipped 1 call before" in found.summary
-    (found,) = diagnose_calls(tmp_path / "two", skipping(5, [7, 8] * 6), states={}).findings
-    assert "likely skipped 1 call or issued 1 call too many" in found.summary
-    (found,) = diagnose_calls(tmp_path / "late", skipping(11, [7, 8, 9] * 4), states={}).findings
-    assert (found.kind, found.confidence) == ("desync", "likely")
-    assert "likely" not in found.summary
+    (finding,) = diagnose_calls(tmp_path / "three", skipping(5, [7, 8, 9] * 4), states={}).findings
+    assert (finding.kind, finding.seq, finding.confidence) == ("desync", 5, "likely")
+    assert "those of the others 1 call later: it likely skipped 1 call before" in finding.summary
+    (finding,) = diagnose_calls(tmp_path / "two", skipping(5, [7, 8] * 6), states={}).findings
+    assert "likely skipped 1 call or issued 1 call too many" in finding.summary
+    (finding,) = diagnose_calls(tmp_path / "late", skipping(11, [7, 8, 9] * 4), states={}).findings
+    assert (finding.kind, finding.confidence) == ("desync", "likely")
+    assert "likely" not in finding.summary
 
 
 def passed(seq: int, **ends: dict[str, object]) -> list[Call]:
@@ -354,7 +354,7 @@ def test_an_all_to_all_of_another_size(
     ]
     diagnosis = diagnose_calls(tmp_path, [*TWO_OPS_ENDED, *calls], seconds=2, states={})
     assert causes(diagnosis) == expected
-    assert all("192 bytes against 128 bytes" in each.summary for each in diagnosis.findings)
+    assert all("192 bytes against 128 bytes" in finding.summary for finding in diagnosis.findings)
 
 
 def test_a_root_outside_the_group(tmp_path: Path) -> None:
@@ -404,9 +404,9 @@ def test_a_receive_without_a_message_has_no_number(tmp_path: Path) -> None:
         Call(0, 0, 9 * MS, None, "recv", group=WORLD, api="recv"),
     ]
     diagnosis = diagnose_calls(tmp_path, calls, states={})
-    (found,) = diagnosis.findings
+    (finding,) = diagnosis.findings
     shown = terminal.render(diagnosis, 120), top.render(diagnosis, 120)
-    texts = [found.summary, *found.evidence, *shown]
+    texts = [finding.summary, *finding.evidence, *shown]
     assert any("recv from any rank" in text for text in texts)
     assert all("in recv" in text for text in shown)
     assert not any("#0" in text for text in texts)
@@ -432,9 +432,10 @@ def test_a_message_too_long_for_a_receive_from_any_source(
         Call(0, 1, 9 * MS, 20 * MS, "recv", 4096, group=WORLD, api="recv", status="failed"),
         Call(2, 1, 9 * MS, 20 * MS, "send", sent, peer=0, group=WORLD, api="send", status="failed"),
     ]
-    found = diagnose_calls(tmp_path, calls, states={}).findings
-    mismatches = [each for each in found if each.kind == "mismatch"]
-    assert [(each.kind, each.ranks) for each in mismatches] == expected
+    findings = diagnose_calls(tmp_path, calls, states={}).findings
+    mismatches = [finding for finding in findings if finding.kind == "mismatch"]
+    assert [(mismatch.kind, mismatch.ranks) for mismatch in mismatches] == expected
     assert all(
-        "Rank 2 sends 8,192 bytes and rank 0 receives 4,096" in e.summary for e in mismatches
+        "Rank 2 sends 8,192 bytes and rank 0 receives 4,096" in mismatch.summary
+        for mismatch in mismatches
     )

@@ -191,15 +191,18 @@ def test_ranks_that_handle_the_launchers_signal(tmp_path: Path) -> None:
         ("before", failure, {**exits, 3: (3, 4.5)}, (2, 3)),
         ("no exception", {}, exits, (0, 1, 2, 3)),
     ):
-        found = diagnose_calls(
+        diagnosis = diagnose_calls(
             tmp_path / name, THREE_ENDED, seconds=9, states=gone, failures=failures, exits=ends
         )
         named = sorted(
-            rank for each in found.findings if each.kind == "dead" for rank in each.ranks
+            rank
+            for finding in diagnosis.findings
+            if finding.kind == "dead"
+            for rank in finding.ranks
         )
         assert tuple(named) == dead, name
         if name == "asked":
-            assert "failed with ValueError: no such sample: 17" in found.findings[0].summary
+            assert "failed with ValueError: no such sample: 17" in diagnosis.findings[0].summary
 
 
 def test_a_rank_that_ends_with_an_error_and_still_exists(tmp_path: Path) -> None:
@@ -248,11 +251,11 @@ def test_nobody_noted_how_it_ended(tmp_path: Path) -> None:
 
 def test_calls_of_a_handler_after_the_stop_are_no_desync(tmp_path: Path) -> None:
     """Calls that a rank's SIGTERM handler issues, for example to save, are no desync."""
-    other = unfinished(WORLD, 4, (2,), 2 * SECOND, op="barrier", line=30)
+    barrier_calls = unfinished(WORLD, 4, (2,), 2 * SECOND, op="barrier", line=30)
     for name, at, kinds in (("after", SECOND, []), ("before", 3 * SECOND, ["desync"])):
         run = write_world(
             tmp_path / name,
-            [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), SECOND, line=7), *other],
+            [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), SECOND, line=7), *barrier_calls],
             closed=lambda rank: False,
         )
         ended_with_launcher(run, "node-a", (0, 1, 2, 3), -15, at)

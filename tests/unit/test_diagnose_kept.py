@@ -65,8 +65,8 @@ def test_damaged_verdicts_are_left_out(run: Path, capsys: pytest.CaptureFixture[
     (run / "hangs/0002").mkdir()
     (run / "hangs/0002/verdict.json").write_text("[]")
     assert main(["diagnose", "--json", str(run)]) == 1
-    (kept,) = json.loads(capsys.readouterr().out)["hangs"]
-    assert kept["causes"] == [{"kind": "7", "ranks": []}]
+    (hang,) = json.loads(capsys.readouterr().out)["hangs"]
+    assert hang["causes"] == [{"kind": "7", "ranks": []}]
     (run / "hangs/0001/verdict.json").unlink()
     assert main(["diagnose", str(run)]) == 1
     assert "watcher" not in capsys.readouterr().out
@@ -96,13 +96,13 @@ def test_a_threshold_of_0_is_the_jobs_own(
 ) -> None:
     """RANKCALL_HANG_AFTER=0 switches watchers off; it does not make every call a hang."""
     run = write_world(tmp_path / "run", RANK_2_MISSING, closed=lambda rank: False)
-    about: dict[str, Any] = {"boot_id": "", "mono_ns": START + 6 * MS, "processes": []}
+    states: dict[str, Any] = {"boot_id": "", "mono_ns": START + 6 * MS, "processes": []}
     headers = [head.header for head in load(run).heads]
     for head in headers:
-        about["boot_id"] = head.boot_id
-        about["processes"].append({"pid": head.pid, "start": head.process_start, "state": "alive"})
+        states["boot_id"] = head.boot_id
+        states["processes"].append({"pid": head.pid, "start": head.process_start, "state": "alive"})
     (run / "states").mkdir()
-    (run / "states/node-a.json").write_text(json.dumps(about))
+    (run / "states/node-a.json").write_text(json.dumps(states))
     monkeypatch.setenv("RANKCALL_HANG_AFTER", "0")
     assert main([command, *(["--once"] if command == "top" else []), str(run)]) == 0
     assert "healthy" in capsys.readouterr().out
@@ -111,9 +111,36 @@ def test_a_threshold_of_0_is_the_jobs_own(
     assert "missing" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"kind": [1], "ranks": [1]},
+        {"kind": "no_progress"},
+        {"kind": "no_progress", "ranks": 5},
+        {"kind": "no_progress", "ranks": [-1]},
+        {"kind": "no_progress", "ranks": [True]},
+        {"kind": "no_progress", "ranks": [1], "victims": "all"},
+        {"kind": "no_progress", "ranks": [1], "evidence": [None]},
+        {"kind": "no_progress", "ranks": [1], "summary": 5},
+        {"kind": "no_progress", "ranks": [1], "since_s": "long"},
+        {"kind": "no_progress", "ranks": [1], "confidence": "sworn"},
+        {"kind": "no_progress", "ranks": [1], "confidence": []},
+    ],
+    ids=str,
+)
+def test_a_forged_finding_is_left_out(tmp_path: Path, forged: dict[str, object]) -> None:
+    """Any user may have written a verdict: one finding that is damaged does not count."""
+    run = write_world(tmp_path / "run", ENDED_CALLS, closed=lambda rank: False, beats=LIVED)
+    seen_by_watcher(run, "no_progress", (1,), 30 * SECOND)
+    file = run / "hangs/0001/verdict.json"
+    verdict = json.loads(file.read_text())
+    file.write_text(json.dumps({**verdict, "findings": [forged, *verdict["findings"]]}))
+    assert causes_after_the_end(run) == [("no_progress", (1,))]
+
+
 def seen_by_watcher(run: Path, kind: str, ranks: tuple[int, ...], at: int) -> None:
     """Keep a verdict that the watcher made ``at`` ns after START on the run's own host."""
-    about = {
+    hang = {
         "id": f"x{at}",
         "boot_id": load(run).heads[0].header.boot_id,
         "mono_ns": START + at,
@@ -123,7 +150,7 @@ def seen_by_watcher(run: Path, kind: str, ranks: tuple[int, ...], at: int) -> No
     place = run / f"hangs/{1 + len(list(run.glob('hangs/*'))):04d}"
     place.mkdir(parents=True)
     finding = {"kind": kind, "ranks": list(ranks), "victims": [], "summary": f"it is {kind}."}
-    (place / "verdict.json").write_text(json.dumps({"findings": [finding], "hang": about}))
+    (place / "verdict.json").write_text(json.dumps({"findings": [finding], "hang": hang}))
 
 
 def causes_after_the_end(run: Path) -> list[tuple[str, tuple[int, ...]]]:
@@ -185,8 +212,8 @@ def test_the_line_that_the_watcher_saw_is_told_afterwards(tmp_path: Path) -> Non
         )
         (finding,) = diagnosis.findings
         assert (finding.kind, finding.ranks) == ("missing", (2,))
-        told = [line for line in finding.evidence if "watcher" in line]
-        assert told == ([] if at == 1 * MS else [AT_THE_LOADER])
+        watcher_lines = [line for line in finding.evidence if "watcher" in line]
+        assert watcher_lines == ([] if at == 1 * MS else [AT_THE_LOADER])
 
 
 def test_a_hang_that_was_over_is_no_evidence(tmp_path: Path) -> None:

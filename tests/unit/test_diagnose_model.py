@@ -46,11 +46,11 @@ def jobs(draw: st.DrawFn) -> Job:
     world = draw(st.integers(3, 6))
     ranks = st.integers(0, world - 1)
     extra = draw(st.lists(st.sets(ranks, min_size=2), max_size=3))
-    groups = [tuple(range(world)), *(tuple(sorted(each)) for each in extra)]
+    groups = [tuple(range(world)), *(tuple(sorted(members)) for members in extra)]
     program = draw(st.lists(st.integers(0, len(groups) - 1), min_size=3, max_size=14))
     kinds = st.sampled_from([*HALTS, *CHANGES, "in_kill", "in_stop", "swap"])
     fault = st.builds(Fault, ranks, st.integers(0, len(program) - 1), kinds)
-    faults = draw(st.lists(fault, min_size=0, max_size=2, unique_by=lambda each: each.rank))
+    faults = draw(st.lists(fault, min_size=0, max_size=2, unique_by=lambda drawn: drawn.rank))
     return Job(world, groups, program, faults)
 
 
@@ -73,7 +73,7 @@ class Rank:
         return self.done == len(self.todo) and not self.halted
 
     def count(self, group: int) -> int:
-        return sum(each[0] == group for each in self.issued)
+        return sum(call[0] == group for call in self.issued)
 
 
 def start(job: Job) -> list[Rank]:
@@ -130,7 +130,7 @@ def issue(rank: Rank) -> bool:
 def complete(job: Job, ranks: list[Rank], call: tuple[int, int, str, int]) -> bool:
     """Return whether all members are alive in a call and issued the same op and size."""
     members = [ranks[r] for r in job.groups[call[0]]]
-    here = [each for m in members for each in m.issued if each[:2] == call[:2]]
+    here = [issued for m in members for issued in m.issued if issued[:2] == call[:2]]
     broken = any(
         m.halted and m.done < len(m.issued) and m.issued[-1][:2] == call[:2] for m in members
     )
@@ -139,24 +139,24 @@ def complete(job: Job, ranks: list[Rank], call: tuple[int, int, str, int]) -> bo
 
 def expected(job: Job, ranks: list[Rank]) -> dict[str, set[int]]:
     """Return the culprits that must be found, by kind."""
-    found: dict[str, set[int]] = {}
+    by_kind: dict[str, set[int]] = {}
     clashes = clashing(job, ranks)
     for (group, _), (kind, culprits) in clashes.items():
-        found.setdefault(kind, set()).update(culprits)
+        by_kind.setdefault(kind, set()).update(culprits)
         assert group < len(job.groups)
     blocked = [r for r in range(job.world) if ranks[r].blocked]
     free = {r: direct(job, ranks, r, clashes) for r in blocked}
     reach = {r: reached(free, r) for r in free}
     for r, rank in enumerate(ranks):
-        held_up = any(r in each for each in reach.values())
+        held_up = any(r in waited_for for waited_for in reach.values())
         if rank.halted and (held_up or rank.halted in ("kill", "stop")):
             kind = HALTS[rank.halted]
-            found.setdefault(kind, set()).add(r)
+            by_kind.setdefault(kind, set()).add(r)
         elif rank.finished and held_up:
-            found.setdefault("exhausted", set()).add(r)
+            by_kind.setdefault("exhausted", set()).add(r)
         elif rank.blocked and r in reach[r]:
-            found.setdefault("deadlock", set()).add(r)
-    return found
+            by_kind.setdefault("deadlock", set()).add(r)
+    return by_kind
 
 
 def direct(
@@ -183,15 +183,15 @@ def reached(waits: dict[int, set[int]], start: int) -> set[int]:
     seen: set[int] = set()
     todo = [start]
     while todo:
-        for other in waits.get(todo.pop(), set()) - seen:
-            seen.add(other)
-            todo.append(other)
+        for blocker in waits.get(todo.pop(), set()) - seen:
+            seen.add(blocker)
+            todo.append(blocker)
     return seen
 
 
 def clashing(job: Job, ranks: list[Rank]) -> dict[tuple[int, int], tuple[str, set[int]]]:
     """Return the first call of each group at which members differ, with the minority."""
-    result: dict[tuple[int, int], tuple[str, set[int]]] = {}
+    clashes: dict[tuple[int, int], tuple[str, set[int]]] = {}
     for group, members in enumerate(job.groups):
         for seq in range(1, len(job.program) + 1):
             sides: dict[tuple[str, int], set[int]] = {}
@@ -208,9 +208,9 @@ def clashing(job: Job, ranks: list[Rank]) -> dict[tuple[int, int], tuple[str, se
                 largest = max(map(len, sides.values()))
                 most = [side for side in sides.values() if len(side) == largest]
                 culprits = set().union(*sides.values()) - most[0] if len(most) == 1 else set()
-                result[group, seq] = ("desync" if len(ops) > 1 else "mismatch", culprits)
+                clashes[group, seq] = ("desync" if len(ops) > 1 else "mismatch", culprits)
                 break
-    return result
+    return clashes
 
 
 def snapshot(job: Job, ranks: list[Rank]) -> Snapshot:
@@ -244,7 +244,7 @@ def snapshot(job: Job, ranks: list[Rank]) -> Snapshot:
         )
     # One more rank, alive and in no group, so that the job counts as live.
     states.append(RankState(job.world, "node", 99, state="alive", silent_s=0.1, steps=1))
-    groups = [Group(str(n), 0, "gloo", "", each) for n, each in enumerate(job.groups)]
+    groups = [Group(str(n), 0, "gloo", "", members) for n, members in enumerate(job.groups)]
     calls = np.array(rows, CALL) if rows else np.zeros(0, CALL)
     return Snapshot(
         states,
@@ -260,8 +260,8 @@ def test_verdicts_are_the_models(job: Job) -> None:
     """Every cause of the model is found, no other is, and no victim is named."""
     ranks = run(job)
     findings = find(snapshot(job, ranks), 60.0)
-    found: dict[str, set[int]] = {}
+    by_kind: dict[str, set[int]] = {}
     for finding in findings:
-        found.setdefault(finding.kind, set()).update(finding.ranks)
+        by_kind.setdefault(finding.kind, set()).update(finding.ranks)
         assert not set(finding.ranks) & set(finding.victims)
-    assert found == expected(job, ranks)
+    assert by_kind == expected(job, ranks)

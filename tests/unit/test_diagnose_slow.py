@@ -75,7 +75,7 @@ def test_a_single_pause_is_no_habit(tmp_path: Path) -> None:
     for seq in range(1, 101):
         start = seq * 10 * MS + (900 * MS if seq > 60 else 0)
         late = [0, 0, 900 * MS, 0] if seq == 60 else [0, 0, 0, 0]
-        calls += together(seq, [start + each for each in late], start + max(late) + MS, WORLD)
+        calls += together(seq, [start + delay for delay in late], start + max(late) + MS, WORLD)
     assert diagnose(load(write_world(tmp_path / "run", calls))).findings == []
 
 

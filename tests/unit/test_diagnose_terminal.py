@@ -86,10 +86,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["diagnose", str(tmp_path / "hung" / "run")]) == 1
     assert capsys.readouterr().out.startswith("dead: Rank 3 (node-0, pid 1003) was killed by")
     assert main(["diagnose", "--json", str(tmp_path / "hung" / "run")]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["schema"], found["verdict"]) == (1, "dead")
-    assert found["findings"][0]["ranks"] == [3]
-    assert found["ranks"][3]["exit"] == -9
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert (diagnosis["schema"], diagnosis["verdict"]) == (1, "dead")
+    assert diagnosis["findings"][0]["ranks"] == [3]
+    assert diagnosis["ranks"][3]["exit"] == -9
     assert main(["diagnose", str(tmp_path / "fine" / "run")]) == 0
     assert capsys.readouterr().out.startswith("healthy: 8 of 8 ranks ended well")
     assert main(["diagnose", str(tmp_path / "none")]) == 2

@@ -59,10 +59,10 @@ class Keeper:
 
 def events(batch: Batch) -> list[tuple[int, str]]:
     """Return a batch's events in their order."""
-    told = []
+    ordered = []
     for index, begins, ends in zip(index_of(batch.rows), batch.begins, batch.ends, strict=True):
-        told += [(int(index), "start")] * bool(begins) + [(int(index), "end")] * bool(ends)
-    return told
+        ordered += [(int(index), "start")] * bool(begins) + [(int(index), "end")] * bool(ends)
+    return ordered
 
 
 def both(first: int, last: int) -> list[tuple[int, str]]:

@@ -67,8 +67,8 @@ def test_several_processes_read_what_one_reads(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("many")
 def test_the_verdict_is_that_of_one_process(tmp_path: Path) -> None:
     """Nothing depends on which process is first."""
-    found = diagnose(load(dumps(tmp_path)))
-    assert [(each.kind, each.ranks) for each in found.findings] == [("missing", (3,))]
+    diagnosis = diagnose(load(dumps(tmp_path)))
+    assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("missing", (3,))]
 
 
 @pytest.mark.usefixtures("many")
@@ -81,9 +81,9 @@ def test_a_file_that_ends_its_process_is_left_out(tmp_path: Path) -> None:
     (problem,) = answers[1].problems
     assert "nccl_trace_rank_1: damaged" in problem
     assert f"status {-signal.SIGSEGV}" in problem
-    found = diagnose(load(folder))
-    assert [(each.kind, each.ranks) for each in found.findings] == [("missing", (3,))]
-    assert any("nccl_trace_rank_1" in line for line in found.snapshot.problems)
+    diagnosis = diagnose(load(folder))
+    assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("missing", (3,))]
+    assert any("nccl_trace_rank_1" in line for line in diagnosis.snapshot.problems)
 
 
 @pytest.mark.slow

@@ -48,8 +48,8 @@ def test_the_faulty_rank_is_named_and_no_other(tmp_path: Path, kind: str, place:
     if place == 2 and kind == "mismatch":
         pytest.skip("dumps have no split sizes, and each member may have sizes of its own")
     fault = Fault(kind, 5, 140 + place)
-    found = diagnose_dumps(tmp_path, 16, fault)
-    finding = found.findings[0]
+    diagnosis = diagnose_dumps(tmp_path, 16, fault)
+    finding = diagnosis.findings[0]
     assert finding.kind == KINDS[kind]
     members = simulate(16, 1).groups[["tp", "tp", "ep", "pp", "tp", "dp", "world"][place]][5]
     if len(members) == 2 and kind in ("desync", "mismatch"):
@@ -57,7 +57,7 @@ def test_the_faulty_rank_is_named_and_no_other(tmp_path: Path, kind: str, place:
         assert set(finding.victims) >= set(members)
     else:
         assert finding.ranks == (5,)
-    assert len(found.findings) == 1
+    assert len(diagnosis.findings) == 1
 
 
 @pytest.mark.parametrize("ranks", [64, pytest.param(1024, marks=pytest.mark.slow)])
@@ -69,14 +69,14 @@ def test_the_faulty_rank_is_named_and_no_other(tmp_path: Path, kind: str, place:
         (Fault("desync", 1, 141), Fault("missing", 33, 140)),
         (Fault("lagging", 2, 146), Fault("missing", 33, 147)),
     ],
-    ids=lambda pair: "-".join(each.kind for each in pair),
+    ids=lambda pair: "-".join(fault.kind for fault in pair),
 )
 def test_two_faults_at_once_are_both_named(
     tmp_path: Path, ranks: int, pair: tuple[Fault, Fault]
 ) -> None:
     """Each of the two faulty ranks has a finding of its own, and no other rank has one."""
-    found = diagnose_dumps(tmp_path, ranks, *pair, frames=False)
-    assert causes(found) == {(KINDS[fault.kind], (fault.rank,)) for fault in pair}
+    diagnosis = diagnose_dumps(tmp_path, ranks, *pair, frames=False)
+    assert causes(diagnosis) == {(KINDS[fault.kind], (fault.rank,)) for fault in pair}
 
 
 def test_work_that_is_issued_500_deep_behind_the_fault_does_not_hide_it(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_work_that_is_issued_500_deep_behind_the_fault_does_not_hide_it(tmp_path
     job = simulate(16, 700, [Fault("missing", 5, 140)])
     behind = [sum(not call.done for call in issued) for issued in job.issued.values()]
     assert max(behind) == 500
-    found = diagnose(load(write_dumps(tmp_path / "dumps", job)))
-    assert causes(found) == {("missing", (5,))}
+    diagnosis = diagnose(load(write_dumps(tmp_path / "dumps", job)))
+    assert causes(diagnosis) == {("missing", (5,))}
 
 
 def test_clocks_of_hosts_that_differ_do_not_change_the_verdict(tmp_path: Path) -> None:
@@ -119,37 +119,37 @@ def test_a_running_job_whose_last_calls_have_just_begun_has_no_finding(tmp_path:
 
 def test_the_age_is_that_of_the_files_if_they_may_be_right(tmp_path: Path) -> None:
     """Files that are a minute younger than the last call show that it lasted a minute."""
-    found = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), written_ns=T0 + 60 * 10**9)
-    assert 59 < found.findings[0].since_s < 60
-    assert not any("not known" in problem for problem in found.snapshot.problems)
+    diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), written_ns=T0 + 60 * 10**9)
+    assert 59 < diagnosis.findings[0].since_s < 60
+    assert not any("not known" in problem for problem in diagnosis.snapshot.problems)
 
 
 def test_the_age_is_a_lower_bound_if_the_files_were_copied(tmp_path: Path) -> None:
     """Files of another day say nothing; the problem says that ages are lower bounds."""
-    found = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140))
-    assert found.findings[0].since_s < 1
-    assert any("the least that it can be" in problem for problem in found.snapshot.problems)
+    diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140))
+    assert diagnosis.findings[0].since_s < 1
+    assert any("the least that it can be" in problem for problem in diagnosis.snapshot.problems)
 
 
 def test_a_rank_without_a_dump_is_possibly_missing(tmp_path: Path) -> None:
     """The rest waits for a rank that left no dump."""
-    found = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), without=[5])
-    assert causes(found) == {("missing", (5,))}
-    assert found.findings[0].confidence == "possible"
-    assert any("no dump for rank 5 of 16" in problem for problem in found.snapshot.problems)
+    diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), without=[5])
+    assert causes(diagnosis) == {("missing", (5,))}
+    assert diagnosis.findings[0].confidence == "possible"
+    assert any("no dump for rank 5 of 16" in problem for problem in diagnosis.snapshot.problems)
 
 
 def test_ranks_without_a_dump_that_do_not_matter_are_not_named(tmp_path: Path) -> None:
     """The culprit left a dump, others did not."""
-    found = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), without=[2, 6, 11])
-    assert [each.ranks for each in found.findings] == [(5,)]
+    diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), without=[2, 6, 11])
+    assert [finding.ranks for finding in diagnosis.findings] == [(5,)]
 
 
 def test_lost_entries_do_not_change_the_verdict(tmp_path: Path) -> None:
     """Dumps with their newest 300 entries, which begin after the call that hangs."""
     for place in (140, 143, 146):
-        found = diagnose_dumps(tmp_path / str(place), 16, Fault("missing", 5, place), kept=300)
-        assert [each.ranks for each in found.findings] == [(5,)]
+        diagnosis = diagnose_dumps(tmp_path / str(place), 16, Fault("missing", 5, place), kept=300)
+        assert [finding.ranks for finding in diagnosis.findings] == [(5,)]
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -343,7 +343,7 @@ def test_one_bad_file_beside_good_ones_is_stated(tmp_path: Path) -> None:
     run = load(folder)
     assert run.missing_ranks == [6]
     assert any("nccl_trace_rank_6" in problem for problem in run.problems)
-    assert [each.ranks for each in diagnose(run).findings] == [(3,)]
+    assert [finding.ranks for finding in diagnose(run).findings] == [(3,)]
 
 
 def test_a_newer_version_is_read_and_stated(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_file_under_another_ranks_name_is_left_out(tmp_path: Path) -> None:
     run = load(folder)
     assert run.missing_ranks == [2]
     assert any("rank_2: its name says rank 2" in problem for problem in run.problems)
-    assert [each.ranks for each in diagnose(run).findings] == [(3,)]
+    assert [finding.ranks for finding in diagnose(run).findings] == [(3,)]
 
 
 def test_dumps_of_an_older_job_are_left_out(tmp_path: Path) -> None:

@@ -70,10 +70,10 @@ def test_a_new_source_is_loaded_judged_and_exported(toy_run: Path, tmp_path: Pat
     run = load(toy_run)
     assert run.world_size == 3
     assert run.records["op"].to_list()[:3] == ["all_reduce", "barrier", "all_reduce"]
-    found = diagnose(run)
-    assert [(each.kind, each.ranks) for each in found.findings] == [("missing", (1,))]
-    assert "the toy knows no times" in found.snapshot.problems
-    for text in (diagnosis_report.render(found), top.render(found)):
+    diagnosis = diagnose(run)
+    assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("missing", (1,))]
+    assert "the toy knows no times" in diagnosis.snapshot.problems
+    for text in (diagnosis_report.render(diagnosis), top.render(diagnosis)):
         assert "Rank 1" in text
     export(run, "jsonl", tmp_path / "out.jsonl")
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 8

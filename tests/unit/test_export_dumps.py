@@ -47,13 +47,13 @@ def test_the_verdict_of_the_dumps_is_that_of_the_run(
     """Kind, ranks, victims, group, number, op and line of each finding survive the export."""
     run = load(faulty(tmp_path / "run", fault))
     expected = diagnose(run).findings
-    assert [(each.kind, each.ranks) for each in expected] == [(fault.kind, fault.ranks)]
+    assert [(finding.kind, finding.ranks) for finding in expected] == [(fault.kind, fault.ranks)]
     export(run, "flight-recorder", tmp_path / "dumps", as_json=as_json)
-    found = diagnose(load(tmp_path / "dumps")).findings
-    for own, other in zip(expected, found, strict=True):
+    dump_findings = diagnose(load(tmp_path / "dumps")).findings
+    for own, dumped in zip(expected, dump_findings, strict=True):
         for name in ("kind", "ranks", "victims", "seq", "op", "call_site"):
-            assert getattr(other, name) == getattr(own, name), name
-        assert other.since_s == pytest.approx(own.since_s, abs=1.0)
+            assert getattr(dumped, name) == getattr(own, name), name
+        assert dumped.since_s == pytest.approx(own.since_s, abs=1.0)
 
 
 def test_the_records_survive(tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     dump = pickle.loads((out / "nccl_trace_rank_3").read_bytes())
     assert (dump["version"], len(dump["entries"])) == ("2.10", 60)
     assert main([*arguments, str(tmp_path / "json"), "--json"]) == 0
-    again = json.loads((tmp_path / "json" / "nccl_trace_rank_3.json").read_text())
-    assert len(again["entries"]) == 60
+    json_dump = json.loads((tmp_path / "json" / "nccl_trace_rank_3.json").read_text())
+    assert len(json_dump["entries"]) == 60
     assert main([*arguments, "-"]) == 2
     assert "folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("")

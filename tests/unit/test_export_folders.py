@@ -29,13 +29,13 @@ from rankcall.testing.synthetic import synthetic_run
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the content of each file of a folder, by name."""
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for path in folder.iterdir():
         raw = path.read_bytes()
-        found[path.name] = (
+        contents[path.name] = (
             json.loads(gzip.decompress(raw)) if path.suffix == ".gz" else pickle.loads(raw)
         )
-    return found
+    return contents
 
 
 @settings(suppress_health_check=list(HealthCheck), max_examples=30)
@@ -101,8 +101,8 @@ def test_messages_name_both_ends(tmp_path: Path) -> None:
     assert names == {"0": "send 0->1", "1": "recv 1<-0"}
     export(run, "kineto", tmp_path / "traces")
     for trace in read(tmp_path / "traces").values():
-        about = trace["traceEvents"][1]["args"]
-        assert (about["Src Rank"], about["Dst Rank"]) == (0, 1)
+        arguments = trace["traceEvents"][1]["args"]
+        assert (arguments["Src Rank"], arguments["Dst Rank"]) == (0, 1)
 
 
 def test_a_restarted_job(tmp_path: Path) -> None:

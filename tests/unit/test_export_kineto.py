@@ -45,11 +45,11 @@ FIELDS = {
 def traces_of(run: Path, folder: Path) -> dict[int, dict[str, Any]]:
     """Export a run and return its traces by rank."""
     export(load(run), "kineto", folder)
-    found = {}
+    traces = {}
     for path in folder.iterdir():
         trace = json.loads(gzip.decompress(path.read_bytes()))
-        found[trace["distributedInfo"]["rank"]] = trace
-    return found
+        traces[trace["distributedInfo"]["rank"]] = trace
+    return traces
 
 
 def of_kind(trace: dict[str, Any], kind: str) -> list[dict[str, Any]]:
@@ -68,17 +68,17 @@ def test_each_op_is_an_event_with_the_fields_of_the_profiler(tmp_path: Path) -> 
         issued, kernels = of_kind(trace, "cpu_op"), of_kind(trace, "kernel")
         assert len(issued) == len(kernels) == len(records) == 60
         for record, op, kernel in zip(records, issued, kernels, strict=True):
-            about = kernel["args"]
-            assert set(about) >= FIELDS | {"External id", "correlation", "stream"}
-            assert op["args"]["External id"] == about["External id"]
-            name = about["Collective name"].replace("_", "").removesuffix("base")
+            fields = kernel["args"]
+            assert set(fields) >= FIELDS | {"External id", "correlation", "stream"}
+            assert op["args"]["External id"] == fields["External id"]
+            name = fields["Collective name"].replace("_", "").removesuffix("base")
             assert name == record["op"].replace("_", "")
             assert kernel["name"].startswith("ncclDevKernel_")
-            assert about["Seq"] == record["seq"]
+            assert fields["Seq"] == record["seq"]
             width = 4 if record["dtype"] == "float32" else 1
-            assert about["In msg nelems"] * width == record["in_bytes"]
-            assert json.loads(about["Process Group Ranks"])[about["Rank"]] == rank
-            assert about["Group size"] == len(json.loads(about["Process Group Ranks"]))
+            assert fields["In msg nelems"] * width == record["in_bytes"]
+            assert json.loads(fields["Process Group Ranks"])[fields["Rank"]] == rank
+            assert fields["Group size"] == len(json.loads(fields["Process Group Ranks"]))
             lasts = record["completed_ns"] - record["started_ns"]
             assert kernel["dur"] * 1e3 == pytest.approx(lasts, abs=1)
 
@@ -131,7 +131,7 @@ def test_holistic_trace_analysis_reads_the_traces(tmp_path: Path) -> None:
         expected: Counter[str] = Counter()
         for event in of_kind(trace, "kernel"):
             expected[event["name"]] += event["dur"]
-        found = {row["name"]: row["sum (us)"] for row in names if row["rank"] == rank}
-        assert set(found) == set(expected)
+        sums = {row["name"]: row["sum (us)"] for row in names if row["rank"] == rank}
+        assert set(sums) == set(expected)
         for name, total in expected.items():
-            assert found[name] == pytest.approx(total, abs=60)  # it rounds each to 1 µs
+            assert sums[name] == pytest.approx(total, abs=60)  # it rounds each to 1 µs

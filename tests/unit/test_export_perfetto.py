@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall.export import export
-from rankcall.export.perfetto_packets import Rows, lanes, number, text
+from rankcall.export.perfetto_packets import Rows, number, text, track_numbers
 from rankcall.record import FLAG_ANY_SOURCE
 from rankcall.ring.tables import Group
 from rankcall.run.load import load
@@ -69,21 +69,21 @@ def test_rows_are_protobuf(values: list[int], tag: int) -> None:
         message, fixed = proto.UnknownFieldSet(Empty.FromString(raw.tobytes()))
         assert (message.field_number, fixed.data) == (tag + 1, value)
         fields = list(proto.UnknownFieldSet(Empty.FromString(message.data)))
-        assert [each.data for each in fields] == [value, b"x", 300]
+        assert [field.data for field in fields] == [value, b"x", 300]
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=40))
-def test_lanes_do_not_overlap(spans: list[tuple[int, int]]) -> None:
-    """No two intervals of one lane overlap or touch, and no more lanes than needed are used."""
+def test_ops_of_a_track_do_not_overlap(spans: list[tuple[int, int]]) -> None:
+    """No two intervals of one track overlap or touch, and no more tracks than needed are used."""
     spans.sort()
     start = np.array([a for a, _ in spans], np.int64)
     end = start + np.array([length for _, length in spans], np.int64)
-    found = lanes(start, end)
-    for lane in set(found.tolist()):
-        rows = np.flatnonzero(found == lane)
+    numbers = track_numbers(start, end)
+    for track in set(numbers.tolist()):
+        rows = np.flatnonzero(numbers == track)
         assert np.all(start[rows][1:] > end[rows][:-1])
     deepest = max((int(((start <= t) & (t <= end)).sum()) for t in start), default=0)
-    assert len(set(found.tolist())) == deepest
+    assert len(set(numbers.tolist())) == deepest
 
 
 def test_decodes_without_a_browser(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def _on_one_clock(processor: Any, ends: np.ndarray) -> None:
         "s.track_id = t.id join track p on t.parent_id = p.id "
         "where s.name = 'all_reduce' order by 1, 2"
     )
-    found = np.array([row["until"] for row in rows]).reshape(4, -1) - EPOCH_NS
-    assert np.abs(found - ends[::4].T).max() < 100_000
+    end_times = np.array([row["until"] for row in rows]).reshape(4, -1) - EPOCH_NS
+    assert np.abs(end_times - ends[::4].T).max() < 100_000
 
 
 def test_what_a_click_shows(processor: Any, tmp_path: Path) -> None:

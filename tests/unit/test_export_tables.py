@@ -65,15 +65,15 @@ def test_golden(small: Path, to: str) -> None:
 
 def test_parquet_is_the_records(small: Path) -> None:
     """Polars reads back every column of Run.records, and enqueued_at."""
-    found = pl.read_parquet(written(small, "parquet"))
+    exported = pl.read_parquet(written(small, "parquet"))
     expected = load(small).records
     text = pl.selectors.by_dtype(pl.Categorical, pl.Enum)
     assert (
-        found.drop("enqueued_at")
+        exported.drop("enqueued_at")
         .with_columns(text.cast(pl.String))
         .equals(expected.with_columns(text.cast(pl.String)))
     )
-    assert found.schema["enqueued_at"] == pl.Datetime("ns", "UTC")
+    assert exported.schema["enqueued_at"] == pl.Datetime("ns", "UTC")
 
 
 @pytest.mark.parametrize("to", TABLES)
@@ -83,7 +83,7 @@ def test_duckdb_counts_the_same(tmp_path: Path, to: str) -> None:
     synthetic_run(tmp_path / "run", 4, 90, hosts=2, program=(Op(), Op("exchange", 64)))
     path = written(tmp_path / "run", to)
     reader = {"parquet": "read_parquet", "jsonl": "read_json", "csv": "read_csv"}[to]
-    found = duckdb.sql(
+    rows = duckdb.sql(
         f"select op, count(*), sum(message_bytes), count(peer) from {reader}('{path}') "
         "group by op order by op"
     ).fetchall()
@@ -92,7 +92,7 @@ def test_duckdb_counts_the_same(tmp_path: Path, to: str) -> None:
         (op, len(part), int(part["message_bytes"].sum()), part["peer"].count())
         for (op,), part in records.group_by(pl.col("op").cast(pl.String))
     ]
-    assert found == sorted(expected)
+    assert rows == sorted(expected)
 
 
 def test_absent_is_absent(small: Path) -> None:
@@ -113,9 +113,9 @@ def test_moments_are_on_one_clock(tmp_path: Path) -> None:
     truth = synthetic_run(
         tmp_path / "run", 4, 400, hosts=2, clock_offsets_ns=[0, 1_000_000_000], program=(Op(),)
     )
-    found = pl.read_parquet(written(tmp_path / "run", "parquet"))
+    exported = pl.read_parquet(written(tmp_path / "run", "parquet"))
     for rank in range(4):
-        mine = found.filter(pl.col("rank") == rank)["enqueued_at"].dt.timestamp("ns").to_numpy()
+        mine = exported.filter(pl.col("rank") == rank)["enqueued_at"].dt.timestamp("ns").to_numpy()
         error = mine - EPOCH_NS - truth.arrivals[:, rank]
         assert np.abs(error).max() < 100_000
 

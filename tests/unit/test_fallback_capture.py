@@ -55,10 +55,10 @@ def reduce_scatter(output: torch.Tensor) -> Any:
 def records(recording: Recording) -> list[tuple[str, bool, int]]:
     """Return the status of each reduce_scatter, whether it is abandoned, and when it ended."""
     assert recording.path is not None
-    found = read_ring(recording.path).records
+    rows = read_ring(recording.path).records
     return [
         (STATUSES[row["status"]], bool(row["flags"] & FLAG_ABANDONED), int(row["completed_ns"]))
-        for row in found
+        for row in rows
         if OPS[row["op"]] == "reduce_scatter"
     ]
 
@@ -81,7 +81,7 @@ def test_a_dropped_work_dies_with_its_tensors(recording: Recording) -> None:
         reduce_scatter(output)
         del output
     dist.all_reduce(torch.ones(1))
-    assert [each() for each in dead] == [None] * 100
+    assert [reference() for reference in dead] == [None] * 100
     assert not completion.work_proxies
     assert records(recording) == [("started", True, 0)] * 100
 
@@ -307,8 +307,8 @@ def test_captures_take_turns(gloo: None, tmp_path: Path) -> None:
     for number, capture in enumerate(["python", "native", "python", "native"]):
         with rankcall.enable(tmp_path / f"run-{number}", capture=capture) as recording:
             dist.all_reduce(torch.ones(1))
-        found = rankcall.load(tmp_path / f"run-{number}").records
-        assert found["op"].to_list() == ["all_reduce"], (number, capture)
+        table = rankcall.load(tmp_path / f"run-{number}").records
+        assert table["op"].to_list() == ["all_reduce"], (number, capture)
         assert recording.capture.name == capture
 
 
@@ -367,27 +367,27 @@ def test_kernels_stay_to_the_end_of_the_process() -> None:
 
 def numbered() -> tuple[callsites.CallSites, list[CallSite]]:
     """Return a finder of call sites, and those that it has found."""
-    found: list[CallSite] = []
+    found_sites: list[CallSite] = []
 
     def add(site: CallSite) -> int:
-        found.append(site)
-        return len(found)
+        found_sites.append(site)
+        return len(found_sites)
 
-    return callsites.CallSites(add), found
+    return callsites.CallSites(add), found_sites
 
 
 def test_equal_code_of_two_files_is_two_sites() -> None:
     """Code objects compare equal whatever file they are from."""
-    sites, found = numbered()
+    sites, found_sites = numbered()
     for name in ("one.py", "two.py"):
         space: dict[str, Any] = {"look": lambda frame: sites.find(frame, 0), "sys": sys}
         exec(compile("look(sys._getframe())", name, "exec"), space)
-    assert [site.file for site in found] == ["one.py", "two.py"]
+    assert [site.file for site in found_sites] == ["one.py", "two.py"]
 
 
 def test_code_is_not_kept_alive() -> None:
     """A code object that was met dies with its owner, and what is known of it goes, too."""
-    sites, found = numbered()
+    sites, found_sites = numbered()
     dead = []
     for number in range(200):
         space: dict[str, Any] = {"look": lambda frame: sites.find(frame, 0), "sys": sys}
@@ -395,8 +395,8 @@ def test_code_is_not_kept_alive() -> None:
         dead.append(weakref.ref(code))
         exec(code, space)
         del code
-    assert [each() for each in dead] == [None] * 200
-    assert [site.line for site in found] == list(range(1, 201))
+    assert [reference() for reference in dead] == [None] * 200
+    assert [site.line for site in found_sites] == list(range(1, 201))
     assert len(sites._codes) < 10
     assert len(sites._references) == len(sites._codes)
 

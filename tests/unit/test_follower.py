@@ -87,15 +87,15 @@ class World:
 
     def poll(self) -> list[tuple[int, str]]:
         """Return the events that the follower delivers now; add up those that it drops."""
-        told: list[tuple[int, str]] = []
+        polled: list[tuple[int, str]] = []
         with (
             mock.patch.object(follower_module, "_CHUNK", self.chunk),
             mock.patch.object(follower_module.time, "monotonic_ns", return_value=self.now),
         ):
             while (batch := self.follower.poll(self.ring.head)) is not None:
                 self.dropped += batch.dropped
-                told += events(batch)
-        return told
+                polled += events(batch)
+        return polled
 
     def readable(self) -> set[int]:
         """Return every record that is still somewhere in the file."""
@@ -135,11 +135,11 @@ class World:
 
 def events(batch: Batch) -> list[tuple[int, str]]:
     """Return a batch's events in the order in which hooks get them."""
-    told = []
+    ordered = []
     for row, begins, ends in zip(batch.rows, batch.begins, batch.ends, strict=True):
         index = int(row["commit"] >> 2) - 1
-        told += [(index, "start")] * bool(begins) + [(index, "end")] * bool(ends)
-    return told
+        ordered += [(index, "start")] * bool(begins) + [(index, "end")] * bool(ends)
+    return ordered
 
 
 def check_order(told: list[tuple[int, str]], ops: list[Op]) -> None:
@@ -188,10 +188,10 @@ def test_every_event_is_delivered_once_or_counted(
         nonlocal drops
         due, dropped = world.expected()
         drops += dropped
-        told = world.poll()
-        assert set(told) == due
-        check_order(told, world.ops)
-        delivered.update(told)
+        polled = world.poll()
+        assert set(polled) == due
+        check_order(polled, world.ops)
+        delivered.update(polled)
 
     for name, *args in actions:
         running = world.running()
@@ -227,8 +227,8 @@ def test_what_is_in_flight_is_never_dropped() -> None:
     slow = [world.issue() for _ in range(5)]
     for _ in range(500):
         world.finish(world.issue(counter=2))
-    told = world.poll()
-    assert [(index, "start") for index in slow] == [event for event in told if event[0] in slow]
+    polled = world.poll()
+    assert [(index, "start") for index in slow] == [event for event in polled if event[0] in slow]
     assert [int(row["commit"] >> 2) - 1 for row in world.follower.unfinished()] == slow
     for index in slow:
         world.finish(index)
@@ -241,13 +241,13 @@ def test_a_full_table_of_ops_in_flight_is_counted() -> None:
     world = World(capacity=1)
     for _ in range(PARKING + 6):
         world.issue()
-    told = world.poll()
+    polled = world.poll()
     for index in world.running():
         world.finish(index)
-    told += world.poll()
+    polled += world.poll()
     world.finish(world.issue())
-    told += world.poll()
-    assert len(told) + world.dropped == 2 * len(world.ops)
+    polled += world.poll()
+    assert len(polled) + world.dropped == 2 * len(world.ops)
     assert world.dropped == 2 * 5
 
 
@@ -396,12 +396,12 @@ def test_a_follower_that_begins_late_reports_ends_of_what_is_in_flight() -> None
 def test_writers_on_other_threads(threads: int) -> None:
     """While writers lap the ring all the time, the sum of events and drops stays exact."""
     world = World(capacity=64)
-    each = 3000
+    ops_per_thread = 3000
     gate = threading.Barrier(threads + 1)
 
     def write() -> None:
         gate.wait(10)
-        for _ in range(each):
+        for _ in range(ops_per_thread):
             index = world.ring.issue(body(started_ns=1))
             world.ring.finish(index, completed_ns=1, status=COMPLETED)
 
@@ -425,4 +425,4 @@ def test_writers_on_other_threads(threads: int) -> None:
     world.ring.finish(world.ring.issue(body(started_ns=1)), completed_ns=1, status=COMPLETED)
     look()
     assert max(seen.values()) == 1
-    assert len(seen) + dropped == 2 * (each * threads + 1)
+    assert len(seen) + dropped == 2 * (ops_per_thread * threads + 1)

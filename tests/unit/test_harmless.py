@@ -51,26 +51,26 @@ def test_a_destroyed_group_and_its_store_are_let_go(tmp_path: Path, capture: str
         store = dist.HashStore()
         dist.init_process_group("gloo", rank=0, world_size=1, store=store)
         all_reduce()
-        kept = weakref.ref(store), weakref.ref(dist.group.WORLD)
+        references = weakref.ref(store), weakref.ref(dist.group.WORLD)
         del store
         dist.destroy_process_group()
         gc.collect()
-        assert [each() for each in kept] == [None, None]
+        assert [reference() for reference in references] == [None, None]
 
 
 @pytest.mark.usefixtures("fake")
 def test_groups_made_in_a_loop_are_let_go(tmp_path: Path, capture: str) -> None:
     """Sub-groups come and go; only an entry in the ring remains of each."""
     with rankcall.enable(tmp_path / "run", capture=capture):
-        kept = []
+        references = []
         for _ in range(20):
             made = dist.new_group([0, 1])
             dist.all_reduce(torch.ones(1), group=made)
-            kept.append(weakref.ref(made))
+            references.append(weakref.ref(made))
             dist.destroy_process_group(made)
             del made
         gc.collect()
-        assert [each() for each in kept] == [None] * 20
+        assert [reference() for reference in references] == [None] * 20
 
 
 def mapped_rings() -> int:
@@ -188,14 +188,14 @@ def test_a_forked_child_ends_nothing_of_its_parent(tmp_path: Path, capture: str)
     recording = rankcall.enable(tmp_path / "run", capture=capture)
     try:
         work = dist.irecv(torch.zeros(2))
-        assert [each.operation for each in hooks.pending()] == ["recv"]
+        assert [status.operation for status in hooks.pending()] == ["recv"]
         child = os.fork()
         if child == 0:
             del work
             gc.collect()
             os._exit(0)
         assert os.waitpid(child, 0) == (child, 0)
-        assert [each.operation for each in hooks.pending()] == ["recv"]
+        assert [status.operation for status in hooks.pending()] == ["recv"]
         assert recording.path is not None
         (record,) = read_ring(recording.path).records
         assert record["completed_ns"] == 0
@@ -243,17 +243,17 @@ def test_groups_without_room_are_kept_apart(tmp_path: Path, capture: str) -> Non
             for _ in range(500):
                 recording.capture.add_group(_some_group(len(made)), 0)
                 made.append(None)
-        one, two = dist.new_group([0, 1]), dist.new_group([0, 2])
-        for each in (one, two, one):
-            dist.all_reduce(torch.ones(1), group=each)
+        left, right = dist.new_group([0, 1]), dist.new_group([0, 2])
+        for pair in (left, right, left):
+            dist.all_reduce(torch.ones(1), group=pair)
         records = read_ring(recording.path).records[-3:]
         first, second, third = records["group"].tolist()
         assert first == third
         assert first != second
         assert min(first, second) >= UNLISTED_GROUPS
         assert records["seq"].tolist() == [1, 1, 2]
-        for each in (one, two):
-            dist.destroy_process_group(each)
+        for pair in (left, right):
+            dist.destroy_process_group(pair)
     finally:
         rankcall.disable()
 

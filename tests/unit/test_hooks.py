@@ -74,7 +74,7 @@ def test_start_and_end_of_collectives() -> None:
         dist.barrier()
         statuses = seen.wait(6)
     after = time.time_ns()
-    assert [(each.operation, each.sequence_number, each.status) for each in statuses] == [
+    assert [(status.operation, status.sequence_number, status.status) for status in statuses] == [
         ("all_reduce", 1, "started"),
         ("all_reduce", 1, "completed"),
         ("broadcast", 2, "started"),
@@ -103,10 +103,10 @@ def test_only_the_wanted_events_come() -> None:
     starts, ends = Seen(), Seen()
     with hooks.register_collective_start_hook(starts):
         all_reduce(3)
-        assert {each.status for each in starts.wait(3)} == {"started"}
+        assert {status.status for status in starts.wait(3)} == {"started"}
     with hooks.register_collective_end_hook(ends):
         all_reduce(3)
-        assert {each.status for each in ends.wait(3)} == {"completed"}
+        assert {status.status for status in ends.wait(3)} == {"completed"}
     assert len(starts.statuses) == 3
 
 
@@ -163,7 +163,7 @@ def test_the_thread_lives_from_the_first_handle_to_the_last() -> None:
     first.remove()
     first.remove()
     all_reduce()
-    assert [each.status for each in seen.wait(1)] == ["completed"]
+    assert [status.status for status in seen.wait(1)] == ["completed"]
     second.remove()
     until_gone(thread)
     assert session.current() is None
@@ -234,7 +234,7 @@ def test_registration_may_come_before_init_and_outlives_destroy() -> None:
             all_reduce(2)
             dist.destroy_process_group()
         statuses = seen.wait(4)
-    assert [each.sequence_number for each in statuses] == [1, 2, 1, 2]
+    assert [status.sequence_number for status in statuses] == [1, 2, 1, 2]
     first, second = statuses[1].pg_name, statuses[2].pg_name
     assert first == statuses[0].pg_name != second == statuses[3].pg_name
 
@@ -262,7 +262,7 @@ def test_enable_after_registration_continues_the_numbers(tmp_path: Path) -> None
         with rankcall.enable(tmp_path / "run"):
             all_reduce()
         all_reduce()  # disable() came, the hooks remain
-        assert [each.sequence_number for each in seen.wait(4)] == [1, 2, 3, 4]
+        assert [status.sequence_number for status in seen.wait(4)] == [1, 2, 3, 4]
     assert rankcall.load(tmp_path / "run").records["seq"].to_list() == [1, 2, 3, 4]
 
 
@@ -278,7 +278,7 @@ def test_a_ring_that_cannot_be_named_is_followed_into_the_next(
     all_reduce(2)
     with rankcall.enable(tmp_path / "run"):
         all_reduce()
-        assert [each.sequence_number for each in seen.wait(3)] == [1, 2, 1]
+        assert [status.sequence_number for status in seen.wait(3)] == [1, 2, 1]
     handle.remove()
 
 

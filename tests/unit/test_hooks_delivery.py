@@ -78,9 +78,9 @@ def test_failures_are_logged_once_with_traceback_then_once_a_minute(
     for moment in (0, 1, 59, 61, 62, 120, 122):
         now = 1000.0 + moment
         failures.call()
-    said = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
+    messages = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
     name = "end hook test_failures_are_logged_once_with_traceback_then_once_a_minute.<locals>.bad"
-    assert said == [
+    assert messages == [
         (f"{name} failed; it stays registered", True),
         (f"{name} failed 3 more times; last: ValueError('no')", False),
         (f"{name} failed 3 more times; last: ValueError('no')", False),
@@ -146,7 +146,7 @@ def test_a_hook_may_issue_collectives_on_another_group() -> None:
         all_reduce(10)
         statuses = seen.wait(20)
     for name in {status.pg_name for status in statuses}:
-        numbers = [each.sequence_number for each in statuses if each.pg_name == name]
+        numbers = [status.sequence_number for status in statuses if status.pg_name == name]
         assert numbers == list(range(1, 11))
 
 
@@ -200,7 +200,7 @@ def test_several_threads_issue() -> None:
     groups = [dist.new_group([0]) for _ in range(4)]
     seen = Seen()
     with hooks.register_collective_start_hook(seen), hooks.register_collective_end_hook(seen):
-        threads = [threading.Thread(target=all_reduce, args=(200, each)) for each in groups]
+        threads = [threading.Thread(target=all_reduce, args=(200, group)) for group in groups]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -211,8 +211,8 @@ def test_several_threads_issue() -> None:
     for name in names:
         for kind in ("started", "completed"):
             numbers = [
-                each.sequence_number
-                for each in statuses
-                if each.pg_name == name and each.status == kind
+                status.sequence_number
+                for status in statuses
+                if status.pg_name == name and status.status == kind
             ]
             assert numbers == list(range(1, 201))

@@ -41,7 +41,7 @@ def test_an_idle_process_is_left_alone() -> None:
         threading.Event().wait(1.5)  # the window that is measured; longer on a busy machine
         slept = switches(thread) - before
         assert 1 <= slept <= 5 * (time.monotonic() - began)
-        assert [each.operation for each in hooks.pending()] == ["recv"]
+        assert [status.operation for status in hooks.pending()] == ["recv"]
         assert not receive.is_completed()
 
 

@@ -63,8 +63,8 @@ def look(run: Path, seconds: float, states: Mapping[int, str] | None = None) -> 
 
 def remember(run: Path, line: str, seconds: float | None) -> None:
     """Keep a verdict about a hang at a line, which ended after so many seconds, or not."""
-    found = Finding("missing", (2,), (0, 1, 3), call_site=line)
-    place = keep_verdict(run, received_verdict([found]), {}, any_verdict)
+    finding = Finding("missing", (2,), (0, 1, 3), call_site=line)
+    place = keep_verdict(run, received_verdict([finding]), {}, any_verdict)
     assert place is not None
     if seconds is not None:
         note_over(place, seconds)
@@ -77,9 +77,9 @@ def test_a_declared_wait_for_work(tmp_path: Path) -> None:
     declare(run, 2, FOREVER_NS)
     diagnosis = look(run, 70)
     assert causes(diagnosis) == [("idle", (2,))]
-    (found,) = diagnosis.findings
-    assert (found.victims, found.confidence, found.stops) == ((0, 1, 3), "certain", False)
-    assert "has waited for work (requests) for 70 s, and 3 ranks with it" in found.summary
+    (finding,) = diagnosis.findings
+    assert (finding.victims, finding.confidence, finding.stops) == ((0, 1, 3), "certain", False)
+    assert "has waited for work (requests) for 70 s, and 3 ranks with it" in finding.summary
     assert diagnosis.verdict == "idle"
     assert render(diagnosis).startswith("idle: Rank 2")
 
@@ -137,12 +137,12 @@ def test_a_wait_as_before(tmp_path: Path, line: str, lasted: float | None, kind:
     remember(run, line, lasted)
     diagnosis = look(run, 70)
     assert causes(diagnosis) == [(kind, (2,))]
-    (found,) = diagnosis.findings
+    (finding,) = diagnosis.findings
     if kind == "idle":
-        assert found.confidence == "likely"
-        assert not found.stops
-        assert f"a wait at {LINE} lasted" in found.evidence[0]
-        assert "rankcall.expect(math.inf" in found.advice
+        assert finding.confidence == "likely"
+        assert not finding.stops
+        assert f"a wait at {LINE} lasted" in finding.evidence[0]
+        assert "rankcall.expect(math.inf" in finding.advice
 
 
 def test_a_rank_elsewhere_is_not_idle(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_a_rank_elsewhere_is_not_idle(tmp_path: Path) -> None:
         f'Current thread 0x1 (most recent call first):\n  File "/x/{loader}", line 9 in __next__\n'
         '  File "train.py", line 5 in <module>'
     )
-    found = with_stacks(load(run), look(run, 70), {2: stack})
-    assert causes(found) == [("missing", (2,))]
+    diagnosis = with_stacks(load(run), look(run, 70), {2: stack})
+    assert causes(diagnosis) == [("missing", (2,))]
 
 
 def test_another_fault_beside_it(tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ def test_when_a_hang_was_over(tmp_path: Path) -> None:
     """It is kept beside the verdict, and shown; a damaged note counts as none."""
     run = write_run(tmp_path, RANK_2_MISSING, 70)
     remember(run, LINE, 73.25)
-    (kept,) = look(run, 70).kept
-    assert kept.over_s == pytest.approx(73.25, abs=0.1)
+    (hang,) = look(run, 70).kept
+    assert hang.over_s == pytest.approx(73.25, abs=0.1)
     assert ", over after 73 s" in render(look(run, 70), 120)
     (note,) = run.glob("hangs/*/over.json")
     for text in ("", "{}", '{"seconds": "x"}', '{"seconds": -1}', '{"seconds": NaN}', "[" * 9999):

@@ -33,8 +33,8 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_figures_and_the_verdict_of_a_straggler(recorded: Path) -> None:
     """Each look logs shares and the late rank; the reporter says the verdict once."""
     logged: list[dict[str, float]] = []
-    said: list[str] = []
-    reporter = Reporter(logged.append, said.append, every_s=0.0)
+    verdicts: list[str] = []
+    reporter = Reporter(logged.append, verdicts.append, every_s=0.0)
     for _ in range(3):
         reporter.close()
     assert len(logged) == 3
@@ -43,8 +43,8 @@ def test_figures_and_the_verdict_of_a_straggler(recorded: Path) -> None:
         assert figures["rankcall/straggler_share"] > 0.9
         assert 0 < figures["rankcall/waiting_share"] <= 1
         assert 0 < figures["rankcall/communication_share"] <= 1
-    assert len(said) == 1
-    assert said[0].startswith("rankcall: straggler: Rank 3")
+    assert len(verdicts) == 1
+    assert verdicts[0].startswith("rankcall: straggler: Rank 3")
 
 
 def test_an_update_does_not_wait(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

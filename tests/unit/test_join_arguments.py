@@ -195,5 +195,5 @@ def test_the_list_of_joins_is_read_as_hostile(tmp_path: Path) -> None:
     assert joins == [good, good]
     assert len(problems) == len(damaged)
     assert "line 2 is damaged" in problems[0]
-    assert [each.batches for each in total_by_rank(joins)] == [14, 10]
+    assert [total.batches for total in total_by_rank(joins)] == [14, 10]
     assert read_joins(tmp_path / "nowhere") == ([], [])

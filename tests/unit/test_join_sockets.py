@@ -40,10 +40,10 @@ class Group:
         self._device_types = [torch.device(name) for name in backends]
 
     def _get_backend(self, device: torch.device) -> Backend:
-        found = self.backends[device.type]
-        if found is None:
+        backend = self.backends[device.type]
+        if backend is None:
             raise RuntimeError("No backend type associated with device type cuda")
-        return found
+        return backend
 
 
 def test_groups_on_devices_are_aborted() -> None:
@@ -86,7 +86,7 @@ def test_only_connections_to_the_others_are_broken() -> None:
     """Connections are chosen by their far end; those of an excluded port stay open."""
     (near, far), (kept, kept_far) = pair(), pair()
     with near, far, kept, kept_far:
-        assert {end_of(each) for each in (near, far, kept, kept_far)} <= set(endpoints())
+        assert {end_of(end) for end in (near, far, kept, kept_far)} <= set(endpoints())
         theirs = [end_of(far), end_of(kept_far), "0100007F:0001"]
         assert break_connections(theirs, [kept_far.getsockname()[1]]) == 1
         assert far.recv(1) == b""

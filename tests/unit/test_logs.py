@@ -57,18 +57,18 @@ def cause(found: Diagnosis) -> tuple[str, tuple[int, ...]]:
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_real_log_of_gloo_names_the_rank_at_fault(name: str) -> None:
     """The verdict is what was planted, and it quotes lines of the log by their numbers."""
-    found = diagnosed(REAL / name)
-    assert cause(found) == PLANTED[name]
+    diagnosis = diagnosed(REAL / name)
+    assert cause(diagnosis) == PLANTED[name]
     lines = (REAL / name).read_text().splitlines()
-    for quote in found.findings[0].evidence:
+    for quote in diagnosis.findings[0].evidence:
         if quote.startswith(f"{name}:"):
             _, number, text = quote.split(":", 2)
             words = text.replace("…", "").replace("[rank", "").split()
             assert words[-1] in lines[int(number) - 1]
-    assert found.findings[0].evidence
+    assert diagnosis.findings[0].evidence
 
 
-@pytest.mark.parametrize("wording", WORDINGS, ids=lambda each: each.seen_in)
+@pytest.mark.parametrize("wording", WORDINGS, ids=lambda wording: wording.seen_in)
 def test_a_rank_that_had_not_come_is_missing(tmp_path: Path, wording: Wording) -> None:
     """Three ranks time out in #51, and the fourth writes that it has issued 50."""
     finding = verdict(tmp_path, log_of(wording, LATE, {2: (50, 50)})).findings[0]
@@ -77,22 +77,22 @@ def test_a_rank_that_had_not_come_is_missing(tmp_path: Path, wording: Wording) -
     assert finding.since_s == pytest.approx(600.013)
 
 
-@pytest.mark.parametrize("wording", WORDINGS, ids=lambda each: each.seen_in)
+@pytest.mark.parametrize("wording", WORDINGS, ids=lambda wording: wording.seen_in)
 def test_a_rank_that_had_issued_the_call_is_not_missing(tmp_path: Path, wording: Wording) -> None:
     """If all ranks had issued #51, the log does not say which of them is at fault."""
-    found = verdict(tmp_path, log_of(wording, LATE, {2: (51, 50)}))
-    assert cause(found) == ("undecided", ())
+    diagnosis = verdict(tmp_path, log_of(wording, LATE, {2: (51, 50)}))
+    assert cause(diagnosis) == ("undecided", ())
 
 
-@pytest.mark.parametrize("wording", [*OLD, *WORDINGS], ids=lambda each: each.seen_in)
+@pytest.mark.parametrize("wording", [*OLD, *WORDINGS], ids=lambda wording: wording.seen_in)
 def test_time_outs_alone_name_no_rank(tmp_path: Path, wording: Wording) -> None:
     """All that time out are victims, and a rank that writes nothing may just be in no log."""
-    found = verdict(tmp_path, log_of(wording, LATE))
-    assert cause(found) == ("undecided", ())
-    assert "rankcall run" in found.findings[0].advice
+    diagnosis = verdict(tmp_path, log_of(wording, LATE))
+    assert cause(diagnosis) == ("undecided", ())
+    assert "rankcall run" in diagnosis.findings[0].advice
 
 
-@pytest.mark.parametrize("wording", WORDINGS, ids=lambda each: each.seen_in)
+@pytest.mark.parametrize("wording", WORDINGS, ids=lambda wording: wording.seen_in)
 def test_other_ops_and_sizes_at_one_number(tmp_path: Path, wording: Wording) -> None:
     """If all ranks report their call, the one that differs from the others is named."""
     calls = {rank: Call(9) for rank in range(4)}
@@ -115,8 +115,8 @@ def test_a_partial_log_names_no_side(tmp_path: Path) -> None:
 def test_groups_of_one_name_are_not_compared(tmp_path: Path) -> None:
     """Ranks 0-1 and 2-3 have a group each, both called 1: their numbers say nothing together."""
     first = log_of(NEWEST, {0: Call(9)}, name="1", desc="mesh_tp", members=(0, 1))
-    other = log_of(NEWEST, {3: Call(4, "BROADCAST")}, name="1", desc="mesh_tp", members=(2, 3))
-    assert cause(verdict(tmp_path, first + other)) == ("undecided", ())
+    second = log_of(NEWEST, {3: Call(4, "BROADCAST")}, name="1", desc="mesh_tp", members=(2, 3))
+    assert cause(verdict(tmp_path, first + second)) == ("undecided", ())
 
 
 def test_a_rank_that_is_behind_may_wait_in_another_group(tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_two_attempts_in_one_log_are_not_mixed(tmp_path: Path) -> None:
     restarts = "[default] Worker group FAILED. 3/3 attempts left; will restart worker group"
     assert cause(verdict(tmp_path, [*raised, restarts, *attempt])) == ("undecided", ())
     again = log_of(NEWEST, {0: Call(500)}) + log_of(NEWEST, {0: Call(20), 1: Call(20)}, {2: (9, 9)})
-    found = verdict(tmp_path, again)
-    assert cause(found) == ("undecided", ())
-    assert any("several attempts" in problem for problem in found.snapshot.problems)
+    diagnosis = verdict(tmp_path, again)
+    assert cause(diagnosis) == ("undecided", ())
+    assert any("several attempts" in problem for problem in diagnosis.snapshot.problems)
 
 
 def test_desync_debug_names_the_ranks(tmp_path: Path) -> None:
@@ -276,8 +276,8 @@ def test_an_exception_that_the_program_recorded_for_torchrun(tmp_path: Path) -> 
     frames = 'Traceback (most recent call last):\n    File "/job/x.py", line 3, in main\n      f()'
     own = SUMMARY.format(rank=3, code=1, name="", traceback=f"{frames}\n  KeyError: 'loss'")
     assert cause(verdict(tmp_path, own.splitlines())) == ("dead", (3,))
-    other = f"{frames}\n  RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [::1]:1"
-    followed = SUMMARY.format(rank=3, code=1, name="", traceback=other)
+    traceback = f"{frames}\n  RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [::1]:1"
+    followed = SUMMARY.format(rank=3, code=1, name="", traceback=traceback)
     assert cause(verdict(tmp_path, followed.splitlines())) == ("undecided", ())
 
 
@@ -429,8 +429,8 @@ def test_a_line_without_an_end(tmp_path: Path) -> None:
 
 def test_a_log_without_trouble(tmp_path: Path) -> None:
     """A log without such messages is no fault, and the text says that nothing was found."""
-    found = verdict(tmp_path, [f"step {step} loss 0.1" for step in range(1000)])
-    (finding,) = found.findings
+    diagnosis = verdict(tmp_path, [f"step {step} loss 0.1" for step in range(1000)])
+    (finding,) = diagnosis.findings
     assert (finding.kind, finding.ranks, finding.is_fault) == ("nothing_found", (), False)
     assert "1,000 lines" in finding.summary
 
@@ -441,9 +441,9 @@ def test_a_log_with_no_end_of_messages_is_cut(
     """Only so many lines are parsed, and the report gives the number of the last one."""
     monkeypatch.setattr("rankcall.imports.log_lines._MOST_LINES", 100)
     lines = ["[rank0]: RuntimeError: Connection closed by peer [::1]:1"] * 1000
-    found = verdict(tmp_path, lines)
-    assert any("not read beyond line" in problem for problem in found.snapshot.problems)
-    assert "not read beyond line" in report.render(found)
+    diagnosis = verdict(tmp_path, lines)
+    assert any("not read beyond line" in problem for problem in diagnosis.snapshot.problems)
+    assert "not read beyond line" in report.render(diagnosis)
 
 
 def test_logs_that_cannot_be_read(tmp_path: Path) -> None:
@@ -451,9 +451,9 @@ def test_logs_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "gone.log"
     with pytest.raises(CorruptRun, match=r"gone\.log"):
         diagnosed(missing)
-    found = diagnosed(missing, REAL / "gloo-raise.log")
-    assert cause(found) == ("dead", (2,))
-    assert any("gone.log" in problem for problem in found.snapshot.problems)
+    diagnosis = diagnosed(missing, REAL / "gloo-raise.log")
+    assert cause(diagnosis) == ("dead", (2,))
+    assert any("gone.log" in problem for problem in diagnosis.snapshot.problems)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -468,8 +468,8 @@ def test_the_command(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "-", "--json"], input=text, capture_output=True, text=True, check=False
     )
-    told = json.loads(done.stdout)
-    assert (told["verdict"], told["findings"][0]["ranks"], told["ranks"]) == ("dead", [2], [])
+    output = json.loads(done.stdout)
+    assert (output["verdict"], output["findings"][0]["ranks"], output["ranks"]) == ("dead", [2], [])
     done = subprocess.run([*command, *logs], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     done = subprocess.run([*command, "/none.log"], capture_output=True, text=True, check=False)
@@ -538,8 +538,8 @@ def named_in(raw: bytes) -> set[int]:
         file.write(raw)
         file.flush()
         try:
-            found = diagnosed(Path(file.name))
+            diagnosis = diagnosed(Path(file.name))
         except RankcallError:
             return set()
-    report.render(found)
-    return {rank for finding in found.findings for rank in finding.ranks}
+    report.render(diagnosis)
+    return {rank for finding in diagnosis.findings for rank in finding.ranks}

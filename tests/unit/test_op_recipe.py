@@ -110,16 +110,16 @@ def run(folder: Path, capture: str) -> Any:
 )
 def test_a_new_op_is_one_row(tmp_path: Path, capture: str) -> None:
     """Records, traces, bandwidths, verdicts and exports know it; the recorder is compiled anew."""
-    found = run(tmp_path, capture)
-    assert found["record"] == {
+    outputs = run(tmp_path, capture)
+    assert outputs["record"] == {
         "op": "halo_exchange",
         "variant": "halo_exchange_",
         "message_bytes": 40,  # its input, as the row says
         "status": "completed",
     }
-    assert found["trace"] == [["halo_exchange", 40]]
-    (reported,) = found["report"]
+    assert outputs["trace"] == [["halo_exchange", 40]]
+    (reported,) = outputs["report"]
     assert reported["op"] == "halo_exchange"
     assert reported["busbw_gbps"] == reported["algbw_gbps"]  # its factor is 1
-    assert found["exported"] == "halo_exchange"
-    assert found["verdict"][0] == ["mismatch", [2]]  # its members must agree in message_bytes
+    assert outputs["exported"] == "halo_exchange"
+    assert outputs["verdict"][0] == ["mismatch", [2]]  # its members must agree in message_bytes

@@ -33,24 +33,24 @@ def test_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_are_asked_for_until_they_are_told() -> None:
     """A rank without an announced host counts as remote; its host is requested again later."""
-    told: dict[int, str] = {0: "a"}
+    announced: dict[int, str] = {0: "a"}
     asked: list[list[int]] = []
     clock = Clock()
 
     def lookup(ranks: Iterable[int]) -> dict[int, str]:
         asked.append(list(ranks))
-        return {rank: told[rank] for rank in asked[-1] if rank in told}
+        return {rank: announced[rank] for rank in asked[-1] if rank in announced}
 
     hosts = Hosts(None, "a", lookup, clock)
     assert hosts.crosses((0, 1))
-    told[1] = "a"
+    announced[1] = "a"
     assert hosts.crosses((0, 1))  # too soon to ask again
     assert asked == [[0], [1]]
     clock.now += 1
     assert not hosts.crosses((0, 1))
     assert not hosts.is_elsewhere(1)
     assert asked == [[0], [1], [1]]
-    told[2] = "b"
+    announced[2] = "b"
     assert hosts.crosses((0, 2))
     assert hosts.is_elsewhere(2)
     assert len(asked) == 4

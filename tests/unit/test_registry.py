@@ -185,11 +185,11 @@ def test_a_value_that_is_slow_to_load_holds_nobody_up() -> None:
     thread = threading.Thread(target=values.get, args=("slow",))
     thread.start()
     assert loading.wait(60)
-    found: list[Any] = []
-    other = threading.Thread(target=lambda: found.append(values.get("quick")))
-    other.start()
-    other.join(60)
-    assert [module.__name__ for module in found] == ["csv"]
+    loaded: list[Any] = []
+    other_thread = threading.Thread(target=lambda: loaded.append(values.get("quick")))
+    other_thread.start()
+    other_thread.join(60)
+    assert [module.__name__ for module in loaded] == ["csv"]
     release.set()
     thread.join(60)
     assert values.get("slow").__name__ == "json"

@@ -293,7 +293,7 @@ NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&\u202
 def hostile_run(folder: Path) -> Details:
     """Return a run whose every name is made to break a page."""
     group = Group(NASTY, 0, NASTY, NASTY, (0, 1))
-    calls = [replace(each, code=NASTY) for seq in range(1, 9) for each in late(seq, group)]
+    calls = [replace(call, code=NASTY) for seq in range(1, 9) for call in late(seq, group)]
     run = write_world(folder, calls, hosts={0: NASTY, 1: NASTY[:20] + "b"})
     create_run(run, {"torch": NASTY, "script": NASTY})
     loaded = load(run)
@@ -322,17 +322,19 @@ def test_hostile_names(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert "<img src=x" in tab.locator("#sites .source").first.inner_text()
         point(tab, "#columns svg", 100 / 960, 0.5)
         assert "</script>" in tip(tab)
-        for each in tab.locator("th button").all()[:4]:
-            each.dispatch_event("click")
+        for button in tab.locator("th button").all()[:4]:
+            button.dispatch_event("click")
 
 
 def test_absent_is_not_zero(tmp_path: Path) -> None:
     """An op that has not ended has a dash for its times; a time without collectives is grey."""
     calls = [*late(1, PAIR), Call(0, 2, 40 * MS, None, line=9), Call(1, 3, 41 * MS, None, line=8)]
-    found = detail(load(write_world(tmp_path / "run", calls)))
-    row = next(line for line in words(render(found)).splitlines() if line.startswith("train.py:9"))
+    details = detail(load(write_world(tmp_path / "run", calls)))
+    row = next(
+        line for line in words(render(details)).splitlines() if line.startswith("train.py:9")
+    )
     assert row.endswith("- -")
-    assert "2 ops never finished on any rank" in words(render(found))
+    assert "2 ops never finished on any rank" in words(render(details))
     maps = levels(np.array([[np.nan, 0.0, 2.0]]), 2.0)
     assert maps.tolist() == [[ABSENT, 0, 254]]
     assert picture(maps).startswith("data:image/png;base64,iVBORw0KGgo")
@@ -341,7 +343,7 @@ def test_absent_is_not_zero(tmp_path: Path) -> None:
 def test_findings_come_first(tmp_path: Path) -> None:
     """The cause of a hang is on the first screen, with its evidence, before all figures."""
     calls = [call for seq in range(1, 9) for call in late(seq, PAIR)]
-    found = detail(load(write_world(tmp_path / "run", calls)))
+    details = detail(load(write_world(tmp_path / "run", calls)))
     missing = Finding(
         "missing",
         (3,),
@@ -358,14 +360,14 @@ def test_findings_come_first(tmp_path: Path) -> None:
         "get its stack",
         predicate="did not come",
     )
-    first, _, after = words(render(found, [missing])).partition("What to look at")
+    first, _, after = words(render(details, [missing])).partition("What to look at")
     assert "Rank 3 did not come" in first
     assert "train.py:41\nall_reduce #17 of group 0\n" in first
     assert "65.0 s\n3 ranks held up\n" in first
     line = "rank 3 (node-c) never issued it (likely) /job/train.py:41\nit was last in step 4."
     assert after.index(line) < after.index("rank 1 (node-a) is late")
     slow = Finding("straggler", (1,), stops=False, summary="rank 1 is slow since step 3")
-    first, _, after = words(render(found, [slow])).partition("What to look at")
+    first, _, after = words(render(details, [slow])).partition("What to look at")
     assert "Rank 1 on node-a makes the others wait" in first
     assert after.startswith("\nrank 1 is slow since step 3\n")
 
@@ -436,10 +438,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is named."""
-    found = detail(load(write_world(tmp_path / "run", late(1, PAIR))))
+    details = detail(load(write_world(tmp_path / "run", late(1, PAIR))))
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[report\]'"):
-        render(found)
+        render(details)
 
 
 def test_without_torch(tmp_path: Path) -> None:

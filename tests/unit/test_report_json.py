@@ -29,11 +29,11 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Summary:
 
 def test_documented_numbers(summary: Summary) -> None:
     """The keys that the issue names hold the values worked out by hand."""
-    found = json.loads(json_report.render(summary))
-    assert found["schema"] == 1
-    assert [row["rank"] for row in found["ranks"]] == [0, 1]
-    assert found["ranks"][0].keys() >= {"host", "pid", "attempt", "records", "dropped", "steps"}
-    row = next(row for row in found["collectives"] if row["op"] == "all_reduce")
+    report = json.loads(json_report.render(summary))
+    assert report["schema"] == 1
+    assert [row["rank"] for row in report["ranks"]] == [0, 1]
+    assert report["ranks"][0].keys() >= {"host", "pid", "attempt", "records", "dropped", "steps"}
+    row = next(row for row in report["collectives"] if row["op"] == "all_reduce")
     assert (row["group"], row["count"], row["bytes"]) == ("0", 2, 10_000)
     assert (row["size_bucket"], row["size_bucket_bytes"]) == ("4 KiB", 4096)
     # Means of 4 and 1 ms, of 1 ms twice; t is 1 ms each.
@@ -42,34 +42,36 @@ def test_documented_numbers(summary: Summary) -> None:
     assert row["p95_ms"] == pytest.approx(1 + 0.95 * 1.5, abs=1e-5)
     assert row["algbw_gbps"] == row["busbw_gbps"] == pytest.approx(0.005, rel=1e-5)
     assert row["waiting_share"] == pytest.approx(3 / 7, abs=1e-5)
-    first = found["stragglers"][0]
+    first = report["stragglers"][0]
     assert (first["rank"], first["came_last"]) == (1, 3)
     assert first["caused_wait_ms"] == pytest.approx(4, abs=1e-5)
     assert first["share"] == 1
-    assert found["comm_share"]["overall"] == pytest.approx((7 / 10 + 3 / 7) / 2, abs=1e-5)
-    assert [step["step"] for step in found["comm_share"]["steps"]] == [0, 1]
-    assert found["call_sites"][0]["call_site"] == "train.py:1"
-    assert (found["dropped"], found["problems"]) == (0, [])
+    assert report["comm_share"]["overall"] == pytest.approx((7 / 10 + 3 / 7) / 2, abs=1e-5)
+    assert [step["step"] for step in report["comm_share"]["steps"]] == [0, 1]
+    assert report["call_sites"][0]["call_site"] == "train.py:1"
+    assert (report["dropped"], report["problems"]) == (0, [])
 
 
 def test_stragglers_are_sorted_by_what_they_caused(summary: Summary) -> None:
     """The worst comes first."""
-    waits = [each["caused_wait_ms"] for each in json_report.as_object(summary)["stragglers"]]
+    waits = [
+        straggler["caused_wait_ms"] for straggler in json_report.as_object(summary)["stragglers"]
+    ]
     assert waits == sorted(waits, reverse=True)
 
 
 def test_no_nan(summary: Summary) -> None:
     """Numbers that JSON has no word for become null."""
     row = replace(summary.collectives[0], total_ms=math.nan, algbw_gbps=math.inf)
-    found = json.loads(json_report.render(replace(summary, collectives=[row])))
-    assert found["collectives"][0]["total_ms"] is None
-    assert found["collectives"][0]["algbw_gbps"] is None
+    report = json.loads(json_report.render(replace(summary, collectives=[row])))
+    assert report["collectives"][0]["total_ms"] is None
+    assert report["collectives"][0]["algbw_gbps"] is None
 
 
 def keys_of(value: object) -> set[str]:
     """Return all keys of a nested object but those of ``about``, which is the run's own."""
     if isinstance(value, dict):
-        inner = [keys_of(item) for key, item in value.items() if key != "about"]
+        inner = [keys_of(child) for key, child in value.items() if key != "about"]
         return set(value).union(*inner)
     return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
 

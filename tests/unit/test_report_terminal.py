@@ -98,7 +98,7 @@ def test_hostile_names(summary: Summary) -> None:
         ranks=[replace(row, host=nasty) for row in summary.ranks],
         groups=[replace(known, label=nasty, group=group) for known in summary.groups],
         collectives=[replace(row, group=nasty) for row in summary.collectives],
-        stragglers=[replace(each, host=nasty) for each in summary.stragglers],
+        stragglers=[replace(straggler, host=nasty) for straggler in summary.stragglers],
         call_sites=[replace(row, site=site) for row in summary.call_sites],
         about={"torch": nasty},
     )

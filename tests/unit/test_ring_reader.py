@@ -192,7 +192,7 @@ def test_damaged_side_tables_lose_names_only(tmp_path: Path) -> None:
 
 def test_a_header_gives_back_what_was_written() -> None:
     """Each field has its own place: none takes another one's value, whatever its type."""
-    names = [each.name for each in fields(Header) if each.name not in ("geometry", "capture")]
+    names = [field.name for field in fields(Header) if field.name not in ("geometry", "capture")]
     written: dict[str, int | str] = {}
     for number, name in enumerate(names, 1):
         is_text = HEADER[name].kind == "S"
@@ -200,9 +200,9 @@ def test_a_header_gives_back_what_was_written() -> None:
     written["rank"], written["world_size"] = 7, 9
     written["file_bytes"] = Geometry().file_bytes
     values = {n: v.encode() if isinstance(v, str) else v for n, v in written.items()}
-    found = parse_header(make_header(Geometry(), {**values, "capture": 1}), "")
-    assert {name: getattr(found, name) for name in names} == written
-    assert (found.geometry, found.capture) == (Geometry(), "native")
+    header = parse_header(make_header(Geometry(), {**values, "capture": 1}), "")
+    assert {name: getattr(header, name) for name in names} == written
+    assert (header.geometry, header.capture) == (Geometry(), "native")
 
 
 def test_a_header_that_claims_much_costs_little(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def devices(*names: Any) -> list[torch.device]:
 def node(name: str, count: int, maps: dict[str, dict[Any, Any]] | None = None, *own: Any) -> Node:
     """Return a node whose maps are given by CUDA index or name."""
     made = {
-        to: dict(zip(devices(*each), devices(*each.values()), strict=True))
-        for to, each in (maps or {}).items()
+        to: dict(zip(devices(*device_map), devices(*device_map.values()), strict=True))
+        for to, device_map in (maps or {}).items()
     }
     return Node(name, count, made, devices(*own))
 
@@ -117,7 +117,7 @@ def test_good_maps_pass(nodes: list[Node]) -> None:
     """In both kinds of group, and after the trip through JSON that they take."""
     for static in (True, False):
         validate(nodes, static)
-        validate([Node.from_json(each.to_json()) for each in nodes], static)
+        validate([Node.from_json(worker.to_json()) for worker in nodes], static)
 
 
 def test_absent_targets_are_left_for_later() -> None:
@@ -135,7 +135,7 @@ def test_reverse_maps_bring_answers_back() -> None:
         nodes = [node("a", 2, {"b": to_b, "c": to_c}), node("b", 2, {"a": back}), node("c", 2)]
         for me in "abc":
             reverse = reverse_maps(me, nodes)
-            assert set(reverse) == {each.name for each in nodes if me in each.maps}
+            assert set(reverse) == {sender.name for sender in nodes if me in sender.maps}
             for sender in nodes:
                 for here, there in sender.maps.get(me, {}).items():
                     assert reverse[sender.name][there] == here

@@ -46,11 +46,11 @@ def test_who_is_there_whoever_asks() -> None:
             gone = present.pop(choose.randrange(len(present)))
             choose.choice(logs).leave(gone)
         before = choose.choice(logs).enter(card(session), soon())
-        assert [each["session"] for each in before] == present
+        assert [member["session"] for member in before] == present
         present.append(session)
         if session % 50 == 0:
             for log in (*logs, MemberLog(store)):
-                assert [each["session"] for each in log.members(soon())] == present
+                assert [member["session"] for member in log.members(soon())] == present
 
 
 @pytest.mark.usefixtures("short_logs")
@@ -61,9 +61,9 @@ def test_the_store_does_not_fill_up() -> None:
     for session in range(150):
         assert log.enter(card(session), soon()) == []
         log.leave(session)
-    kept = [len(store.get(key)) for key in store.list_keys()]
-    assert sum(size > 20 for size in kept) <= 1
-    assert sum(kept) < 20 * 150
+    sizes = [len(store.get(key)) for key in store.list_keys()]
+    assert sum(size > 20 for size in sizes) <= 1
+    assert sum(sizes) < 20 * 150
 
 
 @pytest.mark.usefixtures("short_logs")
@@ -75,19 +75,22 @@ def test_nobody_is_lost_between_two_logs() -> None:
     def visit(first: int) -> None:
         log = MemberLog(store)
         for session in range(first, first + 20):
-            seen[session] = {each["session"] for each in log.enter(card(session), soon())}
+            seen[session] = {member["session"] for member in log.enter(card(session), soon())}
             if session % 4:
                 log.leave(session)
 
-    visitors = [threading.Thread(target=visit, args=(1000 * each,)) for each in range(1, 5)]
-    for each in visitors:
-        each.start()
-    for each in visitors:
-        each.join()
+    visitors = [threading.Thread(target=visit, args=(1000 * number,)) for number in range(1, 5)]
+    for visitor in visitors:
+        visitor.start()
+    for visitor in visitors:
+        visitor.join()
     staying = {session for session in seen if session % 4 == 0}
-    assert {each["session"] for each in MemberLog(store).members(soon())} == staying
-    for one in staying:
-        assert all(one in seen[other] or other in seen[one] for other in staying - {one})
+    assert {member["session"] for member in MemberLog(store).members(soon())} == staying
+    for session in staying:
+        assert all(
+            session in seen[other_session] or other_session in seen[session]
+            for other_session in staying - {session}
+        )
 
 
 def simulated(sessions: int, visits: int, **faults: int) -> Simulation:
@@ -99,7 +102,7 @@ def simulated(sessions: int, visits: int, **faults: int) -> Simulation:
             for visit in range(visits):
                 session = 10 * number + visit
                 seen = yield from log.entering(card(session))
-                yield Mark("entered", (session, frozenset(each["session"] for each in seen)))
+                yield Mark("entered", (session, frozenset(member["session"] for member in seen)))
                 if visit < visits - 1:
                     yield Mark("leaves", session)
                     yield from log.leaving(session)
@@ -113,8 +116,8 @@ def simulated(sessions: int, visits: int, **faults: int) -> Simulation:
         staying = seen.keys() - left
         for first, second in combinations(sorted(staying), 2):
             assert first in seen[second] or second in seen[first], f"{first} and {second} missed"
-        kept = [key for key in world.store if len(world.store[key]) > 20]
-        assert len(kept) <= 2, "closed logs keep their lines"
+        long_keys = [key for key in world.store if len(world.store[key]) > 20]
+        assert len(long_keys) <= 2, "closed logs keep their lines"
 
     return Simulation(list(map(worker, range(sessions))), at_end=check_end, **faults)
 
@@ -139,9 +142,9 @@ def test_a_lost_worker_takes_no_others_off_the_log() -> None:
     log.leave(2, by=1)
     log.leave(1, by=2)
     log.leave(3, by=2)
-    assert [each["session"] for each in log.members(soon())] == [1, 3]
+    assert [member["session"] for member in log.members(soon())] == [1, 3]
     log.leave(3)
-    assert [each["session"] for each in log.members(soon())] == [1]
+    assert [member["session"] for member in log.members(soon())] == [1]
 
 
 def test_a_process_that_cannot_be_seen_is_not_dead() -> None:

@@ -92,11 +92,11 @@ def test_sizes_that_would_overflow_are_refused(parse) -> None:
 @given(messages=st.lists(MESSAGES, max_size=4), size=st.integers(1, 50), data=st.data())
 def test_chunks_make_the_message(decode, messages, size, data) -> None:
     """Messages of several sessions that arrive in turns come out as they would in one piece."""
-    lanes = [cut(frames, 3, size, session) for session, frames in enumerate(messages)]
+    streams = [cut(frames, 3, size, session) for session, frames in enumerate(messages)]
     mixed = []
-    while any(lanes):
-        lane = data.draw(st.sampled_from([lane for lane in lanes if lane]))
-        mixed.append(lane.pop(0))
+    while any(streams):
+        stream = data.draw(st.sampled_from([stream for stream in streams if stream]))
+        mixed.append(stream.pop(0))
     whole = [decode([frames], 1 << 20, True)[0] for frames in messages]
     assert sorted(decode(mixed, 1 << 20, True)) == sorted(whole)
 

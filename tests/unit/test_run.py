@@ -76,8 +76,8 @@ def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("loop").symlink_to("loop")
     with pytest.raises(RunNotFound, match="no such run: loop"):
         find_run("loop")
-    made = create_run(Path("rankcall-runs/one"), {})
-    assert find_run() == made.resolve()
+    created = create_run(Path("rankcall-runs/one"), {})
+    assert find_run() == created.resolve()
 
 
 def test_find_run_that_was_never_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,10 +236,10 @@ def test_nothing_readable(tmp_path: Path) -> None:
 def test_progress_is_told(tmp_path: Path) -> None:
     """Each ring counts, the last call says all are done."""
     folder = write_world(tmp_path / "run", together(1, [0, 1], MS, group_of(2)))
-    told: list[tuple[int, int]] = []
-    run = load(folder, lambda done, total: told.append((done, total)))
-    list(run.iter_rings(lambda done, total: told.append((done, total))))
-    assert told == [(1, 2), (2, 2)] * 2
+    progress: list[tuple[int, int]] = []
+    run = load(folder, lambda done, total: progress.append((done, total)))
+    list(run.iter_rings(lambda done, total: progress.append((done, total))))
+    assert progress == [(1, 2), (2, 2)] * 2
 
 
 def test_labels_are_unique() -> None:

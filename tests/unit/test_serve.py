@@ -62,22 +62,22 @@ def causes(found: dict[str, object]) -> list[object]:
     findings = found["findings"]
     assert isinstance(findings, list)
     keys = ("kind", "ranks", "victims", "op", "seq", "call_site", "confidence")
-    return [[each[key] for key in keys] for each in findings]
+    return [[finding[key] for key in keys] for finding in findings]
 
 
 def test_the_verdict_is_that_of_diagnose(tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
     """Page and JSON name the same rank, op and line as ``rankcall diagnose``, with its schema."""
     run = live_run(tmp_path, 8, someone.pid)
     with Served(run) as served:
-        page, found = served.ask(), served.ask("/api/diagnosis").json
+        page, diagnosis = served.ask(), served.ask("/api/diagnosis").json
         expected = diagnosed(run)
         assert served.end() == 0
     assert page.status == 200
     assert "Rank 2 did not come" in page.text
     assert "train.py:10" in page.text
-    assert set(expected) <= set(found)
-    assert causes(found) == causes(expected) != []
-    assert found["state"] == "live"
+    assert set(expected) <= set(diagnosis)
+    assert causes(diagnosis) == causes(expected) != []
+    assert diagnosis["state"] == "live"
 
 
 def test_the_page_fetches_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_job_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     looked = LiveRun()
     assert (looked.look().state, looked.look().hangs) == (ENDED, True)
     synthetic_run(runs / "second", 4, 40)
-    found = looked.look()
-    assert (found.state, found.hangs, Path(found.run).name) == (ENDED, False, "second")
+    look = looked.look()
+    assert (look.state, look.hangs, Path(look.run).name) == (ENDED, False, "second")
 
 
 def test_a_run_that_is_over_is_read_once(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_the_last_minutes_are_kept() -> None:
     assert history.samples[0].epoch_s >= 1390 - 300
     assert len(history.samples) == 31
     history.add("b", 1400.0, Figures(1.0, 0.1, None, None))
-    assert [each.waiting for each in history.samples] == [0.1]
+    assert [sample.waiting for sample in history.samples] == [0.1]
 
 
 def test_two_hundred_viewers_that_vanish(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ WAIT_MS = DEADLINE_S * 1000
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Start one browser for the module's tests."""
-    with chromium() as found:
-        yield found
+    with chromium() as chrome:
+        yield chrome
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ def write_ring(
     last heard of.
     """
     folder = make_live_dir(run_dir)
-    who = Identity(rank=0, world_size=1, host="h")
-    ring, lock = create_locked(folder / name, who, Geometry(64), run_dir)
+    identity = Identity(rank=0, world_size=1, host="h")
+    ring, lock = create_locked(folder / name, identity, Geometry(64), run_dir)
     if elsewhere:
         put(ring, "pid_namespace", 1)
     if quiet_s:
@@ -216,8 +216,8 @@ def test_a_live_folder_that_others_can_write(run_dir: Path) -> None:
     hang.mkdir(parents=True)
     (hang / "verdict.json").write_text('{"findings": [], "hang": {"epoch_ns": 5}}')
     (hang / "verdict.txt").write_text("\x1b]0;owned\x07 forged\n")
-    (found,) = kept_hangs(run_dir)
-    assert text_of(found) == "\ufffd]0;owned\ufffd forged\n"
+    (kept_hang,) = kept_hangs(run_dir)
+    assert text_of(kept_hang) == "\ufffd]0;owned\ufffd forged\n"
     folder.chmod(0o777)
     problems: list[str] = []
     assert ring_paths(run_dir, problems) == []
@@ -279,8 +279,8 @@ def test_rings_of_a_killed_job_are_kept_for_a_day(run_dir: Path) -> None:
     lock.release()
     assert clean_up() == []
     put(ring, "anchor_epoch_ns", time.time_ns() - DAY_NS - 10**9)
-    (said,) = clean_up()
-    assert said.startswith(f"moved 1 ring of a killed job to {run_dir} (")
+    (message,) = clean_up()
+    assert message.startswith(f"moved 1 ring of a killed job to {run_dir} (")
     assert names(run_dir / "rings") == ["x.ring"]
     assert not live_dir(run_dir).parent.exists()
 
@@ -292,8 +292,8 @@ def test_rings_without_a_run_directory_are_removed(run_dir: Path) -> None:
     lock.release()
     folder = live_dir(run_dir)
     shutil.rmtree(run_dir)
-    (said,) = clean_up()
-    assert said.startswith(f"removed 1 ring of a killed job from {folder}")
+    (message,) = clean_up()
+    assert message.startswith(f"removed 1 ring of a killed job from {folder}")
     assert names(folder) == ["y.ring"]
     held.release()
     assert len(clean_up()) == 1
@@ -391,6 +391,6 @@ def test_rings_of_a_job_that_is_over_are_moved_soon(run_dir: Path) -> None:
     put(ring, "process_start", Process.current().start)
     assert clean_up() == []
     put(ring, "process_start", 1)
-    (said,) = clean_up()
-    assert said.startswith(f"moved 2 rings of a killed job to {run_dir}")
+    (message,) = clean_up()
+    assert message.startswith(f"moved 2 rings of a killed job to {run_dir}")
     assert names(run_dir / "rings") == ["x.ring", "y.ring"]

@@ -16,8 +16,8 @@ def make_rings(run: Path, count: int) -> None:
     """Make closed rings in the folder of live rings."""
     live = make_live_dir(run)
     for rank in range(count):
-        who = Identity(rank=rank, world_size=count, local_rank=rank, host="h")
-        ring = create(live / ring_name(rank, 0, "h", 1), who, Geometry(1 << 10))
+        identity = Identity(rank=rank, world_size=count, local_rank=rank, host="h")
+        ring = create(live / ring_name(rank, 0, "h", 1), identity, Geometry(1 << 10))
         put(ring, "closed_ns", 1)
         ring.close()
 
@@ -35,10 +35,10 @@ def test_every_ring_is_moved_once(tmp_path: Path) -> None:
             settle(run)
 
         launchers = [threading.Thread(target=end) for _ in range(3)]
-        for each in launchers:
-            each.start()
-        for each in launchers:
-            each.join()
+        for launcher in launchers:
+            launcher.start()
+        for launcher in launchers:
+            launcher.join()
         assert not live_dir(run).exists()
         assert sorted(path.suffix for path in (run / "rings").iterdir()) == [".ring"] * 4
         assert load(run).problems == []

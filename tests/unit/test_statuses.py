@@ -62,14 +62,14 @@ def test_both_ways_say_the_same(
     tables = Tables(strings={2: "timed out", 5: "closed"}, groups=groups)
     for maker in (natively, by_column):
         monkeypatch.setattr(maker._live, "now", lambda: tables)
-    found, wanted = (
+    native, columnar = (
         list(maker.statuses(batch, CollectiveStatus, starts, ends))
         for maker in (natively, by_column)
     )
-    assert len(found) == int((batch.begins & starts).sum() + (batch.ends & ends).sum())
-    assert {status.pg_name for status, _ in found} == {"unknown", "g1", "g2", "g4"}
-    assert {status.error for status, ended in found if ended} <= {None, "timed out", "closed"}
-    for (status, ended), (other, also_ended) in zip(found, wanted, strict=True):
+    assert len(native) == int((batch.begins & starts).sum() + (batch.ends & ends).sum())
+    assert {status.pg_name for status, _ in native} == {"unknown", "g1", "g2", "g4"}
+    assert {status.error for status, ended in native if ended} <= {None, "timed out", "closed"}
+    for (status, ended), (other, also_ended) in zip(native, columnar, strict=True):
         assert ended is also_ended
         assert str(dict(status.record or {})) == str(dict(other.record or {}))  # NaN is no NaN
         status.record = other.record = None

@@ -19,9 +19,9 @@ __all__ = ["clients", "kind"]  # fixtures
 @pytest.mark.parametrize("prefix", ["", "a/b", "ünï ☃", "{}%s", "new\nline", "rankcall.0/", "\0"])
 def test_odd_prefixes(prefix: str, tmp_path: Path) -> None:
     """A prefix is any text."""
-    for each in ("tcp", "file", "hash"):
-        (tmp_path / each).mkdir()
-        both = stores_of(each, 2, tmp_path / each)
+    for store_kind in ("tcp", "file", "hash"):
+        (tmp_path / store_kind).mkdir()
+        both = stores_of(store_kind, 2, tmp_path / store_kind)
         for _ in range(3):
             assert ranks(lambda r, b=both: ours.barrier(b[r], 2, prefix, 5, r), 2) == [None] * 2
 

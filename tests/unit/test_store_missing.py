@@ -61,8 +61,8 @@ def test_trace_timeout_bounds_the_naming() -> None:
 
 def test_world_sizes_that_differ(clients: list[Store]) -> None:
     """Each error says which ranks expect which world size."""
-    said = {0: 4, 1: 4, 2: 3}
-    errors = come(lambda rank: ours.barrier(clients[rank], said[rank], "p", 2, rank), range(3))
+    sizes = {0: 4, 1: 4, 2: 3}
+    errors = come(lambda rank: ours.barrier(clients[rank], sizes[rank], "p", 2, rank), range(3))
     for error in errors:
         assert isinstance(error, rankcall.WorldMismatch)
         assert {claim[:2] for claim in error.claims} == {(0, 4), (1, 4), (2, 3)}
@@ -92,10 +92,10 @@ def test_a_rank_in_two_threads() -> None:
 def test_rollcall_does_not_wait_for_all(clients: list[Store]) -> None:
     """Ranks that have answered are listed with what they do; the others are missing."""
     first = ours.rollcall(clients[0], 0, 3, timeout=2, doing="in all_reduce #3 on group 0")
-    assert [one.rank for one in first.answers] == [0]
+    assert [answer.rank for answer in first.answers] == [0]
     assert first.missing_ranks == [1, 2]
     second = ours.rollcall(clients[2], 2, 3, timeout=2)
-    assert [(one.rank, one.doing) for one in second.answers] == [
+    assert [(answer.rank, answer.doing) for answer in second.answers] == [
         (0, "in all_reduce #3 on group 0"),
         (2, None),
     ]

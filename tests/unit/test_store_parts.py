@@ -64,15 +64,15 @@ def _writer(name: str) -> Process:
 
 def _check_read(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]) -> None:
     entries = _entries(world)
-    for other in ("a", "b", "c"):
-        mine = [entry for entry in entries if entry.startswith(other.encode())]
+    for writer in ("a", "b", "c"):
+        mine = [entry for entry in entries if entry.startswith(writer.encode())]
         assert mine == sorted(set(mine)), "an entry is there twice, or out of order"
     if mark.name == "appended":
         assert mark.value in entries
     if mark.name == "read":
         read = list(mark.value)
         assert read == entries[: len(read)], "it read other entries than there are"
-        own = [each.value for each in earlier if each.name == "appended"]
+        own = [earlier_mark.value for earlier_mark in earlier if earlier_mark.name == "appended"]
         assert set(own) <= set(read), "it did not read what it had appended itself"
 
 

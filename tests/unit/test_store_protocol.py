@@ -229,8 +229,8 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     exec(compile(source.replace(original, planted), "mutant", "exec"), vars(mutant))
     monkeypatch.setattr(agreeing, "protocol", mutant)
     plans, strangers, faults = {**CASES, **SLOW_CASES}[case]
-    with pytest.raises(Violation) as found:
+    with pytest.raises(Violation) as violation:
         Checks(plans, strangers).simulation(**faults).explore(400_000)
     with pytest.raises(Violation) as again:
-        Checks(plans, strangers).simulation(**faults).replay(found.value.trace)
-    assert again.value.reason == found.value.reason
+        Checks(plans, strangers).simulation(**faults).replay(violation.value.trace)
+    assert again.value.reason == violation.value.reason

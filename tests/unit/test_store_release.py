@@ -64,9 +64,9 @@ def test_a_store_is_let_go(kind: str, name: str, tmp_path: Path) -> None:
     for _ in range(2):
         with suppress(RuntimeError):
             CALLS[name](client)
-    seen = weakref.ref(client)
+    reference = weakref.ref(client)
     del client
-    assert seen() is None
+    assert reference() is None
 
 
 def test_only_connections_to_that_store_are_shut_down() -> None:
@@ -92,9 +92,9 @@ def server() -> TCPStore:
 
 def inode_of(client: Store) -> int:
     """Return the inode of a client's socket, which torch tells in its repr only."""
-    found = re.search(r"fd=(\d+)", repr(client))
-    assert found
-    return os.fstat(int(found[1])).st_ino
+    match = re.search(r"fd=(\d+)", repr(client))
+    assert match
+    return os.fstat(int(match[1])).st_ino
 
 
 def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

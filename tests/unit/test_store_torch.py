@@ -98,9 +98,9 @@ def test_positional_arguments_are_the_models(name: str) -> None:
     theirs = inspect.signature(getattr(model, name)).parameters
     mine = inspect.signature(getattr(ours, name)).parameters
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [each for each in mine.values() if each.kind in kinds]
-    assert [(each.name, each.default) for each in positional] == [
-        (each.name, each.default) for each in theirs.values()
+    positional = [parameter for parameter in mine.values() if parameter.kind in kinds]
+    assert [(parameter.name, parameter.default) for parameter in positional] == [
+        (parameter.name, parameter.default) for parameter in theirs.values()
     ]
 
 
@@ -132,5 +132,5 @@ def test_torchs_own_code_meets_by_ours() -> None:
 
 def test_text_is_data(clients: list[Store]) -> None:
     """torch's own tests hand in text: its store encodes it as UTF-8."""
-    told = ranks(lambda rank: ours.synchronize(clients[rank], f"é{rank}", rank, 2, "p", 20), 2)
-    assert told == [["é0".encode(), "é1".encode()]] * 2
+    exchanged = ranks(lambda rank: ours.synchronize(clients[rank], f"é{rank}", rank, 2, "p", 20), 2)
+    assert exchanged == [["é0".encode(), "é1".encode()]] * 2

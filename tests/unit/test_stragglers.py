@@ -22,13 +22,13 @@ SECOND = 1000 * MS
 def named(run: Path) -> tuple[int, ...]:
     """Return the stragglers that the report and the diagnosis name; they must agree."""
     summary = summarise(load(run))
-    findings = [each for each in diagnose(load(run)).findings if each.kind == "straggler"]
-    found = findings[0].ranks if findings else ()
-    assert (summary.late.ranks if summary.late else ()) == found
+    findings = [finding for finding in diagnose(load(run)).findings if finding.kind == "straggler"]
+    ranks = findings[0].ranks if findings else ()
+    assert (summary.late.ranks if summary.late else ()) == ranks
     first = headline(summary)
-    assert first.alarm == bool(found)
-    assert first.ranks == found
-    return found
+    assert first.alarm == bool(ranks)
+    assert first.ranks == ranks
+    return ranks
 
 
 def in_steps(lengths: list[int], late: dict[int, int], per_step: int = 1) -> list[Call]:
@@ -66,8 +66,10 @@ def test_several_collectives_in_a_step(tmp_path: Path) -> None:
 
 def finding(run: Path) -> Finding:
     """Return the straggler that the diagnosis finds."""
-    (found,) = [each for each in diagnose(load(run)).findings if each.kind == "straggler"]
-    return found
+    (straggler,) = [
+        finding for finding in diagnose(load(run)).findings if finding.kind == "straggler"
+    ]
+    return straggler
 
 
 def test_late_by_how_much(tmp_path: Path) -> None:
@@ -83,9 +85,9 @@ def test_late_by_how_much(tmp_path: Path) -> None:
         calls += together(2 * step + 1, [start, late, start, start], late + MS, WORLD, bytes=64)
         ends = chance + 3 * MS
         calls += together(2 * step + 2, [chance, chance + 2 * MS, chance, chance], ends, WORLD)
-    found = finding(write_world(tmp_path / "run", calls))
-    assert found.ranks == (1,)
-    assert "by 40 ms at the median" in found.summary
+    straggler = finding(write_world(tmp_path / "run", calls))
+    assert straggler.ranks == (1,)
+    assert "by 40 ms at the median" in straggler.summary
 
 
 def test_the_time_that_the_share_is_about(tmp_path: Path) -> None:

@@ -169,7 +169,10 @@ def test_the_kind_of_a_text(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        marks[name] = [(one.kind, [hit.line for hit in one.hits]) for one in prose.score(path)]
+        marks[name] = [
+            (file_score.kind, [hit.line for hit in file_score.hits])
+            for file_score in prose.score(path)
+        ]
     assert marks == {
         "tests/test_it.py": [("tests", [1])],
         "it.h": [("code", [1, 3])],

@@ -24,8 +24,8 @@ TABLES = Tables(
 
 def rows(*records: dict[str, Any]) -> np.ndarray:
     """Make records; ``index`` counts from 0, times are in ns."""
-    made = np.zeros(len(records), RECORD)
-    for row, record in zip(made, records, strict=True):
+    array = np.zeros(len(records), RECORD)
+    for row, record in zip(array, records, strict=True):
         known = {"group": 2, "call_site": 4, "status": STATUSES.index("completed"), **record}
         index, over = known.pop("index"), known.pop("over", True)
         row["commit"] = (index + 1) << 2 | (COMMIT_DONE if over else COMMIT_OPEN)
@@ -35,7 +35,7 @@ def rows(*records: dict[str, Any]) -> np.ndarray:
         row["device_ms"] = math.nan
         for name, value in known.items():
             row[name] = value
-    return made
+    return array
 
 
 def flight(index: int, **more: Any) -> dict[str, Any]:
@@ -45,8 +45,8 @@ def flight(index: int, **more: Any) -> dict[str, Any]:
 
 def taken(order: Order, ended: Any, awaited: Any = (), now: int = 10, **more: Any) -> list[Any]:
     """Return (index, whether in flight) of what comes out."""
-    found, issued = order.take(rows(*ended), rows(*awaited), TABLES, now, **more)
-    return list(zip(index_of(found).tolist(), issued.tolist(), strict=True))
+    due_rows, issued = order.take(rows(*ended), rows(*awaited), TABLES, now, **more)
+    return list(zip(index_of(due_rows).tolist(), issued.tolist(), strict=True))
 
 
 def test_an_earlier_op_of_the_same_group_is_waited_for() -> None:
@@ -86,9 +86,9 @@ def test_the_ops_of_one_call_are_one() -> None:
     lengths = {"index": 0, **call, "dtype": "int64", "started_ns": 3, "ended": 4}
     pickles = {"index": 1, **call, "dtype": "uint8", "started_ns": 5, "ended": 9}
     assert taken(order, [lengths, {"index": 2}]) == []
-    found, _ = order.take(rows(pickles), rows(), TABLES, 10)
-    assert index_of(found).tolist() == [1, 2]
-    assert (found["started_ns"][0], found["completed_ns"][0]) == (3, 9)
+    due_rows, _ = order.take(rows(pickles), rows(), TABLES, 10)
+    assert index_of(due_rows).tolist() == [1, 2]
+    assert (due_rows["started_ns"][0], due_rows["completed_ns"][0]) == (3, 9)
 
 
 def test_two_calls_at_once_stay_apart() -> None:

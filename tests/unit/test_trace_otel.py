@@ -48,13 +48,15 @@ def test_otel_metrics_and_spans_in_memory() -> None:
     }
     expected = list(finished(some(COUNT)))
     for key, count in Counter(key for key, _ in expected).items():
-        mine = [each for other, each in expected if other == key]
+        mine = [description for its_key, description in expected if its_key == key]
         assert points["rankcall.collective.calls"][key].value == count
         assert points["rankcall.collective.bytes"][key].value == sum(
-            each["message_size"] for each in mine
+            description["message_size"] for description in mine
         )
         histogram = points["rankcall.collective.duration"][key]
-        assert histogram.count == sum(each["duration_ms"] is not None for each in mine)
+        assert histogram.count == sum(
+            description["duration_ms"] is not None for description in mine
+        )
     (age,) = points["rankcall.collective.in_flight.age"].values()
     assert age.value == pytest.approx(time.time(), abs=60)  # since 1970
     _check_spans(spans.get_finished_spans(), expected)
@@ -63,19 +65,21 @@ def test_otel_metrics_and_spans_in_memory() -> None:
 
 
 def _check_spans(spans: Any, expected: list[Any]) -> None:
-    steps = sorted({each["step"] for _, each in expected if each["step"] % 20 == 0})
+    steps = sorted(
+        {description["step"] for _, description in expected if description["step"] % 20 == 0}
+    )
     parents = [span for span in spans if span.parent is None]
     assert [span.name for span in parents] == [f"step {step}" for step in steps]
     for step, parent in zip(steps, parents, strict=True):
-        mine = [each for _, each in expected if each["step"] == step]
+        mine = [description for _, description in expected if description["step"] == step]
         children = [
             span for span in spans if span.parent and span.parent.span_id == parent.context.span_id
         ]
-        assert [span.name for span in children] == [each["name"] for each in mine]
-        for span, each in zip(children, mine, strict=True):
-            assert span.attributes["rankcall.seq"] == each["seq"]
+        assert [span.name for span in children] == [description["name"] for description in mine]
+        for span, description in zip(children, mine, strict=True):
+            assert span.attributes["rankcall.seq"] == description["seq"]
             took_ms = (span.end_time - span.start_time) / 1e6
-            assert took_ms == pytest.approx(each["duration_ms"] or 0, abs=1e-5)
+            assert took_ms == pytest.approx(description["duration_ms"] or 0, abs=1e-5)
             assert parent.start_time <= span.start_time <= span.end_time <= parent.end_time
 
 
@@ -154,10 +158,15 @@ def test_otlp_reaches_a_receiver() -> None:
     finally:
         receiver.close()
     (request,) = receiver.got["/v1/metrics"]
-    resource = {each.key: each.value for each in request.resource_metrics[0].resource.attributes}
+    resource = {
+        attribute.key: attribute.value
+        for attribute in request.resource_metrics[0].resource.attributes
+    }
     assert resource["host.name"].string_value == "node/a"
     assert resource["rankcall.rank"].int_value == 3
-    metrics = {each.name: each for each in request.resource_metrics[0].scope_metrics[0].metrics}
+    metrics = {
+        metric.name: metric for metric in request.resource_metrics[0].scope_metrics[0].metrics
+    }
     calls = sum(point.as_int for point in metrics["rankcall.collective.calls"].sum.data_points)
     assert calls == sum(1 for _ in finished(some(COUNT)))
     spans = [
@@ -166,7 +175,11 @@ def test_otlp_reaches_a_receiver() -> None:
         for scope in request.resource_spans[0].scope_spans
         for span in scope.spans
     ]
-    ops = [each["name"] for _, each in finished(some(COUNT)) if each["step"] % 10 == 0]
+    ops = [
+        description["name"]
+        for _, description in finished(some(COUNT))
+        if description["step"] % 10 == 0
+    ]
     steps = [f"step {step}" for step in range(0, COUNT // 10, 10)]
     assert Counter(span.name for span in spans) == Counter(ops + steps)
 
@@ -180,9 +193,9 @@ def test_a_collector_that_is_down_is_reported_once(caplog: pytest.LogCaptureFixt
         sink.open(origin())
         sink.write(some(COUNT))
         sink.close()
-    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.name for record in said] == ["rankcall.trace"] * 2
-    assert all("cannot be reached; training goes on" in record.message for record in said)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.name for record in warnings] == ["rankcall.trace"] * 2
+    assert all("cannot be reached; training goes on" in record.message for record in warnings)
 
 
 def test_a_collector_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
@@ -198,5 +211,5 @@ def test_a_collector_that_does_not_answer(caplog: pytest.LogCaptureFixture) -> N
         closing.start()
         closing.join(60)
         assert not closing.is_alive()
-    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.name for record in said] == ["rankcall.trace"] * 2
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.name for record in warnings] == ["rankcall.trace"] * 2

@@ -61,18 +61,18 @@ def test_a_segment_is_whole_or_not_there(tmp_path: Path) -> None:
         type(ring)(ring.path, ring.header, ring.records[first : first + 10], ring.tables, 0)
         for first in range(0, 40, 10)
     ]
-    who = origin(tmp_path)
-    guard.deliver(parts[0], who)
+    rank_origin = origin(tmp_path)
+    guard.deliver(parts[0], rank_origin)
     folder = tmp_path / "history"
     folder.rmdir()
     clock.now += 6
-    guard.deliver(parts[1], who)  # time for a segment: there is no folder
+    guard.deliver(parts[1], rank_origin)  # time for a segment: there is no folder
     assert not folder.exists()
-    guard.deliver(parts[2], who)
+    guard.deliver(parts[2], rank_origin)
     folder.mkdir()
     clock.now += 1
-    guard.deliver(parts[3], who)
-    guard.close(who)
+    guard.deliver(parts[3], rank_origin)
+    guard.close(rank_origin)
     assert all(path.suffix == ".parquet" for path in folder.iterdir())
     assert pl.read_parquet(folder / "*.parquet")["index"].sort().to_list() == list(range(40))
     with pytest.raises(ValueError, match="rows"):

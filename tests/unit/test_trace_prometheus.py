@@ -25,8 +25,8 @@ def prometheus() -> Iterator[Prometheus]:
     """Return an endpoint on a free port that has some ops, one of them in flight."""
     sink = Prometheus(0)
     flying = some(1, issued_ns=np.array([0]), in_flight=np.array([True]))
-    told = Origin(3, 4, 3, 1, 'node "a"\n', None, lambda: flying)
-    sink.open(told)
+    rank_origin = Origin(3, 4, 3, 1, 'node "a"\n', None, lambda: flying)
+    sink.open(rank_origin)
     sink.write(some(200))
     sink.write(some(COUNT - 200, 200))
     yield sink
@@ -49,18 +49,18 @@ def test_prometheus_is_scraped(prometheus: Prometheus) -> None:
     expected = list(finished(some(COUNT)))
     calls = Counter(key for key, _ in expected)
     seconds, sizes = defaultdict(list), defaultdict(list)
-    for key, each in expected:
-        seconds[key].append((each["duration_ms"] or 0) / 1e3)
-        sizes[key].append(each["message_size"])
-    found = {
+    for key, description in expected:
+        seconds[key].append((description["duration_ms"] or 0) / 1e3)
+        sizes[key].append(description["message_size"])
+    totals = {
         (sample.labels["op"], sample.labels["group"]): sample.value
         for sample in families["rankcall_collectives"].samples
     }
-    assert found == dict(calls)
+    assert totals == dict(calls)
     for family, values in (("duration_seconds", seconds), ("bytes", sizes)):
         samples = families[f"rankcall_collective_{family}"].samples
-        assert {(each.labels["op"], each.labels["group"]) for each in samples} == calls.keys()
-        assert {each.name.rpartition("_")[2] for each in samples} == {"bucket", "count", "sum"}
+        assert {(sample.labels["op"], sample.labels["group"]) for sample in samples} == calls.keys()
+        assert {sample.name.rpartition("_")[2] for sample in samples} == {"bucket", "count", "sum"}
         for sample in samples:
             mine = values[sample.labels["op"], sample.labels["group"]]
             assert sample.labels["host"] == 'node "a"\n'
@@ -70,7 +70,7 @@ def test_prometheus_is_scraped(prometheus: Prometheus) -> None:
             elif sample.name.endswith("_count"):
                 assert sample.value == len(mine)
             else:
-                assert sample.value == sum(each <= float(sample.labels["le"]) for each in mine)
+                assert sample.value == sum(value <= float(sample.labels["le"]) for value in mine)
     (age,) = families["rankcall_in_flight_age_seconds"].samples
     assert age.value == pytest.approx(time.time(), abs=60)  # since 1970
     assert families["rankcall_in_flight"].samples[0].value == 1
@@ -86,7 +86,7 @@ def test_prometheus_tells_what_failed_and_what_was_dropped(prometheus: Prometheu
     after = scrape(prometheus)
 
     def added(family: str, name: str, **labels: str) -> float:
-        found = [
+        values = [
             [
                 sample.value
                 for sample in families[family].samples
@@ -94,7 +94,7 @@ def test_prometheus_tells_what_failed_and_what_was_dropped(prometheus: Prometheu
             ]
             for families in (before, after)
         ]
-        return found[1][0] - found[0][0]
+        return values[1][0] - values[0][0]
 
     assert added("rankcall_dropped", "rankcall_dropped_total") == 7
     for op, fail in (("all_reduce", 2), ("send", 0)):
@@ -143,5 +143,5 @@ def test_each_rank_of_a_host_has_its_port() -> None:
 def test_label_sets_are_bounded() -> None:
     """Groups beyond the first ones share a name."""
     keys = Keys(most=2)
-    found = [keys.of("all_reduce", str(group)).group for group in (1, 2, 3, 1, 4)]
-    assert found == ["1", "2", OTHER, "1", OTHER]
+    groups = [keys.of("all_reduce", str(group)).group for group in (1, 2, 3, 1, 4)]
+    assert groups == ["1", "2", OTHER, "1", OTHER]

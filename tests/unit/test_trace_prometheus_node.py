@@ -55,18 +55,18 @@ def test_a_hang_is_in_the_metrics(tmp_path: Path, someone: subprocess.Popen[byte
     run = live_run(tmp_path, RANKS, someone.pid)
     sink = opened(run)
     try:
-        found = scraped(sink)
+        metrics = scraped(sink)
     finally:
         sink.close()
-    states = {s.labels["state"]: s.value for s in found["rankcall_node_ranks"]}
+    states = {s.labels["state"]: s.value for s in metrics["rankcall_node_ranks"]}
     assert states == {"alive": RANKS, "stopped": 0, "gone": 0, "unknown": 0}
-    (age,) = found["rankcall_node_oldest_collective_seconds"]
+    (age,) = metrics["rankcall_node_oldest_collective_seconds"]
     assert age.labels == {"host": "node-0"}
     assert HUNG_S - 5 < age.value < HUNG_S + 200  # it began with the last call of each rank
     for name in ("collectives_total", "steps_total", "verdicts_total", "overdue_ranks"):
-        assert len(found[f"rankcall_node_{name}"]) == 1, name
-    assert found["rankcall_node_collectives_total"][0].value >= 40 * RANKS
-    assert not any("rank" in sample.labels for samples in found.values() for sample in samples)
+        assert len(metrics[f"rankcall_node_{name}"]) == 1, name
+    assert metrics["rankcall_node_collectives_total"][0].value >= 40 * RANKS
+    assert not any("rank" in sample.labels for samples in metrics.values() for sample in samples)
 
 
 def test_the_ranks_of_the_host_alone(tmp_path: Path) -> None:
@@ -75,12 +75,12 @@ def test_the_ranks_of_the_host_alone(tmp_path: Path) -> None:
     for host in ("node-0", "node-1"):
         sink = opened(tmp_path / "run", host)
         try:
-            found = scraped(sink)
+            metrics = scraped(sink)
         finally:
             sink.close()
-        assert sum(sample.value for sample in found["rankcall_node_ranks"]) == RANKS / 2
-        assert all(s.labels["host"] == host for s in found["rankcall_node_ranks"])
-        rates = found["rankcall_node_busbw_bytes_per_second"]
+        assert sum(sample.value for sample in metrics["rankcall_node_ranks"]) == RANKS / 2
+        assert all(s.labels["host"] == host for s in metrics["rankcall_node_ranks"])
+        rates = metrics["rankcall_node_busbw_bytes_per_second"]
         assert 1 <= len(rates) <= 8
         assert all(sample.value > 0 for sample in rates)
 

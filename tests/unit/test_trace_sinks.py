@@ -69,12 +69,14 @@ def test_lines_are_what_json_makes_of_the_dicts() -> None:
     batch = some(500)
     lines = batch.lines().splitlines()
     assert [json.loads(line) for line in lines] == list(batch)
-    assert [list(json.loads(line)) for line in lines] == [list(each) for each in batch]
+    assert [list(json.loads(line)) for line in lines] == [
+        list(description) for description in batch
+    ]
     assert some(0).lines() == b""
     for first in range(8):  # columns in which nothing differs are written another way
-        one = some(1, first)
-        columns = {name: np.repeat(each, 3) for name, each in one.columns.items()}
-        alike = Descriptions(one.teller, one.kinds, columns)
+        single = some(1, first)
+        columns = {name: np.repeat(column, 3) for name, column in single.columns.items()}
+        alike = Descriptions(single.teller, single.kinds, columns)
         assert [json.loads(line) for line in alike.lines().splitlines()] == list(alike)
         alike.columns["seq"][1] += 1
         assert [json.loads(line) for line in alike.lines().splitlines()] == list(alike)
@@ -84,12 +86,12 @@ def test_the_frame_says_the_same() -> None:
     """As a table: text for devices and ranks, null if a field does not apply."""
     kinds = (Kind("send", "a.py:1", "0", (0, 1, 2, 5)),) * 2
     batch = Descriptions(Teller(3), kinds, some(50).columns)
-    for row, each in zip(batch.frame().to_dicts(), batch, strict=True):
+    for row, description in zip(batch.frame().to_dicts(), batch, strict=True):
         assert row.pop("group_ranks") == "0-2,5"
-        each.pop("group_ranks")
-        assert row.pop("device") == str(each.pop("device"))
-        assert {name: value for name, value in row.items() if name in each} == each
-        assert all(row[name] is None for name in row.keys() - each.keys())
+        description.pop("group_ranks")
+        assert row.pop("device") == str(description.pop("device"))
+        assert {name: value for name, value in row.items() if name in description} == description
+        assert all(row[name] is None for name in row.keys() - description.keys())
 
 
 def test_stdout_prints_what_is_its_to_print(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +203,7 @@ def test_a_sink_that_recovers_misses_nothing(when: str, caplog: pytest.LogCaptur
         clock.now += wait + 0.001
         guard.deliver(some(1, number), origin())
         guard.deliver(None, origin())  # too soon: not a try
-    assert [each["seq"] for each in sink.descriptions] == [1, 2, 3, 4]
+    assert [description["seq"] for description in sink.descriptions] == [1, 2, 3, 4]
     guard.close(origin())
     assert sink.closed
     assert not caplog.records
@@ -257,8 +259,8 @@ class Offered:
 
 def test_sinks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours, and what installed packages offer; an unknown name lists them all."""
-    found = [Offered("mine", MemorySink), Offered("no-sink", dict)]
-    offered = {sinks.ENTRY_POINTS: found}
+    installed = [Offered("mine", MemorySink), Offered("no-sink", dict)]
+    offered = {sinks.ENTRY_POINTS: installed}
     monkeypatch.setattr(sinks, "entry_points", lambda group: offered.get(group, []))
     assert isinstance(make_sink("jsonl"), JsonLines)
     assert isinstance(make_sink("mine"), MemorySink)

@@ -46,15 +46,15 @@ def test_step_totals() -> None:
             sink.write(some(min(7, 100 - first), first))
         sink.close()
     sums: dict[tuple[str, int], float] = defaultdict(float)
-    for (name, _), each in finished(some(100)):
-        for whose in (name, "all"):
-            sums[f"rankcall/{whose}/calls", each["step"]] += 1
-            sums[f"rankcall/{whose}/ms", each["step"]] += each["duration_ms"] or 0
-            sums[f"rankcall/{whose}/mib", each["step"]] += each["message_size"] / (1 << 20)
+    for (name, _), fields in finished(some(100)):
+        for label in (name, "all"):
+            sums[f"rankcall/{label}/calls", fields["step"]] += 1
+            sums[f"rankcall/{label}/ms", fields["step"]] += fields["duration_ms"] or 0
+            sums[f"rankcall/{label}/mib", fields["step"]] += fields["message_size"] / (1 << 20)
     assert board.scalars.keys() == sums.keys()
     assert all(math.isclose(board.scalars[key], sums[key], abs_tol=1e-12) for key in sums)
     assert wandb.metrics == [("rankcall/*", "rankcall/step")]
-    assert [each["rankcall/step"] for each in wandb.logged] == list(range(10))
+    assert [values["rankcall/step"] for values in wandb.logged] == list(range(10))
     assert wandb.logged[3]["rankcall/all/calls"] == sums["rankcall/all/calls", 3]
     with pytest.raises(TypeError, match=r"add_scalar .* log"):
         StepTotals(object())

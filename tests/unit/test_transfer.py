@@ -86,9 +86,9 @@ def test_one_node_has_the_verdict_of_all(nodes: tuple[Path, Path], tmp_path: Pat
     (expected,) = diagnose(load(tmp_path / "all")).findings
     assert diagnose(load(first)).findings[0].confidence != "certain"
     assert keep_bundles(first, [bundle_of(second)]) == []
-    (found,) = diagnose(load(first)).findings
-    assert (found.kind, found.ranks) == ("missing", (5,))
-    assert (found.kind, found.ranks, found.confidence) == (
+    (finding,) = diagnose(load(first)).findings
+    assert (finding.kind, finding.ranks) == ("missing", (5,))
+    assert (finding.kind, finding.ranks, finding.confidence) == (
         expected.kind,
         expected.ranks,
         expected.confidence,
@@ -226,9 +226,9 @@ def _node(number: int, count: int) -> Process:
 
 
 def _check(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]) -> None:
-    kept = mark.value
-    assert b"b%d" % int(name[-1]) not in kept
-    assert len(set(kept)) == len(kept)
+    bundles = mark.value
+    assert b"b%d" % int(name[-1]) not in bundles
+    assert len(set(bundles)) == len(bundles)
 
 
 @pytest.mark.parametrize("deaths", [0, 1])
@@ -266,9 +266,9 @@ def test_real_stores(kind: str, tmp_path: Path) -> None:
     """Rank 0's node and one other have the bundles of all; bundles of several parts are whole."""
     results = _run_nodes(kind, tmp_path, [0, 1, 2], 3)
     assert sorted(results[0]) == [b"1", b"2"]
-    kept = sorted((results[1], results[2]), key=len)
-    assert kept[0] == []
-    assert sorted(kept[1]) in ([b"0", b"1"], [b"0", b"2"])
+    other_bundles = sorted((results[1], results[2]), key=len)
+    assert other_bundles[0] == []
+    assert sorted(other_bundles[1]) in ([b"0", b"1"], [b"0", b"2"])
 
 
 def test_rank_0s_node_is_gone(tmp_path: Path) -> None:
@@ -346,8 +346,8 @@ def test_a_url(nodes: tuple[Path, Path], tmp_path: Path) -> None:
         assert upload(url, run, rings, rings)
     run = load(tmp_path / "bucket/run")
     assert sorted(head.header.rank for head in run.heads) == list(range(8))
-    (found,) = diagnose(run).findings
-    assert (found.kind, found.ranks) == ("missing", (5,))
+    (finding,) = diagnose(run).findings
+    assert (finding.kind, finding.ranks) == ("missing", (5,))
 
 
 def test_an_object_store(nodes: tuple[Path, Path]) -> None:
@@ -401,7 +401,7 @@ def test_a_url_that_takes_nothing_does_not_hold_a_verdict_up(
 ) -> None:
     """The upload goes on in the background; the verdict may have to end the job now."""
     over = threading.Event()
-    monkeypatch.setattr(at_verdict, "upload", lambda *given: over.wait(100))
+    monkeypatch.setattr(at_verdict, "upload", lambda *arguments: over.wait(100))
     monkeypatch.setattr(at_verdict, "MOST_S", 0.2)
     monkeypatch.setenv(COLLECT_TO, "memory://a-url-that-takes-nothing")
     try:
@@ -416,17 +416,17 @@ def test_all_exchanges_of_a_verdict_have_one_deadline(
     nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that uses up the time of each request gets no more than that of one verdict."""
-    now, given = [1000.0], []
+    now, limits = [1000.0], []
     monkeypatch.setattr(at_verdict, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow(seconds: float, steps: Any) -> list[bytes]:
-        given.append(seconds)
+        limits.append(seconds)
         now[0] += seconds * 0.9
         return []
 
     sender = EvidenceSender(nodes[0], "node-a", slow)
     for verdict in ("first", "second"):
-        given.clear()
+        limits.clear()
         assert sender.send("job", verdict, 0) == []
-        assert len(given) > 1 or verdict == "first"
-        assert sum(given) * 0.9 <= MOST_S
+        assert len(limits) > 1 or verdict == "first"
+        assert sum(limits) * 0.9 <= MOST_S

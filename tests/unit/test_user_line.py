@@ -184,9 +184,9 @@ def test_a_verdict_shows_the_users_line_first(hang: Diagnosis) -> None:
     where = verdict_of_finding(first).where
     assert where is not None
     assert (where[0], where[2]) == ("main.py:12 (train.py:340)", both)
-    found = json_report.diagnosis_object(hang)
-    assert found["findings"][0]["user_line"] == "/u/main.py:12"
-    assert [each["user_line"] for each in found["ranks"]] == [
+    report = json_report.diagnosis_object(hang)
+    assert report["findings"][0]["user_line"] == "/u/main.py:12"
+    assert [rank["user_line"] for rank in report["ranks"]] == [
         *["/u/main.py:12"] * 2,
         "/u/main.py:5",
         "/u/main.py:12",
@@ -212,8 +212,8 @@ def test_nodes_exchange_both_lines(hang: Diagnosis) -> None:
 
 def test_a_wait_that_passed_is_known_by_both_lines() -> None:
     """A wait at one line of the user's says nothing of another that led to the same place."""
-    found = {"call_site": "fit.py:340", "user_line": "train.py:12"}
-    assert waits_that_ended([{"findings": [found], "over_s": 90.0}]) == {
+    finding = {"call_site": "fit.py:340", "user_line": "train.py:12"}
+    assert waits_that_ended([{"findings": [finding], "over_s": 90.0}]) == {
         "train.py:12 (through fit.py:340)": 90.0
     }
 
@@ -244,7 +244,7 @@ def unpacked(trace: bytes) -> bytes:
     """Return the packets of a Perfetto trace, unpacked by its protobuf definitions."""
     proto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
     packets = proto.Trace.FromString(trace).packet
-    return b"".join(zlib.decompress(each.compressed_packets) for each in packets)
+    return b"".join(zlib.decompress(packet.compressed_packets) for packet in packets)
 
 
 def test_exports_keep_the_users_line(tmp_path: Path) -> None:

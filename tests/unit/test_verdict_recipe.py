@@ -71,27 +71,27 @@ def job(folder: Path, *planted: Planted) -> tuple[Run, Diagnosis]:
 @pytest.mark.usefixtures("with_toys")
 def test_a_new_kind_is_in_every_report(tmp_path: Path) -> None:
     """Its rank among the findings, its words and its next step are those of its class."""
-    run, found = job(tmp_path, Planted("stopped", (3,), 57))
-    assert found.verdict == "haunted"
-    assert "stopped" in [each.kind for each in found.findings]
-    first = json.loads(json.dumps(diagnosis_object(found)))["findings"][0]
+    run, diagnosis = job(tmp_path, Planted("stopped", (3,), 57))
+    assert diagnosis.verdict == "haunted"
+    assert "stopped" in [finding.kind for finding in diagnosis.findings]
+    first = json.loads(json.dumps(diagnosis_object(diagnosis)))["findings"][0]
     assert first["kind"] == "haunted"
     assert first["ranks"] == [2]
     assert first["advice"] == "Call an exorcist."
-    for text in (diagnosis_report.render(found), top.render(found)):
+    for text in (diagnosis_report.render(diagnosis), top.render(diagnosis)):
         assert "haunted" in text
         assert "Rank 2 sees ghosts." in text
         assert "Call an exorcist." in text
-    assert "Rank 2 is haunted" in render(detail(run), found.findings)
+    assert "Rank 2 is haunted" in render(detail(run), diagnosis.findings)
 
 
 @pytest.mark.usefixtures("with_toys")
 def test_a_kind_that_only_slows_does_not_stop_a_run(tmp_path: Path) -> None:
     """A kind says itself whether it stops a run: the page then names no cause of a stop."""
-    run, found = job(tmp_path)
-    assert found.verdict == "drowsy"
-    assert "Rank 1 yawns." in diagnosis_report.render(found)
-    page = render(detail(run), found.findings)
+    run, diagnosis = job(tmp_path)
+    assert diagnosis.verdict == "drowsy"
+    assert "Rank 1 yawns." in diagnosis_report.render(diagnosis)
+    page = render(detail(run), diagnosis.findings)
     assert "Rank 1 nods off" not in page
     assert "Rank 1 yawns." in page
 

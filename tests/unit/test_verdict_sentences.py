@@ -62,10 +62,10 @@ def test_a_heartbeat_that_needs_the_gil(tmp_path: Path) -> None:
     for needs_gil, sign in ((False, "given no sign of life"), (True, "run no Python thread")):
         state = replace(run.snapshot.ranks[2], silent_s=69.0, gil_s=69.0, needs_gil=needs_gil)
         run.snapshot.ranks[2] = state
-        (found,) = find(run.snapshot, 60)
-        assert (found.kind, found.ranks) == ("stopped", (2,))
-        assert f"{sign} for 69 s" in found.summary
-        assert ("GIL" in found.advice) == needs_gil
+        (finding,) = find(run.snapshot, 60)
+        assert (finding.kind, finding.ranks) == ("stopped", (2,))
+        assert f"{sign} for 69 s" in finding.summary
+        assert ("GIL" in finding.advice) == needs_gil
 
 
 def test_only_those_in_a_call_have_waited_there(tmp_path: Path) -> None:
@@ -75,12 +75,12 @@ def test_only_those_in_a_call_have_waited_there(tmp_path: Path) -> None:
         Call(3, 4, 5 * MS, 6 * MS, group=WORLD, line=7),  # as after a broadcast
         *unfinished(WORLD, 5, (3,), 6 * MS, line=8),
     ]
-    (found,) = diagnose_calls(tmp_path / "apart", [*THREE_ENDED, *ahead], states={}).findings
-    assert (found.kind, found.ranks, found.victims) == ("missing", (2,), (0, 1, 3))
-    assert "3 ranks cannot go on: 2 have waited" in found.summary
-    assert found.summary.endswith("and 1 is in another call.")
-    (found,) = diagnose_calls(tmp_path / "all", RANK_2_MISSING, states={}).findings
-    assert "3 ranks have waited" in found.summary
+    (finding,) = diagnose_calls(tmp_path / "apart", [*THREE_ENDED, *ahead], states={}).findings
+    assert (finding.kind, finding.ranks, finding.victims) == ("missing", (2,), (0, 1, 3))
+    assert "3 ranks cannot go on: 2 have waited" in finding.summary
+    assert finding.summary.endswith("and 1 is in another call.")
+    (finding,) = diagnose_calls(tmp_path / "all", RANK_2_MISSING, states={}).findings
+    assert "3 ranks have waited" in finding.summary
 
 
 @pytest.mark.parametrize("state", ["alive", "stopped"])
@@ -118,8 +118,8 @@ def test_a_group_is_named_by_its_description(name: str, description: str, named:
 def test_a_call_is_named_by_the_function_that_was_called(tmp_path: Path) -> None:
     """``gather_object`` issues several ops: a user must not look for one that is not there."""
     calls = [replace(call, api="gather_object") for call in RANK_2_MISSING]
-    (found,) = diagnose_calls(tmp_path, calls, states={}).findings
-    assert "in gather_object's all_reduce #4 of group" in found.summary
+    (finding,) = diagnose_calls(tmp_path, calls, states={}).findings
+    assert "in gather_object's all_reduce #4 of group" in finding.summary
 
 
 def lost(folder: Path, here: int = 2) -> Snapshot:
@@ -140,14 +140,14 @@ def test_closed_connections_of_a_node_that_does_not_answer(tmp_path: Path) -> No
     snapshot = lost(tmp_path / "lost")
     failed = snapshot.calls["status"] == STATUSES.index("failed")
     assert failed.sum() == 2
-    (found,) = find(snapshot, 60)
-    assert (found.kind, found.ranks) == ("missing", (2, 3))
+    (finding,) = find(snapshot, 60)
+    assert (finding.kind, finding.ranks) == ("missing", (2, 3))
     snapshot.calls["flags"][np.flatnonzero(failed)[0]] |= PEER_CLOSED
     assert [finding.kind for finding in find(snapshot, 60)] == ["missing"]
     snapshot.calls["flags"][failed] |= PEER_CLOSED
-    (found,) = find(snapshot, 60)
-    assert (found.kind, found.ranks, found.confidence) == ("dead", (2, 3), "likely")
-    assert "are gone: their connections were closed, and no word has come" in found.summary
+    (finding,) = find(snapshot, 60)
+    assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (2, 3), "likely")
+    assert "are gone: their connections were closed, and no word has come" in finding.summary
     snapshot.calls["status"][failed] = STATUSES.index("started")
     assert [finding.kind for finding in find(snapshot, 60)] == ["missing"]
 
@@ -160,7 +160,7 @@ def test_closed_connections_of_ranks_without_records(tmp_path: Path) -> None:
         snapshot.calls["flags"][failed] |= PEER_CLOSED
         for rank in ranks:
             snapshot.ranks[rank] = RankState(rank, blind=True)
-        (found,) = find(snapshot, 60)
-        assert (found.kind, found.ranks) == (kind, ranks)
-    assert found.confidence == "likely"
-    assert "is gone: its connections were closed, and it left no records here" in found.summary
+        (finding,) = find(snapshot, 60)
+        assert (finding.kind, finding.ranks) == (kind, ranks)
+    assert finding.confidence == "likely"
+    assert "is gone: its connections were closed, and it left no records here" in finding.summary

@@ -290,14 +290,14 @@ PLANTED_CPP = (
 @pytest.mark.parametrize(("kind", "wait", "bounded"), PLANTED)
 def test_the_scan_finds_waits_in_python(kind: str, wait: str, bounded: str) -> None:
     """It reports a wait without a deadline, and nothing that has one."""
-    assert [found.kind for found in python_waits("x.py", wait)] == [kind]
+    assert [reported.kind for reported in python_waits("x.py", wait)] == [kind]
     assert list(python_waits("x.py", bounded)) == []
 
 
 @pytest.mark.parametrize(("kind", "wait", "bounded"), PLANTED_CPP)
 def test_the_scan_finds_waits_in_cpp(kind: str, wait: str, bounded: str) -> None:
     """It reports a wait without a deadline, and neither comments nor strings."""
-    assert [found.kind for found in cpp_waits("x.h", wait)] == [kind]
+    assert [reported.kind for reported in cpp_waits("x.h", wait)] == [kind]
     assert list(cpp_waits("x.h", bounded)) == []
 
 

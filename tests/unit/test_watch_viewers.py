@@ -75,7 +75,7 @@ def viewer(rank: int, times: int, kind: type[Questions] = Questions) -> Process:
         questions = kind("")
         for _ in range(times):
             answers = yield from questions.ask({rank})
-            seen = tuple((each.members[0][0], each.data) for each in answers)
+            seen = tuple((answer.members[0][0], answer.data) for answer in answers)
             yield Mark("seen", (questions._first, seen))
             yield Sleep(1)
         yield Mark("asked", times)
@@ -96,10 +96,10 @@ def check_answers(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]
 @pytest.mark.parametrize("deaths", [0, 1])
 def test_every_order_of_a_question_and_its_answer(deaths: int) -> None:
     """In every order of requests, a viewer gets an answer of its own time, or none."""
-    found = Simulation(
+    explored = Simulation(
         [viewer(0, 2), node(1, 2)], on_mark=check_answers, deaths=deaths, ticks=2
     ).explore()
-    assert found.ends
+    assert explored.ends
 
 
 def test_viewers_on_two_nodes_and_a_death() -> None:
@@ -113,9 +113,9 @@ def test_an_old_answer_is_found_by_the_simulation() -> None:
 
     class Careless(Questions):
         def _newest(self, number: int, now: float) -> Any:
-            found = super()._newest(number, now)
+            answer = super()._newest(number, now)
             raw, _ = self._answered.get(number, (b"", now))
-            return found.__class__(found.members, 0.0, 0.0, raw.partition(b"\n")[2])
+            return answer.__class__(answer.members, 0.0, 0.0, raw.partition(b"\n")[2])
 
     processes = [viewer(0, 2), viewer(3, 2, Careless), node(1, 6)]
     with pytest.raises(Violation, match="earlier viewer"):
@@ -192,9 +192,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node
         for rank, path in rings.items():
             copy = run / "rings" / path.name
             copy.write_bytes(path.read_bytes())
-            found = read_header(copy)
-            assert found is not None
-            headers[rank] = found
+            copied_header = read_header(copy)
+            assert copied_header is not None
+            headers[rank] = copied_header
         make_live_dir(run)
         made.append(Node(run, headers, shared))
     yield made
@@ -205,16 +205,24 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node
 def causes(found: Any) -> list[Any]:
     """Return what findings say, without the times, which go on."""
     return [
-        (each.kind, each.ranks, each.victims, each.op, each.seq, each.call_site, each.confidence)
-        for each in found.findings
+        (
+            finding.kind,
+            finding.ranks,
+            finding.victims,
+            finding.op,
+            finding.seq,
+            finding.call_site,
+            finding.confidence,
+        )
+        for finding in found.findings
     ]
 
 
 def exchanged(nodes: list[Node], page: LiveRun) -> Look:
     """Let the page look, the leaders ask and answer, and the page look again."""
     here, there = nodes
-    for each in nodes:
-        each.poll()
+    for node in nodes:
+        node.poll()
     page.look()
     here.turn(100.0)
     there.poll()
@@ -236,35 +244,35 @@ def test_the_page_of_one_node_shows_all_ranks(nodes: list[Node], tmp_path: Path)
         ]
         assert causes(look.diagnosis) == causes(expected) != []
         assert look.diagnosis.snapshot.problems == []
-        for each in pair:  # another viewer comes to the other node
-            each.__post_init__()
+        for node in pair:  # another viewer comes to the other node
+            node.__post_init__()
 
 
 def test_nothing_is_asked_while_nobody_looks(nodes: list[Node]) -> None:
     """Without a viewer, turns make no request; after the last look, they end."""
-    for each in nodes:
-        each.poll()
-        each.requests.clear()
+    for node in nodes:
+        node.poll()
+        node.requests.clear()
     for second in range(60):
-        for each in nodes:
-            each.turn(100.0 + second)
-    assert [each.requests for each in nodes] == [[], []]
+        for node in nodes:
+            node.turn(100.0 + second)
+    assert [node.requests for node in nodes] == [[], []]
     exchanged(nodes, LiveRun(nodes[0].run))
     for second in range(103, 300):
-        for each in nodes:
-            each.turn(float(second))
-    for each in nodes:
-        each.requests.clear()
-        each.turn(400.0)
-        assert each.requests == []
+        for node in nodes:
+            node.turn(float(second))
+    for node in nodes:
+        node.requests.clear()
+        node.turn(400.0)
+        assert node.requests == []
 
 
 def test_a_question_asks_each_node_once(nodes: list[Node]) -> None:
     """Turns within a second ask once, and a node answers a question once."""
     here, there = nodes
     exchanged(nodes, LiveRun(here.run))
-    for each in nodes:
-        each.requests.clear()
+    for node in nodes:
+        node.requests.clear()
     note_viewer(here.run)
     for step in range(4):
         here.turn(110.0 + step / 4)
@@ -345,8 +353,8 @@ def test_an_answer_from_before_the_wait_proves_nothing(monkeypatch: pytest.Monke
         ((3,), 0.1, False),
         ((), 0.1, False),
     ):
-        found = Finding("missing", ranks, since_s=since_s)
-        assert page.is_outdated(found, snapshot) is outdated, (ranks, since_s)
+        finding = Finding("missing", ranks, since_s=since_s)
+        assert page.is_outdated(finding, snapshot) is outdated, (ranks, since_s)
 
 
 def test_no_watcher_on_this_node(nodes: list[Node]) -> None:
@@ -431,9 +439,9 @@ def test_a_store_that_fails_once_is_asked_again(nodes: list[Node]) -> None:
     note_viewer(here.run)
     here.turn(112.0)
     there.turn(116.0)
-    found = read_answers(here.run)
-    assert found is not None
-    assert found.problem == ""
+    answers = read_answers(here.run)
+    assert answers is not None
+    assert answers.problem == ""
     assert there.requests == ["Questions.question", "Questions.answer"]
 
 
@@ -448,9 +456,9 @@ def test_a_lost_store_is_not_an_error_of_the_watcher(nodes: list[Node]) -> None:
     here.poll()
     note_viewer(here.run)
     here.turn(100.0)
-    found = read_answers(here.run)
-    assert found is not None
-    assert "broken pipe" in found.problem
+    answers = read_answers(here.run)
+    assert answers is not None
+    assert "broken pipe" in answers.problem
     with pytest.raises(Unreachable):
         here.views._requests.perform(1.0, Questions("").question())
 

@@ -53,9 +53,9 @@ def origin(tmp_path: Path | None = None, rank: int = 3) -> Origin:
 
 def finished(batch: Any) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
     """Yield (op, group) and the description of each that is not in flight."""
-    for each, flying in zip(batch, batch.columns["in_flight"].tolist(), strict=True):
+    for description, flying in zip(batch, batch.columns["in_flight"].tolist(), strict=True):
         if not flying:
-            yield (each["name"], each["group"]), each
+            yield (description["name"], description["group"]), description
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def python_waits(file: str, source: str) -> Iterator[Wait]:
 
 def _locks(tree: ast.AST) -> set[str]:
     """Return the names that a file gives to locks and conditions."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(
             node.value, ast.Call
@@ -96,8 +96,8 @@ def _locks(tree: ast.AST) -> set[str]:
             continue
         if ast.unparse(node.value.func).rpartition(".")[2] in _LOCK_MAKERS:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {ast.unparse(target).rpartition(".")[2] for target in targets}
-    return found
+            names |= {ast.unparse(target).rpartition(".")[2] for target in targets}
+    return names
 
 
 def _kind(call: ast.Call) -> str:
@@ -105,7 +105,7 @@ def _kind(call: ast.Call) -> str:
     if not isinstance(call.func, ast.Attribute):
         return "input" if ast.unparse(call.func) == "input" else ""
     name, owner = call.func.attr, ast.unparse(call.func.value)
-    given, words = len(call.args), {word.arg for word in call.keywords}
+    positional, words = len(call.args), {word.arg for word in call.keywords}
     text = ast.unparse(call)
     bounded = bool(words & _BOUNDS) and "timeout=None" not in text
     if owner == "atexit" and name == "register":
@@ -119,29 +119,29 @@ def _kind(call: ast.Call) -> str:
     if owner == "os" and name in ("wait", "waitpid", "wait3", "wait4"):
         return "" if "WNOHANG" in text else "process"
     if owner == "select" and name == "select":
-        return "" if given == 4 else "select"
+        return "" if positional == 4 else "select"
     if owner == "socket" and name == "create_connection":
-        return "" if given > 1 or bounded else "socket"
+        return "" if positional > 1 or bounded else "socket"
     if owner.endswith("connection") and name == "wait":
-        return "" if given > 1 or bounded else "wait"
+        return "" if positional > 1 or bounded else "wait"
     if name in _SOCKET:
         return "" if "MSG_DONTWAIT" in text else "socket"
-    if name == "connect" and given == 1 and not bounded:
+    if name == "connect" and positional == 1 and not bounded:
         return "socket"
-    if name == "synchronize" and given < 3:
+    if name == "synchronize" and positional < 3:
         return "synchronize"  # a device; rankcall.store's has a timeout
     if name in _RESOLVERS:
         return "resolver"
     is_store = bool(_STORES.search(owner.rpartition(".")[2]))
-    if is_store and (name in _STORE_REQUESTS or (name == "wait" and given < 2)):
+    if is_store and (name in _STORE_REQUESTS or (name == "wait" and positional < 2)):
         return "store"
     if name in ("get", "put") and "queue" in owner.rpartition(".")[2].lower():
-        return "" if bounded or (name == "get" and given > 1) else "queue"
-    if name == "get" and not given and not words:
+        return "" if bounded or (name == "get" and positional > 1) else "queue"
+    if name == "get" and not positional and not words:
         return "queue"
-    if name in _BARE and not given and not bounded:
+    if name in _BARE and not positional and not bounded:
         return name
-    if name == "wait_for" and given == 1 and not bounded:
+    if name == "wait_for" and positional == 1 and not bounded:
         return name
     return ""
 
@@ -168,5 +168,5 @@ def cpp_waits(file: str, source: str) -> Iterator[Wait]:
     """Yield the waits of a C++ file that have no deadline; ``wait_for`` and its like have one."""
     code = _COMMENTS.sub(" ", source)
     for kind, pattern in _CPP:
-        for found in pattern.finditer(code):
-            yield Wait(file, kind, found.group(1))
+        for match in pattern.finditer(code):
+            yield Wait(file, kind, match.group(1))

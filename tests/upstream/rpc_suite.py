@@ -103,18 +103,18 @@ def suites(fixture: type[Fixture]) -> dict[str, type[unittest.TestCase]]:
     if fixture is not Fixture:
         tests += rpc_utils.TENSORPIPE_TESTS
     bases = (fixture, Forked, common_distributed.MultiProcessTestCase)
-    made = {each.__name__: type(each.__name__, (each, *bases), {}) for each in tests}
-    for name, each in made.items():  # some tests pickle their own class
-        each.__module__ = __name__
-        globals()[name] = each
-    return made
+    classes = {mixin.__name__: type(mixin.__name__, (mixin, *bases), {}) for mixin in tests}
+    for name, test_class in classes.items():  # some tests pickle their own class
+        test_class.__module__ = __name__
+        globals()[name] = test_class
+    return classes
 
 
 def chosen(only: list[str], classes: dict[str, Any]) -> list[unittest.TestCase]:
     """Return the tests that ``only`` names as ``Class`` or ``Class.test``; all if it is empty."""
     tests: list[unittest.TestCase] = []
-    for each in only or list(classes):
-        name, _, test = each.partition(".")
+    for selector in only or list(classes):
+        name, _, test = selector.partition(".")
         names = [test] if test else unittest.defaultTestLoader.getTestCaseNames(classes[name])
         tests += map(classes[name], names)
     return tests
@@ -143,8 +143,8 @@ def run(tests: list[unittest.TestCase], jobs: int, out: Path) -> None:
     for process in processes:
         process.join()
         assert process.exitcode == 0, f"a job ended with {process.exitcode}"
-    told = [json.loads(part.read_text()) for part in parts if part.exists()]
-    out.write_text(json.dumps({name: how for each in told for name, how in each.items()}))
+    reports = [json.loads(part.read_text()) for part in parts if part.exists()]
+    out.write_text(json.dumps({name: how for report in reports for name, how in report.items()}))
 
 
 def main() -> None:
@@ -157,7 +157,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.INFO)
     common_distributed.TIMEOUT_DEFAULT = TEST_SECONDS
-    fixtures = {each.name: each for each in (Fixture, TensorPipeFixture, TorchFixture)}
+    fixtures = {fixture.name: fixture for fixture in (Fixture, TensorPipeFixture, TorchFixture)}
     classes = suites(fixtures[options.backend])
     if options.backend == "ZMQ":
         from rankcall.rpc.native import agent_module

@@ -26,7 +26,7 @@ def _load_hook() -> None:
 
 def _chain() -> None:
     """Run the sitecustomize that this one hides, if there is one."""
-    sys.path[:] = [each for each in sys.path if not each or os.path.abspath(each) != _HERE]
+    sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != _HERE]
     ours = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  # the next one

@@ -53,7 +53,9 @@ def detail(run: Run, progress: Progress | None = None, also: RingVisitor | None 
     splits, late = split(run_tables), lateness(run_tables)
     sent = traffic(run_tables, run.hosts)
     summary = conclude(run, run_tables)
-    suspects = [each.rank for each in summary.stragglers[:_SUSPECTS] if each.came_last]
+    suspects = [
+        straggler.rank for straggler in summary.stragglers[:_SUSPECTS] if straggler.came_last
+    ]
     return Details(summary, splits, late, late_lines(run, late.lasts, suspects), sent)
 
 
@@ -82,12 +84,12 @@ def split(run_tables: RunTables) -> list[RankSplit]:
     waits = run_tables.waits
     collectives = zip(run_tables.tables, waits.of_tables, waits.whole_of_tables, strict=True)
     for table, waited, whole in collectives:
-        for rank, found in _of_collectives(table, waited, whole):
-            spans.setdefault((rank, table.session), []).append(found)
+        for rank, rank_spans in _of_collectives(table, waited, whole):
+            spans.setdefault((rank, table.session), []).append(rank_spans)
     letters = zip(run_tables.messages, waits.of_messages, waits.whole_of_messages, strict=True)
     for messages, waited, whole in letters:
-        for rank, found in _of_messages(messages, waited, whole):
-            spans.setdefault((rank, messages.session), []).append(found)
+        for rank, rank_spans in _of_messages(messages, waited, whole):
+            spans.setdefault((rank, messages.session), []).append(rank_spans)
     totals: dict[int, npt.NDArray[np.float64]] = {}
     for (rank, _), parts in spans.items():
         totals[rank] = totals.get(rank, np.zeros(3)) + _measure(parts)
@@ -156,14 +158,14 @@ def traffic(run_tables: RunTables, host_of: dict[int, str]) -> Traffic:
     """Add up what all finished collectives and messages sent."""
     hosts = list(dict.fromkeys(host_of[rank] for rank in sorted(host_of)))
     index = {host: number for number, host in enumerate(hosts)}
-    found = Traffic(hosts, np.zeros((len(hosts), len(hosts))))
+    host_traffic = Traffic(hosts, np.zeros((len(hosts), len(hosts))))
     for table in run_tables.tables:
         places = [index.get(host_of.get(rank, "\0"), -1) for rank in table.group.ranks]
-        _add_collectives(table, np.array(places, np.intp), found.sent)
+        _add_collectives(table, np.array(places, np.intp), host_traffic.sent)
     for messages in run_tables.messages:
         places = [index.get(host_of.get(rank, "\0"), -1) for rank in messages.group.ranks]
-        _add_messages(messages, np.array(places, np.intp), found.sent)
-    return found
+        _add_messages(messages, np.array(places, np.intp), host_traffic.sent)
+    return host_traffic
 
 
 def _add_collectives(table: CollectiveTable, place: npt.NDArray[np.intp], sent: Floats) -> None:
@@ -210,12 +212,12 @@ def _add_rooted(
             continue
         at = table.group.ranks.index(rank_of[row])
         amount = float(table.size[rows & (table.root == row)].sum())
-        others = np.roll(place, -at)
-        root = np.full(len(others) - 1, others[0])
+        from_root = np.roll(place, -at)
+        root = np.full(len(from_root) - 1, from_root[0])
         if op in ("broadcast", "reduce"):
-            ends = others[:-1], others[1:]
+            ends = from_root[:-1], from_root[1:]
         else:
-            ends, amount = (root, others[1:]), amount / len(place)
+            ends, amount = (root, from_root[1:]), amount / len(place)
         _hops(*(ends if op in ("broadcast", "scatter") else ends[::-1]), amount, sent)
 
 

@@ -19,8 +19,8 @@ from rankcall.analysis.verdicts.finding import (
     SHOWN,
     Finding,
     duration,
-    finding_from,
     name_place,
+    sound_findings,
 )
 from rankcall.run.hangs import Object, kept_hangs, kept_stack, stacks_in
 from rankcall.run.load import Progress, Run
@@ -73,20 +73,25 @@ def diagnose(
     the other arguments see ``snapshot_of_run``.
     """
     snapshot = snapshot_of_run(run, progress, state_of=state_of, now_ns=now_ns)
-    found, verdicts = judge(run, snapshot, hang_after), kept_hangs(run.path)
-    found = replace(found, kept=[kept_verdict(run, each) for each in verdicts])
-    return _as_the_watcher_saw(found, verdicts[-1]) if verdicts and not snapshot.live else found
+    diagnosis, verdicts = judge(run, snapshot, hang_after), kept_hangs(run.path)
+    diagnosis = replace(diagnosis, kept=[kept_verdict(run, verdict) for verdict in verdicts])
+    return (
+        _as_the_watcher_saw(diagnosis, verdicts[-1])
+        if verdicts and not snapshot.live
+        else diagnosis
+    )
 
 
-def with_stacks(run: Run, found: Diagnosis, stacks: Mapping[int, str]) -> Diagnosis:
+def with_stacks(run: Run, diagnosis: Diagnosis, stacks: Mapping[int, str]) -> Diagnosis:
     """Judge again, with the Python stacks of some ranks as further evidence."""
     if not stacks:
-        return found
+        return diagnosis
     ranks = [
-        replace(each, stack=stacks.get(each.rank, each.stack)) for each in found.snapshot.ranks
+        replace(state, stack=stacks.get(state.rank, state.stack))
+        for state in diagnosis.snapshot.ranks
     ]
-    again = judge(run, replace(found.snapshot, ranks=ranks), found.hang_after)
-    return replace(again, kept=found.kept)
+    again = judge(run, replace(diagnosis.snapshot, ranks=ranks), diagnosis.hang_after)
+    return replace(again, kept=diagnosis.kept)
 
 
 def judge(run: Run, snapshot: Snapshot, hang_after: float | None = None) -> Diagnosis:
@@ -101,52 +106,54 @@ def own_hang_after(run: Run) -> float:
     in_rings = [head.header.hang_after_ms / 1e3 for head in run.heads if head.header.hang_after_ms]
     if in_rings and 0 < max(in_rings) < _LONGEST_S:
         return max(in_rings)
-    given = run.about.get("hang_after_s")
-    if isinstance(given, (int, float)) and 0 < given < _LONGEST_S:
-        return float(given)
+    hang_after_s = run.about.get("hang_after_s")
+    if isinstance(hang_after_s, (int, float)) and 0 < hang_after_s < _LONGEST_S:
+        return float(hang_after_s)
     return HANG_AFTER_S
 
 
-def _as_the_watcher_saw(found: Diagnosis, verdict: Object) -> Diagnosis:
+def _as_the_watcher_saw(diagnosis: Diagnosis, verdict: Object) -> Diagnosis:
     """Add what the job's own watcher saw last to the diagnosis of a job that is over.
 
     The watcher saw live processes and their stacks, so its word on a rank counts for more than how
     that rank ended. It counts only if its hang lasted: no rank of its host has issued a call since.
     """
-    snapshot, about = found.snapshot, verdict["hang"]
-    moment = snapshot.moments.get(str(about.get("boot_id")))
-    seen = [finding_from(each) for each in verdict["findings"] if _is_sound(each)]
+    snapshot, hang = diagnosis.snapshot, verdict["hang"]
+    moment = snapshot.moments.get(str(hang.get("boot_id")))
+    kinds = {kind.kind for kind in KINDS}
+    seen = [finding for finding in sound_findings(verdict["findings"]) if finding.kind in kinds]
     if moment is None or not seen:
-        return found
-    since_s = (moment - int(about.get("mono_ns", 0))) / 1e9
+        return diagnosis
+    since_s = (moment - int(hang.get("mono_ns", 0))) / 1e9
     if since_s < 0 or np.any(snapshot.calls["age_s"] < since_s - _MARGIN_S):
-        return found
-    found = replace(
-        found, findings=[_with_places(each, verdict, since_s) for each in found.findings]
+        return diagnosis
+    diagnosis = replace(
+        diagnosis,
+        findings=[_with_places(finding, verdict, since_s) for finding in diagnosis.findings],
     )
-    known = {(each.kind, rank) for each in found.findings for rank in each.ranks}
+    known = {(finding.kind, rank) for finding in diagnosis.findings for rank in finding.ranks}
     had_ended = {
-        each.rank
-        for each in snapshot.ranks
-        if each.exit is not None and (each.gone_s or 0.0) > since_s + _MARGIN_S
+        state.rank
+        for state in snapshot.ranks
+        if state.exit is not None and (state.gone_s or 0.0) > since_s + _MARGIN_S
     }
     new = [
-        _seen(each, since_s)
-        for each in seen
-        if had_ended.isdisjoint(each.ranks)
-        and (not each.ranks or any((each.kind, rank) not in known for rank in each.ranks))
+        _seen(finding, since_s)
+        for finding in seen
+        if had_ended.isdisjoint(finding.ranks)
+        and (not finding.ranks or any((finding.kind, rank) not in known for rank in finding.ranks))
     ]
-    named = {rank for each in new for rank in each.ranks}
+    named = {rank for finding in new for rank in finding.ranks}
     everybody = {state.rank for state in snapshot.ranks if not state.blind}
     # An end of all ranks together is the end of the job, which did not cause the hang.
     rest = [
-        each
-        for each in found.findings
-        if named.isdisjoint(each.ranks) and not everybody <= {*each.ranks, *named}
+        finding
+        for finding in diagnosis.findings
+        if named.isdisjoint(finding.ranks) and not everybody <= {*finding.ranks, *named}
     ]
     if not new or (rest and not named):
-        return found
-    return replace(found, findings=[*new, *rest])
+        return diagnosis
+    return replace(diagnosis, findings=[*new, *rest])
 
 
 def _with_places(finding: Finding, verdict: Object, since_s: float) -> Finding:
@@ -160,14 +167,6 @@ def _with_places(finding: Finding, verdict: Object, since_s: float) -> Finding:
             looked = f"when the job's own watcher looked, {duration(since_s)} before the end"
             places.append(f"rank {rank}: {where} {looked}")
     return replace(finding, evidence=(*finding.evidence, *places))
-
-
-def _is_sound(found: Object) -> bool:
-    """Tell whether a kept finding has a known kind and sound ranks; its file may be forged."""
-    ranks = [each for name in ("ranks", "victims") for each in found.get(name, ())]
-    return found.get("kind") in {kind.kind for kind in KINDS} and all(
-        type(rank) is int and rank >= 0 for rank in ranks
-    )
 
 
 def _seen(finding: Finding, since_s: float) -> Finding:
@@ -199,15 +198,12 @@ def kept_verdict(run: Run, verdict: Object) -> Kept:
     """Return a verdict from ``kept_hangs`` in short."""
     place = Path(verdict["place"])
     stacks = len(stacks_in(place))
-    if run.source not in (
-        None,
-        run.path,
-    ):  # an archive, extracted anywhere
+    if run.source not in (None, run.path):  # an archive, extracted anywhere
         place = place.relative_to(run.path)
     causes = []
-    for each in verdict["findings"]:
-        ranks = each.get("ranks")
+    for finding in verdict["findings"]:
+        ranks = finding.get("ranks")
         ranks = [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
-        causes.append((str(each.get("kind")), tuple(ranks)))
-    about = verdict["hang"]["epoch_ns"], tuple(causes), stacks, verdict.get("over_s")
-    return Kept(str(place), *about)
+        causes.append((str(finding.get("kind")), tuple(ranks)))
+    other_fields = verdict["hang"]["epoch_ns"], tuple(causes), stacks, verdict.get("over_s")
+    return Kept(str(place), *other_fields)

@@ -87,10 +87,10 @@ def _newest(snapshot: Snapshot) -> Snapshot:
     calls = snapshot.calls
     if len(calls) <= _NEWEST_CALLS:
         return snapshot
-    each = max(16, _NEWEST_CALLS // max(1, len(snapshot.ranks)))
+    calls_per_rank = max(16, _NEWEST_CALLS // max(1, len(snapshot.ranks)))
     newest = np.zeros(int(calls["rank"].max()) + 1, np.int64)
     np.maximum.at(newest, calls["rank"], calls["index"])
-    return replace(snapshot, calls=calls[calls["index"] > newest[calls["rank"]] - each])
+    return replace(snapshot, calls=calls[calls["index"] > newest[calls["rank"]] - calls_per_rank])
 
 
 def _late(snapshot: Snapshot, totals: WaitTotals) -> Iterator[LateRank]:

@@ -74,7 +74,7 @@ def command(
         if stacks and not dumped and not json:
             _explain_no_stacks()
     sys.stdout.flush()
-    if any(found.is_fault for found in result.findings):
+    if any(finding.is_fault for finding in result.findings):
         raise typer.Exit(1)
 
 
@@ -83,7 +83,7 @@ def _from_logs(paths: list[Path], json: bool) -> None:
     result = diagnose_logs(paths)
     _print(result, json, {})
     sys.stdout.flush()
-    if any(found.is_fault for found in result.findings):
+    if any(finding.is_fault for finding in result.findings):
         raise typer.Exit(1)
 
 
@@ -107,11 +107,11 @@ def read(path: Path | None, hang_after: float | None) -> Diagnosis:
 def _unexplained(result: Diagnosis) -> list[int]:
     """Return the ranks that only their stacks can locate."""
     ranks: set[int] = set()
-    for found in result.findings:
-        if found.kind in ("missing", "no_progress"):
-            ranks.update(found.ranks)
-        if found.kind == "no_progress":
-            ranks.update(found.victims)
+    for finding in result.findings:
+        if finding.kind in ("missing", "no_progress"):
+            ranks.update(finding.ranks)
+        if finding.kind == "no_progress":
+            ranks.update(finding.victims)
     return sorted(ranks)
 
 

@@ -75,12 +75,12 @@ def _read(run: Run) -> tuple[Summary, list[Finding]]:
     closed = all(head.header.closed_ns for head in run.heads)
     if closed and any(row.unfinished for row in summary.collectives):
         with bar("diagnosing") as progress:
-            found = diagnose(run, progress=progress).findings
+            findings = diagnose(run, progress=progress).findings
     elif closed:
-        found = find(builder.finish())
+        findings = find(builder.finish())
     else:
-        found = judge(run, builder.finish()).findings
-    return summary, [each for each in found if each.stops]
+        findings = judge(run, builder.finish()).findings
+    return summary, [finding for finding in findings if finding.stops]
 
 
 def _write_page(path: Path | None, target: Path, attempt: int | None) -> list[str]:

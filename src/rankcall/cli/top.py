@@ -45,7 +45,7 @@ def command(
     else:
         diagnosis = _follow(run_dir, hang_after, interval, diagnosis)
     sys.stdout.flush()
-    if any(found.is_fault for found in diagnosis.findings):
+    if any(finding.is_fault for finding in diagnosis.findings):
         raise typer.Exit(1)
 
 

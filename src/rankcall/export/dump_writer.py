@@ -111,17 +111,17 @@ def _description(group: Group) -> str:
 
 def _status(ring: Ring) -> dict[str, dict[str, int]]:
     """Return the last collective of each group that was issued, that began and that ended."""
-    records, found = ring.records, {}
+    records, by_group = ring.records, {}
     collectives = records["kind"] != _P2P
     for number in np.unique(records["group"][collectives]).tolist():
         rows = records[collectives & (records["group"] == number)]
         seq, status = rows["seq"].astype(np.int64), rows["status"]
-        found[str(number)] = {
+        by_group[str(number)] = {
             "last_enqueued_collective": int(seq.max(initial=-1)),
             "last_started_collective": int(seq[status >= _STARTED].max(initial=-1)),
             "last_completed_collective": int(seq[status == _COMPLETED].max(initial=-1)),
         }
-    return found
+    return by_group
 
 
 def _entries(ring: Ring, clocks: RunClocks, names: dict[int, str]) -> list[Object]:
@@ -201,7 +201,7 @@ def _profiling_name(record: Any, group: Group, rank: int) -> str:
 def _sizes(record: Any) -> Object:
     """Return the sizes and dtypes of the tensors that an op reads and writes."""
     name, width = TORCH_DTYPES.get(DTYPES[int(record["dtype"])], ("Byte", 1))
-    shape = [int(each) for each in record["shape"][: int(record["ndim"])]]
+    shape = [int(size) for size in record["shape"][: int(record["ndim"])]]
     inputs = _size(shape, int(record["in_bytes"]) // width)
     outputs = _size(shape, int(record["out_bytes"]) // width)
     return {

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.timing.clocks import RunClocks
 from rankcall.analysis.timing.run_tables import align
-from rankcall.export.perfetto_packets import lanes
+from rankcall.export.perfetto_packets import track_numbers
 from rankcall.files import make_output_folder, new_file
 from rankcall.imports.dump_records import TORCH_DTYPES
 from rankcall.record import DTYPES, OPS, REDUCE_OPS, STATUSES, has_duration
@@ -168,7 +168,7 @@ def _streams(ring: Ring, began: Ints, ended: Ints, timed: npt.NDArray[np.bool_])
     for number in np.unique(ring.records["group"][timed]):
         rows = np.flatnonzero(timed & (ring.records["group"] == number))
         rows = rows[np.argsort(began[rows], kind="stable")]
-        streams[rows] = lanes(began[rows], ended[rows]) + first
+        streams[rows] = track_numbers(began[rows], ended[rows]) + first
         first = int(streams[rows].max()) + 1
     return streams
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from rankcall.analysis.timing.clocks import RunClocks
 from rankcall.analysis.timing.collectives import Session
 from rankcall.analysis.timing.run_tables import align, sessions_of
-from rankcall.export.perfetto_packets import Interned, Rows, Tracks, lanes, message, number
+from rankcall.export.perfetto_packets import Interned, Rows, Tracks, message, number, track_numbers
 from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES, has_duration
 from rankcall.ring.reader import Records, Ring
 from rankcall.ring.tables import Group
@@ -120,11 +120,11 @@ class Events:
     def _tracks(self, group: Group, rows: npt.NDArray[np.intp], tracks: Tracks) -> Ints:
         """Return the track of each of a group's ops."""
         order = rows[np.argsort(self._begin[rows], kind="stable")]
-        lane = np.empty(len(rows), np.intp)
-        lane[np.searchsorted(rows, order)] = lanes(self._begin[order], self._end[order])
+        track = np.empty(len(rows), np.intp)
+        track[np.searchsorted(rows, order)] = track_numbers(self._begin[order], self._end[order])
         header = self._ring.header
-        numbers = [tracks.lane(header, group, at) for at in range(int(lane.max()) + 1)]
-        return np.array(numbers, np.int64)[lane]
+        numbers = [tracks.of_ops(header, group, at) for at in range(int(track.max()) + 1)]
+        return np.array(numbers, np.int64)[track]
 
     def encode(self, rows: slice) -> bytes:
         """Return the packets of some records, encoding all with the same fields at once."""

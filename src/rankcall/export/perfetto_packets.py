@@ -140,7 +140,7 @@ class Tracks:
         self._fresh.clear()
         return packets
 
-    def lane(self, header: Header, group: Group, number_: int) -> int:
+    def of_ops(self, header: Header, group: Group, number_: int) -> int:
         """Return a track of a rank's ops in a group.
 
         Args:
@@ -192,7 +192,7 @@ class Tracks:
         return self._count
 
 
-def lanes(start: Ints, end: Ints) -> npt.NDArray[np.intp]:
+def track_numbers(start: Ints, end: Ints) -> npt.NDArray[np.intp]:
     """Number intervals so that no two with the same number overlap or touch.
 
     The intervals are sorted by ``start``. Slices on one track must nest. Perfetto would nest two

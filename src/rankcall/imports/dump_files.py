@@ -123,10 +123,10 @@ def _ranks_of(paths: Sequence[Path]) -> dict[int, Path]:
     after_rank = [re.findall(r"rank[_\-.]?(\d+)", text, re.IGNORECASE) for text in texts]
     choices = []
     if all(after_rank):
-        choices.append([found[-1] for found in after_rank])
+        choices.append([name_numbers[-1] for name_numbers in after_rank])
     numbers = [re.findall(r"\d+", text) for text in texts]
     shared = min(map(len, numbers))
-    choices += [[found[-1 - place] for found in numbers] for place in range(shared)]
+    choices += [[name_numbers[-1 - place] for name_numbers in numbers] for place in range(shared)]
     for chosen in choices:
         if len(set(map(int, chosen))) == len(paths):
             ranks = {int(number): path for number, path in zip(chosen, paths, strict=True)}
@@ -140,11 +140,11 @@ def _newest_of_each(choices: Sequence[Sequence[str]], paths: Sequence[Path]) -> 
     """Refuse names that give one rank to several files; the message lists two such files."""
     first: dict[int, Path] = {}
     for number, path in zip(choices[0] if choices else (), paths, strict=False):
-        other = first.setdefault(int(number), path)
-        if other is not path:
+        first_path = first.setdefault(int(number), path)
+        if first_path is not path:
             raise CorruptRun(
-                f"{path}: its name gives rank {int(number):,}, like that of {other}: name one dump "
-                "for each rank, of one job"
+                f"{path}: its name gives rank {int(number):,}, like that of {first_path}: name one "
+                "dump for each rank, of one job"
             )
     raise CorruptRun(f"{paths[0]}: its name does not tell which rank wrote it")
 
@@ -181,14 +181,14 @@ def read_dump(path: Path, problems: list[str], *, isolated: bool = False) -> dic
 
 
 def _check_version(path: Path, version: Any, problems: list[str]) -> None:
-    found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
-    if found is None or int(found[1]) != _NEWEST[0]:
-        told = clean(version[:40]) if isinstance(version, str) else "none"
+    match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
+    if match is None or int(match[1]) != _NEWEST[0]:
+        shown_version = clean(version[:40]) if isinstance(version, str) else "none"
         raise CorruptRun(
-            f"{path}: version {told} of Flight Recorder's format; this rankcall reads 2.0 to "
-            f"{_NEWEST[0]}.{_NEWEST[1]}"
+            f"{path}: version {shown_version} of Flight Recorder's format; this rankcall reads 2.0 "
+            f"to {_NEWEST[0]}.{_NEWEST[1]}"
         )
-    if int(found[2]) > _NEWEST[1]:
+    if int(match[2]) > _NEWEST[1]:
         text = (
             f"dumps of version {version} are newer than the newest that this rankcall knows "
             f"({_NEWEST[0]}.{_NEWEST[1]}): fields that have changed since may be misread"
@@ -221,11 +221,11 @@ def _is_plain(raw: bytes) -> bool:
     """
     at = 0
     while True:
-        found = _OPCODES.match(raw, at)
-        at = found.end() if found else at
+        match = _OPCODES.match(raw, at)
+        at = match.end() if match else at
         if at >= len(raw):
             return True
-        if found:
+        if match:
             continue
         width = _TEXTS.get(raw[at])
         if width is None:

@@ -134,8 +134,8 @@ def _shapes(entries: Sequence[Entry]) -> tuple[Records, npt.NDArray[np.intp]]:
         for key, at in first.items()
     ]
     numbers = {key: number for number, key in enumerate(first)}
-    which = np.fromiter(map(numbers.__getitem__, keys), np.intp, len(keys))
-    return np.concatenate([np.zeros(0, RECORD), *rows]), which
+    row_of_entry = np.fromiter(map(numbers.__getitem__, keys), np.intp, len(keys))
+    return np.concatenate([np.zeros(0, RECORD), *rows]), row_of_entry
 
 
 def _is_sound(key: bytes, entry: Entry) -> bool:
@@ -148,8 +148,8 @@ def _unknown_shape(name: Any) -> Records:
 
 def _are_tensors(inputs: Any, outputs: Any, in_dtypes: Any, out_dtypes: Any) -> bool:
     """Tell whether sizes and dtypes have the form that Flight Recorder gives them."""
-    return all(isinstance(each, (list, tuple)) for each in (in_dtypes, out_dtypes)) and all(
-        isinstance(sizes, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in sizes)
+    return all(isinstance(dtypes, (list, tuple)) for dtypes in (in_dtypes, out_dtypes)) and all(
+        isinstance(sizes, (list, tuple)) and all(isinstance(size, (list, tuple)) for size in sizes)
         for sizes in (inputs, outputs)
     )
 
@@ -168,14 +168,16 @@ def _shape(name: Any, inputs: Any, outputs: Any, in_dtypes: Any, out_dtypes: Any
         "scatter": out_bytes,
         "barrier": 1,
     }.get(op, in_bytes)
-    dtype = next((each for each in (*in_dtypes, *out_dtypes) if isinstance(each, str)), "")
+    dtype = next((text for text in (*in_dtypes, *out_dtypes) if isinstance(text, str)), "")
     record["dtype"] = DTYPES.index(_DTYPES.get(dtype, ("unknown", 0))[0])
     first = next(iter(inputs or outputs), ())
     record["ndim"] = min(len(first), MAX_DIMS)
-    record["shape"][: record["ndim"]] = [_int(each) for each in first[:MAX_DIMS]]
+    record["shape"][: record["ndim"]] = [_int(length) for length in first[:MAX_DIMS]]
     record["tensors"] = min(len(inputs), 65535)
     if op == "all_to_all":  # a dump does not tell whether it has splits
-        sizes = [[[_int(each) for each in size] for size in sizes] for sizes in (inputs, outputs)]
+        sizes = [
+            [[_int(length) for length in size] for size in sizes] for sizes in (inputs, outputs)
+        ]
         record["shape_hash"] = zlib.crc32(repr(sizes).encode()) or 1
     record["device_type"] = DEVICE_TYPES.index("cpu" if backend in _ON_CPU else "cuda")
     record["device_index"], record["device_ms"], record["async_op"] = -1, np.nan, 2
@@ -208,7 +210,7 @@ def _bytes(sizes: Sequence[Sequence[Any]], dtypes: Sequence[Any]) -> int:
     for number, size in enumerate(sizes):
         dtype = dtypes[min(number, len(dtypes) - 1)] if dtypes else ""
         width = _DTYPES.get(dtype, ("", 0))[1] if isinstance(dtype, str) else 0
-        total += math.prod(min(_int(each), _LARGEST) for each in size[:16]) * width
+        total += math.prod(min(_int(length), _LARGEST) for length in size[:16]) * width
     return min(max(total, 0), _LARGEST)
 
 
@@ -218,8 +220,8 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     sites, groups = _Sites(), _Groups()
     names = _each(_text, columns["profiling_name"])
     sizes = [[value or () for value in columns[name]] for name in _SHAPE]
-    table, which = _shapes(list(zip(names, *sizes, strict=True)))
-    records = take_rows(table, which)
+    table, row_of_entry = _shapes(list(zip(names, *sizes, strict=True)))
+    records = take_rows(table, row_of_entry)
     records["group"] = groups.indexes(columns["process_group"], columns["pg_id"], names)
     records["call_site"] = [*map(sites.index, columns["frames"])]
     is_p2p = np.array([value is True for value in columns["is_p2p"]], bool)
@@ -248,7 +250,7 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     numbers = _numbers(columns["record_id"])
     lost = int(numbers[0]) if len(numbers) else 0
     merged, kept = _without_batches(records, names)
-    times = [int(each.max()) for each in (created, completed) if len(each)]
+    times = [int(column.max()) for column in (created, completed) if len(column)]
     return DumpRecords(
         take_rows(merged, kept),
         groups.keys,
@@ -302,8 +304,10 @@ class _Groups:
         if set(map(type, groups)) <= {tuple}:
             pairs = list(zip(groups, names, strict=True))
             try:
-                found = {pair: self._index(pair[0], "", pair[1]) for pair in dict.fromkeys(pairs)}
-                return [*map(found.__getitem__, pairs)]
+                index_of = {
+                    pair: self._index(pair[0], "", pair[1]) for pair in dict.fromkeys(pairs)
+                }
+                return [*map(index_of.__getitem__, pairs)]
             except TypeError:
                 pass  # the names are not texts
         return [*map(self._index, groups, ids, names)]
@@ -312,10 +316,10 @@ class _Groups:
         both = group if isinstance(group, (tuple, list)) and len(group) == 2 else None
         named = both or (group if isinstance(group, str) else number, "")
         key = _text(named[0]), _text(named[1]), name.partition(":")[0]
-        found = self._known.setdefault(key, len(self.keys))
-        if found == len(self.keys):
+        index = self._known.setdefault(key, len(self.keys))
+        if index == len(self.keys):
             self.keys.append(key)
-        return found
+        return index
 
 
 @dataclass
@@ -395,10 +399,10 @@ def _columns(entries: Sequence[dict[str, Any]]) -> dict[str, Sequence[Any]]:
 def _each(function: Callable[[Any], T], values: Sequence[Any]) -> list[T]:
     """Apply a function to all values, once to those that are equal."""
     try:
-        found = {value: function(value) for value in set(values)}
+        result_of = {value: function(value) for value in set(values)}
     except TypeError:
         return [*map(function, values)]  # one of them is a list, or a dict
-    return [*map(found.__getitem__, values)]
+    return [*map(result_of.__getitem__, values)]
 
 
 def _numbers(values: Sequence[Any]) -> npt.NDArray[np.int64]:

@@ -98,9 +98,9 @@ def _read(sources: Sequence[Path], problems: list[str]) -> list[_Rank]:
     problems_of: dict[int, list[str]] = {}
     count = 0
     files = find_dumps(sources)
-    for (number, path), (contents, told) in read_contents(files):
-        problems_of[number] = told
-        rank = _rank_of(number, path, contents, told) if contents else None
+    for (number, path), (contents, dump_problems) in read_contents(files):
+        problems_of[number] = dump_problems
+        rank = _rank_of(number, path, contents, dump_problems) if contents else None
         if rank is None:
             continue
         count += len(rank.content.records)
@@ -178,7 +178,9 @@ def _of_one_job(ranks: list[_Rank], problems: list[str]) -> list[_Rank]:
 
 
 def _world_size(ranks: Sequence[_Rank], problems: list[str]) -> int:
-    listed = max((max(each) for rank in ranks for each in rank.listed.values()), default=-1) + 1
+    listed = (
+        max((max(members) for rank in ranks for members in rank.listed.values()), default=-1) + 1
+    )
     seen = max(rank.rank for rank in ranks) + 1
     if not listed:
         problems.append(
@@ -319,8 +321,12 @@ def _mark_ended(
     """
     left = max(
         (
-            int(each.seq[each.content.ended[each.rows] & (each.seq <= reached)].max(initial=0))
-            for each in calls.values()
+            int(
+                rank_calls.seq[
+                    rank_calls.content.ended[rank_calls.rows] & (rank_calls.seq <= reached)
+                ].max(initial=0)
+            )
+            for rank_calls in calls.values()
         ),
         default=0,
     )
@@ -336,14 +342,16 @@ def _mark_failed(calls: Mapping[int, _Calls], newest: Mapping[_Rank, int]) -> No
 
     Gloo retires a call that failed like one that succeeded.
     """
-    for each in calls.values():
-        records = each.content.records
-        ended = each.content.ended[each.rows]
-        for other, came in newest.items():
-            if (other.content.lost and not came) or not other.written_ns:
+    for rank_calls in calls.values():
+        records = rank_calls.content.records
+        ended = rank_calls.content.ended[rank_calls.rows]
+        for member, newest_seq in newest.items():
+            if (member.content.lost and not newest_seq) or not member.written_ns:
                 continue
-            late = records["enqueued_ns"][each.rows] <= other.written_ns - _JUST_BEGUN_NS
-            records["status"][each.rows[ended & late & (each.seq > came)]] = _FAILED
+            late = records["enqueued_ns"][rank_calls.rows] <= member.written_ns - _JUST_BEGUN_NS
+            records["status"][rank_calls.rows[ended & late & (rank_calls.seq > newest_seq)]] = (
+                _FAILED
+            )
 
 
 def _ring(rank: _Rank, world_size: int, now_ns: int, began_ns: int) -> RingSpec:

@@ -152,43 +152,43 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
         CorruptRun: No log can be read.
     """
     logs = logs_of(paths)
-    found = LogFacts(logs)
+    log_facts = LogFacts(logs)
     unreadable = 0
     for log in logs:
-        reader = _Reader(found, log)
+        reader = _Reader(log_facts, log)
         try:
             for line in log.lines():
                 reader.read(line)
-                if found.size > _MOST_RANKS:
+                if log_facts.size > _MOST_RANKS:
                     log.cut = True
                     break
         except CorruptRun as error:
-            found.problems.append(str(error))
+            log_facts.problems.append(str(error))
             unreadable += 1
         reader.end()
         if log.cut:
-            found.problems.append(
+            log_facts.problems.append(
                 f"{log.name}: not read beyond line {log.count:,}: too many lines about failures"
             )
     if unreadable == len(logs):
-        raise CorruptRun(found.problems[0] if found.problems else "there is no log to read")
-    return found
+        raise CorruptRun(log_facts.problems[0] if log_facts.problems else "there is no log to read")
+    return log_facts
 
 
 class _Reader:
     """Reads the lines of one log, in order."""
 
-    def __init__(self, found: LogFacts, log: Log) -> None:
-        self._found, self._log = found, log
+    def __init__(self, log_facts: LogFacts, log: Log) -> None:
+        self._found, self._log = log_facts, log
         self._tracebacks: dict[Source, _Traceback] = {}
-        self._report = _Report(found)
+        self._report = _Report(log_facts)
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
 
     def read(self, line: Line) -> None:
         """Take one line."""
-        source, found = line.source, self._found
+        source, log_facts = line.source, self._found
         if source.rank >= 0:
-            found.ranks[source.file, source.stream].add(source.rank)
+            log_facts.ranks[source.file, source.stream].add(source.rank)
         for fact in facts_of(line):
             if isinstance(fact, Restarted):
                 self._forget(line.number)
@@ -196,9 +196,9 @@ class _Reader:
                 # If an agent says so twice, it started all workers again in between.
                 self._forget(self._ended.get(fact.agent, 0))
                 self._ended[fact.agent] = line.number
-            found.facts.append(fact)
+            log_facts.facts.append(fact)
             if isinstance(fact, (BarrierFailed, Lagging, LauncherExit)):
-                found.size += len(fact[2] if isinstance(fact, BarrierFailed) else fact[1])
+                log_facts.size += len(fact[2] if isinstance(fact, BarrierFailed) else fact[1])
         if self._report.take(line):
             return
         before = self._tracebacks.get(source)
@@ -210,7 +210,7 @@ class _Reader:
         if before is not None and raised is not None:
             if before.cause is not None:
                 before.cause.led_on = True
-            found.raised.append(raised)
+            log_facts.raised.append(raised)
 
     def end(self) -> None:
         """Note which exception is at the end of a log of one rank: it ended its program."""
@@ -222,14 +222,14 @@ class _Reader:
 
     def _forget(self, until: int) -> None:
         """Drop what an earlier attempt wrote into this log, up to a line."""
-        found, file = self._found, self._log.index
+        log_facts, file = self._found, self._log.index
 
         def is_newer(line: Line) -> bool:
             return line.source.file != file or line.number > until
 
         if until:
-            found.facts = [fact for fact in found.facts if is_newer(fact.line)]
-            found.raised = [each for each in found.raised if is_newer(each.line)]
+            log_facts.facts = [fact for fact in log_facts.facts if is_newer(fact.line)]
+            log_facts.raised = [raised for raised in log_facts.raised if is_newer(raised.line)]
 
 
 _LAST = 5  # lines after the exception that ended a program
@@ -262,10 +262,10 @@ class _Traceback:
                 self._frames.append((frame[1], frame[2], frame[3].strip()))
             return None
         self._in_frames = False
-        found = _EXCEPTION.match(text)
-        if found is None or not self._frames:
+        match = _EXCEPTION.match(text)
+        if match is None or not self._frames:
             return None
-        self.raised = self._exception(line, found[1], found[2] or "")
+        self.raised = self._exception(line, match[1], match[2] or "")
         return self.raised
 
     def _exception(self, line: Line, kind: str, message: str) -> Raised:
@@ -281,8 +281,8 @@ class _Traceback:
             or (kind.endswith("RuntimeError") and "/torch/distributed/" in last)
         )
         op = next((name for name in reversed(inside) if name != "wrapper"), "")
-        known = op if op_of_variant(op.replace("all_", "all")) != "unknown" else ""
-        return Raised(line, kind, message, site, known, follows, self._unhandled)
+        known_op = op if op_of_variant(op.replace("all_", "all")) != "unknown" else ""
+        return Raised(line, kind, message, site, known_op, follows, self._unhandled)
 
 
 def _is_torch(file: str) -> bool:
@@ -292,8 +292,8 @@ def _is_torch(file: str) -> bool:
 class _Report:
     """torchrun's report of the workers that failed: blocks of seven lines with fixed names."""
 
-    def __init__(self, found: LogFacts) -> None:
-        self._found = found
+    def __init__(self, log_facts: LogFacts) -> None:
+        self._found = log_facts
         self._source: Source | None = None
         self._first = False
         self._line = Line(Source(0, ""), 0, "")  # the one with the exit code
@@ -341,12 +341,12 @@ class _Report:
     def _message(self, line: Line) -> None:
         """Take a line of the exception that the worker recorded; the last one names it."""
         text = line.text[2:] if line.text.startswith("  ") else line.text
-        found = _EXCEPTION.match(text)
+        match = _EXCEPTION.match(text)
         failure = self._failure
-        if failure is None or found is None or not _BUILT_IN.search(found[1]):
+        if failure is None or match is None or not _BUILT_IN.search(match[1]):
             return
-        message = found[2] or ""
-        follows = bool(_FOLLOWS.search(found[1]) or TROUBLE.search(message))
+        message = match[2] or ""
+        follows = bool(_FOLLOWS.search(match[1]) or TROUBLE.search(message))
         if failure.raised is not None:
             follows = follows or failure.raised.follows  # a chain of exceptions
-        failure.raised = Raised(line, found[1], message, follows=follows, unhandled=True)
+        failure.raised = Raised(line, match[1], message, follows=follows, unhandled=True)

@@ -107,8 +107,8 @@ class Log:
     @property
     def named_rank(self) -> int:
         """The rank in the file's name, or -1."""
-        found = _NAMED_RANK.findall(self.path.name)
-        return int(found[-1]) if found and int(found[-1]) < MAX_RANKS else -1
+        numbers = _NAMED_RANK.findall(self.path.name)
+        return int(numbers[-1]) if numbers and int(numbers[-1]) < MAX_RANKS else -1
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines of interest.
@@ -223,26 +223,26 @@ def _line(raw: bytes, number: int, file: int) -> Line:
     text = _COLOUR.sub("", text) if "\x1b" in text else text
     stream, task = "", -1
     for pattern in (_MPI, _TORCHRUN, _SRUN):
-        found = pattern.match(text)
-        if found and not _RANK.match(text):
-            stream = found[0].strip()
-            task = int(found[1]) if found[1].isdigit() else -1
-            text = text[found.end() :]
+        match = pattern.match(text)
+        if match and not _RANK.match(text):
+            stream = match[0].strip()
+            task = int(match[1]) if match[1].isdigit() else -1
+            text = text[match.end() :]
             break
     rank = -1
-    found = _RANK.search(text[:_FAR])
-    if found:
-        rank, text = int(found[1]), text[found.end() :]
+    match = _RANK.search(text[:_FAR])
+    if match:
+        rank, text = int(match[1]), text[match.end() :]
     source = Source(file, stream, rank if rank < MAX_RANKS else -1, task)
     return Line(source, number, text)
 
 
 def logs_of(paths: Sequence[Path]) -> list[Log]:
     """Return the logs of some files; a folder stands for the files in it."""
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for path in paths:
         if path != STDIN and path.is_dir():
-            found.update((each, None) for each in sorted(path.rglob("*")) if each.is_file())
+            files.update((file, None) for file in sorted(path.rglob("*")) if file.is_file())
         else:
-            found[path] = None
-    return [Log(path, index) for index, path in enumerate(found)]
+            files[path] = None
+    return [Log(path, index) for index, path in enumerate(files)]

@@ -224,13 +224,13 @@ TROUBLE = re.compile(
 def facts_of(line: Line) -> list[Fact]:
     """Return the facts in a line; an empty list if it has none of the messages above."""
     text = line.text
-    found: list[Fact] = []
+    facts: list[Fact] = []
     for words, read in _READERS:
         if words in text:
             fact = read(line)
             if fact is not None:
-                found.append(fact)
-    return found
+                facts.append(fact)
+    return facts
 
 
 def _timeout(line: Line) -> Fact | None:

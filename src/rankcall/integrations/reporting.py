@@ -42,14 +42,14 @@ class Look:
 def look_at(run_dir: Path) -> Look:
     """Read a run that is being recorded."""
     began = time.thread_time()
-    found = diagnose(load(run_dir))
-    recent = recent_figures(found.snapshot)
+    diagnosis = diagnose(load(run_dir))
+    recent = recent_figures(diagnosis.snapshot)
     known = {"waiting_share": recent.waiting, "communication_share": recent.share}
     figures = {f"rankcall/{name}": value for name, value in known.items() if value is not None}
     if recent.late:
         figures["rankcall/straggler_rank"] = float(recent.late[0].rank)
         figures["rankcall/straggler_share"] = recent.late[0].share
-    return Look(figures, tuple(found.findings), time.thread_time() - began)
+    return Look(figures, tuple(diagnosis.findings), time.thread_time() - began)
 
 
 class Reporter:
@@ -103,9 +103,11 @@ class Reporter:
             self._next = max(self._next, time.monotonic() + look.cpu_s / _MOST_SHARE)
             if look.figures:
                 self._log(look.figures)
-            for found in look.findings:
-                if (found.kind, found.ranks) not in self._said:
-                    self._said.add((found.kind, found.ranks))
-                    self._say(f"rankcall: {found.kind}: {found.summary} {found.advice}".strip())
+            for finding in look.findings:
+                if (finding.kind, finding.ranks) not in self._said:
+                    self._said.add((finding.kind, finding.ranks))
+                    self._say(
+                        f"rankcall: {finding.kind}: {finding.summary} {finding.advice}".strip()
+                    )
         except Exception as error:  # also one of the framework's logger
             warn_once(f"cannot report on the run: {type(error).__name__}: {error}")

@@ -49,8 +49,8 @@ def abort_devices(groups: Iterable[Any] | None = None) -> int:
     """
     if groups is None:
         groups = reversed(list(dist.distributed_c10d._world.pg_map))
-    found = [backend for group in groups for backend in _on_devices(group)]
-    backends = list({id(backend): backend for backend in found}.values())
+    all_backends = [backend for group in groups for backend in _on_devices(group)]
+    backends = list({id(backend): backend for backend in all_backends}.values())
     grouping = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
     aborted = 0
     with contextlib.suppress(Exception):

@@ -74,10 +74,10 @@ def stack_lines(stacks: Mapping[int, str]) -> list[str]:
     shown = classes[:_MOST_CLASSES]
     most = max(_LEAST_FRAMES, (_STACK_LINES - 1 - 2 * len(shown)) // max(1, len(shown)))
     lines = [f"Stacks of {plural(len(stacks), 'rank')}, equal ones together"]
-    for each in shown:
-        lines += _class_lines(each, most)
+    for stack_class in shown:
+        lines += _class_lines(stack_class, most)
     if classes[_MOST_CLASSES:]:
-        left = sum(len(each.ranks) for each in classes[_MOST_CLASSES:])
+        left = sum(len(stack_class.ranks) for stack_class in classes[_MOST_CLASSES:])
         more = plural(len(classes) - _MOST_CLASSES, "other stack")
         lines.append(f"and {plural(left, 'more rank')} with {more} (--json has all)")
     return [clean(line) for line in lines]
@@ -117,10 +117,10 @@ def body(diagnosis: Diagnosis, width: int) -> RenderableType:
 def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     if not diagnosis.findings:
         yield Text(wrapped(healthy(diagnosis), width), "bold green")
-    for number, found in enumerate(diagnosis.findings):
+    for number, finding in enumerate(diagnosis.findings):
         if number:
             yield Text()
-        yield from _finding(found, width, first=number == 0)
+        yield from _finding(finding, width, first=number == 0)
     if diagnosis.snapshot.ranks:  # a log does not tell where they stand
         yield from _places(diagnosis, width)
     yield from _kept(diagnosis.kept[-_MOST_KEPT:], width)
@@ -154,14 +154,14 @@ def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:
     if kept:
         yield Text()
         yield Text("What the job's own watcher said", "bold")
-    for each in kept:
-        when = datetime.fromtimestamp(each.epoch_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
+    for verdict in kept:
+        when = datetime.fromtimestamp(verdict.epoch_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
         causes = "; ".join(
-            f"{kind}: {named(ranks)}" if ranks else kind for kind, ranks in each.causes
+            f"{kind}: {named(ranks)}" if ranks else kind for kind, ranks in verdict.causes
         )
-        stacks = f" (with {plural(each.stacks, 'stack')})" if each.stacks else ""
-        over = "" if each.over_s is None else f", over after {duration(each.over_s)}"
-        place = _from_here(each.place)
+        stacks = f" (with {plural(verdict.stacks, 'stack')})" if verdict.stacks else ""
+        over = "" if verdict.over_s is None else f", over after {duration(verdict.over_s)}"
+        place = _from_here(verdict.place)
         text = wrapped(clean(f"{when}  {causes}{over}{stacks}, in {place}"), width - _INDENT)
         yield Padding(Text(text), (0, 0, 0, _INDENT))
 
@@ -172,28 +172,28 @@ def _from_here(path: str) -> str:
     return str(PurePath(path).relative_to(here)) if PurePath(path).is_relative_to(here) else path
 
 
-def _finding(found: Finding, width: int, *, first: bool) -> Iterator[RenderableType]:
-    style = "bold green" if not found.is_fault else "bold red" if first else "bold"
-    sure = "" if found.confidence == "certain" else f" ({found.confidence})"
-    yield Text(wrapped(clean(f"{found.kind}{sure}: {found.summary}"), width), style)
-    if found.advice:
-        yield Text(wrapped(clean(found.advice), width))
-    for line in found.evidence:
+def _finding(finding: Finding, width: int, *, first: bool) -> Iterator[RenderableType]:
+    style = "bold green" if not finding.is_fault else "bold red" if first else "bold"
+    sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
+    yield Text(wrapped(clean(f"{finding.kind}{sure}: {finding.summary}"), width), style)
+    if finding.advice:
+        yield Text(wrapped(clean(finding.advice), width))
+    for line in finding.evidence:
         yield Padding(Text(wrapped(clean(line), width - _INDENT), "dim"), (0, 0, 0, _INDENT))
 
 
 def healthy(diagnosis: Diagnosis) -> str:
     """Say that nothing is wrong, how fast the job goes, or how it ended."""
     snapshot = diagnosis.snapshot
-    ranks = [each for each in snapshot.ranks if not each.blind]
-    found = pace(snapshot)
+    ranks = [state for state in snapshot.ranks if not state.blind]
+    job_pace = pace(snapshot)
     speed = ""
-    if found.steps_per_s is not None:
-        speed = f", {digits(found.steps_per_s)} steps/s"
-    elif found.calls_per_s is not None:
-        speed = f", {digits(found.calls_per_s)} calls/s"
-    if found.share is not None:
-        speed += f", {percent(found.share)} of the time in communication"
+    if job_pace.steps_per_s is not None:
+        speed = f", {digits(job_pace.steps_per_s)} steps/s"
+    elif job_pace.calls_per_s is not None:
+        speed = f", {digits(job_pace.calls_per_s)} calls/s"
+    if job_pace.share is not None:
+        speed += f", {percent(job_pace.share)} of the time in communication"
     if snapshot.live:
         silence = silence_of(snapshot, diagnosis.hang_after)
         if silence is not None and silence.seconds >= LONG * diagnosis.hang_after:
@@ -203,15 +203,19 @@ def healthy(diagnosis: Diagnosis) -> str:
             )
         going = plural(len(ranks), "rank goes", "ranks go")
         return f"healthy: {going} on{speed}.{_longest(diagnosis)}"
-    ended = sum(each.exit == 0 or (each.exit is None and each.closed) for each in ranks)
-    told = sum(each.ended_by_launcher for each in ranks)
-    more = f" {plural(told, 'was', 'were')} ended by the launcher." if told else ""
+    ended = sum(state.exit == 0 or (state.exit is None and state.closed) for state in ranks)
+    ended_by_launcher = sum(state.ended_by_launcher for state in ranks)
+    more = (
+        f" {plural(ended_by_launcher, 'was', 'were')} ended by the launcher."
+        if ended_by_launcher
+        else ""
+    )
     unknown = sum(
-        each.exit is None and not (each.closed or each.ended_by_launcher) for each in ranks
+        state.exit is None and not (state.closed or state.ended_by_launcher) for state in ranks
     )
     if unknown:
-        them = "it" if unknown == 1 else "they"
-        more += f" Of {plural(unknown, 'rank')} nobody noted how {them} ended."
+        pronoun = "it" if unknown == 1 else "they"
+        more += f" Of {plural(unknown, 'rank')} nobody noted how {pronoun} ended."
     whole = plural(len(snapshot.ranks), "rank")
     return f"healthy: {ended:,} of {whole} ended well{speed}.{more}"
 
@@ -230,8 +234,8 @@ def _longest(diagnosis: Diagnosis) -> str:
     if allowed == math.inf:
         return f"{lasts}: its rank declared to take long (rankcall.expect)."
     more = "" if allowed <= diagnosis.hang_after else ", more in the first step or for long steps"
-    given = f"(--hang-after {diagnosis.hang_after:g}{more})"
-    return f"{lasts}; it counts as hung from {duration(allowed)} on {given}."
+    option = f"(--hang-after {diagnosis.hang_after:g}{more})"
+    return f"{lasts}; it counts as hung from {duration(allowed)} on {option}."
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,7 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
     Groups of the same size count as one position: 128 tensor-parallel groups that all do the same
     take one row.
     """
-    culprits = {rank for found in diagnosis.findings for rank in found.ranks}
+    culprits = {rank for finding in diagnosis.findings for rank in finding.ranks}
     sizes = {
         label: len(group.ranks)
         for label, group in zip(diagnosis.snapshot.labels, diagnosis.snapshot.groups, strict=True)
@@ -273,9 +277,9 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
             sizes.get(place.group),
         )
         alike.setdefault(key, []).append(place)
-    found = [_row(each, culprits, sizes) for each in alike.values()]
+    table_rows = [_row(places, culprits, sizes) for places in alike.values()]
     return sorted(
-        found,
+        table_rows,
         key=lambda row: (
             not row.named,
             row.ranks if row.named else (),
@@ -348,6 +352,6 @@ def since_cell(row: Row) -> str:
 def world(diagnosis: Diagnosis) -> str:
     """Name the size of a job: ``8 ranks on 2 hosts``."""
     ranks = diagnosis.snapshot.ranks
-    hosts = {each.host for each in ranks if each.host}
+    hosts = {state.host for state in ranks if state.host}
     where = f" on {plural(len(hosts), 'host')}" if hosts else ""
     return f"{plural(len(ranks), 'rank')}{where}"

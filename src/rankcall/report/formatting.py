@@ -90,9 +90,9 @@ def percent(share: float | None) -> str:
     return f"{100 * min(share, 0.99):.0f} %" if 0.99 < share < 1 else f"{100 * share:.0f} %"
 
 
-def plural(count: int, one: str, many: str = "") -> str:
+def plural(count: int, singular: str, many: str = "") -> str:
     """Write a count with its noun: ``1 rank``, ``1,024 ranks``."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {singular if count == 1 else many or singular + 's'}"
 
 
 def wrapped(text: str, width: int) -> str:
@@ -267,14 +267,18 @@ def _lost_share(summary: Summary) -> float:
     return summary.waiting_ms / ranks / summary.duration_ms if summary.duration_ms else 0.0
 
 
-def _who(each: Straggler) -> str:
-    return f"rank {each.rank} ({clean(each.host)})" if each.host else f"rank {each.rank}"
+def _who(straggler: Straggler) -> str:
+    return (
+        f"rank {straggler.rank} ({clean(straggler.host)})"
+        if straggler.host
+        else f"rank {straggler.rank}"
+    )
 
 
 def _blame(summary: Summary, late: Stragglers) -> Headline:
     """Name the ranks that make the others wait, and what that costs."""
-    named = [each for each in summary.stragglers if each.rank in late.ranks]
-    caused = sum(each.caused_wait_ms for each in named)
+    named = [straggler for straggler in summary.stragglers if straggler.rank in late.ranks]
+    caused = sum(straggler.caused_wait_ms for straggler in named)
     total = f"caused {time(caused)} of waiting, {percent(late.share)} of all."
     if late.host:
         text = (
@@ -283,12 +287,13 @@ def _blame(summary: Summary, late: Stragglers) -> Headline:
         )
     else:
         text = " ".join(
-            begin_sentence(f"{_who(each)} {_cost(each)}") for each in named[:_MOST_NAMED]
+            begin_sentence(f"{_who(straggler)} {_cost(straggler)}")
+            for straggler in named[:_MOST_NAMED]
         )
         if len(named) > _MOST_NAMED:
             text += f" Ranks {format_ranks(late.ranks)} together {total}"
-    them = "it" if len(named) == 1 else "them"
-    detail = f"Waiting for {them} cost each other rank {percent(late.cost)} of the run."
+    pronoun = "it" if len(named) == 1 else "them"
+    detail = f"Waiting for {pronoun} cost each other rank {percent(late.cost)} of the run."
     if summary.slow_start_ms:
         detail += (
             f" The first {time(summary.slow_start_ms)}, in which steps took far longer, "
@@ -299,11 +304,14 @@ def _blame(summary: Summary, late: Stragglers) -> Headline:
     return Headline(text, detail, True, late.ranks)
 
 
-def _cost(each: Straggler) -> str:
+def _cost(straggler: Straggler) -> str:
     last = (
-        f"came last in {percent(each.came_last / each.collectives)} of "
-        f"{plural(each.collectives, 'collective')} and "
-        if each.came_last
+        f"came last in {percent(straggler.came_last / straggler.collectives)} of "
+        f"{plural(straggler.collectives, 'collective')} and "
+        if straggler.came_last
         else ""
     )
-    return f"{last}caused {time(each.caused_wait_ms)} of waiting, {percent(each.share)} of all."
+    return (
+        f"{last}caused {time(straggler.caused_wait_ms)} of waiting, "
+        f"{percent(straggler.share)} of all."
+    )

@@ -49,7 +49,7 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
     """Return the report as plain dicts and lists; times in ms, no NaN."""
     from rankcall.report.formatting import headline
 
-    found: Object = {
+    report: Object = {
         "schema": SCHEMA,
         "headline": headline(summary).text,
         "run": _run(summary),
@@ -57,15 +57,15 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "groups": _groups(summary),
         "hosts": _hosts(summary),
         "collectives": _collectives(summary),
-        "stragglers": [dict(vars(each)) for each in summary.stragglers],
+        "stragglers": [dict(vars(straggler)) for straggler in summary.stragglers],
         "call_sites": _call_sites(summary),
         "comm_share": _comm_share(summary),
         "joins": [asdict(join) for join in summary.joins],
-        "findings": [_finding(each) for each in findings],
+        "findings": [_finding(finding) for finding in findings],
         "dropped": summary.dropped,
         "problems": summary.problems,
     }
-    return {key: _finite(value) for key, value in found.items()}
+    return {key: _finite(value) for key, value in report.items()}
 
 
 def _finite(value: Any) -> Any:
@@ -95,14 +95,14 @@ def _run(summary: Summary) -> Object:
 def _groups(summary: Summary) -> list[Object]:
     return [
         {
-            "group": known.label,
-            "name": known.group.name,
-            "description": known.group.description,
-            "backend": known.group.backend,
-            "ranks": list(known.group.ranks),
-            "cross_host": known.cross_host,
+            "group": run_group.label,
+            "name": run_group.group.name,
+            "description": run_group.group.description,
+            "backend": run_group.group.backend,
+            "ranks": list(run_group.group.ranks),
+            "cross_host": run_group.cross_host,
         }
-        for known in summary.groups
+        for run_group in summary.groups
     ]
 
 
@@ -138,13 +138,13 @@ def _call_sites(summary: Summary) -> list[Object]:
         site = entry.pop("site")
         entry["code"] = row.code or None
         user = site.user
-        about = {
+        site_fields = {
             "call_site": str(site) if site.line else None,
             "user_line": site.user_line or None,
             "user_function": user.function if user is not None else None,
             **{name: getattr(site, name) for name in ("file", "line", "function", "api")},
         }
-        rows.append({**about, **entry})
+        rows.append({**site_fields, **entry})
     return rows
 
 
@@ -171,12 +171,12 @@ def diagnosis_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = No
         "run": diagnosis.run,
         "verdict": diagnosis.verdict,
         "hang_after_s": diagnosis.hang_after,
-        "findings": [_finding(each) for each in diagnosis.findings],
-        "ranks": [_rank(each) for each in rank_positions(diagnosis.snapshot)],
+        "findings": [_finding(finding) for finding in diagnosis.findings],
+        "ranks": [_rank(position) for position in rank_positions(diagnosis.snapshot)],
         "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
         "stack_classes": stack_objects(stacks or {}),
         "problems": diagnosis.snapshot.problems,
-        "hangs": [_hang(each) for each in diagnosis.kept],
+        "hangs": [_hang(verdict) for verdict in diagnosis.kept],
     }
 
 
@@ -184,11 +184,11 @@ def stack_objects(stacks: Mapping[int, str]) -> list[Object]:
     """Return the classes of equal stacks, the smallest first; a native frame has no line."""
     return [
         {
-            "ranks": list(each.ranks),
-            "frames": [{**vars(frame), "line": frame.line or None} for frame in each.frames],
-            "text": each.text,
+            "ranks": list(stack_class.ranks),
+            "frames": [{**vars(frame), "line": frame.line or None} for frame in stack_class.frames],
+            "text": stack_class.text,
         }
-        for each in stack_classes(stacks)
+        for stack_class in stack_classes(stacks)
     ]
 
 
@@ -202,13 +202,13 @@ def _hang(kept: Kept) -> Object:
     }
 
 
-def _finding(found: Finding) -> Object:
-    fields: Object = {name: getattr(found, name) for name in _FINDING}
+def _finding(finding: Finding) -> Object:
+    fields: Object = {name: getattr(finding, name) for name in _FINDING}
     for name in ("ranks", "victims", "hosts", "evidence"):
         fields[name] = list(fields[name])
     for name in ("group", "seq", "op", "call_site", "user_line"):
         fields[name] = fields[name] or None
-    return {**fields, "since_s": round(found.since_s, 3)}
+    return {**fields, "since_s": round(finding.since_s, 3)}
 
 
 def _rank(place: RankPosition) -> Object:

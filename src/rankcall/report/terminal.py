@@ -85,7 +85,7 @@ def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[st
     yield "By op, group and size (a member's time; bandwidth in GB/s)", _collectives(summary, room)
     if len(summary.stragglers) > 1:
         yield "Who kept the others waiting", _stragglers(summary, first.ranks, room)
-    uneven = [each for each in total_by_rank(summary.joins) if each.shadowed or each.replayed]
+    uneven = [total for total in total_by_rank(summary.joins) if total.shadowed or total.replayed]
     if uneven:
         yield "Uneven inputs (Join): steps without a batch of one's own", _joins(uneven, room)
     yield "Slowest call sites (a rank's time)", _sites(summary, room)
@@ -119,9 +119,9 @@ def _fact_lines(summary: Summary, room: int) -> Iterator[tuple[str, str]]:
         yield "missing", f"no records of rank {format_ranks(summary.missing_ranks)}"
     for group in summary.groups[:_GROUPS]:
         known = group.group
-        about = ", ".join(text for text in (known.description, known.backend) if text)
+        details = ", ".join(text for text in (known.description, known.backend) if text)
         where = ", across hosts" if group.cross_host else ""
-        start = f"{group.label} ({about}): {plural(len(known.ranks), 'rank')}{where}: "
+        start = f"{group.label} ({details}): {plural(len(known.ranks), 'rank')}{where}: "
         yield "group", start + cut(format_ranks(known.ranks), max(8, room - len(start)))
     if len(summary.groups) > _GROUPS:
         yield "", f"and {len(summary.groups) - _GROUPS:,} more groups"
@@ -194,45 +194,49 @@ def _stragglers(summary: Summary, named: Sequence[int], room: int) -> Renderable
     wide = room >= _WIDE
     heads = ["rank", "host", "came last", "by", "caused waiting", "share"]
     shown = [
-        each
-        for place, each in enumerate(summary.stragglers[:_RANKS])
-        if place < _FEW or each.share >= 0.01
+        straggler
+        for place, straggler in enumerate(summary.stragglers[:_RANKS])
+        if place < _FEW or straggler.share >= 0.01
     ]
     table = fitted(
         [*heads, "waited itself", ""] if wide else [*heads, ""],
-        [_straggler(each, wide) for each in shown],
+        [_straggler(straggler, wide) for straggler in shown],
         room,
         names=2,
-        marked=[place for place, each in enumerate(shown) if each.rank in named],
+        marked=[place for place, straggler in enumerate(shown) if straggler.rank in named],
     )
     return _more(table, len(summary.stragglers) - len(shown), "rank")
 
 
-def _straggler(each: Straggler, wide: bool) -> list[str]:
-    last = percent(each.came_last / each.collectives) if each.collectives else "-"
+def _straggler(straggler: Straggler, wide: bool) -> list[str]:
+    last = percent(straggler.came_last / straggler.collectives) if straggler.collectives else "-"
     cells = [
-        str(each.rank),
-        each.host,
+        str(straggler.rank),
+        straggler.host,
         last,
-        time(each.late_by_ms),
-        time(each.caused_wait_ms),
-        percent(each.share),
+        time(straggler.late_by_ms),
+        time(straggler.caused_wait_ms),
+        percent(straggler.share),
     ]
-    return [*cells, *([time(each.suffered_wait_ms)] if wide else []), "█" * round(10 * each.share)]
+    return [
+        *cells,
+        *([time(straggler.suffered_wait_ms)] if wide else []),
+        "█" * round(10 * straggler.share),
+    ]
 
 
 def _joins(uneven: Sequence[RankSummary], room: int) -> RenderableType:
     heads = ("rank", "batches", "shadowed", "replayed", "time")
-    shown = sorted(uneven, key=lambda each: -each.extra_s)[:_RANKS]
+    shown = sorted(uneven, key=lambda total: -total.extra_s)[:_RANKS]
     rows = [
         (
-            str(each.rank),
-            f"{each.batches:,}",
-            f"{each.shadowed:,}",
-            f"{each.replayed:,}",
-            time(each.extra_s * 1e3),
+            str(total.rank),
+            f"{total.batches:,}",
+            f"{total.shadowed:,}",
+            f"{total.replayed:,}",
+            time(total.extra_s * 1e3),
         )
-        for each in shown
+        for total in shown
     ]
     return _more(fitted(heads, rows, room, names=1), len(uneven) - len(shown), "rank")
 

@@ -75,17 +75,17 @@ def view(diagnosis: Diagnosis, width: int, note: str = "") -> RenderableType:
 
 
 def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
-    found = pace(diagnosis.snapshot)
-    steps = max((each.steps for each in diagnosis.snapshot.ranks), default=0)
+    job_pace = pace(diagnosis.snapshot)
+    steps = max((state.steps for state in diagnosis.snapshot.ranks), default=0)
     facts = [f"step {steps:,}" if steps else ""]
     # The pace of a job says nothing once it hangs.
     if not diagnosis.findings or not diagnosis.findings[0].stops:
-        if found.steps_per_s is not None:
-            facts.append(f"{digits(found.steps_per_s)} steps/s")
-        elif found.calls_per_s is not None:
-            facts.append(f"{digits(found.calls_per_s)} calls/s")
-        if found.share is not None:
-            facts.append(f"{percent(found.share)} communication")
+        if job_pace.steps_per_s is not None:
+            facts.append(f"{digits(job_pace.steps_per_s)} steps/s")
+        elif job_pace.calls_per_s is not None:
+            facts.append(f"{digits(job_pace.calls_per_s)} calls/s")
+        if job_pace.share is not None:
+            facts.append(f"{percent(job_pace.share)} communication")
     right = " · ".join(text for text in facts if text)
     name = clean(PurePath(diagnosis.run).name)
     left = f"{name} · {world(diagnosis)}"
@@ -119,7 +119,7 @@ def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
         parts.append(Padding(advice, (0, 0, 0, 2)))
     rest = diagnosis.findings[1:]
     if rest:
-        names = ", ".join(f"{each.kind} of {_culprits(each.ranks)}" for each in rest[:3])
+        names = ", ".join(f"{finding.kind} of {_culprits(finding.ranks)}" for finding in rest[:3])
         parts.append(Padding(Text(f"and {names}", "dim"), (0, 0, 0, 2)))
     return Group(*parts)
 
@@ -130,7 +130,7 @@ def _culprits(ranks: Sequence[int]) -> str:
 
 def lines_of(diagnosis: Diagnosis) -> list[Line]:
     """Put ranks at the same line together: culprits first, then the many, then the few."""
-    culprits = {rank for found in diagnosis.findings for rank in found.ranks}
+    culprits = {rank for finding in diagnosis.findings for rank in finding.ranks}
     alike: dict[tuple[object, ...], list[RankPosition]] = {}
     for place in rank_positions(diagnosis.snapshot):
         # While all ranks go on, "between two calls" and "in the next one" are one row.
@@ -145,8 +145,8 @@ def lines_of(diagnosis: Diagnosis) -> list[Line]:
             place.user_line,
         )
         alike.setdefault(key, []).append(place)
-    found = [Line(tuple(each), each[0].rank in culprits) for each in alike.values()]
-    return sorted(found, key=lambda line: (not line.named, -len(line.places), line.places[0].rank))
+    lines = [Line(tuple(places), places[0].rank in culprits) for places in alike.values()]
+    return sorted(lines, key=lambda line: (not line.named, -len(line.places), line.places[0].rank))
 
 
 def _table(diagnosis: Diagnosis, lines: Sequence[Line], width: int) -> RenderableType:

@@ -103,7 +103,7 @@ class RingView:
     def _look_up(self, index: Indexes) -> tuple[Rows, Indexes]:
         """Copy records by index; return them, and whether each was found, lost or not written."""
         rows = np.empty(len(index), RECORD)
-        result = np.full(len(index), _UNWRITTEN)
+        state = np.full(len(index), _UNWRITTEN)
         todo = np.arange(len(index))
         for _ in range(_TRIES):
             wanted = index[todo]
@@ -114,17 +114,17 @@ class RingView:
             read_barrier()
             steady = words == self._words[slots]
             holder = _index(words)
-            found = steady & (holder == wanted) & (words & 3 != COMMIT_WRITING)
-            assign_rows(rows, todo[found], take_rows(copy, found))
-            result[todo[found]] = _FOUND
+            present = steady & (holder == wanted) & (words & 3 != COMMIT_WRITING)
+            assign_rows(rows, todo[present], take_rows(copy, present))
+            state[todo[present]] = _FOUND
             lapped = todo[holder > wanted]
             if len(lapped):
-                parked, result[lapped] = self._look_up_parked(index[lapped])
+                parked, state[lapped] = self._look_up_parked(index[lapped])
                 assign_rows(rows, lapped, parked)
-            todo = todo[~found & (holder == wanted)]  # in change at this moment
+            todo = todo[~present & (holder == wanted)]  # in change at this moment
             if not len(todo):
                 break
-        return rows, result
+        return rows, state
 
     def _look_up_parked(self, index: Indexes) -> tuple[Rows, Indexes]:
         """Copy lapped records that were moved to the in-flight table; the others are lost."""
@@ -139,9 +139,9 @@ class RingView:
         holders = np.where(steady & (words & 3 != COMMIT_WRITING), _index(words), -1)
         order = np.argsort(holders)
         places = order[np.searchsorted(holders, index, sorter=order) % len(holders)]
-        found = holders[places] == index
+        is_parked = holders[places] == index
         elsewhere = _LOST if steady.all() else _UNWRITTEN
-        return take_rows(copy, places), np.where(found, _FOUND, elsewhere)
+        return take_rows(copy, places), np.where(is_parked, _FOUND, elsewhere)
 
 
 class RingFollower(RingView):
@@ -241,11 +241,11 @@ class RingFollower(RingView):
     def _known(self) -> tuple[Rows, Flags]:
         """Copy the records in flight, and whether the start of each was reported."""
         rows, state = self._look_up(self._open)
-        reported, found, lost = self._start_reported, state == _FOUND, state == _LOST
+        reported, present, lost = self._start_reported, state == _FOUND, state == _LOST
         self._dropped += 2 * int(np.count_nonzero(lost)) - int(np.count_nonzero(reported[lost]))
         later = state == _UNWRITTEN  # on its way to the in-flight table
         self._open, self._start_reported = self._open[later], reported[later]
-        return take_rows(rows, found), reported[found]
+        return take_rows(rows, present), reported[present]
 
     def _fresh(self, issued: int) -> Rows:
         """Copy records issued since the last look, up to one that is not written yet."""
@@ -271,10 +271,10 @@ class RingFollower(RingView):
         if len(unwritten) and not self._patient(int(index[unwritten[0]])):
             unwritten = unwritten[1:]  # the first is not going to come: lost
         count = int(unwritten[0]) if len(unwritten) else len(index)
-        rows, found = rows[:count], state[:count] == _FOUND
+        rows, present = rows[:count], state[:count] == _FOUND
         self._next += count
-        self._dropped += 2 * int(np.count_nonzero(~found))
-        return take_rows(rows, found)
+        self._dropped += 2 * int(np.count_nonzero(~present))
+        return take_rows(rows, present)
 
     def _leap(self, oldest: int) -> None:
         """Go on from ``oldest``. Records before it are lost, unless they are still in the file."""

@@ -228,8 +228,8 @@ class Header:
 
 
 # The attributes that are header fields of the same name.
-_DIRECT = tuple(each.name for each in fields(Header) if each.name not in ("geometry", "capture"))
-_TEXTS = tuple(each for each in _DIRECT if HEADER[each].kind == "S")
+_DIRECT = tuple(field.name for field in fields(Header) if field.name not in ("geometry", "capture"))
+_TEXTS = tuple(name for name in _DIRECT if HEADER[name].kind == "S")
 
 
 def make_header(geometry: Geometry, values: Mapping[str, Any]) -> bytes:
@@ -254,32 +254,32 @@ def parse_header(raw: bytes, name: str) -> Header:
     """Check and decode a header. ``name`` is the file's name in the message of ``CorruptRun``."""
     if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
         raise CorruptRun(f"{name}: not a rankcall ring file")
-    found = dict(zip(_NAMES_BY_OFFSET, _FAST_HEADER.unpack_from(raw), strict=True))
-    if found["schema"] != SCHEMA:
+    header = dict(zip(_NAMES_BY_OFFSET, _FAST_HEADER.unpack_from(raw), strict=True))
+    if header["schema"] != SCHEMA:
         raise CorruptRun(
-            f"{name}: ring schema {found['schema']}; this rankcall reads schema {SCHEMA}: "
+            f"{name}: ring schema {header['schema']}; this rankcall reads schema {SCHEMA}: "
             "read it with the rankcall version that wrote it"
         )
-    shape = _geometry(found["capacity"], found["inflight_capacity"], found["tables_bytes"])
+    shape = _geometry(header["capacity"], header["inflight_capacity"], header["tables_bytes"])
     sizes_ok = (
-        found["header_bytes"] == HEADER_BYTES
-        and found["record_bytes"] == RECORD.itemsize
+        header["header_bytes"] == HEADER_BYTES
+        and header["record_bytes"] == RECORD.itemsize
         and 0 < shape.capacity <= MAX_CAPACITY
         and shape.capacity & (shape.capacity - 1) == 0
         and shape.inflight_capacity <= MAX_CAPACITY
         and shape.tables_bytes <= MAX_TABLES_BYTES
         and shape.tables_bytes % 8 == 0
         # A file that was compacted when it was moved ends after its last record.
-        and shape.records_offset <= found["file_bytes"] <= shape.file_bytes
+        and shape.records_offset <= header["file_bytes"] <= shape.file_bytes
     )
     if not sizes_ok:
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible sizes)")
-    if not (-1 <= found["rank"] < MAX_RANKS and -1 <= found["world_size"] <= MAX_RANKS):
+    if not (-1 <= header["rank"] < MAX_RANKS and -1 <= header["world_size"] <= MAX_RANKS):
         raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
-    values = {each: found[each] for each in _DIRECT}
-    for each in _TEXTS:
-        values[each] = values[each].partition(b"\0")[0].decode("utf-8", "replace")
-    capture = found["capture"] if found["capture"] < len(CAPTURES) else 0
+    values = {field: header[field] for field in _DIRECT}
+    for field in _TEXTS:
+        values[field] = values[field].partition(b"\0")[0].decode("utf-8", "replace")
+    capture = header["capture"] if header["capture"] < len(CAPTURES) else 0
     return Header(geometry=shape, capture=CAPTURES[capture], **values)
 
 

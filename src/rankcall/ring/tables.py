@@ -166,7 +166,7 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
             tables.lines[int(fields["site"])] = _text(fields["text"])[:_MOST_OF_A_LINE]
         elif kind == ENTRY_SIZES:
             fields = json.loads(payload)
-            tables.numels[int(fields["hash"])] = tuple(_count(each) for each in fields["numels"])
+            tables.numels[int(fields["hash"])] = tuple(_count(numel) for numel in fields["numels"])
         return True
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
         return False

@@ -350,11 +350,11 @@ class PythonRing:
         with self._lock:
             at = self._where(index)
             word = (index + 1) << 2
-            found = _read_word(ring, at)[0]
-            if found == word | COMMIT_DONE:
+            commit = _read_word(ring, at)[0]
+            if commit == word | COMMIT_DONE:
                 return False
             self.done += 1
-            if found != word | COMMIT_OPEN:
+            if commit != word | COMMIT_OPEN:
                 return False
             _write_word(ring, at, word | COMMIT_CLOSING)
             _write_word(ring, at + _COMPLETED_AT, completed_ns)

@@ -61,11 +61,11 @@ class MemberLog:
     def entering(self, record: WorkerRecord) -> Steps[list[WorkerRecord]]:
         """Do as ``enter`` does."""
         lines = yield from self._add({"in": record})
-        own = [line.get("in", {}).get("session") for line in lines].index(record["session"])
-        before, now = _present(lines[:own]), _present(lines)
+        own_index = [line.get("in", {}).get("session") for line in lines].index(record["session"])
+        before, now = _present(lines[:own_index]), _present(lines)
         if len(lines) > max(_LINES, 4 * len(now)):
             yield from self._add(_END)
-        return [other for session, other in before.items() if session in now]
+        return [member for session, member in before.items() if session in now]
 
     def reading(self) -> Steps[list[WorkerRecord]]:
         """Do as ``members`` does."""
@@ -102,7 +102,7 @@ class MemberLog:
     def _begin_next(self, closed: int, lines: list[Any]) -> Steps[int]:
         """Return the number of the log after a closed one. The first worker here begins it."""
         if lines != [_END]:  # else another worker has begun it, and cleared the closed one
-            begin = b"".join(_line({"in": each}) for each in _present(lines).values())
+            begin = b"".join(_line({"in": record}) for record in _present(lines).values())
             yield from publish_once(f"{_LOG}/{closed + 1}", begin or b"{}\n")
             yield Set(_NEWEST, b"%d" % (closed + 1))
             yield Set(f"{_LOG}/{closed}", _line(_END))
@@ -146,14 +146,14 @@ def find_conflict(record: WorkerRecord, others: Iterable[WorkerRecord]) -> Worke
 
 def check_unique(record: WorkerRecord, others: Iterable[WorkerRecord]) -> None:
     """Raise ``RuntimeError`` if a member has the newcomer's name or rank."""
-    other = find_conflict(record, others)
-    if other is None:
+    member = find_conflict(record, others)
+    if member is None:
         return
     name = record["node"]["name"]
-    if other["node"]["name"] == name:
-        host = other["host"].split()[0]
+    if member["node"]["name"] == name:
+        host = member["host"].split()[0]
         raise RuntimeError(f"worker name {name!r} is not unique: a member on {host} has it")
     raise RuntimeError(
         f"rank {record['rank']} of worker {name!r} is not unique: "
-        f"worker {other['node']['name']!r} has it"
+        f"worker {member['node']['name']!r} has it"
     )

@@ -61,19 +61,19 @@ class StaticMembership:
         """The store for keys of this attempt to form the group."""
         return PrefixStore(f"epoch-{self._epoch}", self._store)
 
-    def introduce(self, card: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
-        """Give ``card``, which JSON can carry, to all; return the cards of all, in rank order.
+    def introduce(self, worker: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Give this worker's record to all; return the records of all, in rank order.
 
-        ``card["node"]["name"]`` is the worker's name. Raises ``RuntimeError`` if two workers have
+        ``worker["node"]["name"]`` is the worker's name. Raises ``RuntimeError`` if two workers have
         the same name, ``RpcTimeout`` that names the missing workers, ``StoreLost``.
         """
-        record = {**card, "process": _process_record()}
-        cards: list[dict[str, Any]] = self.exchange("init", record, deadline)
-        names = [card["node"]["name"] for card in cards]
+        own_record = {**worker, "process": _process_record()}
+        records: list[dict[str, Any]] = self.exchange("init", own_record, deadline)
+        names = [record["node"]["name"] for record in records]
         check_names(names)
         self._names = names
-        self._processes = [Process(**card["process"]) for card in cards]
-        return cards
+        self._processes = [Process(**record["process"]) for record in records]
+        return records
 
     def exchange(self, label: str, value: Any, deadline: float) -> list[Any]:
         """Give ``value``, which JSON can carry, to all; return the values of all, in rank order.
@@ -89,7 +89,7 @@ class StaticMembership:
                 values = synchronize(
                     self._store, data, self.rank, self.world_size, self._key(label), left
                 )  # called again after a timeout, it goes on waiting
-                return [json.loads(each) for each in values]
+                return [json.loads(encoded) for encoded in values]
             except StoreLost as lost:
                 if not lost.is_silent or time.monotonic() >= deadline:
                     raise
@@ -161,9 +161,9 @@ class StaticMembership:
             self._check_size(size)
             holder: dict[str, Any] = {}
             for rank in range(size) if self.rank == -1 else [self.rank]:
-                mine = json.dumps(record).encode()
-                text = yield from publish_once(self._key(f"rank/{rank}"), mine)
-                if text == mine:
+                claim = json.dumps(record).encode()
+                text = yield from publish_once(self._key(f"rank/{rank}"), claim)
+                if text == claim:
                     self.rank, self.world_size = rank, size
                     return
                 holder = json.loads(text)

@@ -40,8 +40,8 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., RpcAgent]
 
 
-def _checked(name: str, found: Any) -> BackendValue:
-    handlers: list[Any] = [getattr(found, field, None) for field in BackendValue._fields]
+def _checked(name: str, backend: Any) -> BackendValue:
+    handlers: list[Any] = [getattr(backend, field, None) for field in BackendValue._fields]
     for field, handler in zip(BackendValue._fields, handlers, strict=True):
         if not callable(handler):
             raise TypeError(f"RPC backend {name}: {field} must be callable; got {handler!r}")

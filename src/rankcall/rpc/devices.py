@@ -29,7 +29,10 @@ class Node:
 
     def to_json(self) -> dict[str, Any]:
         """Return it in a form that JSON can carry."""
-        maps = {to: {str(k): str(v) for k, v in each.items()} for to, each in self.maps.items()}
+        maps = {
+            to: {str(k): str(v) for k, v in device_map.items()}
+            for to, device_map in self.maps.items()
+        }
         return {
             "name": self.name,
             "device_count": self.device_count,
@@ -38,14 +41,14 @@ class Node:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Node:
+    def from_json(cls, record: Mapping[str, Any]) -> Node:
         """Return the node of a ``to_json``."""
         maps = {
-            to: {torch.device(k): torch.device(v) for k, v in each.items()}
-            for to, each in told["maps"].items()
+            to: {torch.device(k): torch.device(v) for k, v in device_map.items()}
+            for to, device_map in record["maps"].items()
         }
-        devices = [torch.device(device) for device in told["devices"]]
-        return cls(told["name"], told["device_count"], maps, devices)
+        devices = [torch.device(device) for device in record["devices"]]
+        return cls(record["name"], record["device_count"], maps, devices)
 
 
 def validate(nodes: Iterable[Node], static: bool) -> None:
@@ -98,8 +101,8 @@ def _validate_map(node: Node, to: str, target: Node | None, device_map: DeviceMa
 
 def _exist(devices: Iterable[torch.device], count: int) -> bool:
     return all(
-        each.type == "cpu" or (each.type == "cuda" and 0 <= _index(each) < count)
-        for each in devices
+        device.type == "cpu" or (device.type == "cuda" and 0 <= _index(device) < count)
+        for device in devices
     )
 
 
@@ -127,7 +130,9 @@ def device_list(node: Node, reverse: Mapping[str, DeviceMap]) -> list[torch.devi
 
     Its own list if it gave one; otherwise all that its maps and the reverse maps mention, but CPU.
     """
-    mentioned = {device for each in (*node.maps.values(), *reverse.values()) for device in each}
+    mentioned = {
+        device for device_map in (*node.maps.values(), *reverse.values()) for device in device_map
+    }
     return sorted(node.devices or mentioned - {CPU}, key=_index)
 
 

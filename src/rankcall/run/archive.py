@@ -145,7 +145,7 @@ def pack(files: Sequence[tuple[str, Path]], target: Path, name: str) -> list[str
         OSError: The archive cannot be written.
     """
     check_name(target)
-    left: list[str] = []
+    left_out: list[str] = []
     seen: set[str] = set()
     with replacing(target) as scratch:
         with _compressed(scratch, target.name) as out, _tar(out) as tar:
@@ -153,16 +153,16 @@ def pack(files: Sequence[tuple[str, Path]], target: Path, name: str) -> list[str
                 if inside in seen:
                     continue
                 if not _NAME.fullmatch(inside):
-                    left.append(f"{inside}: a run has no file of that name")
+                    left_out.append(f"{inside}: a run has no file of that name")
                     continue
                 try:
                     _add(tar, f"{name}/{inside}", path)
                     seen.add(inside)
                 except FileNotFoundError:
-                    left.append(f"{inside}: it was removed meanwhile")
+                    left_out.append(f"{inside}: it was removed meanwhile")
                 except UnsafeFolder as error:
-                    left.append(f"{inside}: {error.strerror}")
-    return left
+                    left_out.append(f"{inside}: {error.strerror}")
+    return left_out
 
 
 def _tar(out: IO[bytes]) -> tarfile.TarFile:
@@ -172,9 +172,9 @@ def _tar(out: IO[bytes]) -> tarfile.TarFile:
 def _add(tar: tarfile.TarFile, name: str, path: Path) -> None:
     """Add a file with its present size, even if it grows or shrinks meanwhile."""
     with open_file(path) as file:
-        about = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())
         info = tarfile.TarInfo(name)
-        info.size, info.mtime, info.mode = about.st_size, int(about.st_mtime), 0o600
+        info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), 0o600
         head = b""
         if path.name.endswith(".ring"):
             head, info.size = _used(file, info.size)
@@ -234,8 +234,8 @@ def unpack(archive: Path, *, dumps: bool = False) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
         with archive.open("rb") as raw, _members(raw) as members:
-            found = _extract_all(members, folder, _flat_name if dumps else _name_in_run)
-        if not found:
+            rings_or_dumps = _extract_all(members, folder, _flat_name if dumps else _name_in_run)
+        if not rings_or_dumps:
             raise CorruptRun(f"{archive}: this archive holds no run")
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -326,8 +326,8 @@ def _check_zip_list(raw: BinaryIO) -> None:
     raw.seek(0)
     if b"PK\x06\x07" in tail:
         raise _Refused("more than 65,535 files, or 4 GiB, as a zip file: make a tar file of them")
-    for found in re.finditer(rb"PK\x05\x06.{8}(.{4})", tail, re.DOTALL):
-        if int.from_bytes(found[1], "little") > _MOST_ZIP_LIST:
+    for match in re.finditer(rb"PK\x05\x06.{8}(.{4})", tail, re.DOTALL):
+        if int.from_bytes(match[1], "little") > _MOST_ZIP_LIST:
             raise _Refused("a list of members that is too long")
 
 

@@ -147,12 +147,12 @@ def find_run(path: str | os.PathLike[str] | None = None) -> Path:
                 "start one with 'rankcall run script.py', or name a run directory"
             )
         return latest.resolve()
-    found = Path(path)
-    if not found.exists():
-        for rings in trusted_live_dirs(found):
+    run = Path(path)
+    if not run.exists():
+        for rings in trusted_live_dirs(run):
             return rings
-        raise RunNotFound(f"no such run: {found}")
-    return found
+        raise RunNotFound(f"no such run: {run}")
+    return run
 
 
 def live_base() -> Path:
@@ -192,26 +192,26 @@ def trusted_live_dirs(path: Path, problems: list[str] | None = None) -> list[Pat
 
     ``problems`` gets a line for each folder that is left out.
     """
-    owners, found = _owners(path), []
+    owners, folders = _owners(path), []
     for owner in sorted(owners):
         folder = _live_dir_of(path, owner)
         try:
-            for each in (folder.parent, folder):
-                check_folder(each, owners)
+            for directory in (folder.parent, folder):
+                check_folder(directory, owners)
         except FileNotFoundError:
             continue
         except OSError as error:
             if problems is not None:
                 problems.append(f"{reason(error)}: live rings and verdicts in it are ignored")
             continue
-        found.append(folder)
-    return found
+        folders.append(folder)
+    return folders
 
 
 def ring_name(rank: int, attempt: int, host: str, pid: int) -> str:
     """Return the name of a ring file. It is for people: programs read the header instead."""
-    who = f"rank-{rank:05d}" if rank >= 0 else "rank-unknown"
-    return f"{who}.attempt-{attempt}.{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{pid}.ring"
+    rank_label = f"rank-{rank:05d}" if rank >= 0 else "rank-unknown"
+    return f"{rank_label}.attempt-{attempt}.{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{pid}.ring"
 
 
 def unused_ring(name: str, *folders: Path) -> str:
@@ -234,11 +234,11 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    found: dict[str, Path] = {}
+    rings: dict[str, Path] = {}
     for place in (path / "rings", path):
         if place.is_dir():
             for ring in sorted(place.glob("*.ring"), key=_name):
-                found.setdefault(ring.name, ring)
+                rings.setdefault(ring.name, ring)
     owners = _owners(path)
     for place in trusted_live_dirs(path, problems):
         for ring in sorted(place.glob("*.ring"), key=_name):
@@ -250,11 +250,11 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
                 if problems is not None:
                     problems.append(f"{reason(error)}: it is ignored")
             else:
-                found.setdefault(ring.name, ring)
+                rings.setdefault(ring.name, ring)
     return [
         ring
-        for name, ring in found.items()
-        if whole_name(name) == name or whole_name(name) not in found
+        for name, ring in rings.items()
+        if whole_name(name) == name or whole_name(name) not in rings
     ]
 
 

@@ -113,35 +113,35 @@ Process = tuple[str, int, int]  # boot id, pid, start: one process of the world
 
 def states_name() -> str:
     """Return the name of this host's file in ``states``."""
-    names = (re.sub(r"[^A-Za-z0-9]", "_", each) for each in (host_name(), boot_id()))
+    names = (re.sub(r"[^A-Za-z0-9]", "_", part) for part in (host_name(), boot_id()))
     return f"{'.'.join(names)}.json"
 
 
 def describe_states(headers: Iterable[Header]) -> bytes:
     """Return the content of a file in ``states``: the states of this host's processes now."""
-    found = [(header, header.process_state()) for header in headers]
+    states = [(header, header.process_state()) for header in headers]
     processes = [
         {"pid": header.pid, "start": header.process_start, "state": state}
-        for header, state in found
+        for header, state in states
         if state != "unknown"
     ]
-    about = {"boot_id": boot_id(), "mono_ns": time.monotonic_ns(), "processes": processes}
-    return json.dumps(about).encode()
+    content = {"boot_id": boot_id(), "mono_ns": time.monotonic_ns(), "processes": processes}
+    return json.dumps(content).encode()
 
 
 def read_states(run_dir: Path) -> dict[Process, Noted]:
     """Return what the processes did when the run was collected; damaged files are left out."""
-    found: dict[Process, Noted] = {}
+    noted: dict[Process, Noted] = {}
     folder = run_dir / STATES
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         try:
             with path.open("rb") as file:
-                about = json.loads(file.read(_MOST_BYTES))
-            moment = int(about["mono_ns"])
-            for each in about["processes"]:
-                key = str(about["boot_id"]), int(each["pid"]), int(each["start"])
-                if each["state"] in ("alive", "stopped", "gone"):
-                    found[key] = Noted(each["state"], moment)
+                content = json.loads(file.read(_MOST_BYTES))
+            moment = int(content["mono_ns"])
+            for process in content["processes"]:
+                key = str(content["boot_id"]), int(process["pid"]), int(process["start"])
+                if process["state"] in ("alive", "stopped", "gone"):
+                    noted[key] = Noted(process["state"], moment)
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             continue
-    return found
+    return noted

@@ -39,16 +39,16 @@ Object = dict[str, Any]
 def decode(raw: bytes) -> Object:
     """Decode a verdict, which any user may have written. Raises ``ValueError`` if it is damaged."""
     try:
-        found = json.loads(raw)
-        sound = all(isinstance(each, dict) for each in found["findings"])
-        when = found["hang"]["epoch_ns"] = int(found["hang"]["epoch_ns"])
+        verdict = json.loads(raw)
+        sound = all(isinstance(finding, dict) for finding in verdict["findings"])
+        when = verdict["hang"]["epoch_ns"] = int(verdict["hang"]["epoch_ns"])
         sound &= 0 <= when < _LATEST_NS
-        sound &= 0 <= int(found["hang"].get("mono_ns", 0)) < _LATEST_NS
+        sound &= 0 <= int(verdict["hang"].get("mono_ns", 0)) < _LATEST_NS
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a verdict: {type(error).__name__}: {error}") from error
     if not sound:
         raise ValueError("not a verdict: a finding is not an object, or the time is impossible")
-    return dict(found)
+    return dict(verdict)
 
 
 def origin(mono_ns: int, epoch_ns: int, boot_id: str, pid: int) -> Object:
@@ -68,8 +68,8 @@ def origin(mono_ns: int, epoch_ns: int, boot_id: str, pid: int) -> Object:
 
 def id_of(verdict: Object) -> str:
     """Return a verdict's id; for a verdict of rankcall 0.1, its time and process."""
-    about = verdict["hang"]
-    return str(about.get("id") or f"{about.get('by_pid', 0)}@{about['epoch_ns']}")
+    hang = verdict["hang"]
+    return str(hang.get("id") or f"{hang.get('by_pid', 0)}@{hang['epoch_ns']}")
 
 
 def kept_hangs(path: Path) -> list[Object]:
@@ -106,10 +106,10 @@ def waits_that_ended(verdicts: Iterable[Object]) -> dict[str, float]:
     """Return by line the longest hang there that passed, in s."""
     longest: dict[str, float] = {}
     for verdict in verdicts:
-        for found in verdict["findings"]:
-            line = found.get("call_site")
+        for finding in verdict["findings"]:
+            line = finding.get("call_site")
             if isinstance(line, str) and line and verdict.get("over_s"):
-                line = both_lines(line, str(found.get("user_line") or ""))
+                line = both_lines(line, str(finding.get("user_line") or ""))
                 longest[line] = max(longest.get(line, 0.0), verdict["over_s"])
     return longest
 
@@ -143,12 +143,12 @@ def stacks_in(folder: Path) -> list[Path]:
 
 def kept_stacks(verdict: Object, most: int) -> dict[int, str]:
     """Return the stacks beside a verdict from ``kept_hangs``, by rank; of ``most`` ranks."""
-    found = {}
+    stacks = {}
     for path in stacks_in(Path(verdict["place"]))[:most]:
         rank = path.stem.removeprefix("rank-")
         if rank.isascii() and rank.isdigit() and len(rank) < 10:
-            found[int(rank)] = kept_stack(verdict, int(rank))
-    return {rank: text for rank, text in found.items() if text}
+            stacks[int(rank)] = kept_stack(verdict, int(rank))
+    return {rank: text for rank, text in stacks.items() if text}
 
 
 def kept_stack(verdict: Object, rank: int) -> str:
@@ -168,14 +168,14 @@ def stack_name(rank: int) -> str:
 def numbered(folder: Path) -> list[Path]:
     """Return the folders of verdicts below ``hangs``, in order."""
     try:
-        return sorted(each for each in folder.iterdir() if each.name.isdigit())
+        return sorted(path for path in folder.iterdir() if path.name.isdigit())
     except OSError:  # none yet, or this process may not read them, for example after setuid
         return []
 
 
 def next_free(folder: Path) -> Path:
     """Return the folder for the next verdict."""
-    return folder / f"{1 + max((int(each.name) for each in numbered(folder)), default=0):04d}"
+    return folder / f"{1 + max((int(path.name) for path in numbered(folder)), default=0):04d}"
 
 
 def claim(scratch: Path, place: Path) -> bool:

@@ -47,9 +47,9 @@ class JoinSummary:
         """Return a table, one line a rank."""
         lines = ["rank  batches  shadowed  replayed  extra time"]
         lines += [
-            f"{each.rank:4}  {each.batches:7,}  {each.shadowed:8,}  {each.replayed:8,}  "
-            f"{each.extra_s:8.3f} s"
-            for each in self.ranks
+            f"{row.rank:4}  {row.batches:7,}  {row.shadowed:8,}  {row.replayed:8,}  "
+            f"{row.extra_s:8.3f} s"
+            for row in self.ranks
         ]
         return "\n".join(lines)
 
@@ -78,11 +78,11 @@ def read_joins(run_dir: Path) -> tuple[list[JoinSummary], list[str]]:
     return joins, problems
 
 
-def _parse(found: Any) -> JoinSummary:
+def _parse(fields: Any) -> JoinSummary:
     policy, divide_by, site = (
-        str(found[key]) for key in ("on_exhausted", "divide_by", "call_site")
+        str(fields[key]) for key in ("on_exhausted", "divide_by", "call_site")
     )
-    return JoinSummary(policy, divide_by, site, [_parse_rank(row) for row in found["ranks"]])
+    return JoinSummary(policy, divide_by, site, [_parse_rank(row) for row in fields["ranks"]])
 
 
 def _parse_rank(row: Any) -> RankSummary:
@@ -97,10 +97,10 @@ def total_by_rank(joins: Iterable[JoinSummary]) -> list[RankSummary]:
     """Add up each rank's parts in several joins."""
     sums: dict[int, RankSummary] = {}
     for join in joins:
-        for each in join.ranks:
-            into = sums.setdefault(each.rank, RankSummary(each.rank))
-            into.batches += each.batches
-            into.shadowed += each.shadowed
-            into.replayed += each.replayed
-            into.extra_s += each.extra_s
+        for part in join.ranks:
+            into = sums.setdefault(part.rank, RankSummary(part.rank))
+            into.batches += part.batches
+            into.shadowed += part.shadowed
+            into.replayed += part.replayed
+            into.extra_s += part.extra_s
     return [sums[rank] for rank in sorted(sums)]

@@ -78,10 +78,10 @@ def redact(value: Any) -> Any:
 def _without_values(pattern: re.Pattern[str], text: str) -> str:
     """Replace the values of secret names. Other values are searched in turn: a URL has names."""
     parts, at = [], 0
-    while found := pattern.search(text, at):
-        parts.append(text[at : found.start("value")])
-        at = found.start("value")
-        if is_secret_name(found["name"]):
+    while match := pattern.search(text, at):
+        parts.append(text[at : match.start("value")])
+        at = match.start("value")
+        if is_secret_name(match["name"]):
             parts.append(REDACTED)
-            at = found.end()
+            at = match.end()
     return "".join([*parts, text[at:]])

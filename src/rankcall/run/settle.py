@@ -215,7 +215,7 @@ def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:
     base = live_base() / f"rankcall-{os.geteuid()}"
     try:
         check_folder(base)
-        folders = sorted(each for each in base.iterdir() if each.name != _RPC)
+        folders = sorted(folder for folder in base.iterdir() if folder.name != _RPC)
     except OSError:
         return []
     lines: list[str] = []
@@ -277,9 +277,9 @@ def has_old_rings(run_dir: Path) -> bool:
     try:
         with os.scandir(own.parent) as entries:
             ages = [
-                _age_s(each.stat(follow_symlinks=False).st_mtime)
-                for each in entries
-                if each.name not in (own.name, _RPC)
+                _age_s(entry.stat(follow_symlinks=False).st_mtime)
+                for entry in entries
+                if entry.name not in (own.name, _RPC)
             ]
     except OSError:
         return False
@@ -312,8 +312,8 @@ def _remove_empty(folder: Path) -> None:
     """Remove the folder of a run's live rings, and that of all runs, unless a ring is left."""
     if not any(folder.glob("*.ring")):
         shutil.rmtree(folder / VIEWS, ignore_errors=True)
-    for each in (folder, folder.parent):
+    for directory in (folder, folder.parent):
         try:
-            each.rmdir()
+            directory.rmdir()
         except OSError:
             break

@@ -233,7 +233,11 @@ def is_training(stack: str) -> bool:
 
 def _pthread_id(thread: int) -> str:
     """Return how ``faulthandler`` writes a thread of this process; empty if it is not known."""
-    idents = (each.ident for each in threading.enumerate() if each.native_id == thread)
+    idents = (
+        python_thread.ident
+        for python_thread in threading.enumerate()
+        if python_thread.native_id == thread
+    )
     return next((f"{ident:#018x}" for ident in idents if thread and ident), "")
 
 

@@ -84,20 +84,20 @@ def _owners(run: Path, folder: Path) -> Collection[int]:
 
 
 def _decoded(head: bytes, data: bytes) -> Answers:
-    about = json.loads(head)
+    header = json.loads(head)
     nodes, at = [], 0
-    for each in about["nodes"]:
-        size = int(each["bytes"])
-        members = tuple((int(r), str(h), int(p)) for r, h, p in each["members"])
+    for node in header["nodes"]:
+        size = int(node["bytes"])
+        members = tuple((int(r), str(h), int(p)) for r, h, p in node["members"])
         nodes.append(
-            NodeAnswer(members, float(each["age_s"]), float(each["asked_s"]), data[at : at + size])
+            NodeAnswer(members, float(node["age_s"]), float(node["asked_s"]), data[at : at + size])
         )
         at += size
     return Answers(
-        int(about["mono_ns"]),
-        int(about["attempt"]),
-        float(about["notice_s"]),
-        str(about["problem"]),
+        int(header["mono_ns"]),
+        int(header["attempt"]),
+        float(header["notice_s"]),
+        str(header["problem"]),
         tuple(nodes),
     )
 
@@ -116,8 +116,8 @@ class ViewerFile:
     def is_watched(self, now: float) -> bool:
         """Return whether the file has changed in the last seconds before ``now``."""
         try:
-            about = (self._folder / VIEWER).lstat()
-            seen = about.st_ino, about.st_mtime_ns
+            status = (self._folder / VIEWER).lstat()
+            seen = status.st_ino, status.st_mtime_ns
         except OSError:
             seen = None
         if seen is not None and seen != self._seen:
@@ -134,18 +134,18 @@ class ViewerFile:
             "problem": answers.problem,
             "nodes": [
                 {
-                    "members": each.members,
-                    "age_s": each.age_s,
-                    "asked_s": each.asked_s,
-                    "bytes": len(each.data),
+                    "members": node.members,
+                    "age_s": node.age_s,
+                    "asked_s": node.asked_s,
+                    "bytes": len(node.data),
                 }
-                for each in answers.nodes
+                for node in answers.nodes
             ],
         }
         with replacing(self._folder / ANSWERS) as file:
             file.write(json.dumps(head).encode() + b"\n")
-            for each in answers.nodes:
-                file.write(each.data)
+            for node in answers.nodes:
+                file.write(node.data)
 
 
 def age_s(answers: Answers) -> float:

@@ -132,8 +132,8 @@ class Page:
             body += part
             if len(body) > _MOST_BODY:
                 return PlainTextResponse("too long\n", 413)
-        given = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0]
-        if not self._access.is_token(given.strip()):
+        token = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0]
+        if not self._access.is_token(token.strip()):
             return HTMLResponse(login_page("That is not the token of this server."), 401)
         response = RedirectResponse("./", 303)
         response.set_cookie(
@@ -177,22 +177,22 @@ class Page:
         if look.diagnosis is None:
             return JSONResponse({"state": look.state, "problem": look.problem}, 503)
         stacks = look.stacks.by_rank if look.stacks else {}
-        found = diagnosis_object(look.diagnosis, stacks)
-        return JSONResponse({**found, "state": look.state, "epoch_s": look.epoch_s})
+        content = diagnosis_object(look.diagnosis, stacks)
+        return JSONResponse({**content, "state": look.state, "epoch_s": look.epoch_s})
 
     async def figures(self, request: Request) -> Response:
         """Return waiting and bandwidth over the last minutes."""
         await self.shared.newest()
         rows = [
             {
-                "epoch_s": each.epoch_s,
-                "waiting": each.waiting,
+                "epoch_s": sample.epoch_s,
+                "waiting": sample.waiting,
                 "busbw": [
                     {"op": op, "group": group, "size_bucket_bytes": size, "busbw_gbps": rate}
-                    for (op, group, size), rate in each.busbw.items()
+                    for (op, group, size), rate in sample.busbw.items()
                 ],
             }
-            for each in list(self.shared.history.samples)
+            for sample in list(self.shared.history.samples)
         ]
         return JSONResponse({"samples": rows})
 

@@ -77,13 +77,13 @@ class LiveRun:
         """Read the newest records of every rank and judge them. Raises nothing."""
         began = time.thread_time()
         try:
-            found = self._read()
+            look = self._read()
         except (RankcallError, OSError, ValueError) as error:
-            found = self._unread(" ".join(str(error).split()))
-        found = replace(found, reading_cpu_s=time.thread_time() - began)
-        if found.state in (LIVE, ENDED):
-            self._seen = found
-        return found
+            look = self._unread(" ".join(str(error).split()))
+        look = replace(look, reading_cpu_s=time.thread_time() - began)
+        if look.state in (LIVE, ENDED):
+            self._seen = look
+        return look
 
     def place(self) -> Path:
         """Return the run's path. Raises ``RunNotFound``."""
@@ -117,12 +117,18 @@ class LiveRun:
             ended = diagnose(run, self.hang_after or None)
             self._over = _fingerprint(where), ended
             return self._as_look(where, ENDED, ended)
-        found = judge(run, snapshot, self.hang_after or None)
-        sure = [each for each in found.findings if not self._others.is_outdated(each, snapshot)]
-        kept = kept_hangs(run.path)
-        found = replace(found, findings=sure, kept=[kept_verdict(run, each) for each in kept])
-        look = replace(self._as_look(where, LIVE, found), problem=self._others.problem)
-        return self._with_kept_stacks(run, look, kept)
+        diagnosis = judge(run, snapshot, self.hang_after or None)
+        sure = [
+            finding
+            for finding in diagnosis.findings
+            if not self._others.is_outdated(finding, snapshot)
+        ]
+        verdicts = kept_hangs(run.path)
+        diagnosis = replace(
+            diagnosis, findings=sure, kept=[kept_verdict(run, verdict) for verdict in verdicts]
+        )
+        look = replace(self._as_look(where, LIVE, diagnosis), problem=self._others.problem)
+        return self._with_kept_stacks(run, look, verdicts)
 
     def _finished(self, where: Path) -> Diagnosis | None:
         """Return the diagnosis of a job that was over at the last look, if no file has changed."""
@@ -130,31 +136,35 @@ class LiveRun:
             return None
         return self._over[1]
 
-    def _as_look(self, where: Path, state: str, found: Diagnosis) -> Look:
-        is_moving = state == LIVE and not (found.findings and found.findings[0].stops)
+    def _as_look(self, where: Path, state: str, diagnosis: Diagnosis) -> Look:
+        is_moving = state == LIVE and not (diagnosis.findings and diagnosis.findings[0].stops)
         return Look(
             state,
             self.clock(),
             str(where),
-            diagnosis=found,
-            figures=recent_figures(found.snapshot) if is_moving else None,
+            diagnosis=diagnosis,
+            figures=recent_figures(diagnosis.snapshot) if is_moving else None,
             stacks=self._asked
             or (_stacks_of_watcher(kept_hangs(where)) if where.is_dir() else None),
         )
 
-    def _with_kept_stacks(self, run: Run, look: Look, kept: list[Object]) -> Look:
+    def _with_kept_stacks(self, run: Run, look: Look, verdicts: list[Object]) -> Look:
         """Add the newest stacks; those that were dumped during the hang are evidence about it."""
-        found = look.diagnosis
-        if found is None or not look.hangs:
+        diagnosis = look.diagnosis
+        if diagnosis is None or not look.hangs:
             return look
-        causes = {str(each.get("kind")) for each in kept[-1]["findings"]} if kept else set()
+        causes = (
+            {str(finding.get("kind")) for finding in verdicts[-1]["findings"]}
+            if verdicts
+            else set()
+        )
         of_watcher = None
-        if not causes.isdisjoint(each.kind for each in found.findings):
-            of_watcher = _stacks_of_watcher(kept)
+        if not causes.isdisjoint(finding.kind for finding in diagnosis.findings):
+            of_watcher = _stacks_of_watcher(verdicts)
         stacks = max(filter(None, (self._asked, of_watcher)), key=_epoch_s, default=None)
-        if stacks is not None and stacks.epoch_s >= look.epoch_s - found.findings[0].since_s:
-            found = with_stacks(run, found, stacks.by_rank)
-        return replace(look, diagnosis=found, stacks=stacks)
+        if stacks is not None and stacks.epoch_s >= look.epoch_s - diagnosis.findings[0].since_s:
+            diagnosis = with_stacks(run, diagnosis, stacks.by_rank)
+        return replace(look, diagnosis=diagnosis, stacks=stacks)
 
 
 def _epoch_s(stacks: Stacks) -> float:
@@ -168,10 +178,10 @@ def _fingerprint(where: Path) -> object:
     return sorted(rings), folders
 
 
-def _stacks_of_watcher(kept: list[Object]) -> Stacks | None:
+def _stacks_of_watcher(verdicts: list[Object]) -> Stacks | None:
     """Return the stacks beside the newest verdict that the watcher kept, if it has any."""
-    if not kept:
+    if not verdicts:
         return None
-    found = kept_stacks(kept[-1], _MOST_STACKS)
-    texts = {rank: tidy(text) for rank, text in found.items()}
-    return Stacks(texts, kept[-1]["hang"]["epoch_ns"] / 1e9, by_watcher=True) if texts else None
+    stacks = kept_stacks(verdicts[-1], _MOST_STACKS)
+    texts = {rank: tidy(text) for rank, text in stacks.items()}
+    return Stacks(texts, verdicts[-1]["hang"]["epoch_ns"] / 1e9, by_watcher=True) if texts else None

@@ -75,9 +75,9 @@ class OtherNodes:
         nodes = [node_snapshot_of(snapshot)]
         silent: dict[int, RankState] = {}
         for node in answers.nodes:
-            known = self._snapshot_of(node)
-            if known is not None:
-                nodes.append(known)
+            node_snapshot = self._snapshot_of(node)
+            if node_snapshot is not None:
+                nodes.append(node_snapshot)
                 continue
             unheard = bool(node.data) or node.asked_s > answers.notice_s + KNOWN_S
             for rank, host, pid in node.members:
@@ -124,7 +124,7 @@ class OtherNodes:
             f"watcher on this one has not answered for {duration(waited)}"
         )
         self.problem = text
-        kept = [each for each in snapshot.problems if _NO_RING not in each]
+        kept = [problem for problem in snapshot.problems if _NO_RING not in problem]
         return replace(snapshot, problems=[text, *kept])
 
     def _snapshot_of(self, node: NodeAnswer) -> NodeSnapshot | None:

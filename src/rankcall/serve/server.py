@@ -112,13 +112,13 @@ def check_extra() -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         raise RankcallError(f"cannot listen on {host} port {port}: {error}") from error
-    found.set_inheritable(False)
-    return found
+    listener.set_inheritable(False)
+    return listener

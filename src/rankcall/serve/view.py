@@ -98,19 +98,19 @@ def login_page(problem: str = "") -> str:
 def sections(look: Look, history: History) -> dict[str, str]:
     """Return the page's sections by name."""
     parts = _templates().get_template("live.parts.j2").module
-    found = look.diagnosis
-    if found is None:
+    diagnosis = look.diagnosis
+    if diagnosis is None:
         nothing = dict.fromkeys(SECTIONS, "")
         return {**nothing, "verdict": parts.verdict(_top(look), _title(look), [], [])}
-    lines = top.lines_of(found)
+    lines = top.lines_of(diagnosis)
     return {
         "verdict": parts.verdict(
             _top(look),
             _title(look),
-            [item_of_finding(each) for each in found.findings],
-            _problems(found),
+            [item_of_finding(finding) for finding in diagnosis.findings],
+            _problems(diagnosis),
         ),
-        "ranks": parts.ranks(_grid(found, lines), _places(found, lines)),
+        "ranks": parts.ranks(_grid(diagnosis, lines), _places(diagnosis, lines)),
         "figures": parts.figures(_charts(look, history), look.figures, look.state == LIVE),
         "stacks": parts.stacks(_stacks(look), look.state == LIVE),
     }
@@ -121,11 +121,11 @@ def sections(look: Look, history: History) -> dict[str, str]:
 
 def _top(look: Look) -> dict[str, Any]:
     """Return the lines around the verdict: the run's state, and the figures beside it."""
-    found = look.diagnosis
+    diagnosis = look.diagnosis
     facts: list[tuple[str, str]] = []
-    if found is not None:
-        facts.append((words.world(found), ""))
-        steps = max((each.steps for each in found.snapshot.ranks), default=0)
+    if diagnosis is not None:
+        facts.append((words.world(diagnosis), ""))
+        steps = max((rank_state.steps for rank_state in diagnosis.snapshot.ranks), default=0)
         facts += [(f"step {steps:,}", "")] if steps else []
     speed = look.figures
     if speed is not None:
@@ -162,14 +162,17 @@ def _tone(look: Look) -> str:
 
 def _title(look: Look) -> Verdict:
     """Return the first words of the page."""
-    found = look.diagnosis
-    if look.state == WAITING or found is None:
+    diagnosis = look.diagnosis
+    if look.state == WAITING or diagnosis is None:
         why = "The page shows the ranks as soon as the first one has recorded something."
         return Verdict("No data yet", why, False)
-    if found.findings:
-        return verdict_of_finding(found.findings[0])
-    text = words.healthy(found)
-    whole, known = len(found.snapshot.ranks), sum(not each.blind for each in found.snapshot.ranks)
+    if diagnosis.findings:
+        return verdict_of_finding(diagnosis.findings[0])
+    text = words.healthy(diagnosis)
+    whole, known = (
+        len(diagnosis.snapshot.ranks),
+        sum(not rank_state.blind for rank_state in diagnosis.snapshot.ranks),
+    )
     count = plural(whole, "rank")
     if look.state == ENDED:
         return Verdict("The job has ended", text.removeprefix("healthy: ").capitalize(), False)
@@ -181,9 +184,9 @@ def _title(look: Look) -> Verdict:
     return Verdict(title, text.partition(". ")[2], False)
 
 
-def _problems(found: Diagnosis) -> list[str]:
-    problems = found.snapshot.problems
-    shown = [clean(each) for each in problems[:_MOST_PROBLEMS]]
+def _problems(diagnosis: Diagnosis) -> list[str]:
+    problems = diagnosis.snapshot.problems
+    shown = [clean(problem) for problem in problems[:_MOST_PROBLEMS]]
     more = len(problems) - len(shown)
     return [*shown, f"and {more:,} more (in /api/diagnosis)"] if more else shown
 
@@ -212,13 +215,13 @@ class HostCells:
     cells: tuple[Cell, ...]
 
 
-def _grid(found: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
-    place_of = {each.rank: n for n, line in enumerate(lines) for each in line.places}
-    in_call = {each.rank: each.in_call for line in lines for each in line.places}
-    culprits = {rank for finding in found.findings for rank in finding.ranks}
-    standings = [_standing(each, in_call, culprits) for each in found.snapshot.ranks]
+def _grid(diagnosis: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
+    place_of = {place.rank: n for n, line in enumerate(lines) for place in line.places}
+    in_call = {place.rank: place.in_call for line in lines for place in line.places}
+    culprits = {rank for finding in diagnosis.findings for rank in finding.ranks}
+    standings = [_standing(state, in_call, culprits) for state in diagnosis.snapshot.ranks]
     by_host: dict[str, list[Cell]] = {}
-    for state, standing in zip(found.snapshot.ranks, standings, strict=True):
+    for state, standing in zip(diagnosis.snapshot.ranks, standings, strict=True):
         cell = Cell(str(state.rank), standing, place_of.get(state.rank, -1))
         by_host.setdefault(clean(state.host) or "host not known", []).append(cell)
     hosts = [HostCells(host, tuple(cells)) for host, cells in by_host.items()]
@@ -230,7 +233,7 @@ def _grid(found: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
         "of_hosts": len(standings) > _MOST_RANK_CELLS,
         "large": len(standings) <= 64,
         "key": [(name, STANDINGS[name], counts[name]) for name in STANDINGS if counts[name]],
-        "places": [_tip(line, found) for line in lines[:_MOST_RANK_CELLS]],
+        "places": [_tip(line, diagnosis) for line in lines[:_MOST_RANK_CELLS]],
     }
 
 
@@ -258,16 +261,16 @@ def _host_cell(host: HostCells) -> Cell:
     return Cell(label, worst.standing, worst.place)
 
 
-def _tip(line: top.Line, found: Diagnosis) -> str:
+def _tip(line: top.Line, diagnosis: Diagnosis) -> str:
     """Return what the tip of a rank says, after the rank's number and host."""
-    cells = _row(line, found)
+    cells = _row(line, diagnosis)
     where = f" at {cells['line']}" if cells["line"] else ""
     return ", ".join(filter(None, (cells["state"], f"{cells['call']}{where}")))
 
 
-def _row(line: top.Line, found: Diagnosis) -> dict[str, str]:
-    total = max(1, len(found.snapshot.ranks))
-    _, _, state, call, name, age = top.cells(line, total, moving=not found.findings)
+def _row(line: top.Line, diagnosis: Diagnosis) -> dict[str, str]:
+    total = max(1, len(diagnosis.snapshot.ranks))
+    _, _, state, call, name, age = top.cells(line, total, moving=not diagnosis.findings)
     return {
         "state": clean(state),
         "call": clean(call),
@@ -277,13 +280,13 @@ def _row(line: top.Line, found: Diagnosis) -> dict[str, str]:
     }
 
 
-def _places(found: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
+def _places(diagnosis: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
     """Return the table of the lines at which ranks are: culprits first, then the many."""
-    total = max(1, len(found.snapshot.ranks))
+    total = max(1, len(diagnosis.snapshot.ranks))
     rows = [
         {
-            **_row(line, found),
-            "ranks": words.shortened_ranks([each.rank for each in line.places]),
+            **_row(line, diagnosis),
+            "ranks": words.shortened_ranks([place.rank for place in line.places]),
             "count": len(line.places),
             "share": len(line.places) / total,
             "named": line.named,
@@ -301,15 +304,15 @@ def _places(found: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
 def _charts(look: Look, history: History) -> dict[str, Any]:
     samples = list(history.samples)
     now = look.epoch_s
-    waiting = [(each.epoch_s, each.waiting) for each in samples if each.waiting is not None]
-    kinds = Counter(key for each in samples for key in each.busbw)
+    waiting = [(sample.epoch_s, sample.waiting) for sample in samples if sample.waiting is not None]
+    kinds = Counter(key for sample in samples for key in sample.busbw)
     order = [(row.op, row.group, row.bucket) for row in (look.figures.rows if look.figures else ())]
     order += [key for key, _ in kinds.most_common() if key not in order]
     known = [key for key in order if kinds[key]][:_MOST_CURVES]
     curves = {key: _points(samples, key) for key in known}
     highest = max((value for points in curves.values() for _, value in points), default=0.0)
     most_waiting = max((value for _, value in waiting), default=0.0)
-    scale = next((each for each in (0.05, 0.1, 0.25, 0.5) if most_waiting <= each), 1.0)
+    scale = next((limit for limit in (0.05, 0.1, 0.25, 0.5) if most_waiting <= limit), 1.0)
     return {
         "waiting": _path(waiting, now, scale),
         "waiting_now": percent(waiting[-1][1]) if waiting else "",
@@ -332,7 +335,7 @@ def _charts(look: Look, history: History) -> dict[str, Any]:
 
 
 def _points(samples: Sequence[Sample], key: tuple[str, str, int]) -> list[tuple[float, float]]:
-    return [(each.epoch_s, each.busbw[key]) for each in samples if key in each.busbw]
+    return [(sample.epoch_s, sample.busbw[key]) for sample in samples if key in sample.busbw]
 
 
 def _path(points: Sequence[tuple[float, float]], now: float, highest: float) -> str:
@@ -356,9 +359,9 @@ def _stacks(look: Look) -> dict[str, Any]:
     if look.stacks is None:
         return {"classes": [], "when": "", "by_watcher": False, "asked": False, "more": ""}
     classes = stack_classes(look.stacks.by_rank)
-    rest = sum(len(each.ranks) for each in classes[_MOST_CLASSES:])
+    rest = sum(len(stack_class.ranks) for stack_class in classes[_MOST_CLASSES:])
     return {
-        "classes": [_class(each) for each in classes[:_MOST_CLASSES]],
+        "classes": [_class(stack_class) for stack_class in classes[:_MOST_CLASSES]],
         "when": _clock(look.stacks.epoch_s),
         "by_watcher": look.stacks.by_watcher,
         "asked": True,

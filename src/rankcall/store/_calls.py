@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Seat(_protocol.Member):
+class LocalMember(_protocol.Member):
     """A member of this process, which one call at a time may use."""
 
     lock: Any = field(default_factory=threading.Lock)
@@ -55,9 +55,9 @@ class Seat(_protocol.Member):
     is_retired: bool = False  # it has cleaned up: the next use of the prefix needs another one
 
 
-_seats: weakref.WeakValueDictionary[str, _protocol.Member] = weakref.WeakValueDictionary()
+_members_here: weakref.WeakValueDictionary[str, _protocol.Member] = weakref.WeakValueDictionary()
 _retired: deque[str] = deque(maxlen=_RETIRED)  # nonces of members that have cleaned up
-on_fork(_seats.clear)
+on_fork(_members_here.clear)
 
 
 def new_claim(rank: int, world_size: int) -> _protocol.Claim:
@@ -102,14 +102,14 @@ class _Request:
         """Return the error for a timeout in which no missing rank could be named."""
         return self.late(_protocol.NotAllArrived((), named=False))
 
-    def explained(self, error: Exception, seat: Seat, store: Store) -> Exception:
+    def explained(self, error: Exception, member: LocalMember, store: Store) -> Exception:
         """Return what to raise because of an error of the protocol."""
         if isinstance(error, _protocol.NotAllArrived):
             return self.late(error)
         if isinstance(error, _protocol.WorldsDiffer):
             return _errors.worlds_differ(self.kind, self.keys, self.rank, error.claims, self.what)
         if isinstance(error, _protocol.RankTaken):
-            claims = [error.holder, seat.claim]
+            claims = [error.holder, member.claim]
             return _errors.claimed_twice(self.kind, self.keys, claims, self.what)
         if isinstance(error, _protocol.CleanUpPending):
             return _errors.clean_up_pending(
@@ -128,42 +128,44 @@ def _neighbours(world_size: int, rank: int, known: Mapping[int, str]) -> dict[in
     size = os.environ.get("LOCAL_WORLD_SIZE") or "0"
     if os.environ.get("WORLD_SIZE") != str(world_size) or not size.isdecimal() or int(size) < 1:
         return {}
-    by_host = {each // int(size): host for each, host in {**known, rank: host_name()}.items()}
+    by_host = {
+        known_rank // int(size): host for known_rank, host in {**known, rank: host_name()}.items()
+    }
     return {
-        each: by_host[each // int(size)]
-        for each in range(world_size)
-        if each // int(size) in by_host and each not in known
+        unknown_rank: by_host[unknown_rank // int(size)]
+        for unknown_rank in range(world_size)
+        if unknown_rank // int(size) in by_host and unknown_rank not in known
     }
 
 
-def _seat(state: LocalState, keys: Keys, rank: int) -> Seat:
-    """Return this process's seat as a rank of a world, on this store object."""
+def _local_member(state: LocalState, keys: Keys, rank: int) -> LocalMember:
+    """Return this process as a rank of a world, on this store object."""
     place = keys.prefix, keys.attempt, keys.world_size, rank
-    seat: Seat | None = state.members.get(place)
-    if seat is None or seat.is_retired:
-        new = Seat(new_claim(rank, keys.world_size), _seats, _retired)
-        if seat is not None:
+    member: LocalMember | None = state.members.get(place)
+    if member is None or member.is_retired:
+        new = LocalMember(new_claim(rank, keys.world_size), _members_here, _retired)
+        if member is not None:
             state.members.pop(place, None)
-        seat = state.members.setdefault(place, new)
-        _seats[seat.claim.nonce] = seat
-    return seat
+        member = state.members.setdefault(place, new)
+        _members_here[member.claim.nonce] = member
+    return member
 
 
-def _take(seat: Seat, call: Call, keys: Keys, store: Store, deadline: float) -> None:
-    """Use a seat for a call alone; wait for a call that its caller has given up."""
-    if not seat.lock.acquire(False):
-        other = seat.call
-        if other is not None and not other.is_abandoned:
-            raise _errors.claimed_by_a_thread(keys, seat.claim)
-        if not seat.lock.acquire(timeout=max(0.0, min(deadline - clock.monotonic(), 1e6))):
+def _reserve(member: LocalMember, call: Call, keys: Keys, store: Store, deadline: float) -> None:
+    """Reserve a member for one call; wait for a call that its caller has given up."""
+    if not member.lock.acquire(False):
+        earlier_call = member.call
+        if earlier_call is not None and not earlier_call.is_abandoned:
+            raise _errors.claimed_by_a_thread(keys, member.claim)
+        if not member.lock.acquire(timeout=max(0.0, min(deadline - clock.monotonic(), 1e6))):
             raise lost(where(store), "no answer to an earlier call yet")
-    seat.call = call
+    member.call = call
 
 
 def _perform(
     store: Store,
     request: _Request,
-    steps: Callable[[Seat], Steps[T]],
+    steps: Callable[[LocalMember], Steps[T]],
     unnamed: Callable[[], Exception] | None = None,
     kind: str | None = None,
     state: LocalState | None = None,
@@ -174,15 +176,15 @@ def _perform(
     deadline = clock.monotonic() + request.timeout
     left = request.timeout
     while True:
-        seat, call = _seat(state, keys, request.rank), Call()
+        member, call = _local_member(state, keys, request.rank), Call()
         try:
-            _take(seat, call, keys, store, deadline)
+            _reserve(member, call, keys, store, deadline)
         except StoreLost as error:
-            raise request.explained(error, seat, store) from None
+            raise request.explained(error, member, store) from None
         try:
-            result = run(store, left, steps(seat), call, unnamed, state)
+            result = run(store, left, steps(member), call, unnamed, state)
             if kind is not None:
-                seat.of_kind(kind).advance()
+                member.of_kind(kind).advance()
             return result
         except _protocol.SameProcess as same:
             # This process is this rank already, by way of another store object.
@@ -195,11 +197,11 @@ def _perform(
             _protocol.CleanUpPending,
             _protocol.Unconfirmed,
         ) as error:
-            raise request.explained(error, seat, store) from None
+            raise request.explained(error, member, store) from None
         except StoreLost as error:
-            raise request.explained(error, seat, store) from error.__cause__
+            raise request.explained(error, member, store) from error.__cause__
         finally:
-            call.when_over(seat.lock.release)
+            call.when_over(member.lock.release)
 
 
 def barrier(
@@ -267,7 +269,7 @@ def barrier(
     _perform(
         store,
         request,
-        lambda seat: _protocol.meet(request.keys, seat, trace_timeout > 0),
+        lambda member: _protocol.meet(request.keys, member, trace_timeout > 0),
         request.unnamed,
         BARRIER,
         state,
@@ -364,7 +366,7 @@ def synchronize(
     return _perform(
         store,
         request,
-        lambda seat: _protocol.exchange(keys, seat, value, host_rank),
+        lambda member: _protocol.exchange(keys, member, value, host_rank),
         request.unnamed,
         EXCHANGE,
         state,
@@ -424,12 +426,12 @@ def get_all(
     own: Any = store  # torch's types leave ``timeout`` out
     seconds = check_seconds(own.timeout.total_seconds() if timeout is None else timeout, "timeout")
     keys = state.keys(prefix, attempt, world_size)
-    names = [f"{prefix}{one}" for one in range(world_size)]
+    names = [f"{prefix}{index}" for index in range(world_size)]
     request = _Request("get_all", keys, rank, seconds, what, did="have set their key")
     values, unread = _perform(
         store,
         request,
-        lambda seat: _protocol.gather(keys, seat, names, host_rank),
+        lambda member: _protocol.gather(keys, member, names, host_rank),
         kind=GET_ALL,
         state=state,
     )
@@ -471,23 +473,23 @@ def clean_up(
         return
     check_rank(rank, world_size)
     request = _Request("clean_up", keys, rank, seconds)
-    cleaned: Seat | None = state.members.get((*place, rank))
+    cleaned: LocalMember | None = state.members.get((*place, rank))
     if cleaned is not None and cleaned.is_retired:
         cleaned.is_retired = False
-        is_pending = _perform(store, request, lambda seat: _retire(keys, seat))
+        is_pending = _perform(store, request, lambda member: _retire(keys, member))
         if is_pending:
             return
-    _perform(store, request, lambda seat: _retire(keys, seat))
+    _perform(store, request, lambda member: _retire(keys, member))
 
 
-def _retire(keys: Keys, seat: Seat) -> Steps[bool]:
+def _retire(keys: Keys, member: LocalMember) -> Steps[bool]:
     try:
-        return (yield from _protocol.clean_up(keys, seat))
+        return (yield from _protocol.clean_up(keys, member))
     finally:
-        if seat.of_kind(CLEAN_UP).additions:
-            seat.is_retired = True
-            if seat.claim.nonce not in _retired:
-                _retired.append(seat.claim.nonce)
+        if member.of_kind(CLEAN_UP).additions:
+            member.is_retired = True
+            if member.claim.nonce not in _retired:
+                _retired.append(member.claim.nonce)
 
 
 @contextmanager

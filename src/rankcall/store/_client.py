@@ -215,22 +215,22 @@ _is_watching: list[bool] = []
 
 def local_state(store: Store) -> LocalState:
     """Return the state that this process keeps for a store object; or raise ``TypeError``."""
-    found = _states.get(store) if isinstance(store, Store) else None
-    if found is None:
+    state = _states.get(store) if isinstance(store, Store) else None
+    if state is None:
         check_store(store)
         if not _is_watching:
             _is_watching.append(True)
             os.register_at_fork(after_in_child=_after_fork)
             background.at_exit(_release_helpers)
         root = root_of(store)
-        found = LocalState(
+        state = LocalState(
             answers_slowly=not isinstance(root, HashStore),
             is_tcp=isinstance(root, TCPStore),
             appends=bool(root.has_extended_api()),  # type: ignore[attr-defined]
             attempt=attempt_of_this_process(),
         )
-        found = _states.setdefault(store, found)
-    return found
+        state = _states.setdefault(store, state)
+    return state
 
 
 def on_fork(forget: Callable[[], None]) -> None:
@@ -579,7 +579,7 @@ _connecting: list[Call] = []
 
 def _note_connecting(call: Call) -> None:
     """Keep a call that connects until it has ended, so that an exit can release it."""
-    _connecting[:] = [each for each in _connecting if not _has_ended(each)]
+    _connecting[:] = [earlier for earlier in _connecting if not _has_ended(earlier)]
     _connecting.append(call)
 
 
@@ -626,8 +626,8 @@ def connect_to(address: str, port: int, seconds: float) -> Store | None:
     """Connect to a store; None if that fails or takes too long, also if its host is stopped."""
 
     def connect() -> Store:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        call.addresses = frozenset((str(info[4][0]), port) for info in found)
+        resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        call.addresses = frozenset((str(info[4][0]), port) for info in resolved)
         wait = timedelta(seconds=max(1.0, seconds))
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
 

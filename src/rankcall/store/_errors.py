@@ -139,7 +139,7 @@ def timed_out(
     text += f"{failure}."
     if rank is None:
         text += " Call it with rank= to have the missing ranks named."
-    listed = ", ".join(names.get(one, str(one)) for one in missing)
+    listed = ", ".join(names.get(missing_rank, str(missing_rank)) for missing_rank in missing)
     searched = "Timed out waiting on barrier" if kind == "barrier" else f"Timed out on {kind}"
     text += (
         f" {searched} on rank {rank}, for key prefix: {keys.prefix} "
@@ -150,7 +150,9 @@ def timed_out(
         missing_ranks=missing,
         arrived=arrived if error.named else 0,
         world_size=size,
-        hosts={one: hosts[one] for one in missing if one in hosts},
+        hosts={
+            missing_rank: hosts[missing_rank] for missing_rank in missing if missing_rank in hosts
+        },
         key_prefix=keys.prefix,
         rank=rank,
         timeout=timeout,

@@ -88,10 +88,10 @@ class _Hosts:
         until = clock.monotonic() + seconds
         while not self.is_over:
             left = max(0.0, min(self.timeout - self._tried, until - clock.monotonic()))
-            found = self._ahead.get(self.index) or connect_to(*self._places[self.index], left)
-            if found is not None:
+            store = self._ahead.get(self.index) or connect_to(*self._places[self.index], left)
+            if store is not None:
                 self._tried = 0.0
-                return found
+                return store
             self._tried += left
             if self._tried < self.timeout:
                 raise StoreLost(f"{reason}. No time was left to connect to the next host")
@@ -154,7 +154,7 @@ class Failover:
             key_prefix,
             check_seconds(barrier_timeout, "barrier_timeout"),
             lambda store, name, left: _calls.barrier(store, world_size, name, left, rank, **named),
-            lambda told: None,
+            lambda blob: None,
         )
 
     def synchronize(
@@ -174,7 +174,7 @@ class Failover:
             lambda store, name, left: _calls.synchronize(
                 store, data, rank, world_size, name, left, **named
             ),
-            lambda told: unframe(told, world_size),
+            lambda blob: unframe(blob, world_size),
         )
         self._results[key_prefix] = values
         return values
@@ -227,14 +227,14 @@ class Failover:
         is_certain = not self.moves or (kind, prefix) in self._settled
         if not is_certain:
             left = max(_LEAST_S, deadline - clock.monotonic())
-            told = run(
+            blob = run(
                 self.store,
                 min(left, self._hosts.timeout),
                 _read(_passed_key(kind, prefix, turn)),
                 Call(),
             )
-            if told is not None:
-                return passed(told)
+            if blob is not None:
+                return passed(blob)
         # On a new host the generations count from this turn, not from the first.
         name = prefix if not self.moves else f"{prefix}/{turn}"
         left = max(_LEAST_S, deadline - clock.monotonic())

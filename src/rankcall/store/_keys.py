@@ -63,7 +63,7 @@ class Keys:
     @cached_property
     def _full_values(self) -> tuple[int, int]:
         last = self.world_size - (self.word_count - 1) * self.ranks_per_word
-        low = [sum(1 << 2 * each for each in range(size)) for size in (self.ranks_per_word, last)]
+        low = [sum(1 << 2 * place for place in range(size)) for size in (self.ranks_per_word, last)]
         return low[0], low[1]
 
     @cached_property
@@ -125,8 +125,8 @@ class Keys:
     def newest_generation(self, kind: str, listed: Iterable[str]) -> int | None:
         """Return the last generation that has a word among these keys."""
         pattern = re.compile(re.escape(self._sized + kind) + r"(\d+)/w\d+")
-        found = (pattern.fullmatch(key) for key in listed)
-        return max((int(match.group(1)) for match in found if match), default=None)
+        matches = (pattern.fullmatch(key) for key in listed)
+        return max((int(match.group(1)) for match in matches if match), default=None)
 
     def of_size(self, world_size: int) -> Keys:
         """Return the keys of a world of another size."""
@@ -135,12 +135,12 @@ class Keys:
     def ours(self, listed: Sequence[str], attempts_below: int | None = None) -> list[str]:
         """Return the keys that this package made under the prefix; claims are last."""
         pattern = re.compile(re.escape(self.prefix) + r"/rankcall\.(\d+)/")
-        found = []
+        own_keys = []
         for key in listed:
             match = pattern.match(key)
             if match and (attempts_below is None or int(match.group(1)) < attempts_below):
-                found.append(key)
-        return sorted(found, key=is_claim)
+                own_keys.append(key)
+        return sorted(own_keys, key=is_claim)
 
 
 def is_claim(key: str) -> bool:

@@ -41,11 +41,11 @@ def addresses_of(store: Store) -> frozenset[Address]:
     port = _port(store)
     if not port:
         return frozenset()
-    found = {_peer_once(connection) for connection in _connections(lambda to: to[1] == port)}
-    if len(found) > 1:
+    peers = {_peer_once(connection) for connection in _connections(lambda to: to[1] == port)}
+    if len(peers) > 1:
         own = _socket_by_repr(store)
-        found = {_peer_once(own)} if own is not None else set()
-    return frozenset(address for address in found if address)
+        peers = {_peer_once(own)} if own is not None else set()
+    return frozenset(address for address in peers if address)
 
 
 def is_closed(store: Store, addresses: Collection[Address]) -> bool:
@@ -66,10 +66,10 @@ def own_socket(client: Store, open_before: Collection[int]) -> socket.socket | N
     ``open_before`` are the inodes of the sockets that this process had before the client was made.
     """
     port = _port(client)
-    found = list(_connections(lambda to: to[1] == port, except_for=open_before))
-    if len(found) == 1:
-        return found[0]
-    for connection in found:  # another thread has connected at the same time
+    connections = list(_connections(lambda to: to[1] == port, except_for=open_before))
+    if len(connections) == 1:
+        return connections[0]
+    for connection in connections:  # another thread has connected at the same time
         connection.close()
     return _socket_by_repr(client)
 
@@ -134,10 +134,10 @@ def _port(store: Store) -> int:
 
 def _socket_by_repr(client: Store) -> socket.socket | None:
     """Return a second handle on the socket that a TCPStore client's repr names."""
-    found = re.search(r"fd=(\d+)", repr(root_of(client)))
-    if not found:
+    match = re.search(r"fd=(\d+)", repr(root_of(client)))
+    if not match:
         return None
     with suppress(OSError):
-        descriptor = int(found.group(1))
+        descriptor = int(match.group(1))
         return second_handle(descriptor, os.fstat(descriptor).st_ino)
     return None

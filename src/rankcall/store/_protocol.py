@@ -116,8 +116,8 @@ class Member:
 
     def of_kind(self, kind: str) -> Progress:
         """Return the progress with one kind of call."""
-        found = self.progress.get(kind)
-        return self.progress.setdefault(kind, Progress()) if found is None else found
+        progress = self.progress.get(kind)
+        return self.progress.setdefault(kind, Progress()) if progress is None else progress
 
 
 class NotAllArrived(Exception):
@@ -405,20 +405,20 @@ class Round:
 
 def meet(keys: Keys, member: Member, name_missing: bool = True) -> Steps[None]:
     """Go through a barrier."""
-    one = Round(keys, member, BARRIER)
-    if (yield from one.arrive()) or (yield Wait((one.release,))):
+    this_round = Round(keys, member, BARRIER)
+    if (yield from this_round.arrive()) or (yield Wait((this_round.release,))):
         return
     if not name_missing:
         raise NotAllArrived((), named=False)
-    yield from one.late()
+    yield from this_round.late()
 
 
 def exchange(keys: Keys, member: Member, data: bytes, host_rank: int) -> Steps[list[bytes]]:
     """Hand in data; return the data of all ranks."""
-    one = Round(keys, member, EXCHANGE, data)
-    yield from one.arrive()
-    values = unframe((yield from one.wait_data()), keys.world_size)
-    yield from one.leave(host_rank)
+    this_round = Round(keys, member, EXCHANGE, data)
+    yield from this_round.arrive()
+    values = unframe((yield from this_round.wait_data()), keys.world_size)
+    yield from this_round.leave(host_rank)
     return values
 
 
@@ -506,8 +506,8 @@ def read_log(keys: Keys, key: str) -> Steps[bytes]:
 
 def remove_log(keys: Keys, key: str) -> Steps[None]:
     """Remove a log."""
-    for each in [key] if keys.appends else keys.parts(key, range(keys.world_size)):
-        yield Delete(each)
+    for part in [key] if keys.appends else keys.parts(key, range(keys.world_size)):
+        yield Delete(part)
 
 
 def sign_off(
@@ -541,7 +541,7 @@ def remove_leftovers(keys: Keys, progress: Progress) -> Steps[None]:
     for number, key in progress.leftovers:
         if number <= progress.generation - 2:
             yield from remove_log(keys, key)
-            progress.leftovers = tuple(each for each in progress.leftovers if each[1] != key)
+            progress.leftovers = tuple(log for log in progress.leftovers if log[1] != key)
 
 
 def absent(names: Sequence[str], first: int = 0) -> Steps[list[int]]:

@@ -43,9 +43,10 @@ class Rollcall:
 
     def __str__(self) -> str:
         lines = [
-            f"rank {one.rank} ({one.host}, pid {one.pid}): {one.doing or 'in no collective'}"
-            + (f", known for {one.age_s:.1f} s" if one.age_s >= 0.05 else "")
-            for one in self.answers
+            f"rank {answer.rank} ({answer.host}, pid {answer.pid}): "
+            f"{answer.doing or 'in no collective'}"
+            + (f", known for {answer.age_s:.1f} s" if answer.age_s >= 0.05 else "")
+            for answer in self.answers
         ]
         if self.missing_ranks:
             missing = _errors.ranks_with_hosts(self.missing_ranks, {})
@@ -91,7 +92,7 @@ def rollcall(
     check_rank(rank, world_size)
     seconds = check_seconds(timeout, "timeout")
     keys = state.keys(key_prefix, attempt, world_size)
-    names = [keys.answer(one) for one in range(world_size)]
+    names = [keys.answer(member) for member in range(world_size)]
     own = asdict(Answer(rank, host_name(), os.getpid(), newest() if doing is None else doing))
     # The nonce makes each answer of a rank another one, also if it says the same.
     own_line = json.dumps({**own, "nonce": os.urandom(6).hex()}).encode()
@@ -99,13 +100,13 @@ def rollcall(
     def ages(lines: Sequence[bytes | None]) -> list[float | None]:
         """Return for how long this process has known each answer; None if that is too long."""
         now = clock.monotonic()
-        found: list[float | None] = []
+        known_ages: list[float | None] = []
         for name, line in zip(names, lines, strict=True):
             if line is not None and state.seen.get(name, (b"", 0.0))[0] != line:
                 state.seen[name] = line, now
             age = now - state.seen[name][1] if line is not None else _OLD_S
-            found.append(age if age < _OLD_S else None)
-        return found
+            known_ages.append(age if age < _OLD_S else None)
+        return known_ages
 
     def steps() -> Steps[list[bytes | None]]:
         yield Set(names[rank], own_line)
@@ -118,11 +119,13 @@ def rollcall(
     answers = []
     for line, age in zip(lines, ages(lines), strict=True):
         if line is not None and age is not None:
-            told: dict[str, Any] = json.loads(line)
-            del told["nonce"]
-            answers.append(Answer(**{**told, "age_s": age}))
-    here = {answer.rank for answer in answers}
-    return Rollcall(answers, [one for one in range(world_size) if one not in here], world_size)
+            fields: dict[str, Any] = json.loads(line)
+            del fields["nonce"]
+            answers.append(Answer(**{**fields, "age_s": age}))
+    answered = {answer.rank for answer in answers}
+    return Rollcall(
+        answers, [member for member in range(world_size) if member not in answered], world_size
+    )
 
 
 def newest() -> str | None:

@@ -202,23 +202,23 @@ class _State:
     def after(self, answer: Any, marks: tuple[Mark, ...], remember: bool) -> _Reached:
         """Return the result of an answer."""
         key = (type(answer), repr(answer) if isinstance(answer, (list, LostAnswer)) else answer)
-        found = self.children.get((key, marks))
-        if found is None:
+        reached = self.children.get((key, marks))
+        if reached is None:
             generator, self.generator = self.generator or self._restarted(), None
             state = _State(self.tree, self, answer, self.memory)
-            found = self.tree.run(generator, state, marks, remember)
+            reached = self.tree.run(generator, state, marks, remember)
             if remember:
-                self.children[key, marks] = found
-        return found
+                self.children[key, marks] = reached
+        return reached
 
     def killed(self) -> _Reached:
         """Return the end of the process."""
-        found = self.children.get("killed")
-        if found is None:
+        reached = self.children.get("killed")
+        if reached is None:
             state = _State(self.tree, self, None, self.memory)
             state.outcome = "killed"
-            found = self.children["killed"] = _Reached(state, ())
-        return found
+            reached = self.children["killed"] = _Reached(state, ())
+        return reached
 
     def _restarted(self) -> Generator[Any, Any, Any]:
         """Return a generator that has been given all answers since the last checkpoint."""
@@ -248,13 +248,13 @@ class _Tree:
 
     def root(self, memory: Any, remember: bool) -> _Reached:
         """Return the state at the start (no memory), or after a checkpoint."""
-        found = self._roots.get(memory)
-        if found is None:
+        reached = self._roots.get(memory)
+        if reached is None:
             state = _State(self, None, None, memory)
-            found = self.run(self.generator(memory), state, (), remember)
+            reached = self.run(self.generator(memory), state, (), remember)
             if remember:
-                self._roots[memory] = found
-        return found
+                self._roots[memory] = reached
+        return reached
 
     def generator(self, memory: Any) -> Generator[Any, Any, Any]:
         """Return the process's generator from its start, or from a checkpoint on."""
@@ -618,10 +618,10 @@ def _trace(step: _Step | None) -> str:
         steps.append(step)
         step = step.before
     lines = []
-    for number, each in enumerate(reversed(steps), 1):
-        what = "" if each.request is None else f"{_shown(each.request)} -> "
-        answer = f"{each.answer!r:.{_SHOWN}}" if what or each.answer is not None else ""
-        lines.append(f"{number:3}. {each.name}: {each.action} {what}{answer}".rstrip())
+    for number, past_step in enumerate(reversed(steps), 1):
+        what = "" if past_step.request is None else f"{_shown(past_step.request)} -> "
+        answer = f"{past_step.answer!r:.{_SHOWN}}" if what or past_step.answer is not None else ""
+        lines.append(f"{number:3}. {past_step.name}: {past_step.action} {what}{answer}".rstrip())
     return "\n".join(lines)
 
 

@@ -65,12 +65,12 @@ def is_shared(run_dir: Path, attempt: int) -> bool:
 
 def node_rings(run_dir: Path, attempt: int) -> Rings:
     """Return the rings of this node's ranks in an attempt, with their headers."""
-    found = {}
+    rings = {}
     for path in ring_paths(run_dir):
         header = None if path.name.endswith(TAIL) else read_header(path)
         if header is not None and header.attempt == attempt and header.rank >= 0:
-            found[path] = header
-    return found
+            rings[path] = header
+    return rings
 
 
 def make_bundle(run_dir: Path, rings: Rings, world_size: int, node: Rings | None = None) -> bytes:

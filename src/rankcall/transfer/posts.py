@@ -38,8 +38,8 @@ class Posts:
         parts = [bundle[at : at + PART_BYTES] for at in range(0, len(bundle), PART_BYTES)]
         for index, part in enumerate(parts):
             yield Set(self._key(f"{number}/{index}"), part)
-        about = {"ranks": sorted(ranks), "parts": len(parts)}
-        yield Set(self._key(str(number)), json.dumps(about).encode())
+        header = {"ranks": sorted(ranks), "parts": len(parts)}
+        yield Set(self._key(str(number)), json.dumps(header).encode())
 
     def fresh(self, known: set[int], skipped: Collection[int] = ()) -> Steps[list[bytes]]:
         """Return the bundles that were posted since the last call; add their ranks to ``known``.
@@ -48,13 +48,15 @@ class Posts:
         """
         bundles = []
         last = int((yield Read(self._key("posts"))) or 0)
-        for number in [each for each in range(1, last + 1) if each not in self._read]:
+        for number in [
+            post_number for post_number in range(1, last + 1) if post_number not in self._read
+        ]:
             raw = yield Read(self._key(str(number)))
-            about = _decoded(raw) if raw is not None else None
-            if about is None:
+            header = _decoded(raw) if raw is not None else None
+            if header is None:
                 continue  # it is still being written, or was given up
             self._read.add(number)
-            ranks, count = about
+            ranks, count = header
             known.update(ranks)
             if count and not set(ranks) <= set(skipped):
                 parts = []
@@ -66,9 +68,9 @@ class Posts:
     def remove(self) -> Steps[None]:
         """Remove the bundles that this process has read."""
         for number in sorted(self._read):
-            about = _decoded((yield Read(self._key(str(number)))) or b"")
+            header = _decoded((yield Read(self._key(str(number)))) or b"")
             yield Delete(self._key(str(number)))
-            for index in range(about[1] if about else 0):
+            for index in range(header[1] if header else 0):
                 yield Delete(self._key(f"{number}/{index}"))
 
     def _key(self, name: str) -> str:
@@ -115,8 +117,8 @@ class Posts:
 def _decoded(raw: bytes) -> tuple[Sequence[int], int] | None:
     """Return the ranks and the number of parts of a bundle; None if that is damaged."""
     try:
-        about = json.loads(raw)
-        ranks, parts = [int(rank) for rank in about["ranks"]], int(about["parts"])
+        header = json.loads(raw)
+        ranks, parts = [int(rank) for rank in header["ranks"]], int(header["parts"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return (ranks, parts) if 0 <= parts <= _MOST_PARTS else None

@@ -31,7 +31,7 @@ from rankcall.analysis.state.snapshot import (
 )
 from rankcall.analysis.verdicts import find, settles_in
 from rankcall.analysis.verdicts.evidence import patience
-from rankcall.analysis.verdicts.finding import Finding, duration, finding_from
+from rankcall.analysis.verdicts.finding import Finding, duration, sound_findings
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.attach import evidence_store
 from rankcall.files import run_folder
@@ -148,14 +148,14 @@ class Judge:
         whole = _is_one_node(len(mine.ranks)) or not any(state.blind for state in mine.ranks)
         since = max(first_ns, self._began_ns)
 
-        def of_this_hang(kept: Object) -> bool:
-            return self._learned.made_ns(kept) >= since
+        def of_this_hang(kept_verdict: Object) -> bool:
+            return self._learned.made_ns(kept_verdict) >= since
 
         known = list(filter(of_this_hang, self._all_verdicts()))
         self.next_look = self._next_look(mine, bool(known))
         if whole:
-            found = self._hangs(mine)
-            if not is_news(found, known) or self._becomes_clear(mine, found, first_ns):
+            findings = self._hangs(mine)
+            if not is_news(findings, known) or self._becomes_clear(mine, findings, first_ns):
                 return False
         elif not asked and not self._opens_round(mine, known):
             return False
@@ -218,16 +218,16 @@ class Judge:
         return snapshot
 
     def _hangs(self, snapshot: Snapshot) -> list[Finding]:
-        found = find(snapshot, self._hang_after)
-        return [finding for finding in found if finding.stops]
+        findings = find(snapshot, self._hang_after)
+        return [finding for finding in findings if finding.stops]
 
-    def _becomes_clear(self, snapshot: Snapshot, found: list[Finding], first_ns: int) -> bool:
+    def _becomes_clear(self, snapshot: Snapshot, findings: list[Finding], first_ns: int) -> bool:
         """Return whether to look again soon, which is done once in a hang.
 
         On a busy machine, a rank that seems to be missing may have just entered another call, as a
         victim.
         """
-        left = settles_in(snapshot, found, self._hang_after)
+        left = settles_in(snapshot, findings, self._hang_after)
         if not left or self._unclear == first_ns:
             return False
         self._unclear, self.next_look = first_ns, time.monotonic() + left
@@ -246,8 +246,12 @@ class Judge:
             return not known and silence is not None and silence.is_long
         if not known:
             return True
-        found = self._hangs(snapshot)
-        ours = [f for f in found if not any(snapshot.ranks[rank].blind for rank in f.ranks)]
+        findings = self._hangs(snapshot)
+        ours = [
+            finding
+            for finding in findings
+            if not any(snapshot.ranks[rank].blind for rank in finding.ranks)
+        ]
         return is_news(ours, known)
 
     def _next_look(self, snapshot: Snapshot, known: bool) -> float:
@@ -275,17 +279,17 @@ class Judge:
     def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:
         """Judge all nodes; put the verdict off once if the cause will soon be clearer."""
         snapshot = replace(snapshot, waited_before=waits_that_ended(self._all_verdicts()))
-        found = self._hangs(snapshot)
-        left = settles_in(snapshot, found, self._hang_after)
+        findings = self._hangs(snapshot)
+        left = settles_in(snapshot, findings, self._hang_after)
         if left and not (before and postponed_by(decode(before))):
             return encode_postponed(left)
-        return self._encoded(snapshot, found)
+        return self._encoded(snapshot, findings)
 
     def _judge(self, snapshot: Snapshot) -> bytes:
         return self._encoded(snapshot, self._hangs(snapshot))
 
-    def _encoded(self, snapshot: Snapshot, found: list[Finding]) -> bytes:
-        return encode_verdict(Diagnosis(str(self._run_dir), snapshot, found, self._hang_after))
+    def _encoded(self, snapshot: Snapshot, findings: list[Finding]) -> bytes:
+        return encode_verdict(Diagnosis(str(self._run_dir), snapshot, findings, self._hang_after))
 
     def _publish(
         self,
@@ -293,7 +297,7 @@ class Judge:
         stacks: dict[int, str],
         of_this_hang: OfThisHang,
         prints: bool,
-        told: _Told,
+        hang: _Told,
     ) -> None:
         """Keep the verdict in the run, and print it if ``prints`` is set.
 
@@ -301,14 +305,14 @@ class Judge:
         """
         where = ""
         try:
-            told.place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
-            prints = prints and told.place is not None
-            where = f"{_stack_text(stacks)}kept with all stacks in {told.place}\n"
+            hang.place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
+            prints = prints and hang.place is not None
+            where = f"{_stack_text(stacks)}kept with all stacks in {hang.place}\n"
         except OSError as error:
             logger.warning("the verdict cannot be kept in the run: %s", error)
         if prints:
             print(f"\n{verdict['text'].rstrip()}\n{where}", file=sys.stderr, flush=True)
-            self._told = self._told or told
+            self._told = self._told or hang
 
 
 @dataclass
@@ -326,10 +330,10 @@ def going_on(snapshot: Snapshot, seconds: float) -> float | None:
 
     None if not every known rank has issued or left a call in so many seconds, or if one ends.
     """
-    known = [each for each in snapshot.ranks if not each.blind]
-    if any(each.state != ALIVE or each.leaving or each.closed for each in known):
+    known = [state for state in snapshot.ranks if not state.blind]
+    if any(state.state != ALIVE or state.leaving or state.closed for state in known):
         return None
-    longest = float(quiet_s(snapshot)[[each.rank for each in known]].max(initial=0.0))
+    longest = float(quiet_s(snapshot)[[state.rank for state in known]].max(initial=0.0))
     return longest if longest < seconds and not failed_for_good(snapshot.calls).any() else None
 
 
@@ -387,8 +391,8 @@ def encode_postponed(seconds: float) -> bytes:
 
 
 def _encoded_verdict(verdict: Object) -> bytes:
-    about = origin(time.monotonic_ns(), time.time_ns(), boot_id(), os.getpid())
-    return json.dumps({**verdict, "hang": about}).encode()
+    hang = origin(time.monotonic_ns(), time.time_ns(), boot_id(), os.getpid())
+    return json.dumps({**verdict, "hang": hang}).encode()
 
 
 def postponed_by(verdict: Object) -> float:
@@ -397,8 +401,8 @@ def postponed_by(verdict: Object) -> float:
 
 
 def findings_of(verdict: Object) -> list[Finding]:
-    """Return a verdict's findings."""
-    return [finding_from(fields) for fields in verdict["findings"]]
+    """Return a verdict's findings, without damaged ones."""
+    return sound_findings(verdict["findings"])
 
 
 def keep_verdict(
@@ -479,9 +483,9 @@ class Learned:
 
     def made_ns(self, verdict: Object) -> int:
         """Return when a verdict was made, or else first seen, on our monotonic clock."""
-        about = verdict["hang"]
-        if about.get("boot_id") and about["boot_id"] == self._boot_id:
-            return int(about["mono_ns"])
+        hang = verdict["hang"]
+        if hang.get("boot_id") and hang["boot_id"] == self._boot_id:
+            return int(hang["mono_ns"])
         return self._seen_ns.setdefault(id_of(verdict), self._clock())
 
 

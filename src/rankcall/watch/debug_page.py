@@ -144,5 +144,5 @@ def _diagnosis(run: Path, seconds: float) -> str:
         return f"rankcall diagnose was not done after {seconds:.0f} s"
     except OSError as error:
         return f"rankcall diagnose cannot be started: {error.strerror}"
-    told = done.stdout if done.returncode in (0, 1) else done.stdout + done.stderr
-    return told.decode("utf-8", "replace").strip()
+    output = done.stdout if done.returncode in (0, 1) else done.stdout + done.stderr
+    return output.decode("utf-8", "replace").strip()

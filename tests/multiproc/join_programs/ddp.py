@@ -85,7 +85,7 @@ def thrown(rank: int, world_size: int) -> list[list[Any]]:
                     steps += 1
         except RuntimeError as error:
             text = str(error)
-        results.append([steps, text, [float(each.sum()) for each in net.parameters()]])
+        results.append([steps, text, [float(parameter.sum()) for parameter in net.parameters()]])
     return results
 
 

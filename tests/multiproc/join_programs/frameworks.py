@@ -17,8 +17,8 @@ WORLD = 2
 
 def samples(rank: int) -> torch.Tensor:
     """Return a rank's samples, 4 a batch: 3 batches on rank 0, 5 on rank 1."""
-    made = torch.Generator().manual_seed(rank)
-    return torch.randn(4 * (3 + 2 * rank), 6, generator=made, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4 * (3 + 2 * rank), 6, generator=generator, dtype=torch.float64)
 
 
 def network() -> nn.Linear:
@@ -43,7 +43,7 @@ def alone(shares: list[list[torch.Tensor]], epochs: int = 1) -> list[float]:
 
 def apart(weights: list[float], wanted: list[float]) -> float:
     """Return the largest difference."""
-    return max(abs(one - other) for one, other in zip(weights, wanted, strict=True))
+    return max(abs(weight - expected) for weight, expected in zip(weights, wanted, strict=True))
 
 
 def _module(before_step: Callable[[int], None] = lambda step: None) -> Any:
@@ -94,15 +94,15 @@ def _fit(rank: int, folder: str) -> dict[str, Any]:
     trainer = _trainer(rank, folder, uneven)
     loader = DataLoader(TensorDataset(samples(rank)), batch_size=4)
     trainer.fit(module, uneven.loader(loader))
-    shares = [list(samples(each).split(4)) for each in range(WORLD)]
+    shares = [list(samples(member).split(4)) for member in range(WORLD)]
     wanted = alone(shares, epochs=2)  # ranks run dry in each of them
     assert uneven.join is not None
     assert uneven.join.summary is not None
     rows = uneven.join.summary.ranks
     return {
         "apart": apart(module.model.weight.flatten().tolist(), wanted),
-        "replayed": [each.replayed for each in rows],
-        "batches": [each.batches for each in rows],
+        "replayed": [row.replayed for row in rows],
+        "batches": [row.batches for row in rows],
         "restored": "pre_backward" not in vars(trainer.strategy.precision_plugin),
     }
 
@@ -183,8 +183,8 @@ def with_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     assert join.summary is not None
     results = {
         "apart": apart(weights, wanted),
-        "batches": [each.batches for each in join.summary.ranks],
-        "shadowed": [each.shadowed for each in join.summary.ranks],
+        "batches": [row.batches for row in join.summary.ranks],
+        "shadowed": [row.shadowed for row in join.summary.ranks],
         "even": loader.batch_sampler.even_batches,
         "sync": accelerator.gradient_state.sync_with_dataloader,
     }

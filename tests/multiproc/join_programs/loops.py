@@ -12,9 +12,9 @@ from join_programs.scenario import Log, Lying, Scenario, batches, sharded, train
 from rankcall.join import Join
 
 
-def _lying(rank: int, log: Log, real: int, said: int, policy: str = "shadow") -> None:
+def _lying(rank: int, log: Log, real: int, promised: int, policy: str = "shadow") -> None:
     loader = Lying(batches(real if rank == 1 else 6))
-    loader.said = said if rank == 1 else 6
+    loader.said = promised if rank == 1 else 6
     net = log.model()
     with Join([net], on_exhausted=policy) as join:  # type: ignore[arg-type]
         log.began = time.time()
@@ -51,7 +51,7 @@ def short_in_the_tail(rank: int, log: Log) -> None:
     with Join([net]) as join:
         for batch in join.batches(loader):
             train(net, log, batch)
-    log.more["shadowed"] = [each.shadowed for each in join.summary.ranks]
+    log.more["shadowed"] = [rank_summary.shadowed for rank_summary in join.summary.ranks]
 
 
 def one_breaks(rank: int, log: Log) -> None:
@@ -95,7 +95,7 @@ def breaks_in_the_tail(rank: int, log: Log) -> None:
             train(net, log, batch)
             if rank == 1 and log.steps == 4:
                 break
-    log.more["shadowed"] = [each.shadowed for each in join.summary.ranks]
+    log.more["shadowed"] = [rank_summary.shadowed for rank_summary in join.summary.ranks]
 
 
 def nothing_to_replay(rank: int, log: Log) -> None:

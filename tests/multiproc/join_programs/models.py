@@ -66,8 +66,8 @@ def network(kind: str) -> Net:
 
 def batch(rank: int, step: int) -> Tensor:
     """Return the batch that a rank has in a step, the same in every process."""
-    made = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(5, WIDTH, generator=made, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def head(case: Case, rank: int, step: int) -> int:
@@ -289,15 +289,15 @@ def compare(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, here
             wrong += _differ(f"buffer {name}", buffer, dict(wanted.named_buffers())[name])
     inner: Any = optimizer.optim if case.zero else optimizer
     for name, parameter in plain.named_parameters():
-        mine, other = inner.state.get(parameter), reference.state.get(pairs[name])
+        mine, expected = inner.state.get(parameter), reference.state.get(pairs[name])
         if mine is None and case.zero:
             continue  # in another rank's shard
-        if bool(mine) != bool(other):
-            wrong.append(f"state of {name}: {mine} here, {other} alone")
+        if bool(mine) != bool(expected):
+            wrong.append(f"state of {name}: {mine} here, {expected} alone")
             continue
-        for key in other or ():
-            wrong += _differ(f"{key} of {name}", _whole(mine[key]), other[key])
-    return [f"{case}: {each}" for each in wrong]
+        for key in expected or ():
+            wrong += _differ(f"{key} of {name}", _whole(mine[key]), expected[key])
+    return [f"{case}: {difference}" for difference in wrong]
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -316,7 +316,7 @@ def _differ(what: str, here: Any, alone_: Any) -> list[str]:
 def sweep(rank: int, world_size: int, cases: Sequence[dict[str, Any]]) -> list[str]:
     """Train each case on the ranks that are up; return what differs on this rank."""
     torch.set_num_threads(1)
-    return [each for case in cases for each in together(case_of(case))]
+    return [difference for case in cases for difference in together(case_of(case))]
 
 
 def case_of(fields: dict[str, Any]) -> Case:

@@ -36,8 +36,8 @@ def apart(here: nn.Module, alone: nn.Module) -> float:
     """Return the largest relative difference of parameters and buffers."""
     wanted = alone.state_dict()
     furthest = 0.0
-    for name, found in here.state_dict().items():
-        whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+    for name, tensor in here.state_dict().items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         if whole.is_floating_point():
             distance = (whole - wanted[name]).abs().max() / wanted[name].abs().max()
             furthest = max(furthest, float(distance))
@@ -84,7 +84,7 @@ def pipeline(rank: int, world_size: int, pattern: list[int], divide_by: str) -> 
     alone = _pipeline_alone(pattern, divide_by)
     return {
         "apart": apart(model, alone[here]),
-        "replayed": [each.replayed for each in join.summary.ranks],  # type: ignore[union-attr]
+        "replayed": [row.replayed for row in join.summary.ranks],  # type: ignore[union-attr]
     }
 
 
@@ -143,7 +143,7 @@ def synchronised(rank: int, world_size: int, pattern: list[int], divide_by: str)
     alone = _normed_alone(pattern, divide_by)
     return {
         "apart": apart(model.module, alone),
-        "replayed": [each.replayed for each in join.summary.ranks],  # type: ignore[union-attr]
+        "replayed": [row.replayed for row in join.summary.ranks],  # type: ignore[union-attr]
     }
 
 

@@ -71,21 +71,21 @@ def both_ways(rank: int, world_size: int) -> list[Any]:
         (ours, ours, ours),
         (torchs, ours, ours),
     ):
-        each = counter(base, notifies)()
-        with joins.Join([each], sync=True):
+        joinable = counter(base, notifies)()
+        with joins.Join([joinable], sync=True):
             for _ in range(2 + rank):
-                each()
-        results.append([each.count, each.most, each.posts])
+                joinable()
+        results.append([joinable.count, joinable.most, joinable.posts])
     return results
 
 
 def last_joiners(rank: int, world_size: int) -> list[bool]:
     """Ranks 1 and 2 join in the last round."""
-    each = counter(ours, ours)()
-    with ours.Join([each]):
+    joinable = counter(ours, ours)()
+    with ours.Join([joinable]):
         for _ in range(1 if rank == 0 else 3):
-            each()
-    posts: list[bool] = each.posts
+            joinable()
+    posts: list[bool] = joinable.posts
     return posts
 
 
@@ -132,16 +132,16 @@ def defects(rank: int, world_size: int) -> dict[str, Any]:
             net(data).sum().backward()
     # 5. Filters of warnings stay as they are, and there is one warning for a long wait.
     filters = list(warnings.filters)
-    each = counter(ours, ours)()
+    joinable = counter(ours, ours)()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         inside = list(warnings.filters)
-        with ours.Join([each]):
+        with ours.Join([joinable]):
             for _ in range(1 if rank == 0 else 1005):
-                each()
+                joinable()
         results["filters"] = warnings.filters == inside
     results["filters"] = results["filters"] and warnings.filters == filters
-    results["warnings"] = [str(each.message) for each in caught]
+    results["warnings"] = [str(warning.message) for warning in caught]
     # 6. ``with`` returns the Join.
     results["entered"] = isinstance(entered, ours.Join)
     results["unused"] = isinstance(unused, ours.Join)
@@ -168,7 +168,7 @@ def groups(rank: int, world_size: int) -> dict[str, Any]:
                     net.zero_grad()
                     net(data).sum().backward()
         last = [net.module[-1].bias.grad.tolist() for net in (small, large)]
-        results[divide_by] = [each[0] for each in last]
+        results[divide_by] = [gradient[0] for gradient in last]
         results[f"{divide_by} same"] = [float(net.module[0].weight.sum()) for net in (small, large)]
     first = counter(ours, ours)(pair)
     second = counter(ours, ours)()
@@ -241,7 +241,7 @@ def replay(rank: int, world_size: int) -> dict[str, Any]:
             seen.append([value, join.active, join.weight, float(same)])
     results["seen"] = seen
     results["summary"] = [
-        [each.rank, each.batches, each.shadowed, each.replayed] for each in join.summary.ranks
+        [row.rank, row.batches, row.shadowed, row.replayed] for row in join.summary.ranks
     ]
     # A loss that is not finite, with a weight of zero.
     net = _ddp()
@@ -254,8 +254,8 @@ def replay(rank: int, world_size: int) -> dict[str, Any]:
                 if not join.active:
                     out = out / torch.zeros(())
                 (torch.log(out.abs()).sum() * join.weight).backward()
-    finite = all(bool(torch.isfinite(each.grad).all()) for each in net.parameters())
-    results["finite"], results["warned"] = finite, [str(each.message) for each in caught]
+    finite = all(bool(torch.isfinite(parameter.grad).all()) for parameter in net.parameters())
+    results["finite"], results["warned"] = finite, [str(warning.message) for warning in caught]
     # torch.compile: a weight that is a tensor does not compile anew.
     compiles = 0
 

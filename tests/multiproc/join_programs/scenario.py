@@ -47,7 +47,7 @@ class Log:
         left = [net._join_config for net in self.nets if net._join_config.enable]
         left += [net for net in self.nets if net._forward_pre_hooks or net._forward_hooks]
         left += [net for net in self.nets if "_rankcall_joined" in vars(net)]
-        return [str(each) for each in left]
+        return [str(leftover) for leftover in left]
 
 
 def batches(count: int) -> list[torch.Tensor]:

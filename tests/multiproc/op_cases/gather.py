@@ -76,7 +76,7 @@ def all_gather_into_tensor(w: World, g: Members) -> None:
 def all_gather_coalesced_form(w: World, g: Members) -> None:
     """Two all_gathers of lists in one op."""
     ins = [filled((2,), w.rank), filled((3,), w.rank)]
-    outs = [[torch.empty_like(each) for each in ins] for _ in g.ranks]
+    outs = [[torch.empty_like(own) for own in ins] for _ in g.ranks]
     line = here()
     all_gather_coalesced(outs, ins, group=g.pg)
     w.saw(

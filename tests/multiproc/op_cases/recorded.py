@@ -42,13 +42,13 @@ def recorded_run(capture: str, factory: pytest.TempPathFactory) -> Recorded:
     """Return the run of a capture."""
     folder = factory.mktemp(capture) / "run"
     env = {"RANKCALL_CAPTURE": capture, **witness.ARMED}
-    told = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=60)
+    accounts = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=60)
     run = load(folder)
     rows = [plain(row) for row in run.records.to_dicts()]
     return Recorded(
-        parts=[parts for parts, _ in told],
+        parts=[parts for parts, _ in accounts],
         rows=[[row for row in rows if row["rank"] == rank] for rank in range(RANKS)],
-        torch_saw=[witness.by_group(entries) for _, entries in told],
+        torch_saw=[witness.by_group(entries) for _, entries in accounts],
         problems=run.problems,
         dropped=run.dropped,
         capture="+".join({head.header.capture for head in run.heads}),

@@ -234,8 +234,8 @@ def coalescing_manager(w: World, g: Members) -> None:
     ins = [filled((2,), w.rank), filled((3,), w.rank)]
     line = here()
     with _coalescing_manager(group=g.pg):
-        for out, each in zip(outs, ins, strict=True):
-            dist.all_gather_into_tensor(out, each, group=g.pg)
+        for out, own in zip(outs, ins, strict=True):
+            dist.all_gather_into_tensor(out, own, group=g.pg)
     w.saw(
         g,
         "all_gather",
@@ -253,8 +253,8 @@ def coalescing_manager(w: World, g: Members) -> None:
     outs, ins = [torch.empty(2), torch.empty(3)], [filled((2 * n,), 1.0), filled((3 * n,), 2.0)]
     line = here()
     with _coalescing_manager(group=g.pg, async_ops=True) as manager:
-        for out, each in zip(outs, ins, strict=True):
-            dist.reduce_scatter_tensor(out, each, group=g.pg)
+        for out, own in zip(outs, ins, strict=True):
+            dist.reduce_scatter_tensor(out, own, group=g.pg)
     manager.wait()
     w.saw(
         g,

@@ -314,13 +314,13 @@ def gather_object(w: World, g: Members) -> None:
         root=root,
     )
     if into is not None:
-        assert [each["rank"] for each in into] == g.ranks
+        assert [sent["rank"] for sent in into] == g.ranks
 
 
 @case
 def reduce(w: World, g: Members) -> None:
     """To a destination, by each op in turn."""
-    for root, op, name, result in (
+    for root, op, name, expected in (
         (g.ranks[-1], dist.ReduceOp.SUM, "sum", sum(g.ranks)),
         (g.ranks[1], dist.ReduceOp.MAX, "max", max(g.ranks)),
     ):
@@ -339,7 +339,7 @@ def reduce(w: World, g: Members) -> None:
             reduce_op=name,
         )
         if w.rank == root:
-            check(tensor, result)
+            check(tensor, expected)
 
 
 @case

@@ -96,7 +96,7 @@ def _all_gather_coalesced(job: Job, async_op: bool) -> tuple[Any, list[torch.Ten
     from torch.distributed.distributed_c10d import all_gather_coalesced
 
     ins = [random_tensor(job.rank, 2), random_tensor(job.rank, 3, seed=1)]
-    outs = [[torch.empty_like(each) for each in ins] for _ in range(job.world_size)]
+    outs = [[torch.empty_like(tensor) for tensor in ins] for _ in range(job.world_size)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         work = all_gather_coalesced(outs, ins, async_op=async_op)
@@ -214,16 +214,16 @@ def functional(job: Job) -> None:
 
     for half in range(2):
         world = dist.group.WORLD
-        made = {
+        outputs = {
             "sum": funcol.all_reduce(random_tensor(job.rank, 4), "sum", world),
             "all": funcol.all_gather_tensor(random_tensor(job.rank, 4), 0, world),
             "part": funcol.reduce_scatter_tensor(random_tensor(job.rank, 4), "sum", 0, world),
             "swap": funcol.all_to_all_single(random_tensor(job.rank, 4), None, None, world),
         }
-        for name, tensor in made.items():
+        for name, tensor in outputs.items():
             job.saw(f"{name} {half}", funcol.wait_tensor(tensor))
         never = funcol.reduce_scatter_tensor(random_tensor(job.rank, 4), "sum", 0, world)
-        del never, made, tensor
+        del never, outputs, tensor
         if half == 0:
             job.middle()
 
@@ -259,9 +259,9 @@ def objects(job: Job) -> None:
         gathered: list[Any] = [None] * job.world_size
         dist.all_gather_object(gathered, mine)
         job.saw(f"all_gather_object {half}", gathered)
-        told = [mine, half] if job.rank == 0 else [None, None]
-        dist.broadcast_object_list(told, src=0)
-        job.saw(f"broadcast_object_list {half}", told)
+        shared = [mine, half] if job.rank == 0 else [None, None]
+        dist.broadcast_object_list(shared, src=0)
+        job.saw(f"broadcast_object_list {half}", shared)
         into = [None] * job.world_size if job.rank == 0 else None
         dist.gather_object(mine, into, dst=0)
         job.saw(f"gather_object {half}", into)
@@ -288,8 +288,8 @@ def unwaited(job: Job) -> None:
             reduce_scatter_tensor(part, whole, async_op=True),
         ]
         if number % 40 == 0:
-            for name, thing in (("total", total), ("whole", whole), ("part", part)):
-                job.watch(f"{name} {number}", thing)
+            for name, tensor in (("total", total), ("whole", whole), ("part", part)):
+                job.watch(f"{name} {number}", tensor)
             for work in works:
                 job.watch(f"a Work of {number}", work)
         del total, whole, part, works

@@ -28,34 +28,34 @@ class Difference:
 
 def differences(plain: RunReport, recorded: RunReport) -> list[Difference]:
     """Return how a recorded run differs from the run without recording, memory apart."""
-    found = [Difference("hang", f"ranks {recorded.hung} hung\n{recorded.stacks}")] * bool(
+    changes = [Difference("hang", f"ranks {recorded.hung} hung\n{recorded.stacks}")] * bool(
         recorded.hung
     )
     extra = Counter(recorded.strays) - Counter(plain.strays)
     if extra:
-        found.append(Difference("processes", f"left behind: {dict(extra)}"))
+        changes.append(Difference("processes", f"left behind: {dict(extra)}"))
     for number, (before, after) in enumerate(zip(plain.ranks, recorded.ranks, strict=True)):
-        found += [
+        changes += [
             Difference(kind, f"rank {number}: {text}")
             for kind, text in _of_rank(before, after, recorded.mode)
         ]
-    return found
+    return changes
 
 
 def memory_differences(plain: RunReport, recorded: RunReport) -> list[Difference]:
     """Return which ranks needed more memory than without recording."""
-    found = []
+    increases = []
     floor = MEMORY_FLOOR_KIB.get(recorded.mode, OTHER_MEMORY_FLOOR_KIB)
     for number, (before, after) in enumerate(zip(plain.ranks, recorded.ranks, strict=True)):
         allowed = max(before.peak_kib // 100, floor)
         if after.peak_kib > before.peak_kib + allowed:
             text = f"rank {number}: peak {before.peak_kib:,} KiB became {after.peak_kib:,} KiB"
-            found.append(Difference("memory", text))
-    return found
+            increases.append(Difference("memory", text))
+    return increases
 
 
 def _of_rank(plain: RankReport, recorded: RankReport, mode: str) -> list[tuple[str, str]]:
-    found = [
+    changes = [
         (kind, f"{getattr(plain, kind)!r} became {getattr(recorded, kind)!r}")
         for kind in ("status", "stdout", "stderr")
         if getattr(plain, kind) != getattr(recorded, kind)
@@ -64,15 +64,15 @@ def _of_rank(plain: RankReport, recorded: RankReport, mode: str) -> list[tuple[s
         before, after = plain.seen.get(name, "absent"), recorded.seen.get(name, "absent")
         if before != after:
             kind = "error" if _is_error(before) or _is_error(after) else "result"
-            found.append((kind, f"{name}: {before!r} became {after!r}"))
+            changes.append((kind, f"{name}: {before!r} became {after!r}"))
     if recorded.left:
         for kind, usual in plain.left.items():
             extra = Counter(recorded.left[kind]) - Counter(usual)
             if extra:
-                found.append((kind, f"left after the program: {dict(extra)}"))
+                changes.append((kind, f"left after the program: {dict(extra)}"))
     if mode == "stopped" and recorded.our_threads:
-        found.append(("threads", f"of rankcall after disable(): {recorded.our_threads}"))
-    return found
+        changes.append(("threads", f"of rankcall after disable(): {recorded.our_threads}"))
+    return changes
 
 
 def _is_error(value: Any) -> bool:

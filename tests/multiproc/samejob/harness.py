@@ -118,15 +118,15 @@ class Harness:
                 threads, descriptors and objects left than its ranks had.
             deadline: after how many seconds a run counts as hung; by default the program's own.
         """
-        about = PROGRAMS[program]
-        deadline = deadline or about.deadline
+        entry = PROGRAMS[program]
+        deadline = deadline or entry.deadline
         self._runs += 1
         shm = self._shm / f"run-{os.getpid()}-{self._runs}"
         shm.mkdir(parents=True)
         order = {
             "program": program,
             "mode": mode,
-            "world_size": about.world_size,
+            "world_size": entry.world_size,
             "folder": str(folder),
             "shm": str(shm),
             "port": free_port(),
@@ -181,17 +181,17 @@ def _report(folder: Path, rank: int, status: int) -> RankReport:
         return normalised(_OUR_FRAME.sub("", theirs), folder)
 
     file = folder / f"report.{rank}"
-    told = json.loads(file.read_text()) if file.exists() else {}
+    report = json.loads(file.read_text()) if file.exists() else {}
     kinds = ("threads", "descriptors", "alive")
     return RankReport(
         status,
-        told.get("seen", {}),
+        report.get("seen", {}),
         output("stdout"),
         output("stderr"),
-        {kind: told[kind] for kind in kinds if kind in told},
-        told.get("our_threads", []),
-        told.get("recorded"),
-        told.get("peak_kib", 0),
+        {kind: report[kind] for kind in kinds if kind in report},
+        report.get("our_threads", []),
+        report.get("recorded"),
+        report.get("peak_kib", 0),
     )
 
 

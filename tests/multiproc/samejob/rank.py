@@ -125,16 +125,16 @@ def _possessions(order: dict[str, Any]) -> dict[str, Any]:
 
 def _threads() -> list[str]:
     named = {thread.native_id: thread.name for thread in threading.enumerate()}
-    found = []
+    names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it ended meanwhile
             comm = (task / "comm").read_text().strip()
-            found.append(named.get(int(task.name), comm))
-    return found
+            names.append(named.get(int(task.name), comm))
+    return names
 
 
 def _descriptors() -> list[str]:
-    found = []
+    targets = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the folder's own descriptor is closed by now
             target = os.readlink(link)
@@ -142,8 +142,8 @@ def _descriptors() -> list[str]:
                 target = _socket(int(link.name))
             elif target.startswith("pipe:"):
                 target = "pipe"
-            found.append(target)
-    return found
+            targets.append(target)
+    return targets
 
 
 def _socket(fd: int) -> str:

@@ -122,13 +122,13 @@ def _members(leader: int) -> dict[int, str]:
         os.killpg(leader, 0)
     except ProcessLookupError:
         return {}
-    found = {}
+    members = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             name, _, fields = stat.read_text().rpartition(")")
             if int(fields.split()[2]) == leader:
-                found[int(stat.parent.name)] = name.partition("(")[2]
-    return found
+                members[int(stat.parent.name)] = name.partition("(")[2]
+    return members
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
     """
     facts = read_logs(paths)
     case = Case(facts)
-    findings = next((found for reason in _REASONS if (found := reason(case))), None)
+    findings = next(
+        (reason_findings for reason in _REASONS if (reason_findings := reason(case))), None
+    )
     name = ", ".join(log.name for log in facts.logs[:3])
     more = len(facts.logs) - 3
     name += f" and {count_of(more, 'more log')}" if more > 0 else ""
@@ -79,8 +81,8 @@ def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
 def undecided(case: Case) -> Finding:
     """Return what the log says instead of a rank."""
     lines = case.lines(BarrierFailed, Timeout, Progress, StoreBarrier, LauncherExit, Trouble)
-    lines += [each.line for each in case.raised if case.rank(each.line) >= 0]
-    lines += [each.line for each in case.all.failures]
+    lines += [raised.line for raised in case.raised if case.rank(raised.line) >= 0]
+    lines += [failure.line for failure in case.all.failures]
     if not lines:
         count = sum(log.count for log in case.all.logs)
         return case.finding(

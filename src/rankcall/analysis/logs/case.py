@@ -53,8 +53,8 @@ class Case:
         self.timeouts = self.facts(Timeout)
         self.progress = self.facts(Progress)
         killed = {fact.pid for fact in self.facts(Killed)}
-        self.failures = [each for each in facts.failures if each.pid not in killed]
-        self.raised = [each for each in facts.raised if not each.led_on]
+        self.failures = [failure for failure in facts.failures if failure.pid not in killed]
+        self.raised = [exception for exception in facts.raised if not exception.led_on]
         self.waited = {self.rank(fact.line) for fact in self.timeouts}
 
     def facts(self, kind: type[_T]) -> list[_T]:
@@ -72,7 +72,7 @@ class Case:
     def seen(self) -> set[int]:
         """Return all ranks that the log mentions as ranks of the job."""
         seen = {rank for ranks in self.all.ranks.values() for rank in ranks}
-        return seen | {each.rank for each in self.all.failures}
+        return seen | {failure.rank for failure in self.all.failures}
 
     def problem(self, text: str) -> None:
         """Add a limit of the evidence."""
@@ -81,12 +81,12 @@ class Case:
 
     def first(self) -> set[int]:
         """Return the ranks that torchrun saw fail first."""
-        return {each.rank for each in self.failures if each.first}
+        return {failure.rank for failure in self.failures if failure.first}
 
     def victims(self, dead: set[int]) -> tuple[int, ...]:
         """Return the other ranks that wrote about a broken connection or a time-out."""
         ranks = {self.rank(line) for line in self.lines(Trouble)} | self.waited
-        ranks |= {self.rank(each.line) for each in self.raised if each.follows}
+        ranks |= {self.rank(exception.line) for exception in self.raised if exception.follows}
         return tuple(sorted(ranks - dead - {-1}))
 
     def trouble(self) -> list[Line]:
@@ -95,13 +95,15 @@ class Case:
 
     def longest(self) -> float:
         """Return for how long a call lasted before it timed out, s; 0 if that is not known."""
-        return max((each.seconds for each in self.timeouts), default=0.0)
+        return max((timeout.seconds for timeout in self.timeouts), default=0.0)
 
     def site(self, ranks: Iterable[int]) -> str:
         """Return the line at which most of some ranks raised an exception; empty if not known."""
         wanted = set(ranks)
         sites = Counter(
-            each.site for each in self.raised if each.site and self.rank(each.line) in wanted
+            exception.site
+            for exception in self.raised
+            if exception.site and self.rank(exception.line) in wanted
         )
         return sites.most_common(1)[0][0] if sites else ""
 
@@ -155,5 +157,5 @@ def minority(sides: Sequence[set[int]]) -> tuple[int, ...]:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Write ranks in a sentence: ``rank 2``, ``ranks 0-3,7``."""
-    found = sorted(set(ranks))
-    return f"rank{'' if len(found) == 1 else 's'} {format_ranks(found)}"
+    distinct_ranks = sorted(set(ranks))
+    return f"rank{'' if len(distinct_ranks) == 1 else 's'} {format_ranks(distinct_ranks)}"

@@ -32,37 +32,37 @@ def mismatch(case: Case) -> list[Finding]:
     """Return what TORCH_DISTRIBUTED_DEBUG=DETAIL found to differ."""
     reports = case.facts(Mismatch)
     ranks = Ranks()
-    said: dict[int, Fingerprint] = {}
-    for each in reports:
-        ranks.note(case.rank(each.line), each.rank)
-        said[each.rank] = each.own
-    own = set(said)
-    for each in reports:
+    calls: dict[int, Fingerprint] = {}
+    for report in reports:
+        ranks.note(case.rank(report.line), report.rank)
+        calls[report.rank] = report.own
+    reporters = set(calls)
+    for report in reports:
         # In some versions, the report of another rank lacks fields.
-        said.setdefault(each.other, each.others)
+        calls.setdefault(report.other, report.others)
     if not reports or ranks.wrong:
         return []
     sides: dict[tuple[object, ...], set[int]] = defaultdict(set)
-    for rank, call in said.items():
+    for rank, call in calls.items():
         sides[call.seq, call.op, call.shape, call.dtype].add(rank)
-    known = all(rank in own for rank in range(max({*said, *case.seen()}) + 1))
+    known = all(rank in reporters for rank in range(max({*calls, *case.seen()}) + 1))
     named = minority(list(sides.values())) if known else ()
-    ops = {call.op for call in said.values()}
-    kind = "desync" if len(ops) > 1 or len({call.seq for call in said.values()}) > 1 else ""
+    ops = {call.op for call in calls.values()}
+    kind = "desync" if len(ops) > 1 or len({call.seq for call in calls.values()}) > 1 else ""
     texts = [
-        f"{ranks_text(each)} called {_call_text(said[min(each)])}{_at(case.site(each))}"
-        for each in sorted(sides.values(), key=lambda each: (len(each), min(each)))
+        f"{ranks_text(side)} called {_call_text(calls[min(side)])}{_at(case.site(side))}"
+        for side in sorted(sides.values(), key=lambda side: (len(side), min(side)))
     ]
-    call = said[min(said)]
+    call = calls[min(calls)]
     return [
         case.finding(
             kind or "mismatch",
             named,
-            tuple(sorted(set(said) - set(named))) if named else (),
+            tuple(sorted(set(calls) - set(named))) if named else (),
             begin_sentence("; ".join(texts[:4])) + ".",
-            [each.line for each in reports],
+            [report.line for report in reports],
             SAME,
-            ranks.confidence(said),
+            ranks.confidence(calls),
             op=call.op if len(ops) == 1 else "",
             seq=max(call.seq, 0),
         )
@@ -87,16 +87,16 @@ def absent(case: Case) -> list[Finding]:
 
 def _monitored_barrier(case: Case) -> list[Finding]:
     reports, ranks = case.facts(BarrierFailed), Ranks()
-    for each in reports:
-        ranks.note(case.rank(each.line), each.rank)
-    for other in case.facts(BarrierReached):
-        ranks.note(case.rank(other.line), other.rank)
-    came = {each.rank for each in case.facts(BarrierReached)}
-    missing = {rank for each in reports for rank in each.missing} - came
+    for report in reports:
+        ranks.note(case.rank(report.line), report.rank)
+    for arrival in case.facts(BarrierReached):
+        ranks.note(case.rank(arrival.line), arrival.rank)
+    came = {arrival.rank for arrival in case.facts(BarrierReached)}
+    missing = {rank for report in reports for rank in report.missing} - came
     if not missing or ranks.wrong:
         return []
-    waited = max(each.seconds for each in reports)
-    others = came | {each.rank for each in reports}
+    waited = max(report.seconds for report in reports)
+    others = came | {report.rank for report in reports}
     where = _at(case.site(others))
     text = f"{begin_sentence(ranks_text(missing))} did not come to a monitored barrier{where}"
     return [
@@ -106,7 +106,7 @@ def _monitored_barrier(case: Case) -> list[Finding]:
             tuple(sorted(others)),
             f"{text} within {duration(waited)}; TORCH_DISTRIBUTED_DEBUG=DETAIL makes one "
             "before each collective.",
-            [each.line for each in reports],
+            [report.line for report in reports],
             f"Look at what {ranks_text(missing)} did then: its own log, and the line that "
             "the others wait in.",
             ranks.confidence(missing),
@@ -117,11 +117,11 @@ def _monitored_barrier(case: Case) -> list[Finding]:
 
 def _store_barrier(case: Case) -> list[Finding]:
     by_key: dict[tuple[str, int], list[StoreBarrier]] = defaultdict(list)
-    for each in case.facts(StoreBarrier):
-        by_key[each.key, each.world_size].append(each)
+    for report in case.facts(StoreBarrier):
+        by_key[report.key, report.world_size].append(report)
     for (_, size), reports in by_key.items():
-        came = {each.rank for each in reports}
-        joined = max(each.joined for each in reports)
+        came = {report.rank for report in reports}
+        joined = max(report.joined for report in reports)
         if not (1 < size < 1 << 17 and len(came) == joined < size and max(came) < size):
             continue
         missing = set(range(size)) - came
@@ -132,7 +132,7 @@ def _store_barrier(case: Case) -> list[Finding]:
                 tuple(sorted(came)),
                 f"{begin_sentence(ranks_text(missing))} did not come while a process group "
                 f"was made: {joined} of {count_of(size, 'rank')} did.",
-                [each.line for each in reports],
+                [report.line for report in reports],
                 f"Look at the log of {ranks_text(missing)}: it did not start, or it failed before.",
                 "likely",
             )
@@ -142,10 +142,10 @@ def _store_barrier(case: Case) -> list[Finding]:
 
 def lagging(case: Case) -> list[Finding]:
     """Return the ranks that TORCH_NCCL_DESYNC_DEBUG holds responsible, in the world's group."""
-    reports = [each for each in case.facts(Lagging) if not each.joined]
+    reports = [report for report in case.facts(Lagging) if not report.joined]
     groups = {fact.group.is_world for fact in case.progress if fact.failed >= 0}
-    missing = {rank for each in reports for rank in each.ranks}
-    if not missing or groups != {True} or len({each.ranks for each in reports}) > 1:
+    missing = {rank for report in reports for rank in report.ranks}
+    if not missing or groups != {True} or len({report.ranks for report in reports}) > 1:
         return []
     return [
         case.finding(
@@ -154,7 +154,7 @@ def lagging(case: Case) -> list[Finding]:
             tuple(sorted(case.waited - missing - {-1})),
             f"{begin_sentence(ranks_text(missing))} had not come to the collective that the "
             "others timed out in, says TORCH_NCCL_DESYNC_DEBUG.",
-            [each.line for each in reports],
+            [report.line for report in reports],
             f"Look at what {ranks_text(missing)} did then.",
             "likely",
             since=case.longest(),
@@ -181,18 +181,18 @@ class Late(NamedTuple):
 def late_ranks(case: Case) -> Late | None:
     """Return the ranks whose last collective is older than the one that others timed out in."""
     for name, states in _groups(case).items():
-        waiting = {each.group.rank: each for each in states if each.failed > 0}
+        waiting = {state.group.rank: state for state in states if state.failed > 0}
         last = _last(case, states)
         if not waiting or last is None:
             continue
-        reached = min(each.failed for each in waiting.values())
+        reached = min(state.failed for state in waiting.values())
         late = sorted(
             rank
             for rank, enqueued in last.items()
             if enqueued < reached and rank not in waiting and rank not in case.waited
         )
         if late:
-            others = {each.group.name for each in case.progress} - {name, states[0].group.name}
+            others = {state.group.name for state in case.progress} - {name, states[0].group.name}
             return Late(tuple(late), waiting, states, reached, not others)
     return None
 
@@ -200,14 +200,14 @@ def late_ranks(case: Case) -> Late | None:
 def _last(case: Case, states: Sequence[Progress]) -> dict[int, int] | None:
     """Return the last collective of each rank; None if a rank counts from the beginning again."""
     last: dict[int, int] = {}
-    for each in states:
-        if each.enqueued < last.get(each.group.rank, -1):
+    for state in states:
+        if state.enqueued < last.get(state.group.rank, -1):
             case.problem(
-                f"rank {each.group.rank} counts from the beginning again: the log has several "
+                f"rank {state.group.rank} counts from the beginning again: the log has several "
                 "attempts of the job; give this command the lines of one"
             )
             return None
-        last[each.group.rank] = each.enqueued
+        last[state.group.rank] = state.enqueued
     return last
 
 
@@ -220,9 +220,9 @@ def behind(case: Case) -> list[Finding]:
     if late is None or not late.alone:
         return []
     group = late.states[0].group
-    timeouts = [each for each in case.timeouts if each.seq == late.seq]
-    op = next((each.op for each in timeouts if each.op), "")
-    own = [each for each in late.states if each.group.rank in late.ranks]
+    timeouts = [timeout for timeout in case.timeouts if timeout.seq == late.seq]
+    op = next((timeout.op for timeout in timeouts if timeout.op), "")
+    own = [state for state in late.states if state.group.rank in late.ranks]
     return [
         case.finding(
             "missing",
@@ -230,11 +230,11 @@ def behind(case: Case) -> list[Finding]:
             tuple(sorted(late.waiting)),
             f"{begin_sentence(ranks_text(late.ranks))} had not come to {op or 'the collective'} "
             f"#{late.seq} of group {_group_text(group)}, which {ranks_text(late.waiting)} timed "
-            f"out in: {_issued(max(each.enqueued for each in own))}.",
+            f"out in: {_issued(max(state.enqueued for state in own))}.",
             [
-                *(each.line for each in own),
-                *(each.line for each in timeouts[:2]),
-                *(each.line for each in late.waiting.values()),
+                *(state.line for state in own),
+                *(timeout.line for timeout in timeouts[:2]),
+                *(state.line for state in late.waiting.values()),
             ],
             f"Look at what {ranks_text(late.ranks)} did then: in its own log, or in a Flight "
             "Recorder dump.",
@@ -253,17 +253,17 @@ def _issued(seq: int) -> str:
 
 def different(case: Case) -> list[Finding]:
     """Return the collectives that have one number, and are not the same on all ranks."""
-    calls_of = {(each.line.source, each.seq): each for each in reversed(case.timeouts)}
+    calls_of = {(timeout.line.source, timeout.seq): timeout for timeout in reversed(case.timeouts)}
     for name, states in _groups(case).items():
         by_seq: dict[int, dict[int, Timeout]] = defaultdict(dict)
-        for each in states:
-            call = calls_of.get((each.line.source, each.failed))
-            if call is not None and call.op and each.failed > 0:
-                by_seq[each.failed][each.group.rank] = call
+        for state in states:
+            call = calls_of.get((state.line.source, state.failed))
+            if call is not None and call.op and state.failed > 0:
+                by_seq[state.failed][state.group.rank] = call
         for seq, calls in by_seq.items():
-            found = _differing(case, name, states[0], seq, calls)
-            if found is not None:
-                return [found]
+            finding = _differing(case, name, states[0], seq, calls)
+            if finding is not None:
+                return [finding]
     return []
 
 
@@ -304,14 +304,14 @@ def _groups(case: Case) -> dict[str, list[Progress]]:
     Several groups can have one name, each with other members. They are one group if each rank
     has the same number in the group as in the job.
     """
-    found: dict[str, list[Progress]] = defaultdict(list)
-    for each in case.progress:
-        rank = case.rank(each.line)
-        if each.group.is_world and rank in (-1, each.group.rank):
-            found["0"].append(each)
-        elif rank >= 0 and rank == each.group.rank:
-            found[each.group.name].append(each)
-    return found
+    states_of: dict[str, list[Progress]] = defaultdict(list)
+    for state in case.progress:
+        rank = case.rank(state.line)
+        if state.group.is_world and rank in (-1, state.group.rank):
+            states_of["0"].append(state)
+        elif rank >= 0 and rank == state.group.rank:
+            states_of[state.group.name].append(state)
+    return states_of
 
 
 def _sizes_text(sizes: object) -> str:

@@ -23,16 +23,16 @@ def _killed(case: Case) -> list[Finding]:
     A rank that timed out or lost a connection can crash while it shuts down.
     """
     victims = set(case.victims(set()))
-    found = [
-        each
-        for each in case.failures
-        if each.first and _signal(each.code) in _OWN_SIGNALS and each.rank not in victims
+    killed = [
+        failure
+        for failure in case.failures
+        if failure.first and _signal(failure.code) in _OWN_SIGNALS and failure.rank not in victims
     ]
-    if not found:
+    if not killed:
         return []
-    first = min(each.time for each in found)
-    found = [each for each in found if each.time == first or len(found) == 1]
-    return [_dead_by_signal(case, each) for each in found]
+    first = min(failure.time for failure in killed)
+    killed = [failure for failure in killed if failure.time == first or len(killed) == 1]
+    return [_dead_by_signal(case, failure) for failure in killed]
 
 
 def _dead_by_signal(case: Case, failure: Failure) -> Finding:
@@ -63,13 +63,13 @@ def _by_launcher(case: Case) -> list[Finding]:
     itself.
     """
     exits = [
-        each
-        for each in case.facts(LauncherExit)
-        if each.signal in _OWN_SIGNALS and (each.signal != _SIGKILL or each.is_first)
+        ending
+        for ending in case.facts(LauncherExit)
+        if ending.signal in _OWN_SIGNALS and (ending.signal != _SIGKILL or ending.is_first)
     ]
     if not exits or not case.all.tasks_are_ranks:
         return []
-    ranks = {rank for each in exits for rank in each.tasks}
+    ranks = {rank for ending in exits for rank in ending.tasks}
     name = _OWN_SIGNALS[exits[0].signal]
     be = "was" if len(ranks) == 1 else "were"
     return [
@@ -78,7 +78,7 @@ def _by_launcher(case: Case) -> list[Finding]:
             tuple(ranks),
             case.victims(ranks),
             f"{begin_sentence(ranks_text(ranks))} {be} ended by {name}, says the launcher.",
-            [*(each.line for each in exits), *case.trouble()],
+            [*(ending.line for ending in exits), *case.trouble()],
             "Find out what ended that process: look for oom-kill in dmesg on its node, and for "
             "a core dump.",
             "likely",
@@ -88,27 +88,27 @@ def _by_launcher(case: Case) -> list[Finding]:
 
 def _raised(case: Case) -> list[Finding]:
     """Return the ranks whose own exception ended them, and not the end of another rank."""
-    failed = {each.rank: each for each in case.failures}
-    found: dict[int, Raised] = {}
+    failed = {failure.rank: failure for failure in case.failures}
+    exceptions: dict[int, Raised] = {}
     follows: set[int] = set(case.waited)
     for raised in case.raised:
         rank = case.rank(raised.line)
         if raised.follows:
             follows.add(rank)
         elif rank >= 0 and (raised.unhandled or rank in failed):
-            found.setdefault(rank, raised)
-    for each in case.failures:
-        if each.raised is not None and not each.raised.follows:
-            found.setdefault(each.rank, each.raised)
-    own = {rank: each for rank, each in found.items() if rank not in follows}
+            exceptions.setdefault(rank, raised)
+    for failure in case.failures:
+        if failure.raised is not None and not failure.raised.follows:
+            exceptions.setdefault(failure.rank, failure.raised)
+    own = {rank: exception for rank, exception in exceptions.items() if rank not in follows}
     if not own:
         return []
-    files = {each.line.source.file for each in own.values()}
+    files = {exception.line.source.file for exception in own.values()}
     first = min(own, key=lambda rank: (rank not in case.first(), own[rank].line.number))
-    kinds = {each.kind for each in own.values()}
+    kinds = {exception.kind for exception in own.values()}
     if len(files) > 1 and len(kinds) > 1 and first not in case.first():
         return []  # nothing tells which of them was first
-    alike = {rank for rank, each in own.items() if each.kind == own[first].kind}
+    alike = {rank for rank, exception in own.items() if exception.kind == own[first].kind}
     raised = own[first]
     where = f" at {raised.site}" if raised.site else ""
     message = f": {raised.message[:200]}" if raised.message else ""

@@ -119,8 +119,8 @@ def code_place(stack: str) -> CodePlace:
     frames = _training_frames(stack)
     if not frames or frames[0].is_ray_loop:
         return CodePlace()
-    outer = next((n for n, each in enumerate(frames) if not each.is_internal), None)
-    own = next((n for n, each in enumerate(frames) if each.is_users), outer)
+    outer = next((n for n, frame in enumerate(frames) if not frame.is_internal), None)
+    own = next((n for n, frame in enumerate(frames) if frame.is_users), outer)
     place = frames[outer if own is None else own] if outer is not None else frames[-1]
     above = frames[:outer]  # newest first: what the user's code, or a framework, has called
     return CodePlace(f"{place.file}:{place.line}", place.name, _inside(above))
@@ -128,14 +128,14 @@ def code_place(stack: str) -> CodePlace:
 
 def _inside(above: Sequence[Frame]) -> str:
     """Name the function of torch that was called, by the frames above the caller's."""
-    if any("torch/utils/data/" in each.file for each in above):
+    if any("torch/utils/data/" in frame.file for frame in above):
         return LOADER
     public = [
-        each.name
-        for each in above
-        if "torch/distributed/" in each.file
-        and each.name[:1] not in ("_", "<")
-        and each.name not in _WRAPPERS
+        frame.name
+        for frame in above
+        if "torch/distributed/" in frame.file
+        and frame.name[:1] not in ("_", "<")
+        and frame.name not in _WRAPPERS
     ]
     return next((name for name in public if name in SETUP), public[-1] if public else "")
 
@@ -148,15 +148,15 @@ def _training_frames(stack: str) -> list[Frame]:
 def _all_training_frames(stack: str) -> list[Frame]:
     """Return the training thread's frames, native ones too, the newest first."""
     threads = _THREADS.split(stack)
-    main = next((each for each in threads if _MAIN.search(each)), threads[0])
-    found = []
+    main = next((thread for thread in threads if _MAIN.search(thread)), threads[0])
+    frames = []
     for text in next(filter(is_training, threads), main).splitlines():
         match = _FAULTHANDLER.match(text) or _PY_SPY.match(text)
         if match and not _is_native(match["file"]):
-            found.append(Frame(match["file"], int(match["line"]), match["name"].strip()))
+            frames.append(Frame(match["file"], int(match["line"]), match["name"].strip()))
         elif match or (match := _NATIVE.match(text)):
-            found.append(Frame(match["file"], 0, match["name"].strip()))
-    return found
+            frames.append(Frame(match["file"], 0, match["name"].strip()))
+    return frames
 
 
 def _is_native(file: str) -> bool:
@@ -194,11 +194,11 @@ def stack_classes(stacks: Mapping[int, str]) -> list[StackClass]:
     alike: dict[object, list[int]] = {}
     for rank in sorted(stacks):
         alike.setdefault(_key(stacks[rank]), []).append(rank)
-    found = [
+    classes = [
         StackClass(tuple(ranks), tuple(_all_training_frames(stacks[ranks[0]])), stacks[ranks[0]])
         for ranks in alike.values()
     ]
-    return sorted(found, key=lambda each: (len(each.ranks), each.ranks))
+    return sorted(classes, key=lambda stack_class: (len(stack_class.ranks), stack_class.ranks))
 
 
 def _key(stack: str) -> object:
@@ -209,7 +209,9 @@ def _key(stack: str) -> object:
     frames = _training_frames(stack)
     if not frames:
         return stack.strip()
-    return tuple((PurePath(f.file).name, f.line, f.name.rpartition(".")[2]) for f in frames)
+    return tuple(
+        (PurePath(frame.file).name, frame.line, frame.name.rpartition(".")[2]) for frame in frames
+    )
 
 
 def telling_frames(frames: Sequence[Frame], most: int) -> list[Frame]:

@@ -49,7 +49,7 @@ def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
     """Return the part of a snapshot that is known: without the blind ranks."""
     return NodeSnapshot(
         len(snapshot.ranks),
-        [each for each in snapshot.ranks if not each.blind],
+        [state for state in snapshot.ranks if not state.blind],
         snapshot.calls,
         snapshot.groups,
         snapshot.sites,
@@ -63,7 +63,7 @@ def encode(node: NodeSnapshot) -> bytes:
         json.dumps(
             {
                 "schema": SCHEMA,
-                "ranks": [vars(each) for each in node.ranks],
+                "ranks": [vars(state) for state in node.ranks],
                 "world": node.world,
                 "groups": [
                     {**vars(group), "ranks": compress_ranks(list(group.ranks))}
@@ -81,36 +81,36 @@ def decode(data: bytes) -> NodeSnapshot:
     """Undo ``encode``. Raises ``ValueError`` if the bytes are not of this version."""
     try:
         unpacker = zlib.decompressobj()
-        found = json.loads(unpacker.decompress(data, _MOST_BYTES))
-        if found["schema"] != SCHEMA:
-            raise ValueError(f"schema {found['schema']}, this rankcall reads schema {SCHEMA}")
-        return _decoded(found)
+        document = json.loads(unpacker.decompress(data, _MOST_BYTES))
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"schema {document['schema']}, this rankcall reads schema {SCHEMA}")
+        return _decoded(document)
     except (KeyError, TypeError, AttributeError, zlib.error, RecursionError) as error:
         raise ValueError(f"not a node's snapshot: {type(error).__name__}: {error}") from error
 
 
-def _decoded(found: dict[str, Any]) -> NodeSnapshot:
-    names = {each.name for each in fields(RankState)}
+def _decoded(document: dict[str, Any]) -> NodeSnapshot:
+    names = {state_field.name for state_field in fields(RankState)}
     known = {}
-    for each in found["ranks"]:
-        told = {key: value for key, value in each.items() if key in names}
-        rank = told["rank"] = int(told["rank"])
-        known[rank] = RankState(**told)
-    world = max([int(found["world"]), *(rank + 1 for rank in known)])
+    for entry in document["ranks"]:
+        arguments = {key: value for key, value in entry.items() if key in names}
+        rank = arguments["rank"] = int(arguments["rank"])
+        known[rank] = RankState(**arguments)
+    world = max([int(document["world"]), *(rank + 1 for rank in known)])
     if world > _MOST_RANKS or min(known, default=0) < 0:
         raise ValueError("impossible ranks")
     groups = [
         Group(
-            str(each["name"]),
-            int(each["epoch"]),
-            str(each["backend"]),
-            str(each["description"]),
-            _expanded(json.dumps(each["ranks"])),
+            str(entry["name"]),
+            int(entry["epoch"]),
+            str(entry["backend"]),
+            str(entry["description"]),
+            _expanded(json.dumps(entry["ranks"])),
         )
-        for each in found["groups"]
+        for entry in document["groups"]
     ]
-    sites = [site_from(each) for each in found["sites"]]
-    calls = np.frombuffer(base64.b64decode(found["calls"]), CALL).copy()
+    sites = [site_from(entry) for entry in document["sites"]]
+    calls = np.frombuffer(base64.b64decode(document["calls"]), CALL).copy()
     limits = {
         "rank": world,
         "group": len(groups),
@@ -121,7 +121,7 @@ def _decoded(found: dict[str, Any]) -> NodeSnapshot:
     }
     if any(np.any((calls[name] < 0) | (calls[name] >= most)) for name, most in limits.items()):
         raise ValueError("a call refers to what is not there")
-    problems = [str(text) for text in found["problems"]]
+    problems = [str(text) for text in document["problems"]]
     return NodeSnapshot(world, list(known.values()), calls, groups, sites, problems)
 
 

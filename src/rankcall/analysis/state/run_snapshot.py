@@ -124,10 +124,10 @@ class SnapshotBuilder:
         header = ring.header
         state, moment = self._state_of(header), self._now_ns()
         if state == UNKNOWN:
-            then = self._noted.get((header.boot_id, header.pid, header.process_start))
-            if then is not None and _is_outdated(then, header):
-                then = None
-            state, moment = (then.state, then.mono_ns) if then else (UNKNOWN, moment)
+            noted = self._noted.get((header.boot_id, header.pid, header.process_start))
+            if noted is not None and _is_outdated(noted, header):
+                noted = None
+            state, moment = (noted.state, noted.mono_ns) if noted else (UNKNOWN, moment)
         self._windows.add(ring, state, moment)
 
     def finish(self) -> Snapshot:
@@ -137,15 +137,15 @@ class SnapshotBuilder:
         world = max((head.header.world_size for head in self._heads), default=0)
         exits = read_exits(run.path) if run.path.is_dir() else []
         ended = waits_that_ended(kept_hangs(run.path))
-        found = self._windows.finish(world, exits, problems)
+        snapshot = self._windows.finish(world, exits, problems)
         dumped = "evidence" in run.about
-        return replace(found, mixed=self._mixed, waited_before=ended, dumped=dumped)
+        return replace(snapshot, mixed=self._mixed, waited_before=ended, dumped=dumped)
 
 
-def _is_outdated(then: Noted, header: Header) -> bool:
+def _is_outdated(noted: Noted, header: Header) -> bool:
     """Return whether a process has ended, or has gone on for long, since its state was noted."""
-    later = max(_beats(header)) - then.mono_ns > _APART_S * _S
-    return then.state != GONE and (later or header.closed_ns > then.mono_ns)
+    later = max(_beats(header)) - noted.mono_ns > _APART_S * _S
+    return noted.state != GONE and (later or header.closed_ns > noted.mono_ns)
 
 
 class _Window(NamedTuple):
@@ -178,9 +178,9 @@ class WindowMemo:
 
     def get(self, ring: Ring, most: int) -> _Window | None:
         """Return the window of a ring whose records have not changed."""
-        records, tables, window, found = self._windows.get(ring.path.name, (None, None, 0, None))
-        same = records is ring.records and tables is ring.tables and window == most
-        return found if same else None
+        records, tables, size, window = self._windows.get(ring.path.name, (None, None, 0, None))
+        same = records is ring.records and tables is ring.tables and size == most
+        return window if same else None
 
     def put(self, ring: Ring, most: int, window: _Window) -> None:
         """Keep a window."""
@@ -308,7 +308,7 @@ class _RingWindows:
 
     def finish(self, world_size: int, exits: list[Exit], problems: list[str]) -> Snapshot:
         """Turn times into ages, and overlay the states with the noted ends of processes."""
-        self.stops = {each.host: each for each in exits if each.rank == LAUNCHER}
+        self.stops = {stop.host: stop for stop in exits if stop.rank == LAUNCHER}
         ends = self._ends(exits)
         now = self._now(ends)
         count = max(world_size, 1 + max(self.headers, default=-1))
@@ -321,7 +321,7 @@ class _RingWindows:
         calls = _concatenated([no_calls(), *self.calls])
         nothing = np.zeros(0, np.int64)
         issued, came, ended = (
-            np.concatenate([nothing, *each]) for each in (self.issued, self.came, self.ended)
+            np.concatenate([nothing, *times]) for times in (self.issued, self.came, self.ended)
         )
         moment = np.array([now.get(rank, 0) for rank in range(count)], np.int64)[calls["rank"]]
         calls["age_s"] = np.maximum(moment - issued, 0) / _S
@@ -341,20 +341,24 @@ class _RingWindows:
 
     def _ends(self, exits: list[Exit]) -> dict[int, _End]:
         """Match noted ends to the processes."""
-        found = {}
+        ends = {}
         for ended in exits:
             head = self.headers.get(ended.rank)
             if head and head.pid == ended.pid:
                 moment = ended.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
-                found[ended.rank] = _End(ended, moment, _with_launcher(ended, self.stops))
-        return found
+                ends[ended.rank] = _End(ended, moment, _with_launcher(ended, self.stops))
+        return ends
 
     def _now(self, ends: dict[int, _End]) -> dict[int, int]:
         """Return each rank's moment: when its host's rings were read, or the last sign of life.
 
         All ranks of a host have the same moment, so that their times compare.
         """
-        running = {self._host(r) for r, s in self.states.items() if r in self.now_ns and s != GONE}
+        running = {
+            self._host(rank)
+            for rank, state in self.states.items()
+            if rank in self.now_ns and state != GONE
+        }
         last: dict[tuple[str, str], int] = {}
         for rank, moment in self.last_ns.items():
             host = self._host(rank)
@@ -374,7 +378,7 @@ class _RingWindows:
         # The heartbeat goes on while other rings are read.
         seen = self.now_ns.get(rank, moment) if state not in (GONE, UNKNOWN) else moment
         silent = (seen - self.last_ns[rank]) / _S
-        found = RankState(
+        rank_state = RankState(
             rank,
             head.host,
             head.pid,
@@ -399,7 +403,7 @@ class _RingWindows:
         )
         if ended is not None:
             return replace(
-                found,
+                rank_state,
                 state=GONE,
                 exit=ended.noted.code,
                 gone_s=max(0.0, (moment - ended.mono_ns) / _S),
@@ -407,12 +411,14 @@ class _RingWindows:
                 launcher_signal=ended.launcher_signal,
             )
         if state != GONE:
-            return found
+            return rank_state
         # Its launcher would have noted an earlier end. A launcher lives as long as its ranks.
         host = self._host(rank)
-        last = max(self.last_ns[each] for each in self.headers if self._host(each) == host)
+        last = max(
+            self.last_ns[host_rank] for host_rank in self.headers if self._host(host_rank) == host
+        )
         existed = self.has_launcher and last - self.last_ns[rank] > _BEATS_S * _S
-        return replace(found, gone_s=(moment - last) / _S if existed else found.silent_s)
+        return replace(rank_state, gone_s=(moment - last) / _S if existed else rank_state.silent_s)
 
     def _told_s(self, head: Header, moment: int) -> float | None:
         """Return the age of the signal that told a process's launcher to stop, in seconds."""
@@ -429,9 +435,9 @@ def _concatenated(parts: list[Calls]) -> Calls:
     return np.concatenate([part.view(as_bytes) for part in parts]).view(CALL)
 
 
-def _with_launcher(ended: Exit, told: dict[str, Exit]) -> int:
+def _with_launcher(ended: Exit, stops: dict[str, Exit]) -> int:
     """Return the signal that stopped a process's launcher, if the process ended because of it."""
-    launcher = told.get(ended.host)
+    launcher = stops.get(ended.host)
     if launcher is None:
         return 0
     after = ended.epoch_ns >= launcher.epoch_ns - _AT_ONCE_NS
@@ -467,12 +473,12 @@ def _kept(records: Calls, window: int) -> npt.NDArray[np.bool_]:
 
 def select_rings(heads: Iterable[Head], problems: list[str]) -> list[Head]:
     """Choose one ring for each rank: in the last attempt of one job, the one that began last."""
-    found = sorted(heads, key=lambda head: head.header.anchor_epoch_ns)
-    attempt = max((head.header.attempt for head in found), default=0)
-    found = [head for head in found if head.header.attempt == attempt]
-    ranked = [head for head in found if head.header.rank >= 0]
-    if len(ranked) < len(found):
-        left = len(found) - len(ranked)
+    by_start = sorted(heads, key=lambda head: head.header.anchor_epoch_ns)
+    attempt = max((head.header.attempt for head in by_start), default=0)
+    by_start = [head for head in by_start if head.header.attempt == attempt]
+    ranked = [head for head in by_start if head.header.rank >= 0]
+    if len(ranked) < len(by_start):
+        left = len(by_start) - len(ranked)
         problems.append(f"{left} processes left a ring without a rank: they are left out")
     newest: dict[int, Head] = {}
     copies = set()
@@ -494,7 +500,9 @@ def _of_one_size(heads: Sequence[Head], problems: list[str]) -> list[Head]:
 
     An elastic job that grew or shrank leaves such rings. So do files that were mixed up.
     """
-    size = next((h.header.world_size for h in reversed(heads) if h.header.world_size > 0), 0)
+    size = next(
+        (head.header.world_size for head in reversed(heads) if head.header.world_size > 0), 0
+    )
     others = [head for head in heads if head.header.world_size not in (size, 0, -1)]
     if others:
         sizes = format_ranks(sorted({head.header.world_size for head in others}))

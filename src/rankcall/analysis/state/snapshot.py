@@ -136,7 +136,7 @@ class Snapshot:
     @property
     def live(self) -> bool:
         """Whether any of the job's processes still exists."""
-        return any(each.state in (ALIVE, STOPPED) for each in self.ranks)
+        return any(state.state in (ALIVE, STOPPED) for state in self.ranks)
 
     def op(self, row: int) -> str:
         """Return the name of a call's op."""
@@ -162,14 +162,14 @@ def no_calls() -> Calls:
 
 def labels_of(groups: Sequence[Group], ranks: Iterable[RankState]) -> list[str]:
     """Return a label for each group, different from all others."""
-    known = label_groups(groups, {each.rank: each.host for each in ranks})
+    known = label_groups(groups, {state.rank: state.host for state in ranks})
     return [known[group].label for group in groups]
 
 
 def unfinished(calls: Calls) -> Bools:
     """Return which calls are in flight: not ended, and still of interest to their rank."""
-    result: Bools = (calls["status"] < COMPLETED) & (calls["flags"] & FLAG_ABANDONED == 0)
-    return result
+    in_flight: Bools = (calls["status"] < COMPLETED) & (calls["flags"] & FLAG_ABANDONED == 0)
+    return in_flight
 
 
 def failed_for_good(calls: Calls) -> Bools:
@@ -181,8 +181,8 @@ def failed_for_good(calls: Calls) -> Bools:
     newest = np.full(size, -1, np.int64)
     done = calls["status"] == COMPLETED
     np.maximum.at(newest, calls["rank"][done], calls["index"][done])
-    result: Bools = failed & (calls["index"] > newest[calls["rank"]])
-    return result
+    lasting: Bools = failed & (calls["index"] > newest[calls["rank"]])
+    return lasting
 
 
 def invalid_calls(calls: Calls) -> Bools:
@@ -191,8 +191,8 @@ def invalid_calls(calls: Calls) -> Bools:
     Their root or peer is not in the group, or their tag is negative.
     """
     outside = (calls["root"] == OUTSIDE) | (calls["peer"] == OUTSIDE)
-    result: Bools = (calls["status"] == FAILED) & (outside | (calls["tag"] < 0))
-    return result
+    invalid: Bools = (calls["status"] == FAILED) & (outside | (calls["tag"] < 0))
+    return invalid
 
 
 @dataclass(frozen=True)
@@ -259,12 +259,22 @@ def _calls_at(calls: Calls, stuck: Bools) -> Iterator[_Call]:
 
 
 def _position(snapshot: Snapshot, state: RankState, call: _Call | None) -> RankPosition:
-    about = (state.rank, state.host, state.pid, state.state, state.exit, state.blind, state.closed)
+    process = (
+        state.rank,
+        state.host,
+        state.pid,
+        state.state,
+        state.exit,
+        state.blind,
+        state.closed,
+    )
     if call is None:
-        return RankPosition(*about)
+        return RankPosition(*process)
     _, group, seq, op, site, stuck, failed, age = call
     label, line = snapshot.labels[group], snapshot.user_line(site)
-    return RankPosition(*about, stuck, failed, label, seq, OPS[op], snapshot.site(site), line, age)
+    return RankPosition(
+        *process, stuck, failed, label, seq, OPS[op], snapshot.site(site), line, age
+    )
 
 
 @dataclass(frozen=True)
@@ -284,7 +294,7 @@ def quiet_s(snapshot: Snapshot) -> npt.NDArray[np.float64]:
 
     For a rank without a call on record: since it began to record. Infinity if that is not known.
     """
-    began = [math.inf if each.started_s is None else each.started_s for each in snapshot.ranks]
+    began = [math.inf if state.started_s is None else state.started_s for state in snapshot.ranks]
     quiet = np.array(began, np.float64)
     calls = snapshot.calls
     np.minimum.at(quiet, calls["rank"], np.fmin(calls["age_s"], calls["ended_s"]))

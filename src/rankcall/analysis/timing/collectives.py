@@ -136,7 +136,7 @@ def _end_on_device(columns: Columns, timed: npt.NDArray[np.bool_]) -> None:
 
 def split_by_group(ring: Ring, columns: Columns, host: int) -> ByGroup:
     """Split one ring's columns by group and kind; leave out groups that the ring does not name."""
-    found = ByGroup()
+    by_group = ByGroup()
     rank, kind = ring.header.rank, columns["kind"]
     only_collectives = bool((kind == _COLLECTIVE).all())
     for key, group in ring.tables.groups.items():
@@ -145,14 +145,14 @@ def split_by_group(ring: Ring, columns: Columns, host: int) -> ByGroup:
             continue
         rows = mine if only_collectives else mine & (kind == _COLLECTIVE)
         if rows.any():
-            found.collectives[group] = _rank_collectives(
+            by_group.collectives[group] = _rank_collectives(
                 rank, host, _only(columns, rows), len(group.ranks)
             )
         rows = mine & (kind == _P2P)
         if not only_collectives and rows.any():
             own = group.ranks.index(rank)
-            found.messages[group] = _rank_messages(rank, host, own, _only(columns, rows))
-    return found
+            by_group.messages[group] = _rank_messages(rank, host, own, _only(columns, rows))
+    return by_group
 
 
 def _only(columns: Columns, rows: npt.NDArray[np.bool_]) -> Columns:
@@ -185,12 +185,15 @@ def _rank_collectives(rank: int, host: int, columns: Columns, size: int) -> Rank
 
 
 def _rank_messages(rank: int, host: int, own: int, columns: Columns) -> RankMessages:
-    kept = {name: columns[name] for name in ("seq", "arrival", "peer", "tag", "op")}
-    kept["started"], kept["completed"] = columns["started_ns"], columns["completed_ns"]
-    kept["size"] = columns["message_bytes"].astype(np.float64)
-    kept["bytes"] = columns["message_bytes"]
-    kept["own"] = np.full(len(columns["seq"]), own, np.int32)
-    return RankMessages(rank, host, kept)
+    message_columns = {name: columns[name] for name in ("seq", "arrival", "peer", "tag", "op")}
+    message_columns["started"], message_columns["completed"] = (
+        columns["started_ns"],
+        columns["completed_ns"],
+    )
+    message_columns["size"] = columns["message_bytes"].astype(np.float64)
+    message_columns["bytes"] = columns["message_bytes"]
+    message_columns["own"] = np.full(len(columns["seq"]), own, np.int32)
+    return RankMessages(rank, host, message_columns)
 
 
 def share_agreed(member: RankCollectives, other: RankCollectives) -> None:
@@ -256,8 +259,8 @@ def collective_table(
 
 def _columns(seqs: Sequence[Ints]) -> Ints:
     """Return the sequence numbers that any member has, ascending."""
-    first, last = min(int(s[0]) for s in seqs), max(int(s[-1]) for s in seqs)
-    if last - first + 1 <= _SPARSE * max(len(s) for s in seqs) + 1024:
+    first, last = min(int(seq[0]) for seq in seqs), max(int(seq[-1]) for seq in seqs)
+    if last - first + 1 <= _SPARSE * max(len(seq) for seq in seqs) + 1024:
         return np.arange(first, last + 1)
     return np.unique(np.concatenate(seqs))
 
@@ -275,17 +278,17 @@ def _agreed(
     members: Sequence[RankCollectives], places: Sequence[slice | npt.NDArray[np.intp]], width: int
 ) -> dict[str, npt.NDArray[Any]]:
     """Return what members agree on, by column: the largest value if they do not."""
-    result: dict[str, npt.NDArray[Any]] = {}
+    agreed: dict[str, npt.NDArray[Any]] = {}
     for name, like in members[0].agreed.items():
         lowest = -1 if name == "root" else 0
-        merged = result[name] = np.full(width, lowest, like.dtype)
+        merged = agreed[name] = np.full(width, lowest, like.dtype)
         seen: set[int] = set()
         for member, at in zip(members, places, strict=True):
             column = member.agreed[name]
             if id(column) not in seen:
                 seen.add(id(column))
                 merged[at] = np.maximum(merged[at], column)
-    return result
+    return agreed
 
 
 def _rows_of_roots(
@@ -300,8 +303,8 @@ def _rows_of_roots(
 
 def present(times: Ints) -> npt.NDArray[np.bool_]:
     """Return which elements hold a record (of ``arrival``) or an end (of ``completed``)."""
-    found: npt.NDArray[np.bool_] = times != MISSING
-    return found
+    is_present: npt.NDArray[np.bool_] = times != MISSING
+    return is_present
 
 
 @dataclass
@@ -323,11 +326,11 @@ def message_table(session: Session, group: Group, messages: Sequence[RankMessage
     """Find both ends of every message of a group."""
     names = list(messages[0].columns)
     columns: Columns = {
-        name: np.concatenate([each.columns[name] for each in messages]) for name in names
+        name: np.concatenate([member.columns[name] for member in messages]) for name in names
     }
-    lengths = [len(each.columns["seq"]) for each in messages]
-    columns["rank"] = np.repeat([each.rank for each in messages], lengths)
-    columns["host"] = np.repeat([each.host for each in messages], lengths)
+    lengths = [len(member.columns["seq"]) for member in messages]
+    columns["rank"] = np.repeat([member.rank for member in messages], lengths)
+    columns["host"] = np.repeat([member.host for member in messages], lengths)
     is_recv = columns["op"] == _RECV
     source = np.where(is_recv, columns["peer"], columns["own"])
     target = np.where(is_recv, columns["own"], columns["peer"])

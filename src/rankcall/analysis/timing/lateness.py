@@ -104,10 +104,10 @@ def _span(run_tables: RunTables) -> tuple[int, int]:
 
 def _family(table: CollectiveTable) -> str:
     """Name the purpose of a group: its description, or else its size."""
-    about = table.group.description
-    if not about or about == "undefined":
-        about = "groups"
-    return f"{about} ({len(table.group.ranks)} ranks)"
+    purpose = table.group.description
+    if not purpose or purpose == "undefined":
+        purpose = "groups"
+    return f"{purpose} ({len(table.group.ranks)} ranks)"
 
 
 def _families(tables: list[CollectiveTable]) -> list[str]:
@@ -122,22 +122,22 @@ def _families(tables: list[CollectiveTable]) -> list[str]:
 def _add_table(
     table: CollectiveTable, run_tables: RunTables, sums: list[_Sums], begin: int, width: float
 ) -> LastSeen:
-    found = LastSeen(
+    last_seen = LastSeen(
         table, np.full(len(table.seq), -1, np.intp), np.zeros(len(table.seq), np.float64)
     )
     if len(table.ranks) < 2:
-        return found
+        return last_seen
     for block in blocks(table, np.flatnonzero(SYNC[table.op]), run_tables.clocks.hosts):
         came = block.came
         members = came.times.shape[1] - came.absent
         together = members > 1
-        found.last[block.columns] = np.where(together, table.ranks[came.last_member], -1)
-        found.cost_ns[block.columns] = np.where(together, came.behind * (members - 1), 0.0)
+        last_seen.last[block.columns] = np.where(together, table.ranks[came.last_member], -1)
+        last_seen.cost_ns[block.columns] = np.where(together, came.behind * (members - 1), 0.0)
         late, middle = _late(block)
         rows = np.flatnonzero(together)
         bins = np.clip((middle[rows] - begin) / width, 0, sums[0].late.shape[1] - 1).astype(np.intp)
         _accumulate(late[rows], came.here[rows], bins, table.ranks, sums)
-    return found
+    return last_seen
 
 
 def _late(block: Block) -> tuple[Floats, npt.NDArray[np.int64]]:
@@ -165,9 +165,9 @@ def _accumulate(
     which = bins[order][first]
     added = np.add.reduceat(late[order], first, axis=0).T
     counted = np.add.reduceat(here[order].astype(np.float64), first, axis=0).T
-    for each in sums:
-        each.late[np.ix_(ranks, which)] += added
-        each.count[np.ix_(ranks, which)] += counted
+    for map_sums in sums:
+        map_sums.late[np.ix_(ranks, which)] += added
+        map_sums.count[np.ix_(ranks, which)] += counted
 
 
 def _map(title: str, sums: _Sums) -> LateMap:
@@ -207,28 +207,30 @@ class LateLine:
 
 def late_lines(run: Run, lasts: Iterable[LastSeen], ranks: Iterable[int]) -> list[LateLine]:
     """Find the lines at which some ranks came last, the most costly first; read their rings."""
-    lasts, sessions, found = list(lasts), sessions_of(run), []
+    lasts, sessions, all_lines = list(lasts), sessions_of(run), []
     for rank in ranks:
         costs: Costs = {}
         for head in run.heads:
             if head.header.rank == rank:
                 ring = run.read(head)
-                mine = [each for each in lasts if each.table.session == sessions[head.path.name]]
+                mine = [seen for seen in lasts if seen.table.session == sessions[head.path.name]]
                 if ring is not None:
                     _add_ring(ring, mine, costs)
-        lines = [_line(rank, *key, each) for key, each in costs.items()]
+        lines = [_line(rank, *key, occasions) for key, occasions in costs.items()]
         total = sum(line.cost_ms for line in lines)
         lines = [replace(line, share=line.cost_ms / total) for line in lines if total]
-        found += sorted(lines, key=lambda line: (-line.cost_ms, str(line.site), line.op))
-    return found
+        all_lines += sorted(lines, key=lambda line: (-line.cost_ms, str(line.site), line.op))
+    return all_lines
 
 
 def _line(
-    rank: int, site: CallSite, op: str, each: list[tuple[float, CallSite | None]]
+    rank: int, site: CallSite, op: str, occasions: list[tuple[float, CallSite | None]]
 ) -> LateLine:
-    since, times = Counter(before for _, before in each).most_common(1)[0]
-    usual = since if 2 * times > len(each) else None
-    return LateLine(rank, site, op, usual, len(each), sum(cost for cost, _ in each) / 1e6, 0.0)
+    since, times = Counter(before for _, before in occasions).most_common(1)[0]
+    usual = since if 2 * times > len(occasions) else None
+    return LateLine(
+        rank, site, op, usual, len(occasions), sum(cost for cost, _ in occasions) / 1e6, 0.0
+    )
 
 
 def _add_ring(ring: Ring, lasts: list[LastSeen], costs: Costs) -> None:
@@ -241,16 +243,16 @@ def _add_ring(ring: Ring, lasts: list[LastSeen], costs: Costs) -> None:
             if seen.table.group != group or not len(rows):
                 continue
             cost = _cost(seen, ring.header.rank, records["seq"][rows].astype(np.int64))
-            for row, each in zip(rows[cost > 0].tolist(), cost[cost > 0].tolist(), strict=True):
+            for row, cost_ns in zip(rows[cost > 0].tolist(), cost[cost > 0].tolist(), strict=True):
                 since = ring.tables.sites.get(int(before[row]))
                 site = ring.tables.sites.get(int(sites[row]), UNKNOWN_SITE)
-                costs.setdefault((site, OPS[records["op"][row]]), []).append((each, since))
+                costs.setdefault((site, OPS[records["op"][row]]), []).append((cost_ns, since))
 
 
 def _cost(seen: LastSeen, rank: int, seq: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return what a rank cost the others by coming last to each collective; 0 if it did not."""
     table = seen.table
     at = np.minimum(np.searchsorted(table.seq, seq), len(table.seq) - 1)
-    its = (table.seq[at] == seq) & (seen.last[at] == rank)
-    cost: npt.NDArray[np.float64] = np.where(its, seen.cost_ns[at], 0.0)
+    came_last = (table.seq[at] == seq) & (seen.last[at] == rank)
+    cost: npt.NDArray[np.float64] = np.where(came_last, seen.cost_ns[at], 0.0)
     return cost

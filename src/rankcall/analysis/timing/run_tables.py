@@ -151,7 +151,7 @@ def rank_share(rank: int, attempt: int, columns: Columns, finished: int) -> Rank
     Of its steps, the ``finished`` ones count; ops after the last belong to no step.
     """
     done = columns["completed_ns"] != MISSING
-    start, end, step = (columns[n] for n in ("started_ns", "completed_ns", "step"))
+    start, end, step = (columns[name] for name in ("started_ns", "completed_ns", "step"))
     if not done.all():
         start, end, step = start[done], end[done], step[done]
     if not len(start):
@@ -193,25 +193,27 @@ def _by_step(
 
 def median_share(shares: Sequence[RankShare]) -> float | None:
     """Return the median over the ranks of their share of the whole run."""
-    known = [each.share for each in shares if each.share is not None]
+    known = [ring_share.share for ring_share in shares if ring_share.share is not None]
     return float(np.median(known)) if known else None
 
 
 def by_step(shares: Sequence[RankShare]) -> list[StepShare]:
     """Return each step's median over the ranks of the last attempt that has steps."""
-    last = max((each.attempt for each in shares if len(each.steps)), default=None)
-    mine = [each for each in shares if each.attempt == last and len(each.steps)]
+    last = max((ring_share.attempt for ring_share in shares if len(ring_share.steps)), default=None)
+    mine = [
+        ring_share for ring_share in shares if ring_share.attempt == last and len(ring_share.steps)
+    ]
     if not mine:
         return []
-    if all(np.array_equal(each.steps, mine[0].steps) for each in mine):
-        share = np.median([each.step_share for each in mine], axis=0)
-        lasts = np.median([each.step_ns for each in mine], axis=0)
+    if all(np.array_equal(ring_share.steps, mine[0].steps) for ring_share in mine):
+        share = np.median([ring_share.step_share for ring_share in mine], axis=0)
+        lasts = np.median([ring_share.step_ns for ring_share in mine], axis=0)
         return _listed(mine[0].steps, share, lasts)
-    steps = np.concatenate([each.steps for each in mine])
+    steps = np.concatenate([ring_share.steps for ring_share in mine])
     order = np.argsort(steps, kind="stable")
     pieces = np.split(order, np.flatnonzero(np.diff(steps[order])) + 1)
-    share = np.concatenate([each.step_share for each in mine])
-    lasts = np.concatenate([each.step_ns for each in mine])
+    share = np.concatenate([ring_share.step_share for ring_share in mine])
+    lasts = np.concatenate([ring_share.step_ns for ring_share in mine])
     return _listed(
         steps[[piece[0] for piece in pieces]],
         np.array([np.median(share[piece]) for piece in pieces]),
@@ -271,13 +273,13 @@ class RunTables:
             self.first_ns.append(int(times[0].min()) + base)
             self.last_ns.append(max(int(column.max()) for column in times) + base)
             self.step_begins.append(_step_begins(columns) + base)
-        found = split_by_group(ring, columns, host)
-        for group, member in found.collectives.items():
+        by_group = split_by_group(ring, columns, host)
+        for group, member in by_group.collectives.items():
             members = self._collectives.setdefault((session, group), [])
             if members:
                 share_agreed(member, members[-1])
             members.append(member)
-        for group, messages in found.messages.items():
+        for group, messages in by_group.messages.items():
             self._messages.setdefault((session, group), []).append(messages)
 
     @cached_property
@@ -361,7 +363,10 @@ def align(run: Run) -> RunClocks:
             known = run.run_groups.get(group)
             if known is None or known.cross_host:
                 members.setdefault((session, group), []).append(member)
-    align_hosts(clocks.hosts, (collective_table(*key, found) for key, found in members.items()))
+    align_hosts(
+        clocks.hosts,
+        (collective_table(*key, group_members) for key, group_members in members.items()),
+    )
     return clocks
 
 

@@ -43,8 +43,8 @@ class Parts:
     def lengths(self) -> Floats:
         """The length of each part, ns."""
         ends = np.array([self.begin, *self.edges.tolist(), max(self.end, self.begin)], np.float64)
-        result: Floats = np.maximum(np.diff(ends), 0.0)
-        return result
+        lengths: Floats = np.maximum(np.diff(ends), 0.0)
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def find_stragglers(
         newer = leading[len(leading) // 2 :]
         if share >= _SHARE and cost >= _COST and newer.mean() >= _ALONG:
             since = _since(leading, parts, skipped)
-            found = tuple(sorted(ranks.tolist()))
-            whole = _whole_host(found, host_of)
+            late_ranks = tuple(sorted(ranks.tolist()))
+            whole = _whole_host(late_ranks, host_of)
             return Stragglers(
-                found,
+                late_ranks,
                 whole,
                 share,
                 min(cost, 1.0),
@@ -163,7 +163,7 @@ def _candidates(
 def _whole_host(ranks: tuple[int, ...], host_of: Sequence[str]) -> str:
     """Return the host that has just these ranks, if they are several."""
     host = host_of[ranks[0]] if host_of else ""
-    members = tuple(rank for rank, each in enumerate(host_of) if each == host)
+    members = tuple(rank for rank, rank_host in enumerate(host_of) if rank_host == host)
     return host if len(ranks) > 1 and members == ranks else ""
 
 
@@ -173,8 +173,8 @@ def _leading(
     """Return in which parts some ranks cause most of the waiting, and enough of it to matter."""
     theirs = caused[:, ranks].sum(axis=1)
     enough = theirs >= _COST / 2 * others * lengths
-    result: npt.NDArray[np.bool_] = enough & (theirs > 0) & (theirs >= 0.5 * caused.sum(axis=1))
-    return result
+    leading: npt.NDArray[np.bool_] = enough & (theirs > 0) & (theirs >= 0.5 * caused.sum(axis=1))
+    return leading
 
 
 def _since(leading: npt.NDArray[np.bool_], parts: Parts, skipped: int) -> int | None:

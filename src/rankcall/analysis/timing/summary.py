@@ -78,14 +78,14 @@ class Source:
 
 def rows_by_size(sources: Sequence[Source]) -> list[Row]:
     """Return the table by op, group and size; the rows that took longest come first."""
-    found: dict[tuple[str, int], list[tuple[Source, npt.NDArray[np.intp]]]] = {}
+    parts_by_key: dict[tuple[str, int], list[tuple[Source, npt.NDArray[np.intp]]]] = {}
     for source in sources:
         key = source.measured.op.astype(np.intp) * _BUCKETS + _bucket(source.measured.bytes)
         order = np.argsort(key, kind="stable")
         edges = np.flatnonzero(np.diff(key[order])) + 1
         for part in np.split(order, edges) if len(order) else []:
-            found.setdefault((source.label, int(key[part[0]])), []).append((source, part))
-    table = [_row(label, key, parts) for (label, key), parts in found.items()]
+            parts_by_key.setdefault((source.label, int(key[part[0]])), []).append((source, part))
+    table = [_row(label, key, parts) for (label, key), parts in parts_by_key.items()]
     return sorted(table, key=lambda row: (-row.total_ms, row.group, row.op, row.bucket))
 
 
@@ -133,14 +133,14 @@ def _total_ns(
     """
     spent: dict[int, list[npt.NDArray[np.int64]]] = {}
     for source, rows in parts:
-        found = source.measured
-        if found.rank is None or found.begin is None:
+        measured = source.measured
+        if measured.rank is None or measured.begin is None:
             return float(means.sum())
-        ended = rows[~np.isnan(found.mean[rows])]
-        for rank in np.unique(found.rank[ended]).tolist():
-            mine = ended[found.rank[ended] == rank]
-            lasted = found.mean[mine].astype(np.int64)
-            spent.setdefault(rank, []).append(np.stack([found.begin[mine], lasted]))
+        ended = rows[~np.isnan(measured.mean[rows])]
+        for rank in np.unique(measured.rank[ended]).tolist():
+            mine = ended[measured.rank[ended] == rank]
+            lasted = measured.mean[mine].astype(np.int64)
+            spent.setdefault(rank, []).append(np.stack([measured.begin[mine], lasted]))
     totals = [0.0]
     for columns in spent.values():
         begin, lasted = np.concatenate(columns, axis=1)
@@ -213,7 +213,7 @@ def summarise(
 def conclude(run: Run, run_tables: RunTables) -> Summary:
     """Return the summary of a run whose rings have been read."""
     tables, messages, clocks = run_tables.tables, run_tables.messages, run_tables.clocks.hosts
-    used = {table.group for table in tables} | {each.group for each in messages}
+    used = {table.group for table in tables} | {table.group for table in messages}
     groups = label_groups(used, run.hosts)
     highest = max((row.rank for row in run_tables.ranks), default=-1)
     parts = parts_of(run_tables.step_begins, *run_tables.span)
@@ -229,11 +229,11 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
     ]
     sources += [
         Source(
-            groups[each.group].label,
-            len(each.group.ranks),
-            measure_messages(each, waited, clocks, totals),
+            groups[table.group].label,
+            len(table.group.ranks),
+            measure_messages(table, waited, clocks, totals),
         )
-        for each, waited in zip(messages, waits.of_messages, strict=True)
+        for table, waited in zip(messages, waits.of_messages, strict=True)
     ]
     started, duration = _when(run, run_tables)
     return Summary(
@@ -274,7 +274,7 @@ def _when(run: Run, run_tables: RunTables) -> tuple[int | None, float]:
 def _stragglers(totals: WaitTotals, hosts: dict[int, str]) -> list[Straggler]:
     """List the ranks by the waiting that they caused, most first."""
     total = float(totals.caused.sum())
-    found = [
+    stragglers = [
         Straggler(
             rank,
             hosts.get(rank, ""),
@@ -290,4 +290,4 @@ def _stragglers(totals: WaitTotals, hosts: dict[int, str]) -> list[Straggler]:
         for rank in sorted(hosts)
         if 0 <= rank < totals.ranks  # a ring that was removed since it was found has no records
     ]
-    return sorted(found, key=lambda each: (-each.caused_wait_ms, each.rank))
+    return sorted(stragglers, key=lambda straggler: (-straggler.caused_wait_ms, straggler.rank))

@@ -105,33 +105,33 @@ def waits_of(
     clocks: Sequence[HostClock],
 ) -> Waits:
     """Return how long all ranks of a run waited in each of their ops."""
-    found = Waits(
+    waits = Waits(
         [_in_collectives(table, clocks) for table in tables],
-        [_in_messages(each, clocks) for each in messages],
+        [_in_messages(message_table, clocks) for message_table in messages],
     )
-    for number, (table, waited) in enumerate(zip(tables, found.of_tables, strict=True)):
+    for number, (table, waited) in enumerate(zip(tables, waits.of_tables, strict=True)):
         if np.any(waited[~present(table.completed)]):
-            found.whole_of_tables[number] = waited.copy()
-    for number, (each, waited) in enumerate(zip(messages, found.of_messages, strict=True)):
-        if np.any(waited[~present(each.columns["completed"])]):
-            found.whole_of_messages[number] = waited.copy()
+            waits.whole_of_tables[number] = waited.copy()
+    for number, (message_table, waited) in enumerate(zip(messages, waits.of_messages, strict=True)):
+        if np.any(waited[~present(message_table.columns["completed"])]):
+            waits.whole_of_messages[number] = waited.copy()
     by_rank: dict[tuple[int, object], list[tuple[Ints, Ints]]] = {}
-    for table, waited in zip(tables, found.of_tables, strict=True):
+    for table, waited in zip(tables, waits.of_tables, strict=True):
         for row, rank in enumerate(table.ranks.tolist()):
             by_rank.setdefault((rank, table.session), []).append((table.arrival[row], waited[row]))
     parts = []
-    for each, waited in zip(messages, found.of_messages, strict=True):
-        for rank in np.unique(each.columns["rank"]).tolist():
-            rows = np.flatnonzero(each.columns["rank"] == rank)
+    for message_table, waited in zip(messages, waits.of_messages, strict=True):
+        for rank in np.unique(message_table.columns["rank"]).tolist():
+            rows = np.flatnonzero(message_table.columns["rank"] == rank)
             part = waited[rows]
-            spans = by_rank.setdefault((rank, each.session), [])
-            spans.append((each.columns["arrival"][rows], part))
+            spans = by_rank.setdefault((rank, message_table.session), [])
+            spans.append((message_table.columns["arrival"][rows], part))
             parts.append((waited, rows, part))
     for spans in by_rank.values():
         _count_once(spans)
     for waited, rows, part in parts:
         waited[rows] = part
-    return found
+    return waits
 
 
 def _in_collectives(table: CollectiveTable, clocks: Sequence[HostClock]) -> Ints:
@@ -199,14 +199,14 @@ def _count_once(spans: Sequence[tuple[Ints, Ints]]) -> None:
     np.maximum(reach[:-1] - begin[1:], 0, out=over[1:])
     if not (over.any() or order is not None or len(spans) > 1):
         return
-    kept = np.maximum(waited - over, 0)
+    shortened = np.maximum(waited - over, 0)
     if order is not None:
-        back = np.empty_like(kept)
-        back[order] = kept
-        kept = back
+        back = np.empty_like(shortened)
+        back[order] = shortened
+        shortened = back
     start = 0
     for _, part in spans:
-        part[:] = kept[start : start + len(part)]
+        part[:] = shortened[start : start + len(part)]
         start += len(part)
 
 
@@ -307,14 +307,14 @@ class WaitTotals:
     @property
     def caused(self) -> Floats:
         """The waiting that each rank caused, ns."""
-        result: Floats = self.by_part.sum(axis=0)
-        return result
+        caused: Floats = self.by_part.sum(axis=0)
+        return caused
 
     @property
     def suffered(self) -> Floats:
         """The waiting that each rank suffered, ns."""
-        result: Floats = self.suffered_by_part.sum(axis=0)
-        return result
+        suffered: Floats = self.suffered_by_part.sum(axis=0)
+        return suffered
 
     def charge(self, ranks: Indices, until: Ints, caused: Floats, waited: Floats) -> None:
         """Add ``[collective, member]`` of some members; waiting ended at ``until``."""
@@ -378,15 +378,15 @@ def measure_collectives(
 ) -> Measured:
     """Measure all collectives of a table and charge the waiting in them (see ``waits_of``)."""
     count = len(table.seq)
-    result = Measured(
+    measured = Measured(
         table.op, table.bytes, table.size, *(np.full(count, np.nan) for _ in range(4))
     )
-    result.waited[:] = waited.sum(axis=0)
+    measured.waited[:] = waited.sum(axis=0)
     for kind in (SYNC, FROM_ROOT, TO_ROOT, ~(SYNC | FROM_ROOT | TO_ROOT)):
         for block in blocks(table, np.flatnonzero(kind[table.op]), clocks):
-            _durations(block, result, slowest=kind is not SYNC)
+            _durations(block, measured, slowest=kind is not SYNC)
             if kind is FROM_ROOT or kind is TO_ROOT:
-                _slowest_receiver(table, block, result, receive=kind is TO_ROOT)
+                _slowest_receiver(table, block, measured, receive=kind is TO_ROOT)
             mine = np.ascontiguousarray(waited[:, block.columns].T)
             if kind is SYNC:
                 totals.note_last(table.ranks, block.came)
@@ -398,7 +398,7 @@ def measure_collectives(
                 )
                 totals.charge(table.ranks, block.came.last, caused, mine)
     recorded = np.flatnonzero(present(table.arrival).any(axis=0))
-    return result if len(recorded) == count else _only(result, recorded)
+    return measured if len(recorded) == count else _only(measured, recorded)
 
 
 def _shares_of_root(table: CollectiveTable, block: Block, waited: Ints) -> Floats:
@@ -435,7 +435,7 @@ def blocks(
         yield Block(part, Arrivals(aligned, np.ascontiguousarray(here.T)), spent, ended.T)
 
 
-def _durations(block: Block, result: Measured, *, slowest: bool) -> None:
+def _durations(block: Block, measured: Measured, *, slowest: bool) -> None:
     """Fill in the columns that follow from the durations alone.
 
     ``slowest``: t is the longest duration, not the shortest.
@@ -446,13 +446,13 @@ def _durations(block: Block, result: Measured, *, slowest: bool) -> None:
     total = spent.sum(axis=1) if whole else np.nansum(spent, axis=1)
     ends = np.count_nonzero(block.ended, axis=1)
     some = ends > 0
-    result.spent[columns] = total
-    result.mean[columns[some]] = total[some] / ends[some]
-    result.transfer[columns] = (most if slowest else least)(spent, axis=1)
+    measured.spent[columns] = total
+    measured.mean[columns[some]] = total[some] / ends[some]
+    measured.transfer[columns] = (most if slowest else least)(spent, axis=1)
 
 
 def _slowest_receiver(
-    table: CollectiveTable, block: Block, result: Measured, *, receive: bool
+    table: CollectiveTable, block: Block, measured: Measured, *, receive: bool
 ) -> None:
     """Set t of ops with a root: the slowest receiver's duration."""
     root = table.root[block.columns]
@@ -465,7 +465,7 @@ def _slowest_receiver(
     receivers = np.where(is_root == receive, block.duration[rows], np.nan)
     slowest = np.fmax.reduce(receivers, axis=1)
     # A scatter without records of its receivers still took as long as its root did.
-    result.transfer[columns] = np.where(np.isnan(slowest), result.transfer[columns], slowest)
+    measured.transfer[columns] = np.where(np.isnan(slowest), measured.transfer[columns], slowest)
 
 
 def measure_messages(

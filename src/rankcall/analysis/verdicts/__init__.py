@@ -63,23 +63,24 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
     kinds = sorted(KINDS, key=lambda kind: kind.order)
     culprits = [kind for kind in kinds if isinstance(kind, CulpritVerdict)]
     evidence = hang_evidence(snapshot, hang_after, culprits)
-    findings = [each for kind in kinds for each in kind.in_hang(evidence)]
+    findings = [finding for kind in kinds for finding in kind.in_hang(evidence)]
     if not findings:
-        findings = [each for kind in kinds for each in kind.if_unexplained(evidence)]
+        findings = [finding for kind in kinds for finding in kind.if_unexplained(evidence)]
     if snapshot.mixed:
-        findings = [_doubted(each, 2) for each in findings]
+        findings = [_doubted(finding, 2) for finding in findings]
     nameless = {state.rank for state in snapshot.ranks if state.tables_lost}
     findings = [
-        _doubted(each) if nameless & {*each.ranks, *each.victims} else each for each in findings
+        _doubted(finding) if nameless & {*finding.ranks, *finding.victims} else finding
+        for finding in findings
     ]
     order = {kind.kind: kind.order for kind in kinds}
     return sorted(
         findings,
-        key=lambda each: (
-            CONFIDENCES.index(each.confidence),
-            order[each.kind],
-            -each.since_s,
-            each.ranks,
+        key=lambda finding: (
+            CONFIDENCES.index(finding.confidence),
+            order[finding.kind],
+            -finding.since_s,
+            finding.ranks,
         ),
     )
 
@@ -88,13 +89,13 @@ def find_slow(snapshot: Snapshot) -> list[Finding]:
     """Return what slows a job in which nothing hangs: by kind, the worst first."""
     recent = recent_calls(snapshot)
     kinds = sorted(KINDS, key=lambda kind: kind.order)
-    return [each for kind in kinds for each in kind.in_running_job(recent)]
+    return [finding for kind in kinds for finding in kind.in_running_job(recent)]
 
 
 def settles_in(snapshot: Snapshot, findings: Sequence[Finding], hang_after: float) -> float:
     """Return in how many s it will be clear whether findings hold; 0: they do now."""
     named = {
-        kind: [rank for each in findings if each.kind == kind.kind for rank in each.ranks]
+        kind: [rank for finding in findings if finding.kind == kind.kind for rank in finding.ranks]
         for kind in KINDS
     }
     return max(

@@ -44,38 +44,38 @@ def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
 
     A collective failed on ``victims``, so the error that ended them is not their own.
     """
-    gone = [each for each in snapshot.ranks if each.state == GONE]
-    found = Exits(left={each.rank for each in gone if _ended_well(each)})
-    rest = [each for each in gone if each.rank not in found.left and each.rank not in victims]
-    ends = sorted((_ago(each) for each in gone if each.rank not in found.left), reverse=True)
+    gone = [state for state in snapshot.ranks if state.state == GONE]
+    exits = Exits(left={state.rank for state in gone if _ended_well(state)})
+    rest = [state for state in gone if state.rank not in exits.left and state.rank not in victims]
+    ends = sorted((_ago(state) for state in gone if state.rank not in exits.left), reverse=True)
     live = snapshot.live
-    known = [each for each in snapshot.ranks if not each.blind]
-    last = min((each.silent_s for each in known), default=0.0)
-    frozen_s = FROZEN_S + min((each.mute_s for each in known), default=0.0)
-    ends_of_stopped = [_ago(each) for each in gone if _was_stopped(each, frozen_s)]
-    first_failure = max((_ago(each) for each in gone if each.failure), default=0.0)
-    for each in rest:
-        ended_with_stopped = any(abs(_ago(each) - end) < _TOGETHER_S for end in ends_of_stopped)
-        with_stopped = ended_with_stopped and each.exit in (None, *_KILLED, *_ASKED)
-        if each.aborted or each.ended_by_launcher or with_stopped:
+    known = [state for state in snapshot.ranks if not state.blind]
+    last = min((state.silent_s for state in known), default=0.0)
+    frozen_s = FROZEN_S + min((state.mute_s for state in known), default=0.0)
+    ends_of_stopped = [_ago(state) for state in gone if _was_stopped(state, frozen_s)]
+    first_failure = max((_ago(state) for state in gone if state.failure), default=0.0)
+    for state in rest:
+        ended_with_stopped = any(abs(_ago(state) - end) < _TOGETHER_S for end in ends_of_stopped)
+        with_stopped = ended_with_stopped and state.exit in (None, *_KILLED, *_ASKED)
+        if state.aborted or state.ended_by_launcher or with_stopped:
             own = False
-        elif each.exit is None:
-            own = bool(each.failure) or live or each.silent_s > last + BEATS_S
-        elif each.exit > 0 and not each.failure and first_failure - _ago(each) > _AT_ONCE_S:
+        elif state.exit is None:
+            own = bool(state.failure) or live or state.silent_s > last + BEATS_S
+        elif state.exit > 0 and not state.failure and first_failure - _ago(state) > _AT_ONCE_S:
             own = False  # after another rank's exception, its launcher has asked it to end
-        elif each.exit in _ASKED:
-            own = _ago(each) == ends[0] and (len(ends) == 1 or ends[0] - ends[1] > _AT_ONCE_S)
+        elif state.exit in _ASKED:
+            own = _ago(state) == ends[0] and (len(ends) == 1 or ends[0] - ends[1] > _AT_ONCE_S)
         else:
-            own = each.exit not in _KILLED or ends[0] - _ago(each) < _KILLED_LATER_S
+            own = state.exit not in _KILLED or ends[0] - _ago(state) < _KILLED_LATER_S
         if own:
-            found.own.add(each.rank)
-    told = {each.rank for each in gone if each.launcher_signal}
-    if told and _cut_off(snapshot, told, found.own):
-        found.own |= told
-    found.together = _together(snapshot, victims) - found.own
-    if found.own:
-        found.first_s = max(_ago(snapshot.ranks[rank]) for rank in found.own)
-    return found
+            exits.own.add(state.rank)
+    ended_with_launcher = {state.rank for state in gone if state.launcher_signal}
+    if ended_with_launcher and _cut_off(snapshot, ended_with_launcher, exits.own):
+        exits.own |= ended_with_launcher
+    exits.together = _together(snapshot, victims) - exits.own
+    if exits.own:
+        exits.first_s = max(_ago(snapshot.ranks[rank]) for rank in exits.own)
+    return exits
 
 
 def _was_stopped(state: RankState, frozen_s: float) -> bool:
@@ -86,17 +86,19 @@ def _was_stopped(state: RankState, frozen_s: float) -> bool:
     return state.mute_s > frozen_s and state.exit in (None, *_KILLED, *_ASKED)
 
 
-def _cut_off(snapshot: Snapshot, told: Collection[int], own: Collection[int]) -> bool:
+def _cut_off(
+    snapshot: Snapshot, ended_with_launcher: Collection[int], own: Collection[int]
+) -> bool:
     """Tell whether ranks that ended with their launcher left others behind, as on a lost node.
 
     If all ranks ended that way, or ended well, the job was ended on purpose.
     """
-    rest = [each for each in snapshot.ranks if each.rank not in told]
-    first = max(_ago(snapshot.ranks[rank]) for rank in told)
+    rest = [state for state in snapshot.ranks if state.rank not in ended_with_launcher]
+    first = max(_ago(snapshot.ranks[rank]) for rank in ended_with_launcher)
     behind = any(
-        each.state in (ALIVE, STOPPED)
-        or (each.exit not in (None, 0) and not each.ended_by_launcher)
-        for each in rest
+        state.state in (ALIVE, STOPPED)
+        or (state.exit not in (None, 0) and not state.ended_by_launcher)
+        for state in rest
     )
     return behind and all(_ago(snapshot.ranks[rank]) <= first for rank in own)
 
@@ -106,13 +108,13 @@ def _together(snapshot: Snapshot, victims: Collection[int]) -> set[int]:
     if snapshot.live or snapshot.dumped:
         return set()
     return {
-        each.rank
-        for each in snapshot.ranks
-        if each.state in (GONE, UNKNOWN)
-        and each.exit is None
-        and not each.ended_by_launcher
-        and each.rank not in victims
-        and not (each.closed or each.aborted or each.blind)
+        state.rank
+        for state in snapshot.ranks
+        if state.state in (GONE, UNKNOWN)
+        and state.exit is None
+        and not state.ended_by_launcher
+        and state.rank not in victims
+        and not (state.closed or state.aborted or state.blind)
     }
 
 
@@ -195,14 +197,14 @@ class CulpritKind(Protocol):
 
 def culprit_cases(suspects: Suspects, kinds: Sequence[CulpritKind]) -> list[Case]:
     """Return all ranks that hold others up. The first kind that fits a rank classifies it."""
-    found = []
+    cases = []
     for rank in _candidates(suspects):
         if suspects.snapshot.ranks[rank].may_be_silent(suspects.hang_after):
             continue
         case = _case(suspects, rank, kinds)
         if case is not None and case.kind.counts(suspects, case):
-            found.append(case)
-    return found
+            cases.append(case)
+    return cases
 
 
 def _candidates(suspects: Suspects) -> list[int]:
@@ -233,7 +235,7 @@ def halted_ranks(snapshot: Snapshot, graph: WaitGraph, exits: Exits) -> set[int]
     """Return the ranks that cannot go on in any call: dead, stopped, or without a sign of life."""
     frozen_s = frozen_after_s(graph.waits)
     halted = {
-        each.rank for each in snapshot.ranks if each.state == STOPPED or _still(each, frozen_s)
+        state.rank for state in snapshot.ranks if state.state == STOPPED or _still(state, frozen_s)
     }
     return halted | exits.own
 

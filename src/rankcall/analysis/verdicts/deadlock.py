@@ -64,11 +64,11 @@ def _inside(cycle: Cycle, ranks: Sequence[int]) -> list[int]:
 def _different_tags(waits: Sequence[Wait]) -> str:
     """Write which two tags do not match, if the ends of a channel use different ones."""
     channels = [wait.channel for wait in waits if wait.channel is not None]
-    for one in channels:
-        for other in channels:
-            if one[:2] == other[:2] and one.tag < other.tag:
-                tags = f"tag {one.tag} and tag {other.tag}"
-                return f"{tags} do not match, from rank {one.source} to rank {one.target}"
+    for lower in channels:
+        for higher in channels:
+            if lower[:2] == higher[:2] and lower.tag < higher.tag:
+                tags = f"tag {lower.tag} and tag {higher.tag}"
+                return f"{tags} do not match, from rank {lower.source} to rank {lower.target}"
     return ""
 
 

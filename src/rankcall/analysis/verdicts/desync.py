@@ -16,17 +16,19 @@ class Desync(DisagreementVerdict):
     predicate = "call different things"
     order_differs = True
 
-    def summary(self, snapshot: Snapshot, found: Disagreement) -> str:
+    def summary(self, snapshot: Snapshot, disagreement: Disagreement) -> str:
         """Write which ranks differ, at which call, and what each of them issued there."""
-        first, last = found.sides[0], found.sides[-1]
+        first, last = disagreement.sides[0], disagreement.sides[-1]
         text = (
             f"{begin_sentence(name_ranks(snapshot, first.ranks))} issued {_call(snapshot, first)} "
-            f"as #{found.seq} of group {name_group(snapshot, found.group)}, against "
+            f"as #{disagreement.seq} of group {name_group(snapshot, disagreement.group)}, against "
             f"{_call(snapshot, last)} of {name_ranks(snapshot, last.ranks)}."
         )
-        return f"{text} {_shift(found.shift, len(first.ranks))}" if found.shift else text
+        return (
+            f"{text} {_shift(disagreement.shift, len(first.ranks))}" if disagreement.shift else text
+        )
 
-    def advice(self, found: Disagreement) -> str:
+    def advice(self, disagreement: Disagreement) -> str:
         """Write what makes ranks issue different calls."""
         return (
             "All members must issue the same calls in the same order: look for a branch, an early "
@@ -36,14 +38,14 @@ class Desync(DisagreementVerdict):
 
 def _shift(shift: Shift, count: int) -> str:
     """Write how the calls are out of step from there on, and what likely made them so."""
-    its, it = ("its", "it") if count == 1 else ("their", "they")
+    its, they = ("its", "it") if count == 1 else ("their", "they")
     calls = count_of(abs(shift.calls), "call")
     same = f"In {shift.shown_by} calls since #{shift.since}, {its} calls were those of the others"
     if shift.both_ways:
-        return f"{same} {calls} away: {it} likely skipped {calls} or issued {calls} too many."
+        return f"{same} {calls} away: {they} likely skipped {calls} or issued {calls} too many."
     if shift.calls > 0:
-        return f"{same} {calls} later: {it} likely skipped {calls} before."
-    return f"{same} {calls} earlier: {it} likely issued {calls} too many before."
+        return f"{same} {calls} later: {they} likely skipped {calls} before."
+    return f"{same} {calls} earlier: {they} likely issued {calls} too many before."
 
 
 def _call(snapshot: Snapshot, side: Side) -> str:

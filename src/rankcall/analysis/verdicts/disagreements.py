@@ -118,7 +118,7 @@ def disagreements_in(snapshot: Snapshot, stuck: Bools) -> list[Disagreement]:
     """Return the first disagreement of each group, and those of stuck messages."""
     calls = snapshot.calls
     rows = np.flatnonzero(calls["kind"] == COLLECTIVE)
-    found: list[Disagreement] = []
+    disagreements: list[Disagreement] = []
     seen: set[int] = set()
     if len(rows):
         rows = rows[np.lexsort((calls["rank"][rows], calls["seq"][rows], calls["group"][rows]))]
@@ -126,9 +126,9 @@ def disagreements_in(snapshot: Snapshot, stuck: Bools) -> list[Disagreement]:
             group = int(calls["group"][piece[0]])
             if group not in seen:
                 seen.add(group)
-                found.append(_disagreement(snapshot, piece, differing, stuck))
-    exchanges = [each for each in _uneven_exchanges(snapshot) if each.group not in seen]
-    return [*found, *exchanges, *_messages(snapshot, stuck)]
+                disagreements.append(_disagreement(snapshot, piece, differing, stuck))
+    exchanges = [exchange for exchange in _uneven_exchanges(snapshot) if exchange.group not in seen]
+    return [*disagreements, *exchanges, *_messages(snapshot, stuck)]
 
 
 def _differing(calls: Calls, rows: Rows) -> Iterator[tuple[Rows, tuple[str, ...]]]:
@@ -180,8 +180,10 @@ def _agree_again(mine: History, theirs: History, seq: int) -> bool:
 
     A device's host issues calls behind one that hangs. If those agree, none was skipped.
     """
-    later = [each for each in mine if each > seq and each in theirs]
-    return len(later) >= _ENOUGH and all(mine[each] == theirs[each] for each in later)
+    later = [later_seq for later_seq in mine if later_seq > seq and later_seq in theirs]
+    return len(later) >= _ENOUGH and all(
+        mine[later_seq] == theirs[later_seq] for later_seq in later
+    )
 
 
 def _moved(calls: Calls, rows: Rows, side: Side) -> Side:
@@ -191,10 +193,10 @@ def _moved(calls: Calls, rows: Rows, side: Side) -> Side:
 
 
 def _sides(calls: Calls, rows: Rows, differing: Sequence[str]) -> list[Side]:
-    found = signatures(calls[rows])
+    by_field = signatures(calls[rows])
     # Other fields are not compared between different ops.
     names = ("op",) if "op" in differing else tuple(differing)
-    keys = np.stack([found[name] for name in names])
+    keys = np.stack([by_field[name] for name in names])
     _, which = np.unique(keys, axis=1, return_inverse=True)
     which = which.ravel()
     sides = []
@@ -236,7 +238,7 @@ def _shift_between(mine: History, theirs: History, last: int) -> Shift | None:
     one is returned, and of two of one size the one ahead.
     """
     best: Shift | None = None
-    for calls in [s for n in range(1, _FARTHEST + 1) for s in (n, -n)]:
+    for calls in [shift for distance in range(1, _FARTHEST + 1) for shift in (distance, -distance)]:
         begun, explained = _shifted_run(mine, theirs, calls, last)
         if explained and (best is None or explained > best.shown_by):
             other_way = best is not None and best.calls == -calls and best.shown_by >= _ENOUGH
@@ -253,8 +255,8 @@ def _history(calls: Calls, group: int, row: int) -> History:
         & (calls["group"] == group)
         & (calls["kind"] == COLLECTIVE)
     )
-    found = signatures(calls[rows])
-    columns = [found[name] for name in FIELDS]
+    by_field = signatures(calls[rows])
+    columns = [by_field[name] for name in FIELDS]
     table = np.stack([*columns, calls["site"][rows].astype(np.int64)], axis=1)
     seqs = calls["seq"][rows].tolist()
     return {seq: tuple(line) for seq, line in zip(seqs, table.tolist(), strict=True)}
@@ -293,7 +295,7 @@ def _messages(snapshot: Snapshot, stuck: Bools) -> Iterator[Disagreement]:
         key = int(call["group"]), source, target, int(call["tag"]), int(call["seq"])
         ends.setdefault(key, {})[int(call["op"])] = row
     ends.update(_sends_for_any_source(calls, stuck, ends))
-    told = set()
+    reported_channels = set()
     for (group, *channel, _, seq), both in ends.items():
         if len(both) < 2:
             continue
@@ -306,9 +308,11 @@ def _messages(snapshot: Snapshot, stuck: Bools) -> Iterator[Disagreement]:
         is_stuck = bool(stuck[send] or stuck[recv])
         if not differing or (is_stuck and "size" not in differing):
             continue
-        if not is_stuck and ((group, *channel) in told or calls["status"][recv] != COMPLETED):
+        if not is_stuck and (
+            (group, *channel) in reported_channels or calls["status"][recv] != COMPLETED
+        ):
             continue
-        told.add((group, *channel))
+        reported_channels.add((group, *channel))
         sides = tuple(Side((int(calls["rank"][row]),), row) for row in (send, recv))
         yield Disagreement(
             False, group, seq, differing, sides, np.array([send, recv]), is_stuck, message=True
@@ -324,15 +328,15 @@ def _sends_for_any_source(calls: Calls, stuck: Bools, ends: Ends) -> Ends:
     for key, both in ends.items():
         if SEND in both and RECV not in both:
             waiting.setdefault((key[0], key[2], key[3]), []).append((key, both[SEND]))
-    found: Ends = {}
+    messages: Ends = {}
     for row in np.flatnonzero(stuck & (calls["op"] == RECV) & (calls["peer"] == -1)).tolist():
         call = calls[row]
         place = int(call["group"]), int(call["rank"]), int(call["tag"])
         sends = waiting.pop(place, [])
         if len(sends) == 1:
             key, send = sends[0]
-            found[key] = {SEND: send, RECV: row}
-    return found
+            messages[key] = {SEND: send, RECV: row}
+    return messages
 
 
 def _uneven_exchanges(snapshot: Snapshot) -> Iterator[Disagreement]:
@@ -347,14 +351,14 @@ def _uneven_exchanges(snapshot: Snapshot) -> Iterator[Disagreement]:
     rows = rows[np.lexsort((calls["seq"][rows], calls["group"][rows]))]
     keys = np.stack([calls["group"][rows], calls["seq"][rows]])
     cuts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
-    told = set()
+    reported_groups = set()
     for piece in np.split(rows, cuts):
         group, seq = int(calls["group"][piece[0]]), int(calls["seq"][piece[0]])
         members = snapshot.groups[group].ranks
-        if group in told or len(piece) != len(members):
+        if group in reported_groups or len(piece) != len(members):
             continue
         if calls["in_bytes"][piece].sum() != calls["out_bytes"][piece].sum():
-            told.add(group)
+            reported_groups.add(group)
             ranks = tuple(sorted(calls["rank"][piece].tolist()))
             is_open = bool((calls["status"][piece] != COMPLETED).any())
             yield Disagreement(
@@ -364,20 +368,20 @@ def _uneven_exchanges(snapshot: Snapshot) -> Iterator[Disagreement]:
 
 def value(snapshot: Snapshot, row: int, name: str) -> str:
     """Write one of ``FIELDS`` of a call."""
-    found = snapshot.calls[row]
+    call = snapshot.calls[row]
     if name == "op":
-        return OPS[int(found["op"])]
+        return OPS[int(call["op"])]
     if name == "dtype":
-        return DTYPES[int(found["dtype"])]
+        return DTYPES[int(call["dtype"])]
     if name == "reduce_op":
-        return REDUCE_OPS[int(found["reduce_op"])]
+        return REDUCE_OPS[int(call["reduce_op"])]
     if name == "root":
-        root = int(found["root"])
+        root = int(call["root"])
         return "a rank outside the group" if root == OUTSIDE else f"rank {root}"
-    column = "in_bytes" if found["op"] == _ALL_TO_ALL else "message_bytes"
-    return f"{int(found[SIZE_TO_AGREE_ON.get(OPS[int(found['op'])], column)]):,} bytes"
+    column = "in_bytes" if call["op"] == _ALL_TO_ALL else "message_bytes"
+    return f"{int(call[SIZE_TO_AGREE_ON.get(OPS[int(call['op'])], column)]):,} bytes"
 
 
-def values(snapshot: Snapshot, found: Disagreement, side: Side) -> str:
+def values(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> str:
     """Write the fields in which a side differs from the others."""
-    return ", ".join(value(snapshot, side.row, name) for name in found.differing)
+    return ", ".join(value(snapshot, side.row, name) for name in disagreement.differing)

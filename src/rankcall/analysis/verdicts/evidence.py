@@ -88,8 +88,10 @@ class HangEvidence:
     @property
     def stuck(self) -> Wait | None:
         """The longest overdue wait that all members have arrived at."""
-        found = [w for w in self.graph.waits if w.hung and not w.absent and not w.soft]
-        return max(found, key=lambda wait: wait.age_s, default=None)
+        stuck_waits = [
+            wait for wait in self.graph.waits if wait.hung and not wait.absent and not wait.soft
+        ]
+        return max(stuck_waits, key=lambda wait: wait.age_s, default=None)
 
 
 def hang_evidence(
@@ -120,25 +122,25 @@ def hang_evidence(
         hung = in_flight & (lasted >= allowed * _BESIDE)
     hung |= failed
     followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
-    blind = {each.rank for each in snapshot.ranks if each.blind}
+    blind = {state.rank for state in snapshot.ranks if state.blind}
     graph = WaitGraph(waits_of(snapshot, followed, hung), blind)
     exits = exits_of(snapshot, {int(rank) for rank in calls["rank"][failed]})
     clashes = [
-        each
-        for each in disagreements_in(snapshot, in_flight | failed)
-        if not _after_the_stop(snapshot, each)
+        clash
+        for clash in disagreements_in(snapshot, in_flight | failed)
+        if not _after_the_stop(snapshot, clash)
     ]
-    clashing = {int(rank) for each in clashes if each.open for rank in calls["rank"][each.rows]}
+    clashing = {int(rank) for clash in clashes if clash.open for rank in calls["rank"][clash.rows]}
     explained = _Explained(snapshot, clashes)
     suspects = Suspects(snapshot, graph, exits, hang_after, clashing, explained)
     cycles = cycles_in(graph.waits, suspects.halted)
-    cycles = [each for each in cycles if _is_cause(each, explained)]
+    cycles = [cycle for cycle in cycles if _is_cause(cycle, explained)]
     cases = culprit_cases(suspects, kinds)
     shifts = _shifts(snapshot, cases, cycles)
     if shifts:
         clashes += shifts
         suspects.explained = explained = _Explained(snapshot, clashes)
-        cycles = [each for each in cycles if _is_cause(each, explained)]
+        cycles = [cycle for cycle in cycles if _is_cause(cycle, explained)]
         cases = culprit_cases(suspects, kinds)
     return HangEvidence(snapshot, hang_after, in_flight, graph, exits, clashes, cycles, cases)
 
@@ -152,12 +154,12 @@ def patience(snapshot: Snapshot, hang_after: float) -> Floats:
     calls = snapshot.calls
     later = max(float(hang_after), LONG_STEPS * median_step_s(snapshot))
     allowed = np.full(len(calls), later)
-    stepless = np.array([each.steps == 0 for each in snapshot.ranks], bool)[calls["rank"]]
+    stepless = np.array([state.steps == 0 for state in snapshot.ranks], bool)[calls["rank"]]
     done = calls["status"] == COMPLETED
     line = calls["rank"].astype(np.int64) * (len(snapshot.sites) + 1) + calls["site"]
     seen = np.isin(line, line[done]) & (calls["site"] > 0)
     allowed[stepless & ~seen] = FIRST_STEP * hang_after
-    declared = np.array([each.may_be_silent(hang_after) for each in snapshot.ranks], bool)
+    declared = np.array([state.may_be_silent(hang_after) for state in snapshot.ranks], bool)
     allowed[declared[calls["rank"]]] = np.inf
     return allowed
 
@@ -181,27 +183,27 @@ def held_for(snapshot: Snapshot) -> Floats:
         recent = np.fmin(calls["age_s"], calls["ended_s"])
         np.minimum.at(quiet, calls["rank"], recent)
         held[loose] = quiet[calls["rank"][loose]]
-    result: Floats = np.minimum(calls["age_s"], held)
-    return result
+    lasted: Floats = np.minimum(calls["age_s"], held)
+    return lasted
 
 
 def _left_behind(snapshot: Snapshot) -> Bools:
     """Return which calls are of ranks that ended well: no rank waits for their ends any more."""
-    closed = np.array([each.closed or each.exit == 0 for each in snapshot.ranks], bool)
-    result: Bools = closed[snapshot.calls["rank"]]
-    return result
+    closed = np.array([state.closed or state.exit == 0 for state in snapshot.ranks], bool)
+    left_behind: Bools = closed[snapshot.calls["rank"]]
+    return left_behind
 
 
-def _after_the_stop(snapshot: Snapshot, found: Disagreement) -> bool:
+def _after_the_stop(snapshot: Snapshot, clash: Disagreement) -> bool:
     """Tell whether a member issued its call after its launcher had got a signal to stop.
 
     A program may issue calls of its own then, for example to save what it has.
     """
-    calls = snapshot.calls[found.rows]
-    told = [snapshot.ranks[rank].told_s for rank in calls["rank"]]
+    calls = snapshot.calls[clash.rows]
+    signal_ages = [snapshot.ranks[rank].told_s for rank in calls["rank"]]
     return any(
         since is not None and age <= since
-        for since, age in zip(told, calls["age_s"].tolist(), strict=True)
+        for since, age in zip(signal_ages, calls["age_s"].tolist(), strict=True)
     )
 
 
@@ -313,16 +315,18 @@ def _line_up(snapshot: Snapshot) -> RecentCalls:
         ranks = snapshot.groups[group].ranks
         parts.setdefault(group, []).append(_part(piece, ranks, host_of, oldest))
     tables = [
-        collective_table(_ONE_LIFE, snapshot.groups[key], each) for key, each in parts.items()
+        collective_table(_ONE_LIFE, snapshot.groups[key], group_parts)
+        for key, group_parts in parts.items()
     ]
     align_hosts(clocks, tables)
-    letters: dict[int, list[RankMessages]] = {}
+    message_parts: dict[int, list[RankMessages]] = {}
     for piece in _by_group(calls[calls["kind"] == P2P]):
         group = int(piece["group"][0])
         ranks = snapshot.groups[group].ranks
-        letters.setdefault(group, []).append(_messages(piece, ranks, host_of, oldest))
+        message_parts.setdefault(group, []).append(_messages(piece, ranks, host_of, oldest))
     messages = [
-        message_table(_ONE_LIFE, snapshot.groups[key], each) for key, each in letters.items()
+        message_table(_ONE_LIFE, snapshot.groups[key], group_parts)
+        for key, group_parts in message_parts.items()
     ]
     return RecentCalls(
         snapshot, tables, messages, clocks, *_times(snapshot, host_of, clocks, oldest)
@@ -366,7 +370,7 @@ def _messages(
 ) -> RankMessages:
     """Return one rank's messages in one group."""
     rank = int(calls["rank"][0])
-    local = {each: number for number, each in enumerate(ranks)}
+    local = {member: number for number, member in enumerate(ranks)}
     came = _ns(oldest - calls["came_s"])
     columns: Columns = {name: calls[name] for name in ("seq", "tag", "op")}
     columns["peer"] = np.array([local.get(peer, -1) for peer in calls["peer"].tolist()], np.int32)
@@ -379,7 +383,7 @@ def _messages(
 
 def _clocks(snapshot: Snapshot) -> tuple[list[int], list[HostClock]]:
     numbers: dict[str, int] = {}
-    host_of = [numbers.setdefault(each.host, len(numbers)) for each in snapshot.ranks]
+    host_of = [numbers.setdefault(state.host, len(numbers)) for state in snapshot.ranks]
     return host_of, [HostClock(name, 0) for name in numbers]
 
 
@@ -393,7 +397,7 @@ def _part(
     ended = _ns(np.nan_to_num(oldest - calls["ended_s"]))
     columns: Columns = {name: calls[name] for name in ("op", "in_bytes", "out_bytes")}
     columns["message_bytes"] = calls["message_bytes"]
-    local = {each: number for number, each in enumerate(ranks)}
+    local = {member: number for number, member in enumerate(ranks)}
     roots = {root: local.get(root, -1) for root in np.unique(calls["root"]).tolist()}
     agreed = {
         "op": calls["op"],

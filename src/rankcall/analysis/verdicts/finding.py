@@ -6,7 +6,7 @@ Below it are the words that findings share: how ranks, calls, waits and duration
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,15 +60,45 @@ class Finding:
         return both_lines(self.call_site, self.user_line)
 
 
-def finding_from(fields_of: Mapping[str, Any]) -> Finding:
-    """Return a finding from the object that a report or a watcher wrote."""
-    names = {each.name for each in fields(Finding)}
+def sound_findings(written: Iterable[Mapping[str, Any]]) -> list[Finding]:
+    """Return findings from the objects that a report or a watcher wrote.
+
+    Any user may have written the objects, so those with a value of a wrong type are left out.
+    """
+    return [_finding_from(values) for values in written if _is_sound(values)]
+
+
+_MODEL = vars(Finding("", ()))
+
+
+def _finding_from(values: Mapping[str, Any]) -> Finding:
     known: dict[str, Any] = {
         name: tuple(value) if name in _LISTS else value
-        for name, value in fields_of.items()
-        if name in names and value is not None
+        for name, value in values.items()
+        if name in _MODEL and value is not None
     }
     return Finding(**known)
+
+
+def _is_sound(values: Mapping[str, Any]) -> bool:
+    if values.get("kind") is None or values.get("ranks") is None:
+        return False
+    return values.get("confidence", "certain") in CONFIDENCES and all(
+        _is_sound_value(name, value)
+        for name, value in values.items()
+        if name in _MODEL and value is not None
+    )
+
+
+def _is_sound_value(name: str, value: Any) -> bool:
+    if name in ("ranks", "victims"):
+        return isinstance(value, (list, tuple)) and all(
+            type(rank) is int and rank >= 0 for rank in value
+        )
+    if name in _LISTS:
+        return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
+    types = (int, float) if isinstance(_MODEL[name], float) else (type(_MODEL[name]),)
+    return type(value) in types
 
 
 def less_sure(confidence: str, steps: int = 1) -> str:
@@ -76,9 +106,9 @@ def less_sure(confidence: str, steps: int = 1) -> str:
     return CONFIDENCES[min(CONFIDENCES.index(confidence) + steps, len(CONFIDENCES) - 1)]
 
 
-def count_of(count: int, one: str) -> str:
+def count_of(count: int, singular: str) -> str:
     """Write a count with its noun: ``1 rank``, ``1,023 ranks``."""
-    return f"{count:,} {one}{'' if count == 1 else 's'}"
+    return f"{count:,} {singular}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -140,10 +170,10 @@ class Verbs(NamedTuple):
 
 def verbs_for(snapshot: Snapshot, count: int) -> Verbs:
     """Return the verbs for so many ranks: past tense after the run has ended."""
-    one, live = count == 1, snapshot.live
-    be = ("is" if one else "are") if live else ("was" if one else "were")
-    have = ("has" if one else "have") if live else "had"
-    return Verbs(be, have, "does" if one else "do", "it" if one else "they")
+    single, live = count == 1, snapshot.live
+    be = ("is" if single else "are") if live else ("was" if single else "were")
+    have = ("has" if single else "have") if live else "had"
+    return Verbs(be, have, "does" if single else "do", "it" if single else "they")
 
 
 def hosts_of(snapshot: Snapshot, ranks: Iterable[int]) -> tuple[str, ...]:
@@ -159,12 +189,12 @@ def numbered(op: str, seq: int) -> str:
 
 def name_call(snapshot: Snapshot, row: int, *, line: bool = True) -> str:
     """Name a call: ``all_reduce #51 of group 0 at train.py:13``."""
-    found = snapshot.calls[row]
-    function = snapshot.sites[int(found["site"])].api if snapshot.sites else ""
+    call = snapshot.calls[row]
+    function = snapshot.sites[int(call["site"])].api if snapshot.sites else ""
     whose = f"{function}'s " if "object" in function else ""  # it issues several ops
-    group = name_group(snapshot, int(found["group"]))
-    text = f"{whose}{numbered(snapshot.op(row), int(found['seq']))} of group {group}"
-    site = snapshot.shown_site(int(found["site"]))
+    group = name_group(snapshot, int(call["group"]))
+    text = f"{whose}{numbered(snapshot.op(row), int(call['seq']))} of group {group}"
+    site = snapshot.shown_site(int(call["site"]))
     return f"{text} at {site}" if line and site else text
 
 
@@ -181,13 +211,13 @@ def name_wait(snapshot: Snapshot, wait: Wait) -> str:
     if wait.channel is None:
         return name_call(snapshot, int(wait.rows[0]), line=False) + at_line(snapshot, wait)
     source, target, tag = wait.channel
-    found = snapshot.calls[int(wait.rows[0])]
-    if int(found["op"]) == SEND:
+    call = snapshot.calls[int(wait.rows[0])]
+    if int(call["op"]) == SEND:
         text = f"{numbered('send', wait.seq)} to rank {target}"
     else:
         whom = f"rank {source}" if source >= 0 else "any rank"
         text = f"{numbered('recv', wait.seq)} from {whom}"
-    text += f" (tag {tag}, group {name_group(snapshot, int(found['group']))})"
+    text += f" (tag {tag}, group {name_group(snapshot, int(call['group']))})"
     return text + at_line(snapshot, wait)
 
 

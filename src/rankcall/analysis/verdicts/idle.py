@@ -61,13 +61,13 @@ class Idle(CulpritVerdict):
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield a finding if ranks declared that they wait for work, and all others wait, too."""
         snapshot = evidence.snapshot
-        declared = [each for each in snapshot.ranks if each.waits_for_work]
+        declared = [state for state in snapshot.ranks if state.waits_for_work]
         seconds = _idle_s(snapshot)
         if not declared or not snapshot.live or seconds < evidence.hang_after:
             return
-        ranks = tuple(each.rank for each in declared)
+        ranks = tuple(state.rank for state in declared)
         others = tuple(
-            each.rank for each in snapshot.ranks if not each.waits_for_work and not each.blind
+            state.rank for state in snapshot.ranks if not state.waits_for_work and not state.blind
         )
         verbs = verbs_for(snapshot, len(ranks))
         text = (
@@ -99,13 +99,13 @@ class Idle(CulpritVerdict):
         )
 
     def _of_cases(self, evidence: HangEvidence, cases: Sequence[Case]) -> Finding:
-        found, snapshot = super()._of_cases(evidence, cases), evidence.snapshot
+        finding, snapshot = super()._of_cases(evidence, cases), evidence.snapshot
         sites = {_line(snapshot, wait) for case in cases for wait in case.waits}
         before = tuple(
             f"a wait at {site} lasted {duration(snapshot.waited_before[site])} and passed"
             for site in sorted(sites & snapshot.waited_before.keys())
         )
-        return replace(found, evidence=(*before, *found.evidence))
+        return replace(finding, evidence=(*before, *finding.evidence))
 
 
 def _has_ended_before(snapshot: Snapshot, wait: Wait) -> bool:
@@ -123,9 +123,9 @@ def _idle_s(snapshot: Snapshot) -> float:
     calls, quiet = snapshot.calls, quiet_s(snapshot)
     in_call = np.zeros(len(snapshot.ranks), bool)
     in_call[calls["rank"][unfinished(calls)]] = True
-    known = [each for each in snapshot.ranks if not each.blind]
-    if any(each.state != ALIVE for each in known):
+    known = [state for state in snapshot.ranks if not state.blind]
+    if any(state.state != ALIVE for state in known):
         return 0.0
-    if not all(each.waits_for_work or in_call[each.rank] for each in known):
+    if not all(state.waits_for_work or in_call[state.rank] for state in known):
         return 0.0
-    return float(min((quiet[each.rank] for each in known), default=0.0))
+    return float(min((quiet[state.rank] for state in known), default=0.0))

@@ -117,7 +117,9 @@ class CulpritVerdict(Verdict):
         if gaps:
             confidence = less_sure(confidence)
         states = [snapshot.ranks[rank] for rank in ranks]
-        place: dict[str, Any] = {"since_s": max((s.gone_s or 0.0 for s in states), default=0.0)}
+        place: dict[str, Any] = {
+            "since_s": max((state.gone_s or 0.0 for state in states), default=0.0)
+        }
         if longest is not None:
             place = _place(snapshot, longest)
         return self.finding(
@@ -231,60 +233,64 @@ class DisagreementVerdict(Verdict):
 
     order_differs = False
 
-    def summary(self, snapshot: Snapshot, found: Disagreement) -> str:
+    def summary(self, snapshot: Snapshot, disagreement: Disagreement) -> str:
         """Write which ranks differ, at which call, and in which fields."""
         raise NotImplementedError
 
-    def advice(self, found: Disagreement) -> str:
+    def advice(self, disagreement: Disagreement) -> str:
         """Write the next step to take."""
         raise NotImplementedError
 
     def in_hang(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield one finding for each disagreement of this kind."""
-        for found in evidence.disagreements:
-            if found.order_differs == self.order_differs:
-                yield self._of_disagreement(evidence, found)
+        for disagreement in evidence.disagreements:
+            if disagreement.order_differs == self.order_differs:
+                yield self._of_disagreement(evidence, disagreement)
 
-    def _of_disagreement(self, evidence: HangEvidence, found: Disagreement) -> Finding:
-        snapshot, graph, culprits = evidence.snapshot, evidence.graph, found.culprits
-        members = {rank for side in found.sides for rank in side.ranks}
+    def _of_disagreement(self, evidence: HangEvidence, disagreement: Disagreement) -> Finding:
+        snapshot, graph, culprits = evidence.snapshot, evidence.graph, disagreement.culprits
+        members = {rank for side in disagreement.sides for rank in side.ranks}
         behind = (
-            [wait for wait in graph.waits if wait.group == found.group and wait.seq >= found.seq]
-            if found.open
+            [
+                wait
+                for wait in graph.waits
+                if wait.group == disagreement.group and wait.seq >= disagreement.seq
+            ]
+            if disagreement.open
             else []
         )
         victims = (members | graph.victims(behind)) - set(culprits)
-        row = found.sides[-1].row
+        row = disagreement.sides[-1].row
         # If only the lines differ, they may differ for another reason.
-        likely = not culprits or (found.order_differs and "op" not in found.differing)
+        likely = not culprits or (disagreement.order_differs and "op" not in disagreement.differing)
         confidence = "likely" if likely else "certain"
-        unseen = _blind(snapshot, set(snapshot.groups[found.group].ranks) - members)
+        unseen = _blind(snapshot, set(snapshot.groups[disagreement.group].ranks) - members)
         gaps = []
-        if unseen and not found.message:
+        if unseen and not disagreement.message:
             confidence = less_sure(confidence)
             names = name_ranks(snapshot, unseen)
             gaps = [f"nothing is known of {names}: no records of it here"]
-        sides = [_side(snapshot, found, side) for side in found.sides[:SHOWN]]
+        sides = [_side(snapshot, disagreement, side) for side in disagreement.sides[:SHOWN]]
         return self.finding(
             culprits,
             victims=tuple(sorted(victims)),
             hosts=hosts_of(snapshot, culprits),
-            group=snapshot.labels[found.group],
-            seq=found.seq,
+            group=snapshot.labels[disagreement.group],
+            seq=disagreement.seq,
             op=snapshot.op(row),
             **lines_of_site(snapshot, int(snapshot.calls["site"][row])),
-            since_s=float(snapshot.calls["age_s"][found.rows].max()),
+            since_s=float(snapshot.calls["age_s"][disagreement.rows].max()),
             confidence=confidence,
-            summary=self.summary(snapshot, found),
+            summary=self.summary(snapshot, disagreement),
             evidence=(*sides, *gaps),
-            advice=self.advice(found),
+            advice=self.advice(disagreement),
         )
 
 
-def _side(snapshot: Snapshot, found: Disagreement, side: Side) -> str:
+def _side(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> str:
     """Write one side: its ranks, its op, its line and the fields that differ."""
     site = snapshot.shown_site(int(snapshot.calls["site"][side.row]))
     op = snapshot.op(side.row)
-    told = found.differing in (("op",), (SPLITS,))
-    fields = "" if told else f", {values(snapshot, found, side)}"
+    shown_elsewhere = disagreement.differing in (("op",), (SPLITS,))
+    fields = "" if shown_elsewhere else f", {values(snapshot, disagreement, side)}"
     return f"{name_ranks(snapshot, side.ranks)}: {op}{f' at {site}' if site else ''}{fields}"

@@ -65,22 +65,22 @@ def silence_of(snapshot: Snapshot, hang_after: float) -> Silence | None:
     if it declared a long phase, or has taken optimizer steps since its last call. If a rank has
     left the job, the others may do what they like.
     """
-    known = [each for each in snapshot.ranks if not each.blind]
+    known = [state for state in snapshot.ranks if not state.blind]
     if not snapshot.live or len(snapshot.ranks) < 2 or not known:
         return None
-    if any(each.leaving or each.closed or each.state == GONE for each in known):
+    if any(state.leaving or state.closed or state.state == GONE for state in known):
         return None
-    if any(each.may_be_silent(hang_after) for each in known):
+    if any(state.may_be_silent(hang_after) for state in known):
         return None
     calls = snapshot.calls
     if unfinished(calls).any() or _steps_on_its_own(snapshot, known):
         return None
     quiet = quiet_s(snapshot)
-    seconds = min(float(quiet[each.rank]) for each in known)
+    seconds = min(float(quiet[state.rank]) for state in known)
     allowed = max(hang_after, LONG_STEPS * median_step_s(snapshot))
     if not len(calls):
         allowed = max(FIRST_STEP * hang_after, _START_UP_S)
-    elif not any(each.steps for each in known):
+    elif not any(state.steps for state in known):
         allowed = FIRST_STEP * hang_after
     return Silence(seconds, allowed) if np.isfinite(seconds) else None
 
@@ -90,7 +90,7 @@ def _steps_on_its_own(snapshot: Snapshot, known: Sequence[RankState]) -> bool:
     newest = np.zeros(len(snapshot.ranks), np.int64)
     np.maximum.at(newest, snapshot.calls["rank"], snapshot.calls["step"])
     # The optimizer step after the last call belongs to that call.
-    return any(each.steps > newest[each.rank] + 1 for each in known)
+    return any(state.steps > newest[state.rank] + 1 for state in known)
 
 
 class NoProgress(Verdict):
@@ -106,7 +106,7 @@ class NoProgress(Verdict):
         silence = silence_of(snapshot, evidence.hang_after)
         if silence is None or not silence.is_long:
             return
-        places = {each.rank: code_place(each.stack) for each in snapshot.ranks if each.stack}
+        places = {state.rank: code_place(state.stack) for state in snapshot.ranks if state.stack}
         waiting = [rank for rank, place in places.items() if place.is_setup]
         absent = _absent(snapshot, waiting)
         longest = duration(silence.seconds)
@@ -123,7 +123,11 @@ class NoProgress(Verdict):
             summary = f"{_nobody(snapshot)} for {longest}."
         yield self.finding(
             absent,
-            victims=tuple(r.rank for r in snapshot.ranks if r.rank not in absent and not r.blind),
+            victims=tuple(
+                state.rank
+                for state in snapshot.ranks
+                if state.rank not in absent and not state.blind
+            ),
             hosts=hosts_of(snapshot, absent),
             since_s=silence.seconds,
             call_site=places[waiting[0]].line if waiting else "",
@@ -143,12 +147,14 @@ def _absent(snapshot: Snapshot, waiting: Sequence[int]) -> tuple[int, ...]:
     ranks = snapshot.ranks
     if waiting:
         absent = [
-            each.rank for each in ranks if each.rank not in waiting and (each.stack or each.blind)
+            state.rank
+            for state in ranks
+            if state.rank not in waiting and (state.stack or state.blind)
         ]
-    elif any(each.groups for each in ranks):
-        absent = [each.rank for each in ranks if not each.groups]
+    elif any(state.groups for state in ranks):
+        absent = [state.rank for state in ranks if not state.groups]
     else:
-        absent = [each.rank for each in ranks if each.blind]
+        absent = [state.rank for state in ranks if state.blind]
     return tuple(absent)
 
 
@@ -181,7 +187,7 @@ def _of_waiting(
 
 
 def _nobody(snapshot: Snapshot) -> str:
-    if not any(each.groups for each in snapshot.ranks):
+    if not any(state.groups for state in snapshot.ranks):
         count = count_of(len(snapshot.ranks), "rank")
         return f"None of {count} has made a process group or issued a collective"
     return "No rank has issued a collective or a message, and none is in one,"
@@ -194,10 +200,12 @@ def _stand(snapshot: Snapshot, places: dict[int, CodePlace]) -> Iterator[str]:
         alike.setdefault(place, []).append(rank)
     for place, ranks in sorted(alike.items(), key=lambda item: item[1])[:_MOST_PLACES]:
         yield f"{name_ranks(snapshot, ranks)}: {name_place(place) or 'its stack shows no line'}"
-    without = [each.rank for each in snapshot.ranks if each.rank not in places and not each.blind]
+    without = [
+        state.rank for state in snapshot.ranks if state.rank not in places and not state.blind
+    ]
     for rank in without[:SHOWN]:
         yield f"rank {rank}: {last_call(snapshot, rank)}"
-    blind = [each.rank for each in snapshot.ranks if each.blind]
+    blind = [state.rank for state in snapshot.ranks if state.blind]
     if blind:
         yield f"nothing is known of {name_ranks(snapshot, blind)}: no records of it here"
 
@@ -224,7 +232,7 @@ def _advice(
         if places.get(absent[0]):
             return f"See what rank {absent[0]} does at that line before it joins the others."
         return f"See what rank {absent[0]} does: {_look(first)}."
-    alive = next((each for each in snapshot.ranks if each.state == ALIVE), snapshot.ranks[0])
+    alive = next((state for state in snapshot.ranks if state.state == ALIVE), snapshot.ranks[0])
     see = "" if places else f"See what the ranks do: {_look(alive)}. "
     return f"{see}If this phase is meant to take long, declare it: rankcall.expect(seconds, what)."
 

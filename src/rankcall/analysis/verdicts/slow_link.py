@@ -129,10 +129,10 @@ def slow_links(recent: RecentCalls) -> list[LinkTimes]:
     for pair, by_kind in _messages(snapshot, clocks).items():
         for kind, times in by_kind.items():
             kinds[kind].setdefault(pair, []).extend(times)
-    found = [each for kind, links in kinds.items() for each in _outliers(snapshot, kind, links)]
+    outliers = [link for kind, links in kinds.items() for link in _outliers(snapshot, kind, links)]
     best: dict[tuple[int, ...], LinkTimes] = {}
-    for each in sorted(found, key=lambda each: -each.seconds / each.usual):
-        best.setdefault(each.ranks, each)
+    for link in sorted(outliers, key=lambda link: -link.seconds / link.usual):
+        best.setdefault(link.ranks, link)
     return list(best.values())
 
 
@@ -144,14 +144,14 @@ def _outliers(
         for ranks, times in links.items()
         if len(times) >= _ENOUGH
     }
-    found = []
+    outliers = []
     for ranks, seconds in typical.items():
-        others = [value for other, value in typical.items() if other != ranks]
+        others = [quartile for link, quartile in typical.items() if link != ranks]
         if len(others) < _PEERS:
             continue
         usual = float(np.median(others))
         if seconds > _TIMES * max(usual, 1e-9) and seconds - usual > _LEAST_S:
-            found.append(
+            outliers.append(
                 LinkTimes(
                     ranks,
                     hosts_of(snapshot, ranks),
@@ -163,7 +163,7 @@ def _outliers(
                     len(others),
                 )
             )
-    return found
+    return outliers
 
 
 def _transfers(table: CollectiveTable, clocks: list[HostClock]) -> dict[Key, list[float]]:
@@ -177,11 +177,11 @@ def _transfers(table: CollectiveTable, clocks: list[HostClock]) -> dict[Key, lis
     came = clock.align(np.ascontiguousarray(table.arrival[:, columns].T))
     ended = clock.align(np.ascontiguousarray(table.completed[:, columns].T))
     lasted = (np.median(ended, axis=1) - came.max(axis=1)) / 1e9
-    found: dict[Key, list[float]] = defaultdict(list)
+    times_of: dict[Key, list[float]] = defaultdict(list)
     for column, seconds in zip(columns.tolist(), lasted.tolist(), strict=True):
         size = int(table.bytes[column]).bit_length()
-        found[int(table.op[column]), size, len(table.ranks)].append(max(seconds, 0.0))
-    return found
+        times_of[int(table.op[column]), size, len(table.ranks)].append(max(seconds, 0.0))
+    return times_of
 
 
 def _messages(
@@ -189,9 +189,9 @@ def _messages(
 ) -> dict[tuple[int, int], dict[Key, list[float]]]:
     """Return how long messages took once both ends had arrived, by pair and size class."""
     calls = snapshot.calls[(snapshot.calls["kind"] == P2P) & (snapshot.calls["peer"] >= 0)]
-    found: dict[tuple[int, int], dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
+    times_of: dict[tuple[int, int], dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
     if not len(calls):
-        return found
+        return times_of
     came, ended = _aligned(snapshot, calls, clocks)
     is_send = calls["op"] == SEND
     source = np.where(is_send, calls["rank"], calls["peer"])
@@ -207,15 +207,15 @@ def _messages(
     size = [int(count).bit_length() for count in calls["message_bytes"][recv].tolist()]
     ends = zip(source[recv].tolist(), target[recv].tolist(), strict=True)
     for pair, power, seconds in zip(ends, size, lasted.tolist(), strict=True):
-        found[pair][SEND, power, 2].append(seconds)
-    return found
+        times_of[pair][SEND, power, 2].append(seconds)
+    return times_of
 
 
 def _aligned(
     snapshot: Snapshot, calls: npt.NDArray[np.void], clocks: list[HostClock]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return arrivals and ends in s of one clock."""
-    at = {clock.host: clock for clock in clocks}
-    shift = np.array([at[each.host].shift for each in snapshot.ranks]) / 1e9
+    clock_of = {clock.host: clock for clock in clocks}
+    shift = np.array([clock_of[state.host].shift for state in snapshot.ranks]) / 1e9
     there = shift[calls["rank"]]
     return there - calls["came_s"], there - calls["ended_s"]

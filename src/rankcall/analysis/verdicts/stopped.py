@@ -54,10 +54,16 @@ class Stopped(CulpritVerdict):
         if first.state == GONE:
             return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
         if _is_mute(first):
-            same_host = [s for s in snapshot.ranks if s.host == first.host and s not in states]
+            same_host = [
+                state
+                for state in snapshot.ranks
+                if state.host == first.host and state not in states
+            ]
             # If others of the host give signs of life, the host does not stand still.
             or_host = (
-                "" if any(not _is_mute(s) for s in same_host) else ", or its host stands still"
+                ""
+                if any(not _is_mute(state) for state in same_host)
+                else ", or its host stands still"
             )
             or_held = ", or one thread holds the GIL" if first.needs_gil else ""
             return f"See whether it is swapped out{or_held}{or_host}{on}: pid {first.pid}."
@@ -75,8 +81,9 @@ def _resume(states: Sequence[RankState]) -> str:
     for state in states:
         pids.setdefault(state.host, []).append(str(state.pid))
     commands = [
-        f"kill -CONT {' '.join(each)}{f' on {host}' if host else ''}" for host, each in pids.items()
+        f"kill -CONT {' '.join(host_pids)}{f' on {host}' if host else ''}"
+        for host, host_pids in pids.items()
     ]
     more = ", and so on," if len(commands) > SHOWN else ""
-    them = "it" if len(states) == 1 else "them"
-    return f"{', '.join(commands[:SHOWN])}{more} lets {them} go on."
+    pronoun = "it" if len(states) == 1 else "them"
+    return f"{', '.join(commands[:SHOWN])}{more} lets {pronoun} go on."

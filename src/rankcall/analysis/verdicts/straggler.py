@@ -50,25 +50,29 @@ class Straggler(Verdict):
         late = late_ranks(recent)
         if late is None:
             return
-        snapshot, found = recent.snapshot, late.found
+        snapshot, stragglers = recent.snapshot, late.found
         place = _place(snapshot, late)
         site = both_lines(place.get("call_site", ""), place.get("user_line", ""))
-        one = len(found.ranks) == 1
-        verb, it = ("makes", "it") if one else ("make", "them")
-        since = f", since step {found.since_step:,}" if found.since_step is not None else ""
+        single = len(stragglers.ranks) == 1
+        verb, pronoun = ("makes", "it") if single else ("make", "them")
+        since = (
+            f", since step {stragglers.since_step:,}" if stragglers.since_step is not None else ""
+        )
         text = (
-            f"{begin_sentence(name_ranks(snapshot, found.ranks))} {verb} the others wait{since}: "
-            f"waiting for {it} costs each of them {100 * found.cost:.0f} % of its time, on average."
+            f"{begin_sentence(name_ranks(snapshot, stragglers.ranks))} {verb} the others "
+            f"wait{since}: waiting for {pronoun} costs each of them "
+            f"{100 * stragglers.cost:.0f} % of its time, on average."
         )
         if place:
             text += (
-                f" {'It comes' if one else 'They come'} late to {place['op']} of group "
+                f" {'It comes' if single else 'They come'} late to {place['op']} of group "
                 f"{place['group']}{f' at {site}' if site else ''}, by "
                 f"{short_duration(late.late_s)} at the median."
             )
         evidence = [
-            f"{100 * found.share:.0f} % of all waiting in {duration(found.span_s)}"
-            f"{_left_out(found)}; most of the waiting in {100 * found.along:.0f} % of its parts"
+            f"{100 * stragglers.share:.0f} % of all waiting in {duration(stragglers.span_s)}"
+            f"{_left_out(stragglers)}; most of the waiting in "
+            f"{100 * stragglers.along:.0f} % of its parts"
         ]
         if late.table is not None:
             count = len(late.table.seq)
@@ -76,24 +80,24 @@ class Straggler(Verdict):
                 f"last in {100 * late.last_in:.0f} % of {count:,} collectives of that group"
             )
         yield self.finding(
-            found.ranks,
-            victims=_peers(recent, found.ranks),
-            hosts=hosts_of(snapshot, found.ranks),
-            since_s=found.span_s,
+            stragglers.ranks,
+            victims=_peers(recent, stragglers.ranks),
+            hosts=hosts_of(snapshot, stragglers.ranks),
+            since_s=stragglers.span_s,
             confidence="likely" if not snapshot.problems else less_sure("likely"),
             summary=text,
             evidence=tuple(evidence),
-            advice=f"Look at what rank {found.ranks[0]} does before "
+            advice=f"Look at what rank {stragglers.ranks[0]} does before "
             f"{'that line' if site else 'it communicates'}: its data, its CPU, its GPU's clock; "
             "rankcall report has the figures.",
             **place,
         )
 
 
-def _left_out(found: Stragglers) -> str:
-    if not found.slow_start_s:
+def _left_out(stragglers: Stragglers) -> str:
+    if not stragglers.slow_start_s:
         return " on record"
-    return f" (the {duration(found.slow_start_s)} before, of far longer steps, are left out)"
+    return f" (the {duration(stragglers.slow_start_s)} before, of far longer steps, are left out)"
 
 
 def _place(snapshot: Snapshot, late: LateRanks) -> dict[str, Any]:
@@ -112,7 +116,9 @@ def _place(snapshot: Snapshot, late: LateRanks) -> dict[str, Any]:
 def _peers(recent: RecentCalls, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks that share a group with some ranks, and so wait for them."""
     together: set[int] = set()
-    used = [table.group for table in recent.tables] + [each.group for each in recent.messages]
+    used = [table.group for table in recent.tables] + [
+        messages.group for messages in recent.messages
+    ]
     for group in dict.fromkeys(used):
         if not set(ranks).isdisjoint(group.ranks):
             together.update(group.ranks)
@@ -145,20 +151,20 @@ def late_ranks(recent: RecentCalls) -> LateRanks | None:
         measure_collectives(table, waited, clocks, totals)
     for messages, waited in zip(recent.messages, waits.of_messages, strict=True):
         measure_messages(messages, waited, clocks, totals)
-    found = find_stragglers(totals, parts, [each.host for each in snapshot.ranks])
-    if found is None:
+    stragglers = find_stragglers(totals, parts, [state.host for state in snapshot.ranks])
+    if stragglers is None:
         return None
-    late = list(found.ranks)
+    late = list(stragglers.ranks)
     if not tables:
-        return LateRanks(found)
-    table = max(tables, key=lambda each: _lateness(each, late, clocks)[0].sum())
+        return LateRanks(stragglers)
+    table = max(tables, key=lambda candidate: _lateness(candidate, late, clocks)[0].sum())
     lateness, last, columns = _lateness(table, late, clocks)
     if not last.any():
-        return LateRanks(found)
+        return LateRanks(stragglers)
     column = int(columns[_worst(table, columns, lateness)])
     alike = (table.op[columns] == table.op[column]) & (table.bytes[columns] == table.bytes[column])
     return LateRanks(
-        found,
+        stragglers,
         table,
         column,
         float(np.median(lateness[last & alike])) / 1e9,

@@ -69,10 +69,10 @@ def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
     calls = snapshot.calls
     collectives = np.flatnonzero(blocked & (calls["kind"] == COLLECTIVE))
     messages = np.flatnonzero(blocked & (calls["kind"] == P2P))
-    found = list(_collective_waits(snapshot, collectives, hung)) if len(collectives) else []
+    waits = list(_collective_waits(snapshot, collectives, hung)) if len(collectives) else []
     if len(messages):
-        found += _message_waits(snapshot, messages, hung)
-    return found
+        waits += _message_waits(snapshot, messages, hung)
+    return waits
 
 
 def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[Wait]:
@@ -200,7 +200,7 @@ def _message_wait(
     seq, age = int(call["seq"]), float(call["age_s"])
     me = [rank]
     if peer < 0:
-        others = [each for each in snapshot.groups[group].ranks if each != rank]
+        others = [member for member in snapshot.groups[group].ranks if member != rank]
         yield Wait(
             group,
             seq,
@@ -273,17 +273,21 @@ class WaitGraph:
     def reach(self, waits: Iterable[Wait]) -> list[Wait]:
         """Return some waits, the waits for the ranks in them, and so on."""
         todo = list(waits)
-        found = {id(wait): wait for wait in todo}
+        reached = {id(wait): wait for wait in todo}
         seen: set[int] = set()
         while todo:
             wait = todo.pop()
             for rank in [*wait.waiters, *wait.presumed]:
                 if rank not in seen:
                     seen.add(rank)
-                    fresh = [w for w in self.waits_for.get(rank, ()) if id(w) not in found]
-                    found.update((id(each), each) for each in fresh)
+                    fresh = [
+                        next_wait
+                        for next_wait in self.waits_for.get(rank, ())
+                        if id(next_wait) not in reached
+                    ]
+                    reached.update((id(next_wait), next_wait) for next_wait in fresh)
                     todo += fresh
-        return list(found.values())
+        return list(reached.values())
 
     def victims(self, waits: Iterable[Wait]) -> set[int]:
         """Return the ranks in some waits, the ranks that wait for those, and so on."""
@@ -370,7 +374,7 @@ def components(edges: Edges) -> list[list[int]]:
     low: dict[int, int] = {}
     stack: list[int] = []
     held: set[int] = set()
-    found: list[list[int]] = []
+    parts: list[list[int]] = []
     for root in edges:
         if root in number:
             continue
@@ -393,8 +397,8 @@ def components(edges: Edges) -> list[list[int]]:
                 if target in held:
                     low[node] = min(low[node], number[target])
             else:
-                _close(node, number, low, stack, held, found)
-    return found
+                _close(node, number, low, stack, held, parts)
+    return parts
 
 
 def _close(
@@ -403,7 +407,7 @@ def _close(
     low: Mapping[int, int],
     stack: list[int],
     held: set[int],
-    found: list[list[int]],
+    parts: list[list[int]],
 ) -> None:
     """Take a finished component off the stack."""
     if low[node] != number[node]:
@@ -416,4 +420,4 @@ def _close(
         if top == node:
             break
     if len(part) > 1:
-        found.append(part)
+        parts.append(part)

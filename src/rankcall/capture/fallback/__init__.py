@@ -193,7 +193,7 @@ class Issuer:
         """Write down how many elements each tensor of a coalesced op has, once per shape hash."""
         if len(self._shapes) < _MAX_SHAPES:
             self._shapes.add(shapes)
-            self._ring.numels(shapes, [each.numel() for each in tensors[:_MAX_NUMELS]])
+            self._ring.numels(shapes, [tensor.numel() for tensor in tensors[:_MAX_NUMELS]])
 
     def _mark(
         self, op: Op, record: int, state: GroupState, site: int, fields: dict[str, Any]
@@ -218,8 +218,8 @@ def _sizes(op: Op, size: int, tensors: list[torch.Tensor]) -> list[int]:
     """Return a message's bytes, tensor by tensor if the op is a coalesced one."""
     if "coalesced" not in op.name or len(tensors) < 2:
         return [size]
-    total = sum(each.numel() for each in tensors) or 1
-    return [size * each.numel() // total for each in tensors]
+    total = sum(tensor.numel() for tensor in tensors) or 1
+    return [size * tensor.numel() // total for tensor in tensors]
 
 
 Interposer = Callable[[Op, Numbered, Callable[..., Any], tuple[Any, ...]], Any]

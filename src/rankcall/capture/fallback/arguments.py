@@ -44,13 +44,13 @@ NOTHING = Sizes(0, [])
 
 def c10d_ops() -> list[Op]:
     """Return every c10d op that takes a process group, as the running torch declares it."""
-    found = []
+    ops = []
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("c10d::"):
             op = _describe(torch._C._get_schema(*name.partition(".")[::2]))
             if op is not None:
-                found.append(op)
-    return found
+                ops.append(op)
+    return ops
 
 
 def _describe(schema: Any) -> Op | None:

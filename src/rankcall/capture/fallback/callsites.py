@@ -123,7 +123,7 @@ class CallSites:
             return _CHILD
         if name == "main" and "/multiprocessing/forkserver.py" in file:
             return _CHILD
-        if file.startswith(self._installed) or any(each in file for each in _PACKAGES):
+        if file.startswith(self._installed) or any(folder in file for folder in _PACKAGES):
             return _FRAMEWORK
         return _FRAMEWORK if file.startswith("<") and not file.startswith(_TYPED) else _USER
 
@@ -177,13 +177,13 @@ class CallSites:
                 own.through[pair] = site
         return site
 
-    def _number_of(self, made: CallSite) -> int:
-        site = self._numbers.get(made)
+    def _number_of(self, call_site: CallSite) -> int:
+        site = self._numbers.get(call_site)
         if site is None:
             if len(self._numbers) >= _MAX_SITES:
                 return 0
-            site = self._numbers[made] = self._add(made)
-            self._by_id[site] = made
+            site = self._numbers[call_site] = self._add(call_site)
+            self._by_id[site] = call_site
         return site
 
     def _continues(self, frame: FrameType) -> bool:

@@ -97,7 +97,9 @@ class Groups:
                 unknown = Group(name, 0, _backend_of(group), "", ())
                 announced = unknown, self._ring.group(unknown)
             if len(self._states) % _LOOK_EVERY == _LOOK_EVERY - 1:
-                self._states = {name: each for name, each in self._states.items() if each.alive()}
+                self._states = {
+                    name: old_state for name, old_state in self._states.items() if old_state.alive()
+                }
             state = GroupState(*announced, group.rank(), group.size(), weakref.ref(group))
             self._states[name] = state
         return state

@@ -118,8 +118,8 @@ def nvtx_bridge() -> NativeModule:
 def nvtx_headers() -> Path:
     """Return the include folder of NVTX, which comes with a package of NVIDIA's."""
     for entry in sys.path:
-        for found in sorted(Path(entry or ".").glob("nvidia/*/include/nvtx3/nvToolsExt.h")):
-            return found.parents[1]
+        for header in sorted(Path(entry or ".").glob("nvidia/*/include/nvtx3/nvToolsExt.h")):
+            return header.parents[1]
     raise CaptureUnavailable(
         "NVTX's headers are not installed: pip install 'rankcall[nvtx]' (it brings nvidia-nvtx)"
     )
@@ -186,7 +186,7 @@ class NativeCapture:
             warn_once(
                 "device times are incomplete: the device refused to record or read some events"
             )
-        return [DeviceOp(*each) for each in self._native.take_device_ops(self._recorder)]
+        return [DeviceOp(*fields) for fields in self._native.take_device_ops(self._recorder)]
 
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
         """End records of ops on devices: completed at ``time_ns``, abandoned if that is 0."""
@@ -219,8 +219,8 @@ class NativeCapture:
     @property
     def make_statuses(self) -> Callable[..., list[Any]]:
         """Make the statuses that hooks get: see statuses.h."""
-        made: Callable[..., list[Any]] = self._native.statuses
-        return made
+        maker: Callable[..., list[Any]] = self._native.statuses
+        return maker
 
     def add_group(self, group: Group, me: int) -> int:
         """Announce a group, and return its id; ``me`` is this rank's place in it."""

@@ -74,7 +74,7 @@ def environment(**templates: str) -> Any:
             "the HTML report needs jinja2: pip install 'rankcall[report]'"
         ) from error
     shared = {name: asset(name) for name in ("parts.html.j2", "page.html.j2")}
-    found = jinja2.Environment(
+    jinja_environment = jinja2.Environment(
         loader=jinja2.DictLoader({**shared, **templates}),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -82,8 +82,8 @@ def environment(**templates: str) -> Any:
         lstrip_blocks=True,
         finalize=_readable,
     )
-    found.globals["version"] = __version__
-    found.filters.update(
+    jinja_environment.globals["version"] = __version__
+    jinja_environment.filters.update(
         clean=clean,
         percent=percent,
         size=size,
@@ -93,7 +93,7 @@ def environment(**templates: str) -> Any:
         px=partial(round, ndigits=2),
         prose=_prose,
     )
-    return found
+    return jinja_environment
 
 
 def _readable(value: Any) -> Any:
@@ -116,19 +116,19 @@ def asset(name: str) -> str:
 
 def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
     summary = details.summary
-    found = curves(summary)
+    bandwidth_curves = curves(summary)
     columns, maps = charts.columns(details), charts.late_maps(details)
     traffic = charts.host_matrix(details)
     return {
         "run": clean(PurePath(summary.path).name),
         "verdict": verdict(details, findings),
-        "items": items(details, found, findings),
+        "items": items(details, bandwidth_curves, findings),
         "facts": _facts(summary),
         "stats": _stats(summary),
         "overall": charts.overall(details.splits),
         "columns": columns,
         "maps": maps,
-        "bandwidth": charts.bandwidth(found),
+        "bandwidth": charts.bandwidth(bandwidth_curves),
         "traffic": traffic,
         "sites": _sites(summary),
         "code": {row.site.shown: row.code for row in summary.call_sites if row.code},
@@ -193,12 +193,16 @@ def _stats(summary: Summary) -> list[tuple[str, str, str]]:
     """Return the figures beside the verdict, each as value, name and details."""
     steps = max((row.steps for row in summary.ranks), default=0)
     lasts = sorted(step.ms for step in summary.steps)
-    found = [(time(summary.duration_ms), "run", plural(steps, "step") if steps else "")]
+    figures = [(time(summary.duration_ms), "run", plural(steps, "step") if steps else "")]
     if lasts:
-        found.append((time(lasts[len(lasts) // 2]), "a step", f"median; longest {time(lasts[-1])}"))
+        figures.append(
+            (time(lasts[len(lasts) // 2]), "a step", f"median; longest {time(lasts[-1])}")
+        )
     if summary.comm_share is not None:
-        found.append((percent(summary.comm_share), "in communication", "of a rank's time, median"))
-    return found
+        figures.append(
+            (percent(summary.comm_share), "in communication", "of a rank's time, median")
+        )
+    return figures
 
 
 def _sites(summary: Summary) -> list[dict[str, Any]]:

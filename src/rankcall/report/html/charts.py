@@ -61,15 +61,15 @@ class Band:
 def bands(details: Details, ranks: Sequence[int]) -> list[Band]:
     """Return stretches of neighbouring ranks of one host."""
     host_of = {row.rank: row.host for row in details.summary.ranks}
-    found: list[list[Any]] = []
+    stretches: list[list[Any]] = []
     for place, rank in enumerate(ranks):
         host = clean(host_of.get(rank, ""))
-        if found and found[-1][0] == host:
-            found[-1][2] += 1
+        if stretches and stretches[-1][0] == host:
+            stretches[-1][2] += 1
         else:
-            found.append([host, place, 1])
+            stretches.append([host, place, 1])
     count = max(1, len(ranks))
-    return [Band(host, begin / count, length / count) for host, begin, length in found]
+    return [Band(host, begin / count, length / count) for host, begin, length in stretches]
 
 
 def nice_ticks(highest: float, most: int = 5) -> list[float]:
@@ -84,10 +84,10 @@ def nice_ticks(highest: float, most: int = 5) -> list[float]:
 
 def overall(splits: Sequence[RankSplit]) -> list[dict[str, Any]]:
     """Return the parts of all ranks' time together."""
-    total = sum(each.total_ms for each in splits)
+    total = sum(split.total_ms for split in splits)
     if total <= 0:
         return []
-    parts = [(kind, sum(getattr(each, f"{kind}_ms") for each in splits)) for kind in KINDS]
+    parts = [(kind, sum(getattr(split, f"{kind}_ms") for split in splits)) for kind in KINDS]
     return [
         {"kind": kind, "share": amount / total, "words": _WORDS[kind]} for kind, amount in parts
     ]
@@ -98,8 +98,8 @@ def columns(details: Details) -> dict[str, Any] | None:
     splits = details.splits
     if not splits:
         return None
-    per_step = all(each.steps > 0 for each in splits)
-    rows = [_row(each, each.steps if per_step else 1) for each in splits]
+    per_step = all(split.steps > 0 for split in splits)
+    rows = [_row(split, split.steps if per_step else 1) for split in splits]
     fold = -(-len(rows) // _MOST_COLUMNS)
     shown = [_slowest(rows[at : at + fold]) for at in range(0, len(rows), fold)]
     highest = max(sum(row[1:]) for row in shown) or 1.0
@@ -130,8 +130,8 @@ def columns(details: Details) -> dict[str, Any] | None:
     }
 
 
-def _row(each: RankSplit, parts: int) -> list[Any]:
-    return [each.rank, *(getattr(each, f"{kind}_ms") / parts for kind in KINDS)]
+def _row(split: RankSplit, parts: int) -> list[Any]:
+    return [split.rank, *(getattr(split, f"{kind}_ms") / parts for kind in KINDS)]
 
 
 def _slowest(rows: Sequence[list[Any]]) -> list[Any]:
@@ -169,7 +169,7 @@ def _rank_ticks(ranks: Sequence[int], wide: float) -> list[Tick]:
 def late_maps(details: Details) -> dict[str, Any] | None:
     """Return the maps of lateness as pictures, all on one scale."""
     late = details.lateness
-    maps = [each for each in late.maps if np.isfinite(each.late_ms).any()]
+    maps = [late_map for late_map in late.maps if np.isfinite(late_map.late_ms).any()]
     if not maps:
         return None
     highest = _strongest(maps[0].late_ms)
@@ -177,8 +177,8 @@ def late_maps(details: Details) -> dict[str, Any] | None:
     fold = maps[0].fold
     return {
         "maps": [
-            {"title": clean(each.title), "src": picture(levels(each.late_ms, highest))}
-            for each in maps
+            {"title": clean(late_map.title), "src": picture(levels(late_map.late_ms, highest))}
+            for late_map in maps
         ],
         "highest_ms": highest,
         "rows": rows,
@@ -211,11 +211,11 @@ def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:
     return [Band(f"rank {rank}", rank / rows, 1 / rows) for rank in range(rows)]
 
 
-def bandwidth(found: Sequence[Curve]) -> dict[str, Any] | None:
+def bandwidth(curves: Sequence[Curve]) -> dict[str, Any] | None:
     """Return the chart of busbw against size, both axes logarithmic."""
-    if not found:
+    if not curves:
         return None
-    points = [point for curve in found for point in curve.points]
+    points = [point for curve in curves for point in curve.points]
     low, high = min(p.busbw for p in points), max(p.busbw for p in points)
     bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
     top = max(top, bottom + 1)
@@ -231,7 +231,7 @@ def bandwidth(found: Sequence[Curve]) -> dict[str, Any] | None:
     return {
         "height": height,
         "left": _LEFT,
-        "curves": [_curve(number, curve, place) for number, curve in enumerate(found)],
+        "curves": [_curve(number, curve, place) for number, curve in enumerate(curves)],
         "x": [
             Tick(
                 _LEFT + 12 + (wide - 24) * (bits - first) / (last - first),
@@ -247,7 +247,7 @@ def bandwidth(found: Sequence[Curve]) -> dict[str, Any] | None:
             for power in range(bottom, top + 1)
             for times in ((1, 2, 5) if top - bottom < 3 and power < top else (1,))
         ],
-        "ops": list(dict.fromkeys(curve.op for curve in found)),
+        "ops": list(dict.fromkeys(curve.op for curve in curves)),
     }
 
 
@@ -293,7 +293,7 @@ def host_matrix(details: Details) -> dict[str, Any] | None:
     apart = sent.copy()
     np.fill_diagonal(apart, 0.0)
     highest, between = float(apart.max()), float(apart.sum())
-    found: dict[str, Any] = {
+    matrix: dict[str, Any] = {
         "hosts": hosts,
         "between": size(between),
         "within": size(float(np.trace(sent))),
@@ -303,7 +303,7 @@ def host_matrix(details: Details) -> dict[str, Any] | None:
         "highest": highest,
     }
     if len(hosts) <= _MOST_CELLS:
-        found["rows"] = [
+        matrix["rows"] = [
             [
                 {
                     "text": size(sent[i, j]) if sent[i, j] else "",
@@ -317,16 +317,16 @@ def host_matrix(details: Details) -> dict[str, Any] | None:
         ]
     else:
         shown = np.where(sent > 0, apart, np.nan)
-        found["src"] = picture(levels(shown, highest), blue=True)
-    return found
+        matrix["src"] = picture(levels(shown, highest), blue=True)
+    return matrix
 
 
 def levels(values: Floats, highest: float) -> npt.NDArray[np.uint8]:
     """Return 0 to 254 by the square root of the value's share of the highest; 255: absent."""
     with np.errstate(invalid="ignore"):
         share = np.sqrt(np.clip(values / highest, 0, 1)) if highest > 0 else values * 0.0
-        found = np.rint(share * _STRONGEST)
-    return np.where(np.isnan(values), ABSENT, np.nan_to_num(found)).astype(np.uint8)
+        strengths = np.rint(share * _STRONGEST)
+    return np.where(np.isnan(values), ABSENT, np.nan_to_num(strengths)).astype(np.uint8)
 
 
 def picture(cells: npt.NDArray[np.uint8], *, blue: bool = False) -> str:

@@ -52,43 +52,45 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
     first = headline(summary)
     if not first.alarm:
         return Verdict(first.text, first.detail, False)
-    named = [each for each in summary.stragglers if each.rank in first.ranks]
-    hosts = list(dict.fromkeys(each.host for each in named if each.host))
+    named = [straggler for straggler in summary.stragglers if straggler.rank in first.ranks]
+    hosts = list(dict.fromkeys(straggler.host for straggler in named if straggler.host))
     ranks = plural(len(named), "rank").split(" ")[1] + f" {format_ranks(first.ranks)}"
-    who = (ranks, "on " + ", ".join(hosts)) if hosts else (ranks, "")
+    culprits = (ranks, "on " + ", ".join(hosts)) if hosts else (ranks, "")
     late = summary.late
     assert late is not None, "only stragglers alarm"
     others = max(1, len(summary.stragglers) - len(named))
-    each_ms = sum(one.caused_wait_ms for one in named) / others
+    each_ms = sum(straggler.caused_wait_ms for straggler in named) / others
     cost = time(each_ms), f"{percent(late.cost)} of the run, lost by each other rank"
     makes = "makes" if len(named) == 1 else "make"
     on = f" on {hosts[0]}" if len(hosts) == 1 else ""
     title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"
     where = _where(details, first.ranks)
-    return Verdict(title, f"{first.text} {first.detail}", True, who, where, cost)
+    return Verdict(title, f"{first.text} {first.detail}", True, culprits, where, cost)
 
 
-def verdict_of_finding(found: Finding) -> Verdict:
+def verdict_of_finding(finding: Finding) -> Verdict:
     """Return the verdict that one finding makes: the likeliest root cause of a hang."""
-    who = None
-    title = found.predicate
-    if found.ranks:
-        ranks = plural(len(found.ranks), "rank").split(" ")[1] + f" {format_ranks(found.ranks)}"
-        who = ranks, "on " + ", ".join(found.hosts) if found.hosts else ""
+    culprits = None
+    title = finding.predicate
+    if finding.ranks:
+        ranks = plural(len(finding.ranks), "rank").split(" ")[1] + f" {format_ranks(finding.ranks)}"
+        culprits = ranks, "on " + ", ".join(finding.hosts) if finding.hosts else ""
         title = f"{ranks[0].upper()}{ranks[1:]} {title}"
     else:
         title = f"The ranks: {title}"
     where = None
-    if found.call_site:
-        call = f"{numbered(found.op, found.seq)} of group {found.group}" if found.op else ""
+    if finding.call_site:
+        call = f"{numbered(finding.op, finding.seq)} of group {finding.group}" if finding.op else ""
         where = (
-            line_names(found.call_site, found.user_line),
+            line_names(finding.call_site, finding.user_line),
             call,
-            found.shown_line,
+            finding.shown_line,
         )
-    waiting = plural(len(found.victims), "rank") + " held up" if found.victims else ""
-    cost = (time(found.since_s * 1e3), waiting) if found.since_s > 0 else None
-    return Verdict(title, f"{found.summary} {found.advice}".strip(), True, who, where, cost)
+    waiting = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
+    cost = (time(finding.since_s * 1e3), waiting) if finding.since_s > 0 else None
+    return Verdict(
+        title, f"{finding.summary} {finding.advice}".strip(), True, culprits, where, cost
+    )
 
 
 def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str, str] | None:
@@ -119,12 +121,12 @@ def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = (
 def item_of_finding(finding: Finding) -> Item:
     """Return a finding with its evidence and advice."""
     sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
-    words = [*(f"{each.rstrip('.')}." for each in finding.evidence), finding.advice]
+    words = [*(f"{line.rstrip('.')}." for line in finding.evidence), finding.advice]
     return Item("alarm", finding.summary + sure, " ".join(filter(None, words)), finding.shown_line)
 
 
 def _late(details: Details) -> Iterator[Item]:
-    shares = {each.rank: each for each in details.summary.stragglers}
+    shares = {straggler.rank: straggler for straggler in details.summary.stragglers}
     named = headline(details.summary).ranks
     for line in details.late_lines:
         if line.rank not in named or line.share < _WORTH_A_LINE:
@@ -140,13 +142,13 @@ def _late(details: Details) -> Iterator[Item]:
 
 
 def _slow(curves: list[Curve]) -> Iterator[Item]:
-    for found in below_peers(curves):
+    for slow in below_peers(curves):
         yield Item(
             "note",
-            f"{found.op} in group {found.group} reaches {percent(found.ratio)} of its peers' "
+            f"{slow.op} in group {slow.group} reaches {percent(slow.ratio)} of its peers' "
             "bandwidth",
-            f"{found.busbw:.3g} GB/s at {found.size}, where {plural(found.peers, 'other')} "
-            f"reach {found.expected:.3g} GB/s (median).",
+            f"{slow.busbw:.3g} GB/s at {slow.size}, where {plural(slow.peers, 'other')} "
+            f"reach {slow.expected:.3g} GB/s (median).",
         )
 
 
@@ -230,14 +232,14 @@ class BelowPeers:
 
 def curves(summary: Summary) -> list[Curve]:
     """Return the curves, those that took most time first. Ops without bandwidth have no curve."""
-    found: dict[tuple[str, str], Curve] = {}
+    curve_of: dict[tuple[str, str], Curve] = {}
     for row in summary.collectives:
         if row.busbw_gbps is None or row.busbw_gbps <= 0 or row.op == "send":
             continue
-        curve = found.setdefault((row.op, row.group), Curve(row.op, row.group, [], 0.0))
+        curve = curve_of.setdefault((row.op, row.group), Curve(row.op, row.group, [], 0.0))
         curve.points.append(Point(row.bucket, row.busbw_gbps, row.count))
         curve.total_ms += row.total_ms
-    kept = sorted(found.values(), key=lambda curve: -curve.total_ms)[:MOST_CURVES]
+    kept = sorted(curve_of.values(), key=lambda curve: -curve.total_ms)[:MOST_CURVES]
     for curve in kept:
         curve.points.sort(key=lambda point: point.bucket)
     for curve in kept:
@@ -246,17 +248,17 @@ def curves(summary: Summary) -> list[Curve]:
 
 
 def _add_peers(curve: Curve, kept: Sequence[Curve]) -> None:
-    others = [each for each in kept if each is not curve]
-    same = [each for each in others if each.op == curve.op]
+    others = [peer for peer in kept if peer is not curve]
+    same = [peer for peer in others if peer.op == curve.op]
     curve.peers_are, curve.same_op = f"{curve.op} in other groups", bool(same)
     if not same:
-        same = [each for each in others if each.group == curve.group]
+        same = [peer for peer in others if peer.group == curve.group]
         curve.peers_are = f"other ops in group {curve.group}"
     if not same:
         same, curve.peers_are = others, "all other ops and groups"
     by_size: dict[int, list[Point]] = {}
-    for each in same:
-        for point in each.points:
+    for peer in same:
+        for point in peer.points:
             by_size.setdefault(point.bucket, []).append(point)
     curve.peers = [
         Point(bucket, median(point.busbw for point in points), len(points))
@@ -264,13 +266,13 @@ def _add_peers(curve: Curve, kept: Sequence[Curve]) -> None:
     ]
 
 
-def below_peers(found: Sequence[Curve]) -> list[BelowPeers]:
+def below_peers(curves: Sequence[Curve]) -> list[BelowPeers]:
     """Find groups whose op is much slower than the same op elsewhere, at the size that shows most.
 
     At least three peers have to agree, each measured often enough.
     """
     slow = []
-    for curve in found:
+    for curve in curves:
         if not curve.same_op:
             continue
         expected = {point.bucket: point for point in curve.peers}
@@ -286,4 +288,4 @@ def below_peers(found: Sequence[Curve]) -> list[BelowPeers]:
                         curve.op, curve.group, size, point.busbw, peers.busbw, peers.count, ratio
                     )
                 )
-    return sorted(slow, key=lambda each: each.ratio)[:3]
+    return sorted(slow, key=lambda slow_group: slow_group.ratio)[:3]

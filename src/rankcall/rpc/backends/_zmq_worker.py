@@ -81,7 +81,9 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             )
         list(endpoints("", port))  # raises ValueError
         self.num_worker_threads = num_worker_threads
-        self.device_maps = {to: as_device_map(each) for to, each in (device_maps or {}).items()}
+        self.device_maps = {
+            to: as_device_map(device_map) for to, device_map in (device_maps or {}).items()
+        }
         self.devices = [as_device(device) for device in devices or ()]
         self.host, self.bind, self.port = host, bind, port
         self.secret_file = secret_file
@@ -224,10 +226,10 @@ def zmq_library() -> str:
     """
     package = find_spec("zmq")
     folders = package.submodule_search_locations if package else None
-    found = PathFinder.find_spec("_zmq", [f"{each}/backend/cython" for each in folders or ()])
-    if found is None or not isinstance(found.loader, ExtensionFileLoader):
-        what = "this pyzmq has no extension module" if package else "no module named zmq"
+    spec = PathFinder.find_spec("_zmq", [f"{folder}/backend/cython" for folder in folders or ()])
+    if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
+        reason = "this pyzmq has no extension module" if package else "no module named zmq"
         raise BackendUnavailable(
-            f"the RPC back end ZMQ needs pyzmq: pip install 'rankcall[rpc]' ({what})"
+            f"the RPC back end ZMQ needs pyzmq: pip install 'rankcall[rpc]' ({reason})"
         )
-    return str(found.origin)
+    return str(spec.origin)

@@ -128,7 +128,7 @@ def _join_static(worker: Worker, membership: StaticMembership, deadline: float) 
     with undone_on_error():
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
         membership.exchange("started", None, deadline)
-        _reach([each for each in records if not worker.shares_memory_with(each)], agent, deadline)
+        _reach([peer for peer in records if not worker.shares_memory_with(peer)], agent, deadline)
         membership.exchange("ready", None, deadline)
     set_group(StaticGroup(agent, membership, membership.store))
 
@@ -237,21 +237,23 @@ class DynamicGroup:
             if not is_unknown or time.monotonic() >= deadline:
                 check_unique(record, living)
             time.sleep(_CONFLICT_POLL_S)
-            present = {each["session"] for each in self._log.members(deadline)}
+            present = {member["session"] for member in self._log.members(deadline)}
             before = [other for other in living if other["session"] in present]
 
     def _start(self, record: WorkerRecord, others: Sequence[WorkerRecord], deadline: float) -> None:
-        nodes = [Node.from_json(each["node"]) for each in (record, *others)]
+        nodes = [Node.from_json(member["node"]) for member in (record, *others)]
         validate(nodes, static=False)
         self._agent.on_control(self._on_control)
         self._agent.on_lost(self._on_lost)
-        for each in (record, *others):
-            self._meet(each)
+        for member in (record, *others):
+            self._meet(member)
         if torch.cuda.is_available() and device_list(nodes[0], reverse_maps(nodes[0].name, nodes)):
             torch.cuda.init()  # type: ignore[no-untyped-call]
         with undone_on_error():
             api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
-            self._introduce(json.dumps(record), [each["node"]["name"] for each in others], deadline)
+            self._introduce(
+                json.dumps(record), [other["node"]["name"] for other in others], deadline
+            )
 
     def _introduce(self, text: str, names: Sequence[str], deadline: float) -> None:
         left = seconds_left(deadline)

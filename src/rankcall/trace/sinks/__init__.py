@@ -129,7 +129,11 @@ def make_sink(name: str) -> Sink | RecordSink:
 
 def _own_sinks() -> dict[str, Callable[[], Any]]:
     """Return the classes in this package that have a ``sink_name``, by that name."""
-    names = [found.name for found in pkgutil.iter_modules(__path__) if found.name[0] != "_"]
+    names = [
+        module_info.name
+        for module_info in pkgutil.iter_modules(__path__)
+        if module_info.name[0] != "_"
+    ]
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     return {
         value.sink_name: value
