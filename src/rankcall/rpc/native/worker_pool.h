@@ -47,10 +47,11 @@ class WorkerPool {
   }
 
   // Has a thread run a task that never waits for requests, such as one that completes a call.
+  // If `receive` calls this, its own thread runs the task next, so no other is woken.
   void add_answer(Task task) {
     std::lock_guard<std::mutex> guard(mutex_);
     answers_.push_back(std::move(task));
-    waiting_.notify_one();
+    if (receiver_ != std::this_thread::get_id()) waiting_.notify_one();
   }
 
   std::size_t threads() {
@@ -70,7 +71,7 @@ class WorkerPool {
     stopping_ = true;
     waiting_.notify_all();
     bool ended = left_.wait_for(lock, patience, [&] { return alive_ == 0; });
-    bool receiving = receiving_;
+    bool receiving = receiver_ != std::thread::id();
     auto threads = std::move(threads_);
     auto requests = std::move(requests_), answers = std::move(answers_);
     lock.unlock();
@@ -103,7 +104,7 @@ class WorkerPool {
         run(answers_, lock, owner);
       } else if (!requests_.empty() && running_ < limit_) {
         run(requests_, lock, owner);
-      } else if (!receiving_) {
+      } else if (receiver_ == std::thread::id()) {
         receive(lock);
       } else {
         waiting_.wait(lock);
@@ -120,8 +121,9 @@ class WorkerPool {
     running_++;
     // A callback of an answer may wait for another answer: some thread must be there to receive it.
     if (running_ == alive_ && alive_ < 4 * (limit_ + 1)) try_to_add_thread(owner);
-    if (!receiving_) waiting_.notify_one();
+    bool has_receiver = receiver_ != std::thread::id();
     lock.unlock();
+    if (!has_receiver) waiting_.notify_one();
     try {
       task();
     } catch (const std::exception& error) {  // the process must not end for it
@@ -134,11 +136,11 @@ class WorkerPool {
   }
 
   void receive(std::unique_lock<std::mutex>& lock) {
-    receiving_ = true;
+    receiver_ = std::this_thread::get_id();
     lock.unlock();
     bool more = receive_();
     lock.lock();
-    receiving_ = false;
+    receiver_ = std::thread::id();
     if (!more) {
       stopping_ = true;
       waiting_.notify_all();
@@ -157,7 +159,7 @@ class WorkerPool {
   std::size_t limit_ = 0;
   std::size_t running_ = 0;
   std::size_t alive_ = 0;
-  bool receiving_ = false;
+  std::thread::id receiver_;  // of no thread while none receives
   bool stopping_ = false;
 };
 
