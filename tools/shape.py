@@ -5,6 +5,9 @@ An import is one module that names another module of the package, counted once f
 inside functions and under ``TYPE_CHECKING`` count: a reader has to follow them like all others. A
 circle is a set of modules that import one another, directly or through others of the set.
 
+A vague name is a parameter or a local variable whose name does not say what it holds: ``each``,
+``found``, ``told``, ``one`` or ``who``.
+
 Each ``--max-*`` option sets a limit. The exit status is 1 if a figure is above its limit, and 2 if
 there is no such package.
 """
@@ -24,6 +27,7 @@ Graph = Mapping[str, frozenset[str]]
 
 NATIVE_SUFFIXES = (".h", ".cpp", ".cc")
 SHORT_MODULE = 60
+VAGUE = frozenset({"each", "found", "told", "one", "who"})
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Shape:
 
     ``circles`` holds one entry for each circle: its modules in alphabetical order.
     ``repeated_names`` holds the module names that stand in more than one place of the package; a
-    leading underscore is ignored.
+    leading underscore is ignored. ``vague_names`` are written as ``module:line name``.
     """
 
     modules: int
@@ -44,6 +48,7 @@ class Shape:
     longest_module: int
     circles: list[list[str]]
     repeated_names: list[str]
+    vague_names: list[str]
 
     @property
     def modules_in_circles(self) -> int:
@@ -182,8 +187,31 @@ def measure(root: Path) -> tuple[Shape, Graph]:
         longest_module=max(lines.values(), default=0),
         circles=circles_of(graph),
         repeated_names=sorted(name for name, count in repeated.items() if count > 1),
+        vague_names=[f"{name}:{vague}" for name in known for vague in vague_names(known[name])],
     )
     return shape, graph
+
+
+def vague_names(path: Path) -> list[str]:
+    """Return the parameters and variables of a module that have a vague name, as ``line name``.
+
+    A class may have a field of such a name: an attribute is read beside its object's name.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    fields = {
+        statement.target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    names = [
+        (node.lineno, node.id if isinstance(node, ast.Name) else node.arg)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields)
+    ]
+    return [f"{line} {name}" for line, name in sorted(names) if name in VAGUE]
 
 
 def _line_count(path: Path) -> int:
@@ -202,6 +230,7 @@ def report(shape: Shape, graph: Graph) -> str:
         ("imports", f"{shape.imports}"),
         ("  per 1,000 lines", f"{shape.imports_per_1000_lines}"),
         ("modules in circles", f"{shape.modules_in_circles}"),
+        ("vague names", f"{len(shape.vague_names)}  {', '.join(shape.vague_names[:5])}"),
     ]
     text = [f"{name:22s}{value}".rstrip() for name, value in rows]
     for circle in shape.circles:
@@ -232,6 +261,7 @@ LIMITS = {
     "imports": "imports_per_1000_lines",
     "in-circles": "modules_in_circles",
     "repeated": "repeated_names",
+    "vague": "vague_names",
     "lines": "python_lines",
     "longest": "longest_module",
 }

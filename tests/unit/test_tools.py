@@ -54,6 +54,24 @@ def test_the_size_of_a_package(package: Path) -> None:
     assert (figures.repeated_names, figures.longest_module) == (["low"], 3)
 
 
+def test_vague_names_are_counted(package: Path) -> None:
+    """A parameter or variable called ``each`` counts; a field, an attribute or a word does not."""
+    (package / "inner/vague.py").write_text(
+        "class Page:\n"
+        "    who: str = ''\n"
+        "def show(told, page):\n"
+        "    # for each page\n"
+        "    page.who = 'one'\n"
+        "    return [each for each in told], lambda one: one\n"
+    )
+    figures, _ = shape.measure(package)
+    assert figures.vague_names == [
+        f"toy.inner.vague:{name}" for name in ("3 told", "6 each", "6 one")
+    ]
+    assert shape.main([str(package), "--max-vague", "3"]) == 0
+    assert shape.main([str(package), "--max-vague", "2"]) == 1
+
+
 def test_a_package_without_a_circle(package: Path) -> None:
     """A chain longer than the recursion limit is no circle, and does not end in an error."""
     chain = {str(number): frozenset({str(number + 1)}) for number in range(5000)}

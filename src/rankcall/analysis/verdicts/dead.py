@@ -86,7 +86,7 @@ class Dead(CulpritVerdict):
             if not first.unheard:
                 unknown = f"{they} left no records here"
             return f"{be} gone: {its} connections were closed, and {unknown}"
-        endings = {_ending(state, one=len(states) == 1) for state in states}
+        endings = {_ending(state, is_single=len(states) == 1) for state in states}
         text = endings.pop() if len(endings) == 1 else "ended badly,"
         gone = first.gone_s if first.gone_s is not None else first.silent_s
         return f"{text} {ago(snapshot, gone)}"
@@ -134,16 +134,16 @@ def _closed_its_connections(snapshot: Snapshot, suspect: Suspect) -> bool:
     )
 
 
-def _ending(state: RankState, *, one: bool) -> str:
+def _ending(state: RankState, *, is_single: bool) -> str:
     """Write how one process, or several alike, ended: ``was killed by SIGKILL``, ``is gone``."""
-    was, its = ("was", "its") if one else ("were", "their")
+    was, its = ("was", "its") if is_single else ("were", "their")
     if state.launcher_signal:
         name = _signal_name(state.launcher_signal)
         return f"{was} ended with {its} launcher, which {name} told to stop,"
     if state.failure and (state.exit is None or state.exit > 0):
         return f"failed with {state.failure}" + ("," if state.failure[-1:] not in ".!?" else "")
     if state.exit is None:
-        return "is gone" if one else "are gone"
+        return "is gone" if is_single else "are gone"
     if state.exit < 0:
         return f"{was} killed by {_signal_name(-state.exit)}"
     return f"exited with code {state.exit},"

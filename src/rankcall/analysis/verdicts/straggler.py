@@ -50,7 +50,7 @@ class Straggler(Verdict):
         late = late_ranks(recent)
         if late is None:
             return
-        snapshot, stragglers = recent.snapshot, late.found
+        snapshot, stragglers = recent.snapshot, late.stragglers
         place = _place(snapshot, late)
         site = both_lines(place.get("call_site", ""), place.get("user_line", ""))
         single = len(stragglers.ranks) == 1
@@ -107,7 +107,11 @@ def _place(snapshot: Snapshot, late: LateRanks) -> dict[str, Any]:
         return {}
     group, seq = snapshot.groups.index(table.group), int(table.seq[late.column])
     calls = snapshot.calls
-    row = (calls["group"] == group) & (calls["seq"] == seq) & (calls["rank"] == late.found.ranks[0])
+    row = (
+        (calls["group"] == group)
+        & (calls["seq"] == seq)
+        & (calls["rank"] == late.stragglers.ranks[0])
+    )
     lines = lines_of_site(snapshot, int(calls["site"][row.argmax()]) if row.any() else 0)
     op = OPS[int(table.op[late.column])]
     return {"group": snapshot.labels[group], "seq": seq, "op": op, **lines}
@@ -134,7 +138,7 @@ class LateRanks:
     collectives of the group they come last. None without a group.
     """
 
-    found: Stragglers
+    stragglers: Stragglers
     table: CollectiveTable | None = None
     column: int = 0
     late_s: float = 0.0
