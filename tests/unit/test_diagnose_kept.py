@@ -123,10 +123,12 @@ def test_a_threshold_of_0_is_the_jobs_own(
         {"kind": "no_progress", "ranks": [1], "evidence": [None]},
         {"kind": "no_progress", "ranks": [1], "summary": 5},
         {"kind": "no_progress", "ranks": [1], "since_s": "long"},
+        {"kind": "no_progress", "ranks": [1], "since_s": float("nan")},
+        {"kind": "no_progress", "ranks": [1], "since_s": 10**400},
         {"kind": "no_progress", "ranks": [1], "confidence": "sworn"},
         {"kind": "no_progress", "ranks": [1], "confidence": []},
     ],
-    ids=str,
+    ids=lambda forged: str(forged)[:60],
 )
 def test_a_forged_finding_is_left_out(tmp_path: Path, forged: dict[str, object]) -> None:
     """Any user may have written a verdict: one finding that is damaged does not count."""

@@ -124,13 +124,14 @@ def _write_redacted(source: Path, target: Path, left: list[str]) -> bool:
     """Copy ``run.json`` without the secrets of the command line; return whether it exists."""
     try:
         with open_file(source) as file:
-            about = json.loads(file.read(_MOST_BYTES))
+            about = redact(json.loads(file.read(_MOST_BYTES)))
+        text = json.dumps(about, indent=1)
     except FileNotFoundError:
         return False
     except (OSError, ValueError, RecursionError) as error:
         left.append(f"{source}: it cannot be read: {error}")
         return False
-    target.write_text(json.dumps(redact(about), indent=1) + "\n")
+    target.write_text(text + "\n")
     return True
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import lzma
 import os
 import re
 import shutil
@@ -252,7 +253,7 @@ def unpack(archive: Path, *, dumps: bool = False) -> Path:
 # ``zipfile`` does not know.
 _DAMAGES = (
     *(tarfile.TarError, EOFError, gzip.BadGzipFile, RecursionError, zipfile.BadZipFile),
-    *(RuntimeError, NotImplementedError),
+    *(RuntimeError, NotImplementedError, lzma.LZMAError),
 )
 
 

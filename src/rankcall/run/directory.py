@@ -48,6 +48,7 @@ from rankcall.run.redact import redact_command
 RUNS = "rankcall-runs"
 ATTEMPTS = "attempts"
 RUN_SCHEMA = 1
+_DEEPEST = 100  # levels of lists and dicts in ``run.json``
 VIEWS = "views"  # below the live rings: see ``views``
 TAIL = ".tail.ring"  # a ring's newest records, written while its process lives
 
@@ -124,12 +125,27 @@ def read_about(path: Path, problems: list[str]) -> dict[str, Any]:
     """
     try:
         about = json.loads((path / "run.json").read_text()) if path.is_dir() else {}
+        if _is_deep(about):
+            raise ValueError("it is nested too deeply")
         return about if isinstance(about, dict) else {}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path / 'run.json'}: cannot be read: {error}")
         return {}
+
+
+def _is_deep(value: Any) -> bool:
+    """Tell whether a JSON value is nested so deeply that functions that call themselves fail."""
+    values = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for outer in values:
+            inner += outer.values() if isinstance(outer, dict) else outer
+        values = [container for container in inner if isinstance(container, (dict, list))]
+        if not values:
+            return False
+    return True
 
 
 def find_run(path: str | os.PathLike[str] | None = None) -> Path:

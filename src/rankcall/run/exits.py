@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rankcall.files import append_line, run_folder
+from rankcall.files import append_line, open_file, run_folder
 from rankcall.process import boot_id, host_name
 from rankcall.ring.layout import Header
 
@@ -30,6 +30,7 @@ EXITS, STATES = "exits", "states"
 LAUNCHER = -1  # instead of a rank: the launcher got a signal to stop, which is in ``code``
 _MOST_BYTES = 1 << 24  # of one file; the rest is not read
 _MOST_LINE = 4096
+_LIMIT = 1 << 62  # a larger number is damage
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,14 @@ def read_exits(run_dir: Path) -> list[Exit]:
 
 def _exits_in(path: Path) -> Iterator[Exit]:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             lines = file.read(_MOST_BYTES).splitlines()
     except OSError:
         return
     for line in lines:
         try:
             yield _exit(json.loads(line[:_MOST_LINE]))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
 
 
@@ -96,6 +97,10 @@ def _exit(fields: Any) -> Exit:
         int(fields[name]) for name in ("rank", "attempt", "pid", "epoch_ns")
     )
     code = None if fields["code"] is None else int(fields["code"])
+    if epoch_ns < 0 or any(
+        abs(number) >= _LIMIT for number in (rank, attempt, pid, epoch_ns, code or 0)
+    ):
+        raise ValueError("impossible numbers")
     by_launcher = bool(fields.get("by_launcher"))
     return Exit(rank, attempt, str(fields["host"]), pid, code, epoch_ns, by_launcher)
 
@@ -135,13 +140,15 @@ def read_states(run_dir: Path) -> dict[Process, Noted]:
     folder = run_dir / STATES
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 content = json.loads(file.read(_MOST_BYTES))
             moment = int(content["mono_ns"])
+            if not 0 <= moment < _LIMIT:
+                raise ValueError("an impossible time")
             for process in content["processes"]:
                 key = str(content["boot_id"]), int(process["pid"]), int(process["start"])
                 if process["state"] in ("alive", "stopped", "gone"):
                     noted[key] = Noted(process["state"], moment)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
     return noted

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +31,7 @@ HANGS = "hangs"
 STACKS = "stacks"
 _VERDICT, _TEXT, _OVER = "verdict.json", "verdict.txt", "over.json"
 _LATEST_NS = 1 << 62
+_NUMBER = re.compile("[0-9]{1,9}")  # the name of a verdict's folder
 _LONGEST_S = 1e9
 _MOST_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
 _MOST_STACK_BYTES = 1 << 16
@@ -43,7 +45,8 @@ def decode(raw: bytes) -> Object:
         sound = all(isinstance(finding, dict) for finding in verdict["findings"])
         when = verdict["hang"]["epoch_ns"] = int(verdict["hang"]["epoch_ns"])
         sound &= 0 <= when < _LATEST_NS
-        sound &= 0 <= int(verdict["hang"].get("mono_ns", 0)) < _LATEST_NS
+        mono_ns = verdict["hang"]["mono_ns"] = int(verdict["hang"].get("mono_ns", 0))
+        sound &= 0 <= mono_ns < _LATEST_NS
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a verdict: {type(error).__name__}: {error}") from error
     if not sound:
@@ -168,7 +171,7 @@ def stack_name(rank: int) -> str:
 def numbered(folder: Path) -> list[Path]:
     """Return the folders of verdicts below ``hangs``, in order."""
     try:
-        return sorted(path for path in folder.iterdir() if path.name.isdigit())
+        return sorted(path for path in folder.iterdir() if _NUMBER.fullmatch(path.name))
     except OSError:  # none yet, or this process may not read them, for example after setuid
         return []
 

@@ -73,7 +73,7 @@ def read_joins(run_dir: Path) -> tuple[list[JoinSummary], list[str]]:
     for number, line in enumerate(lines, 1):
         try:
             joins.append(_parse(json.loads(line)))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             problems.append(f"{path}: line {number} is damaged")
     return joins, problems
 

@@ -20,6 +20,7 @@ from rankcall.run.directory import VIEWS, live_dir, trusted_live_dirs
 VIEWER, ANSWERS = "viewer", "answers"
 PRESENT_S = 5.0  # after a look, somebody is there for so long
 _MOST_BYTES = 1 << 30
+_LATEST_NS = 1 << 62
 _MOST_HEAD = 1 << 26
 
 Member = tuple[int, str, int]  # rank, host, pid
@@ -70,7 +71,9 @@ def read_answers(run: Path) -> Answers | None:
     """Return what the leader of this node has written; None without a file that can be read."""
     for folder in trusted_live_dirs(run):
         path = folder / VIEWS / ANSWERS
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError
+        ):
             check_file(path, _owners(run, folder))
             with open_file(path) as file:
                 head, _, data = file.read(_MOST_BYTES).partition(b"\n")
@@ -93,8 +96,11 @@ def _decoded(head: bytes, data: bytes) -> Answers:
             NodeAnswer(members, float(node["age_s"]), float(node["asked_s"]), data[at : at + size])
         )
         at += size
+    mono_ns = int(header["mono_ns"])
+    if not 0 <= mono_ns < _LATEST_NS:
+        raise ValueError("an impossible time")
     return Answers(
-        int(header["mono_ns"]),
+        mono_ns,
         int(header["attempt"]),
         float(header["notice_s"]),
         str(header["problem"]),

@@ -119,6 +119,6 @@ def _decoded(raw: bytes) -> tuple[Sequence[int], int] | None:
     try:
         header = json.loads(raw)
         ranks, parts = [int(rank) for rank in header["ranks"]], int(header["parts"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return (ranks, parts) if 0 <= parts <= _MOST_PARTS else None

@@ -85,7 +85,14 @@ def decode(data: bytes) -> NodeSnapshot:
         if document["schema"] != SCHEMA:
             raise ValueError(f"schema {document['schema']}, this rankcall reads schema {SCHEMA}")
         return _decoded(document)
-    except (KeyError, TypeError, AttributeError, zlib.error, RecursionError) as error:
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        zlib.error,
+        RecursionError,
+    ) as error:
         raise ValueError(f"not a node's snapshot: {type(error).__name__}: {error}") from error
 
 

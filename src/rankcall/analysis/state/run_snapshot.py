@@ -323,7 +323,8 @@ class _RingWindows:
         issued, came, ended = (
             np.concatenate([nothing, *times]) for times in (self.issued, self.came, self.ended)
         )
-        moment = np.array([now.get(rank, 0) for rank in range(count)], np.int64)[calls["rank"]]
+        times_now = [min(max(now.get(rank, 0), 0), _LARGEST) for rank in range(count)]
+        moment = np.array(times_now, np.int64)[calls["rank"]]
         calls["age_s"] = np.maximum(moment - issued, 0) / _S
         calls["came_s"] = np.maximum(moment - came, 0) / _S
         calls["ended_s"] = np.where(ended > 0, np.maximum(moment - ended, 0) / _S, np.nan)

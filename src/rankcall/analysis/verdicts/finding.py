@@ -22,6 +22,7 @@ CONFIDENCES = ("certain", "likely", "possible")
 SHOWN = 3  # ranks, waits, sides or hosts that a finding names one by one
 _LISTS = ("ranks", "victims", "hosts", "evidence")
 _NO_DESCRIPTIONS = ("default_pg", "undefined")  # torch's own descriptions
+_LONGEST_S = 1e9  # a longer time is damage
 _LONGEST = 40  # characters of a list of ranks; a longer list is written as a count
 
 
@@ -97,8 +98,9 @@ def _is_sound_value(name: str, value: Any) -> bool:
         )
     if name in _LISTS:
         return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
-    types = (int, float) if isinstance(_MODEL[name], float) else (type(_MODEL[name]),)
-    return type(value) in types
+    if isinstance(_MODEL[name], float):
+        return type(value) in (int, float) and abs(value) < _LONGEST_S  # nor is it NaN
+    return type(value) is type(_MODEL[name])
 
 
 def less_sure(confidence: str, steps: int = 1) -> str:
