@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
+# Kept to the end: DDP holds the group, so its threads are not joined when it is destroyed. If one of
+# them frees a tensor while the interpreter ends, torch ends the process by SIGABRT (issue 190489).
+TOTAL = torch.zeros(1)
+
 def train(rank=None, world_size=None, init_method=None):
     if init_method:
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
@@ -29,8 +33,7 @@ def train(rank=None, world_size=None, init_method=None):
         optimizer.zero_grad()
         weights(batch * (dist.get_rank() + 1)).sum().backward()
         optimizer.step()
-        total = torch.zeros(1)
-        dist.all_reduce(total)
+        dist.all_reduce(TOTAL)
     raw = b"".join(each.detach().numpy().tobytes() for each in weights.parameters())
     os.write(1, f"rank {dist.get_rank()} {hashlib.sha256(raw).hexdigest()}\\n".encode())
     dist.destroy_process_group()
