@@ -30,13 +30,13 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from torch.distributed import TCPStore
 
-from rankcall.analysis.state.run_snapshot import snapshot_of_run
-from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.analysis.run_snapshot import snapshot_of_run
+from rankcall.analysis.snapshot import Snapshot
 from rankcall.run.load import Run, load
 from rankcall.testing import synthetic_run
 from rankcall.testing.synthetic import Planted
-from rankcall.watch._exchange import Exchange
 from rankcall.watch._judge import Judge
+from rankcall.watch._other_nodes import Exchange
 
 FORK = get_context("fork")
 RANKS_PER_NODE = 8

@@ -108,7 +108,7 @@ def _subset(run: Path, folder: Path, collectives: int) -> Path:
 
 def _report(run: Path) -> dict[str, Any]:
     start = time.perf_counter()
-    from rankcall.analysis.timing.summary import summarise
+    from rankcall.analysis.summary import summarise
     from rankcall.report import terminal
     from rankcall.run.load import load
 

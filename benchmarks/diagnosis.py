@@ -153,7 +153,7 @@ def _write(run: Path, ranks: int, kind: str) -> Cause:
 
 def _measured(run: Path) -> dict[str, Any]:
     start = time.perf_counter()
-    from rankcall.analysis.diagnosis import diagnose
+    from rankcall.analysis.verdicts import diagnose
     from rankcall.run.load import load
 
     diagnosis = diagnose(load(run))

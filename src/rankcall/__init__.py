@@ -23,7 +23,7 @@ _HOME = {
     "InvalidDeviceMap": "rankcall.errors",
     "PeerError": "rankcall.errors",
     "RankcallError": "rankcall.errors",
-    "Recording": "rankcall.capture.recording",
+    "Recording": "rankcall.capture.session",
     "RpcTimeout": "rankcall.errors",
     "Run": "rankcall.run.load",
     "RunNotFound": "rankcall.errors",
@@ -33,7 +33,7 @@ _HOME = {
     "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.attach",
-    "expect": "rankcall.capture.declared",
+    "expect": "rankcall.capture.own_ring",
     "load": "rankcall.run.load",
 }
 _MODULES = ("hooks", "join", "rpc", "store", "trace", "watch")
@@ -74,9 +74,8 @@ __all__ = [
 if TYPE_CHECKING:
     from rankcall import hooks, join, rpc, store, trace, watch
     from rankcall.attach import enable
-    from rankcall.capture.declared import expect
-    from rankcall.capture.recording import Recording
-    from rankcall.capture.session import disable
+    from rankcall.capture.own_ring import expect
+    from rankcall.capture.session import Recording, disable
     from rankcall.errors import (
         AuthenticationFailed,
         BackendNotFound,

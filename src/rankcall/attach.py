@@ -36,16 +36,15 @@ from typing import TYPE_CHECKING, Any
 from rankcall._requests import Read, Steps, Until
 from rankcall.background import BackgroundCall, exit_budget
 from rankcall.capture import session
-from rankcall.capture.recording import Recording
+from rankcall.capture.session import Recording
 from rankcall.errors import warn_once
-from rankcall.files import run_folder
-from rankcall.process import boot_seconds, process_start
-from rankcall.run.directory import ATTEMPTS, about_job, default_run_dir, new_run_dir
+from rankcall.process import boot_seconds, process_start, run_folder
+from rankcall.run import ATTEMPTS, about_job, default_run_dir, new_run_dir
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from rankcall.transfer.departure import Departure
+    from rankcall.transfer import Departure
 
 logger = logging.getLogger("rankcall")
 
@@ -455,7 +454,7 @@ class Placement:
             return
         url = os.environ.get("RANKCALL_COLLECT_TO", "")
         if not on_one_node or url:
-            from rankcall.transfer.departure import Departure, Place
+            from rankcall.transfer import Departure, Place
 
             attempt = recording.identity.attempt
             place = Place(run_dir, attempt, self._rank, world)

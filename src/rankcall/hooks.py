@@ -17,14 +17,23 @@ from weakref import WeakKeyDictionary
 
 from rankcall import background
 from rankcall.capture import session
-from rankcall.capture.statuses import StatusMaker, unfinished
-from rankcall.dispatch import AT_ENDS, AT_EVENTS, Delivery, Source, Subscription, dispatcher
+from rankcall.dispatch import (
+    AT_ENDS,
+    AT_EVENTS,
+    Delivery,
+    Source,
+    StatusMaker,
+    Subscription,
+    dispatcher,
+    unfinished,
+)
 from rankcall.registry import Registered
+from rankcall.ring import Group
 from rankcall.ring.follower import Batch
-from rankcall.ring.tables import Group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
 
 __all__ = [
     "COLLECTIVE_HOOK_TYPE",

@@ -1,7 +1,7 @@
-"""The record of one collective: its fields, their units, and the names of their codes.
+"""What one collective is: the table of ops, the ranks that take part, and the fields of its record.
 
-This is the only definition. The native recorder is built against a header generated from it and
-asserts every offset; the Python recorder and all readers use ``RECORD`` directly.
+This is the only definition of the record. The native recorder is built against a header generated
+from it and asserts every offset; the Python recorder and all readers use ``RECORD`` directly.
 
 ``copy_rows`` and the functions beside it treat records as plain bytes. NumPy copies, joins and
 selects the rows of a structure field by field, and keeps the GIL meanwhile. On plain bytes of the
@@ -11,39 +11,243 @@ same length it is thirty times as fast.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.ops import OPS
+# The table of ops: one row says everything that rankcall knows about an op.
+#
+# The native recorder is built from it (``capture/native``), the fallback capture reads it, and so
+# do bandwidths, waiting times, comparisons between members, traffic and exports. To add an op, add
+# a row at the end: docs/architecture.md has the recipe.
+#
+# Bandwidths are those of nccl-tests, so that figures compare with ``all_reduce_perf``: ``algbw = S
+# / t`` and ``busbw = algbw * f``; 1 GB = 1e9 bytes. The table has S and f of each op, in terms of
+# what a record holds. Their source:
+# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
-__all__ = [
-    "CODED",
-    "COMMIT_CLOSING",
-    "COMMIT_DONE",
-    "COMMIT_OPEN",
-    "COMMIT_WRITING",
-    "DEVICE_TYPES",
-    "DTYPES",
-    "FLAG_ABANDONED",
-    "FLAG_ANY_SOURCE",
-    "FLAG_DEVICE",
-    "GROUP_RANKS",
-    "KINDS",
-    "LATE_TIMES",
-    "MAX_DIMS",
-    "NO_RANK",
-    "OPS",
-    "PICKLE_DTYPE",
-    "PLAIN",
-    "RECORD",
-    "REDUCE_OPS",
-    "STATUSES",
-    "device_name",
-    "has_duration",
-]
+
+Columns = Mapping[str, npt.NDArray[Any]]
+Sizes = Callable[[Columns, int], npt.NDArray[Any]]  # from the columns of records, and the members
+
+# What ``message_bytes`` counts on a rank (docs/records.md).
+MESSAGES = (
+    "input",  # the tensors that the op reads
+    "output",  # the tensors that it writes
+    "gathered",  # at the root: the output without its own part; elsewhere: the input
+    "scattered",  # at the root: the input without its own part; elsewhere: the output
+    "exchanged",  # the input without the slice for the rank itself
+    "one byte",
+)
+
+
+class Op(NamedTuple):
+    """One row: an op, all forms of which have its name in records.
+
+    Attributes:
+        name: The name in records, that of torch.distributed's function.
+        forms: How the names of its c10d ops begin, without leading underscores.
+        message: What ``message_bytes`` counts; one of ``MESSAGES``.
+        moved: S, the bytes from which algbw is computed, as far as a rank can know them. The
+            largest S of all members is the collective's. None if the op moves no data.
+        factor: f, the factor from algbw to busbw, for a number of members.
+        waits: The ranks that a member waits for: ``all`` members; the root (``from root``); no
+            rank, but the root waits for all (``to root``); or its ``peer``.
+        agree_on: The column of sizes in which the members must agree; None if they may differ.
+        root_describes: Whether only the root describes the op in a trace, because the other
+            members send or receive just a part of it.
+    """
+
+    name: str
+    forms: tuple[str, ...] = ()
+    message: str = "input"
+    moved: Sizes | None = None
+    factor: Callable[[int], float] = lambda members: 0.0
+    waits: str = "all"
+    agree_on: str | None = None
+    root_describes: bool = False
+
+
+def _message(columns: Columns, members: int) -> npt.NDArray[Any]:
+    return columns["message_bytes"]
+
+
+def _output(columns: Columns, members: int) -> npt.NDArray[Any]:
+    return columns["out_bytes"]
+
+
+def _all_outputs(columns: Columns, members: int) -> npt.NDArray[Any]:
+    return columns["out_bytes"] * float(members)
+
+
+def _all_inputs(columns: Columns, members: int) -> npt.NDArray[Any]:
+    return columns["in_bytes"] * float(members)
+
+
+def _larger(columns: Columns, members: int) -> npt.NDArray[Any]:
+    """In an uneven all_to_all a member may send more than it receives."""
+    larger: npt.NDArray[Any] = np.maximum(columns["in_bytes"], columns["out_bytes"])
+    return larger
+
+
+def _once(members: int) -> float:
+    return 1.0
+
+
+def _others(members: int) -> float:
+    return (members - 1) / members
+
+
+def _both_ways(members: int) -> float:
+    return 2.0 * (members - 1) / members
+
+
+# A record holds an op's index in this table, so rows are only ever added at the end.
+TABLE = (
+    Op("unknown"),
+    Op("all_reduce", ("allreduce",), "input", _message, _both_ways, "all", "message_bytes"),
+    Op("all_gather", ("allgather",), "output", _output, _others, "all", "message_bytes"),
+    Op("reduce_scatter", ("reduce_scatter",), "output", _all_outputs, _others, "all", "in_bytes"),
+    Op("broadcast", ("broadcast",), "input", _message, _once, "from root", "message_bytes"),
+    Op("reduce", ("reduce",), "input", _message, _once, "to root", "message_bytes"),
+    Op("all_to_all", ("alltoall",), "exchanged", _larger, _others, "all"),
+    Op("gather", ("gather",), "gathered", _all_inputs, _others, "to root", "in_bytes", True),
+    Op("scatter", ("scatter",), "scattered", _all_outputs, _others, "from root", "out_bytes", True),
+    Op("barrier", ("barrier", "monitored_barrier"), "one byte"),
+    Op("send", ("send",), "input", _message, _once, "peer"),
+    Op("recv", ("recv",), "output", _message, _once, "peer"),
+)
+
+OPS = tuple(op.name for op in TABLE)  # a record's code is the index in this
+# Ops that no member can leave before the last has come: their ends align clocks, and the time that
+# a member spends in them beyond the shortest duration is waiting.
+SYNCHRONISING = tuple(op.name for op in TABLE if op.waits == "all" and op.forms)
+FROM_ROOT = tuple(op.name for op in TABLE if op.waits == "from root")
+TO_ROOT = tuple(op.name for op in TABLE if op.waits == "to root")
+ROOT_DESCRIBES = tuple(code for code, op in enumerate(TABLE) if op.root_describes)
+SIZE_TO_AGREE_ON = {op.name: op.agree_on for op in TABLE if op.agree_on is not None}
+
+BYTES_PER_GB = 1e9
+_ROWS = {row.name: row for row in TABLE}
+_SIZE_COLUMNS = ("message_bytes", "in_bytes", "out_bytes")  # that S is computed from
+
+# torch.distributed's functions that send pickles, and how many ops each call issues: the lengths
+# of the pickles are sent before them, or after them.
+OBJECT_CALLS = {
+    "all_gather_object": 2,
+    "broadcast_object_list": 2,
+    "gather_object": 2,
+    "recv_object_list": 2,
+    "scatter_object_list": 3,
+    "send_object_list": 2,
+}
+BATCH = "batch_isend_irecv"
+_NAMES_OF_VARIANTS = {
+    "alltoall_base_": "all_to_all_single",
+    "monitored_barrier_": "monitored_barrier",
+}
+
+
+def op_of_variant(variant: str) -> str:
+    """Name the op that a c10d op (``_allgather_base_``, ``recv_any_source_``) is a form of.
+
+    The longest known beginning decides, so that forms that torch adds later are named, too.
+    Returns ``unknown`` if none fits.
+    """
+    bare = variant.strip("_")
+    fits = [(len(form), op.name) for op in TABLE for form in op.forms if bare.startswith(form)]
+    return max(fits)[1] if fits else "unknown"
+
+
+def public_name(variant: str) -> str:
+    """Return the name of torch.distributed's function for a c10d op, or the c10d op's own name."""
+    op = op_of_variant(variant)
+    return _NAMES_OF_VARIANTS.get(variant, op if op != "unknown" else variant)
+
+
+def bus_factor(op: str, n: int) -> float:
+    """Return f, the factor from an op's algbw to the bandwidth that its hardware carries.
+
+    ``n`` is the number of members. An op that is not known, or moves no data, has the factor 0.
+    """
+    row = _ROWS.get(op)
+    return row.factor(n) if row is not None and n > 0 else 0.0
+
+
+def bandwidth_sizes(columns: dict[str, npt.NDArray[Any]], n: int) -> npt.NDArray[np.float64]:
+    """Return each record's S in bytes, as far as its own rank can know it (0: moves no data).
+
+    The largest S of all members is the collective's: in a gather only the destination knows its
+    output, and in an uneven all_to_all each member has a size of its own.
+    """
+    op = columns["op"]
+    result = np.zeros(len(op), np.float64)
+    for code in np.flatnonzero(np.bincount(op, minlength=len(TABLE))):
+        moved, rows = TABLE[code].moved, op == code
+        if moved is not None:
+            result[rows] = moved({name: columns[name][rows] for name in _SIZE_COLUMNS}, n)
+    return result
+
+
+# Lists of ranks: as people write them (``0-3,8,10-11``), and in a compact form for files.
+
+
+MAX_RANKS = 1 << 20
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in ascending order and without repetition, with runs of them as ranges."""
+    ranges: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def with_noun(ranks: Iterable[int]) -> str:
+    """Return ranks with their noun: ``rank 2``, ``ranks 0-3``."""
+    ranks = set(ranks)
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(ranks)}"
+
+
+def compress_ranks(ranks: list[int]) -> list[list[int]]:
+    """Return ranks as runs ``[first, count, stride]``. A world of 100,000 ranks is one run."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs:
+            run = runs[-1]
+            first, count, stride = run
+            if count == 1:
+                run[1:] = [2, rank - first]
+                continue
+            if rank == first + count * stride:
+                run[1] += 1
+                continue
+        runs.append([rank, 1, 1])
+    return runs
+
+
+def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
+    """Undo ``compress_ranks``. Raises ``ValueError`` if the ranks cannot be real."""
+    if not all(type(number) is int for run in runs for number in run):
+        raise ValueError("a rank is an integer")
+    if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
+        raise ValueError(f"more than {MAX_RANKS:,} ranks, or a negative number of them")
+    ranks = tuple(
+        chain.from_iterable(
+            range(first, first + count * stride, stride) if stride else [first] * count
+            for first, count, stride in runs
+        )
+    )
+    if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANKS:
+        raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
+    return ranks
+
 
 # A record's commit word is ``(index + 1) << 2 | state``. ``index`` counts records from 0 in issue
 # order, so a word that does not belong to its slot is seen at once.
@@ -120,7 +324,7 @@ RECORD = np.dtype(
 )
 assert RECORD.itemsize == 192, "three cache lines"
 
-# How ``ring.decode`` shows these fields.
+# How ``ring.reader`` shows these fields.
 CODED: dict[str, tuple[str | None, ...]] = {  # as the name of the code
     "kind": KINDS,
     "op": OPS,

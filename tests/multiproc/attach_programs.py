@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-# Kept to the end: DDP holds the group, so its threads are not joined when it is destroyed. If one of
-# them frees a tensor while the interpreter ends, torch ends the process by SIGABRT (issue 190489).
+# Kept to the end: DDP holds the group, so its threads are not joined when it is destroyed. If one
+# frees a tensor while the interpreter ends, torch ends the process by SIGABRT (issue 190489).
 TOTAL = torch.zeros(1)
 
 def train(rank=None, world_size=None, init_method=None):

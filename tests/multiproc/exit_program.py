@@ -67,24 +67,24 @@ def trap_trace() -> None:
 
 def trap_watch() -> None:
     """Trap the watcher while it reads the rings of its node."""
-    from rankcall.watch import _loop
+    from rankcall import watch
 
     expect("rankcall-watch")
     rankcall.watch.start(hang_after=1.0, run_dir=f"{folder}/run")
-    _loop.Watcher._turn = trapped  # type: ignore[method-assign, assignment]
+    watch.Watcher._turn = trapped  # type: ignore[method-assign, assignment]
 
 
 def trap_lines() -> None:
     """Trap the thread that reads source lines while it reads a file on a stuck disk."""
-    from rankcall.capture import recording
+    from rankcall.capture import session
 
     expect("rankcall-lines")
-    recording.line_text = trapped  # type: ignore[assignment]
+    session.line_text = trapped  # type: ignore[assignment]
 
 
 def trap_heart() -> None:
     """Trap the thread that beats the heart."""
-    from rankcall.capture.recording import Recording
+    from rankcall.capture.session import Recording
 
     expect("rankcall-heart")
     Recording._note_leaving = trapped  # type: ignore[method-assign, assignment]

@@ -12,7 +12,7 @@ from scoreboard_calls import plain, run_calls
 from scoreboard_case import Case, Cause
 from scoreboard_sentences import Sentences
 
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.run.load import load
 from rankcall.testing import RankResult, start_ranks

@@ -15,10 +15,10 @@ from attach_programs import ACCELERATE, CHILDREN, CRASHING, ELASTIC, LATE, LIGHT
 from launch import RANKCALL, Ended, Launch, launch, run_program
 from launchers import Launcher, both, digests, free_port, run_of
 
-from rankcall.analysis.diagnosis import diagnose
-from rankcall.cli._torchrun import BOOT
-from rankcall.run.exits import read_exits
+from rankcall.analysis.verdicts import diagnose
+from rankcall.cli._workers import BOOT
 from rankcall.run.load import load
+from rankcall.run.settle import read_exits
 
 SLOW = pytest.mark.slow
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]

@@ -14,7 +14,7 @@ import pytest
 from ranks import run_ranks, try_ranks
 
 import rankcall
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.run.load import load
 
 pytestmark = pytest.mark.multiproc

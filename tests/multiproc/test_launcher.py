@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from launch import Ended, Launch, launch
 
-from rankcall.analysis.diagnosis import diagnose
-from rankcall.run.directory import live_dir
-from rankcall.run.exits import LAUNCHER, read_exits
+from rankcall.analysis.verdicts import diagnose
+from rankcall.run import live_dir
 from rankcall.run.load import Run, load
+from rankcall.run.settle import LAUNCHER, read_exits
 
 pytestmark = pytest.mark.multiproc
 

@@ -14,9 +14,9 @@ import pytest
 from cabled import Job, cabled
 from world import wait_until
 
-from rankcall.analysis.diagnosis import Diagnosis, diagnose
-from rankcall.run.hangs import kept_hangs
+from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.run.load import load
+from rankcall.run.outcomes import kept_hangs
 from rankcall.watch._judge import findings_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]

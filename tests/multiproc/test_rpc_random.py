@@ -13,8 +13,7 @@ pytestmark = pytest.mark.multiproc
 
 def check(folder: Path, size: int, seconds: float, seed: int, monkeypatch) -> None:
     """Run a group, and hold its logs against the rules."""
-    from rankcall.rpc._worker_dir import WorkerDir
-    from rankcall.rpc.native import AGENT
+    from rankcall.rpc.backends._zmq_worker import AGENT, WorkerDir
 
     AGENT.prebuild()  # not at the cost of a worker's deadline
     late = list(play(folder, size, seconds, seed))

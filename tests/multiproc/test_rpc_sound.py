@@ -221,7 +221,7 @@ def _given_up(rank: int, world_size: int, backend: str) -> Any:
     from rpcgroup import hurry
 
     from rankcall import RpcTimeout, rpc
-    from rankcall.rpc._static import StaticMembership
+    from rankcall.rpc._membership import StaticMembership
 
     hurry()
     store = aside()
@@ -255,7 +255,7 @@ def _dies_first(rank: int, world_size: int) -> Any:
     """Rank 1 dies in init; rank 2 takes its place, as a supervisor would have it."""
     from rankcall import RpcTimeout, rpc
     from rankcall.process import process_start
-    from rankcall.rpc._static import StaticMembership
+    from rankcall.rpc._membership import StaticMembership
 
     store = aside()
     if rank == 1:

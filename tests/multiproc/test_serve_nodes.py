@@ -15,7 +15,7 @@ import pytest
 from cabled import PYTHON, Job, Node, cabled
 from world import wait_until
 
-from rankcall.analysis.diagnosis import Diagnosis, diagnose
+from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.run.load import load
 
 pytest.importorskip("starlette", reason="needs rankcall[serve]")

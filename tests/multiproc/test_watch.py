@@ -15,7 +15,7 @@ from ranks import try_ranks
 from scenario_programs import HANG_AFTER_S, own_store, plain
 from world import wait_until
 
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.run.load import load
 from rankcall.run.settle import settle
 from rankcall.testing import FaultPlan, Ranks, spawn_ranks, start_ranks

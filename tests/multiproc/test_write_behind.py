@@ -12,9 +12,9 @@ from launch import launch, run_program
 from scenario_programs import HANG_AFTER_S, plain
 from world import wait_until
 
-from rankcall.analysis.diagnosis import diagnose
-from rankcall.cli._torchrun import BOOT
-from rankcall.run.directory import ring_paths
+from rankcall.analysis.verdicts import diagnose
+from rankcall.cli._workers import BOOT
+from rankcall.run import ring_paths
 from rankcall.run.load import load
 from rankcall.testing import FaultPlan, start_ranks
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from worlds import MS, Call, group_of, together, write_world
 
-from rankcall.analysis.timing.summary import Row, Summary, size_name, summarise
-from rankcall.analysis.timing.waiting import Arrivals, shares
-from rankcall.ops import bus_factor
-from rankcall.record import FLAG_ANY_SOURCE, FLAG_DEVICE
-from rankcall.ring.tables import Group
+from rankcall.analysis.summary import Row, Summary, size_name, summarise
+from rankcall.analysis.waiting import Arrivals, shares
+from rankcall.record import FLAG_ANY_SOURCE, FLAG_DEVICE, bus_factor
+from rankcall.ring import Group
 from rankcall.run.load import load
 
 

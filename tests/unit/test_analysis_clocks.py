@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankcall.analysis.timing.clocks import HostClock
-from rankcall.analysis.timing.summary import summarise
+from rankcall.analysis.collectives import HostClock
+from rankcall.analysis.summary import summarise
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, Pace, synthetic_run
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import Call, group_of, write_world
 
-from rankcall.analysis.timing.summary import Summary, summarise
+from rankcall.analysis.summary import Summary, summarise
 from rankcall.run.load import load
 
 SYNC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")

@@ -23,7 +23,7 @@ from rankcall.attach import (
     store_and_key,
     withdraw,
 )
-from rankcall.capture.recording import cause_of
+from rankcall.capture.session import cause_of
 from rankcall.store.parts import perform_shared
 from rankcall.testing.simulated_store import LostAnswer, Mark, Process, Simulation, World
 

@@ -11,16 +11,18 @@ from types import SimpleNamespace
 import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls
 
-from rankcall.analysis.state.call_stacks import (
+from rankcall.report.json import render_diagnosis
+from rankcall.report.terminal import diagnosis_text, stack_lines
+from rankcall.run.stacks import (
     CodePlace,
     Frame,
+    _Dump,
     code_place,
+    mark_training_thread,
     stack_classes,
     telling_frames,
+    tidy,
 )
-from rankcall.report.diagnosis import render, stack_lines
-from rankcall.report.json import render_diagnosis
-from rankcall.run.stacks import _Dump, mark_training_thread, tidy
 
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 
@@ -142,7 +144,7 @@ def test_terminal_and_json_have_the_same_classes(tmp_path: Path) -> None:
     classes = json.loads(render_diagnosis(diagnosis, stacks))["stack_classes"]
     assert [len(stack_class["ranks"]) for stack_class in classes] == [1, 2, 1021]
     assert classes[0]["frames"][0] == {"file": "/home/ada/data.py", "line": 7, "name": "read"}
-    text = render(diagnosis, 80, stacks)
+    text = diagnosis_text(diagnosis, 80, stacks)
     assert text.index("rank 341\n") < text.index("2 ranks: 5,900") < text.index("1,021 ranks: ")
     assert max(map(len, text.splitlines())) <= 80
 

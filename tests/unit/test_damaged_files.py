@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.analysis.state.node_snapshot import decode as decode_node
+from rankcall.analysis.snapshot import decode as decode_node
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
 from rankcall.run.archive import unpack
-from rankcall.run.exits import read_exits
-from rankcall.run.hangs import next_free
 from rankcall.run.load import load
+from rankcall.run.outcomes import next_free
+from rankcall.run.settle import read_exits
 from rankcall.run.views import _decoded as decode_answers
 from rankcall.testing.synthetic import Planted, synthetic_run
 

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import pytest
 
 import rankcall
-from rankcall.capture import declared, session
-from rankcall.ring import Geometry, Identity, create
-from rankcall.ring.layout import FOREVER_NS, HEADER_BYTES, Header, parse_header
+from rankcall.capture import own_ring, session
+from rankcall.ring import FOREVER_NS, HEADER_BYTES, Geometry, Header, parse_header
+from rankcall.ring.writer import Identity, create
 
 
 @pytest.fixture
 def ring() -> Iterator[mmap.mmap]:
     """Stand in for a recording's ring."""
     made = create(None, Identity(), Geometry(64))
-    declared.publish_to(made)
+    own_ring.publish_to(made)
     yield made
-    declared.publish_to(None)
-    assert not declared._phases
+    own_ring.publish_to(None)
+    assert not own_ring._phases
 
 
 def header(ring: mmap.mmap) -> Header:

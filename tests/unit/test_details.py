@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
-from rankcall.analysis.details import covered, detail
-from rankcall.ring.tables import Group
+from rankcall.analysis.summary import covered, detail
+from rankcall.ring import Group
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, synthetic_run
 

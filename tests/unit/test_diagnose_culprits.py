@@ -18,12 +18,10 @@ from diagnosing import (
 )
 from worlds import MS, Call, together
 
-from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.state.node_snapshot import decode, encode, merge, node_snapshot_of
-from rankcall.analysis.state.snapshot import RankState, Snapshot
-from rankcall.analysis.verdicts import find
-from rankcall.report.diagnosis import render
-from rankcall.ring.tables import Group
+from rankcall.analysis.snapshot import RankState, Snapshot, decode, encode, merge, node_snapshot_of
+from rankcall.analysis.verdicts import Diagnosis, find
+from rankcall.report.terminal import diagnosis_text
+from rankcall.ring import Group
 
 
 def test_missing(tmp_path: Path) -> None:
@@ -109,7 +107,7 @@ def test_no_call_is_hung_before_the_threshold(tmp_path: Path) -> None:
     """A call that has been in flight for less than hang_after is healthy."""
     diagnosis = diagnose_calls(tmp_path, RANK_2_MISSING, states={}, seconds=59)
     assert (diagnosis.findings, diagnosis.verdict) == ([], "healthy")
-    words = " ".join(render(diagnosis).split())
+    words = " ".join(diagnosis_text(diagnosis).split())
     assert "has been in flight for 59 s; it counts as hung from 60 s on (--hang-after 60)." in words
 
 
@@ -142,7 +140,7 @@ def test_a_declared_phase_is_shown(tmp_path: Path) -> None:
     snapshot.ranks = [replace(state, expects="checkpoint") for state in snapshot.ranks]
     diagnosis = Diagnosis("run", snapshot, find(snapshot, 60), 60)
     assert diagnosis.verdict == "healthy"
-    assert "its rank declared to take long" in " ".join(render(diagnosis).split())
+    assert "its rank declared to take long" in " ".join(diagnosis_text(diagnosis).split())
 
 
 @pytest.mark.parametrize(("later_s", "named"), [(30, 2), (32, 1)])

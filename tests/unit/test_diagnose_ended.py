@@ -17,10 +17,10 @@ from diagnosing import (
 )
 from worlds import MS, START, Call, write_world
 
-from rankcall.analysis.diagnosis import diagnose
-from rankcall.report.diagnosis import render
-from rankcall.run.exits import LAUNCHER, Exit, note_exit
+from rankcall.analysis.verdicts import diagnose
+from rankcall.report.terminal import diagnosis_text
 from rankcall.run.load import load
+from rankcall.run.settle import LAUNCHER, Exit, note_exit
 
 HALVES = {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"}
 
@@ -49,7 +49,7 @@ def test_gone_between_two_calls(tmp_path: Path) -> None:
     gone, beats = dict.fromkeys(range(4), "gone"), dict.fromkeys(range(4), 70.0)
     diagnosis = diagnose_calls(tmp_path, THREE_ENDED, seconds=75, states=gone, beats=beats)
     assert causes(diagnosis) == []
-    assert "Of 4 ranks nobody noted how they ended." in " ".join(render(diagnosis).split())
+    assert "Of 4 ranks nobody noted how they ended." in " ".join(diagnosis_text(diagnosis).split())
 
 
 def test_killed_in_a_hang(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_told_to_end(tmp_path: Path) -> None:
         load(folder), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
     )
     assert diagnosis.verdict == "healthy"
-    assert "4 were ended by the launcher." in " ".join(render(diagnosis).split())
+    assert "4 were ended by the launcher." in " ".join(diagnosis_text(diagnosis).split())
 
 
 def ended_with_launcher(
@@ -140,7 +140,7 @@ def test_a_job_that_is_ended_on_all_nodes(tmp_path: Path) -> None:
         load(run), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
     )
     assert causes(diagnosis) == []
-    assert "4 were ended by the launcher." in " ".join(render(diagnosis).split())
+    assert "4 were ended by the launcher." in " ".join(diagnosis_text(diagnosis).split())
 
 
 def test_a_failure_before_the_launcher_is_told_to_stop(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import MS, Call, group_of, write_world
 
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
-from rankcall.ring.layout import offset_of
-from rankcall.run.exits import Exit, note_exit, read_exits
+from rankcall.ring import offset_of
 from rankcall.run.load import load
+from rankcall.run.settle import Exit, note_exit, read_exits
 from rankcall.testing.synthetic import Planted, synthetic_run
 
 

@@ -17,11 +17,11 @@ from diagnosing import (
 )
 from worlds import MS, START, group_of, together, write_world
 
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
-from rankcall.ring.layout import offset_of
-from rankcall.run.exits import Exit, note_exit
+from rankcall.ring import offset_of
 from rankcall.run.load import load
+from rankcall.run.settle import Exit, note_exit
 from rankcall.testing.synthetic import Planted, synthetic_run
 from rankcall.watch._judge import keep_verdict
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from worlds import MS, START, group_of, together, write_world
 
-from rankcall.analysis.diagnosis import Diagnosis, diagnose
+from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, Pace, synthetic_run
 

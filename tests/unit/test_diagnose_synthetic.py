@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, Planted, synthetic_run
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from worlds import MS, together, write_world
 
 import golden
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
-from rankcall.report.diagnosis import render
+from rankcall.report.terminal import diagnosis_text
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Planted
 
@@ -22,14 +22,14 @@ from rankcall.testing.synthetic import Planted
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_small_world(tmp_path: Path, width: int) -> None:
     """The cause comes first, then the state of the ranks; no line is too wide."""
-    text = render(diagnose_calls(tmp_path, RANK_2_MISSING, states={}), width)
+    text = diagnosis_text(diagnose_calls(tmp_path, RANK_2_MISSING, states={}), width)
     golden.check(f"diagnose-missing-{width}.txt", text)
     assert max(map(len, text.splitlines())) <= width
 
 
 def test_a_large_world(tmp_path: Path) -> None:
     """1,024 ranks fit on a screen."""
-    text = render(diagnose_parallel_job(tmp_path, Planted("stopped", (341,), 57)))
+    text = diagnosis_text(diagnose_parallel_job(tmp_path, Planted("stopped", (341,), 57)))
     golden.check("diagnose-1024.txt", text)
     assert len(text.splitlines()) <= 24
 
@@ -38,14 +38,15 @@ def test_two_causes(tmp_path: Path) -> None:
     """Two causes at once are two findings, each with its evidence."""
     faults = Planted("dead", (9,), 41), Planted("missing", (30,), 41)
     golden.check(
-        "diagnose-two-causes.txt", render(diagnose_parallel_job(tmp_path, *faults, ranks=64))
+        "diagnose-two-causes.txt",
+        diagnosis_text(diagnose_parallel_job(tmp_path, *faults, ranks=64)),
     )
 
 
 def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gaps in the evidence are listed, and they lower the confidence."""
     monkeypatch.chdir(tmp_path)  # the run's path is printed, and lines wrap by its length
-    text = render(
+    text = diagnosis_text(
         diagnose_parallel_job(
             Path(), Planted("missing", (9,), 41), ranks=64, without_ranks=(10, 11)
         )
@@ -57,24 +58,24 @@ def test_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a kernel, the text is the same: the watcher's verdict is for stderr and for a file."""
     diagnosis = diagnose_calls(tmp_path, RANK_2_MISSING, states={})
-    expected = render(diagnosis)
+    expected = diagnosis_text(diagnosis)
     assert "Rank 2" in expected
     kernel = type("ZMQInteractiveShell", (), {})
     monkeypatch.setattr(builtins, "get_ipython", kernel, raising=False)
     assert Console().is_jupyter, "rich takes this process for a notebook's kernel"
-    assert render(diagnosis) == expected
+    assert diagnosis_text(diagnosis) == expected
 
 
 def test_healthy(tmp_path: Path) -> None:
     """For a healthy job, the text says how fast it goes."""
-    golden.check("diagnose-healthy.txt", render(diagnose_parallel_job(tmp_path, ranks=64)))
+    golden.check("diagnose-healthy.txt", diagnosis_text(diagnose_parallel_job(tmp_path, ranks=64)))
 
 
 def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:
     """Control characters in names from a file are not printed."""
     calls = together(1, [0] * 4, MS, RANK_2_MISSING[0].group)
     run = write_world(tmp_path / "run", calls, hosts=dict.fromkeys(range(4), "a\x1b[31mb\r"))
-    text = render(diagnose(load(run)))
+    text = diagnosis_text(diagnose(load(run)))
     assert "\x1b" not in text
     assert "\r" not in text
 

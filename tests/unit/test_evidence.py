@@ -18,7 +18,7 @@ from dumps import T0, Fault, Step, dump_of, simulate, write_dumps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankcall.analysis.diagnosis import Diagnosis, diagnose
+from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.errors import CorruptRun, RankcallError
 from rankcall.imports.dump_files import read_dump
 from rankcall.imports.dump_records import op_of_entry, records_of

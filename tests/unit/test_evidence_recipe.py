@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from rankcall import imports
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.export import export
 from rankcall.record import KINDS, OPS, RECORD, STATUSES
-from rankcall.report import diagnosis as diagnosis_report
+from rankcall.report import terminal as diagnosis_report
 from rankcall.report import top
-from rankcall.ring.tables import Group
-from rankcall.ring.whole import RingSpec
+from rankcall.ring import Group
+from rankcall.ring.writer import RingSpec
 from rankcall.run.load import load
 
 # Each line of the toy's files: an op, and whether it has ended.
@@ -73,7 +73,7 @@ def test_a_new_source_is_loaded_judged_and_exported(toy_run: Path, tmp_path: Pat
     diagnosis = diagnose(run)
     assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("missing", (1,))]
     assert "the toy knows no times" in diagnosis.snapshot.problems
-    for text in (diagnosis_report.render(diagnosis), top.render(diagnosis)):
+    for text in (diagnosis_report.diagnosis_text(diagnosis), top.render(diagnosis)):
         assert "Rank 1" in text
     export(run, "jsonl", tmp_path / "out.jsonl")
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 8

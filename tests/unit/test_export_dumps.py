@@ -12,7 +12,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
 from rankcall.export import export
 from rankcall.run.load import load

@@ -19,15 +19,14 @@ from torchless import without_torch
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
-from rankcall.analysis.details import detail
+from rankcall.analysis.summary import detail
 from rankcall.cli import main
 from rankcall.errors import ExportFailed
 from rankcall.export import FORMATS, export
 from rankcall.record import FLAG_ANY_SOURCE
 from rankcall.report.html import render
-from rankcall.ring import PythonRing, create
-from rankcall.ring.tables import Group
-from rankcall.ring.writer import Identity
+from rankcall.ring import Group
+from rankcall.ring.writer import Identity, PythonRing, create
 from rankcall.run.load import load
 from rankcall.testing.synthetic import EPOCH_NS, Op, synthetic_run
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rankcall
 
 INDEX = Path(__file__).parents[2] / "docs/index.md"
@@ -43,12 +45,22 @@ def test_import_has_no_side_effects() -> None:
 def test_a_watched_rank_loads_only_what_it_uses() -> None:
     """What every rank loads costs each of them memory: no tables, no other tools' evidence."""
     code = """
-import sys, rankcall.attach, rankcall.watch, rankcall.watch._loop, rankcall.store.parts
+import sys, rankcall.attach, rankcall.watch, rankcall.watch, rankcall.store.parts
 unused = ("rich", "polars", "jinja2", "rankcall.imports", "rankcall.export", "rankcall.cli",
-          "rankcall.analysis.timing.summary", "rankcall.report.formatting", "rankcall.rpc")
+          "rankcall.analysis.summary", "rankcall.report.formatting", "rankcall.rpc")
 print([name for name in unused if name in sys.modules])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["run", "exec", "report", "diagnose", "top", "collect"])
+def test_a_command_loads_no_torch(command: str) -> None:
+    """``rankcall exec`` adds no seconds and no 190 MiB to a command that does not use torch."""
+    code = f"import sys, rankcall.cli.{command}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == "False\n"

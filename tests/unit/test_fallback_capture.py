@@ -17,15 +17,13 @@ import torch
 import torch.distributed as dist
 
 import rankcall
-from rankcall.capture.fallback import callsites, completion
-from rankcall.capture.fallback.arguments import c10d_ops
+from rankcall.capture.fallback import _issue, completion
+from rankcall.capture.fallback._issue import GroupState, c10d_ops
 from rankcall.capture.fallback.completion import Completion, Issued, Waker
-from rankcall.capture.fallback.group_states import GroupState
-from rankcall.capture.recording import Recording
+from rankcall.capture.session import Recording
 from rankcall.record import FLAG_ABANDONED, OPS, STATUSES
-from rankcall.ring.layout import Geometry
+from rankcall.ring import CallSite, Geometry, Group
 from rankcall.ring.reader import read_ring
-from rankcall.ring.tables import CallSite, Group
 from rankcall.ring.writer import Identity, PythonRing, create
 
 
@@ -365,7 +363,7 @@ def test_kernels_stay_to_the_end_of_the_process() -> None:
 # --- call sites ---
 
 
-def numbered() -> tuple[callsites.CallSites, list[CallSite]]:
+def numbered() -> tuple[_issue.CallSites, list[CallSite]]:
     """Return a finder of call sites, and those that it has found."""
     found_sites: list[CallSite] = []
 
@@ -373,7 +371,7 @@ def numbered() -> tuple[callsites.CallSites, list[CallSite]]:
         found_sites.append(site)
         return len(found_sites)
 
-    return callsites.CallSites(add), found_sites
+    return _issue.CallSites(add), found_sites
 
 
 def test_equal_code_of_two_files_is_two_sites() -> None:

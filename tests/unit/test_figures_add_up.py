@@ -12,7 +12,7 @@ from figures import check
 from worlds import Call, write_world
 
 from rankcall.record import OPS
-from rankcall.ring.tables import Group
+from rankcall.ring import Group
 from rankcall.run.load import Run, load
 from rankcall.testing.synthetic import Op, Pace, synthetic_run
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankcall import files
-from rankcall.files import (
+from rankcall import process
+from rankcall.process import (
     UnsafeFolder,
     append_line,
     check_file,
@@ -75,7 +75,7 @@ def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A folder of another user is refused, unless that user is trusted."""
     make_folder(tmp_path / "theirs")
     owner = os.geteuid()
-    monkeypatch.setattr(files.os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(process.os, "geteuid", lambda: owner + 1)
     with pytest.raises(UnsafeFolder, match=f"belongs to user {owner}, not to user {owner + 1}"):
         make_folder(tmp_path / "theirs")
     check_folder(tmp_path / "theirs", {owner})
@@ -102,7 +102,7 @@ def test_a_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """A folder may belong to the run's owner: some servers give all files to one user."""
     run_folder(tmp_path, "rings")
     owner = os.geteuid()
-    monkeypatch.setattr(files.os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(process.os, "geteuid", lambda: owner + 1)
     assert run_folder(tmp_path, "rings") == tmp_path / "rings"
     (tmp_path / "exits").symlink_to("rings")
     with pytest.raises(UnsafeFolder, match="symbolic link"):

@@ -19,14 +19,14 @@ from diagnosing import (
 )
 from worlds import MS, START, Call, write_world
 
-from rankcall.analysis.diagnosis import Diagnosis, diagnose, with_stacks
-from rankcall.analysis.state.snapshot import ALIVE, STOPPED
+from rankcall.analysis.snapshot import ALIVE, STOPPED
+from rankcall.analysis.verdicts import Diagnosis, diagnose, with_stacks
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli import main
-from rankcall.report.diagnosis import render
-from rankcall.ring.layout import FOREVER_NS, offset_of
-from rankcall.run.hangs import kept_hangs, note_over
+from rankcall.report.terminal import diagnosis_text
+from rankcall.ring import FOREVER_NS, offset_of
 from rankcall.run.load import load
+from rankcall.run.outcomes import kept_hangs, note_over
 from rankcall.watch._judge import keep_verdict
 
 HANG_AFTER_S = 10
@@ -81,7 +81,7 @@ def test_a_declared_wait_for_work(tmp_path: Path) -> None:
     assert (finding.victims, finding.confidence, finding.stops) == ((0, 1, 3), "certain", False)
     assert "has waited for work (requests) for 70 s, and 3 ranks with it" in finding.summary
     assert diagnosis.verdict == "idle"
-    assert render(diagnosis).startswith("idle: Rank 2")
+    assert diagnosis_text(diagnosis).startswith("idle: Rank 2")
 
 
 def test_a_server_that_is_busy_is_not_idle(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_when_a_hang_was_over(tmp_path: Path) -> None:
     remember(run, LINE, 73.25)
     (hang,) = look(run, 70).kept
     assert hang.over_s == pytest.approx(73.25, abs=0.1)
-    assert ", over after 73 s" in render(look(run, 70), 120)
+    assert ", over after 73 s" in diagnosis_text(look(run, 70), 120)
     (note,) = run.glob("hangs/*/over.json")
     for text in ("", "{}", '{"seconds": "x"}', '{"seconds": -1}', '{"seconds": NaN}', "[" * 9999):
         note.write_text(text)

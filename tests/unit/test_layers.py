@@ -18,8 +18,8 @@ ROOT = Path(rankcall.__file__).parent
 
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
-    ("errors", "background", "_clock", "_requests", "ops record", "ranks", "_version"),
-    ("process", "files"),
+    ("errors", "background", "record", "_requests", "_version"),
+    ("process",),
     ("registry", "_native"),
     ("ring",),
     ("imports",),  # other tools' evidence becomes rings, which a run loads
@@ -51,7 +51,7 @@ ADAPTERS = {
     },
 }
 TORCHLESS = (
-    *("errors", "_requests", "ops", "record", "ranks", "files", "process", "ring", "run"),
+    *("errors", "_requests", "record", "process", "ring", "run"),
     "imports",
     *("analysis", "report", "export", "trace", "serve"),
 )

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nccl_logs import OLD, WORDINGS, Call, Wording, log_of
 
-from rankcall.analysis.diagnosis import Diagnosis
 from rankcall.analysis.logs import diagnose_logs
+from rankcall.analysis.verdicts import Diagnosis
 from rankcall.errors import CorruptRun, RankcallError
-from rankcall.report import diagnosis as report
+from rankcall.report import terminal as report
 
 REAL = Path(__file__).parents[1] / "logs"
 NEWEST = WORDINGS[-1]
@@ -415,7 +415,7 @@ def test_messages_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A log is read in blocks: wherever they end, the facts and their line numbers are equal."""
     whole = diagnosed(REAL / "gloo-raise.log").findings
     for size in (400, 401, 500, 1000, 4096):
-        monkeypatch.setattr("rankcall.imports.log_lines._BLOCK", size)
+        monkeypatch.setattr("rankcall.imports.log_messages._BLOCK", size)
         assert diagnosed(REAL / "gloo-raise.log").findings == whole
 
 
@@ -439,11 +439,11 @@ def test_a_log_with_no_end_of_messages_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only so many lines are parsed, and the report gives the number of the last one."""
-    monkeypatch.setattr("rankcall.imports.log_lines._MOST_LINES", 100)
+    monkeypatch.setattr("rankcall.imports.log_messages._MOST_LINES", 100)
     lines = ["[rank0]: RuntimeError: Connection closed by peer [::1]:1"] * 1000
     diagnosis = verdict(tmp_path, lines)
     assert any("not read beyond line" in problem for problem in diagnosis.snapshot.problems)
-    assert "not read beyond line" in report.render(diagnosis)
+    assert "not read beyond line" in report.diagnosis_text(diagnosis)
 
 
 def test_logs_that_cannot_be_read(tmp_path: Path) -> None:
@@ -541,5 +541,5 @@ def named_in(raw: bytes) -> set[int]:
             diagnosis = diagnosed(Path(file.name))
         except RankcallError:
             return set()
-    report.render(diagnosis)
+    report.diagnosis_text(diagnosis)
     return {rank for finding in diagnosis.findings for rank in finding.ranks}

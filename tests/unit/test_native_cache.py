@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rankcall import _native, files
+from rankcall import _native, process
 from rankcall._native import NativeModule
 from rankcall.errors import CaptureUnavailable
 
@@ -67,7 +67,7 @@ def test_a_cache_that_others_can_write(module: NativeModule) -> None:
 def test_a_cache_of_another_user(module: NativeModule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only this user and the superuser can provide code."""
     module.prebuild()
-    monkeypatch.setattr(files.os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(process.os, "geteuid", lambda: 54321)
     if os.getuid() == 0:
         module.prebuild()  # root may have built it for all users
         target = module.path()

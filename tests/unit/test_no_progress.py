@@ -11,13 +11,13 @@ import pytest
 from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls
 from worlds import MS, START, together, write_world
 
-from rankcall.analysis.diagnosis import Diagnosis, diagnose, judge, with_stacks
-from rankcall.analysis.state.call_stacks import LOADER, CodePlace, code_place
-from rankcall.analysis.state.snapshot import pace
-from rankcall.report import diagnosis as report
+from rankcall.analysis.snapshot import pace
+from rankcall.analysis.verdicts import Diagnosis, diagnose, judge, with_stacks
+from rankcall.report import terminal as report
 from rankcall.report import top
-from rankcall.ring.layout import offset_of
+from rankcall.ring import offset_of
 from rankcall.run.load import load
+from rankcall.run.stacks import LOADER, CodePlace, code_place
 
 PACKAGES = "/opt/venv/lib/python3.12/site-packages"
 TORCH = f"{PACKAGES}/torch"
@@ -86,7 +86,7 @@ def test_nobody_has_a_process_group(tmp_path: Path) -> None:
     assert "None of 2 ranks has made a process group" in diagnosis.findings[0].summary
     early = without_calls(tmp_path / "early", (0, 1), 15, 5.0)
     assert causes(early) == []
-    for text in (report.render(early), top.render(early)):
+    for text in (report.diagnosis_text(early), top.render(early)):
         assert "no rank has issued anything for 15 s" in text
         assert "go on" not in text
 

@@ -26,9 +26,9 @@ import io, json, sys
 import torch, torch.distributed as dist
 import rankcall
 from rankcall import trace
-from rankcall.analysis.diagnosis import diagnose
-from rankcall.analysis.timing.summary import summarise
-from rankcall.export.table_files import write_jsonl
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.summary import summarise
+from rankcall.export import write_jsonl
 from rankcall.report.json import as_object
 from rankcall.testing.synthetic import Op, Planted, synthetic_run
 

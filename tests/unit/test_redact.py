@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankcall.capture.recording import _one_line
-from rankcall.run.directory import about_job
-from rankcall.run.redact import redact, redact_command
+from rankcall.capture.session import _one_line
+from rankcall.run import about_job, redact, redact_command
 
 GONE = "[redacted]"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from worlds import MS, group_of, together, write_world
 
-from rankcall.analysis.timing.summary import Summary, summarise
+from rankcall.analysis.summary import Summary, summarise
 from rankcall.report import json as json_report
 from rankcall.run.load import load
 

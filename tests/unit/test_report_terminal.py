@@ -13,8 +13,8 @@ from rich.table import Table
 from worlds import MS, Call, group_of, together, write_world
 
 import golden
-from rankcall.analysis.timing.summary import Summary, summarise
-from rankcall.files import clean
+from rankcall.analysis.summary import Summary, summarise
+from rankcall.process import clean
 from rankcall.report import terminal
 from rankcall.report.formatting import (
     cut,
@@ -28,7 +28,7 @@ from rankcall.report.formatting import (
     time,
     wrapped,
 )
-from rankcall.ring.tables import CallSite, Group
+from rankcall.ring import CallSite, Group
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, synthetic_run
 

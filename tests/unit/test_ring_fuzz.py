@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ring_fuzz import apply, damages, sound_bytes
 
-from rankcall.analysis.timing.summary import summarise
+from rankcall.analysis.summary import summarise
 from rankcall.errors import CorruptRun
 from rankcall.record import OPS, RECORD
 from rankcall.report import json as json_report

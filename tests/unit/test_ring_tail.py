@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.errors import CorruptRun
 from rankcall.record import RECORD
-from rankcall.ring import Geometry, Identity
+from rankcall.ring import Geometry
 from rankcall.ring.reader import read_ring
-from rankcall.ring.tail import tail_of
-from rankcall.ring.writer import BODY_NAMES, PythonRing, create
+from rankcall.ring.writer import BODY_NAMES, Identity, PythonRing, create, tail_of
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Planted, synthetic_run
 

@@ -13,9 +13,8 @@ import pytest
 
 from rankcall import BackendUnavailable
 from rankcall.process import Process
-from rankcall.rpc import _network
-from rankcall.rpc._network import endpoints, is_loopback, own_address
-from rankcall.rpc.backends._zmq_worker import zmq_library
+from rankcall.rpc.backends import _zmq_worker
+from rankcall.rpc.backends._zmq_worker import endpoints, is_loopback, own_address, zmq_library
 
 
 @pytest.fixture
@@ -27,9 +26,9 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "node-a": "127.0.0.1",
         "node-b": "10.0.0.5",
         "::1": "::1",
-        _network._ELSEWHERE: "10.0.0.9",
+        _zmq_worker._ELSEWHERE: "10.0.0.9",
     }
-    monkeypatch.setattr(_network, "_source_address", lambda host: known.get(host, ""))
+    monkeypatch.setattr(_zmq_worker, "_source_address", lambda host: known.get(host, ""))
     monkeypatch.delenv("RANKCALL_RPC_HOST", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     return known

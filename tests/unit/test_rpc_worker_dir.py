@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.rpc._worker_dir import WorkerDir
+from rankcall.rpc.backends._zmq_worker import WorkerDir
 
 
 @pytest.fixture
@@ -54,20 +54,20 @@ def test_a_directory_that_is_swept_before_it_is_locked(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker sees that its lock is of a file that is gone, and makes the directory again."""
-    from rankcall.rpc import _worker_dir
+    from rankcall.rpc.backends import _zmq_worker
 
-    flock, sweeps = _worker_dir.fcntl.flock, []
+    flock, sweeps = _zmq_worker.fcntl.flock, []
 
     def sweep_first(fd: int, how: int) -> None:
-        if how == _worker_dir.fcntl.LOCK_EX and len(sweeps) < 2:
+        if how == _zmq_worker.fcntl.LOCK_EX and len(sweeps) < 2:
             sweeps.append(fd)
-            _worker_dir._sweep(base)
+            _zmq_worker._sweep(base)
         flock(fd, how)
 
-    monkeypatch.setattr(_worker_dir.fcntl, "flock", sweep_first)
+    monkeypatch.setattr(_zmq_worker.fcntl, "flock", sweep_first)
     worker_dir = WorkerDir(5)
     assert len(sweeps) == 2
-    _worker_dir._sweep(base)
+    _zmq_worker._sweep(base)
     assert (worker_dir.path / "lock").exists()
     worker_dir.close()
     assert not base.exists()

@@ -13,11 +13,10 @@ from ring_fuzz import SHAPE, sound_bytes, write_sound
 from worlds import MS, Call, group_of, together, write_world
 
 from rankcall.errors import CorruptRun, RunNotFound
-from rankcall.ranks import format_ranks
-from rankcall.ring.layout import offset_of
+from rankcall.record import format_ranks
+from rankcall.ring import Group, offset_of
 from rankcall.ring.reader import read_ring
-from rankcall.ring.tables import Group
-from rankcall.run.directory import (
+from rankcall.run import (
     create_run,
     default_run_dir,
     find_run,

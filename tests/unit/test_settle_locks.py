@@ -14,12 +14,11 @@ import pytest
 
 from rankcall.cli import main
 from rankcall.process import Process
-from rankcall.ring import Geometry, Identity
-from rankcall.ring.lock import WriterLock, try_lock
-from rankcall.ring.writer import create_locked, put
-from rankcall.run.directory import create_run, live_dir, make_live_dir, ring_paths
-from rankcall.run.hangs import kept_hangs, text_of
+from rankcall.ring import Geometry, WriterLock, try_lock
+from rankcall.ring.writer import Identity, create_locked, put
+from rankcall.run import create_run, live_dir, make_live_dir, ring_paths
 from rankcall.run.load import load
+from rankcall.run.outcomes import kept_hangs, text_of
 from rankcall.run.settle import (
     clean_up,
     keep_tail,
@@ -106,8 +105,8 @@ def test_a_ring_of_an_old_rankcall(run_dir: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from rankcall.ring import Geometry, Identity
-from rankcall.ring.writer import create_locked
+from rankcall.ring import Geometry
+from rankcall.ring.writer import Identity, create_locked
 kept = create_locked(Path(sys.argv[1]), Identity(rank=0, host="h"), Geometry(64))
 print("ready", flush=True)
 input()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from rankcall.ring import Geometry, Identity, create
-from rankcall.ring.writer import put
-from rankcall.run.directory import live_dir, make_live_dir, ring_name
+from rankcall.ring import Geometry
+from rankcall.ring.writer import Identity, create, put
+from rankcall.run import live_dir, make_live_dir, ring_name
 from rankcall.run.load import load
 from rankcall.run.settle import settle
 

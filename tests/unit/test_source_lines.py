@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.capture.recording import SourceLines, line_text
-from rankcall.ring.layout import ENTRY_LINE, Geometry
+from rankcall.capture.session import SourceLines, line_text
+from rankcall.ring import ENTRY_LINE, CallSite, Geometry, Group, UserLine, parse_tables
 from rankcall.ring.reader import read_ring
-from rankcall.ring.tables import CallSite, Group, UserLine, parse_tables
 from rankcall.ring.writer import Identity, PythonRing, create
 
 PAST = time.time() - 3600

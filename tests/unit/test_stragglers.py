@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from worlds import MS, Call, group_of, together, write_world
 
-from rankcall.analysis.diagnosis import diagnose
-from rankcall.analysis.timing.summary import summarise
+from rankcall.analysis.summary import summarise
+from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.report.formatting import headline
-from rankcall.ring.tables import Group
+from rankcall.ring import Group
 from rankcall.run.load import load
 from rankcall.testing.synthetic import Op, Pace, synthetic_run
 

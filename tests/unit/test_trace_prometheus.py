@@ -16,8 +16,7 @@ from ports import bound
 from tracing import COUNT, Clock, finished, origin, some
 
 from rankcall.trace import Origin, Prometheus
-from rankcall.trace.sinks import Guarded
-from rankcall.trace.sinks._counts import OTHER, Keys
+from rankcall.trace.sinks import OTHER, Guarded, Keys
 
 
 @pytest.fixture

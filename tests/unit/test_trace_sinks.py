@@ -22,10 +22,10 @@ from rankcall.trace import (
     Origin,
     Prometheus,
     Stdout,
+    settle,
     sinks,
 )
 from rankcall.trace.descriptions import Descriptions, Kind, Teller
-from rankcall.trace.live import settle
 from rankcall.trace.sinks import RETRY_SECONDS, Guarded, make_sink
 
 

@@ -17,24 +17,29 @@ import pytest
 import torch.distributed as dist
 from stores import kind, stores_of
 
+from rankcall import transfer
+from rankcall import transfer as bundle_module
+from rankcall import transfer as posts_module
 from rankcall._requests import Steps
-from rankcall.analysis.diagnosis import diagnose
+from rankcall.analysis.verdicts import diagnose
 from rankcall.errors import RankcallError
 from rankcall.process import host_name
-from rankcall.ring.layout import read_header
-from rankcall.run.directory import ring_paths
-from rankcall.run.exits import Exit, note_exit, read_exits, read_states
-from rankcall.run.hangs import kept_hangs, kept_stacks
+from rankcall.ring import read_header
+from rankcall.run import ring_paths
 from rankcall.run.load import load
+from rankcall.run.outcomes import kept_hangs, kept_stacks
+from rankcall.run.settle import Exit, note_exit, read_exits, read_states
 from rankcall.store.parts import perform
 from rankcall.testing.simulated_store import Mark, Process, Simulation, World
 from rankcall.testing.synthetic import Planted, synthetic_run
-from rankcall.transfer import at_verdict, departure
-from rankcall.transfer import bundle as bundle_module
-from rankcall.transfer import posts as posts_module
-from rankcall.transfer.at_verdict import MOST_S, EvidenceSender
-from rankcall.transfer.bundle import (
+from rankcall.transfer import (
     COLLECT_TO,
+    ENDED,
+    MOST_S,
+    Departure,
+    EvidenceSender,
+    Place,
+    Posts,
     check_url,
     is_shared,
     keep_bundles,
@@ -42,8 +47,6 @@ from rankcall.transfer.bundle import (
     node_rings,
     upload,
 )
-from rankcall.transfer.departure import Departure, Place
-from rankcall.transfer.posts import ENDED, Posts
 
 __all__ = ["kind"]  # fixture
 
@@ -141,7 +144,7 @@ def test_states_are_those_of_all_processes(nodes: tuple[Path, Path]) -> None:
 def give_to_this_process(path: Path) -> None:
     """Make this process the writer of a ring."""
     from rankcall.process import Process
-    from rankcall.ring.layout import offset_of
+    from rankcall.ring import offset_of
 
     me = Process.current()
     with path.open("r+b") as file:
@@ -306,7 +309,7 @@ def test_a_store_that_never_answers(
     nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of a rank is held up for a bounded time."""
-    monkeypatch.setattr(departure, "LEAVE_S", 0.2)
+    monkeypatch.setattr(transfer, "LEAVE_S", 0.2)
     blocked, gone = threading.Event(), threading.Event()
 
     def find() -> Any:
@@ -401,8 +404,8 @@ def test_a_url_that_takes_nothing_does_not_hold_a_verdict_up(
 ) -> None:
     """The upload goes on in the background; the verdict may have to end the job now."""
     over = threading.Event()
-    monkeypatch.setattr(at_verdict, "upload", lambda *arguments: over.wait(100))
-    monkeypatch.setattr(at_verdict, "MOST_S", 0.2)
+    monkeypatch.setattr(transfer, "upload", lambda *arguments: over.wait(100))
+    monkeypatch.setattr(transfer, "MOST_S", 0.2)
     monkeypatch.setenv(COLLECT_TO, "memory://a-url-that-takes-nothing")
     try:
         sender = EvidenceSender(nodes[0], "node-a", pytest.fail)
@@ -417,7 +420,7 @@ def test_all_exchanges_of_a_verdict_have_one_deadline(
 ) -> None:
     """A store that uses up the time of each request gets no more than that of one verdict."""
     now, limits = [1000.0], []
-    monkeypatch.setattr(at_verdict, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow(seconds: float, steps: Any) -> list[bytes]:
         limits.append(seconds)

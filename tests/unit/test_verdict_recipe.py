@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from rankcall.analysis import verdicts
-from rankcall.analysis.details import detail
-from rankcall.analysis.diagnosis import Diagnosis, diagnose
+from rankcall.analysis.summary import detail
+from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.analysis.verdicts.evidence import HangEvidence, RecentCalls
-from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kinds import Verdict
-from rankcall.report import diagnosis as diagnosis_report
+from rankcall.analysis.verdicts.finding import Finding, Verdict
+from rankcall.report import terminal as diagnosis_report
 from rankcall.report import top
 from rankcall.report.html import render
 from rankcall.report.json import diagnosis_object
@@ -78,7 +77,7 @@ def test_a_new_kind_is_in_every_report(tmp_path: Path) -> None:
     assert first["kind"] == "haunted"
     assert first["ranks"] == [2]
     assert first["advice"] == "Call an exorcist."
-    for text in (diagnosis_report.render(diagnosis), top.render(diagnosis)):
+    for text in (diagnosis_report.diagnosis_text(diagnosis), top.render(diagnosis)):
         assert "haunted" in text
         assert "Rank 2 sees ghosts." in text
         assert "Call an exorcist." in text
@@ -90,7 +89,7 @@ def test_a_kind_that_only_slows_does_not_stop_a_run(tmp_path: Path) -> None:
     """A kind says itself whether it stops a run: the page then names no cause of a stop."""
     run, diagnosis = job(tmp_path)
     assert diagnosis.verdict == "drowsy"
-    assert "Rank 1 yawns." in diagnosis_report.render(diagnosis)
+    assert "Rank 1 yawns." in diagnosis_report.diagnosis_text(diagnosis)
     page = render(detail(run), diagnosis.findings)
     assert "Rank 1 nods off" not in page
     assert "Rank 1 yawns." in page

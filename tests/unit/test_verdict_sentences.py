@@ -11,11 +11,11 @@ import pytest
 from diagnosing import RANK_2_MISSING, THREE_ENDED, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS, Call
 
-from rankcall.analysis.state.snapshot import PEER_CLOSED, RankState, Snapshot, no_calls
+from rankcall.analysis.snapshot import PEER_CLOSED, RankState, Snapshot, no_calls
 from rankcall.analysis.verdicts import KINDS, find
 from rankcall.analysis.verdicts.finding import name_group
 from rankcall.record import STATUSES
-from rankcall.ring.tables import Group
+from rankcall.ring import Group
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/design/verdicts.md").read_text(encoding="utf-8")

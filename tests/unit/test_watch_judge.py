@@ -15,12 +15,12 @@ from diagnosing import RANK_2_MISSING, SECOND, WORLD, diagnose_calls, unfinished
 from torch.distributed import HashStore
 from worlds import together
 
-from rankcall.analysis.state.snapshot import FAILED, RankState, Snapshot
+from rankcall.analysis.snapshot import FAILED, RankState, Snapshot
 from rankcall.analysis.verdicts import settles_in
-from rankcall.ring.tables import Group
-from rankcall.run.hangs import decode, id_of, kept_hangs
-from rankcall.watch._exchange import Exchange
+from rankcall.ring import Group
+from rankcall.run.outcomes import decode, id_of, kept_hangs
 from rankcall.watch._judge import Judge, going_on
+from rankcall.watch._other_nodes import Exchange
 
 PAIR = Group("1", 0, "gloo", "pair", (2, 3))
 # All wait for rank 2. After 67 s it enters another call, which rank 3 does not enter.

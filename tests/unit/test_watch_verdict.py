@@ -12,8 +12,8 @@ import pytest
 from diagnosing import MISSING_AND_DESYNC, any_verdict, received_verdict
 
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.run.directory import live_dir
-from rankcall.run.hangs import Object, decode, kept_hangs, text_of
+from rankcall.run import live_dir
+from rankcall.run.outcomes import Object, decode, kept_hangs, text_of
 from rankcall.run.settle import settle
 from rankcall.watch._judge import findings_of, is_news, keep_verdict
 

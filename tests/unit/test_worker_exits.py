@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.cli._torchrun import Outcome
-from rankcall.cli._worker_exits import ExitWatch, note_failures
-from rankcall.ring.layout import Geometry, Header, make_header, parse_header
-from rankcall.run.exits import Exit, note_exit, read_exits
+from rankcall.cli._workers import ExitWatch, Outcome, note_failures
+from rankcall.ring import Geometry, Header, make_header, parse_header
+from rankcall.run.settle import Exit, note_exit, read_exits
 
 
 def start_worker(rank: int) -> subprocess.Popen[bytes]:

@@ -2,9 +2,11 @@
 
 ::
 
-    timing/      figures of a run: bandwidth, waiting, skew, on clocks made comparable
-    state/       where every rank stands at one moment
-    verdicts/    what holds a job up or slows it: one class for each kind of verdict
-    diagnosis    one call from a run to its verdict
-    details      one call from a run to all figures of the page
+    collectives, waiting, lateness    figures of a run, on clocks made comparable
+    run_tables, summary               one call from a run to all figures of a report or a page
+    snapshot, run_snapshot            where every rank stands at one moment
+    verdicts/                         one call from a run to its verdict; one class for each kind
+    logs, log_cases                   the verdict if there is nothing but logs
 """
+
+from __future__ import annotations

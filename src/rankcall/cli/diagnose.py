@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from rankcall.analysis.diagnosis import Diagnosis, diagnose, with_stacks
 from rankcall.analysis.logs import diagnose_logs
-from rankcall.cli._console import LEAVE, HangAfter, console_for_result, keys
-from rankcall.report import diagnosis
+from rankcall.analysis.verdicts import Diagnosis, diagnose, with_stacks
+from rankcall.cli import LEAVE, HangAfter, console_for_result, keys
+from rankcall.report import terminal
 from rankcall.report.json import render_diagnosis
-from rankcall.run.directory import find_run
+from rankcall.run import find_run
 from rankcall.run.load import load
 from rankcall.run.settle import settle
 from rankcall.run.stacks import request_stacks, stacks_of
@@ -122,9 +122,9 @@ def _print(result: Diagnosis, json: bool, dumped: dict[int, str]) -> None:
         return
     console = console_for_result()
     if console.is_terminal:
-        diagnosis.show(result, console, dumped)
+        terminal.show_diagnosis(result, console, dumped)
     else:
-        sys.stdout.write(diagnosis.render(result, console.width, dumped))
+        sys.stdout.write(terminal.diagnosis_text(result, console.width, dumped))
 
 
 def _by_interest(diagnosis: Diagnosis) -> list[int]:
@@ -159,7 +159,7 @@ def _watch(path: Path | None, hang_after: float | None, result: Diagnosis, json:
     with keys() as left_within, live, contextlib.suppress(KeyboardInterrupt):
         while result.snapshot.live:
             foot = Text(f"\n{LEAVE}", "dim")
-            live.update(Group(diagnosis.body(result, console.width), foot), refresh=True)
+            live.update(Group(terminal.body(result, console.width), foot), refresh=True)
             if left_within(_WATCH_S):
                 break
             result = read(path, hang_after)

@@ -18,9 +18,9 @@ import typer
 
 from rankcall.capture.session import check_torch
 from rankcall.errors import CaptureUnavailable, CorruptRun, RankcallError
-from rankcall.files import file_system, is_local
-from rankcall.ring.layout import Geometry
-from rankcall.run.directory import live_base
+from rankcall.process import file_system, is_local
+from rankcall.ring import Geometry
+from rankcall.run import live_base
 from rankcall.run.load import load
 
 __all__ = ["command"]

@@ -17,9 +17,8 @@ from typing import Annotated
 import typer
 
 from rankcall._native import cache_dir
-from rankcall.cli._console import open_run, say
-from rankcall.cli._torchrun import Outcome, environment, hooking
-from rankcall.cli._worker_exits import explain_failure, note_own_exit
+from rankcall.cli import open_run, say
+from rankcall.cli._workers import Outcome, environment, explain_failure, hooking, note_own_exit
 from rankcall.cli.run import (
     HANG_AFTER_S,
     Capture,
@@ -33,7 +32,7 @@ from rankcall.cli.run import (
     watching,
 )
 from rankcall.errors import RankcallError
-from rankcall.ranks import with_noun
+from rankcall.record import with_noun
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 

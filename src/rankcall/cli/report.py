@@ -8,21 +8,13 @@ from typing import Annotated
 
 import typer
 
-from rankcall.analysis.diagnosis import diagnose, judge
-from rankcall.analysis.state.run_snapshot import SnapshotBuilder
-from rankcall.analysis.timing.summary import Summary, summarise
-from rankcall.analysis.verdicts import find
+from rankcall.analysis.run_snapshot import SnapshotBuilder
+from rankcall.analysis.summary import Summary, summarise
+from rankcall.analysis.verdicts import diagnose, find, judge
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.cli._console import (
-    Attempt,
-    bar,
-    console_for_result,
-    open_run,
-    output,
-    report_problems,
-)
+from rankcall.cli import Attempt, bar, console_for_result, open_run, output, report_problems
 from rankcall.errors import RankcallError
-from rankcall.files import new_file
+from rankcall.process import new_file
 from rankcall.report import json as json_report
 from rankcall.report import terminal
 from rankcall.report.formatting import size
@@ -85,7 +77,7 @@ def _read(run: Run) -> tuple[Summary, list[Finding]]:
 
 def _write_page(path: Path | None, target: Path, attempt: int | None) -> list[str]:
     """Write the HTML report, print its path, and return the run's problems."""
-    from rankcall.analysis.details import detail
+    from rankcall.analysis.summary import detail
     from rankcall.report.html import render
 
     run = open_run(path, attempt)

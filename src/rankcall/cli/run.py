@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -20,29 +22,26 @@ import typer
 from rankcall import watch
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.capture.session import check_torch
-from rankcall.cli._console import say
-from rankcall.cli._run_page import page_of
-from rankcall.cli._torchrun import (
+from rankcall.cli import say
+from rankcall.cli._workers import (
     USAGE_ERROR,
     Job,
     Outcome,
     arming,
     environment,
-    parse,
-    torchrun,
-    tracing,
-)
-from rankcall.cli._worker_exits import (
     explain_failure,
     note_failures,
     noting_exits,
+    parse,
+    torchrun,
+    tracing,
     verdict_ids,
 )
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import CaptureUnavailable, RankcallError
 from rankcall.process import host_name
-from rankcall.ranks import format_ranks, with_noun
-from rankcall.ring.layout import Header, read_header
-from rankcall.run.directory import (
+from rankcall.record import format_ranks, with_noun
+from rankcall.ring import Header, read_header
+from rankcall.run import (
     RUNS,
     about_job,
     create_run,
@@ -52,7 +51,7 @@ from rankcall.run.directory import (
     ring_paths,
 )
 from rankcall.run.settle import settle
-from rankcall.transfer.bundle import COLLECT_TO, check_url
+from rankcall.transfer import COLLECT_TO, check_url
 
 __all__ = ["CONTEXT_SETTINGS", "HANG_AFTER_S", "command"]
 
@@ -324,3 +323,59 @@ def _missing(job: Job, headers: list[Header]) -> str:
         return f"any of this node's {job.nproc} workers"
     missing = set(range(first, first + job.nproc)) - recorded
     return f"rank {format_ranks(sorted(missing))}" if missing else ""
+
+
+# The live page of a job that ``rankcall run --serve`` starts: a process beside the launcher.
+
+
+_END_S = 5.0
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return host and port of ``PORT`` or ``HOST:PORT``. Raises ``RankcallError``."""
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise RankcallError(f"--serve {text}: neither a port nor HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+@contextlib.contextmanager
+def page_of(run: Path, address: str, hang_after: float) -> Iterator[None]:
+    """Show a run on a page for the length of a block; without an address, do nothing.
+
+    The page has a process and a session of its own, so that nothing in it can hold up the launcher.
+    If it cannot start, it says why, and the job runs without it.
+    """
+    if not address:
+        yield
+        return
+    host, port = address_of(address)
+    process = None
+    try:
+        # Here, because it tells whether the extra is installed.
+        from rankcall.serve import check_extra
+
+        check_extra()
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "rankcall", "serve", str(run.absolute())),
+                *("--host", host, "--port", str(port), "--end-with-parent"),
+                *(["--hang-after", f"{hang_after:g}"] if hang_after else []),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+        )
+    except (OSError, ValueError, RankcallError) as error:
+        say(f"no live page: {error}; the job runs without it")
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli._console import HangAfter, say
-from rankcall.run.directory import find_run
-from rankcall.serve.server import DEFAULT_HOST, DEFAULT_PORT, PageServer
+from rankcall.cli import HangAfter, say
+from rankcall.run import find_run
+from rankcall.serve import DEFAULT_HOST, DEFAULT_PORT, PageServer
 
 __all__ = ["command"]
 

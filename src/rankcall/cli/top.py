@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from rankcall.analysis.diagnosis import Diagnosis, judge
-from rankcall.analysis.state.run_snapshot import snapshot_of_run
-from rankcall.cli._console import LEAVE, HangAfter, console_for_result, keys
+from rankcall.analysis.run_snapshot import snapshot_of_run
+from rankcall.analysis.verdicts import Diagnosis, judge
+from rankcall.cli import LEAVE, HangAfter, console_for_result, keys
 from rankcall.report import top
-from rankcall.run.directory import find_run
+from rankcall.run import find_run
 from rankcall.run.load import load
 
 __all__ = ["command"]

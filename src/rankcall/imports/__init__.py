@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rankcall.imports.flight_recorder import looks_like_dumps, rings_of_dumps
-from rankcall.ring.whole import RingSpec
+from rankcall.ring.writer import RingSpec
 
 __all__ = ["SOURCES", "Source", "source_of"]
 

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.ops import op_of_variant
 from rankcall.record import (
     DEVICE_TYPES,
     DTYPES,
@@ -30,9 +29,10 @@ from rankcall.record import (
     OPS,
     RECORD,
     STATUSES,
+    op_of_variant,
     take_rows,
 )
-from rankcall.ring.tables import CallSite, UserLine
+from rankcall.ring import CallSite, UserLine
 
 Records = npt.NDArray[Any]
 GroupKey = tuple[str, str, str]  # name, description, backend

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rankcall.errors import CorruptRun
-from rankcall.imports.log_lines import Line, Log, Source, logs_of
 from rankcall.imports.log_messages import (
     TROUBLE,
     AttemptEnded,
@@ -23,11 +22,14 @@ from rankcall.imports.log_messages import (
     Fact,
     Lagging,
     LauncherExit,
+    Line,
+    Log,
     Restarted,
+    Source,
     facts_of,
+    logs_of,
 )
-from rankcall.ops import op_of_variant
-from rankcall.ranks import MAX_RANKS
+from rankcall.record import MAX_RANKS, op_of_variant
 
 __all__ = ["Failure", "LogFacts", "Raised", "read_logs"]
 

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from rankcall.capture.declared import expect
-from rankcall.integrations.reporting import EVERY_S, Reporter, check_seconds
+from rankcall.capture.own_ring import expect
+from rankcall.integrations import EVERY_S, Reporter, check_seconds
 
 try:
     from accelerate.logging import get_logger

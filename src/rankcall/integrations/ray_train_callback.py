@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rankcall.capture import session
-from rankcall.capture.declared import expect
-from rankcall.integrations.reporting import EVERY_S, Reporter, check_seconds
+from rankcall.capture.own_ring import expect
+from rankcall.integrations import EVERY_S, Reporter, check_seconds
 
 try:
     import ray.train

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from rankcall.capture.declared import expect
-from rankcall.integrations.reporting import EVERY_S, Reporter, check_seconds
+from rankcall.capture.own_ring import expect
+from rankcall.integrations import EVERY_S, Reporter, check_seconds
 
 try:
     from transformers import TrainerCallback

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rankcall.join.context import Join
+from rankcall.join import Join
 
 
 @contextlib.contextmanager

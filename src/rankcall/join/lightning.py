@@ -16,8 +16,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch.distributed as dist
 
-from rankcall.join.context import Join
-from rankcall.join.rank_group import RankGroup
+from rankcall.join import Join
+from rankcall.join.joinables import RankGroup
 
 try:
     from lightning.pytorch import Callback

@@ -1,1 +1,1 @@
-"""A summary as something to read: on a terminal, or as JSON."""
+"""A summary as something to read: on a terminal, as JSON, or as a page."""

@@ -1,7 +1,4 @@
-"""Numbers, names, paragraphs and tables as text for a terminal, and the first sentence of a report.
-
-That sentence, the headline, says which ranks make the others wait, if any do.
-"""
+"""Numbers, names, paragraphs and tables as text, and the first sentence of a report."""
 
 from __future__ import annotations
 
@@ -17,11 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.analysis.timing.stragglers import Stragglers
-from rankcall.analysis.timing.summary import Straggler, Summary
+from rankcall.analysis.lateness import Stragglers
+from rankcall.analysis.summary import Straggler, Summary
 from rankcall.analysis.verdicts.finding import begin_sentence
-from rankcall.files import clean
-from rankcall.ranks import format_ranks
+from rankcall.process import clean
+from rankcall.record import format_ranks
+
+# Numbers, names, paragraphs and tables as text for a terminal, and the first sentence of a report.
+#
+# That sentence, the headline, says which ranks make the others wait, if any do.
+
 
 _TIMES = ((60_000.0 * 60, 3_600_000.0, "h"), (60_000.0 * 10, 60_000.0, "min"), (1e3, 1e3, "s"))
 _LEAST = 6  # columns that a shortened name keeps

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rankcall.analysis.diagnosis import Diagnosis, Kept
-from rankcall.analysis.state.call_stacks import stack_classes
-from rankcall.analysis.state.snapshot import RankPosition, rank_positions
+from rankcall.analysis.snapshot import RankPosition, rank_positions
+from rankcall.analysis.verdicts import Diagnosis, Kept
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.run.stacks import stack_classes
 
 if TYPE_CHECKING:
     # A rank that is watched writes diagnoses, and does not load what summaries need.
-    from rankcall.analysis.timing.summary import Summary
+    from rankcall.analysis.summary import Summary
 
 SCHEMA = 1  # of both objects
 _FINDING = (
@@ -121,7 +121,7 @@ def _hosts(summary: Summary) -> list[Object]:
 
 
 def _collectives(summary: Summary) -> list[Object]:
-    from rankcall.analysis.timing.summary import size_name
+    from rankcall.analysis.summary import size_name
 
     rows = []
     for row in summary.collectives:

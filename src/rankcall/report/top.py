@@ -12,21 +12,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.state.snapshot import RankPosition, pace, rank_positions
+from rankcall.analysis.snapshot import RankPosition, pace, rank_positions
+from rankcall.analysis.verdicts import Diagnosis
 from rankcall.analysis.verdicts.finding import duration, numbered
 from rankcall.analysis.verdicts.no_progress import silence_of
-from rankcall.files import clean
-from rankcall.report.diagnosis import LONG, named, ranks_cell, world
-from rankcall.report.formatting import (
-    as_text,
-    cut,
-    digits,
-    line_names,
-    percent,
-    plural,
-    wrapped,
-)
+from rankcall.process import clean
+from rankcall.report.formatting import as_text, cut, digits, line_names, percent, plural, wrapped
+from rankcall.report.terminal import LONG, named, ranks_cell, world
 
 _ROWS = 12
 _BAR = 12

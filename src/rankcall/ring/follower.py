@@ -30,8 +30,7 @@ from rankcall.record import (
     read_barrier,
     take_rows,
 )
-from rankcall.ring.layout import Geometry, offset_of
-from rankcall.ring.tables import Tables, parse_tables
+from rankcall.ring import Geometry, Tables, offset_of, parse_tables
 
 Indexes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

@@ -1,5 +1,374 @@
 """A run: the directory that a job leaves, and everything that is read from it.
 
-``directory`` says where each file of a run is, and ``load`` reads a run as tables. Each of the
-other modules owns one kind of file in the run directory.
+This module says where each file of a run is, and ``load`` reads a run as tables. Each of the other
+modules owns some kinds of files in the run directory.
+
+::
+
+    rankcall-runs/latest -> 20261121T034130-train_digits
+    rankcall-runs/20261121T034130-train_digits/
+        run.json                                    the command that was started, where and when
+        rings/rank-00003.attempt-0.node-a.4711.ring one file per rank and attempt
+        rings/rank-00003....4711.tail.ring          its newest records, until it is moved here
+        exits/                                      how the workers ended: see ``settle``
+        hangs/0001/                                 a verdict of the watcher: see ``outcomes``
+        joins.jsonl                                 the sums of each ``Join``: see ``outcomes``
+    /dev/shm/rankcall-<uid>/<run>-<hash>/           the rings of processes that still run
+
+A live ring is on tmpfs, because a page of a disk file can block its writer. ``settle`` moves a
+ring into the run directory after its process has ended.
 """
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rankcall._version import __version__
+from rankcall.errors import RunNotFound
+from rankcall.process import (
+    UnsafeFolder,
+    check_file,
+    check_folder,
+    host_name,
+    make_folder,
+    reason,
+    replacing,
+    run_folder,
+    scratch_beside,
+)
+
+RUNS = "rankcall-runs"
+ATTEMPTS = "attempts"
+RUN_SCHEMA = 1
+_DEEPEST = 100  # levels of lists and dicts in ``run.json``
+HANGS = "hangs"
+VIEWS = "views"  # below the live rings: see ``views``
+TAIL = ".tail.ring"  # a ring's newest records, written while its process lives
+
+
+def default_run_dir(script: str, started: datetime | None = None) -> Path:
+    """Return ``rankcall-runs/<UTC time>-<script>`` below the working directory."""
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(script).stem).strip("._") or "python"
+    moment = (started or datetime.now(timezone.utc)).strftime("%Y%m%dT%H%M%S")
+    return Path(RUNS) / f"{moment}-{stem}"
+
+
+def new_run_dir(path: Path) -> Path:
+    """Make ``path``, or ``<path>-2``, ``-3``... if other runs have taken it, and return its path.
+
+    If no directory can be made, only the path is returned: ``create_run`` reports the error.
+    """
+    number, candidate = 1, path
+    while True:
+        try:
+            candidate.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        except OSError:
+            return candidate
+        else:
+            return candidate
+
+
+def create_run(path: Path, about: dict[str, Any]) -> Path:
+    """Make a run directory of mode 0700 with a ``run.json``, and point ``latest`` at it.
+
+    An existing directory keeps its mode, because other users may use it, too. An existing
+    ``run.json`` is kept: every rank calls this, and the launcher may have been first.
+    """
+    if not path.is_dir():
+        with contextlib.suppress(UnsafeFolder):  # another rank was first; "rings" is checked below
+            make_folder(path, private=False)
+    run_folder(path, "rings")
+    meta = path / "run.json"
+    if not meta.exists():
+        text = json.dumps({"schema": RUN_SCHEMA, "name": path.name, **about}, indent=1)
+        with replacing(meta) as file:
+            file.write(text.encode() + b"\n")
+    if path.parent.name == RUNS:
+        link = path.parent / "latest"
+        scratch = scratch_beside(link)
+        scratch.symlink_to(path.name)
+        scratch.replace(link)
+    return path
+
+
+def about_job(command: Sequence[str], torch: str, **more: Any) -> dict[str, Any]:
+    """Return the content of ``run.json`` for a job that this process starts or is part of.
+
+    Secrets in the command line are replaced, because people copy and send run directories.
+    """
+    return {
+        "created_epoch_ns": time.time_ns(),
+        "command": redact_command(command),
+        "cwd": str(Path.cwd()),
+        "host": host_name(),
+        **more,
+        "torch": torch,
+        "python": sys.version.split()[0],
+        "rankcall": __version__,
+    }
+
+
+def read_about(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return the content of ``run.json``; empty if there is none.
+
+    If the file cannot be read, the result is empty, and ``problems`` gets a line that says why.
+    """
+    try:
+        about = json.loads((path / "run.json").read_text()) if path.is_dir() else {}
+        if _is_deep(about):
+            raise ValueError("it is nested too deeply")
+        return about if isinstance(about, dict) else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path / 'run.json'}: cannot be read: {error}")
+        return {}
+
+
+def _is_deep(value: Any) -> bool:
+    """Tell whether a JSON value is nested so deeply that functions that call themselves fail."""
+    values = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(_DEEPEST):
+        inner: list[Any] = []
+        for outer in values:
+            inner += outer.values() if isinstance(outer, dict) else outer
+        values = [container for container in inner if isinstance(container, (dict, list))]
+        if not values:
+            return False
+    return True
+
+
+def find_run(path: str | os.PathLike[str] | None = None) -> Path:
+    """Return the path of a run; without ``path``, of the latest run below the working directory.
+
+    If the run directory could not be made, this is the folder of the run's live rings.
+
+    Raises ``RunNotFound``, which names the path that does not exist.
+    """
+    if path is None:
+        latest = Path(RUNS) / "latest"
+        if not latest.exists():
+            raise RunNotFound(
+                f"no run given and no {latest} here ({Path.cwd()}): "
+                "start one with 'rankcall run script.py', or name a run directory"
+            )
+        return latest.resolve()
+    run = Path(path)
+    if not run.exists():
+        for rings in trusted_live_dirs(run):
+            return rings
+        raise RunNotFound(f"no such run: {run}")
+    return run
+
+
+def live_base() -> Path:
+    """Return the tmpfs that live rings are kept on: ``RANKCALL_SHM``, or /dev/shm."""
+    return Path(os.environ.get("RANKCALL_SHM") or "/dev/shm")
+
+
+def live_dir(path: Path) -> Path:
+    """Return the folder in which this user's processes keep the live rings of a run."""
+    return _live_dir_of(path, os.geteuid())
+
+
+def make_live_dir(path: Path) -> Path:
+    """Make or check the folder of a run's live rings, and return it. Raises ``OSError``."""
+    folder = live_dir(path)
+    make_folder(folder.parent)
+    make_folder(folder)
+    return folder
+
+
+def _live_dir_of(path: Path, owner: int) -> Path:
+    real = Path(os.path.realpath(path))  # unlike resolve, it never raises
+    digest = hashlib.sha1(str(real).encode(), usedforsecurity=False).hexdigest()[:8]
+    return live_base() / f"rankcall-{owner}" / f"{real.name}-{digest}"
+
+
+def _owners(path: Path) -> set[int]:
+    """Return the users whose live rings and verdicts are trusted: this one and the run's owner."""
+    try:
+        return {os.geteuid(), path.stat().st_uid}
+    except OSError:
+        return {os.geteuid()}
+
+
+def trusted_live_dirs(path: Path, problems: list[str] | None = None) -> list[Path]:
+    """Return the folders of a run's live rings that no other user could have written to.
+
+    ``problems`` gets a line for each folder that is left out.
+    """
+    owners, folders = _owners(path), []
+    for owner in sorted(owners):
+        folder = _live_dir_of(path, owner)
+        try:
+            for directory in (folder.parent, folder):
+                check_folder(directory, owners)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if problems is not None:
+                problems.append(f"{reason(error)}: live rings and verdicts in it are ignored")
+            continue
+        folders.append(folder)
+    return folders
+
+
+def ring_name(rank: int, attempt: int, host: str, pid: int) -> str:
+    """Return the name of a ring file. It is for people: programs read the header instead."""
+    rank_label = f"rank-{rank:05d}" if rank >= 0 else "rank-unknown"
+    return f"{rank_label}.attempt-{attempt}.{re.sub(r'[^A-Za-z0-9_-]+', '_', host)}.{pid}.ring"
+
+
+def unused_ring(name: str, *folders: Path) -> str:
+    """Return a ring's name, with a number added if one of the folders has a ring of that name.
+
+    A process that records, stops and records again leaves several rings in one run.
+    """
+    stem, number, candidate = name.removesuffix(".ring"), 1, name
+    while any((folder / candidate).exists() for folder in folders):
+        number += 1
+        candidate = f"{stem}-{number}.ring"
+    return candidate
+
+
+def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
+    """Return the ring files of a run, both moved and live ones; if ``path`` is a file, that file.
+
+    The tail of a ring counts only if the whole ring is in neither place. A live ring that another
+    user could have put there is left out, and ``problems`` says so.
+    """
+    if path.is_file():
+        return [path]
+    rings: dict[str, Path] = {}
+    for place in (path / "rings", path):
+        if place.is_dir():
+            for ring in sorted(place.glob("*.ring"), key=_name):
+                rings.setdefault(ring.name, ring)
+    owners = _owners(path)
+    for place in trusted_live_dirs(path, problems):
+        for ring in sorted(place.glob("*.ring"), key=_name):
+            try:
+                check_file(ring, owners)
+            except FileNotFoundError:
+                continue  # it was moved meanwhile
+            except OSError as error:
+                if problems is not None:
+                    problems.append(f"{reason(error)}: it is ignored")
+            else:
+                rings.setdefault(ring.name, ring)
+    return [
+        ring
+        for name, ring in rings.items()
+        if whole_name(name) == name or whole_name(name) not in rings
+    ]
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+def tail_name(name: str) -> str:
+    """Return the name of the file with the tail of a ring."""
+    return f"{whole_name(name).removesuffix('.ring')}{TAIL}"
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the ring that a file holds, whole or only its tail."""
+    return f"{name.removesuffix(TAIL)}.ring" if name.endswith(TAIL) else name
+
+
+# Remove secrets from command lines before they are written to a file.
+#
+# A value is replaced if its name is that of a secret (``--token=X``, ``--api-key X``,
+# ``WANDB_KEY=X``), or if it has the form of a well-known kind of token. Other secrets, for example
+# a password that is a positional argument, are not found.
+
+
+REDACTED = "[redacted]"
+_SECRET_PART = re.compile(
+    "token|secrets?|password|passwd|passphrase|pwd|pass|apikey|auth|authorization|bearer"
+    "|credentials?|cookie|jwt"
+)
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_ASSIGNED = re.compile(
+    r"""(?P<name>[\w.-]+)(?P<between>["']?\s*(?:=|:(?!//))\s*)"""
+    r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;&]+)"""
+)
+_OPTION = re.compile(
+    r"""(?P<name>(?<!\S)--?[A-Za-z][\w.-]*)(?P<between>\s+)(?P<value>"[^"]*"|'[^']*'|[^\s-]\S*)"""
+)
+_SHAPES = re.compile(
+    r"\b(?:hf_|sk-|gh[opsur]_|github_pat_|glpat-|xox[abeprs]-|AKIA|ASIA|AIza|eyJ)[\w.=-]{12,}"
+    r"|(?<=[Bb]earer )\S+"
+    r"|(?<=://)[^\s/@:]*:[^\s/@]+(?=@)"
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether the name of an option, a variable or a key is that of a secret.
+
+    ``key`` counts only as the last word: ``num_key_value_heads`` is not a secret.
+    """
+    parts = [part.lower() for part in _PARTS.findall(name)]
+    return parts[-1:] == ["key"] or any(map(_SECRET_PART.fullmatch, parts))
+
+
+def redact_text(text: str) -> str:
+    """Return a text with the values of secret names, and known kinds of tokens, replaced."""
+    return _SHAPES.sub(REDACTED, _without_values(_OPTION, _without_values(_ASSIGNED, text)))
+
+
+def redact_command(command: Sequence[str]) -> list[str]:
+    """Return a command line without its secrets; it has as many arguments as before."""
+    redacted: list[str] = []
+    secret_follows = False
+    for argument in command:
+        name, equals, _ = argument.partition("=")
+        if secret_follows and not argument.startswith("--"):
+            redacted.append(REDACTED)
+            secret_follows = False
+            continue
+        secret_follows = not equals and argument.startswith("-") and is_secret_name(name)
+        whole = equals and re.fullmatch(r"[\w.+/@-]+", name) and is_secret_name(name)
+        redacted.append(f"{name}={REDACTED}" if whole else redact_text(argument))
+    return redacted
+
+
+def redact(value: Any) -> Any:
+    """Return a JSON value without secrets: values of secret keys, command lines, any text."""
+    if isinstance(value, dict):
+        return {
+            key: REDACTED if isinstance(item, str) and is_secret_name(str(key)) else redact(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        if value and all(isinstance(item, str) for item in value):
+            return redact_command(value)
+        return [redact(item) for item in value]
+    return redact_text(value) if isinstance(value, str) else value
+
+
+def _without_values(pattern: re.Pattern[str], text: str) -> str:
+    """Replace the values of secret names. Other values are searched in turn: a URL has names."""
+    parts, at = [], 0
+    while match := pattern.search(text, at):
+        parts.append(text[at : match.start("value")])
+        at = match.start("value")
+        if is_secret_name(match["name"]):
+            parts.append(REDACTED)
+            at = match.end()
+    return "".join([*parts, text[at:]])

@@ -15,17 +15,10 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store
 
-from rankcall._requests import Steps
+from rankcall._requests import Add, Check, Delete, Read, Set, Steps, Wait
 from rankcall.process import host_name
-from rankcall.store import _errors, _protocol, _tickets
-from rankcall.store._client import (
-    Call,
-    LocalState,
-    clock,
-    local_state,
-    on_fork,
-    run,
-)
+from rankcall.store import _errors, _protocol
+from rankcall.store._client import Call, LocalState, clock, local_state, on_fork, run
 from rankcall.store._errors import (
     Decoder,
     StoreLost,
@@ -38,6 +31,82 @@ from rankcall.store._errors import (
 )
 from rankcall.store._keys import BARRIER, CLEAN_UP, EXCHANGE, GET_ALL, Keys
 from rankcall.store._location import where
+from rankcall.store._protocol import (
+    Claim,
+    NotAllArrived,
+    Unconfirmed,
+    WorldsDiffer,
+    announce,
+    registered_sizes,
+)
+
+# Barriers without ranks: a counter gives out tickets, ``world_size`` of them to a generation.
+#
+# Nothing tells two processes apart here, so no missing process can be named. A process that timed
+# out keeps its ticket, and waits with it when it calls again. If the answer to a request for a
+# ticket was lost, the process does not know its ticket: it cannot call again under this prefix.
+
+
+NO_RANK = -1
+
+
+@dataclass
+class Tickets:
+    """The tickets of this process under one prefix that it has not passed a barrier with."""
+
+    unused: list[int] = field(default_factory=list)
+    is_in_doubt: bool = False  # a request for a ticket was not answered
+
+
+class TooFew(NotAllArrived):
+    """The deadline came first. ``arrived`` processes of this generation have come."""
+
+    def __init__(self, arrived: int) -> None:
+        super().__init__(())
+        self.arrived = arrived
+
+
+def draw(keys: Keys, tickets: Tickets) -> Steps[int]:
+    """Return a ticket that this process has not used, or draw one. It counts from 1."""
+    if tickets.unused:
+        return tickets.unused.pop()
+    if tickets.is_in_doubt:
+        raise Unconfirmed
+    try:
+        ticket: int = yield Add(keys.tickets, 1)
+    except BaseException:
+        tickets.is_in_doubt = True
+        raise
+    return ticket
+
+
+def meet(keys: Keys, ticket: int) -> Steps[None]:
+    """Wait until all tickets of the generation are drawn. Raises ``TooFew``, ``WorldsDiffer``."""
+    generation, position = divmod(ticket - 1, keys.world_size)
+    if position == 0 and generation == 0:
+        yield from announce(keys, b"%d" % keys.world_size)
+    if position == keys.world_size - 1:
+        yield Set(keys.passed(generation), b"1")
+        if generation > 0:  # all have drawn a ticket of this one, so all have left the last
+            yield Delete(keys.passed(generation - 1))
+        return
+    if (yield Wait((keys.passed(generation),))):
+        return
+    drawn = int((yield Read(keys.tickets)) or 0)
+    if drawn >= (generation + 1) * keys.world_size:
+        return
+    others = []
+    for size in registered_sizes((yield Read(keys.register))):
+        world = keys.of_size(size)
+        if size != keys.world_size and (yield Check((world.tickets,))):
+            waiting = int((yield Read(world.tickets)) or 0) % size
+            others += [Claim(NO_RANK, size, "", 0, "")] * waiting
+    arrived = drawn - generation * keys.world_size
+    if others:
+        here = [Claim(NO_RANK, keys.world_size, "", 0, "")] * arrived
+        raise WorldsDiffer([*here, *others])
+    raise TooFew(arrived)
+
 
 LARGEST = 7 << 20  # a TCPStore closes the connection of a process that sends 8 MiB
 _RETIRED = 1024
@@ -280,16 +349,16 @@ def _barrier_without_ranks(store: Store, keys: Keys, timeout: float, what: str |
     """Wait until ``world_size`` processes are here."""
     state, call = local_state(store), Call()
     place = keys.prefix, keys.attempt, keys.world_size
-    tickets: _tickets.Tickets = state.members.setdefault(place, _tickets.Tickets())
+    tickets: Tickets = state.members.setdefault(place, Tickets())
     drawn: list[int] = []
 
     def steps() -> Steps[None]:
-        drawn.append((yield from _tickets.draw(keys, tickets)))
-        yield from _tickets.meet(keys, drawn[0])
+        drawn.append((yield from draw(keys, tickets)))
+        yield from meet(keys, drawn[0])
 
     def explained(error: Exception) -> Exception:
         name = _errors.name_of("barrier", keys.prefix, what)
-        if isinstance(error, _tickets.TooFew):
+        if isinstance(error, TooFew):
             return _errors.timed_out(
                 "barrier",
                 keys,
@@ -310,7 +379,7 @@ def _barrier_without_ranks(store: Store, keys: Keys, timeout: float, what: str |
     try:
         run(store, timeout, steps(), call)
     except (
-        _tickets.TooFew,
+        TooFew,
         _protocol.WorldsDiffer,
         _protocol.Unconfirmed,
         StoreLost,

@@ -20,27 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from rankcall.analysis.diagnosis import Diagnosis
-from rankcall.analysis.state.run_snapshot import snapshot_of_run
-from rankcall.analysis.state.snapshot import (
-    ALIVE,
-    Snapshot,
-    failed_for_good,
-    quiet_s,
-    unfinished,
-)
-from rankcall.analysis.verdicts import find, settles_in
+from rankcall.analysis.run_snapshot import snapshot_of_run
+from rankcall.analysis.snapshot import ALIVE, Snapshot, failed_for_good, quiet_s, unfinished
+from rankcall.analysis.verdicts import Diagnosis, find, settles_in
 from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.finding import Finding, duration, sound_findings
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.attach import evidence_store
-from rankcall.files import run_folder
-from rankcall.process import boot_id, host_name
+from rankcall.process import boot_id, host_name, run_folder
 from rankcall.report.json import diagnosis_object
-from rankcall.ring.layout import Header
-from rankcall.run.directory import TAIL, make_live_dir
-from rankcall.run.hangs import (
-    HANGS,
+from rankcall.ring import Header
+from rankcall.run import HANGS, TAIL, make_live_dir
+from rankcall.run.load import load
+from rankcall.run.outcomes import (
     STACKS,
     Object,
     claim,
@@ -54,12 +46,10 @@ from rankcall.run.hangs import (
     stack_name,
     waits_that_ended,
 )
-from rankcall.run.load import load
 from rankcall.run.settle import keep_tails
 from rankcall.run.stacks import request_stacks
-from rankcall.transfer.at_verdict import EvidenceSender
-from rankcall.watch._exchange import Exchange, Unreachable
-from rankcall.watch._viewers import NodeViews
+from rankcall.transfer import EvidenceSender
+from rankcall.watch._other_nodes import Exchange, NodeViews, Unreachable
 
 logger = logging.getLogger("rankcall.watch")
 
@@ -339,7 +329,7 @@ def going_on(snapshot: Snapshot, seconds: float) -> float | None:
 
 def _stack_text(stacks: Mapping[int, str]) -> str:
     """Return the stacks of this node's ranks for the terminal, equal ones together."""
-    from rankcall.report.diagnosis import stack_lines  # here, because it imports rich
+    from rankcall.report.terminal import stack_lines  # here, because it imports rich
 
     return "\n".join(["", *stack_lines(stacks), "", ""]) if stacks else ""
 
@@ -379,9 +369,9 @@ OfThisHang = Callable[[Object], bool]
 
 def encode_verdict(diagnosis: Diagnosis) -> bytes:
     """Return a diagnosis with its printed form as one JSON object."""
-    from rankcall.report import diagnosis as report  # here, because it imports rich
+    from rankcall.report import terminal as report  # here, because it imports rich
 
-    text = report.render(diagnosis) if diagnosis.findings else ""
+    text = report.diagnosis_text(diagnosis) if diagnosis.findings else ""
     return _encoded_verdict({**diagnosis_object(diagnosis), "text": text})
 
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 
-from rankcall.analysis.state.snapshot import (
-    PEER_CLOSED,
-    UNKNOWN,
-    RankState,
-    Snapshot,
-    failed_for_good,
-)
-from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
+from rankcall.analysis.snapshot import PEER_CLOSED, UNKNOWN, RankState, Snapshot, failed_for_good
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.finding import (
     SHOWN,
+    CulpritVerdict,
     Finding,
     ago,
     begin_sentence,
@@ -24,7 +18,7 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
     verbs_for,
 )
-from rankcall.analysis.verdicts.kinds import CulpritVerdict
+from rankcall.analysis.verdicts.wait_graph import Case, Suspect, Suspects
 
 # Signals that come from outside. Other ends come of the call that the process was in.
 _SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)

@@ -8,6 +8,7 @@ from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.finding import (
     SHOWN,
     Finding,
+    Verdict,
     begin_sentence,
     common_site,
     hosts_of,
@@ -15,7 +16,6 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
     name_wait,
 )
-from rankcall.analysis.verdicts.kinds import Verdict
 from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from rankcall.analysis.state.snapshot import Snapshot
+from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import Disagreement, Shift, Side
-from rankcall.analysis.verdicts.finding import begin_sentence, count_of, name_group, name_ranks
-from rankcall.analysis.verdicts.kinds import DisagreementVerdict
+from rankcall.analysis.verdicts.finding import (
+    DisagreementVerdict,
+    begin_sentence,
+    count_of,
+    name_group,
+    name_ranks,
+)
 
 
 class Desync(DisagreementVerdict):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.state.snapshot import (
+from rankcall.analysis.snapshot import (
     COLLECTIVE,
     COMPLETED,
     OUTSIDE,
@@ -25,8 +25,7 @@ from rankcall.analysis.state.snapshot import (
     Snapshot,
 )
 from rankcall.analysis.verdicts.wait_graph import Wait
-from rankcall.ops import SIZE_TO_AGREE_ON
-from rankcall.record import DTYPES, OPS, REDUCE_OPS
+from rankcall.record import DTYPES, OPS, REDUCE_OPS, SIZE_TO_AGREE_ON
 
 Ints = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]

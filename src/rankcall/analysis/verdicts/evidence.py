@@ -13,7 +13,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.state.snapshot import (
+from rankcall.analysis.collectives import (
+    CollectiveTable,
+    Columns,
+    HostClock,
+    Ints,
+    MessageTable,
+    RankCollectives,
+    RankMessages,
+    Session,
+    align_hosts,
+    collective_table,
+    message_table,
+)
+from rankcall.analysis.snapshot import (
     COLLECTIVE,
     COMPLETED,
     P2P,
@@ -25,38 +38,23 @@ from rankcall.analysis.state.snapshot import (
     median_step_s,
     unfinished,
 )
-from rankcall.analysis.timing.clocks import HostClock, align_hosts
-from rankcall.analysis.timing.collectives import (
-    CollectiveTable,
-    Columns,
-    Ints,
-    MessageTable,
-    RankCollectives,
-    RankMessages,
-    Session,
-    collective_table,
-    message_table,
-)
-from rankcall.analysis.verdicts.culprits import (
-    BEATS_S,
-    Case,
-    CulpritKind,
-    Exits,
-    Suspects,
-    culprit_cases,
-    exits_of,
-)
 from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements_in, off_by_n
 from rankcall.analysis.verdicts.wait_graph import (
+    BEATS_S,
     BLOCKING,
+    Case,
+    CulpritKind,
     Cycle,
+    Exits,
+    Suspects,
     Wait,
     WaitGraph,
+    culprit_cases,
     cycles_in,
+    exits_of,
     waits_of,
 )
-from rankcall.ops import SYNCHRONISING, bandwidth_sizes
-from rankcall.record import OPS
+from rankcall.record import OPS, SYNCHRONISING, bandwidth_sizes
 
 HANG_AFTER_S = 60.0
 FIRST_STEP = 5.0  # the first step may take so many times longer

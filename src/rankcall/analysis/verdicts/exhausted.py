@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot
-from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
-from rankcall.analysis.verdicts.finding import ago, verbs_for
-from rankcall.analysis.verdicts.kinds import CulpritVerdict
+from rankcall.analysis.snapshot import GONE, RankState, Snapshot
+from rankcall.analysis.verdicts.finding import CulpritVerdict, ago, verbs_for
+from rankcall.analysis.verdicts.wait_graph import Case, Suspect, Suspects
 
 
 class Exhausted(CulpritVerdict):

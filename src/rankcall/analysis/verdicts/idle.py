@@ -12,17 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from rankcall.analysis.state.call_stacks import code_place
-from rankcall.analysis.state.snapshot import (
-    ALIVE,
-    RankState,
-    Snapshot,
-    quiet_s,
-    unfinished,
-)
-from rankcall.analysis.verdicts.culprits import Case, Suspect, Suspects
+from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, quiet_s, unfinished
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.finding import (
+    CulpritVerdict,
     Finding,
     begin_sentence,
     common_site,
@@ -32,8 +25,8 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
     verbs_for,
 )
-from rankcall.analysis.verdicts.kinds import CulpritVerdict
-from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.analysis.verdicts.wait_graph import Case, Suspect, Suspects, Wait
+from rankcall.run.stacks import code_place
 
 # A wait may last so many times longer than the longest one that passed at that line.
 _LONGER = 10.0

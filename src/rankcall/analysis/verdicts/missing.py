@@ -6,13 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rankcall.analysis.state.call_stacks import LOADER, code_place
-from rankcall.analysis.state.snapshot import GONE, RankState, Snapshot, unfinished
-from rankcall.analysis.verdicts.culprits import Suspect, Suspects
+from rankcall.analysis.snapshot import GONE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
-from rankcall.analysis.verdicts.finding import SHOWN, hosts_of, name_call, name_place, verbs_for
-from rankcall.analysis.verdicts.kinds import CulpritVerdict
+from rankcall.analysis.verdicts.finding import (
+    SHOWN,
+    CulpritVerdict,
+    hosts_of,
+    name_call,
+    name_place,
+    verbs_for,
+)
+from rankcall.analysis.verdicts.wait_graph import Suspect, Suspects
 from rankcall.record import FLAG_DEVICE
+from rankcall.run.stacks import LOADER, code_place
 
 
 class Missing(CulpritVerdict):

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankcall.analysis.state.call_stacks import CodePlace, code_place
-from rankcall.analysis.state.snapshot import (
+from rankcall.analysis.snapshot import (
     ALIVE,
     GONE,
     RankState,
@@ -29,6 +28,7 @@ from rankcall.analysis.verdicts.evidence import (
 from rankcall.analysis.verdicts.finding import (
     SHOWN,
     Finding,
+    Verdict,
     begin_sentence,
     count_of,
     duration,
@@ -37,7 +37,7 @@ from rankcall.analysis.verdicts.finding import (
     name_place,
     name_ranks,
 )
-from rankcall.analysis.verdicts.kinds import Verdict
+from rankcall.run.stacks import CodePlace, code_place
 
 # A process gets this long to start up, however short the threshold: it imports, opens its data and
 # meets the others.

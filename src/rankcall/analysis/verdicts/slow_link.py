@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.state.snapshot import P2P, SEND, Snapshot
-from rankcall.analysis.timing.clocks import HostClock, RowClocks
-from rankcall.analysis.timing.collectives import CollectiveTable, present
+from rankcall.analysis.collectives import CollectiveTable, HostClock, RowClocks, present
+from rankcall.analysis.snapshot import P2P, SEND, Snapshot
 from rankcall.analysis.verdicts.evidence import SYNC, HangEvidence, RecentCalls
 from rankcall.analysis.verdicts.finding import (
     Finding,
+    Verdict,
     common_site,
     count_of,
     duration,
@@ -28,7 +28,6 @@ from rankcall.analysis.verdicts.finding import (
     name_wait,
     short_duration,
 )
-from rankcall.analysis.verdicts.kinds import Verdict
 from rankcall.record import OPS
 
 _TIMES = 2.5  # slower than the median link of the kind

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rankcall.analysis.state.snapshot import GONE, STOPPED, RankState, Snapshot
-from rankcall.analysis.verdicts.culprits import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
-from rankcall.analysis.verdicts.finding import SHOWN, duration, verbs_for
-from rankcall.analysis.verdicts.kinds import CulpritVerdict
+from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
+from rankcall.analysis.verdicts.finding import SHOWN, CulpritVerdict, duration, verbs_for
+from rankcall.analysis.verdicts.wait_graph import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
 
 
 class Stopped(CulpritVerdict):

@@ -9,19 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.state.snapshot import Snapshot
-from rankcall.analysis.timing.clocks import HostClock
-from rankcall.analysis.timing.collectives import CollectiveTable, present
-from rankcall.analysis.timing.stragglers import Stragglers, find_stragglers, parts_of
-from rankcall.analysis.timing.waiting import (
-    WaitTotals,
-    measure_collectives,
-    measure_messages,
-    waits_of,
-)
+from rankcall.analysis.collectives import CollectiveTable, HostClock, present
+from rankcall.analysis.lateness import Stragglers, find_stragglers, parts_of
+from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.evidence import SYNC, RecentCalls
 from rankcall.analysis.verdicts.finding import (
     Finding,
+    Verdict,
     begin_sentence,
     duration,
     hosts_of,
@@ -30,9 +24,9 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
     short_duration,
 )
-from rankcall.analysis.verdicts.kinds import Verdict
+from rankcall.analysis.waiting import WaitTotals, measure_collectives, measure_messages, waits_of
 from rankcall.record import OPS
-from rankcall.ring.tables import both_lines
+from rankcall.ring import both_lines
 
 Floats = npt.NDArray[np.float64]
 

@@ -30,18 +30,23 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensor
 
 from rankcall.capture.device_status import DeviceOp
-from rankcall.capture.fallback.arguments import (
+from rankcall.capture.fallback._issue import (
+    CallSites,
+    Groups,
+    GroupState,
+    Numbered,
     Op,
     async_code,
     c10d_ops,
     in_and_out,
     message_bytes,
+    number_ahead,
+    number_p2p,
     reduce_code,
     shape_hash,
     shape_of,
     sizes_at,
 )
-from rankcall.capture.fallback.callsites import CallSites
 from rankcall.capture.fallback.completion import (
     Completion,
     Issued,
@@ -49,18 +54,16 @@ from rankcall.capture.fallback.completion import (
     release_dropped,
     work_proxies,
 )
-from rankcall.capture.fallback.group_states import (
-    Groups,
-    GroupState,
-    Numbered,
-    number_ahead,
-    number_p2p,
+from rankcall.capture.interface import DTYPE_CODES, FallbackMarks, Marks, must_install
+from rankcall.record import (
+    DEVICE_TYPES,
+    FLAG_ANY_SOURCE,
+    FLAG_DEVICE,
+    NO_RANK,
+    STATUSES,
+    public_name,
 )
-from rankcall.capture.interface import DTYPE_CODES, must_install
-from rankcall.capture.marks import FallbackMarks, Marks
-from rankcall.ops import public_name
-from rankcall.record import DEVICE_TYPES, FLAG_ANY_SOURCE, FLAG_DEVICE, NO_RANK, STATUSES
-from rankcall.ring.tables import Group
+from rankcall.ring import Group
 from rankcall.ring.writer import PythonRing, put
 
 _ENQUEUED, _STARTED = STATUSES.index("enqueued"), STATUSES.index("started")

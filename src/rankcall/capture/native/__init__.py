@@ -15,17 +15,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rankcall import ops, record
+from rankcall import record, ring
 from rankcall._native import NativeModule
 from rankcall.capture import interface
 from rankcall.capture.device_status import DeviceOp, device_times_wanted
-from rankcall.capture.marks import Marks, span_of
+from rankcall.capture.interface import Marks, span_of
 from rankcall.errors import CaptureUnavailable, warn_once
-from rankcall.ops import BATCH, OBJECT_CALLS, op_of_variant, public_name
-from rankcall.record import DTYPES, OPS, PICKLE_DTYPE
-from rankcall.ring import layout
-from rankcall.ring.layout import ENTRY_LINE, Geometry
-from rankcall.ring.tables import Group, encode_group, encode_line
+from rankcall.record import (
+    BATCH,
+    DTYPES,
+    OBJECT_CALLS,
+    OPS,
+    PICKLE_DTYPE,
+    op_of_variant,
+    public_name,
+)
+from rankcall.ring import ENTRY_LINE, Geometry, Group, encode_group, encode_line
 
 _MOST_GROUPS = 4096  # with known hosts, for marks; a program may make groups without end
 _module: ModuleType | None = None
@@ -33,8 +38,8 @@ _module: ModuleType | None = None
 
 def layout_header() -> str:
     """Return ``layout.h``: codes, the table of ops, header offsets, and checks of the record."""
-    codes = {f"k{_camel(name)}": code for code, name in enumerate(ops.OPS)}
-    messages = {f"kMessage{_camel(name)}": code for code, name in enumerate(ops.MESSAGES)}
+    codes = {f"k{_camel(name)}": code for code, name in enumerate(record.OPS)}
+    messages = {f"kMessage{_camel(name)}": code for code, name in enumerate(record.MESSAGES)}
     constants = {
         "kWriting": record.COMMIT_WRITING,
         "kOpen": record.COMMIT_OPEN,
@@ -49,32 +54,32 @@ def layout_header() -> str:
         "kFlagAbandoned": record.FLAG_ABANDONED,
         "kFlagAnySource": record.FLAG_ANY_SOURCE,
         "kFlagDevice": record.FLAG_DEVICE,
-        "kGroupsShare": layout.GROUPS_SHARE,
-        "kErrorsShare": layout.ERRORS_SHARE,
-        "kMostErrorBytes": layout.MOST_ERROR_BYTES,
-        "kUnlistedGroups": layout.UNLISTED_GROUPS,
-        "kEntryString": layout.ENTRY_STRING,
-        "kEntryGroup": layout.ENTRY_GROUP,
-        "kEntrySite": layout.ENTRY_SITE,
-        "kEntrySizes": layout.ENTRY_SIZES,
-        "kRank": layout.offset_of("rank"),
-        "kHead": layout.offset_of("head"),
-        "kStep": layout.offset_of("step"),
-        "kTablesUsed": layout.offset_of("tables_used"),
-        "kTablesLost": layout.offset_of("tables_lost"),
-        "kInflightLost": layout.offset_of("inflight_lost"),
-        "kNativeHeartbeat": layout.offset_of("native_heartbeat_ns"),
+        "kGroupsShare": ring.GROUPS_SHARE,
+        "kErrorsShare": ring.ERRORS_SHARE,
+        "kMostErrorBytes": ring.MOST_ERROR_BYTES,
+        "kUnlistedGroups": ring.UNLISTED_GROUPS,
+        "kEntryString": ring.ENTRY_STRING,
+        "kEntryGroup": ring.ENTRY_GROUP,
+        "kEntrySite": ring.ENTRY_SITE,
+        "kEntrySizes": ring.ENTRY_SIZES,
+        "kRank": ring.offset_of("rank"),
+        "kHead": ring.offset_of("head"),
+        "kStep": ring.offset_of("step"),
+        "kTablesUsed": ring.offset_of("tables_used"),
+        "kTablesLost": ring.offset_of("tables_lost"),
+        "kInflightLost": ring.offset_of("inflight_lost"),
+        "kNativeHeartbeat": ring.offset_of("native_heartbeat_ns"),
     }
     lines = [
-        "// Generated from record.py and ring/layout.py by layout_header.",
+        "// Generated from record.py and ring/__init__.py by layout_header.",
         "#pragma once",
         "#include <cstddef>",
         "namespace rankcall::layout {",
         *(f"constexpr unsigned {name} = {value};" for name, value in constants.items()),
         "// By op code: the columns of rankcall/ops.py that the recorder needs.",
-        _array("kMessages", [ops.MESSAGES.index(op.message) for op in ops.TABLE]),
-        _array("kP2pOps", [op.waits == "peer" for op in ops.TABLE]),
-        _array("kRootDescribes", [op.root_describes for op in ops.TABLE]),
+        _array("kMessages", [record.MESSAGES.index(op.message) for op in record.TABLE]),
+        _array("kP2pOps", [op.waits == "peer" for op in record.TABLE]),
+        _array("kRootDescribes", [op.root_describes for op in record.TABLE]),
         "}",
         "#define RANKCALL_ASSERT_LAYOUT(R) \\",
         f'  static_assert(sizeof(R) == {record.RECORD.itemsize}, "record size"); \\',

@@ -1,4 +1,4 @@
-// Call a tool at the issue of each op, on the issuing thread. FallbackMarks in capture/marks.py does
+// Call a tool at the issue of each op, on the issuing thread. FallbackMarks in capture/interface.py does
 // the same for the fallback capture.
 //
 // The tool's C functions come from outside (nvtx_bridge.cpp), so the recorder needs no header of

@@ -1,4 +1,4 @@
-// The three NVTX calls that the recorder makes, behind plain C functions; see capture/marks.py.
+// The three NVTX calls that the recorder makes, behind plain C functions; see capture/interface.py.
 //
 // Built on its own, against NVTX's header-only library. Without a tool NVTX makes no domain.
 #include <nvtx3/nvToolsExt.h>

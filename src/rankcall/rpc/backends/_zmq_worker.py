@@ -3,25 +3,271 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import hashlib
+import ipaddress
 import os
 import resource
 import secrets
-from collections.abc import Mapping, Sequence
+import shutil
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib.machinery import ExtensionFileLoader, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlparse
 
 import torch
 from torch.distributed.rpc import RpcBackendOptions
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
+from rankcall._native import NativeModule
 from rankcall.errors import AuthenticationFailed, BackendUnavailable
-from rankcall.process import Process
-from rankcall.rpc._network import derive_keys, endpoints, find_secret, is_loopback, own_address
-from rankcall.rpc._worker_dir import WorkerDir
-from rankcall.rpc.devices import Node, as_device, as_device_map
-from rankcall.rpc.native import agent_module
+from rankcall.process import Process, boot_id, host_name
+from rankcall.rpc.backends import Node, as_device, as_device_map
+from rankcall.run import live_base
+
+# A worker's directory on its host: its Unix socket and its slabs of shared memory.
+#
+#     /dev/shm/rankcall-<uid>/rpc/<session>/   0700; lock (held while it lives), in, 1, 2, ...
+#
+# A worker that starts on the host removes the directories of workers that were killed.
+
+
+class WorkerDir:
+    """One worker's directory. ``close()`` removes it, but not in a forked child."""
+
+    def __init__(self, session: int) -> None:
+        self.path, self._lock = _make(f"{session:016x}")
+        self._pid = os.getpid()
+
+    @property
+    def host(self) -> str:
+        """The name of this host: workers with the same one can share memory."""
+        return f"{host_name()} {boot_id()} {self.path.stat().st_dev}"
+
+    def close(self) -> None:
+        """Remove the directory with its content, once."""
+        fd, self._lock = self._lock, -1
+        if fd < 0:
+            return
+        if os.getpid() == self._pid:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(fd)
+        for folder in (self.path.parent, self.path.parent.parent):
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _make(name: str) -> tuple[Path, int]:
+    """Make and lock a directory; remove those of killed workers. Return it and the lock.
+
+    Other workers may remove the directory before it is locked, and the base before it has any.
+    """
+    for _ in range(100):
+        base = _own_base()
+        with suppress(FileNotFoundError, FileExistsError):
+            _sweep(base)
+            path = base / name
+            path.mkdir(mode=0o700)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if (path / "lock").stat().st_ino == os.fstat(lock).st_ino:
+                    return path, lock
+            os.close(lock)
+    raise FileNotFoundError(f"other processes remove {base} again and again")
+
+
+def _own_base() -> Path:
+    base = live_base() / f"rankcall-{os.getuid()}" / "rpc"
+    for folder in (base.parent.parent, base.parent, base):
+        with suppress(FileExistsError, FileNotFoundError):
+            folder.mkdir(mode=0o700)
+    for folder, forbidden in ((base.parent, 0o022), (base, 0o077)):
+        with suppress(FileNotFoundError):
+            about = folder.stat(follow_symlinks=False)
+            if about.st_uid != os.getuid() or about.st_mode & forbidden:
+                raise PermissionError(
+                    f"{folder} belongs to another user, or others can write or read it: remove it"
+                )
+    return base
+
+
+def _sweep(base: Path) -> None:
+    """Remove the directories that no worker holds."""
+    for lock in base.glob("*/lock"):
+        with suppress(OSError):
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+# Between hosts: the workers' common secret and its CURVE keys, and the address of a worker.
+
+
+_SHORTEST_SECRET = 16
+_LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation; nothing is ever sent to it
+
+
+class Keys(NamedTuple):
+    """CURVE keys, 32 bytes each. All workers of a job have the same two pairs."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+def find_secret(secret_file: str | os.PathLike[str] | None) -> bytes | None:
+    """Return the job's secret, from the file or from the environment.
+
+    ``RANKCALL_RPC_SECRET_FILE`` names a file, ``RANKCALL_RPC_SECRET`` is the secret itself; None if
+    neither is set. Raises ``AuthenticationFailed`` if the file is missing or others can read it,
+    and if the secret is too short.
+    """
+    file = secret_file or os.environ.get("RANKCALL_RPC_SECRET_FILE")
+    if file:
+        return _check_length(_read(Path(file)), str(file))
+    secret = os.environ.get("RANKCALL_RPC_SECRET")
+    return _check_length(secret.encode(), "RANKCALL_RPC_SECRET") if secret else None
+
+
+def derive_keys(secret: bytes) -> Keys:
+    """Return the keys that follow from a secret (BLAKE2b; one key for each role)."""
+    import zmq
+    from zmq.utils import z85
+
+    if not zmq.has("curve"):
+        raise BackendUnavailable(
+            "this pyzmq was built without CURVE, which the workers of several hosts need to trust "
+            "each other: pip install --force-reinstall pyzmq"
+        )
+    pairs: list[bytes] = []
+    for role in (b"server", b"client"):
+        private = hashlib.blake2b(secret, digest_size=32, person=b"rankcall " + role).digest()
+        pairs += [z85.decode(zmq.curve_public(z85.encode(private))), private]
+    return Keys(*pairs)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        mode = file.stat().st_mode & 0o077
+        text = file.read_bytes().strip()
+    except OSError as error:
+        raise AuthenticationFailed(f"the secret {file} cannot be read: {error}") from error
+    if mode:
+        raise AuthenticationFailed(f"others may read the secret {file}: chmod 600 {file}")
+    return text
+
+
+def _check_length(secret: bytes, source: str) -> bytes:
+    if len(secret) < _SHORTEST_SECRET:
+        raise AuthenticationFailed(
+            f"the secret in {source} has {len(secret)} bytes; it must have at least "
+            f"{_SHORTEST_SECRET}. Make one with: head -c 32 /dev/urandom | base64"
+        )
+    return secret
+
+
+def own_address(host: str | None, init_method: str) -> str:
+    """Return the address under which other hosts reach this worker, as a number.
+
+    ``host`` or ``RANKCALL_RPC_HOST`` if set, else the address of this host on the way to the store.
+    Raises ``ValueError`` if that is not the address of one host.
+    """
+    wanted = host or os.environ.get("RANKCALL_RPC_HOST")
+    if not wanted:
+        return _way_to_store(init_method)
+    try:
+        address = socket.getaddrinfo(wanted, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise ValueError(f"host={wanted!r} is not the address of a host: {error}") from error
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ValueError(
+            f"host={wanted!r} is not an address that other hosts can reach. To listen on every "
+            "interface pass bind=, and as host= the address that the others use"
+        )
+    return str(ipaddress.ip_address(address))
+
+
+def endpoints(address: str, port: int | str) -> Iterable[str]:
+    """Yield the endpoints to try: a port, a range of ports as "29600-29700", or any port (0)."""
+    shown = f"[{address}]" if ":" in address else address
+    first, dash, last = str(port).partition("-")
+    last = last if dash else first
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last) <= 65535):
+        raise ValueError(f'port must be a port, a range as "29600-29700", or 0; got {port!r}')
+    for number in range(int(first), int(last) + 1):
+        yield f"tcp://{shown}:{number or '*'}"
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Return whether an endpoint ``tcp://address:port`` can only be reached from its own host."""
+    address = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _way_to_store(init_method: str) -> str:
+    """Return this host's address on the way to the store's host.
+
+    A host name often resolves to a loopback address on the host itself, which other hosts cannot
+    use, so the default route decides then. If the user wrote a loopback address for the store, all
+    workers are on one host.
+    """
+    url = urlparse(init_method)
+    host = url.hostname if url.scheme == "tcp" else os.environ.get("MASTER_ADDR")
+    address = _source_address(host) if host else ""
+    if not address or (ipaddress.ip_address(address).is_loopback and not _is_plain_loopback(host)):
+        address = _source_address(_ELSEWHERE) or address
+    return address or _LOOPBACK
+
+
+def _is_plain_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "") in (
+            ipaddress.ip_address(_LOOPBACK),
+            ipaddress.ip_address("::1"),
+        )
+    except ValueError:
+        return False
+
+
+def _source_address(host: str) -> str:
+    """Return the address that packets to a host would come from, or an empty string."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+# The ZMQ agent in C++ (see agent.h), built like the recorder.
+
+
+AGENT = NativeModule(
+    "rankcall_rpc",
+    Path(__file__).parents[1] / "native",
+    "module.cpp",
+    BackendUnavailable,
+    defines=("USE_DISTRIBUTED", "USE_RPC", "TORCH_EXTENSION_NAME=rankcall_rpc"),
+)
+
+
+@cache
+def agent_module() -> Any:
+    """Return the loaded agent module, building it first if need be. Raises BackendUnavailable."""
+    return AGENT.load()
+
 
 _GIB = 1 << 30
 _HEARTBEATS_S = (0.1, 86_400.0)

@@ -1,0 +1,582 @@
+"""The collectives and messages of one group, lined up over its members, on one clock for all hosts.
+
+``columns_of`` copies the columns that analysis needs out of a ring, ``split_by_group`` splits them
+by group, and ``collective_table`` and ``message_table`` line up what all members left. A record
+takes 192 bytes in the ring and some 24 here: what the members of a collective agree on (op, sizes,
+root) is kept once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.record import (
+    FLAG_DEVICE,
+    KINDS,
+    OPS,
+    STATUSES,
+    SYNCHRONISING,
+    bandwidth_sizes,
+    has_duration,
+)
+from rankcall.ring import CallSite, Group, Header
+from rankcall.ring.reader import Ring
+
+# One clock for all hosts.
+#
+# Ranks of one host share CLOCK_MONOTONIC. Between hosts, the anchors in the rings' headers relate
+# it to the epoch, but the epoch clocks of two hosts differ by up to seconds. A synchronising
+# collective ends on all members within its transfer time. So the median difference of its ends on
+# two hosts, over many collectives, is the offset of their clocks, and a line through the medians of
+# stretches of the run is their drift. Hosts that share no group are linked through hosts that do.
+
+
+Floats = npt.NDArray[np.float64]
+
+_SYNC = np.array([name in SYNCHRONISING for name in OPS])
+_SAMPLE = 2048  # collectives read of a group: the median's error falls with the square root
+_STRETCHES, _PER_STRETCH = 24, 16
+_LATEST_S, _LATEST_EPOCH = 1 << 60, 1 << 62  # ns: 36 years of uptime, the year 2116
+_LARGEST_DRIFT = 5e-4  # 500 ppm; no quartz clock drifts more
+
+
+@dataclass
+class HostClock:
+    """Translates a host's monotonic ns to ns since the run's origin: ``t + shift + slope * t``."""
+
+    host: str
+    base: int  # added first: the anchors' epoch less the run's origin
+    shift: float = 0.0
+    slope: float = 0.0
+    linked: bool = True  # False: no collective links it to the first host; only the epoch does
+    error_ns: float = 0.0  # median distance of single collectives from the fit
+    ranks: int = 0
+
+    def align(self, mono: Ints) -> Ints:
+        """Translate this host's monotonic ns; relative to the run's origin."""
+        times: Ints = mono + np.int64(self.base)
+        if self.slope:
+            times += (times * self.slope + self.shift).astype(np.int64)
+        else:
+            times += np.int64(round(self.shift))
+        return times
+
+
+class RowClocks:
+    """The clocks of several ranks, for times with one column for each rank."""
+
+    def __init__(self, clocks: Sequence[HostClock]) -> None:
+        self._base = np.array([clock.base for clock in clocks], np.int64)
+        self._shift = np.array([clock.shift for clock in clocks])
+        self._slope = np.array([clock.slope for clock in clocks])
+
+    def align(self, mono: Ints) -> Ints:
+        """Translate ``[..., rank]``; see ``HostClock.align``."""
+        times: Ints = mono + self._base
+        if self._slope.any():
+            times += (times * self._slope + self._shift).astype(np.int64)
+        else:
+            times += np.rint(self._shift).astype(np.int64)
+        return times
+
+
+@dataclass(frozen=True)
+class ClockLink:
+    """Host ``other``'s clock against ``ref``'s: it reads ``t + offset + slope * t``."""
+
+    ref: int
+    other: int
+    count: int
+    offset: float
+    slope: float
+    error: float
+
+
+@dataclass
+class RunClocks:
+    """The clocks of a run's hosts, and the clock of each ring."""
+
+    hosts: list[HostClock]
+    of: dict[tuple[str, str], int]  # by host and boot
+    origin_epoch_ns: int  # the epoch at aligned 0, by the first host's clock
+
+    def of_ring(self, header: Header) -> int:
+        """Return the index of a ring's clock."""
+        return self.of[header.host, header.boot_id]
+
+    def epoch_ns(self, header: Header, mono: Ints) -> Ints:
+        """Translate a ring's monotonic ns to epoch ns of the one clock; 0 stays 0.
+
+        A damaged ring's times are clipped to the range of a date.
+        """
+        known = np.clip(mono, 0, _LATEST_S)
+        times = self.hosts[self.of_ring(header)].align(known)
+        times += max(0, min(self.origin_epoch_ns, 1 << 61))
+        np.clip(times, 0, _LATEST_EPOCH, out=times)
+        times[known == 0] = 0
+        return times
+
+
+def anchored(headers: Iterable[Header]) -> RunClocks:
+    """Return the clocks of all hosts from the rings' anchors alone."""
+    anchors: dict[tuple[str, str], list[int]] = {}
+    for header in headers:
+        anchor = header.anchor_epoch_ns - header.anchor_mono_ns
+        anchors.setdefault((header.host, header.boot_id), []).append(anchor)
+    middles = [sorted(values)[len(values) // 2] for values in anchors.values()]
+    # Sums stay near 0, where floats are exact: a base maps monotonic ns to ns since the first
+    # host's boot.
+    origin = middles[0] if middles else 0
+    clocks = [
+        HostClock(key[0], _within(middle - origin), ranks=len(values))
+        for (key, values), middle in zip(anchors.items(), middles, strict=True)
+    ]
+    return RunClocks(clocks, {key: index for index, key in enumerate(anchors)}, origin)
+
+
+def _within(value: int) -> int:
+    return max(-(1 << 61), min(1 << 61, value))
+
+
+def align_hosts(clocks: list[HostClock], tables: Iterable[CollectiveTable]) -> None:
+    """Set shift and slope of every clock but the first from the collectives that hosts share."""
+    best: dict[tuple[int, int], ClockLink] = {}
+    if len(clocks) < 2:
+        return
+    for table in tables:
+        for link in _links(table, clocks):
+            key = min(link.ref, link.other), max(link.ref, link.other)
+            if key not in best or link.count > best[key].count:
+                best[key] = link
+    _follow_links(clocks, list(best.values()))
+
+
+def _follow_links(clocks: list[HostClock], links: Sequence[ClockLink]) -> None:
+    """Set all clocks by the first host's, over the links, best links first."""
+    around: dict[int, list[tuple[int, ClockLink]]] = {}
+    for link in sorted(links, key=lambda link: -link.count):
+        around.setdefault(link.ref, []).append((link.other, link))
+        around.setdefault(link.other, []).append((link.ref, link))
+    done, queue = {0}, deque([0])
+    while queue:
+        here = queue.popleft()
+        for there, link in around.get(here, []):
+            if there not in done:
+                done.add(there)
+                queue.append(there)
+                _set_clock(clocks[here], clocks[there], link, forward=link.ref == here)
+    for index, clock in enumerate(clocks):
+        clock.linked = index in done
+
+
+def _set_clock(here: HostClock, there: HostClock, link: ClockLink, *, forward: bool) -> None:
+    """Set ``there`` so that its aligned times agree with those of ``here``."""
+    if forward:  # there reads t + offset + slope * t: undo that
+        slope = -link.slope / (1 + link.slope)
+        shift = -link.offset / (1 + link.slope)
+    else:
+        slope, shift = link.slope, link.offset
+    there.slope = slope + here.slope + slope * here.slope
+    there.shift = shift + here.shift + here.slope * shift
+    there.error_ns = here.error_ns + link.error
+
+
+def _links(table: CollectiveTable, clocks: Sequence[HostClock]) -> Iterable[ClockLink]:
+    """Compare every host of a group with the one that has most of its members."""
+    hosts, counts = np.unique(table.hosts, return_counts=True)
+    if len(hosts) < 2:
+        return
+    columns = np.flatnonzero(_SYNC[table.op])
+    columns = columns[:: max(1, len(columns) // _SAMPLE)]
+    ends = table.completed[:, columns]
+    ends = ends[:, np.flatnonzero(present(ends).all(axis=0))]
+    if not ends.size:
+        return
+    ref = int(hosts[np.argmax(counts)])
+    reference = _host_ends(table, ends, ref, clocks)
+    for host in hosts:
+        if host != ref:
+            theirs = _host_ends(table, ends, int(host), clocks)
+            yield _fit(ref, int(host), reference, theirs - reference)
+
+
+def _host_ends(
+    table: CollectiveTable, ends: Ints, host: int, clocks: Sequence[HostClock]
+) -> Floats:
+    """Return when each collective ended on a host: the median of its ranks."""
+    base = np.int64(clocks[host].base)
+    middle: Floats = np.median(ends[table.hosts == host] + base, axis=0)
+    return middle
+
+
+def _fit(ref: int, other: int, times: Floats, apart: Floats) -> ClockLink:
+    """Fit a line through the medians of stretches; a constant if no drift is visible."""
+    slope, offset = 0.0, float(np.median(apart))
+    stretches = min(_STRETCHES, len(times) // _PER_STRETCH)
+    if stretches >= 4:
+        order = np.argsort(times, kind="stable")
+        pieces = np.array_split(order, stretches)
+        x = np.array([np.median(times[piece]) for piece in pieces])
+        y = np.array([np.median(apart[piece]) for piece in pieces])
+        steep = _theil_sen(x, y)
+        noise = float(np.median(np.abs(y - steep * x - np.median(y - steep * x))))
+        if 4 * noise < abs(steep) * (x[-1] - x[0]) and abs(steep) < _LARGEST_DRIFT:
+            slope, offset = steep, float(np.median(apart - steep * times))
+    error = float(np.median(np.abs(apart - offset - slope * times)))
+    return ClockLink(ref, other, len(times), offset, slope, error)
+
+
+def _theil_sen(x: Floats, y: Floats) -> float:
+    """Return the median slope between any two points: half of them may be wrong."""
+    i, j = np.triu_indices(len(x), 1)
+    run = x[j] - x[i]
+    usable = run > 0
+    return float(np.median((y[j] - y[i])[usable] / run[usable])) if usable.any() else 0.0
+
+
+Ints = npt.NDArray[np.int64]
+Columns = dict[str, npt.NDArray[Any]]
+
+# In all time columns: there is no such record, or the op has not got that far. CLOCK_MONOTONIC is
+# never 0 in a process.
+MISSING = 0
+UNKNOWN_SITE = CallSite("unknown", 0, "", "")
+
+_COLLECTIVE, _P2P = KINDS.index("collective"), KINDS.index("p2p")
+_FAILED = STATUSES.index("failed")
+_RECV = OPS.index("recv")
+_WANTED = (
+    "seq",
+    "enqueued_ns",
+    "started_ns",
+    "completed_ns",
+    "message_bytes",
+    "in_bytes",
+    "out_bytes",
+    "step",
+    "tag",
+    "group",
+    "call_site",
+    "root",
+    "peer",
+    "kind",
+    "op",
+    "status",
+    "flags",
+    "device_ms",
+)
+_LARGEST = 1 << 62  # no count or size beyond this is believed
+_LATEST = 1 << 60  # ns; 36 years of uptime. Differences and sums of such times cannot overflow
+_NOTHING = np.zeros(0, np.int64)
+# If there are more columns than this for each one in use, the columns are numbered anew: a damaged
+# sequence number must not cost memory.
+_SPARSE = 4
+
+
+@dataclass(frozen=True)
+class Session:
+    """One life of the job's processes. Sequence numbers of two sessions never belong together."""
+
+    attempt: int
+    incarnation: int  # of the same rank and attempt, in order of start
+
+
+@dataclass
+class RankCollectives:
+    """One rank's records in one group, by ascending ``seq``. Times are its host's monotonic ns."""
+
+    rank: int
+    host: int  # index of the host's clock
+    seq: Ints
+    arrival: Ints  # when the rank arrived: enqueued, or started on a device
+    started: Ints
+    completed: Ints
+    agreed: Columns  # op, root, size (S), bytes; shared with other members where equal
+
+
+@dataclass
+class RankMessages:
+    """One rank's sends and receives in one group. Ranks are the group's own."""
+
+    rank: int
+    host: int
+    columns: Columns  # seq, arrival, started, completed, own, peer, tag, op, size, bytes
+
+
+@dataclass
+class ByGroup:
+    """One ring's records by group."""
+
+    collectives: dict[Group, RankCollectives] = field(default_factory=dict)
+    messages: dict[Group, RankMessages] = field(default_factory=dict)
+
+
+def columns_of(ring: Ring) -> Columns:
+    """Copy the columns that analysis needs out of a ring; fill in ``started_ns`` and ``arrival``.
+
+    A failed op has no completion here, because the length of a timeout says nothing about a
+    transfer. An op on a device without device times has none either: the time at which its end
+    was noticed is not the time at which it ended.
+    """
+    records = ring.records
+    columns: Columns = {name: np.ascontiguousarray(records[name]) for name in _WANTED}
+    for name in ("seq", "message_bytes", "in_bytes", "out_bytes", "step"):
+        np.minimum(columns[name], np.uint64(_LARGEST), out=columns[name])
+        columns[name] = columns[name].view(np.int64)
+    for name in ("enqueued_ns", "started_ns", "completed_ns"):
+        np.clip(columns[name], MISSING, _LATEST, out=columns[name])
+    enqueued, started = columns["enqueued_ns"], columns["started_ns"]
+    if not started.all():
+        columns["started_ns"] = np.where(started == 0, enqueued, started)
+    on_device = (columns["flags"] & FLAG_DEVICE) != 0
+    columns["arrival"] = (
+        np.where(on_device, columns["started_ns"], enqueued) if on_device.any() else enqueued
+    )
+    untimed = columns["status"] == _FAILED
+    if on_device.any():
+        untimed |= ~has_duration(columns["flags"], columns["device_ms"])
+        _end_on_device(columns, on_device & ~untimed & (columns["completed_ns"] != MISSING))
+    if untimed.any():
+        columns["completed_ns"][untimed] = MISSING
+    return columns
+
+
+def _end_on_device(columns: Columns, timed: npt.NDArray[np.bool_]) -> None:
+    """Set the ends of ops by their device times: the ends were noticed some time later."""
+    took_ns = np.clip(np.where(timed, columns["device_ms"], 0.0) * 1e6, 0, _LATEST).astype(np.int64)
+    ended = np.minimum(columns["started_ns"] + took_ns, _LATEST)
+    columns["completed_ns"][timed] = ended[timed]
+
+
+def split_by_group(ring: Ring, columns: Columns, host: int) -> ByGroup:
+    """Split one ring's columns by group and kind; leave out groups that the ring does not name."""
+    by_group = ByGroup()
+    rank, kind = ring.header.rank, columns["kind"]
+    only_collectives = bool((kind == _COLLECTIVE).all())
+    for key, group in ring.tables.groups.items():
+        mine = columns["group"] == key
+        if rank not in group.ranks or not mine.any():
+            continue
+        rows = mine if only_collectives else mine & (kind == _COLLECTIVE)
+        if rows.any():
+            by_group.collectives[group] = _rank_collectives(
+                rank, host, _only(columns, rows), len(group.ranks)
+            )
+        rows = mine & (kind == _P2P)
+        if not only_collectives and rows.any():
+            own = group.ranks.index(rank)
+            by_group.messages[group] = _rank_messages(rank, host, own, _only(columns, rows))
+    return by_group
+
+
+def _only(columns: Columns, rows: npt.NDArray[np.bool_]) -> Columns:
+    if rows.all():
+        return columns
+    return {name: column[rows] for name, column in columns.items()}
+
+
+def _rank_collectives(rank: int, host: int, columns: Columns, size: int) -> RankCollectives:
+    seq = columns["seq"]
+    if np.any(seq[1:] <= seq[:-1]):
+        # Several threads may commit out of order. A number that occurs twice is damage.
+        order = np.unique(seq, return_index=True)[1]
+        columns = {name: column[order] for name, column in columns.items()}
+    agreed = {
+        "op": columns["op"],
+        "root": columns["root"],
+        "size": bandwidth_sizes(columns, size),
+        "bytes": columns["message_bytes"],
+    }
+    return RankCollectives(
+        rank,
+        host,
+        columns["seq"],
+        columns["arrival"],
+        columns["started_ns"],
+        columns["completed_ns"],
+        agreed,
+    )
+
+
+def _rank_messages(rank: int, host: int, own: int, columns: Columns) -> RankMessages:
+    message_columns = {name: columns[name] for name in ("seq", "arrival", "peer", "tag", "op")}
+    message_columns["started"], message_columns["completed"] = (
+        columns["started_ns"],
+        columns["completed_ns"],
+    )
+    message_columns["size"] = columns["message_bytes"].astype(np.float64)
+    message_columns["bytes"] = columns["message_bytes"]
+    message_columns["own"] = np.full(len(columns["seq"]), own, np.int32)
+    return RankMessages(rank, host, message_columns)
+
+
+def share_agreed(member: RankCollectives, other: RankCollectives) -> None:
+    """Make ``member`` use ``other``'s arrays if both hold the same values."""
+    if np.array_equal(member.seq, other.seq):
+        member.seq = other.seq
+        for name, column in other.agreed.items():
+            if np.array_equal(member.agreed[name], column):
+                member.agreed[name] = column
+
+
+@dataclass
+class CollectiveTable:
+    """One group's collectives in one session: ``[member, collective]``, times in host ns.
+
+    Only members that left records have a row. ``MISSING`` means that a member has no record of a
+    collective, or has not finished it.
+    """
+
+    session: Session
+    group: Group
+    ranks: npt.NDArray[np.intp]
+    hosts: npt.NDArray[np.intp]
+    seq: Ints
+    arrival: Ints
+    started: Ints
+    completed: Ints
+    op: npt.NDArray[np.uint8]
+    root: npt.NDArray[np.intp]  # row of the root; -1: none, or it left no records
+    size: npt.NDArray[np.float64]  # S
+    bytes: Ints
+
+    @property
+    def members(self) -> int:
+        """The group's size, members without records included."""
+        return len(self.group.ranks)
+
+
+def collective_table(
+    session: Session, group: Group, members: list[RankCollectives]
+) -> CollectiveTable:
+    """Line up the members' records by sequence number; empty ``members`` on the way."""
+    seq = _columns([member.seq for member in members])
+    shape = len(members), len(seq)
+    places = [_place(member.seq, seq) for member in members]
+    whole = all(isinstance(at, slice) and at == slice(0, shape[1]) for at in places)
+    make = np.empty if whole else np.zeros
+    arrival, started, completed = (make(shape, np.int64) for _ in range(3))
+    agreed = _agreed(members, places, shape[1])
+    ranks = np.array([member.rank for member in members], np.intp)
+    hosts = np.array([member.host for member in members], np.intp)
+    for row, at in enumerate(places):
+        member = members[row]
+        arrival[row, at], started[row, at] = member.arrival, member.started
+        completed[row, at] = member.completed
+        member.arrival = member.started = member.completed = _NOTHING
+    members.clear()
+    root = _rows_of_roots(agreed.pop("root"), group, ranks)
+    return CollectiveTable(
+        session, group, ranks, hosts, seq, arrival, started, completed, root=root, **agreed
+    )
+
+
+def _columns(seqs: Sequence[Ints]) -> Ints:
+    """Return the sequence numbers that any member has, ascending."""
+    first, last = min(int(seq[0]) for seq in seqs), max(int(seq[-1]) for seq in seqs)
+    if last - first + 1 <= _SPARSE * max(len(seq) for seq in seqs) + 1024:
+        return np.arange(first, last + 1)
+    return np.unique(np.concatenate(seqs))
+
+
+def _place(own: Ints, seq: Ints) -> slice | npt.NDArray[np.intp]:
+    """Return which columns a member fills: a slice if it has no gaps."""
+    start = int(np.searchsorted(seq, own[0]))
+    end = start + len(own)
+    if end <= len(seq) and seq[end - 1] == own[-1] and np.array_equal(seq[start:end], own):
+        return slice(start, end)
+    return np.searchsorted(seq, own)
+
+
+def _agreed(
+    members: Sequence[RankCollectives], places: Sequence[slice | npt.NDArray[np.intp]], width: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Return what members agree on, by column: the largest value if they do not."""
+    agreed: dict[str, npt.NDArray[Any]] = {}
+    for name, like in members[0].agreed.items():
+        lowest = -1 if name == "root" else 0
+        merged = agreed[name] = np.full(width, lowest, like.dtype)
+        seen: set[int] = set()
+        for member, at in zip(members, places, strict=True):
+            column = member.agreed[name]
+            if id(column) not in seen:
+                seen.add(id(column))
+                merged[at] = np.maximum(merged[at], column)
+    return agreed
+
+
+def _rows_of_roots(
+    root: npt.NDArray[Any], group: Group, ranks: npt.NDArray[np.intp]
+) -> npt.NDArray[np.intp]:
+    """Translate roots from ranks in the group to rows of the matrices."""
+    row_of = {int(rank): row for row, rank in enumerate(ranks)}
+    table = np.array([row_of.get(rank, -1) for rank in group.ranks] + [-1], np.intp)
+    known = (root >= 0) & (root < len(group.ranks))
+    return table[np.where(known, root, len(group.ranks))]
+
+
+def present(times: Ints) -> npt.NDArray[np.bool_]:
+    """Return which elements hold a record (of ``arrival``) or an end (of ``completed``)."""
+    is_present: npt.NDArray[np.bool_] = times != MISSING
+    return is_present
+
+
+@dataclass
+class MessageTable:
+    """One group's messages in one session; ``sent[i]`` and ``received[i]`` are one message.
+
+    Both are row numbers of ``columns``, which has those of ``RankMessages`` and ``rank`` and
+    ``host``; -1 stands for an end that left no record.
+    """
+
+    session: Session
+    group: Group
+    columns: Columns
+    sent: npt.NDArray[np.intp]
+    received: npt.NDArray[np.intp]
+
+
+def message_table(session: Session, group: Group, messages: Sequence[RankMessages]) -> MessageTable:
+    """Find both ends of every message of a group."""
+    names = list(messages[0].columns)
+    columns: Columns = {
+        name: np.concatenate([member.columns[name] for member in messages]) for name in names
+    }
+    lengths = [len(member.columns["seq"]) for member in messages]
+    columns["rank"] = np.repeat([member.rank for member in messages], lengths)
+    columns["host"] = np.repeat([member.host for member in messages], lengths)
+    is_recv = columns["op"] == _RECV
+    source = np.where(is_recv, columns["peer"], columns["own"])
+    target = np.where(is_recv, columns["own"], columns["peer"])
+    order = np.lexsort((is_recv, columns["seq"], columns["tag"], target, source))
+    sent, received = _pairs(order, is_recv, columns, source, target)
+    return MessageTable(session, group, columns, sent, received)
+
+
+def _pairs(
+    order: npt.NDArray[np.intp],
+    is_recv: npt.NDArray[np.bool_],
+    columns: Columns,
+    source: npt.NDArray[np.int32],
+    target: npt.NDArray[np.int32],
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Pair neighbours in ``order`` that are a send and a receive of the same message."""
+    first, second = order[:-1], order[1:]
+    same = ~is_recv[first] & is_recv[second]
+    for column in (columns["seq"], columns["tag"], source, target):
+        same &= column[first] == column[second]
+    # An any-source receive in flight has no peer and no number yet, so it matches nothing.
+    same &= (source[first] >= 0) & (columns["seq"][first] > 0)
+    alone = np.ones(len(order), bool)
+    alone[first[same]] = alone[second[same]] = False
+    lonely = np.flatnonzero(alone)
+    sends, receives = lonely[~is_recv[lonely]], lonely[is_recv[lonely]]
+    sent = np.concatenate([first[same], sends, np.full(len(receives), -1)])
+    received = np.concatenate([second[same], np.full(len(sends), -1), receives])
+    return sent, received

@@ -1,0 +1,479 @@
+"""One failed job as its logs show it: its facts, and the ranks that can be compared by them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from rankcall.analysis.verdicts.finding import Finding, begin_sentence, count_of, duration
+from rankcall.imports.log_facts import LogFacts
+from rankcall.imports.log_messages import (
+    BarrierFailed,
+    BarrierReached,
+    Fingerprint,
+    GroupName,
+    Killed,
+    Lagging,
+    Line,
+    Mismatch,
+    Progress,
+    StoreBarrier,
+    Timeout,
+    Trouble,
+)
+from rankcall.record import format_ranks
+
+SAME = (
+    "All members of a group must issue the same calls with the same sizes, in the same order: "
+    "compare what the ranks do before this call."
+)
+UNDECIDED, NOTHING = "undecided", "nothing_found"
+_SHOWN = 6  # lines of evidence
+
+_T = TypeVar("_T", bound=Any)
+
+
+@dataclass
+class Ranks:
+    """Whether the ranks in messages about one kind of thing are those of the whole job.
+
+    The members of a group are in ascending order. So if a rank has the same number in the group as
+    in the job, all ranks below it have, too.
+    """
+
+    proven: int = -1  # up to this rank, numbers in the group are those of the job
+    wrong: bool = False  # a rank has another number in the group
+
+    def note(self, in_job: int, in_group: int) -> None:
+        """Take both numbers of one process; the first is -1 if it is not known."""
+        if in_job >= 0:
+            self.wrong = self.wrong or in_job != in_group
+            self.proven = max(self.proven, in_group)
+
+    def confidence(self, ranks: Iterable[int]) -> str:
+        """Return how sure it is that numbers from such messages are ranks of the job."""
+        return "likely" if max(ranks, default=0) <= self.proven else "possible"
+
+
+class Case:
+    """One failed job: the facts of its logs, and the parts that all findings share."""
+
+    def __init__(self, facts: LogFacts) -> None:
+        self.all = facts
+        self.timeouts = self.facts(Timeout)
+        self.progress = self.facts(Progress)
+        killed = {fact.pid for fact in self.facts(Killed)}
+        self.failures = [failure for failure in facts.failures if failure.pid not in killed]
+        self.raised = [exception for exception in facts.raised if not exception.led_on]
+        self.waited = {self.rank(fact.line) for fact in self.timeouts}
+
+    def facts(self, kind: type[_T]) -> list[_T]:
+        """Return the facts of one kind, in the order of the logs."""
+        return [fact for fact in self.all.facts if isinstance(fact, kind)]
+
+    def lines(self, *kinds: type[Any]) -> list[Line]:
+        """Return the lines that facts of some kinds rest on."""
+        return [fact.line for kind in kinds for fact in self.facts(kind)]
+
+    def rank(self, line: Line) -> int:
+        """Return the rank that wrote a line, or -1 if it is not known."""
+        return self.all.rank_of(line.source)
+
+    def seen(self) -> set[int]:
+        """Return all ranks that the log mentions as ranks of the job."""
+        seen = {rank for ranks in self.all.ranks.values() for rank in ranks}
+        return seen | {failure.rank for failure in self.all.failures}
+
+    def problem(self, text: str) -> None:
+        """Add a limit of the evidence."""
+        if text not in self.all.problems:
+            self.all.problems.append(text)
+
+    def first(self) -> set[int]:
+        """Return the ranks that torchrun saw fail first."""
+        return {failure.rank for failure in self.failures if failure.first}
+
+    def victims(self, dead: set[int]) -> tuple[int, ...]:
+        """Return the other ranks that wrote about a broken connection or a time-out."""
+        ranks = {self.rank(line) for line in self.lines(Trouble)} | self.waited
+        ranks |= {self.rank(exception.line) for exception in self.raised if exception.follows}
+        return tuple(sorted(ranks - dead - {-1}))
+
+    def trouble(self) -> list[Line]:
+        """Return two lines that show what the victims saw."""
+        return self.lines(Timeout, Trouble)[:2]
+
+    def longest(self) -> float:
+        """Return for how long a call lasted before it timed out, s; 0 if that is not known."""
+        return max((timeout.seconds for timeout in self.timeouts), default=0.0)
+
+    def site(self, ranks: Iterable[int]) -> str:
+        """Return the line at which most of some ranks raised an exception; empty if not known."""
+        wanted = set(ranks)
+        sites = Counter(
+            exception.site
+            for exception in self.raised
+            if exception.site and self.rank(exception.line) in wanted
+        )
+        return sites.most_common(1)[0][0] if sites else ""
+
+    def finding(
+        self,
+        kind: str,
+        ranks: tuple[int, ...],
+        victims: tuple[int, ...],
+        summary: str,
+        lines: Iterable[Line],
+        advice: str,
+        confidence: str,
+        *,
+        hosts: tuple[str, ...] = (),
+        group: str = "",
+        seq: int = 0,
+        op: str = "",
+        since: float = 0.0,
+    ) -> Finding:
+        """Return a finding that quotes the lines it rests on."""
+        quoted = list({(line.source.file, line.number): line for line in lines}.values())
+        shown = [self.all.quote(line) for line in quoted[:_SHOWN]]
+        if len(quoted) > _SHOWN:
+            shown.append(f"and {count_of(len(quoted) - _SHOWN, 'more line')} of this kind")
+        return Finding(
+            kind,
+            tuple(sorted(ranks)),
+            victims,
+            hosts,
+            group,
+            seq,
+            op,
+            self.site(victims),
+            min(since, 1e9),
+            confidence,
+            summary,
+            tuple(shown),
+            advice,
+            is_fault=kind != NOTHING,
+        )
+
+
+def minority(sides: Sequence[set[int]]) -> tuple[int, ...]:
+    """Return the ranks outside the largest side, if that has more than half of all ranks."""
+    largest = max(sides, key=len)
+    everybody = {rank for side in sides for rank in side}
+    if 2 * len(largest) <= len(everybody):
+        return ()
+    return tuple(sorted(everybody - largest))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Write ranks in a sentence: ``rank 2``, ``ranks 0-3,7``."""
+    distinct_ranks = sorted(set(ranks))
+    return f"rank{'' if len(distinct_ranks) == 1 else 's'} {format_ranks(distinct_ranks)}"
+
+
+# Ranks that can be compared by what they wrote.
+#
+# torch itself compares them in DETAIL mode, at barriers, and in reports on a desync. NCCL's
+# watchdogs write how far each rank had come in a group, and what it timed out in.
+
+
+# Ops whose members all have the same sizes.
+_SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+
+
+def mismatch(case: Case) -> list[Finding]:
+    """Return what TORCH_DISTRIBUTED_DEBUG=DETAIL found to differ."""
+    reports = case.facts(Mismatch)
+    ranks = Ranks()
+    calls: dict[int, Fingerprint] = {}
+    for report in reports:
+        ranks.note(case.rank(report.line), report.rank)
+        calls[report.rank] = report.own
+    reporters = set(calls)
+    for report in reports:
+        # In some versions, the report of another rank lacks fields.
+        calls.setdefault(report.other, report.others)
+    if not reports or ranks.wrong:
+        return []
+    sides: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    for rank, call in calls.items():
+        sides[call.seq, call.op, call.shape, call.dtype].add(rank)
+    known = all(rank in reporters for rank in range(max({*calls, *case.seen()}) + 1))
+    named = minority(list(sides.values())) if known else ()
+    ops = {call.op for call in calls.values()}
+    kind = "desync" if len(ops) > 1 or len({call.seq for call in calls.values()}) > 1 else ""
+    texts = [
+        f"{ranks_text(side)} called {_call_text(calls[min(side)])}{_at(case.site(side))}"
+        for side in sorted(sides.values(), key=lambda side: (len(side), min(side)))
+    ]
+    call = calls[min(calls)]
+    return [
+        case.finding(
+            kind or "mismatch",
+            named,
+            tuple(sorted(set(calls) - set(named))) if named else (),
+            begin_sentence("; ".join(texts[:4])) + ".",
+            [report.line for report in reports],
+            SAME,
+            ranks.confidence(calls),
+            op=call.op if len(ops) == 1 else "",
+            seq=max(call.seq, 0),
+        )
+    ]
+
+
+def _call_text(call: Fingerprint) -> str:
+    parts = [call.op or "another op", call.shape and f"of shape {call.shape}", call.dtype.lower()]
+    if call.seq >= 0:
+        parts.append(f"as #{call.seq}")
+    return " ".join(part for part in parts if part)
+
+
+def _at(site: str) -> str:
+    return f" at {site}" if site else ""
+
+
+def absent(case: Case) -> list[Finding]:
+    """Return the ranks that did not come to a barrier that knows its members."""
+    return _monitored_barrier(case) or _store_barrier(case)
+
+
+def _monitored_barrier(case: Case) -> list[Finding]:
+    reports, ranks = case.facts(BarrierFailed), Ranks()
+    for report in reports:
+        ranks.note(case.rank(report.line), report.rank)
+    for arrival in case.facts(BarrierReached):
+        ranks.note(case.rank(arrival.line), arrival.rank)
+    came = {arrival.rank for arrival in case.facts(BarrierReached)}
+    missing = {rank for report in reports for rank in report.missing} - came
+    if not missing or ranks.wrong:
+        return []
+    waited = max(report.seconds for report in reports)
+    others = came | {report.rank for report in reports}
+    where = _at(case.site(others))
+    text = f"{begin_sentence(ranks_text(missing))} did not come to a monitored barrier{where}"
+    return [
+        case.finding(
+            "missing",
+            tuple(missing),
+            tuple(sorted(others)),
+            f"{text} within {duration(waited)}; TORCH_DISTRIBUTED_DEBUG=DETAIL makes one "
+            "before each collective.",
+            [report.line for report in reports],
+            f"Look at what {ranks_text(missing)} did then: its own log, and the line that "
+            "the others wait in.",
+            ranks.confidence(missing),
+            since=waited,
+        )
+    ]
+
+
+def _store_barrier(case: Case) -> list[Finding]:
+    by_key: dict[tuple[str, int], list[StoreBarrier]] = defaultdict(list)
+    for report in case.facts(StoreBarrier):
+        by_key[report.key, report.world_size].append(report)
+    for (_, size), reports in by_key.items():
+        came = {report.rank for report in reports}
+        joined = max(report.joined for report in reports)
+        if not (1 < size < 1 << 17 and len(came) == joined < size and max(came) < size):
+            continue
+        missing = set(range(size)) - came
+        return [
+            case.finding(
+                "missing",
+                tuple(missing),
+                tuple(sorted(came)),
+                f"{begin_sentence(ranks_text(missing))} did not come while a process group "
+                f"was made: {joined} of {count_of(size, 'rank')} did.",
+                [report.line for report in reports],
+                f"Look at the log of {ranks_text(missing)}: it did not start, or it failed before.",
+                "likely",
+            )
+        ]
+    return []
+
+
+def lagging(case: Case) -> list[Finding]:
+    """Return the ranks that TORCH_NCCL_DESYNC_DEBUG holds responsible, in the world's group."""
+    reports = [report for report in case.facts(Lagging) if not report.joined]
+    groups = {fact.group.is_world for fact in case.progress if fact.failed >= 0}
+    missing = {rank for report in reports for rank in report.ranks}
+    if not missing or groups != {True} or len({report.ranks for report in reports}) > 1:
+        return []
+    return [
+        case.finding(
+            "missing",
+            tuple(missing),
+            tuple(sorted(case.waited - missing - {-1})),
+            f"{begin_sentence(ranks_text(missing))} had not come to the collective that the "
+            "others timed out in, says TORCH_NCCL_DESYNC_DEBUG.",
+            [report.line for report in reports],
+            f"Look at what {ranks_text(missing)} did then.",
+            "likely",
+            since=case.longest(),
+        )
+    ]
+
+
+# --- what NCCL's watchdogs wrote ---
+
+
+class Late(NamedTuple):
+    """Ranks that had not come to a collective in which others timed out.
+
+    ``waiting`` has the states of those others by rank. ``alone``: the log shows no other group.
+    """
+
+    ranks: tuple[int, ...]
+    waiting: dict[int, Progress]
+    states: list[Progress]
+    seq: int
+    alone: bool
+
+
+def late_ranks(case: Case) -> Late | None:
+    """Return the ranks whose last collective is older than the one that others timed out in."""
+    for name, states in _groups(case).items():
+        waiting = {state.group.rank: state for state in states if state.failed > 0}
+        last = _last(case, states)
+        if not waiting or last is None:
+            continue
+        reached = min(state.failed for state in waiting.values())
+        late = sorted(
+            rank
+            for rank, enqueued in last.items()
+            if enqueued < reached and rank not in waiting and rank not in case.waited
+        )
+        if late:
+            others = {state.group.name for state in case.progress} - {name, states[0].group.name}
+            return Late(tuple(late), waiting, states, reached, not others)
+    return None
+
+
+def _last(case: Case, states: Sequence[Progress]) -> dict[int, int] | None:
+    """Return the last collective of each rank; None if a rank counts from the beginning again."""
+    last: dict[int, int] = {}
+    for state in states:
+        if state.enqueued < last.get(state.group.rank, -1):
+            case.problem(
+                f"rank {state.group.rank} counts from the beginning again: the log has several "
+                "attempts of the job; give this command the lines of one"
+            )
+            return None
+        last[state.group.rank] = state.enqueued
+    return last
+
+
+def behind(case: Case) -> list[Finding]:
+    """Return the ranks whose last collective is older than the one that others timed out in.
+
+    If the job has other groups, such a rank may wait in one of them for another rank.
+    """
+    late = late_ranks(case)
+    if late is None or not late.alone:
+        return []
+    group = late.states[0].group
+    timeouts = [timeout for timeout in case.timeouts if timeout.seq == late.seq]
+    op = next((timeout.op for timeout in timeouts if timeout.op), "")
+    own = [state for state in late.states if state.group.rank in late.ranks]
+    return [
+        case.finding(
+            "missing",
+            late.ranks,
+            tuple(sorted(late.waiting)),
+            f"{begin_sentence(ranks_text(late.ranks))} had not come to {op or 'the collective'} "
+            f"#{late.seq} of group {_group_text(group)}, which {ranks_text(late.waiting)} timed "
+            f"out in: {_issued(max(state.enqueued for state in own))}.",
+            [
+                *(state.line for state in own),
+                *(timeout.line for timeout in timeouts[:2]),
+                *(state.line for state in late.waiting.values()),
+            ],
+            f"Look at what {ranks_text(late.ranks)} did then: in its own log, or in a Flight "
+            "Recorder dump.",
+            "likely",
+            group=group.name,
+            seq=late.seq,
+            op=op,
+            since=case.longest(),
+        )
+    ]
+
+
+def _issued(seq: int) -> str:
+    return f"the last one issued there was #{seq}" if seq > 0 else "none had been issued there"
+
+
+def different(case: Case) -> list[Finding]:
+    """Return the collectives that have one number, and are not the same on all ranks."""
+    calls_of = {(timeout.line.source, timeout.seq): timeout for timeout in reversed(case.timeouts)}
+    for name, states in _groups(case).items():
+        by_seq: dict[int, dict[int, Timeout]] = defaultdict(dict)
+        for state in states:
+            call = calls_of.get((state.line.source, state.failed))
+            if call is not None and call.op and state.failed > 0:
+                by_seq[state.failed][state.group.rank] = call
+        for seq, calls in by_seq.items():
+            finding = _differing(case, name, states[0], seq, calls)
+            if finding is not None:
+                return [finding]
+    return []
+
+
+def _differing(
+    case: Case, name: str, state: Progress, seq: int, calls: dict[int, Timeout]
+) -> Finding | None:
+    ops = {call.op for call in calls.values()}
+    sides: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    for rank, call in calls.items():
+        sides[call.op, call.sizes if call.op in _SIZED else ()].add(rank)
+    if len(sides) < 2:
+        return None
+    known = set(range(max({*calls, *case.seen()}) + 1)) <= set(calls)
+    named = minority(list(sides.values())) if known else ()
+    texts = [
+        f"{ranks_text(ranks)} in {key[0]}" + (f" of {_sizes_text(key[1])}" if key[1] else "")
+        for key, ranks in sorted(sides.items(), key=lambda item: (len(item[1]), min(item[1])))
+    ]
+    return case.finding(
+        "desync" if len(ops) > 1 else "mismatch",
+        named,
+        tuple(sorted(set(calls) - set(named))) if named else (),
+        f"The ranks timed out in different calls, all of which are #{seq} of group "
+        f"{_group_text(state.group)}: {'; '.join(texts[:4])}.",
+        [call.line for call in calls.values()],
+        SAME,
+        "likely",
+        group=name,
+        seq=seq,
+        op=min(ops) if len(ops) == 1 else "",
+        since=case.longest(),
+    )
+
+
+def _groups(case: Case) -> dict[str, list[Progress]]:
+    """Return what was written about each group whose members can be compared.
+
+    Several groups can have one name, each with other members. They are one group if each rank
+    has the same number in the group as in the job.
+    """
+    states_of: dict[str, list[Progress]] = defaultdict(list)
+    for state in case.progress:
+        rank = case.rank(state.line)
+        if state.group.is_world and rank in (-1, state.group.rank):
+            states_of["0"].append(state)
+        elif rank >= 0 and rank == state.group.rank:
+            states_of[state.group.name].append(state)
+    return states_of
+
+
+def _sizes_text(sizes: object) -> str:
+    numbers = sizes if isinstance(sizes, tuple) else ()
+    return " and ".join(f"{size:,}" for size in dict.fromkeys(numbers)) + " elements"
+
+
+def _group_text(group: GroupName) -> str:
+    described = group.description not in ("", "default_pg")
+    return f"{group.name} ({group.description})" if described else group.name

@@ -1,0 +1,383 @@
+"""A run's rings, read once: what every figure of a report starts from.
+
+``gather`` makes the tables of all groups with one clock for all hosts, the time by call site, and
+the share of each rank's time that it spends in communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.collectives import (
+    MISSING,
+    UNKNOWN_SITE,
+    CollectiveTable,
+    Columns,
+    MessageTable,
+    RankCollectives,
+    RankMessages,
+    RunClocks,
+    Session,
+    align_hosts,
+    anchored,
+    collective_table,
+    columns_of,
+    message_table,
+    share_agreed,
+    split_by_group,
+)
+from rankcall.analysis.waiting import Ints, Waits, covered, waits_of
+from rankcall.record import OPS
+from rankcall.ring import CallSite, Group, Tables
+from rankcall.ring.reader import Ring
+from rankcall.run.load import Progress, Run
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """One op issued from one line. Times of the calls that ended."""
+
+    site: CallSite
+    code: str  # the source line; empty if it is not known
+    op: str
+    count: int  # calls, on all ranks
+    ranks: int
+    total_ms: float  # of the rank that spent most in it; calls that overlap count once
+    most_calls: int  # of one rank
+    median_ms: float | None
+    worst_ms: float | None
+
+
+class SiteTimes:
+    """Collects durations by (call site, op), ring by ring."""
+
+    def __init__(self) -> None:
+        self._durations: dict[tuple[CallSite, int], list[npt.NDArray[np.float32]]] = {}
+        self._code: dict[CallSite, str] = {}
+        self._calls: dict[tuple[CallSite, int], int] = {}
+        self._ranks: dict[tuple[CallSite, int], dict[int, tuple[int, float]]] = {}
+
+    def add(self, rank: int, columns: Columns, tables: Tables) -> None:
+        """Add one ring."""
+        key = columns["call_site"].astype(np.int64) * len(OPS) + columns["op"]
+        spent = (columns["completed_ns"] - columns["started_ns"]).astype(np.float32)
+        spent[columns["completed_ns"] == MISSING] = np.nan
+        for number, rows in _split(key):
+            site = tables.sites.get(number // len(OPS), UNKNOWN_SITE)
+            which = site, number % len(OPS)
+            code = tables.lines.get(number // len(OPS))
+            if code:
+                self._code.setdefault(site, code)
+            durations = spent[rows]
+            self._calls[which] = self._calls.get(which, 0) + len(durations)
+            ended = rows[~np.isnan(durations)]
+            begin, end = columns["started_ns"][ended], columns["completed_ns"][ended]
+            if np.any(begin[1:] < begin[:-1]):
+                order = np.argsort(begin, kind="stable")
+                begin, end = begin[order], end[order]
+            known = self._ranks.setdefault(which, {})
+            calls, spent_ns = known.get(rank, (0, 0.0))
+            known[rank] = calls + len(rows), spent_ns + covered(begin, end)
+            self._durations.setdefault(which, []).append(durations[~np.isnan(durations)])
+
+    def rows(self) -> list[SiteRow]:
+        """Return all sites, those that took most time first."""
+        table = [self._row(which) for which in self._calls]
+        return sorted(table, key=lambda row: (-row.total_ms, str(row.site), row.op))
+
+    def _row(self, which: tuple[CallSite, int]) -> SiteRow:
+        times = np.concatenate(self._durations[which])
+        ranks = self._ranks[which].values()
+        return SiteRow(
+            which[0],
+            self._code.get(which[0], ""),
+            OPS[which[1]],
+            self._calls[which],
+            len(ranks),
+            max(spent_ns for _, spent_ns in ranks) / 1e6,
+            max(calls for calls, _ in ranks),
+            float(np.median(times)) / 1e6 if len(times) else None,
+            float(times.max()) / 1e6 if len(times) else None,
+        )
+
+
+def _split(key: npt.NDArray[np.int64]) -> Sequence[tuple[int, npt.NDArray[np.intp]]]:
+    """Return each key with its rows."""
+    if not len(key):
+        return []
+    # Keys are few and small as a rule, and 16-bit keys sort ten times as fast as 64-bit ones.
+    narrow = key.astype(np.uint16) if key.min() >= 0 and key.max() < 1 << 16 else key
+    order = np.argsort(narrow, kind="stable")
+    pieces = np.split(order, np.flatnonzero(np.diff(key[order])) + 1)
+    return [(int(key[piece[0]]), piece) for piece in pieces]
+
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass
+class RankShare:
+    """One ring's time in communication. A step lasts to the beginning of the next one's ops."""
+
+    rank: int
+    attempt: int
+    busy_ns: float
+    span_ns: float
+    steps: npt.NDArray[np.int64]
+    step_share: Floats
+    step_ns: Floats
+
+    @property
+    def share(self) -> float | None:
+        """Share of the time from its first op to the end of its last."""
+        return self.busy_ns / self.span_ns if self.span_ns > 0 else None
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """One step: the median over the ranks."""
+
+    step: int
+    share: float
+    ms: float
+
+
+def rank_share(rank: int, attempt: int, columns: Columns, finished: int) -> RankShare:
+    """Measure one ring: the union of the times that its ops were in flight.
+
+    Of its steps, the ``finished`` ones count; ops after the last belong to no step.
+    """
+    done = columns["completed_ns"] != MISSING
+    start, end, step = (columns[name] for name in ("started_ns", "completed_ns", "step"))
+    if not done.all():
+        start, end, step = start[done], end[done], step[done]
+    if not len(start):
+        nothing = np.zeros(0)
+        return RankShare(rank, attempt, 0.0, 0.0, nothing.astype(np.int64), nothing, nothing)
+    if np.any(start[1:] < start[:-1]):
+        order = np.argsort(start, kind="stable")
+        start, end, step = start[order], end[order], step[order]
+    reach = np.maximum.accumulate(end)
+    busy = end - start
+    busy[1:] = end[1:] - np.maximum(start[1:], reach[:-1])
+    busy = np.maximum(busy, 0).astype(np.float64)
+    span = float(reach[-1] - start[0])
+    steps, shares, lasts = _by_step(start, reach, step, busy)
+    whole = steps < finished
+    return RankShare(
+        rank, attempt, float(busy.sum()), span, steps[whole], shares[whole], lasts[whole]
+    )
+
+
+def _by_step(
+    start: npt.NDArray[np.int64],
+    reach: npt.NDArray[np.int64],
+    step: npt.NDArray[np.int64],
+    busy: Floats,
+) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+    """Cut at each new step; an op that runs over the cut counts to the step that issued it."""
+    # A thread that lags may record an older step again, but steps only go up.
+    step = np.maximum.accumulate(step)
+    first = np.concatenate([[0], np.flatnonzero(np.diff(step)) + 1])
+    if len(first) == 1:
+        return step[:0], busy[:0], busy[:0]
+    inside = np.add.reduceat(busy, first)
+    lasts = np.diff(np.concatenate([start[first], reach[-1:]])).astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(lasts > 0, np.minimum(inside / lasts, 1.0), 1.0)
+    return step[first], share, lasts
+
+
+def median_share(shares: Sequence[RankShare]) -> float | None:
+    """Return the median over the ranks of their share of the whole run."""
+    known = [ring_share.share for ring_share in shares if ring_share.share is not None]
+    return float(np.median(known)) if known else None
+
+
+def by_step(shares: Sequence[RankShare]) -> list[StepShare]:
+    """Return each step's median over the ranks of the last attempt that has steps."""
+    last = max((ring_share.attempt for ring_share in shares if len(ring_share.steps)), default=None)
+    mine = [
+        ring_share for ring_share in shares if ring_share.attempt == last and len(ring_share.steps)
+    ]
+    if not mine:
+        return []
+    if all(np.array_equal(ring_share.steps, mine[0].steps) for ring_share in mine):
+        share = np.median([ring_share.step_share for ring_share in mine], axis=0)
+        lasts = np.median([ring_share.step_ns for ring_share in mine], axis=0)
+        return _listed(mine[0].steps, share, lasts)
+    steps = np.concatenate([ring_share.steps for ring_share in mine])
+    order = np.argsort(steps, kind="stable")
+    pieces = np.split(order, np.flatnonzero(np.diff(steps[order])) + 1)
+    share = np.concatenate([ring_share.step_share for ring_share in mine])
+    lasts = np.concatenate([ring_share.step_ns for ring_share in mine])
+    return _listed(
+        steps[[piece[0] for piece in pieces]],
+        np.array([np.median(share[piece]) for piece in pieces]),
+        np.array([np.median(lasts[piece]) for piece in pieces]),
+    )
+
+
+def _listed(steps: npt.NDArray[np.int64], share: Floats, lasts: Floats) -> list[StepShare]:
+    rows = zip(steps.tolist(), share.tolist(), (lasts / 1e6).tolist(), strict=True)
+    return [StepShare(*row) for row in rows]
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One ring: the rank that wrote it, and its figures."""
+
+    rank: int
+    host: str
+    pid: int
+    attempt: int
+    capture: str
+    records: int
+    dropped: int
+    steps: int
+    closed: bool
+    comm_share: float | None
+
+
+@dataclass
+class RunTables:
+    """The records of all rings, lined up by group, and one clock for all hosts."""
+
+    clocks: RunClocks
+    sites: SiteTimes = field(default_factory=SiteTimes)
+    shares: list[RankShare] = field(default_factory=list)
+    ranks: list[RankRow] = field(default_factory=list)
+    tables: list[CollectiveTable] = field(default_factory=list)
+    messages: list[MessageTable] = field(default_factory=list)
+    first_ns: list[int] = field(default_factory=list)
+    last_ns: list[int] = field(default_factory=list)
+    step_begins: list[Ints] = field(default_factory=list)  # aligned by the hosts' anchors only
+    _collectives: dict[tuple[Session, Group], list[RankCollectives]] = field(default_factory=dict)
+    _messages: dict[tuple[Session, Group], list[RankMessages]] = field(default_factory=dict)
+
+    def add(self, ring: Ring, session: Session) -> None:
+        """Copy what analysis needs from one ring; the ring itself is not kept."""
+        head = ring.header
+        columns = columns_of(ring)
+        host = self.clocks.of_ring(head)
+        share = rank_share(head.rank, head.attempt, columns, head.step)
+        self.shares.append(share)
+        self.sites.add(head.rank, columns, ring.tables)
+        self.ranks.append(_rank_row(ring, share))
+        if len(ring.records):
+            times = columns["enqueued_ns"], columns["completed_ns"]
+            base = self.clocks.hosts[host].base
+            self.first_ns.append(int(times[0].min()) + base)
+            self.last_ns.append(max(int(column.max()) for column in times) + base)
+            self.step_begins.append(_step_begins(columns) + base)
+        by_group = split_by_group(ring, columns, host)
+        for group, member in by_group.collectives.items():
+            members = self._collectives.setdefault((session, group), [])
+            if members:
+                share_agreed(member, members[-1])
+            members.append(member)
+        for group, messages in by_group.messages.items():
+            self._messages.setdefault((session, group), []).append(messages)
+
+    @cached_property
+    def waits(self) -> Waits:
+        """How long each rank waited in each of its ops."""
+        return waits_of(self.tables, self.messages, self.clocks.hosts)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first arrival and the last end, by the hosts' anchors."""
+        return min(self.first_ns, default=0), max(self.last_ns, default=0)
+
+    def line_up(self) -> None:
+        """Line up the members of each group, once all rings have been added."""
+        self.tables = [
+            collective_table(*key, members) for key, members in self._collectives.items()
+        ]
+        self.messages = [message_table(*key, messages) for key, messages in self._messages.items()]
+        self._collectives.clear()
+        self._messages.clear()
+        align_hosts(self.clocks.hosts, self.tables)
+
+
+def _step_begins(columns: Columns) -> Ints:
+    """Return when a rank issued the first op of each step."""
+    step = np.maximum.accumulate(columns["step"])
+    first = np.concatenate([[0], np.flatnonzero(np.diff(step)) + 1])
+    begins: Ints = columns["enqueued_ns"][first]
+    return begins
+
+
+def _rank_row(ring: Ring, share: RankShare) -> RankRow:
+    head = ring.header
+    return RankRow(
+        head.rank,
+        head.host,
+        head.pid,
+        head.attempt,
+        head.capture,
+        len(ring.records),
+        ring.dropped,
+        head.step,
+        head.closed_ns != 0,
+        share.share,
+    )
+
+
+RingVisitor = Callable[[Ring], None]
+
+
+def gather(
+    run: Run, progress: Progress | None = None, also: RingVisitor | None = None
+) -> RunTables:
+    """Read all rings of a run once, and keep some 24 bytes of each record.
+
+    Args:
+        run: The run.
+        progress: Called with the number of rings that are done, and of all rings.
+        also: Called with each ring, so that another analysis need not read it again.
+    """
+    gathered = RunTables(anchored(head.header for head in run.heads))
+    sessions = sessions_of(run)
+    for ring in run.iter_rings(progress):
+        gathered.add(ring, sessions[ring.path.name])
+        if also is not None:
+            also(ring)
+    gathered.line_up()
+    return gathered
+
+
+def align(run: Run) -> RunClocks:
+    """Return one clock for all hosts of a run. Only groups that span hosts are read for it."""
+    clocks, sessions = anchored(head.header for head in run.heads), sessions_of(run)
+    if len(clocks.hosts) < 2:
+        return clocks
+    members: dict[tuple[Session, Group], list[RankCollectives]] = {}
+    for ring in run.iter_rings():
+        host, session = clocks.of_ring(ring.header), sessions[ring.path.name]
+        by_group = split_by_group(ring, columns_of(ring), host)
+        for group, member in by_group.collectives.items():
+            known = run.run_groups.get(group)
+            if known is None or known.cross_host:
+                members.setdefault((session, group), []).append(member)
+    align_hosts(
+        clocks.hosts,
+        (collective_table(*key, group_members) for key, group_members in members.items()),
+    )
+    return clocks
+
+
+def sessions_of(run: Run) -> dict[str, Session]:
+    """Return the session of each ring: a restart of the job begins one, and so does a re-run."""
+    lives: dict[tuple[int, int], int] = {}
+    sessions: dict[str, Session] = {}
+    for head in sorted(run.heads, key=lambda head: head.header.anchor_epoch_ns):
+        key = head.header.attempt, head.header.rank
+        lives[key] = lives.get(key, 0) + 1
+        sessions[head.path.name] = Session(head.header.attempt, lives[key])
+    return sessions

@@ -1,0 +1,534 @@
+"""Where every rank of a job stands at one moment: the input of a diagnosis.
+
+``run_snapshot`` makes a snapshot from ring files, and ``merge`` joins what several nodes report
+about their own ranks. Times are ages in s before the moment, by each host's own clock, so
+that differences between hosts' clocks do not matter.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES, compress_ranks, expand_ranks
+from rankcall.ring import CallSite, Group, both_lines, site_from, site_object
+from rankcall.run.load import label_groups
+
+# States of a rank's process. Unknown: it is on another host, or left no ring.
+ALIVE, STOPPED, GONE, UNKNOWN = "alive", "stopped", "gone", "unknown"
+
+COLLECTIVE, P2P = KINDS.index("collective"), KINDS.index("p2p")
+COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
+OUTSIDE = -2  # a root or peer outside the group
+SEND, RECV = OPS.index("send"), OPS.index("recv")
+
+_RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job that runs
+
+# In the ``flags`` of a failed call, beside those of its record: a peer's connection was closed.
+PEER_CLOSED = 128
+
+Bools = npt.NDArray[np.bool_]
+Calls = npt.NDArray[Any]
+CALL = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("group", "<i4"),  # index into Snapshot.groups
+        ("site", "<i4"),  # index into Snapshot.sites; 0: not known
+        ("root", "<i4"),  # global rank; -1: none; -2: not in the group
+        ("peer", "<i4"),  # global rank; -1: none, or any source in flight; -2: not in the group
+        ("shape_hash", "<u4"),
+        ("seq", "<i8"),
+        ("tag", "<i8"),
+        ("step", "<i8"),
+        ("index", "<i8"),  # number of the record among its rank's, from 0
+        ("message_bytes", "<i8"),
+        ("in_bytes", "<i8"),
+        ("out_bytes", "<i8"),
+        ("age_s", "<f8"),  # since it was issued
+        ("came_s", "<f8"),  # since it was issued; on a device, since the device began it
+        ("ended_s", "<f8"),  # since it ended; NaN: it has not
+        ("kind", "u1"),
+        ("op", "u1"),
+        ("dtype", "u1"),
+        ("reduce_op", "u1"),
+        ("status", "u1"),
+        ("flags", "u1"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank's process. Ages in s; None if there is nothing to measure."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    attempt: int = 0
+    state: str = UNKNOWN
+    exit: int | None = None  # exit code; negative: the signal that ended it
+    gone_s: float | None = None  # since it was gone
+    ended_by_launcher: bool = False  # the launcher ended it because another had failed
+    launcher_signal: int = 0  # the signal that stopped its launcher, and so this process
+    failure: str = ""  # the exception that ended its program
+    told_s: float | None = None  # since its launcher got a signal to stop
+    aborted: bool = False  # its own watcher ended it because the job hung
+    silent_s: float = 0.0  # since its last sign of life
+    gil_s: float = 0.0  # since a Python thread last ran
+    needs_gil: bool = False  # only a Python thread can give a sign of life
+    closed: bool = False  # it stopped recording itself, as at a normal exit
+    leaving: bool = False  # its program has ended; the process may still be closing down
+    expects: str = ""  # the phase that it declared to take long, while that phase lasts
+    waits_for_work: bool = False  # that phase may last for ever
+    expected_s: float | None = None  # since that phase ended; negative: until it ends
+    steps: int = 0
+    started_s: float | None = None  # since it began to record
+    groups: int = 0  # process groups that it has made
+    dropped: int = 0  # records overwritten or lost
+    tables_lost: int = 0  # groups, lines and error texts that did not fit into its ring
+    blind: bool = False  # it left no readable ring, so its calls are not known
+    unheard: bool = False  # its node did not answer when asked for its state
+    stack: str = ""  # of its Python threads, if it was dumped
+
+    @property
+    def mute_s(self) -> float:
+        """Seconds since its last sign of life; for a process that is gone, before its end."""
+        return self.silent_s - (self.gone_s or 0.0)
+
+    @property
+    def gil_held_s(self) -> float:
+        """Seconds in which no Python thread has run; for a process that is gone, before its end."""
+        return self.gil_s - (self.gone_s or 0.0)
+
+    def may_be_silent(self, hang_after: float) -> bool:
+        """Tell whether it is in a declared phase, or left one less than ``hang_after`` s ago.
+
+        Ranks that waited for it meanwhile have the usual patience, from the end of the phase.
+        """
+        return bool(self.expects) or (self.expected_s is not None and self.expected_s < hang_after)
+
+
+@dataclass
+class Snapshot:
+    """A job at one moment. ``ranks`` holds one state for each rank of the world, in order.
+
+    ``calls`` holds each rank's newest calls, and all calls that have not ended or have failed.
+    """
+
+    ranks: list[RankState]
+    calls: Calls
+    groups: list[Group] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # of the groups, unique
+    sites: list[CallSite] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    mixed: bool = False  # the records may be of several jobs
+    # By line: the longest hang there, in s, that the watcher saw pass.
+    waited_before: dict[str, float] = field(default_factory=dict)
+    dumped: bool = False  # made of dumps: the processes lived when they wrote them
+    # By boot id: the moment, in ns of that host's monotonic clock.
+    moments: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def live(self) -> bool:
+        """Whether any of the job's processes still exists."""
+        return any(state.state in (ALIVE, STOPPED) for state in self.ranks)
+
+    def op(self, row: int) -> str:
+        """Return the name of a call's op."""
+        return OPS[int(self.calls["op"][row])]
+
+    def site(self, number: int) -> str:
+        """Return a call site as ``file:line``; empty if it is not known."""
+        return str(self.sites[number]) if 0 < number < len(self.sites) else ""
+
+    def user_line(self, number: int) -> str:
+        """Return the user's line behind a framework's call site, or an empty string."""
+        return self.sites[number].user_line if 0 < number < len(self.sites) else ""
+
+    def shown_site(self, number: int) -> str:
+        """Return a call site for a text: the user's line first, and the framework's beside it."""
+        return both_lines(self.site(number), self.user_line(number))
+
+
+def no_calls() -> Calls:
+    """Return an empty table."""
+    return np.zeros(0, CALL)
+
+
+def labels_of(groups: Sequence[Group], ranks: Iterable[RankState]) -> list[str]:
+    """Return a label for each group, different from all others."""
+    known = label_groups(groups, {state.rank: state.host for state in ranks})
+    return [known[group].label for group in groups]
+
+
+def unfinished(calls: Calls) -> Bools:
+    """Return which calls are in flight: not ended, and still of interest to their rank."""
+    in_flight: Bools = (calls["status"] < COMPLETED) & (calls["flags"] & FLAG_ABANDONED == 0)
+    return in_flight
+
+
+def failed_for_good(calls: Calls) -> Bools:
+    """Return which calls failed without a later call of their rank that completed."""
+    failed: Bools = calls["status"] == FAILED
+    if not failed.any():
+        return failed
+    size = int(calls["rank"].max()) + 1
+    newest = np.full(size, -1, np.int64)
+    done = calls["status"] == COMPLETED
+    np.maximum.at(newest, calls["rank"][done], calls["index"][done])
+    lasting: Bools = failed & (calls["index"] > newest[calls["rank"]])
+    return lasting
+
+
+def invalid_calls(calls: Calls) -> Bools:
+    """Return which calls failed by their own arguments: no other rank has a part in that.
+
+    Their root or peer is not in the group, or their tag is negative.
+    """
+    outside = (calls["root"] == OUTSIDE) | (calls["peer"] == OUTSIDE)
+    invalid: Bools = (calls["status"] == FAILED) & (outside | (calls["tag"] < 0))
+    return invalid
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """The call that a rank is in, or its last one.
+
+    ``in_call``: the rank has not left ``op`` yet; else ``op`` is the last one that it left.
+    ``age_s``: since it came to the call, or left it; 0 without any call.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    state: str
+    exit: int | None
+    blind: bool = False  # its calls are not known
+    closed: bool = False  # its recording ended properly
+    in_call: bool = False
+    failed: bool = False
+    group: str = ""
+    seq: int = 0
+    op: str = ""
+    call_site: str = ""
+    user_line: str = ""  # the user's own, if the call site is a framework's
+    age_s: float = 0.0
+
+    @property
+    def shown_line(self) -> str:
+        """The line of the call: the user's first, if there are two."""
+        return both_lines(self.call_site, self.user_line)
+
+    @property
+    def shown_state(self) -> str:
+        """How the process ended, if it has; else its state."""
+        if self.exit is not None:
+            return f"exit {self.exit}" if self.exit >= 0 else f"signal {-self.exit}"
+        return "ended" if self.closed and self.state in (GONE, UNKNOWN) else self.state
+
+
+def rank_positions(snapshot: Snapshot) -> list[RankPosition]:
+    """Return the position of every rank, in rank order."""
+    calls = snapshot.calls
+    stuck = unfinished(calls) | failed_for_good(calls)
+    order = np.lexsort((calls["index"], ~stuck, calls["rank"]))
+    # For each rank the oldest call that it is stuck in, or else its newest one.
+    _, first = np.unique(calls["rank"][order], return_index=True)
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    rows = np.where(stuck[order[first]], order[first], order[last])
+    at = {call[0]: call for call in _calls_at(calls[rows], stuck[rows])}
+    return [_position(snapshot, state, at.get(state.rank)) for state in snapshot.ranks]
+
+
+# Rank, group, seq, op and site of a call, whether it is stuck, whether it failed, its age in s.
+_Call = tuple[int, int, int, int, int, bool, bool, float]
+
+
+def _calls_at(calls: Calls, stuck: Bools) -> Iterator[_Call]:
+    """Return what ``RankPosition`` shows of some calls."""
+    numbers = (calls[name].tolist() for name in ("rank", "group", "seq", "op", "site"))
+    over = ~stuck & ~np.isnan(calls["ended_s"])
+    age = np.where(over, calls["ended_s"], calls["age_s"])
+    failed = stuck & (calls["status"] == FAILED)
+    return zip(*numbers, stuck.tolist(), failed.tolist(), age.tolist(), strict=True)
+
+
+def _position(snapshot: Snapshot, state: RankState, call: _Call | None) -> RankPosition:
+    process = (
+        state.rank,
+        state.host,
+        state.pid,
+        state.state,
+        state.exit,
+        state.blind,
+        state.closed,
+    )
+    if call is None:
+        return RankPosition(*process)
+    _, group, seq, op, site, stuck, failed, age = call
+    label, line = snapshot.labels[group], snapshot.user_line(site)
+    return RankPosition(
+        *process, stuck, failed, label, seq, OPS[op], snapshot.site(site), line, age
+    )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a job goes. None: too little is on record.
+
+    ``share``: of the time, spent in communication.
+    """
+
+    steps_per_s: float | None
+    calls_per_s: float | None
+    share: float | None
+
+
+def quiet_s(snapshot: Snapshot) -> npt.NDArray[np.float64]:
+    """Return for how long each rank has issued nothing and left no call, in s.
+
+    For a rank without a call on record: since it began to record. Infinity if that is not known.
+    """
+    began = [math.inf if state.started_s is None else state.started_s for state in snapshot.ranks]
+    quiet = np.array(began, np.float64)
+    calls = snapshot.calls
+    np.minimum.at(quiet, calls["rank"], np.fmin(calls["age_s"], calls["ended_s"]))
+    return quiet
+
+
+def pace(snapshot: Snapshot) -> Pace:
+    """Measure the newest calls; each figure is the median over the ranks.
+
+    Of a job that runs, the calls of the last seconds count: older calls say nothing about its pace
+    now.
+    """
+    step = median_step_s(snapshot)
+    if snapshot.live:
+        recent_s = max(_RECENT_S, _RECENT_STEPS * step)
+        newest = snapshot.calls[snapshot.calls["age_s"] <= recent_s]
+        if len(snapshot.calls) and not len(newest):
+            return Pace(0.0 if step else None, 0.0, None)
+        snapshot = replace(snapshot, calls=newest)
+    return Pace(1 / step if step else None, *_busy(snapshot))
+
+
+def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
+    """Return calls/s and the share of the time in which any call is in flight."""
+    calls = snapshot.calls
+    done = calls[~np.isnan(calls["ended_s"])]
+    if not len(done):
+        return None, None
+    # Ages count backwards. Each rank gets a time line of its own, one after the other.
+    far = float(done["age_s"].max()) + 1.0
+    begin = done["rank"] * far + (far - done["age_s"])
+    end = done["rank"] * far + (far - done["ended_s"])
+    order = np.argsort(begin, kind="stable")
+    begin, end, rank = begin[order], end[order], done["rank"][order]
+    reach = np.concatenate([[0.0], np.maximum.accumulate(end)[:-1]])
+    inside = np.maximum(end - np.maximum(begin, reach), 0.0)
+    ranks, first, count = np.unique(rank, return_index=True, return_counts=True)
+    # A job that runs has lasted until now; of one that is over, the last end is known.
+    over = (ranks + 1) * far if snapshot.live else np.maximum.reduceat(end, first)
+    span = over - begin[first]
+    enough = (count >= 2) & (span > 0)
+    if not enough.any():
+        return None, None
+    busy = np.bincount(rank, weights=inside)[ranks]
+    return (
+        float(np.median(count[enough] / span[enough])),
+        float(np.median(np.minimum(busy[enough] / span[enough], 1.0))),
+    )
+
+
+def median_step_s(snapshot: Snapshot) -> float:
+    """Return the median length of a step, s; 0 if fewer than three are on record."""
+    calls = snapshot.calls
+    if not len(calls):
+        return 0.0
+    order = np.lexsort((calls["index"], calls["rank"]))
+    rank, step, age = (calls[name][order] for name in ("rank", "step", "age_s"))
+    begins = np.concatenate([[True], (rank[1:] != rank[:-1]) | (step[1:] > step[:-1])])
+    rank, step, age = rank[begins], step[begins], age[begins]
+    lasts = (age[:-1] - age[1:])[(rank[1:] == rank[:-1]) & (step[1:] == step[:-1] + 1)]
+    return float(np.median(lasts)) if len(lasts) >= 2 else 0.0
+
+
+# The snapshot of one node's own ranks: sent to other nodes as bytes, and merged into one.
+#
+# The cost grows with the ranks, not with ranks times nodes, because a node sends only its own.
+
+
+SCHEMA = 2
+_MOST_BYTES = 1 << 28  # once it is decoded
+_MOST_RANKS = 1 << 20
+
+
+@dataclass
+class NodeSnapshot:
+    """Where the ranks of one node stand. ``world``: the number of ranks of the job."""
+
+    world: int
+    ranks: list[RankState]
+    calls: Calls
+    groups: list[Group] = field(default_factory=list)
+    sites: list[CallSite] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
+    """Return the part of a snapshot that is known: without the blind ranks."""
+    return NodeSnapshot(
+        len(snapshot.ranks),
+        [state for state in snapshot.ranks if not state.blind],
+        snapshot.calls,
+        snapshot.groups,
+        snapshot.sites,
+        snapshot.problems,
+    )
+
+
+def encode(node: NodeSnapshot) -> bytes:
+    """Return a node's snapshot as bytes: some 1 KiB a rank if calls are few."""
+    return zlib.compress(
+        json.dumps(
+            {
+                "schema": SCHEMA,
+                "ranks": [vars(state) for state in node.ranks],
+                "world": node.world,
+                "groups": [
+                    {**vars(group), "ranks": compress_ranks(list(group.ranks))}
+                    for group in node.groups
+                ],
+                "sites": [site_object(site) for site in node.sites],
+                "calls": base64.b64encode(node.calls.tobytes()).decode(),
+                "problems": node.problems,
+            }
+        ).encode()
+    )
+
+
+def decode(data: bytes) -> NodeSnapshot:
+    """Undo ``encode``. Raises ``ValueError`` if the bytes are not of this version."""
+    try:
+        unpacker = zlib.decompressobj()
+        document = json.loads(unpacker.decompress(data, _MOST_BYTES))
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"schema {document['schema']}, this rankcall reads schema {SCHEMA}")
+        return _decoded(document)
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        zlib.error,
+        RecursionError,
+    ) as error:
+        raise ValueError(f"not a node's snapshot: {type(error).__name__}: {error}") from error
+
+
+def _decoded(document: dict[str, Any]) -> NodeSnapshot:
+    names = {state_field.name for state_field in fields(RankState)}
+    known = {}
+    for entry in document["ranks"]:
+        arguments = {key: value for key, value in entry.items() if key in names}
+        rank = arguments["rank"] = int(arguments["rank"])
+        known[rank] = RankState(**arguments)
+    world = max([int(document["world"]), *(rank + 1 for rank in known)])
+    if world > _MOST_RANKS or min(known, default=0) < 0:
+        raise ValueError("impossible ranks")
+    groups = [
+        Group(
+            str(entry["name"]),
+            int(entry["epoch"]),
+            str(entry["backend"]),
+            str(entry["description"]),
+            _expanded(json.dumps(entry["ranks"])),
+        )
+        for entry in document["groups"]
+    ]
+    sites = [site_from(entry) for entry in document["sites"]]
+    calls = np.frombuffer(base64.b64decode(document["calls"]), CALL).copy()
+    limits = {
+        "rank": world,
+        "group": len(groups),
+        "site": max(1, len(sites)),
+        "kind": len(KINDS),
+        "op": len(OPS),
+        "status": len(STATUSES),
+    }
+    if any(np.any((calls[name] < 0) | (calls[name] >= most)) for name, most in limits.items()):
+        raise ValueError("a call refers to what is not there")
+    problems = [str(text) for text in document["problems"]]
+    return NodeSnapshot(world, list(known.values()), calls, groups, sites, problems)
+
+
+@lru_cache(maxsize=64)
+def _expanded(runs: str) -> tuple[int, ...]:
+    """Return a group's ranks. Cached, because all nodes send the world and few other groups."""
+    return expand_ranks(json.loads(runs))
+
+
+def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
+    """Merge the snapshots of several nodes into one.
+
+    If two nodes report on one rank, the newer state is taken. A rank that no node reports on is
+    blind.
+    """
+    world = max((node.world for node in nodes), default=0)
+    best: dict[int, RankState] = {}
+    owner = np.full(world, -1)
+    for number, node in enumerate(nodes):
+        for state in node.ranks:
+            known = best.get(state.rank)
+            if known is None or _worth(state) > _worth(known):
+                best[state.rank], owner[state.rank] = state, number
+    groups = _Table(group for node in nodes for group in node.groups)
+    sites = _Table(site for node in nodes for site in node.sites)
+    calls = [no_calls()]
+    for number, node in enumerate(nodes):
+        mine = node.calls[owner[node.calls["rank"]] == number]
+        mine["group"] = groups.translate(node.groups, mine["group"])
+        mine["site"] = sites.translate(node.sites, mine["site"])
+        calls.append(mine)
+    problems = list(dict.fromkeys(text for node in nodes for text in node.problems))
+    ranks = [best.get(rank) or RankState(rank, blind=True) for rank in range(world)]
+    return Snapshot(
+        ranks,
+        np.concatenate(calls),
+        groups.items,
+        labels_of(groups.items, ranks),
+        sites.items,
+        problems,
+    )
+
+
+def _worth(state: RankState) -> tuple[int, float]:
+    return state.attempt, -state.silent_s
+
+
+class _Table:
+    """Distinct things in order of appearance."""
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._at: dict[Any, int] = {}
+        for thing in things:
+            self._at.setdefault(thing, len(self._at))
+
+    @property
+    def items(self) -> list[Any]:
+        return list(self._at)
+
+    def translate(self, things: Sequence[Any], column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Replace indices into ``things`` by ours."""
+        table = np.array([self._at[thing] for thing in things] or [0], column.dtype)
+        translated: npt.NDArray[Any] = table[column]
+        return translated

@@ -1,1 +1,0 @@
-"""Where every rank stands at one moment: read from rings, or received from other nodes."""

@@ -1,1 +1,0 @@
-"""Figures of a run: bandwidth, waiting and lateness, on clocks that agree."""

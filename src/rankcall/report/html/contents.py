@@ -1,0 +1,636 @@
+"""What the template of the page draws: the texts at its top, and the charts; no markup.
+
+A picture has one pixel for each cell and one hue. The value is the opacity, so that one picture
+serves light and dark pages; an absent value is grey. Source of the format:
+https://www.w3.org/TR/png/
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.lateness import LateLine
+from rankcall.analysis.summary import Details, RankSplit, Summary, size_name
+from rankcall.analysis.verdicts.finding import Finding, numbered
+from rankcall.process import clean
+from rankcall.record import format_ranks
+from rankcall.report.formatting import headline, line_names, percent, plural, rate, size, time
+
+# The texts at the top of the page: the verdict, and the items to look at.
+
+
+MOST_CURVES = 240
+_SLOW, _LEAST_PEERS, _LEAST_COUNT = 0.6, 3, 5
+_MOST_OPS = 3
+_WORTH_A_LINE = 0.1  # of the cost of one rank's late arrivals
+
+
+@dataclass(frozen=True)
+class Item:
+    """One finding as the page shows it.
+
+    ``tone``: ``alarm`` (act on it), ``note`` (know it) or ``gap`` (a reason to doubt the rest).
+    """
+
+    tone: str
+    title: str
+    text: str = ""
+    where: str = ""  # file:line, as code
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first screen: one sentence and, if they apply, the ranks, the line and the cost."""
+
+    title: str
+    detail: str
+    alarm: bool
+    who: tuple[str, str] | None = None
+    where: tuple[str, str, str] | None = None  # short, in words, and as it was recorded
+    cost: tuple[str, str] | None = None
+
+
+def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
+    """Return the cause that stopped the run, else the ranks that slow it, if any do."""
+    if findings and findings[0].stops:
+        return verdict_of_finding(findings[0])
+    summary = details.summary
+    first = headline(summary)
+    if not first.alarm:
+        return Verdict(first.text, first.detail, False)
+    named = [straggler for straggler in summary.stragglers if straggler.rank in first.ranks]
+    hosts = list(dict.fromkeys(straggler.host for straggler in named if straggler.host))
+    ranks = plural(len(named), "rank").split(" ")[1] + f" {format_ranks(first.ranks)}"
+    culprits = (ranks, "on " + ", ".join(hosts)) if hosts else (ranks, "")
+    late = summary.late
+    assert late is not None, "only stragglers alarm"
+    others = max(1, len(summary.stragglers) - len(named))
+    each_ms = sum(straggler.caused_wait_ms for straggler in named) / others
+    cost = time(each_ms), f"{percent(late.cost)} of the run, lost by each other rank"
+    makes = "makes" if len(named) == 1 else "make"
+    on = f" on {hosts[0]}" if len(hosts) == 1 else ""
+    title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"
+    where = _where(details, first.ranks)
+    return Verdict(title, f"{first.text} {first.detail}", True, culprits, where, cost)
+
+
+def verdict_of_finding(finding: Finding) -> Verdict:
+    """Return the verdict that one finding makes: the likeliest root cause of a hang."""
+    culprits = None
+    title = finding.predicate
+    if finding.ranks:
+        ranks = plural(len(finding.ranks), "rank").split(" ")[1] + f" {format_ranks(finding.ranks)}"
+        culprits = ranks, "on " + ", ".join(finding.hosts) if finding.hosts else ""
+        title = f"{ranks[0].upper()}{ranks[1:]} {title}"
+    else:
+        title = f"The ranks: {title}"
+    where = None
+    if finding.call_site:
+        call = f"{numbered(finding.op, finding.seq)} of group {finding.group}" if finding.op else ""
+        where = (
+            line_names(finding.call_site, finding.user_line),
+            call,
+            finding.shown_line,
+        )
+    waiting = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
+    cost = (time(finding.since_s * 1e3), waiting) if finding.since_s > 0 else None
+    return Verdict(
+        title, f"{finding.summary} {finding.advice}".strip(), True, culprits, where, cost
+    )
+
+
+def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str, str] | None:
+    lines = [line for line in details.late_lines if line.rank in ranks and line.site.line]
+    if not lines:
+        return None
+    dearest = max(lines, key=lambda line: line.cost_ms)
+    site = dearest.site
+    return line_names(str(site), site.user_line), _before(dearest), site.shown
+
+
+def _before(line: LateLine) -> str:
+    function = line.site.own.function
+    op = f"late to {line.op}" + (f" in {function}()" if function else "")
+    if line.since is None or not line.since.line:
+        return f"{op}: look at what it does before"
+    if line.since == line.site:
+        return f"{op}: look at what it does between one and the next"
+    since = line_names(str(line.since), line.since.user_line)
+    return f"{op}: look at what it does after {since}"
+
+
+def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = ()) -> list[Item]:
+    """Return the items to look at: findings, then high costs, then gaps in the evidence."""
+    return [*map(item_of_finding, findings), *_late(details), *_slow(curves), *_gaps(details)]
+
+
+def item_of_finding(finding: Finding) -> Item:
+    """Return a finding with its evidence and advice."""
+    sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
+    words = [*(f"{line.rstrip('.')}." for line in finding.evidence), finding.advice]
+    return Item("alarm", finding.summary + sure, " ".join(filter(None, words)), finding.shown_line)
+
+
+def _late(details: Details) -> Iterator[Item]:
+    shares = {straggler.rank: straggler for straggler in details.summary.stragglers}
+    named = headline(details.summary).ranks
+    for line in details.late_lines:
+        if line.rank not in named or line.share < _WORTH_A_LINE:
+            continue
+        host = shares[line.rank].host
+        yield Item(
+            "alarm",
+            f"rank {line.rank}{f' ({host})' if host else ''} is {_before(line)}",
+            f"Last {plural(line.times, 'time')} there: {time(line.cost_ms)} of waiting by all "
+            f"the others together, {percent(line.share)} of what it cost by being last.",
+            line.site.shown if line.site.line else "",
+        )
+
+
+def _slow(curves: list[Curve]) -> Iterator[Item]:
+    for slow in below_peers(curves):
+        yield Item(
+            "note",
+            f"{slow.op} in group {slow.group} reaches {percent(slow.ratio)} of its peers' "
+            "bandwidth",
+            f"{slow.busbw:.3g} GB/s at {slow.size}, where {plural(slow.peers, 'other')} "
+            f"reach {slow.expected:.3g} GB/s (median).",
+        )
+
+
+def _gaps(details: Details) -> Iterator[Item]:
+    summary = details.summary
+    unfinished = sum(row.unfinished for row in summary.collectives)
+    if unfinished:
+        which = [f"{row.op} in group {row.group}" for row in summary.collectives if row.unfinished]
+        more = f" and {len(which) - _MOST_OPS:,} more kinds" if len(which) > _MOST_OPS else ""
+        yield Item(
+            "note",
+            f"{plural(unfinished, 'op')} never finished on any rank",
+            f"{'; '.join(which[:_MOST_OPS])}{more}.",
+        )
+    if summary.missing_ranks:
+        yield Item(
+            "gap",
+            f"no records of rank {format_ranks(summary.missing_ranks)}",
+            "Bandwidth, waiting and traffic are of the others only.",
+        )
+    if summary.dropped:
+        yield Item(
+            "gap",
+            f"{plural(summary.dropped, 'record')} had been overwritten before this was read",
+            "The figures are of what was left; a larger RANKCALL_CAPACITY keeps more.",
+        )
+    apart = [clock.host for clock in summary.hosts if not clock.linked]
+    if apart:
+        yield Item(
+            "gap",
+            f"the clock of {', '.join(apart)} could not be compared with the others",
+            "No collective links it to them: lateness across these hosts is not to be trusted.",
+        )
+    live = [row.rank for row in summary.ranks if not row.closed]
+    if live:
+        yield Item("gap", f"rank {format_ranks(live)}: still running, or killed")
+    for problem in summary.problems:
+        if "no ring for rank" not in problem:
+            yield Item("gap", problem)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size bucket: busbw in GB/s, from so many collectives."""
+
+    bucket: int
+    busbw: float
+    count: int
+
+
+@dataclass
+class Curve:
+    """One op in one group, by size. ``peers``: the median of other curves, if there are any.
+
+    Peers are the same op in other groups of any size: busbw does not depend on the group's size
+    while the same links carry it. Without such groups they are the group's other ops, and
+    without those all others of the run.
+    """
+
+    op: str
+    group: str
+    points: list[Point]
+    total_ms: float
+    peers: list[Point] = field(default_factory=list)
+    peers_are: str = ""
+    same_op: bool = True  # the peers are the same op in other groups
+
+
+@dataclass(frozen=True)
+class BelowPeers:
+    """A curve that stays far below its peers at one size."""
+
+    op: str
+    group: str
+    size: str
+    busbw: float
+    expected: float
+    peers: int
+    ratio: float
+
+
+def curves(summary: Summary) -> list[Curve]:
+    """Return the curves, those that took most time first. Ops without bandwidth have no curve."""
+    curve_of: dict[tuple[str, str], Curve] = {}
+    for row in summary.collectives:
+        if row.busbw_gbps is None or row.busbw_gbps <= 0 or row.op == "send":
+            continue
+        curve = curve_of.setdefault((row.op, row.group), Curve(row.op, row.group, [], 0.0))
+        curve.points.append(Point(row.bucket, row.busbw_gbps, row.count))
+        curve.total_ms += row.total_ms
+    kept = sorted(curve_of.values(), key=lambda curve: -curve.total_ms)[:MOST_CURVES]
+    for curve in kept:
+        curve.points.sort(key=lambda point: point.bucket)
+    for curve in kept:
+        _add_peers(curve, kept)
+    return kept
+
+
+def _add_peers(curve: Curve, kept: Sequence[Curve]) -> None:
+    others = [peer for peer in kept if peer is not curve]
+    same = [peer for peer in others if peer.op == curve.op]
+    curve.peers_are, curve.same_op = f"{curve.op} in other groups", bool(same)
+    if not same:
+        same = [peer for peer in others if peer.group == curve.group]
+        curve.peers_are = f"other ops in group {curve.group}"
+    if not same:
+        same, curve.peers_are = others, "all other ops and groups"
+    by_size: dict[int, list[Point]] = {}
+    for peer in same:
+        for point in peer.points:
+            by_size.setdefault(point.bucket, []).append(point)
+    curve.peers = [
+        Point(bucket, median(point.busbw for point in points), len(points))
+        for bucket, points in sorted(by_size.items())
+    ]
+
+
+def below_peers(curves: Sequence[Curve]) -> list[BelowPeers]:
+    """Find groups whose op is much slower than the same op elsewhere, at the size that shows most.
+
+    At least three peers have to agree, each measured often enough.
+    """
+    slow = []
+    for curve in curves:
+        if not curve.same_op:
+            continue
+        expected = {point.bucket: point for point in curve.peers}
+        for point in curve.points:
+            peers = expected.get(point.bucket)
+            if peers is None or peers.count < _LEAST_PEERS or point.count < _LEAST_COUNT:
+                continue
+            ratio = point.busbw / peers.busbw
+            if ratio < _SLOW:
+                size = size_name(point.bucket)
+                slow.append(
+                    BelowPeers(
+                        curve.op, curve.group, size, point.busbw, peers.busbw, peers.count, ratio
+                    )
+                )
+    return sorted(slow, key=lambda slow_group: slow_group.ratio)[:3]
+
+
+Floats = npt.NDArray[np.float64]
+
+ABSENT = 255
+_STRONGEST = 254
+_HUE = (213, 94, 0)  # vermillion of Okabe and Ito's palette, told apart by colour-blind people
+_BLUE = (0, 114, 178)
+_GREY, _GREY_ALPHA = (128, 128, 128), 36
+WIDTH = 960
+_LEFT, _RIGHT = 64, 8  # of a chart: room for the axis
+_MOST_COLUMNS, _WIDEST = 1024, 96
+_MOST_NAMED_ROWS, _MOST_LABELS = 24, 32
+_MOST_CELLS = 24  # hosts whose traffic is written in figures
+
+KINDS = ("compute", "waiting", "transfer")
+_WORDS = {"compute": "compute", "waiting": "waiting for others", "transfer": "transfer"}
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A place on an axis and its label."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Band:
+    """A host's stretch of a ranks' axis, in shares of it."""
+
+    host: str
+    begin: float
+    length: float
+
+
+def bands(details: Details, ranks: Sequence[int]) -> list[Band]:
+    """Return stretches of neighbouring ranks of one host."""
+    host_of = {row.rank: row.host for row in details.summary.ranks}
+    stretches: list[list[Any]] = []
+    for place, rank in enumerate(ranks):
+        host = clean(host_of.get(rank, ""))
+        if stretches and stretches[-1][0] == host:
+            stretches[-1][2] += 1
+        else:
+            stretches.append([host, place, 1])
+    count = max(1, len(ranks))
+    return [Band(host, begin / count, length / count) for host, begin, length in stretches]
+
+
+def nice_ticks(highest: float, most: int = 5) -> list[float]:
+    """Return round numbers from 0 to at most ``highest``."""
+    if highest <= 0:
+        return [0.0]
+    rough = highest / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next((m * power for m in (1, 2, 5, 10) if m * power >= rough), 10 * power)
+    return [step * i for i in range(int(highest / step + 1e-9) + 1)]
+
+
+def overall(splits: Sequence[RankSplit]) -> list[dict[str, Any]]:
+    """Return the parts of all ranks' time together."""
+    total = sum(split.total_ms for split in splits)
+    if total <= 0:
+        return []
+    parts = [(kind, sum(getattr(split, f"{kind}_ms") for split in splits)) for kind in KINDS]
+    return [
+        {"kind": kind, "share": amount / total, "words": _WORDS[kind]} for kind, amount in parts
+    ]
+
+
+def columns(details: Details) -> dict[str, Any] | None:
+    """Return the chart of each rank's step: stacked columns, one a rank (or some ranks' mean)."""
+    splits = details.splits
+    if not splits:
+        return None
+    per_step = all(split.steps > 0 for split in splits)
+    rows = [_row(split, split.steps if per_step else 1) for split in splits]
+    fold = -(-len(rows) // _MOST_COLUMNS)
+    shown = [_slowest(rows[at : at + fold]) for at in range(0, len(rows), fold)]
+    highest = max(sum(row[1:]) for row in shown) or 1.0
+    height, wide = 220, min(_WIDEST, (WIDTH - _LEFT - _RIGHT) / len(shown))
+    paths = _stacked(shown, highest, height, wide)
+    named = set(headline(details.summary).ranks)
+    return {
+        "unit": "per step" if per_step else "in all",
+        "fold": fold,
+        "height": height,
+        "left": _LEFT,
+        "wide": wide,
+        "across": wide * len(shown),
+        "paths": paths,
+        "ticks": [Tick(height * (1 - t / highest), time(t)) for t in nice_ticks(highest, 4)],
+        "bands": bands(details, [row[0] for row in shown]),
+        "ranks": _rank_ticks([row[0] for row in shown], wide),
+        "marks": [
+            {"x": _LEFT + (at + 0.5) * wide, "rank": row[0]}
+            for at, row in enumerate(shown)
+            if row[0] in named
+        ],
+        "rows": [[row[0], *(round(part, 5) for part in row[1:])] for row in shown],
+        "table": [
+            [str(row[0]), *(time(part) if part else "0" for part in row[1:]), time(sum(row[1:]))]
+            for row in shown
+        ],
+    }
+
+
+def _row(split: RankSplit, parts: int) -> list[Any]:
+    return [split.rank, *(getattr(split, f"{kind}_ms") / parts for kind in KINDS)]
+
+
+def _slowest(rows: Sequence[list[Any]]) -> list[Any]:
+    """Return the rank that computes longest, of those that share a column."""
+    return max(rows, key=lambda row: row[1])
+
+
+def _stacked(
+    rows: Sequence[Sequence[float]], highest: float, height: float, wide: float
+) -> dict[str, str]:
+    gap = min(12.0, wide * 0.14) if wide > 3 else 0.0
+    paths: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for at, row in enumerate(rows):
+        y = height
+        x = _LEFT + at * wide + gap / 2
+        for kind, part in zip(KINDS, row[1:], strict=True):
+            tall = height * part / highest
+            y -= tall
+            if tall > 0.05:
+                drawn = f"M{x:.2f} {y:.2f}h{wide - gap:.2f}v{tall:.2f}h-{wide - gap:.2f}z"
+                paths[kind].append(drawn)
+    return {kind: "".join(parts) for kind, parts in paths.items()}
+
+
+def _rank_ticks(ranks: Sequence[int], wide: float) -> list[Tick]:
+    every = max(1, math.ceil(34 / wide))
+    every = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1 << 30) if n >= every)
+    return [
+        Tick(_LEFT + (at + 0.5) * wide, str(rank))
+        for at, rank in enumerate(ranks)
+        if at % every == 0
+    ]
+
+
+def late_maps(details: Details) -> dict[str, Any] | None:
+    """Return the maps of lateness as pictures, all on one scale."""
+    late = details.lateness
+    maps = [late_map for late_map in late.maps if np.isfinite(late_map.late_ms).any()]
+    if not maps:
+        return None
+    highest = _strongest(maps[0].late_ms)
+    rows, bins = maps[0].late_ms.shape
+    fold = maps[0].fold
+    return {
+        "maps": [
+            {"title": clean(late_map.title), "src": picture(levels(late_map.late_ms, highest))}
+            for late_map in maps
+        ],
+        "highest_ms": highest,
+        "rows": rows,
+        "bins": bins,
+        "fold": fold,
+        "height": min(560, max(64, rows * max(2, min(22, 512 // rows)))),
+        "bin_s": late.bin_ns / 1e9,
+        "labels": _row_labels(details, rows, fold),
+        "ticks": [
+            Tick(t / (bins * late.bin_ns / 1e9), time(t * 1e3))
+            for t in nice_ticks(bins * late.bin_ns / 1e9, 6)
+        ],
+    }
+
+
+def _strongest(late: Floats) -> float:
+    """Return the value to draw at full strength: not that of a few outliers."""
+    worst = np.fmax.reduce(late, axis=0)
+    usual, highest = float(np.nanquantile(worst, 0.95)), float(np.nanmax(worst))
+    return usual if usual > highest * 1e-3 else highest
+
+
+def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:
+    """Name the rows of a map: its ranks if they are few, else their hosts."""
+    if rows > _MOST_NAMED_ROWS or fold > 1:
+        hosts = bands(details, list(range(0, rows * fold, fold)))
+        step = -(-len(hosts) // _MOST_LABELS)
+        some = [hosts[at : at + step] for at in range(0, len(hosts), step)]
+        return [Band(part[0].host, part[0].begin, sum(b.length for b in part)) for part in some]
+    return [Band(f"rank {rank}", rank / rows, 1 / rows) for rank in range(rows)]
+
+
+def bandwidth(curves: Sequence[Curve]) -> dict[str, Any] | None:
+    """Return the chart of busbw against size, both axes logarithmic."""
+    if not curves:
+        return None
+    points = [point for curve in curves for point in curve.points]
+    low, high = min(p.busbw for p in points), max(p.busbw for p in points)
+    bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    top = max(top, bottom + 1)
+    first = min(p.bucket for p in points).bit_length()
+    last = max(max(p.bucket for p in points).bit_length(), first + 1)
+    height, wide = 300, WIDTH - _LEFT - _RIGHT
+
+    def place(point: Point) -> tuple[float, float]:
+        x = _LEFT + 12 + (wide - 24) * (point.bucket.bit_length() - first) / (last - first)
+        return x, height * (top - math.log10(point.busbw)) / (top - bottom)
+
+    every = max(1, -(-(last - first) // 12))
+    return {
+        "height": height,
+        "left": _LEFT,
+        "curves": [_curve(number, curve, place) for number, curve in enumerate(curves)],
+        "x": [
+            Tick(
+                _LEFT + 12 + (wide - 24) * (bits - first) / (last - first),
+                size_name(1 << (bits - 1)),
+            )
+            for bits in range(first, last + 1, every)
+        ],
+        "y": [
+            Tick(
+                height * (top - power - math.log10(times)) / (top - bottom),
+                _rate_tick(power, times),
+            )
+            for power in range(bottom, top + 1)
+            for times in ((1, 2, 5) if top - bottom < 3 and power < top else (1,))
+        ],
+        "ops": list(dict.fromkeys(curve.op for curve in curves)),
+    }
+
+
+def _rate_tick(power: int, times: int) -> str:
+    """Write ``times`` 10 to the ``power`` GB/s without zeros to count."""
+    units = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
+    above = max(0, min(power + 9, 3 * len(units) - 1))
+    return f"{times * 10 ** (above % 3)} {units[above // 3]}"
+
+
+def _curve(number: int, curve: Curve, place: Any) -> dict[str, Any]:
+    peers = {point.bucket: point for point in curve.peers}
+    dots = []
+    for point in curve.points:
+        x, y = place(point)
+        words = f"{curve.op}, group {clean(curve.group)}, {size_name(point.bucket)}: "
+        words += f"{rate(point.busbw)} GB/s from {plural(point.count, 'time')}"
+        if point.bucket in peers:
+            words += f"; peers {rate(peers[point.bucket].busbw)} GB/s"
+        dots.append({"x": x, "y": y, "tip": words})
+    return {
+        "id": number,
+        "op": curve.op,
+        "group": clean(curve.group),
+        "dots": dots,
+        "line": _line([place(point) for point in curve.points]),
+        # Other ops' bandwidths are points of comparison, not one curve.
+        "peers": _line([place(point) for point in curve.peers]) if curve.same_op else "",
+        "peer_dots": [place(point) for point in curve.peers],
+        "peers_are": clean(curve.peers_are) if curve.peers else "",
+    }
+
+
+def _line(places: Sequence[tuple[float, float]]) -> str:
+    return "".join(f"{'L' if at else 'M'}{x:.1f} {y:.1f}" for at, (x, y) in enumerate(places))
+
+
+def host_matrix(details: Details) -> dict[str, Any] | None:
+    """Return the traffic between hosts: in figures for a few, as a picture for many."""
+    hosts, sent = [clean(host) or "?" for host in details.traffic.hosts], details.traffic.sent
+    if not sent.any() or len(hosts) < 2:
+        return None
+    apart = sent.copy()
+    np.fill_diagonal(apart, 0.0)
+    highest, between = float(apart.max()), float(apart.sum())
+    matrix: dict[str, Any] = {
+        "hosts": hosts,
+        "between": size(between),
+        "within": size(float(np.trace(sent))),
+        "share": between / float(sent.sum()),
+        "rows": [],
+        "src": "",
+        "highest": highest,
+    }
+    if len(hosts) <= _MOST_CELLS:
+        matrix["rows"] = [
+            [
+                {
+                    "text": size(sent[i, j]) if sent[i, j] else "",
+                    "strength": 0.0 if i == j or not highest else (sent[i, j] / highest) ** 0.5,
+                    "own": i == j,
+                    "tip": f"{hosts[i]} → {hosts[j]}: {size(sent[i, j])}",
+                }
+                for j in range(len(hosts))
+            ]
+            for i in range(len(hosts))
+        ]
+    else:
+        shown = np.where(sent > 0, apart, np.nan)
+        matrix["src"] = picture(levels(shown, highest), blue=True)
+    return matrix
+
+
+def levels(values: Floats, highest: float) -> npt.NDArray[np.uint8]:
+    """Return 0 to 254 by the square root of the value's share of the highest; 255: absent."""
+    with np.errstate(invalid="ignore"):
+        share = np.sqrt(np.clip(values / highest, 0, 1)) if highest > 0 else values * 0.0
+        strengths = np.rint(share * _STRONGEST)
+    return np.where(np.isnan(values), ABSENT, np.nan_to_num(strengths)).astype(np.uint8)
+
+
+def picture(cells: npt.NDArray[np.uint8], *, blue: bool = False) -> str:
+    """Return a data: URI of a PNG, ``[row, column]`` of levels."""
+    height, width = cells.shape
+    hue = _BLUE if blue else _HUE
+    palette = bytes(hue) * ABSENT + bytes(_GREY)
+    alphas = bytes(round(255 * level / _STRONGEST) for level in range(ABSENT)) + bytes(
+        [_GREY_ALPHA]
+    )
+    lines = np.zeros((height, width + 1), np.uint8)  # each begins with its filter: none
+    lines[:, 1:] = cells
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        (b"PLTE", palette),
+        (b"tRNS", alphas),
+        (b"IDAT", zlib.compress(lines.tobytes(), 9)),
+        (b"IEND", b""),
+    ]
+    raw = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in chunks
+    )
+    return "data:image/png;base64," + base64.b64encode(raw).decode()
