@@ -73,6 +73,16 @@ def test_stacks_begin_with_the_users() -> None:
     assert tidy("\n\n".join([ours, pool, main_thread])) == f"{main_thread}\n\n{pool}"
 
 
+def test_the_main_thread_is_shown_wherever_it_stands() -> None:
+    """It may hang in a file whose threads only observe, for example in ``watch.start``."""
+    main_thread = (
+        'Current thread 0x3:\n  File "/x/rankcall/watch/__init__.py", line 78 in start\n'
+        '  File "/tmp/loop.py", line 8 in <module>'
+    )
+    pool = 'Thread 0x2:\n  File "/x/pool.py", line 1 in run'
+    assert tidy(f"{pool}\n\n{main_thread}") == f"{main_thread}\n\n{pool}"
+
+
 def test_the_files_of_our_own_threads_are_known() -> None:
     """Every file that starts a thread which only observes is in the list, and no other."""
     root = Path(rankcall.__file__).parent

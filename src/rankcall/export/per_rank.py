@@ -56,7 +56,7 @@ Object = dict[str, Any]
 _VERSION = "2.10"
 _PREFIX = "nccl_trace_rank_"  # if all names begin with it, torchfrtrace needs no option
 _P2P = KINDS.index("p2p")
-_STARTED, _DUMP_COMPLETED = STATUSES.index("started"), STATUSES.index("completed")
+_STARTED, _COMPLETED = STATUSES.index("started"), STATUSES.index("completed")
 _BACKENDS = ("nccl", "gloo", "xccl", "rccl", "hccl")  # that torchfrtrace knows
 _NAMES = {  # ours -> torch's, if they differ
     "barrier": "all_reduce_barrier",
@@ -142,7 +142,7 @@ def _status(ring: Ring) -> dict[str, dict[str, int]]:
         by_group[str(number)] = {
             "last_enqueued_collective": int(seq.max(initial=-1)),
             "last_started_collective": int(seq[status >= _STARTED].max(initial=-1)),
-            "last_completed_collective": int(seq[status == _DUMP_COMPLETED].max(initial=-1)),
+            "last_completed_collective": int(seq[status == _COMPLETED].max(initial=-1)),
         }
     return by_group
 
@@ -197,13 +197,13 @@ def _times(ring: Ring, clocks: RunClocks) -> tuple[npt.NDArray[np.int64], ...]:
     timed = has_duration(records["flags"], records["device_ms"])
     on_device = records["flags"] & FLAG_DEVICE != 0
     started = np.where(on_device & ~timed, 0, started)
-    completed = np.where(records["status"] == _DUMP_COMPLETED, completed, 0)
+    completed = np.where(records["status"] == _COMPLETED, completed, 0)
     return created, started, completed
 
 
 def _state(record: Any) -> str:
     """Return Flight Recorder's state: a call that failed was never completed."""
-    if record["status"] == _DUMP_COMPLETED or record["flags"] & FLAG_ABANDONED:
+    if record["status"] == _COMPLETED or record["flags"] & FLAG_ABANDONED:
         return "completed"
     return "started" if record["status"] == _STARTED else "scheduled"
 
@@ -255,7 +255,6 @@ def _frames(site: CallSite) -> list[Object]:
 Ints = npt.NDArray[np.int64]
 
 _FIRST_STREAM = 7  # torch's first stream from its pool; 0 is the default stream
-_COMPLETED = STATUSES.index("completed")
 # Our op -> the name of NCCL's kernel.
 _KERNELS = {
     "all_reduce": "AllReduce",

@@ -120,7 +120,7 @@ class Rows:
 Ints = npt.NDArray[np.int64]
 
 # Fields of perfetto.protos.TracePacket, TrackDescriptor and ProcessDescriptor.
-_TRACE_PACKET, _TRACK_DESCRIPTOR = 1, 60
+_PACKET, _TRACK_DESCRIPTOR = 1, 60
 _UUID, _TRACK_NAME, _PROCESS, _PARENT, _ORDERING, _ORDER = 1, 2, 3, 5, 11, 12
 _PID, _PROCESS_NAME = 1, 6
 # Fields of perfetto.protos.InternedData.
@@ -204,7 +204,7 @@ class Tracks:
     def _describe(self, *fields: bytes) -> int:
         self._count += 1
         track = message(_TRACK_DESCRIPTOR, number(_UUID, self._count), *fields)
-        self._fresh.append(message(_TRACE_PACKET, track))
+        self._fresh.append(message(_PACKET, track))
         return self._count
 
 
@@ -283,7 +283,6 @@ class Interned:
 Hashes = npt.NDArray[np.uint64]
 
 # Fields of perfetto.protos.Trace, TracePacket, TrackEvent and DebugAnnotation.
-_PACKET = 1
 _CLOCK_SNAPSHOT, _TIMESTAMP, _SEQUENCE, _EVENT = 6, 8, 10, 11
 _INTERNED, _FLAGS, _COMPRESSED = 12, 13, 50
 _CATEGORY, _ANNOTATION, _TYPE, _NAME, _TRACK, _SITE, _FLOW = 3, 4, 9, 10, 11, 34, 47

@@ -4,7 +4,7 @@ docs/design/store.md lists the keys and says why the promises hold. A rank arriv
 counter. The rank whose arrival fills the last counter sets the key that all wait for. At its
 deadline any rank reads the counters itself, so it needs no other rank to name the missing.
 
-This module makes no request. It yields them: see ``rankcall.store._keys``.
+This module makes no request. It yields them: see ``rankcall._requests``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small parts of protocols, on the same layer as barriers: a log, a lease, a value of one of many.
 
 Each is a class or a function whose methods are protocols: generators of requests
-(``rankcall.store._keys``). ``perform`` runs one on a store, with a deadline. So the same code is
+(``rankcall._requests``). ``perform`` runs one on a store, with a deadline. So the same code is
 tried in all orders by ``rankcall.testing.simulated_store``, and a caller with a protocol of its own
 can build it from these.
 

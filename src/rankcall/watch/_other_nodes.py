@@ -42,10 +42,10 @@ from rankcall.run.views import Answers, Member, NodeAnswer, ViewerFile
 # Agree with the other nodes on one verdict, through the job's store.
 #
 # While nothing hangs, a node only polls whether the bell has rung: another node has opened a round,
-# or has a viewer. A node with an overdue call opens a round. Each node's leader
-# posts its summary. The first that posted reads all summaries and judges; if that takes too long,
-# the next one does. The others only wait for the verdict, so the store's work grows with the number
-# of nodes, not with its square. The first verdict that is published counts for all.
+# or has a viewer. A node with an overdue call opens a round. Each node's leader posts its summary.
+# The first that posted reads all summaries and judges; if that takes too long, the next one does.
+# The others only wait for the verdict, so the store's work grows with the number of nodes, not with
+# its square. The first verdict that is published counts for all.
 #
 # Keys, below the prefix: ``bell``, a count, which each node raises that posts, or begins to ask for
 # a viewer; ``latest``, the number of the last round that is over; ``<round>/posts``, a count, with
@@ -165,7 +165,7 @@ class Exchange:
         return self._is_open
 
     def steps(self, mine: Snapshot, world_size: int, judge: JudgeAll) -> Steps[Agreed]:
-        """Do as ``agree`` does, as requests (``rankcall.store._keys``)."""
+        """Do as ``agree`` does, as requests (``rankcall._requests``)."""
         own = node_snapshot_of(mine)
         while True:
             number = (yield from self._latest()) + 1
