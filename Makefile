@@ -69,7 +69,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python tools/shape.py src/rankcall --max-modules 142 --max-imports 16.1 --max-in-circles 0 --max-repeated 7 --max-vague 0
+	$(BIN)/python tools/shape.py src/rankcall --max-modules 140 --max-imports 16.0 --max-in-circles 0 --max-repeated 7 --max-vague 0
 	$(BIN)/python tools/prose.py src tests docs README.md CHANGELOG.md CONTRIBUTING.md --limit code=0.5 --limit messages=1 --limit tests=0.5 --limit docs=0.5
 
 # The site is in build/site; its pages open from the disk. The variable silences an advertisement

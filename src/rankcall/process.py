@@ -363,6 +363,18 @@ def open_file(path: Path) -> BinaryIO:
     return open(fd, "rb")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read it, also behind a symbolic link; all else is an ``OSError``.
+
+    A named pipe would hold its reader up until somebody writes.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(fd, "rb")
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Add a line to a file of mode 0600 in one write; a symbolic link is not followed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

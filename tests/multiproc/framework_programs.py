@@ -174,7 +174,7 @@ from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 CALLBACK = os.environ.get("CALLBACK", "")
 callbacks = []
 if CALLBACK:
-    from rankcall.integrations.ray_train_callback import RankcallCallback
+    from rankcall.integrations.ray_train import RankcallCallback
 
     callbacks = [RankcallCallback(every_s=0.0)]
 

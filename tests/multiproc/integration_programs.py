@@ -69,7 +69,7 @@ def _fit(rank: int, folder: str, seen: Result, *, callback: bool) -> str:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers.logger import Logger
 
-    from rankcall.integrations.lightning_callback import RankcallCallback
+    from rankcall.integrations.lightning import RankcallCallback
 
     class Log(Logger):
         name, version = "log", 0
@@ -142,7 +142,7 @@ def _accelerated(folder: str, seen: Result, *, tracker: bool) -> str:
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
-    from rankcall.integrations.accelerate_tracker import follow
+    from rankcall.integrations.accelerate import follow
 
     class Log(GeneralTracker):
         name, requires_logging_directory = "log", False
@@ -209,7 +209,7 @@ def with_transformers(rank: int, world_size: int, folder: str) -> Result:
 def _transformed(folder: str, seen: Result, *, callback: bool) -> str:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from rankcall.integrations.transformers_callback import RankcallCallback
+    from rankcall.integrations.transformers import RankcallCallback
 
     class Model(nn.Module):
         def __init__(self) -> None:

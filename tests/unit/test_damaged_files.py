@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rankcall.analysis.snapshot import SCHEMA, RankState
 from rankcall.analysis.snapshot import decode as decode_node
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
@@ -79,10 +80,17 @@ def test_impossible_states(
 
 def test_a_pipe_instead_of_a_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A named pipe, which blocks its reader until somebody writes, is left out."""
-    for folder, name in (("exits", "a.jsonl"), ("states", "a.json")):
-        (run / folder).mkdir(exist_ok=True)
-        os.mkfifo(run / folder / name)
-    ends_well(run, capsys)
+    ring = next((run / "rings").iterdir())
+    for path in (
+        *(run / "exits/a.jsonl", run / "states/a.json", run / "joins.jsonl", run / "run.json"),
+        *(ring, ring.with_name(ring.name.replace(".ring", ".tail.ring"))),
+    ):
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    said = " ".join(ends_well(run, capsys).split())
+    for name in ("joins.jsonl", "run.json", ring.name):
+        assert f"{name}: cannot be read" in said
 
 
 def test_impossible_sums_of_a_join(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,10 +142,33 @@ def test_impossible_answers_of_other_nodes(value: float) -> None:
         decode_answers(json.dumps(answers).encode(), b"")
 
 
+SNAPSHOT = {"schema": SCHEMA, "world": 2, "groups": [], "sites": [], "calls": "", "problems": []}
+
+
 def test_impossible_snapshots_of_nodes() -> None:
     """A node's snapshot with an infinite number of ranks is none."""
-    snapshot = {"schema": 1, "ranks": [], "world": INFINITE}
-    for schema in range(20):
-        raw = zlib.compress(json.dumps({**snapshot, "schema": schema}).encode())
-        with pytest.raises(ValueError, match=r"snapshot|schema"):
-            decode_node(raw)
+    raw = zlib.compress(json.dumps({**SNAPSHOT, "ranks": [], "world": INFINITE}).encode())
+    with pytest.raises(ValueError, match="snapshot"):
+        decode_node(raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("host", 5), ("stack", ["a"]), ("pid", "5"), ("steps", HUGE), ("closed", "no")),
+        *(("silent_s", INFINITE), ("silent_s", None), ("gone_s", "long")),
+        *(("rank", 1.5), ("rank", HUGE)),
+    ],
+    ids=short,
+)
+def test_impossible_states_of_ranks(name: str, value: object) -> None:
+    """A node's snapshot is none if a field of a rank has another type, or is no possible number.
+
+    Every other rank takes it from the job's store, and would fail where it uses the field.
+    """
+    state = {"rank": 1, "host": "a", "pid": 4, "silent_s": 1, "gone_s": None}
+    raw = zlib.compress(json.dumps({**SNAPSHOT, "ranks": [state]}).encode())
+    assert decode_node(raw).ranks == [RankState(1, "a", 4, silent_s=1.0)]
+    raw = zlib.compress(json.dumps({**SNAPSHOT, "ranks": [{**state, name: value}]}).encode())
+    with pytest.raises(ValueError, match=f"{name} of a rank"):
+        decode_node(raw)

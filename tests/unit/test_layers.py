@@ -44,10 +44,7 @@ ADAPTERS = {
     "serve/app.py": "rankcall.serve.app",
     **{
         f"integrations/{name}.py": f"rankcall.integrations.{name}"
-        for name in (
-            *("accelerate_tracker", "lightning_callback"),
-            *("ray_train_callback", "transformers_callback"),
-        )
+        for name in ("accelerate", "lightning", "ray_train", "transformers")
     },
 }
 TORCHLESS = (

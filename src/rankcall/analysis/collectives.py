@@ -27,6 +27,7 @@ from rankcall.record import (
 )
 from rankcall.ring import CallSite, Group, Header
 from rankcall.ring.reader import Ring
+from rankcall.run.load import Run
 
 # One clock for all hosts.
 #
@@ -580,3 +581,34 @@ def _pairs(
     sent = np.concatenate([first[same], sends, np.full(len(receives), -1)])
     received = np.concatenate([second[same], np.full(len(sends), -1), receives])
     return sent, received
+
+
+def align(run: Run) -> RunClocks:
+    """Return one clock for all hosts of a run. Only groups that span hosts are read for it."""
+    clocks, sessions = anchored(head.header for head in run.heads), sessions_of(run)
+    if len(clocks.hosts) < 2:
+        return clocks
+    members: dict[tuple[Session, Group], list[RankCollectives]] = {}
+    for ring in run.iter_rings():
+        host, session = clocks.of_ring(ring.header), sessions[ring.path.name]
+        by_group = split_by_group(ring, columns_of(ring), host)
+        for group, member in by_group.collectives.items():
+            known = run.run_groups.get(group)
+            if known is None or known.cross_host:
+                members.setdefault((session, group), []).append(member)
+    align_hosts(
+        clocks.hosts,
+        (collective_table(*key, group_members) for key, group_members in members.items()),
+    )
+    return clocks
+
+
+def sessions_of(run: Run) -> dict[str, Session]:
+    """Return the session of each ring: a restart of the job begins one, and so does a re-run."""
+    lives: dict[tuple[int, int], int] = {}
+    sessions: dict[str, Session] = {}
+    for head in sorted(run.heads, key=lambda head: head.header.anchor_epoch_ns):
+        key = head.header.attempt, head.header.rank
+        lives[key] = lives.get(key, 0) + 1
+        sessions[head.path.name] = Session(head.header.attempt, lives[key])
+    return sessions

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.collectives import UNKNOWN_SITE, CollectiveTable, present
-from rankcall.analysis.run_tables import RunTables, sessions_of
+from rankcall.analysis.collectives import UNKNOWN_SITE, CollectiveTable, present, sessions_of
+from rankcall.analysis.run_tables import RunTables
 from rankcall.analysis.waiting import SYNC, Block, Bools, Floats, Ints, WaitTotals, blocks
 from rankcall.record import KINDS, OPS
 from rankcall.ring import CallSite

@@ -28,6 +28,7 @@ from rankcall.analysis.collectives import (
     collective_table,
     columns_of,
     message_table,
+    sessions_of,
     share_agreed,
     split_by_group,
 )
@@ -350,34 +351,3 @@ def gather(
             also(ring)
     gathered.line_up()
     return gathered
-
-
-def align(run: Run) -> RunClocks:
-    """Return one clock for all hosts of a run. Only groups that span hosts are read for it."""
-    clocks, sessions = anchored(head.header for head in run.heads), sessions_of(run)
-    if len(clocks.hosts) < 2:
-        return clocks
-    members: dict[tuple[Session, Group], list[RankCollectives]] = {}
-    for ring in run.iter_rings():
-        host, session = clocks.of_ring(ring.header), sessions[ring.path.name]
-        by_group = split_by_group(ring, columns_of(ring), host)
-        for group, member in by_group.collectives.items():
-            known = run.run_groups.get(group)
-            if known is None or known.cross_host:
-                members.setdefault((session, group), []).append(member)
-    align_hosts(
-        clocks.hosts,
-        (collective_table(*key, group_members) for key, group_members in members.items()),
-    )
-    return clocks
-
-
-def sessions_of(run: Run) -> dict[str, Session]:
-    """Return the session of each ring: a restart of the job begins one, and so does a re-run."""
-    lives: dict[tuple[int, int], int] = {}
-    sessions: dict[str, Session] = {}
-    for head in sorted(run.heads, key=lambda head: head.header.anchor_epoch_ns):
-        key = head.header.attempt, head.header.rank
-        lives[key] = lives.get(key, 0) + 1
-        sessions[head.path.name] = Session(head.header.attempt, lives[key])
-    return sessions

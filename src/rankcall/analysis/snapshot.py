@@ -12,9 +12,9 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -370,6 +370,7 @@ def median_step_s(snapshot: Snapshot) -> float:
 SCHEMA = 2
 _MOST_BYTES = 1 << 28  # once it is decoded
 _MOST_RANKS = 1 << 20
+_MOST_NUMBER = 1 << 62
 
 
 @dataclass
@@ -435,13 +436,24 @@ def decode(data: bytes) -> NodeSnapshot:
         raise ValueError(f"not a node's snapshot: {type(error).__name__}: {error}") from error
 
 
+_TYPES = {
+    name: kind | int if kind in (float, float | None) else kind  # JSON has one kind of number
+    for name, kind in get_type_hints(RankState).items()
+}
+
+
+def _state(entry: dict[str, Any]) -> RankState:
+    """Return a rank's state; raises ``ValueError`` if a field has another type than its own."""
+    arguments = {name: entry[name] for name in _TYPES if name in entry}
+    for name, value in arguments.items():
+        is_number = isinstance(value, int | float)
+        if not isinstance(value, _TYPES[name]) or (is_number and not abs(value) < _MOST_NUMBER):
+            raise ValueError(f"{name} of a rank is {value!r:.60}")
+    return RankState(**arguments)
+
+
 def _decoded(document: dict[str, Any]) -> NodeSnapshot:
-    names = {state_field.name for state_field in fields(RankState)}
-    known = {}
-    for entry in document["ranks"]:
-        arguments = {key: value for key, value in entry.items() if key in names}
-        rank = arguments["rank"] = int(arguments["rank"])
-        known[rank] = RankState(**arguments)
+    known = {state.rank: state for state in map(_state, document["ranks"])}
     world = max([int(document["world"]), *(rank + 1 for rank in known)])
     if world > _MOST_RANKS or min(known, default=0) < 0:
         raise ValueError("impossible ranks")

@@ -16,11 +16,8 @@ import numpy as np
 import polars as pl
 from polars.exceptions import PolarsError
 
-from rankcall.analysis.collectives import RunClocks
-from rankcall.analysis.run_tables import align
+from rankcall.analysis.collectives import RunClocks, align
 from rankcall.process import new_file
-from rankcall.record import RECORD
-from rankcall.ring import Tables
 from rankcall.ring.reader import Ring
 from rankcall.run.load import Progress, Run
 
@@ -175,7 +172,7 @@ def _stream(run: Run, progress: Progress | None) -> pl.LazyFrame:
             frame = _frame(run, ring, clocks)
             yield frame if columns is None else frame.select(columns)
 
-    schema = _frame(run, _empty_like(run), clocks).schema
+    schema = _frame(run, run.heads[0].without_records(), clocks).schema
     source: Callable[..., Any] = rings
     return register_io_source(source, schema=schema)
 
@@ -187,8 +184,3 @@ def _frame(run: Run, ring: Ring, clocks: RunClocks) -> pl.DataFrame:
         moments = moments.set(moments == 0, None)
     moments = moments.cast(_MOMENT)
     return run.frame(ring).insert_column(3, moments)
-
-
-def _empty_like(run: Run) -> Ring:
-    head = run.heads[0]
-    return Ring(head.path, head.header, np.zeros(0, RECORD), Tables(), 0)

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.collectives import RunClocks
-from rankcall.analysis.run_tables import align
+from rankcall.analysis.collectives import RunClocks, align
 from rankcall.export.perfetto import track_numbers
 from rankcall.imports.dump_records import TORCH_DTYPES
 from rankcall.process import make_output_folder, new_file

@@ -22,8 +22,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.collectives import RunClocks, Session
-from rankcall.analysis.run_tables import align, sessions_of
+from rankcall.analysis.collectives import RunClocks, Session, align, sessions_of
 from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES, format_ranks, has_duration
 from rankcall.ring import CallSite, Group, Header
 from rankcall.ring.reader import Records, Ring

@@ -5,11 +5,8 @@
     dump_files        reads Flight Recorder's dumps: which files are dumps, of which rank, and what
                       they contain; treats every file as hostile
     dump_records      turns the entries of one dump into records
-    dump_contents     reads one dump: its records, and what it says about its groups
-    dump_workers      reads many dumps in several processes
-    flight_recorder   turns the dumps of all ranks into rings
-    log_lines         finds the lines of logs that are about a failure
-    log_messages      turns such a line into facts
+    flight_recorder   reads many dumps in several processes, and makes rings of them
+    log_messages      finds the lines of logs that are about a failure; turns each into a fact
     log_facts         collects the facts of all logs of a job, and the ranks that wrote them
 
 A run that is made of the evidence of another tool is read, judged and reported like every other

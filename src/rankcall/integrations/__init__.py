@@ -1,4 +1,4 @@
-"""Callbacks for frameworks: figures and verdicts of a recorded job, in the framework's own logger.
+"""For frameworks: callbacks that log a job's figures and verdicts, and ``Join`` for their loops.
 
 Each framework has a module of its own, which imports that framework; nothing here is imported with
 rankcall, and recording needs none of it. A callback declares checkpoints and evaluation with

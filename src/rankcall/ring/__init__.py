@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rankcall.errors import CorruptRun
-from rankcall.process import Process, Viewpoint
+from rankcall.process import Process, Viewpoint, open_regular
 from rankcall.record import MAX_RANKS, RECORD, compress_ranks, expand_ranks
 
 MAGIC = b"RANKCALL"
@@ -41,6 +41,7 @@ ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES, ENTRY_LINE = range(1, 6)  # 
 CAPTURES = ("unknown", "native", "python", "imported")
 MAX_CAPACITY = 1 << 24  # 3 GiB of records; a header that claims more is damaged
 MAX_TABLES_BYTES = 1 << 28
+AHEAD = 64  # records that writers may be ahead of ``head``
 
 DEFAULT_CAPACITY = 1 << 14
 DEFAULT_INFLIGHT = 256
@@ -230,6 +231,12 @@ class Header:
         last = max(self.native_heartbeat_ns, self.python_heartbeat_ns, self.closed_ns)
         return self.anchor_epoch_ns + last - self.anchor_mono_ns
 
+    @property
+    def used_bytes(self) -> int:
+        """The number of bytes of the file that can be in use."""
+        records = min(self.head + AHEAD, self.geometry.capacity)
+        return self.geometry.records_offset + records * RECORD.itemsize
+
 
 # The attributes that are header fields of the same name.
 _DIRECT = tuple(field.name for field in fields(Header) if field.name not in ("geometry", "capture"))
@@ -290,7 +297,7 @@ def parse_header(raw: bytes, name: str) -> Header:
 def read_header(path: Path) -> Header | None:
     """Return the header of a ring file, or None if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return parse_header(file.read(HEADER_BYTES), str(path))
     except (OSError, CorruptRun):
         return None

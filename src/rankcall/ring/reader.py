@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.errors import CorruptRun
+from rankcall.process import open_regular
 from rankcall.record import (
     CODED,
     COMMIT_CLOSING,
@@ -36,7 +37,7 @@ from rankcall.record import (
     format_ranks,
     take_rows,
 )
-from rankcall.ring import HEADER_BYTES, Group, Header, Tables, parse_header, parse_tables
+from rankcall.ring import AHEAD, HEADER_BYTES, Group, Header, Tables, parse_header, parse_tables
 
 if TYPE_CHECKING:
     import polars as pl
@@ -215,7 +216,6 @@ def _global_ranks(rows: Rows, name: str, groups: Mapping[int, Group]) -> Column:
 
 
 Records = npt.NDArray[Any]
-_AHEAD = 64  # records that writers may be ahead of ``head``
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,10 @@ class Head:
     header: Header
     tables: Tables
     problem: str | None = None
+
+    def without_records(self) -> Ring:
+        """Return the ring as if it had no records."""
+        return Ring(self.path, self.header, np.zeros(0, RECORD), self.tables, 0)
 
 
 @dataclass
@@ -258,11 +262,8 @@ def read_ring(
     """
     path = path if isinstance(path, Path) else Path(path)
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            return _read(path, fd, newest, before)
-        finally:
-            os.close(fd)
+        with open_regular(path) as file:
+            return _read(path, file.fileno(), newest, before)
     except OSError as error:
         raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -271,11 +272,9 @@ def read_head(path: str | os.PathLike[str]) -> Head:
     """Read a ring's header and side tables. Raises ``CorruptRun`` as ``read_ring`` does."""
     path = path if isinstance(path, Path) else Path(path)
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
+        with open_regular(path) as file:
+            fd = file.fileno()
             return _read_head(path, fd, os.fstat(fd).st_size)[0]
-        finally:
-            os.close(fd)
     except OSError as error:
         raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -354,10 +353,10 @@ def _versions(slots: Records, parked: Records) -> bytes:
 
 def _spans(header: Header, count: int, newest: int | None) -> list[tuple[int, int]]:
     """Return the slots to read as pairs (first, count): all, or those of the newest records."""
-    if newest is None or count <= newest + _AHEAD:
+    if newest is None or count <= newest + AHEAD:
         return [(0, count)]
     capacity = header.geometry.capacity
-    first, length = (header.head - newest) % capacity, min(newest + _AHEAD, capacity)
+    first, length = (header.head - newest) % capacity, min(newest + AHEAD, capacity)
     before_end = max(0, min(length, count - first))
     return [(first, before_end), (0, min(length - before_end, first))]
 
@@ -367,7 +366,7 @@ def _bytes_worth_reading(header: Header, size: int) -> int:
 
     ``head`` may lag behind the writers by as many records as there are threads.
     """
-    records = min(header.head + _AHEAD, header.geometry.capacity)
+    records = min(header.head + AHEAD, header.geometry.capacity)
     return max(0, min(records * RECORD.itemsize, size - header.geometry.records_offset))
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.errors import CorruptRun
-from rankcall.process import Process, create_file
+from rankcall.process import Process, create_file, open_regular
 from rankcall.record import (
     COMMIT_CLOSING,
     COMMIT_DONE,
@@ -442,7 +442,7 @@ def tail_of(path: Path, newest: int = NEWEST) -> bytes:
 
 def _read(path: Path, offset: int, length: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
             data = file.read(length)
     except OSError as error:

@@ -41,6 +41,7 @@ from rankcall.process import (
     check_folder,
     host_name,
     make_folder,
+    open_regular,
     reason,
     replacing,
     run_folder,
@@ -127,7 +128,10 @@ def read_about(path: Path, problems: list[str]) -> dict[str, Any]:
     If the file cannot be read, the result is empty, and ``problems`` gets a line that says why.
     """
     try:
-        about = json.loads((path / "run.json").read_text()) if path.is_dir() else {}
+        if not path.is_dir():
+            return {}
+        with open_regular(path / "run.json") as file:
+            about = json.load(file)
         if _is_deep(about):
             raise ValueError("it is nested too deeply")
         return about if isinstance(about, dict) else {}

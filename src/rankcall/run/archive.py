@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from rankcall.errors import CorruptRun
-from rankcall.process import UnsafeFolder, create_file, open_file, replacing
+from rankcall.process import UnsafeFolder, create_file, open_file, open_regular, replacing
 from rankcall.ring import HEADER_BYTES, offset_of, parse_header
 from rankcall.run import HANGS
-from rankcall.run.settle import EXITS, STATES, used_bytes
+from rankcall.run.settle import EXITS, STATES
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tgz", ".tar")
 FOLDERS = ("rings", EXITS, STATES)  # they hold only files; HANGS also holds folders
@@ -114,7 +114,7 @@ def is_archive(path: Path) -> bool:
     if path.name.endswith(SUFFIXES):
         return True
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(4).startswith((_ZSTD_MAGIC, _GZIP_MAGIC, _ZIP_MAGIC))
     except OSError:
         return False
@@ -185,7 +185,7 @@ def _used(ring: IO[bytes], size: int) -> tuple[bytes, int]:
     """Return the ring's header and its size without the unused end."""
     raw = ring.read(HEADER_BYTES)
     try:
-        used = used_bytes(parse_header(raw, ""))
+        used = parse_header(raw, "").used_bytes
     except CorruptRun:
         return raw, size
     if used >= size:
@@ -233,7 +233,7 @@ def unpack(archive: Path, *, dumps: bool = False) -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
-        with archive.open("rb") as raw, _members(raw) as members:
+        with open_regular(archive) as raw, _members(raw) as members:
             rings_or_dumps = _extract_all(members, folder, _flat_name if dumps else _name_in_run)
         if not rings_or_dumps:
             raise CorruptRun(f"{archive}: this archive holds no run")

@@ -24,7 +24,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rankcall.process import append_line, clean_lines, open_file, run_folder, scratch_beside
+from rankcall.process import (
+    append_line,
+    clean_lines,
+    open_file,
+    open_regular,
+    run_folder,
+    scratch_beside,
+)
 from rankcall.ring import both_lines
 from rankcall.run import HANGS, trusted_live_dirs
 
@@ -85,8 +92,9 @@ def read_joins(run_dir: Path) -> tuple[list[JoinSummary], list[str]]:
     """Return a run's joins in the order in which they ended, and a line for each damaged one."""
     path, joins, problems = run_dir / FILE, [], []  # type: tuple[Path, list[JoinSummary], list[str]]
     try:
-        lines = path.read_text(errors="replace").splitlines() if run_dir.is_dir() else []
-    except FileNotFoundError:
+        with open_regular(path) as file:
+            lines = file.read().decode(errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
         lines = []
     except OSError as error:
         return [], [f"{path}: cannot be read: {error}"]

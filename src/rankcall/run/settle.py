@@ -33,7 +33,6 @@ from rankcall.process import (
     replacing,
     run_folder,
 )
-from rankcall.record import RECORD
 from rankcall.ring import HEADER_BYTES, Header, offset_of, parse_header, read_header, try_lock
 from rankcall.ring.writer import tail_of
 from rankcall.run import (
@@ -340,17 +339,11 @@ def _cut(file: BinaryIO) -> None:
     file.flush()
     file.seek(0)
     header = parse_header(file.read(HEADER_BYTES), file.name)
-    size = used_bytes(header)
+    size = header.used_bytes
     if size < header.geometry.file_bytes:
         file.seek(offset_of("file_bytes"))
         file.write(size.to_bytes(8, "little"))
         file.truncate(size)
-
-
-def used_bytes(header: Header) -> int:
-    """Return the number of bytes in a ring file that can be in use."""
-    shape = header.geometry
-    return shape.records_offset + min(header.head + 64, shape.capacity) * RECORD.itemsize
 
 
 def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:

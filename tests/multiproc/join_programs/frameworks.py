@@ -87,7 +87,7 @@ def with_lightning(rank: int, world_size: int, folder: str) -> dict[str, dict[st
 
 def _fit(rank: int, folder: str) -> dict[str, Any]:
     """Fit for two epochs."""
-    from rankcall.join.lightning import JoinCallback
+    from rankcall.integrations.lightning import JoinCallback
 
     uneven = JoinCallback()
     module = _module()
@@ -126,7 +126,7 @@ def _trainer(rank: int, folder: str, uneven: Any) -> Any:
 
 def _failing_fit(rank: int, folder: str, where: str) -> dict[str, Any]:
     """Fail on rank 1 in a training step or in its loader."""
-    from rankcall.join.lightning import JoinCallback
+    from rankcall.integrations.lightning import JoinCallback
 
     def before_step(step: int) -> None:
         if (rank, step, where) == (1, 2, "step"):
@@ -162,7 +162,7 @@ def with_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     from accelerate import Accelerator
 
-    from rankcall.join.accelerate import join_uneven_inputs
+    from rankcall.integrations.accelerate import join_uneven_inputs
 
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)

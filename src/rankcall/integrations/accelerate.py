@@ -1,20 +1,33 @@
-"""An Accelerate tracker: ``follow(accelerator)``, after ``accelerator.init_trackers``."""
+"""Accelerate: ``follow`` reports on the job, ``join_uneven_inputs`` has all features of ``Join``.
+
+::
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.init_trackers("my-job")
+    follow(accelerator)
+    with join_uneven_inputs(accelerator, [model, optimizer]) as join:
+        for batch in join.batches(loader):
+            ...
+            accelerator.backward(loss)
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rankcall.capture.own_ring import expect
 from rankcall.integrations import EVERY_S, Reporter, check_seconds
+from rankcall.join import Join
 
 try:
     from accelerate.logging import get_logger
     from accelerate.tracking import GeneralTracker
 except ImportError as error:  # pragma: no cover
     raise ImportError(
-        "this tracker needs Accelerate: pip install 'rankcall[accelerate]'"
+        "rankcall.integrations.accelerate needs Accelerate: pip install 'rankcall[accelerate]'"
     ) from error
 
 _CHECKPOINTS = ("save_state", "load_state", "save_model")
@@ -86,3 +99,37 @@ def follow(
             accelerator, name, functools.wraps(call)(expect(checkpoint_s, "a checkpoint")(call))
         )
     return expect
+
+
+@contextlib.contextmanager
+def join_uneven_inputs(
+    accelerator: Any, joinables: Sequence[Any], **options: Any
+) -> Iterator[Join]:
+    """Enter ``Join`` with objects that ``accelerator.prepare`` returned.
+
+    Inside the block, prepared loaders of map-style data return each sample once, instead of
+    repeating some so that all ranks have the same number (``even_batches``). ``accumulate`` does
+    not synchronise at the end of a loader, because that is not the same step on every rank.
+
+    Args:
+        accelerator: The ``Accelerator``.
+        joinables: Prepared models, optimizers and schedulers.
+        options: Further arguments of ``Join``. ``enable`` is by default false outside a
+            distributed job.
+
+    Yields:
+        The ``Join``.
+    """
+    inner = [getattr(prepared, "optimizer", prepared) for prepared in joinables]
+    options.setdefault("enable", accelerator.num_processes > 1)
+    with contextlib.ExitStack() as stack:
+        for loader in accelerator._dataloaders:
+            sampler: Any = getattr(loader, "batch_sampler", None)
+            if hasattr(sampler, "even_batches"):
+                stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
+                sampler.even_batches = False
+        settings = accelerator.gradient_state.plugin_kwargs
+        before = settings.get("sync_with_dataloader", True)
+        stack.callback(settings.__setitem__, "sync_with_dataloader", before)
+        settings["sync_with_dataloader"] = False
+        yield stack.enter_context(Join(inner, **options))
