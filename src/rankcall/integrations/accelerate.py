@@ -6,9 +6,7 @@
     accelerator.init_trackers("my-job")
     follow(accelerator)
     with join_uneven_inputs(accelerator, [model, optimizer]) as join:
-        for batch in join.batches(loader):
-            ...
-            accelerator.backward(loss)
+        for batch in join.batches(loader): ...
 """
 
 from __future__ import annotations
@@ -99,6 +97,9 @@ def follow(
             accelerator, name, functools.wraps(call)(expect(checkpoint_s, "a checkpoint")(call))
         )
     return expect
+
+
+# --- uneven inputs ---
 
 
 @contextlib.contextmanager

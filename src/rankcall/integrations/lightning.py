@@ -31,8 +31,6 @@ except ImportError as error:  # pragma: no cover
         "rankcall.integrations.lightning needs Lightning: pip install 'rankcall[lightning]'"
     ) from error
 
-T = TypeVar("T")
-
 
 class RankcallCallback(Callback):  # type: ignore[misc, unused-ignore]
     """Declare checkpoints and evaluation, and log rankcall's figures and verdicts on rank 0.
@@ -97,6 +95,11 @@ def _logger_of(trainer: Any) -> Any:
             logger.log_metrics(figures, step=trainer.global_step)
 
     return log
+
+
+# --- uneven inputs ---
+
+T = TypeVar("T")
 
 
 class Loader(Generic[T]):
