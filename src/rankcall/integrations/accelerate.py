@@ -1,13 +1,4 @@
-"""Accelerate: ``follow`` reports on the job, ``join_uneven_inputs`` has all features of ``Join``.
-
-::
-
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    accelerator.init_trackers("my-job")
-    follow(accelerator)
-    with join_uneven_inputs(accelerator, [model, optimizer]) as join:
-        for batch in join.batches(loader): ...
-"""
+"""Accelerate: ``follow`` reports on the job, ``join_uneven_inputs`` is for uneven inputs."""
 
 from __future__ import annotations
 
@@ -106,7 +97,15 @@ def follow(
 def join_uneven_inputs(
     accelerator: Any, joinables: Sequence[Any], **options: Any
 ) -> Iterator[Join]:
-    """Enter ``Join`` with objects that ``accelerator.prepare`` returned.
+    """Enter ``Join`` with all its features, with objects that ``accelerator.prepare`` returned.
+
+    ::
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with join_uneven_inputs(accelerator, [model, optimizer]) as join:
+            for batch in join.batches(loader):
+                ...
+                accelerator.backward(loss)
 
     Inside the block, prepared loaders of map-style data return each sample once, instead of
     repeating some so that all ranks have the same number (``even_batches``). ``accumulate`` does
