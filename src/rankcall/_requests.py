@@ -4,8 +4,8 @@ A protocol is a generator. It yields requests, receives their answers and return
 the same code runs against a real store (``rankcall.store``) and against a simulated one, whose
 scheduler tries every order of requests (``rankcall.testing.simulated_store``).
 
-No request except ``Wait``, ``WaitRead`` and ``Until`` waits for anything, and these three end at
-the deadline of the call. A request reads a key that is absent as ``None``.
+No request except ``Arrive``, ``Wait`` and ``Until`` waits for anything, and these three end at the
+deadline of the call. A request reads a key that is absent as ``None``.
 """
 
 from __future__ import annotations
@@ -84,13 +84,19 @@ class Wait(NamedTuple):
     keys: Sequence[str]
 
 
-class WaitRead(NamedTuple):
-    """Wait until a key exists, and read it. The answer is None after the deadline.
+class Arrive(NamedTuple):
+    """Append to some keys, count this process in at ``key``, and wait until ``size`` are in.
 
-    Only for a key that no process removes while this one waits for it.
+    The answer is True, or None if not all came in the time that the request may take. A client that
+    must not block appends, does not count the process in, and answers None at once. So after None,
+    what was appended tells which processes have come.
+
+    Any other request that names ``key``, also one that reads it, lets all processes pass that wait.
     """
 
+    appends: Sequence[tuple[str, bytes]]
     key: str
+    size: int
 
 
 class Until(NamedTuple):

@@ -50,11 +50,20 @@ def test_a_late_rank_lets_all_pass_when_they_retry(tmp_path: Path) -> None:
         assert outcomes[0][2] < 1.5
 
 
-def _killed_when_it_waits() -> None:
-    """Let this process die between arriving and leaving."""
+def _killed_when_it_waits(client: Any) -> None:
+    """Let this process die when it has arrived and waits for the others."""
     from rankcall.store._client import Connection
 
-    Connection.block = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assign]
+    arrive = Connection.arrive
+
+    def die(connection: Connection, request: Any, seconds: float) -> bool:
+        threading.Thread(target=arrive, args=(connection, request, seconds), daemon=True).start()
+        while not client.check([request.key]):
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    Connection.arrive = die  # type: ignore[method-assign]
 
 
 def _dies(rank: int, world_size: int, port: int, folder: str, when: str) -> Any:
@@ -67,7 +76,7 @@ def _dies(rank: int, world_size: int, port: int, folder: str, when: str) -> Any:
     outcomes = []
     if rank == 1:
         client.set("pid", str(os.getpid()))
-        _killed_when_it_waits()
+        _killed_when_it_waits(client)
     elif when == "between":
         client.wait(["pid"])
         while not dead(int(client.get("pid"))):

@@ -5,7 +5,7 @@ The promises of docs/design/store.md, as checks of a ``Simulation``:
 * a rank passes a barrier or an exchange only after all ranks have called it;
 * a rank that times out names every rank that has not called, and no rank that had arrived when its
   deadline expired;
-* the keys of at most three generations exist at any moment (of one more for each planted fault),
+* the keys of at most four generations exist at any moment (of one more for each planted fault),
   and of two at the end;
 * if no fault was planted and every process waits, at least one of them can go on;
 * a barrier whose deadline has expired waits for nothing any more;
@@ -24,15 +24,18 @@ from rankcall._requests import Steps
 from rankcall.store import _protocol as protocol
 from rankcall.store._keys import BARRIER, EXCHANGE, GET_ALL, Keys
 from rankcall.testing.simulated_store import (
+    Append,
+    Arrive,
     Checkpoint,
+    Counted,
     LostAnswer,
     Mark,
     Process,
+    Read,
     Set,
     Simulation,
     Until,
     Wait,
-    WaitRead,
     World,
 )
 
@@ -86,7 +89,8 @@ class Plan:
     retries: int = 0
     nonce: str = ""
     appends: bool = True
-    ranks_per_word: int = 31
+    counts: bool = True
+    polls: bool = False  # it does not wait in ``Arrive``, as a client with a short timeout
     name: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -101,12 +105,13 @@ class Plan:
         """Make one call, note how it ends, and remember what the next one needs."""
         if memory.number == len(self.calls):
             return
-        keys = Keys(PREFIX, 0, self.world_size, self.appends, self.ranks_per_word)
+        keys = Keys(PREFIX, 0, self.world_size, self.appends, self.appends and self.counts)
         member = memory.member(self)
         call, number = self.calls[memory.number], memory.number
         after = memory._replace(attempt=memory.attempt + 1)
         try:
-            outcome = yield from self._call(call, number, keys, member)
+            steps = self._call(call, number, keys, member)
+            outcome = yield from (without_waiting(steps) if self.polls else steps)
         except protocol.NotAllArrived as error:
             yield Mark("late", (number, error.missing))
             after = after._replace(was_late=True)
@@ -152,6 +157,26 @@ class Plan:
         return outcome
 
 
+def without_waiting(steps: Steps[Any]) -> Steps[Any]:
+    """Make the requests of a process that does not wait in ``Arrive``."""
+    answer: Any = None
+    error: LostAnswer | None = None
+    while True:
+        try:
+            request = steps.send(answer) if error is None else steps.throw(error)
+        except StopIteration as end:
+            return end.value
+        answer, error = None, None
+        try:
+            if isinstance(request, Arrive):
+                for key, value in request.appends:
+                    yield Append(key, value)
+            else:
+                answer = yield request
+        except LostAnswer as lost:
+            error = lost
+
+
 class Checks:
     """What must hold of some plans. With ``strangers``, some call in vain."""
 
@@ -186,7 +211,7 @@ class Checks:
         arrived = set()
         for plan in self._family(name):
             memory = world.memory(plan.name) or Memory()
-            is_waiting = isinstance(world.request(plan.name), (Wait, WaitRead))
+            is_waiting = _waits_for_others(world.request(plan.name))
             if memory.number > number or (
                 memory.number == number
                 and number < len(plan.calls)
@@ -231,7 +256,7 @@ class Checks:
             assert THEIRS.items() <= store.items(), "touched other keys"
             for kind, generations in _generations(world).items():
                 numbers = sorted(generations)
-                assert len(numbers) <= 3 + self._faults, f"keys of {kind}: {numbers}"
+                assert len(numbers) <= 4 + self._faults, f"keys of {kind}: {numbers}"
         live = [plan.name for plan in self._plans if world.outcome(plan.name) is None]
         for name in live:
             marks, wait = world.marks(name), world.request(name)
@@ -240,14 +265,13 @@ class Checks:
                 and marks[-1].name == "expired"
                 and self._kind_of_call(world, name) == "barrier"
             ):
-                assert not isinstance(wait, (Wait, WaitRead, Until)), f"{name} waits on: {wait}"
-        if self._is_peaceful and len(live) == len(self._plans):
-            waits = [world.request(name) for name in live]
-            if all(isinstance(wait, (Wait, WaitRead)) for wait in waits):
-                keys = [wait.keys if isinstance(wait, Wait) else (wait.key,) for wait in waits]
-                assert any(all(key in store for key in awaited) for awaited in keys), (
-                    "all wait in vain"
-                )
+                assert not isinstance(wait, (Counted, Wait, Until)), f"{name}: {wait}"
+        if (
+            self._is_peaceful
+            and len(live) == len(self._plans)
+            and all(_waits_for_others(world.request(name)) for name in live)
+        ):
+            assert any(map(world.can_go_on, live)), "all wait in vain"
 
     def _kind_of_call(self, world: World, name: str) -> str:
         plan = next(plan for plan in self._plans if plan.name == name)
@@ -274,6 +298,14 @@ def _generations(world: World) -> dict[str, set[str]]:
     return generations
 
 
+def _waits_for_others(request: Any) -> bool:
+    """Return whether a request waits for all ranks of a barrier or an exchange."""
+    if isinstance(request, Until):
+        request = request.request
+        return isinstance(request, Read) and request.key.endswith("/log")
+    return isinstance(request, (Counted, Wait))
+
+
 def _call(world: World, name: str) -> int:
     """Return the number of the call that a process is in."""
     return int((world.memory(name) or Memory()).number)
@@ -282,3 +314,8 @@ def _call(world: World, name: str) -> int:
 def ranks(size: int, **options: Any) -> list[Plan]:
     """Return one plan for each rank."""
     return [Plan(rank, size, **options) for rank in range(size)]
+
+
+def mixed(size: int, **options: Any) -> list[Plan]:
+    """Return one plan for each rank; rank 0 polls, and the others wait in ``Arrive``."""
+    return [Plan(rank, size, polls=rank == 0, **options) for rank in range(size)]

@@ -13,7 +13,7 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 import rankcall
 from rankcall import store as ours
 from rankcall.store import _client
-from rankcall.store._keys import RANKS, Keys, arrival
+from rankcall.store._keys import Keys, line_of
 
 __all__ = ["clients", "kind"]  # fixtures
 LATE_S = {"file": 2.0}
@@ -62,7 +62,7 @@ def test_trace_timeout_bounds_the_naming() -> None:
 def test_world_sizes_that_differ(clients: list[Store]) -> None:
     """Each error says which ranks expect which world size."""
     sizes = {0: 4, 1: 4, 2: 3}
-    errors = come(lambda rank: ours.barrier(clients[rank], sizes[rank], "p", 2, rank), range(3))
+    errors = come(lambda rank: ours.barrier(clients[rank], sizes[rank], "p", 0.3, rank), range(3))
     for error in errors:
         assert isinstance(error, rankcall.WorldMismatch)
         assert {claim[:2] for claim in error.claims} == {(0, 4), (1, 4), (2, 3)}
@@ -72,7 +72,7 @@ def test_world_sizes_that_differ(clients: list[Store]) -> None:
 
 def test_world_sizes_that_differ_without_ranks(clients: list[Store]) -> None:
     """The same without ranks, by process."""
-    errors = come(lambda rank: ours.barrier(clients[rank], 3 + rank, "p", 2), range(2))
+    errors = come(lambda rank: ours.barrier(clients[rank], 3 + rank, "p", 0.3), range(2))
     assert [type(error) for error in errors] == [rankcall.WorldMismatch] * 2
     for error in errors:
         assert "1 process without a rank expects 3 ranks" in str(error)
@@ -83,7 +83,7 @@ def test_a_rank_in_two_threads() -> None:
     """Two threads of one process that call as one rank get an error that says so."""
     store = HashStore()
     with meanwhile(lambda: ours.barrier(store, 2, "p", 5, 0)):
-        until_key(store, "w0")
+        until_key(store, "/log")
         with pytest.raises(rankcall.WorldMismatch, match="in another thread of this process"):
             ours.barrier(store, 2, "p", 5, 0)
         ours.barrier(store, 2, "p", 5, 1)
@@ -91,10 +91,10 @@ def test_a_rank_in_two_threads() -> None:
 
 def test_rollcall_does_not_wait_for_all(clients: list[Store]) -> None:
     """Ranks that have answered are listed with what they do; the others are missing."""
-    first = ours.rollcall(clients[0], 0, 3, timeout=2, doing="in all_reduce #3 on group 0")
+    first = ours.rollcall(clients[0], 0, 3, timeout=0.5, doing="in all_reduce #3 on group 0")
     assert [answer.rank for answer in first.answers] == [0]
     assert first.missing_ranks == [1, 2]
-    second = ours.rollcall(clients[2], 2, 3, timeout=2)
+    second = ours.rollcall(clients[2], 2, 3, timeout=0.5)
     assert [(answer.rank, answer.doing) for answer in second.answers] == [
         (0, "in all_reduce #3 on group 0"),
         (2, None),
@@ -117,7 +117,7 @@ def test_the_message_says_who_what_and_where(monkeypatch: pytest.MonkeyPatch) ->
     here = [rank for rank in range(1024) if rank not in hosts]
     keys = Keys("epoch-3", 0, 1024)
     for rank in here[:-1]:  # as their calls would, which would take a second
-        shared.add(keys.word("b", 0, rank // RANKS), arrival(rank))
+        shared.append(keys.log("b", 0), line_of(rank).decode())
     error, _ = timed(lambda: ours.barrier(shared, 1024, "epoch-3", 0.1, here[-1], hosts=hosts))
     assert str(error).startswith(
         "barrier 'epoch-3' timed out after 0.1 s on rank 1023 (node-b): 1,021 of 1,024 ranks "

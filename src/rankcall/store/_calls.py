@@ -110,7 +110,6 @@ def meet(keys: Keys, ticket: int) -> Steps[None]:
 
 LARGEST = 7 << 20  # a TCPStore closes the connection of a process that sends 8 MiB
 _RETIRED = 1024
-_CHECKED = 256
 
 T = TypeVar("T")
 
@@ -147,6 +146,7 @@ class _Request:
     hosts: Mapping[int, str] | None = None
     decoder: Decoder | None = None
     did: str = "arrived"
+    member: LocalMember | None = None  # of the last call with these arguments
 
     @property
     def name(self) -> str:
@@ -220,15 +220,13 @@ def _local_member(state: LocalState, keys: Keys, rank: int) -> LocalMember:
     return member
 
 
-def _reserve(member: LocalMember, call: Call, keys: Keys, store: Store, deadline: float) -> None:
-    """Reserve a member for one call; wait for a call that its caller has given up."""
-    if not member.lock.acquire(False):
-        earlier_call = member.call
-        if earlier_call is not None and not earlier_call.is_abandoned:
-            raise _errors.claimed_by_a_thread(keys, member.claim)
-        if not member.lock.acquire(timeout=max(0.0, min(deadline - clock.monotonic(), 1e6))):
-            raise lost(where(store), "no answer to an earlier call yet")
-    member.call = call
+def _wait_for_earlier_call(member: LocalMember, keys: Keys, store: Store, deadline: float) -> None:
+    """Reserve a member for one call when a call that its caller has given up has ended."""
+    earlier_call = member.call
+    if earlier_call is not None and not earlier_call.is_abandoned:
+        raise _errors.claimed_by_a_thread(keys, member.claim)
+    if not member.lock.acquire(timeout=max(0.0, min(deadline - clock.monotonic(), 1e6))):
+        raise lost(where(store), "no answer to an earlier call yet")
 
 
 def _perform(
@@ -245,19 +243,24 @@ def _perform(
     deadline = clock.monotonic() + request.timeout
     left = request.timeout
     while True:
-        member, call = _local_member(state, keys, request.rank), Call()
-        try:
-            _reserve(member, call, keys, store, deadline)
-        except StoreLost as error:
-            raise request.explained(error, member, store) from None
+        member, call = request.member, Call()
+        if member is None or member.is_retired:
+            member = request.member = _local_member(state, keys, request.rank)
+        if not member.lock.acquire(False):
+            try:
+                _wait_for_earlier_call(member, keys, store, deadline)
+            except StoreLost as error:
+                raise request.explained(error, member, store) from None
+        member.call = call
         try:
             result = run(store, left, steps(member), call, unnamed, state)
             if kind is not None:
-                member.of_kind(kind).advance()
+                member.progress[kind].advance()
             return result
         except _protocol.SameProcess as same:
             # This process is this rank already, by way of another store object.
             state.members[keys.prefix, keys.attempt, keys.world_size, request.rank] = same.member
+            request.member = None
             left = max(0.001, deadline - clock.monotonic())
         except (
             _protocol.NotAllArrived,
@@ -270,7 +273,10 @@ def _perform(
         except StoreLost as error:
             raise request.explained(error, member, store) from error.__cause__
         finally:
-            call.when_over(member.lock.release)
+            if call.has_helper:
+                call.when_over(member.lock.release)
+            else:
+                member.lock.release()
 
 
 def barrier(
@@ -288,8 +294,8 @@ def barrier(
 ) -> None:
     """Wait until all ranks are here; name every missing rank, on every rank, if they are not.
 
-    A rank needs two round trips to the store, and one more the first time. It may call from any
-    thread; the store's own connection and timeout are not touched.
+    A rank needs one round trip to a ``TCPStore``, two to other stores, and two more the first time.
+    It may call from any thread; the store's own connection and timeout are not touched.
 
     Args:
         store: Any ``torch.distributed.Store``.
@@ -333,8 +339,8 @@ def barrier(
         request = _Request(
             "barrier", keys, rank, barrier_timeout, what, hosts, rank_tracing_decoder
         )
-        if is_plain and len(state.checked) < _CHECKED:
-            state.checked[arguments] = request
+        if is_plain:
+            state.remember(arguments, request)
     _perform(
         store,
         request,
@@ -425,17 +431,21 @@ def synchronize(
         TypeError: An argument is of the wrong type.
     """
     state = local_state(store)
-    check_prefix(key_prefix)
-    check_rank(rank, world_size)
-    check_rank(host_rank, world_size, "host_rank")
-    seconds = check_seconds(timeout, "timeout")
-    value = _data(data, rank)
-    keys = state.keys(key_prefix, attempt, world_size)
-    request = _Request("synchronize", keys, rank, seconds, what)
+    arguments = rank, world_size, key_prefix, timeout, host_rank, attempt, what
+    request = state.checked.get(arguments)
+    if request is None:
+        check_prefix(key_prefix)
+        check_rank(rank, world_size)
+        check_rank(host_rank, world_size, "host_rank")
+        seconds = check_seconds(timeout, "timeout")
+        keys = state.keys(key_prefix, attempt, world_size)
+        request = _Request("synchronize", keys, rank, seconds, what)
+        state.remember(arguments, request)
+    value = data if data.__class__ is bytes and len(data) <= LARGEST else _data(data, rank)
     return _perform(
         store,
         request,
-        lambda member: _protocol.exchange(keys, member, value, host_rank),
+        lambda member: _protocol.exchange(request.keys, member, value, host_rank),
         request.unnamed,
         EXCHANGE,
         state,
@@ -539,6 +549,7 @@ def clean_up(
         run(store, seconds, _protocol.remove_all(keys), call)
         for key in [key for key in state.members if key[:3] == place]:
             del state.members[key]
+        state.checked.clear()
         return
     check_rank(rank, world_size)
     request = _Request("clean_up", keys, rank, seconds)
@@ -555,7 +566,7 @@ def _retire(keys: Keys, member: LocalMember) -> Steps[bool]:
     try:
         return (yield from _protocol.clean_up(keys, member))
     finally:
-        if member.of_kind(CLEAN_UP).additions:
+        if member.of_kind(CLEAN_UP).has_begun:
             member.is_retired = True
             if member.claim.nonce not in _retired:
                 _retired.append(member.claim.nonce)

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 
 from rankcall import background
-from rankcall._requests import METHODS, Steps, Until, Wait, WaitRead
+from rankcall._requests import METHODS, Arrive, Steps, Until, Wait
 from rankcall.process import open_sockets
 from rankcall.store._errors import StoreLost, check_store, lost
 from rankcall.store._keys import Keys, attempt_of_this_process, keys_of
@@ -55,9 +55,10 @@ _SILENT_S = 30.0  # a host that has not answered a request for so long is lost
 _CONNECT_S = 1.0  # how long a helper waits for a connection of our own
 _READ = timedelta(seconds=1)  # for keys that were there a moment ago
 _LONGEST_S = 1e6  # a wait goes down to poll(), which takes milliseconds as an int
-_FIRST_POLL_S, _POLL_GROWTH, _POLL_SHARE, _LONGEST_POLL_S = 0.0002, 1.5, 0.1, 0.25
+_FIRST_POLL_S, _POLL_GROWTH, _POLL_SHARE, _LONGEST_POLL_S = 0.00005, 1.5, 0.1, 0.25
 _ABSENT = "rankcall: no such key"
 _EXIT_S = 1.0
+_CHECKED = 256  # calls whose arguments a process remembers for each store
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class Connection:
         self._reads_many = self._extended and (
             own_socket is not None or isinstance(root_of(client), HashStore)
         )
-        self._limit = 0.0
+        self.limited_to = 0.0  # seconds for an answer
         self.where = where(client)
         self.is_broken = False
         self.heard = 0.0
@@ -97,12 +98,12 @@ class Connection:
 
     def limit(self, seconds: float) -> None:
         """Let no answer take longer than this from now on, on a connection of our own."""
-        if self._socket is not None and seconds != self._limit:
+        if self._socket is not None and seconds != self.limited_to:
             whole, part = divmod(min(max(seconds, 0.001), _LONGEST_S), 1.0)
             limit = struct.pack("ll", int(whole), int(part * 1e6))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            self._limit = seconds
+        self.limited_to = seconds
 
     def add(self, key: str, amount: int) -> int:
         return self._client.add(key, amount)  # type: ignore[no-any-return]
@@ -157,6 +158,16 @@ class Connection:
             return False
         return True
 
+    def arrive(self, request: Arrive, seconds: float) -> bool:
+        """Append, count this process in, and return whether all are in, in that time."""
+        for key, value in request.appends:
+            self._client.append(key, value)
+        try:
+            self._client.barrier(request.key, request.size, _span(int(seconds) or seconds))
+        except DistStoreError:
+            return False
+        return True
+
     def lost(self, error: Exception) -> StoreLost:
         """Return the error for a request that failed; the connection is of no more use."""
         self.is_broken = True
@@ -194,6 +205,7 @@ class LocalState:
     answers_slowly: bool  # a request may take longer than it was given
     is_tcp: bool
     appends: bool
+    counts: bool  # whether the store takes ``Arrive``
     attempt: int  # of the job, when this process first used the store
     addresses: frozenset[Address] = frozenset()  # of a TCPStore; looked up once
     idle: list[Connection] = field(default_factory=list)
@@ -201,10 +213,15 @@ class LocalState:
     seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # of roll calls
     checked: dict[Any, Any] = field(default_factory=dict)  # arguments that were in order
 
+    def remember(self, arguments: Any, request: Any) -> None:
+        """Remember that some arguments are in order."""
+        if len(self.checked) < _CHECKED:
+            self.checked[arguments] = request
+
     def keys(self, prefix: str, attempt: int | None, world_size: int) -> Keys:
         """Return the keys of a world under a prefix."""
         which = self.attempt if attempt is None else attempt
-        return keys_of(prefix, which, world_size, self.appends)
+        return keys_of(prefix, which, world_size, self.appends, self.counts)
 
 
 _states: weakref.WeakKeyDictionary[Store, LocalState] = weakref.WeakKeyDictionary()
@@ -227,6 +244,8 @@ def local_state(store: Store) -> LocalState:
             answers_slowly=not isinstance(root, HashStore),
             is_tcp=isinstance(root, TCPStore),
             appends=bool(root.has_extended_api()),  # type: ignore[attr-defined]
+            # A PrefixStore makes two other requests instead.
+            counts=isinstance(store, TCPStore) and hasattr(store, "barrier"),
             attempt=attempt_of_this_process(),
         )
         state = _states.setdefault(store, state)
@@ -260,26 +279,26 @@ class Call:
     is_late = False  # the deadline has passed, and the helper asks which ranks are missing
     addresses: frozenset[Address] = frozenset()  # of the store, if it may not answer
     helper: background.BackgroundCall[Any] | None = None
-    _has_helper = False
+    has_helper = False
     _frees: tuple[Callable[[], None], ...] = ()
 
     def begin_helper(self) -> None:
         """Note that a helper goes on with the call."""
-        self._has_helper = True
+        self.has_helper = True
 
     def end_helper(self) -> None:
         """Note that the helper is done."""
         with _deciding_lock:
-            self._has_helper = False
+            self.has_helper = False
             frees, self._frees = self._frees, ()
         for free in frees:
             free()
 
     def when_over(self, free: Callable[[], None]) -> None:
         """Call ``free`` once no thread works on the call any more: now, or when the helper ends."""
-        if self._has_helper:
+        if self.has_helper:
             with _deciding_lock:
-                if self._has_helper:
+                if self.has_helper:
                     self._frees += (free,)
                     return
         free()
@@ -355,7 +374,7 @@ def drive(
         return True, end.value
 
 
-_WAITS = frozenset((Wait, WaitRead, Until))
+_WAITS = frozenset((Arrive, Wait, Until))
 _METHODS = {kind: getattr(Connection, name) for kind, name in METHODS.items()}
 
 
@@ -363,15 +382,17 @@ def _blocking(connection: Connection, call: Call, until: float, deadline: float)
     """Return a function that answers waits until some time, by blocking in them."""
 
     def wait(request: Any) -> Any:
+        if request.__class__ is Arrive:
+            left = max(until - clock.monotonic(), 0.001)
+            return connection.arrive(request, left) or None
         if request.__class__ is Until:
             return polling(connection, call, until, until >= deadline)(request)
-        keys = request.keys if request.__class__ is Wait else (request.key,)
-        while not connection.block(keys, until - clock.monotonic()):
+        while not connection.block(request.keys, until - clock.monotonic()):
             connection.heard = clock.monotonic()
             if clock.monotonic() >= until:
                 is_last = until >= deadline
                 return polling(connection, call, until)(request) if is_last else _PENDING
-        return True if request.__class__ is Wait else connection.read(request.key)
+        return True
 
     return wait
 
@@ -380,14 +401,16 @@ def polling(connection: Connection, call: Call, until: float, is_last: bool = Tr
     """Return a function that answers waits until some time, by asking again and again."""
 
     def wait(request: Any) -> Any:
+        if request.__class__ is Arrive:
+            # To wait in it would print a warning of torch's if the others come later.
+            for key, value in request.appends:
+                connection.append(key, value)
+            return None
         began, pause = clock.monotonic(), _FIRST_POLL_S
         while True:
             if request.__class__ is Wait:
                 answer: Any = connection.check(request.keys)
                 is_there = answer
-            elif request.__class__ is WaitRead:
-                answer = connection.read(request.key)
-                is_there = answer is not None
             else:
                 inner = request.request
                 answer = _METHODS[inner.__class__](connection, *inner)
@@ -432,10 +455,11 @@ def run(
     times = blocking_times(timeout) if state.is_tcp else None
     if times is not None:
         answer_s, wait_s = times
-        own = own_connection(store, state, answer_s)
+        own = state.idle.pop() if state.idle else own_connection(store, state, answer_s)
         if own is not None:
             try:
-                own.limit(answer_s)
+                if own.limited_to != answer_s:
+                    own.limit(answer_s)
                 waits = _blocking(own, call, deadline - timeout + wait_s, deadline)
                 is_over, value = drive(steps, own, waits, call, request)
             finally:

@@ -1,10 +1,4 @@
-"""The keys of one prefix, which all begin with ``{prefix}/rankcall.``, and the counters.
-
-Arrivals are counts in 62-bit counters: one ``add`` arrives and tells which ranks are there. A
-counter, called a word, has two bits for each of its 31 ranks. A rank that arrives adds 1 to its two
-bits. It adds more than once only if the answer to an addition was lost, and never more than
-``MOST_ADDITIONS`` times, so nothing is ever carried into the bits of another rank.
-"""
+"""The keys of one prefix, which all begin with ``{prefix}/rankcall.``, and what a log holds."""
 
 from __future__ import annotations
 
@@ -15,10 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 BARRIER, EXCHANGE, GET_ALL, CLEAN_UP = "b", "s", "g", "c"
-RANKS = 31  # in a word: two bits each stay below 2**62
-MOST_ADDITIONS = 3  # of one rank to one word
-_LOW_BITS = sum(1 << 2 * position for position in range(RANKS))
 _CLAIM = "claim"
+_MOST_TO_REMOVE = 10  # keys of two generations
 
 
 def attempt_of_this_process() -> int:
@@ -31,15 +23,15 @@ def attempt_of_this_process() -> int:
 class Keys:
     """The keys of one world under one prefix.
 
-    ``ranks_per_word`` is smaller in tests, so that a small world has several words. If ``appends``
-    is false, the store cannot append, and every rank has a key of its own instead.
+    If ``appends`` is false, the store cannot append, and every rank has a key of its own for its
+    part of a log. ``counts`` says whether the store takes ``Arrive``.
     """
 
     prefix: str
     attempt: int
     world_size: int
     appends: bool = True
-    ranks_per_word: int = RANKS
+    counts: bool = True
 
     @cached_property
     def base(self) -> str:
@@ -48,54 +40,41 @@ class Keys:
 
     @cached_property
     def register(self) -> str:
-        """The world sizes with which ranks have arrived, and the processes that were rejected."""
+        """The world sizes with which ranks have come, and the processes that were rejected."""
         return f"{self.base}register"
-
-    @cached_property
-    def word_count(self) -> int:
-        """How many counters hold the arrivals of one generation."""
-        return -(-self.world_size // self.ranks_per_word)
-
-    def full_value(self, word: int) -> int:
-        """Return the value of a word to which each of its ranks has added once."""
-        return self._full_values[0 if word < self.word_count - 1 else 1]
-
-    @cached_property
-    def _full_values(self) -> tuple[int, int]:
-        last = self.world_size - (self.word_count - 1) * self.ranks_per_word
-        low = [sum(1 << 2 * place for place in range(size)) for size in (self.ranks_per_word, last)]
-        return low[0], low[1]
 
     @cached_property
     def _sized(self) -> str:
         return f"{self.base}{self.world_size}/"
 
+    @cached_property
+    def all_ranks(self) -> frozenset[int]:
+        """All ranks of the world."""
+        return frozenset(range(self.world_size))
+
+    @cached_property
+    def _full_length(self) -> int:
+        return sum(len(line_of(rank)) for rank in range(self.world_size))
+
     def claim(self, rank: int) -> str:
         """The process that is this rank."""
         return f"{self._sized}{_CLAIM}{rank}"
 
-    def word(self, kind: str, number: int, word: int) -> str:
-        """One counter of arrivals of a generation."""
-        return f"{self._sized}{kind}{number}/w{word}"
+    def log(self, kind: str, number: int) -> str:
+        """The log of the ranks that have arrived in a generation."""
+        return f"{self._sized}{kind}{number}/log"
 
-    def words(self, kind: str, number: int) -> list[str]:
-        """All counters of arrivals of a generation."""
-        start = f"{self._sized}{kind}{number}/w"
-        return [f"{start}{word}" for word in range(self.word_count)]
+    def turnstile(self, kind: str, number: int) -> str:
+        """The key at which ranks wait with ``Arrive``. Other requests may only let them pass."""
+        return f"{self._sized}{kind}{number}/in"
 
-    def full(self, kind: str, number: int) -> str:
-        """The counter of the words of a generation that are full, if there are several words."""
-        return f"{self._sized}{kind}{number}/full"
+    def count(self, kind: str, number: int) -> str:
+        """The counter of the ranks that have arrived, if the store does not take ``Arrive``."""
+        return f"{self._sized}{kind}{number}/count"
 
     def release(self, kind: str, number: int) -> str:
-        """The key for which all ranks of a generation wait.
-
-        In an exchange, the key that holds the data of all. Else the first counter of the next
-        generation: so a barrier needs no key besides its counters.
-        """
-        if kind == EXCHANGE:
-            return f"{self._sized}{kind}{number}/done"
-        return f"{self._sized}{kind}{number + 1}/w0"
+        """The key for which all wait, if the store does not take ``Arrive``."""
+        return f"{self._sized}{kind}{number}/go"
 
     def data(self, number: int) -> str:
         """The log of the data that the ranks of an exchange hand in."""
@@ -104,6 +83,28 @@ class Keys:
     def left(self, kind: str, number: int) -> str:
         """The log of the ranks that have read all they need."""
         return f"{self._sized}{kind}{number}/left"
+
+    def to_remove(self, kind: str, number: int, rank: int) -> list[str]:
+        """Return the keys that a rank removes when it has passed a generation.
+
+        In every second generation, the ranks remove the keys of the two before it. The last rank
+        begins, because rank 0 has to wait for the others after an exchange.
+        """
+        position = self.world_size - 1 - rank
+        if number % 2 == 0 or (position >= _MOST_TO_REMOVE and self.appends):
+            return []
+        keys: list[str] = []
+        for earlier in range(max(0, number - 2), number):
+            logs = [self.log(kind, earlier)]
+            if kind == EXCHANGE:
+                logs += self.data(earlier), self.left(kind, earlier)
+            if not self.appends:
+                keys += [f"{log}/{rank}" for log in logs]
+            elif self.counts:
+                keys += *logs, self.turnstile(kind, earlier)
+            else:
+                keys += *logs, self.count(kind, earlier), self.release(kind, earlier)
+        return keys[position :: self.world_size] if self.appends else keys
 
     @property
     def tickets(self) -> str:
@@ -122,15 +123,27 @@ class Keys:
         """The keys of single ranks below a key, on a store that cannot append."""
         return [f"{key}/{rank}" for rank in ranks]
 
+    def is_full(self, log: bytes | None, but: int | None = None) -> bool:
+        """Return whether a log names all ranks, but for one that need not be in it."""
+        if not log:
+            return False
+        length = self._full_length - (0 if but is None else len(line_of(but)))
+        # The length first: it is cheap, and logs are polled.
+        return len(log) >= length and set(self.missing(log)) <= {but}
+
+    def missing(self, log: bytes | None) -> tuple[int, ...]:
+        """Return the ranks that a log does not name, sorted."""
+        return tuple(sorted(self.all_ranks - ranks_in(log)))
+
     def newest_generation(self, kind: str, listed: Iterable[str]) -> int | None:
-        """Return the last generation that has a word among these keys."""
-        pattern = re.compile(re.escape(self._sized + kind) + r"(\d+)/w\d+")
+        """Return the last generation that has a log among these keys."""
+        pattern = re.compile(re.escape(self._sized + kind) + r"(\d+)/log(/\d+)?")
         matches = (pattern.fullmatch(key) for key in listed)
         return max((int(match.group(1)) for match in matches if match), default=None)
 
     def of_size(self, world_size: int) -> Keys:
         """Return the keys of a world of another size."""
-        return Keys(self.prefix, self.attempt, world_size, self.appends, self.ranks_per_word)
+        return Keys(self.prefix, self.attempt, world_size, self.appends, self.counts)
 
     def ours(self, listed: Sequence[str], attempts_below: int | None = None) -> list[str]:
         """Return the keys that this package made under the prefix; claims are last."""
@@ -149,43 +162,18 @@ def is_claim(key: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def keys_of(prefix: str, attempt: int, world_size: int, appends: bool) -> Keys:
+def keys_of(prefix: str, attempt: int, world_size: int, appends: bool, counts: bool) -> Keys:
     """Return the keys of a world; made once while they are in use."""
     if attempt < 0:
         raise ValueError(f"attempt counts restarts from 0; got {attempt}")
-    return Keys(prefix, attempt, world_size, appends)
+    return Keys(prefix, attempt, world_size, appends, counts)
 
 
-def counter(text: bytes | None) -> int:
-    """Return the number of a counter; see ``_let_pass`` for what may follow it."""
-    return int(text.split()[0]) if text else 0
+def line_of(rank: int) -> bytes:
+    """Return the line of a rank in a log."""
+    return b"%d\n" % rank
 
 
-def arrival(rank: int, ranks: int = RANKS) -> int:
-    """Return the number that a rank adds to its word to arrive."""
-    return 1 << 2 * (rank % ranks)
-
-
-def arrivals(value: int, rank: int, ranks: int = RANKS) -> int:
-    """Return how often a rank has added to its word."""
-    return value >> 2 * (rank % ranks) & 3
-
-
-def is_full(value: int, word: int, world_size: int, ranks: int = RANKS) -> bool:
-    """Return whether all ranks of a word have arrived."""
-    expected = _LOW_BITS & ((1 << 2 * min(ranks, world_size - word * ranks)) - 1)
-    return (value | value >> 1) & expected == expected
-
-
-def missing_ranks(
-    words: Sequence[bytes | None], world_size: int, ranks: int = RANKS
-) -> tuple[int, ...]:
-    """Return the ranks that have not arrived, sorted. An absent word holds no arrival."""
-    missing: list[int] = []
-    for word, text in enumerate(words):
-        value = counter(text)
-        first = word * ranks
-        if not is_full(value, word, world_size, ranks):
-            last = min(first + ranks, world_size)
-            missing += [rank for rank in range(first, last) if not arrivals(value, rank, ranks)]
-    return tuple(missing)
+def ranks_in(log: bytes | None) -> set[int]:
+    """Return the ranks that a log names."""
+    return set(map(int, (log or b"").split()))

@@ -1,8 +1,8 @@
 """The protocol: arrive, wait for all ranks, and know at the deadline which ranks are missing.
 
-docs/design/store.md lists the keys and says why the promises hold. A rank arrives by adding to a
-counter. The rank whose arrival fills the last counter sets the key that all wait for. At its
-deadline any rank reads the counters itself, so it needs no other rank to name the missing.
+docs/design/store.md lists the keys and says why the promises hold. A rank arrives by adding its
+line to a log. Then it waits until all have arrived: the store counts them, or the rank reads the
+log. At its deadline any rank reads the log itself, so it needs no other rank to name the missing.
 
 This module makes no request. It yields them: see ``rankcall._requests``.
 """
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from rankcall._requests import (
     Add,
     Append,
+    Arrive,
     Check,
     CompareSet,
     Delete,
@@ -28,25 +29,18 @@ from rankcall._requests import (
     Steps,
     Until,
     Wait,
-    WaitRead,
 )
 from rankcall.store._keys import (
     BARRIER,
     CLEAN_UP,
     EXCHANGE,
     GET_ALL,
-    MOST_ADDITIONS,
     Keys,
-    arrival,
-    arrivals,
-    counter,
     is_claim,
-    is_full,
-    missing_ranks,
+    line_of,
+    ranks_in,
 )
 
-_LARGEST_COPY = 4 << 20  # a TCPStore refuses to set values above 8 MiB
-_COPY, _ELSEWHERE = b"=", b"@"  # the data of all ranks follows, or is still where it was handed in
 _FRAME = struct.Struct("<II")  # the rank, and how many bytes follow
 _MOST_REJECTED = 8  # processes that the register lists
 _CLAIMS_READ = 1_500_000  # by all ranks together: some 60 bytes each
@@ -79,23 +73,20 @@ class Progress:
     """How far a process is with one kind of call under one prefix."""
 
     generation: int = 0
-    additions: int = 0  # requests to arrive in this generation, answered or not
-    has_arrived: bool = False
-    is_settled: bool = False  # this rank's duties after its arrival are done
+    has_begun: bool = False  # to arrive; perhaps the requests were not answered
+    has_arrived: bool = False  # for sure; only of clean-ups
     frame: bytes | None = None  # the data that was handed in first
-    has_signed_off: bool = False  # or has tried to
-    leftovers: tuple[tuple[int, str], ...] = ()  # logs to remove two generations after their own
+    leftovers: tuple[tuple[int, str], ...] = ()  # keys to remove two generations after their own
 
-    def leave_behind(self, key: str) -> None:
-        """Remember to remove a log of this generation when all ranks have left it."""
-        if (self.generation, key) not in self.leftovers:
-            self.leftovers += ((self.generation, key),)
+    def leave_behind(self, keys: Iterable[str]) -> None:
+        """Remember to remove keys of this generation when all ranks have left it."""
+        left = [(self.generation, key) for key in keys]
+        self.leftovers += tuple(pair for pair in left if pair not in self.leftovers)
 
     def advance(self) -> None:
         """Go on to the next generation."""
         self.generation += 1
-        self.additions = 0
-        self.has_arrived = self.is_settled = self.has_signed_off = False
+        self.has_begun = self.has_arrived = False
         self.frame = None
 
 
@@ -113,6 +104,10 @@ class Member:
     is_claimed: bool = False
     progress: dict[str, Progress] = field(default_factory=dict)
     removal: list[str] | None = None  # keys that this member has yet to remove
+    line: bytes = field(init=False)  # what this rank adds to a log
+
+    def __post_init__(self) -> None:
+        self.line = line_of(self.claim.rank)
 
     def of_kind(self, kind: str) -> Progress:
         """Return the progress with one kind of call."""
@@ -171,7 +166,7 @@ class CleanUpPending(Exception):
 
 
 class Unconfirmed(Exception):
-    """The answers to too many requests to arrive were lost."""
+    """The answer to a request was lost that must not be made twice."""
 
 
 def claim_rank(keys: Keys, member: Member) -> Steps[None]:
@@ -185,13 +180,13 @@ def claim_rank(keys: Keys, member: Member) -> Steps[None]:
         if holder.nonce in member.retired:
             held = yield Until(CompareSet(key, b"", line), lambda value: bool(value == line))
             if held is None:
-                words = yield ReadMany(keys.words(CLEAN_UP, 0))
-                raise CleanUpPending(missing_ranks(words, keys.world_size, keys.ranks_per_word))
+                raise CleanUpPending((yield from _missing(keys, CLEAN_UP, 0)))
         elif holder.nonce in member.siblings:
             raise SameProcess(member.siblings[holder.nonce])
         else:
             yield from announce(keys, b"!" + line)
             raise RankTaken(holder)
+    yield from announce(keys, b"%d" % keys.world_size)
     member.is_claimed = True
 
 
@@ -208,218 +203,143 @@ def announce(keys: Keys, entry: bytes) -> Steps[None]:
             expected = held
 
 
-class Round:
-    """One rank's way through one generation of barriers or exchanges.
-
-    ``data``, for an exchange, is what this rank hands in. ``release`` is the key that all wait for.
-    """
-
-    _blob: bytes | None = None  # the data of all ranks, if this rank has read it
-
-    def __init__(self, keys: Keys, member: Member, kind: str, data: bytes | None = None) -> None:
-        self._keys = keys
-        self._member = member
-        self._rank = member.claim.rank
-        self._word, position = divmod(self._rank, keys.ranks_per_word)
-        self._arrival = 1 << 2 * position  # what this rank adds to its word
-        self._kind = kind
-        self._progress = progress = member.of_kind(kind)
-        self._number = number = progress.generation
-        self.release = keys.release(kind, number)
-        if kind == EXCHANGE:
-            self._data = keys.data(number)
-            if data is not None and progress.frame is None:
-                progress.frame = frame(self._rank, data)
-
-    def arrive(self) -> Steps[bool]:
-        """Arrive unless this rank has; return whether this rank has let all ranks pass."""
-        progress, keys = self._progress, self._keys
-        if not self._member.is_claimed:
-            yield from claim_rank(keys, self._member)
-        if progress.is_settled:
-            return False
-        is_complete = False
-        if progress.additions:
-            is_complete = yield from self._arrive_again()
-        else:
-            value = yield from self._add()
-            if value == self._arrival or value == keys.full_value(self._word):
-                is_complete = yield from self._follow_up(value)
-        if progress.leftovers:
-            yield from remove_leftovers(self._keys, progress)
-        progress.is_settled = True
-        return is_complete
-
-    def _add(self) -> Steps[int]:
-        progress = self._progress
-        if progress.additions >= MOST_ADDITIONS:
-            raise Unconfirmed
-        word = self._keys.word(self._kind, self._number, self._word)
-        if progress.frame is not None:
-            yield from hand_in(self._keys, self._data, self._rank, progress.frame)
-        progress.additions += 1
-        value: int = yield Add(word, self._arrival)
-        progress.has_arrived = True
-        return value
-
-    def _arrive_again(self) -> Steps[bool]:
-        """Arrive after an answer was lost: the arrival may be there already, or not."""
-        keys, progress = self._keys, self._progress
-        if not progress.has_arrived:
-            value = counter((yield Read(keys.word(self._kind, self._number, self._word))))
-            if not arrivals(value, self._rank, keys.ranks_per_word):
-                value = yield from self._add()
-                if arrivals(value, self._rank, keys.ranks_per_word) == 1:
-                    return (yield from self._follow_up(value))
-            progress.has_arrived = True
-        # No other rank has the duties that follow from this arrival, so do all of them.
-        words = yield ReadMany(keys.words(self._kind, self._number))
-        is_complete = not missing_ranks(words, keys.world_size, keys.ranks_per_word)
-        if is_complete:
-            yield from self._let_pass()
-            if self._kind == EXCHANGE and (yield Read(self.release))[:1] == _COPY:
-                yield from remove_log(keys, self._data)
-        yield from self._remove_as_first()
-        value = counter(words[self._word])
-        if is_full(value, self._word, keys.world_size, keys.ranks_per_word):
-            yield from self._remove_as_last(of_all=is_complete)
-        return is_complete
-
-    def _follow_up(self, value: int) -> Steps[bool]:
-        """Do the duties of the first and of the last rank of a word."""
-        keys, is_complete = self._keys, False
-        if is_full(value, self._word, keys.world_size, keys.ranks_per_word):
-            is_complete = keys.word_count == 1 or keys.word_count == (
-                yield Add(keys.full(self._kind, self._number), 1)
-            )
-            if is_complete:
-                yield from self._complete()
-            yield from self._remove_as_last(of_all=is_complete)
-        if value == self._arrival and (self._word == 0 or self._number == 0):
-            yield from self._remove_as_first()
-        return is_complete
-
-    def _complete(self) -> Steps[None]:
-        """Let all pass, as the rank that arrived last."""
-        keys = self._keys
-        if self._kind == EXCHANGE:
-            self._blob = blob = yield from read_log(keys, self._data)
-            is_copied = len(blob) <= _LARGEST_COPY
-            yield Set(self.release, _COPY + blob if is_copied else _ELSEWHERE)
-            if is_copied:
-                yield from remove_log(keys, self._data)
-            else:
-                self._progress.leave_behind(self._data)
-        else:
-            yield from self._let_pass()
-        if self._number == 0 and keys.attempt > 0:
-            # The launcher has ended the processes of earlier attempts: no process reads their keys.
-            for key in keys.ours((yield ListKeys()), attempts_below=keys.attempt):
-                yield Delete(key)
-
-    def _let_pass(self) -> Steps[None]:
-        """Let all pass; any rank that finds all arrived may, as the one that should may be gone."""
-        if self._kind == EXCHANGE:
-            yield CompareSet(self.release, b"", _ELSEWHERE)
-        elif self._keys.appends:
-            # Creates the counter, or changes nothing: a counter is read up to the first
-            # character that is not a digit. Unlike adding 0, it needs no answer.
-            yield Append(self.release, b"\n0")
-        else:
-            yield Add(self.release, 0)
-
-    def _remove_as_first(self) -> Steps[None]:
-        """Remove keys of the generation before last, as the first rank to arrive.
-
-        This rank has passed the last generation. So all ranks had arrived there, and so all of them
-        had left the one before.
-        """
-        if self._number == 0:
-            yield from announce(self._keys, b"%d" % self._keys.world_size)
-        elif self._number > 1 and self._kind == EXCHANGE:
-            yield Delete(self._keys.release(EXCHANGE, self._number - 2))
-
-    def _remove_as_last(self, of_all: bool) -> Steps[None]:
-        """Remove counters of the last generation, as the last rank of a word to arrive.
-
-        A rank that is still in the last generation does without them: see ``late``. And all ranks
-        have left the generation before that, which counter 0 had released.
-        """
-        if self._number > 0:
-            yield Delete(self._keys.word(self._kind, self._number - 1, self._word))
-            if of_all and self._keys.word_count > 1:
-                yield Delete(self._keys.full(self._kind, self._number - 1))
-
-    def late(self) -> Steps[None]:
-        """Return if all have arrived after all, at the deadline.
-
-        Else raise ``NotAllArrived`` with the ranks that have not, or ``WorldsDiffer``.
-        """
-        keys, kind = self._keys, self._kind
-        words = yield ReadMany(keys.words(kind, self._number))
-        # In this order: if a counter has been removed, the release was set before, and it stays
-        # until this rank has left.
-        if (yield Check((self.release,))):
-            return
-        missing = missing_ranks(words, keys.world_size, keys.ranks_per_word)
-        if not missing:
-            yield from self._let_pass()
-            yield from self._remove_as_last(of_all=True)
-            return
-        register = yield Read(keys.register)
-        sizes, rejected = registered_sizes(register), _rejected(register)
-        claims = yield from _waiting_elsewhere(keys, kind, sizes)
-        if claims:
-            absentees = set(missing)
-            here = [rank for rank in range(keys.world_size) if rank not in absentees]
-            raise WorldsDiffer([*(yield from _claims(keys, here)), *claims])
-        hosts = {}
-        if self._number > 0:  # a rank that has never been here has left no claim
-            hosts = {claim.rank: claim.host for claim in (yield from _claims(keys, missing))}
-        raise NotAllArrived(missing, hosts=hosts, rejected=rejected)
-
-    def wait_data(self) -> Steps[bytes]:
-        """Return the data of all ranks once all have arrived; raises as ``late``."""
-        if self._blob is not None:
-            return self._blob
-        value = yield WaitRead(self.release)
-        if value is None:
-            yield from self.late()
-            value = yield Read(self.release)
-        if value[:1] == _ELSEWHERE:
-            blob: bytes = yield from read_log(self._keys, self._data)
-            # If the last rank copies the data after all, it then removes them here.
-            value = yield Read(self.release)
-            if value[:1] == _ELSEWHERE:
-                self._progress.leave_behind(self._data)
-                return blob
-        return bytes(value[1:])
-
-    def leave(self, host_rank: int) -> Steps[None]:
-        """Sign off; on ``host_rank`` wait until all others have, for its process may end then.
-
-        A rank that dies meanwhile does not matter to this rank's result: no error.
-        """
-        yield from sign_off(self._keys, self._kind, self._progress, self._rank, host_rank)
-
-
 def meet(keys: Keys, member: Member, name_missing: bool = True) -> Steps[None]:
     """Go through a barrier."""
-    this_round = Round(keys, member, BARRIER)
-    if (yield from this_round.arrive()) or (yield Wait((this_round.release,))):
-        return
-    if not name_missing:
-        raise NotAllArrived((), named=False)
-    yield from this_round.late()
+    progress = member.of_kind(BARRIER)
+    if not (yield from _arrive_and_wait(keys, member, progress, BARRIER)):
+        if not name_missing:
+            raise NotAllArrived((), named=False)
+        yield from _late(keys, BARRIER, progress.generation)
+    yield from _remove_old_keys(keys, member, BARRIER, progress.generation)
 
 
 def exchange(keys: Keys, member: Member, data: bytes, host_rank: int) -> Steps[list[bytes]]:
     """Hand in data; return the data of all ranks."""
-    this_round = Round(keys, member, EXCHANGE, data)
-    yield from this_round.arrive()
-    values = unframe((yield from this_round.wait_data()), keys.world_size)
-    yield from this_round.leave(host_rank)
-    return values
+    progress, rank = member.of_kind(EXCHANGE), member.claim.rank
+    if progress.frame is None:
+        progress.frame = frame(rank, data)
+    if not (yield from _arrive_and_wait(keys, member, progress, EXCHANGE)):
+        yield from _late(keys, EXCHANGE, progress.generation)
+    data_key = keys.data(progress.generation)
+    blob = (yield Read(data_key)) if keys.appends else (yield from read_parts(keys, data_key))
+    yield from sign_off(keys, EXCHANGE, progress, rank, host_rank)
+    yield from _remove_old_keys(keys, member, EXCHANGE, progress.generation)
+    return unframe(blob, keys.world_size)
+
+
+def _arrive_and_wait(keys: Keys, member: Member, progress: Progress, kind: str) -> Steps[bool]:
+    """Arrive; return True once all ranks have, and False at the deadline.
+
+    The data of an exchange is handed in before: the data of all ranks that have arrived is there.
+    """
+    number, rank = progress.generation, member.claim.rank
+    if not member.is_claimed:
+        yield from claim_rank(keys, member)
+    has_passed: bool | None = None
+    if progress.has_begun:
+        yield from _arrive_again(keys, member, progress, kind)
+    else:
+        progress.has_begun = True
+        line = keys.log(kind, number), member.line
+        lines = (line,) if progress.frame is None else ((keys.data(number), progress.frame), line)
+        if keys.counts:
+            has_passed = yield Arrive(lines, keys.turnstile(kind, number), keys.world_size)
+        else:
+            for log, value in lines:
+                yield from hand_in(keys, log, rank, value)
+            has_passed = yield from _count_and_wait(keys, kind, number)
+    if has_passed is None:
+        has_passed = yield from _read_until_full(keys, kind, number)
+    return has_passed
+
+
+def _arrive_again(keys: Keys, member: Member, progress: Progress, kind: str) -> Steps[None]:
+    """Arrive unless the log shows that an earlier try has.
+
+    A rank is counted at its first try only: if it was counted twice, the others could pass too
+    early. From its second try on, it reads the log.
+    """
+    log, rank = keys.log(kind, progress.generation), member.claim.rank
+    if keys.appends:
+        has_arrived = rank in ranks_in((yield Read(log)))
+    else:
+        has_arrived = yield Check(keys.parts(log, [rank]))
+    if not has_arrived:
+        if progress.frame is not None:
+            yield from hand_in(keys, keys.data(progress.generation), rank, progress.frame)
+        yield from hand_in(keys, log, rank, member.line)
+
+
+def _count_and_wait(keys: Keys, kind: str, number: int) -> Steps[bool | None]:
+    """Wait on a store that does not take ``Arrive``; None if it is better to read the log."""
+    if not keys.appends:
+        return None
+    count = yield Add(keys.count(kind, number), 1)
+    if count < keys.world_size:
+        return bool((yield Wait((keys.release(kind, number),))))
+    yield from _let_pass(keys, kind, number)
+    return True
+
+
+def _read_until_full(keys: Keys, kind: str, number: int) -> Steps[bool]:
+    """Return True once the log names all ranks, and False at the deadline."""
+    log = keys.log(kind, number)
+    if not keys.appends:
+        return bool((yield Wait(keys.parts(log, range(keys.world_size)))))
+    if (yield Until(Read(log), keys.is_full)) is None:
+        return False
+    yield from _let_pass(keys, kind, number)
+    return True
+
+
+def _let_pass(keys: Keys, kind: str, number: int) -> Steps[None]:
+    """Let all ranks pass; any rank that finds all in the log may, and more than one rank does."""
+    if keys.counts:
+        yield Set(keys.turnstile(kind, number), b"%d" % keys.world_size)
+    elif keys.appends:
+        yield Set(keys.release(kind, number), b"1")
+
+
+def _late(keys: Keys, kind: str, number: int) -> Steps[None]:
+    """Return if all have arrived after all, at the deadline.
+
+    Else raise ``NotAllArrived`` with the ranks that have not, or ``WorldsDiffer``.
+    """
+    missing = yield from _missing(keys, kind, number)
+    if not missing:
+        yield from _let_pass(keys, kind, number)
+        return
+    register = yield Read(keys.register)
+    sizes, rejected = registered_sizes(register), _rejected(register)
+    claims = yield from _waiting_elsewhere(keys, kind, sizes)
+    if claims:
+        here = sorted(keys.all_ranks.difference(missing))
+        raise WorldsDiffer([*(yield from _claims(keys, here)), *claims])
+    hosts = {}
+    if number > 0:  # a rank that has never been here has left no claim
+        hosts = {claim.rank: claim.host for claim in (yield from _claims(keys, missing))}
+    raise NotAllArrived(missing, hosts=hosts, rejected=rejected)
+
+
+def _remove_old_keys(keys: Keys, member: Member, kind: str, number: int) -> Steps[None]:
+    """Remove this rank's share of the keys of earlier generations.
+
+    All ranks have arrived in this one, so they have left the earlier ones.
+    """
+    for key in keys.to_remove(kind, number, member.claim.rank):
+        yield Delete(key)
+    if number == 0 and member.claim.rank == 0 and keys.attempt > 0:
+        # The launcher has ended the processes of earlier attempts: no process reads their keys.
+        for key in keys.ours((yield ListKeys()), attempts_below=keys.attempt):
+            yield Delete(key)
+
+
+def _missing(keys: Keys, kind: str, number: int) -> Steps[tuple[int, ...]]:
+    """Return the ranks that have not arrived in a generation, sorted."""
+    log = keys.log(kind, number)
+    if keys.appends:
+        return keys.missing((yield Read(log)))
+    return tuple((yield from absent(keys.parts(log, range(keys.world_size)))))
 
 
 def gather(
@@ -430,7 +350,7 @@ def gather(
     Raises ``NotAllArrived`` with the ranks whose key is missing.
     """
     yield from claim_rank(keys, member)
-    yield from remove_leftovers(keys, member.of_kind(GET_ALL))
+    yield from remove_leftovers(member.of_kind(GET_ALL))
     while True:
         if not (yield Wait(names)):
             missing = yield from absent(names)
@@ -453,24 +373,20 @@ def clean_up(keys: Keys, member: Member) -> Steps[bool]:
     key is removed. If an answer is lost on the way, no rank removes the keys, and a later use of
     the prefix reports that.
     """
-    progress = member.of_kind(CLEAN_UP)
-    if progress.additions == 0:
+    progress, rank = member.of_kind(CLEAN_UP), member.claim.rank
+    if not progress.has_begun:
         yield from claim_rank(keys, member)
-        progress.additions += 1
-        rank = member.claim.rank
-        word = keys.word(CLEAN_UP, 0, rank // keys.ranks_per_word)
-        value = yield Add(word, arrival(rank, keys.ranks_per_word))
+        progress.has_begun = True
+        yield from hand_in(keys, keys.log(CLEAN_UP, 0), rank, member.line)
+        count = yield Add(keys.count(CLEAN_UP, 0), 1)
         progress.has_arrived = True
-        number = rank // keys.ranks_per_word
-        if not is_full(value, number, keys.world_size, keys.ranks_per_word):
-            return True
-        if keys.word_count > 1 and (yield Add(keys.full(CLEAN_UP, 0), 1)) < keys.word_count:
+        if count < keys.world_size:
             return True
         member.removal = keys.ours((yield ListKeys()))
     elif not progress.has_arrived:
         raise Unconfirmed
     elif not member.removal:
-        return bool((yield Read(keys.claim(member.claim.rank))) == member.claim.line)
+        return bool((yield Read(keys.claim(rank))) == member.claim.line)
     while member.removal:
         key = member.removal[0]
         if is_claim(key):
@@ -496,52 +412,43 @@ def hand_in(keys: Keys, key: str, rank: int, value: bytes) -> Steps[None]:
     yield Append(key, value) if keys.appends else Set(f"{key}/{rank}", value)
 
 
-def read_log(keys: Keys, key: str) -> Steps[bytes]:
-    """Return all parts of a log."""
-    if keys.appends:
-        return (yield Read(key)) or b""
+def read_parts(keys: Keys, key: str) -> Steps[bytes]:
+    """Return all parts of a log, on a store that cannot append."""
     parts = yield ReadMany(keys.parts(key, range(keys.world_size)))
     return b"".join(part or b"" for part in parts)
-
-
-def remove_log(keys: Keys, key: str) -> Steps[None]:
-    """Remove a log."""
-    for part in [key] if keys.appends else keys.parts(key, range(keys.world_size)):
-        yield Delete(part)
 
 
 def sign_off(
     keys: Keys, kind: str, progress: Progress, rank: int, host_rank: int
 ) -> Steps[tuple[int, ...]]:
     """Note that this rank is done; on ``host_rank`` wait for the others, return the rest."""
-    number = progress.generation
-    key = keys.left(kind, number)
-    others = [other for other in range(keys.world_size) if other != host_rank]
+    key = keys.left(kind, progress.generation)
     if rank != host_rank:
-        if progress.has_signed_off:  # perhaps: then the log may be gone already, and is made again
-            progress.leave_behind(key)
-        progress.has_signed_off = True
-        yield from hand_in(keys, key, rank, b"%d\n" % rank)
+        yield Append(key, line_of(rank)) if keys.appends else Set(f"{key}/{rank}", b"1")
         return ()
     absentees: tuple[int, ...] = ()
+    others = [other for other in range(keys.world_size) if other != host_rank]
+    if not others:
+        return ()
     if keys.appends:
-        wanted = set(others)
-        if wanted and ((yield Until(Read(key), lambda value: wanted <= _ranks_in(value))) is None):
-            absentees = tuple(sorted(wanted - _ranks_in((yield Read(key)))))
-    elif others:
+        if (yield Until(Read(key), lambda log: keys.is_full(log, host_rank))) is None:
+            gone = ranks_in((yield Read(key)))
+            absentees = tuple(other for other in others if other not in gone)
+    else:
         parts = keys.parts(key, others)
         if not (yield Wait(parts)):
             absentees = tuple(others[position] for position in (yield from absent(parts)))
-    progress.leave_behind(key)  # if this call is repeated, it has to find the log again
+    if kind == GET_ALL:  # if this call is repeated, it has to find the log again
+        progress.leave_behind([key] if keys.appends else keys.parts(key, others))
     return absentees
 
 
-def remove_leftovers(keys: Keys, progress: Progress) -> Steps[None]:
-    """Remove logs of generations that all ranks have left."""
+def remove_leftovers(progress: Progress) -> Steps[None]:
+    """Remove keys of generations that all ranks have left."""
     for number, key in progress.leftovers:
         if number <= progress.generation - 2:
-            yield from remove_log(keys, key)
-            progress.leftovers = tuple(log for log in progress.leftovers if log[1] != key)
+            yield Delete(key)
+            progress.leftovers = tuple(pair for pair in progress.leftovers if pair[1] != key)
 
 
 def absent(names: Sequence[str], first: int = 0) -> Steps[list[int]]:
@@ -563,18 +470,14 @@ def frame(rank: int, data: bytes) -> bytes:
 def unframe(blob: bytes, world_size: int) -> list[bytes]:
     """Take the data of all ranks apart. If a rank handed in twice, the first counts."""
     values: dict[int, bytes] = {}
-    at = 0
-    while at + _FRAME.size <= len(blob):
+    at, last = 0, len(blob) - _FRAME.size
+    while at <= last:
         rank, size = _FRAME.unpack_from(blob, at)
-        at += _FRAME.size
-        values.setdefault(rank, blob[at : at + size])
-        at += size
+        at += _FRAME.size + size
+        if rank not in values:
+            values[rank] = blob[at - size : at]
     assert len(values) == world_size, "all ranks hand in before they arrive"
     return [values[rank] for rank in range(world_size)]
-
-
-def _ranks_in(text: bytes | None) -> set[int]:
-    return set(map(int, (text or b"").split()))
 
 
 def registered_sizes(register: bytes | None) -> list[int]:
@@ -605,10 +508,9 @@ def _waiting_elsewhere(keys: Keys, kind: str, sizes: Iterable[int]) -> Steps[lis
     listed = yield ListKeys()
     for world in others:
         number = world.newest_generation(kind, listed)
-        if number is None or (yield Check((world.release(kind, number),))):
+        if number is None:
             continue
-        words = yield ReadMany(world.words(kind, number))
-        missing = set(missing_ranks(words, world.world_size, world.ranks_per_word))
-        here = [rank for rank in range(world.world_size) if rank not in missing]
-        claims += yield from _claims(world, here)
+        missing = yield from _missing(world, kind, number)
+        if missing:
+            claims += yield from _claims(world, sorted(world.all_ranks.difference(missing)))
     return claims

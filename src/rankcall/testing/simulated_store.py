@@ -30,9 +30,10 @@ can say with a ``Checkpoint`` what it remembers between them. Then the answers b
 count any more, and much fewer states are different.
 
 In the simulation, requests take effect one after the other. ``ReadMany`` reads one key after the
-other. A lost answer raises ``LostAnswer`` in its process; the request may have taken
-effect or not. A process that is killed makes no more requests. A deadline may expire at any moment,
-unless the key that the process waits for is there.
+other, and ``Arrive`` appends, counts and waits one after the other. A lost answer raises
+``LostAnswer`` in its process; the request may have taken effect or not. A process that is killed
+makes no more requests. A deadline may expire at any moment, unless the key that the process waits
+for is there.
 With ``ticks``, a clock goes on by one second at a time, and ``Now`` and ``Sleep`` follow it; each
 process may have a clock that started at another time (``clock_offset``).
 """
@@ -48,6 +49,7 @@ from typing import Any, NamedTuple
 from rankcall._requests import (
     Add,
     Append,
+    Arrive,
     Check,
     CompareSet,
     Delete,
@@ -60,15 +62,16 @@ from rankcall._requests import (
     Steps,
     Until,
     Wait,
-    WaitRead,
 )
 
 __all__ = [
     "Add",
     "Append",
+    "Arrive",
     "Check",
     "Checkpoint",
     "CompareSet",
+    "Counted",
     "Delete",
     "Explored",
     "ListKeys",
@@ -85,7 +88,6 @@ __all__ = [
     "Until",
     "Violation",
     "Wait",
-    "WaitRead",
     "World",
     "perform",
 ]
@@ -114,6 +116,19 @@ class Mark(NamedTuple):
     value: Any = None
 
 
+class _CountIn(NamedTuple):
+    """The second step of ``Arrive``. The answer is the new value of its key."""
+
+    key: str
+
+
+class Counted(NamedTuple):
+    """The last step of ``Arrive``, which waits. The answer is that of ``Arrive``."""
+
+    key: str
+    size: int
+
+
 class Checkpoint(NamedTuple):
     """Not a request: from here on, a process depends on ``memory`` only.
 
@@ -140,6 +155,8 @@ class Process:
 
 def perform(request: Any, held: Store) -> tuple[Any, Store]:
     """Return the answer to a request that does not wait, and the contents of the store after it."""
+    if isinstance(request, _CountIn):
+        request = Add(request.key, 1)
     if isinstance(request, Add):
         # As in torch's stores, a counter is read up to the first character that is not a digit.
         value = int(held.get(request.key, b"0").split()[0]) + request.amount
@@ -259,9 +276,9 @@ class _Tree:
     def generator(self, memory: Any) -> Generator[Any, Any, Any]:
         """Return the process's generator from its start, or from a checkpoint on."""
         if memory is None:
-            return _one_read_at_a_time(self._process.start())
+            return _one_step_at_a_time(self._process.start())
         assert self._process.resume, f"{self.name} has a checkpoint and cannot resume"
-        return _one_read_at_a_time(self._process.resume(memory))
+        return _one_step_at_a_time(self._process.resume(memory))
 
     def run(
         self,
@@ -300,8 +317,8 @@ def _skip_marks(generator: Generator[Any, Any, Any], request: Any) -> Any:
     return request
 
 
-def _one_read_at_a_time(steps: Steps[Any]) -> Steps[Any]:
-    """Make the requests of a process, ``ReadMany`` as single reads."""
+def _one_step_at_a_time(steps: Steps[Any]) -> Steps[Any]:
+    """Make the requests of a process, ``ReadMany`` and ``Arrive`` in several steps."""
     error: LostAnswer | None = None
     answer: Any = None
     while True:
@@ -315,6 +332,11 @@ def _one_read_at_a_time(steps: Steps[Any]) -> Steps[Any]:
                 answer = []
                 for key in request.keys:
                     answer.append((yield Read(key)))
+            elif isinstance(request, Arrive):
+                for key, value in request.appends:
+                    yield Append(key, value)
+                yield _CountIn(request.key)
+                answer = yield Counted(request.key, request.size)
             else:
                 answer = yield request
         except LostAnswer as lost:
@@ -330,6 +352,7 @@ class World(NamedTuple):
     deaths: int
     time: int
     wakes: tuple[int, ...]  # when each process's sleep is over
+    woken: frozenset[int]  # the processes that another request lets pass which wait in ``Arrive``
 
     def key(self) -> Any:
         """Return what tells this world apart from others that go on in another way."""
@@ -348,8 +371,23 @@ class World(NamedTuple):
         return self._state(name).outcome
 
     def request(self, name: str) -> Any:
-        """Return the request that a process is about to make."""
+        """Return the request that a process is about to make, or in which it waits."""
         return self._state(name).request
+
+    def can_go_on(self, name: str) -> bool:
+        """Return whether the request of a process would be answered now."""
+        index = next(at for at, state in enumerate(self.states) if state.tree.name == name)
+        request = self.states[index].request
+        if isinstance(request, Wait):
+            return all(key in self.store for key in request.keys)
+        if isinstance(request, Until):
+            return bool(request.is_enough(perform(request.request, self.store)[0]))
+        if isinstance(request, Counted):
+            count = perform(Add(request.key, 0), self.store)[0]
+            return index in self.woken or count >= request.size
+        if isinstance(request, Sleep):
+            return self.time >= self.wakes[index]
+        return True
 
     def _state(self, name: str) -> _State:
         return next(state for state in self.states if state.tree.name == name)
@@ -493,23 +531,26 @@ class Simulation:
         begun = [tree.root(None, remember=False) for tree in self._trees]
         zeros = (0,) * len(begun)
         states = tuple(reached.state for reached in begun)
-        world = World(self._store, states, self._lost_answers, self._deaths, 0, zeros)
+        world = World(self._store, states, self._lost_answers, self._deaths, 0, zeros, frozenset())
         for reached in begun:
             self._check(_Taken(world, None, reached, ()))
         return world
 
     def _actions(self, world: World) -> Iterator[tuple[str, str]]:
         """Yield all that may happen next, as the name of a process and what it does."""
-        for index, state in enumerate(world.states):
+        for state in world.states:
             if state.outcome is not None:
                 continue
             name, request = state.tree.name, state.request
             may_be_lost = world.lost_answers and not isinstance(request, (Now, Sleep))
-            if self._is_ready(world, index, request):
+            if world.can_go_on(name):
                 yield name, "step"
                 if may_be_lost:
                     yield name, "lost-answer"
-            elif self._expiries and isinstance(request, (Wait, WaitRead, Until)):
+            elif isinstance(request, Counted):
+                if self._expiries:
+                    yield name, "give-up"
+            elif self._expiries and isinstance(request, (Wait, Until)):
                 yield name, "expire"
             if may_be_lost:
                 yield name, "lost-request"
@@ -528,17 +569,6 @@ class Simulation:
         if not any(isinstance(state.request, Sleep) for state in live):
             waits = "; ".join(f"{state.tree.name}: {_shown(state.request)}" for state in live)
             raise Violation(f"no process can go on: {waits}", _trace(step))
-
-    def _is_ready(self, world: World, index: int, request: Any) -> bool:
-        if isinstance(request, Wait):
-            return all(key in world.store for key in request.keys)
-        if isinstance(request, WaitRead):
-            return request.key in world.store
-        if isinstance(request, Until):
-            return bool(request.is_enough(perform(request.request, world.store)[0]))
-        if isinstance(request, Sleep):
-            return world.time >= world.wakes[index]
-        return True
 
     def _take(
         self, world: World, name: str, action: str, step: _Step | None, remember: bool
@@ -561,8 +591,9 @@ class Simulation:
                 answer = False if isinstance(state.request, Wait) else None
                 seen = self._witness(world, name) if self._witness else None
                 marks = (Mark("expired", seen),)
-            elif action != "lost-request":
+            elif action not in ("lost-request", "give-up"):
                 answer, store = self._answer(world, state, state.request)
+                world = _wake(world, state.request)
             if action.startswith("lost"):
                 answer = LostAnswer(action)
                 world = world._replace(lost_answers=world.lost_answers - 1)
@@ -576,14 +607,13 @@ class Simulation:
             until = world.time + int(reached.state.request.seconds)
             wakes = (*wakes[:index], until, *wakes[index + 1 :])
         states = (*world.states[:index], reached.state, *world.states[index + 1 :])
-        after = world._replace(store=store, states=states, wakes=wakes)
+        woken = world.woken - {index}
+        after = world._replace(store=store, states=states, wakes=wakes, woken=woken)
         return _Taken(after, step, reached, state.marks)
 
     def _answer(self, world: World, state: _State, request: Any) -> tuple[Any, Store]:
-        if isinstance(request, Wait):
+        if isinstance(request, (Wait, Counted)):
             return True, world.store
-        if isinstance(request, WaitRead):
-            return world.store[request.key], world.store
         if isinstance(request, Until):
             return perform(request.request, world.store)
         if isinstance(request, Now):
@@ -607,8 +637,23 @@ class Simulation:
             raise Violation(str(error) or repr(error), _trace(taken.step)) from error
 
 
-_PROGRESS = ("step", "expire", "tick")
-_WEIGHTS = {"expire": 2, "lost-answer": 1, "lost-request": 1, "kill": 1, "tick": 4}
+def _wake(world: World, request: Any) -> World:
+    """Let all processes pass that wait in ``Arrive`` at the key of a request."""
+    if isinstance(request, Until):
+        request = request.request
+    key = getattr(request, "key", None)
+    if key is None or isinstance(request, (_CountIn, Counted)):
+        return world
+    woken = {
+        index
+        for index, state in enumerate(world.states)
+        if isinstance(state.request, Counted) and state.request.key == key
+    }
+    return world._replace(woken=world.woken | woken) if woken else world
+
+
+_PROGRESS = ("step", "expire", "give-up", "tick")
+_WEIGHTS = {"expire": 2, "give-up": 2, "lost-answer": 1, "lost-request": 1, "kill": 1, "tick": 4}
 
 
 def _trace(step: _Step | None) -> str:
