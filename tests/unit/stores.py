@@ -15,6 +15,7 @@ from lag import stopwatch
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import rankcall
+from rankcall.store import _client
 
 KINDS = ("tcp", "tcp-without-libuv", "prefix", "file", "hash")
 N = 4
@@ -28,8 +29,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def clients(kind: str, tmp_path: Path) -> list[Store]:
-    """Return four clients of one store."""
+def clients(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Store]:
+    """Return four clients of one store.
+
+    The store is sound. So if a call waits long for its answer, the machine is busy: the call must
+    not say that the store is lost.
+    """
+    monkeypatch.setattr(_client, "BEYOND_S", WAIT_S)
     return stores_of(kind, N, tmp_path)
 
 
