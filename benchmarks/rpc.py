@@ -1,7 +1,8 @@
 """Time calls through rankcall's ZMQ back end and through torch's TensorPipe, side by side.
 
 Two processes a back end, all on this host; the back ends take turns, round by round, so that a
-noisy machine disturbs both. `send`: a tensor goes, a number comes back; `echo`: it comes back too.
+noisy machine disturbs both. No name server is asked. `send`: a tensor goes, a number comes back;
+`echo`: it comes back too.
 Prints medians in µs (JSON with --json) and ratios, ours over theirs; and how long it takes on ZMQ
 to fetch and keep thousands of tensors, which should grow in step with their number.
 
@@ -20,6 +21,11 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+# torch looks up the names of addresses when it connects. A name server that drops some of many
+# requests at once would add five seconds to a join, on both back ends.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns each time that none was asked
 
 BACKENDS = ("zmq", "tensorpipe")
 SIZES = {"4mib": 4 << 20, "64mib": 64 << 20}

@@ -9,12 +9,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from stores import clients, keys_of, kind, meanwhile, ranks, until_key
-from torch.distributed import DistStoreError, HashStore, Store
+from stores import WAIT_S, clients, keys_of, kind, meanwhile, ranks, until_key
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from torch.distributed.elastic.utils import store as model
 
 import rankcall
 from rankcall import store as ours
+from rankcall._requests import METHODS, Add, Append, Arrive, ListKeys, Read, Set, Steps, Wait
+from rankcall.store import _client
+from rankcall.testing.simulated_store import Mark, Process, Simulation
 
 __all__ = ["clients", "kind"]  # fixtures
 
@@ -134,3 +137,47 @@ def test_text_is_data(clients: list[Store]) -> None:
     """torch's own tests hand in text: its store encodes it as UTF-8."""
     exchanged = ranks(lambda rank: ours.synchronize(clients[rank], f"é{rank}", rank, 2, "p", 20), 2)
     assert exchanged == [["é0".encode(), "é1".encode()]] * 2
+
+
+# --- the request that counts, as torch's store answers it and as the simulated one does ---
+
+# What another client does while one waits for two, and whether it lets that one pass.
+BESIDE_A_WAIT = {
+    "counts itself in": (Arrive([], "in", 2), True),
+    "sets the key": (Set("in", b"2"), True),
+    "appends to the key": (Append("in", b"\n0"), True),
+    "adds to the key": (Add("in", 1), True),
+    "reads the key as rankcall does": (Read("in"), True),
+    "lists the keys": (ListKeys(), False),
+    "sets another key": (Set("other", b"2"), False),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_A_WAIT)
+def test_the_simulated_store_counts_as_torchs(name: str) -> None:
+    """A client passes when two are in, or when a request names the key, and not before."""
+    request, lets_pass = BESIDE_A_WAIT[name]
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if not hasattr(host, "barrier"):
+        pytest.skip("this torch has no request that counts")
+    clients = [_client.Connection(host.clone()) for _ in range(2)]  # type: ignore[attr-defined]
+    wait_s = WAIT_S if lets_pass else 0.5
+    with meanwhile(lambda: clients[0].arrive(Arrive([], "in", 2), wait_s)) as passed:
+        until_key(host, "in")
+        if isinstance(request, Arrive):
+            assert clients[1].arrive(request, WAIT_S)
+        else:
+            getattr(clients[1], METHODS[type(request)])(*request)
+    assert passed == [lets_pass]
+
+    def one_that_waits() -> Steps[None]:
+        yield Mark("passed", (yield Arrive([], "in", 2)))
+
+    def another() -> Steps[None]:
+        yield Wait(["in"])
+        yield request
+
+    simulation = Simulation([Process("one", one_that_waits), Process("another", another)])
+    trace = "1. one: step\n2. another: step\n3. another: step\n"
+    world = simulation.replay(trace)
+    assert world.can_go_on("one") is lets_pass
