@@ -425,8 +425,8 @@ def polling(connection: Connection, call: Call, until: float, is_last: bool = Tr
                 call.is_late = is_last
                 return answer if is_last else _PENDING
             clock.sleep(min(pause, until - now))
-            growing = max(pause * _POLL_GROWTH, 0.0)
-            pause = min(growing, max((now - began) * _POLL_SHARE, 0.001), _LONGEST_POLL_S)
+            share = max((now - began) * _POLL_SHARE, 0.001)
+            pause = min(pause * _POLL_GROWTH, share, _LONGEST_POLL_S)
 
     return wait
 
@@ -455,7 +455,10 @@ def run(
     times = blocking_times(timeout) if state.is_tcp else None
     if times is not None:
         answer_s, wait_s = times
-        own = state.idle.pop() if state.idle else own_connection(store, state, answer_s)
+        try:
+            own: Connection | None = state.idle.pop()
+        except IndexError:  # there is none, or another thread was faster
+            own = own_connection(store, state, answer_s)
         if own is not None:
             try:
                 if own.limited_to != answer_s:
