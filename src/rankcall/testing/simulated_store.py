@@ -352,7 +352,7 @@ class World(NamedTuple):
     deaths: int
     time: int
     wakes: tuple[int, ...]  # when each process's sleep is over
-    woken: frozenset[int]  # the processes that another request lets pass which wait in ``Arrive``
+    woken: frozenset[int]  # those that wait in ``Arrive``, and that another request lets pass
 
     def key(self) -> Any:
         """Return what tells this world apart from others that go on in another way."""
