@@ -46,7 +46,8 @@ demo: $(INSTALLED)
 	$(BIN)/rankcall report --html report.html
 
 # What is compiled is compiled first: no test's time-out is for a compiler. If Python must write no bytecode, each of
-# the processes that the tests start would compile all modules again.
+# the processes that the tests start would compile all modules again, and pytest would rewrite every test file.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
 	$(BIN)/rankcall build || true
 	$(BIN)/python -m compileall -q src tests benchmarks examples tools || true

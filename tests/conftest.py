@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     # The same examples every time: `make test` must not fail by chance.
     "short",
-    max_examples=300,
+    max_examples=100,
     derandomize=True,
     deadline=None,
     database=None,

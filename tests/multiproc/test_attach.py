@@ -345,7 +345,7 @@ def leave(folder: Path, status: int, *command: str, **more: str) -> tuple[list[E
 
 
 @pytest.mark.parametrize(
-    "status", [3, -1, pytest.param(0, marks=SLOW), pytest.param(260, marks=SLOW)]
+    "status", [-1, *(pytest.param(status, marks=SLOW) for status in (3, 0, 260))]
 )
 def test_the_exit_status_of_a_rank_that_nothing_started(tmp_path: Path, status: int) -> None:
     """With ``RANKCALL=1`` alone, a status other than 0 is in the run, as a shell would see it."""

@@ -41,7 +41,7 @@ FAULTS = {"raise": "dead", "kill": "dead", "size": "mismatch", "op": "desync"}
 @pytest.mark.parametrize(
     "fault",
     [
-        "size",
+        pytest.param("size", marks=pytest.mark.slow),
         pytest.param("raise", marks=pytest.mark.slow),
         pytest.param("kill", marks=pytest.mark.slow),
         pytest.param("op", marks=pytest.mark.slow),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -18,7 +19,8 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs rankcall[serve]")
 pytest.importorskip("uvicorn", reason="needs rankcall[serve]")
-pytest.importorskip("sklearn", reason="needs rankcall[examples]")
+if importlib.util.find_spec("sklearn") is None:  # an import would take a second
+    pytest.skip("needs rankcall[examples]", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 RANKCALL = Path(sys.executable).with_name("rankcall")

@@ -15,6 +15,7 @@ import sys
 from importlib.util import find_spec
 from inspect import ismodule
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,14 @@ def runnable() -> list[Path]:
     return [page for page in PAGES if page.exists() and BLOCK.search(page.read_text())]
 
 
+def cases() -> list[Any]:
+    """Return the pages as parameters. test_attach.py has near twins of the jobs of one of them."""
+    return [
+        pytest.param(page, marks=pytest.mark.slow if page.name == "attach.md" else (), id=page.name)
+        for page in runnable()
+    ]
+
+
 def commands(language: str, text: str) -> list[list[str]]:
     """Return what to run for a block."""
     if language == "python":
@@ -44,7 +53,7 @@ def commands(language: str, text: str) -> list[list[str]]:
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(900)  # a page of jobs with torchrun, on a busy machine
-@pytest.mark.parametrize("page", runnable(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", cases())
 def test_examples_run(page: Path, tmp_path: Path) -> None:
     """Every marked block of a page runs and exits with 0."""
     bin_dir = Path(sys.executable).parent

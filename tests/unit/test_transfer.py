@@ -234,7 +234,7 @@ def _check(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]) -> No
     assert len(set(bundles)) == len(bundles)
 
 
-@pytest.mark.parametrize("deaths", [0, 1])
+@pytest.mark.parametrize("deaths", [pytest.param(0, marks=pytest.mark.slow), 1])  # 1: or none
 def test_two_nodes_in_every_order(deaths: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No node keeps a bundle twice or its own, also if one of them dies; each call ends."""
     monkeypatch.setattr(posts_module, "_POLL_S", 1)  # a step of the simulation's clock

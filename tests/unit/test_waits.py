@@ -6,6 +6,7 @@ has calls, joins and locks with one), or name it below with a reason that a revi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -188,6 +189,11 @@ DEFECTS = """
 """
 
 
+@functools.cache
+def _found() -> frozenset[Wait]:
+    return frozenset(_package())
+
+
 def _package() -> Iterator[Wait]:
     for path in sorted(ROOT.rglob("*")):
         name = str(path.relative_to(ROOT))
@@ -204,20 +210,19 @@ def _named(table: str) -> Iterator[Wait]:
             yield from (Wait(file, kind, text) for text in texts.split(" | "))
 
 
-FOUND = frozenset(_package())
 NAMED = [wait for table in (LOCKS, WAITS, DEFECTS) for wait in _named(table)]
 
 
 def test_every_wait_has_a_deadline() -> None:
     """No wait is without a deadline, but for those that the tables name."""
-    unbounded = sorted(FOUND - set(NAMED))
+    unbounded = sorted(_found() - set(NAMED))
     listed = "\n".join(f"{file}: {kind}: {text}" for file, kind, text in unbounded)
     assert not unbounded, f"give each a deadline, or name it with a reason:\n{listed}"
 
 
 def test_the_tables_name_what_exists() -> None:
     """A wait that is gone or has a deadline by now is named no longer, and none is named twice."""
-    gone = sorted(set(NAMED) - FOUND)
+    gone = sorted(set(NAMED) - _found())
     listed = "\n".join(f"{file}: {kind}: {text}" for file, kind, text in gone)
     assert not gone, f"remove from the tables:\n{listed}"
     assert len(NAMED) == len(set(NAMED))

@@ -132,7 +132,7 @@ def whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("whole_seconds")
-@pytest.mark.parametrize("deaths", [0, 1])
+@pytest.mark.parametrize("deaths", [pytest.param(0, marks=pytest.mark.slow), 1])  # 1: or none
 def test_every_order_of_two_nodes(deaths: int) -> None:
     """In every order of requests, two nodes agree on one verdict, also if one dies."""
     assert simulated(2, 1, 1, ticks=3, deaths=deaths).explore().ends
