@@ -173,6 +173,17 @@ def test_the_decoders_words_are_used() -> None:
     assert "missing_ranks=[1, 2]" in str(error)
 
 
+def test_torchs_words_of_the_other_ranks_are_found() -> None:
+    """In torch, rank 0 alone has the list; searches for what the others say find our error, too."""
+    store = HashStore()
+    first, _ = timed(lambda: ours.barrier(store, 3, "p", 0.1, 0, lambda rank: f"box{rank}"))
+    other, _ = timed(lambda: ours.barrier(store, 3, "p", 0.1, 1, lambda rank: f"box{rank}"))
+    alone, _ = timed(lambda: ours.barrier(store, 3, "q", 0.1, 1, lambda rank: f"box{rank}"))
+    words = "check rank 0 (box0) for missing rank info"
+    assert [words in str(error) for error in (first, other, alone)] == [False, True, False]
+    assert "missing_ranks=[box2]" in str(other)
+
+
 def test_what_stands_in_every_error() -> None:
     """The application's own words, in each kind of error."""
     store = HashStore()

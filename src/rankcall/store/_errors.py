@@ -143,8 +143,12 @@ def timed_out(
     searched = "Timed out waiting on barrier" if kind == "barrier" else f"Timed out on {kind}"
     text += (
         f" {searched} on rank {rank}, for key prefix: {keys.prefix} "
-        f"(world_size={size}, missing_ranks=[{listed}], timeout={timeout})"
+        f"(world_size={size}, missing_ranks=[{listed}], timeout={timeout}"
     )
+    if rank and decoder is not None and 0 not in missing:  # torch's other ranks have no list
+        known, _ = _decoded([0], decoder)
+        text += f"; or check rank 0 ({known.get(0, UNKNOWN)}) for missing rank info"
+    text += ")"
     return BarrierTimeout(
         text,
         missing_ranks=missing,
