@@ -30,7 +30,7 @@ settings.load_profile("short")
 
 # PYTEST_*: set by pytest around each phase. The rest: set by importing torch or polars, once.
 _NOT_OURS = ("PYTEST_", "TORCH", "KINETO_", "KMP_", "CUDA_", "_RJEM_")
-_ENDING_S = 15.0  # for a thread to end, even one that cannot connect
+_ENDING_S = 60.0  # for a thread to end, even one that cannot connect
 
 
 def pytest_configure(config: pytest.Config) -> None:

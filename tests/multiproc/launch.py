@@ -62,7 +62,7 @@ class Launch:
             stderr=self._err,
         )
 
-    def finish(self, timeout: float = 60, linger: float = 0) -> Ended:
+    def finish(self, timeout: float = 240, linger: float = 0) -> Ended:
         """Wait for the end and return it; raise with every stack if time is up.
 
         ``linger``: how long other processes may outlive the command. Lightning's first rank, for
@@ -87,7 +87,7 @@ class Launch:
         assert not survivors, f"processes outlived the launcher: {survivors}\n{ended.err}"
         return ended
 
-    def wait_for(self, path: Path, timeout: float = 40) -> None:
+    def wait_for(self, path: Path, timeout: float = 240) -> None:
         """Wait until a file of the job is there."""
         deadline = time.monotonic() + timeout
         while not path.exists():
@@ -125,7 +125,7 @@ def launch(
     *args: str | Path,
     cwd: Path,
     env: Mapping[str, str] | None = None,
-    timeout: float = 60,
+    timeout: float = 240,
     linger: float = 0,
 ) -> Ended:
     """Run a ``rankcall`` command to its end."""

@@ -22,7 +22,7 @@ from rankcall.run.load import load
 from rankcall.testing import RankResult, Ranks, start_ranks
 
 Object = dict[str, Any]
-VERDICT_S = 60.0  # the time that a watcher has to name all causes
+VERDICT_S = 120.0  # the time that a watcher has to name all causes
 
 
 @dataclass
@@ -80,7 +80,7 @@ def run(scenario: Scenario, folder: Path) -> Found:
             watch={"hang_after": hang_after},
         ) as ranks:
             if scenario.healthy or scenario.ends or scenario.slow:
-                assert ranks.wait(90), scenario.name
+                assert ranks.wait(200), scenario.name
             else:
                 seconds = _await_verdict(scenario, run_dir, ranks)
                 by["watcher"] = _watchers(run_dir)

@@ -17,7 +17,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.run.load import load
 from rankcall.testing import RankResult, start_ranks
 
-RANK_S = 60.0  # how long a rank may run beyond its groups' time-out
+RANK_S = 120.0  # how long a rank may run beyond its groups' time-out
 # The kinds of messages of torch. A message can name exactly the ranks that were planted, these and
 # others, some of them, or only others.
 NOTHING, ERROR, TIME_OUT = "nothing", "error", "time-out"

@@ -21,7 +21,7 @@ def test_training() -> None:
         [*command, "--rounds", "1", "--epochs", "1"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -38,7 +38,7 @@ def test_trace() -> None:
         [*command, "--calls", "1000", "--ranks", "4", "--collectives", "50"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -55,7 +55,7 @@ def test_agreement() -> None:
     """Nodes agree over a real store on the rank that is missing, and one of them prints it."""
     command = [sys.executable, str(BENCHMARKS / "agreement.py"), "--json", "--rounds", "1"]
     done = subprocess.run(
-        [*command, "--nodes", "8"], capture_output=True, text=True, timeout=100, check=False
+        [*command, "--nodes", "8"], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout)["8_nodes"]

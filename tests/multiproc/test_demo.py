@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/train_digits.py"
 def test_the_report_names_the_straggler(tmp_path: Path) -> None:
     """The example learns, and rank 2, which sleeps in each step, is first among the stragglers."""
     options = ["--nproc-per-node=4", EXAMPLE, "--slow-rank=2", "--slow-ms=20"]
-    trained = launch("run", *options, cwd=tmp_path, timeout=100)
+    trained = launch("run", *options, cwd=tmp_path, timeout=240)
     assert trained.status == 0, trained.err
     accuracies = [float(percent) for percent in re.findall(r"test accuracy ([\d.]+)%", trained.out)]
     assert accuracies[-1] >= 95

@@ -43,7 +43,7 @@ def verdicts(run: Path) -> list[dict[str, Any]]:
 
 def check(run: Path, ranks: Ranks, absent: int, function: str) -> None:
     """Wait for the watcher's verdict; ``diagnose`` must agree with it."""
-    wait_until(lambda: bool(verdicts(run)), 90)
+    wait_until(lambda: bool(verdicts(run)), 200)
     (finding,) = verdicts(run)[0]["findings"]
     (now,) = read(run, HANG_AFTER_S).findings
     for kind, ranks_, sure, summary in (

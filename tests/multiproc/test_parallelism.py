@@ -43,7 +43,9 @@ def outcomes(capture: str, factory: pytest.TempPathFactory) -> dict[str, Told]:
     folder = factory.mktemp(capture)
     env = {"RANKCALL_CAPTURE": capture, **witness.ARMED}
     names = list(programs.PROGRAMS)
-    results = run_ranks(programs.run_programs, RANKS, str(folder), names, True, env=env, timeout=80)
+    results = run_ranks(
+        programs.run_programs, RANKS, str(folder), names, True, env=env, timeout=240
+    )
     by_program = {}
     for name in names:
         run = load(folder / name)

@@ -59,7 +59,7 @@ def _tensors(rank: int, world_size: int, backend: str) -> Any:
         assert blocks() <= 2 * before  # they are reused, once the other side has let go of them
         received = [rpc.rpc_sync("w1", torch.full, args=((1 << 17,), i)) for i in range(5)]
         assert [int(tensor[-1]) for tensor in received] == list(range(5))
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     if rank == 0:  # received tensors stay, although the sender has left
         assert [int(tensor.min()) for tensor in received] == list(range(5))
     return None
@@ -109,7 +109,7 @@ def _profiled(rank: int, world_size: int) -> Any:
         remote_events.append(
             [event.name for event in profiled.function_events if event.node_id == 1]
         )
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return remote_events
 
 
@@ -147,7 +147,7 @@ def _bad_calls(rank: int, world_size: int, backend: str) -> Any:
         with pytest.raises((RuntimeError, ValueError)):
             rpc.rpc_sync("nobody", max, args=(1, 2))
         assert rpc.rpc_sync("w1", max, args=(1, 2)) == 2
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return messages
 
 
@@ -180,7 +180,7 @@ def _bad_group(rank: int, world_size: int, backend: str, what: str) -> Any:
         if message:  # else the second attempt of the other rank has met this first one
             come_up(rank, world_size, backend)
         assert rpc.rpc_sync(f"w{1 - rank}", max, args=(1, 2)) == 2
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
     return message
 
 
@@ -324,7 +324,7 @@ def _hosts(rank: int, world_size: int, secrets: list[str], folder: str) -> Any:
     sent = torch.randn(1 << 20)
     received = rpc.rpc_sync(f"w{1 - rank}", _identity, args=(sent,))
     figures = metrics()
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     assert torch.equal(received, sent)  # it may outlive the agent that received it
     return "ok", figures["arena_bytes"], figures["refused"]
 
@@ -389,7 +389,7 @@ def _garbage(rank: int, world_size: int) -> Any:
     wait_until(lambda: rpc.rpc_sync(peer, metrics)["malformed"] >= 4)
     wait_until(lambda: rpc.rpc_sync(peer, metrics)["stale"] >= 1)
     assert rpc.rpc_sync(peer, max, args=(3, 4)) == 4
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return "answered"
 
 

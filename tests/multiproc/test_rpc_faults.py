@@ -146,7 +146,7 @@ def _host_leaves_first(rank: int, world_size: int) -> Any:
     beside.add("up", 1)
     wait_until(lambda: int(beside.add("up", 0)) == world_size)
     if rank == 0:
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         beside.set("pid", str(os.getpid()))
         return None
     pid = int(beside.get("pid"))
@@ -319,7 +319,7 @@ def _no_room(rank: int, world_size: int) -> Any:
     sent = torch.arange(1 << 20)
     assert torch.equal(rpc.rpc_sync(f"w{1 - rank}", _identity, args=(sent,)), sent)
     usage = metrics()["arena_bytes"], blocks()
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return usage
 
 
@@ -344,7 +344,7 @@ def _too_large(rank: int, world_size: int) -> Any:
             messages.append(str(caught.value))
         assert rpc.rpc_sync("w1", _zeros, args=(1 << 20,)).numel() == 1 << 20
         assert rpc.rpc_sync("w1", max, args=(1, 2)) == 2
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return messages
 
 
@@ -406,7 +406,7 @@ def _strangers(rank: int, world_size: int, secret: str) -> Any:
             for push in context._sockets.copy():
                 push.close()
     assert rpc.rpc_sync(f"w{1 - rank}", max, args=(3, 4)) == 4
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return None if rank == 0 else [counts["malformed"], counts["stale"], counts["strangers"]]
 
 
@@ -439,7 +439,7 @@ def _again_and_again(rank: int, world_size: int, backend: str) -> Any:
     for _ in range(4):
         come_up(rank, world_size, backend)
         rpc.rpc_sync(f"w{1 - rank}", _identity, args=(torch.ones(1 << 16),))
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         used.append(uses())
     with suppress(AssertionError):  # a joined thread is listed for tens of milliseconds more
         wait_until(ended, seconds=10)

@@ -61,7 +61,7 @@ def _mapped(rank: int, world_size: int, backend: str, dynamic: bool) -> Any:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_tensors_land_where_the_maps_say(backend: str, dynamic: bool) -> None:
     """Arguments land on the mapped device, answers on the caller's; CPU tensors stay on the CPU."""
-    answers = run_ranks(_mapped, 2, backend, dynamic, init=False, timeout=110)
+    answers = run_ranks(_mapped, 2, backend, dynamic, init=False, timeout=240)
     assert answers[0] == ["cpu", [2.0, 2.0]]
 
 

@@ -55,7 +55,7 @@ def _grows_too_large(rank: int, world_size: int) -> Any:
         store.wait(["refused"])
         _limit(1024)
         wait_until(lambda: names() == {"w0"})
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         return None
     store.wait(["up"])
     with pytest.raises(RuntimeError) as caught:

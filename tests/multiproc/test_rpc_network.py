@@ -218,7 +218,7 @@ def _visited_by_strangers(rank: int, world_size: int, folder: str, line: Line) -
         assert rpc.rpc_sync("w0", pow, args=(2, 5)) == 32
         figures = {"kib": most - before, "refused": metrics()["refused"]}
         store.set("over", "")
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         return figures
     enter(rank, folder, line.mtu)
     store = _aside(rank)

@@ -58,18 +58,18 @@ def _fetched_before_leaving(rank: int, world_size: int) -> Any:
     if rank == 0:
         store.set("host", "")
         store.wait(["done"])
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         return None
     tensor = rpc.rpc_sync("w0", _full, args=(float(rank),))
     if rank == 1:
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         store.set("left", "")
         store.wait(["fetched"])
         store.set("done", "")
     else:
         store.set("fetched", "")
         store.wait(["done"])
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
     return float(tensor.min()), float(tensor.max())
 
 
@@ -140,7 +140,7 @@ def _lost_answers(rank: int, world_size: int) -> Any:
                 rpc.rpc_sync("w1", _slow_full, timeout=0.05)
             wait_until(lambda least=count: metrics()["late_answers"] >= least)
         blocks_held = rpc.rpc_sync("w1", metrics)["arena_bytes"] // (4 * LARGE)
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return blocks_held
 
 
@@ -162,7 +162,7 @@ def _many_kept(rank: int, world_size: int) -> Any:
         for _ in range(5):
             rpc.rpc_sync("w1", _keep, args=(tensors,))
         mappings = rpc.rpc_sync("w1", _mappings)
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return mappings
 
 
@@ -193,7 +193,7 @@ def _killed_and_again(rank: int, world_size: int) -> Any:
         come_up(1, None, "ZMQ", "w1")
         outcome: Any = rpc.rpc_sync("w0", pow, args=(2, 5))
         store.set("done", "")
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         return outcome
     if rank == 1:
         store.wait(["host"])
@@ -205,7 +205,7 @@ def _killed_and_again(rank: int, world_size: int) -> Any:
     store.set("host", "")
     store.wait(["done"])
     outcome = sorted(names())
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return outcome
 
 
@@ -242,7 +242,7 @@ def _given_up(rank: int, world_size: int, backend: str) -> Any:
         store.wait(["given up"])
     come_up(rank, world_size, backend, rpc_timeout=60)
     answer = rpc.rpc_sync(f"w{1 - rank}", pow, args=(2, 3))
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return answer
 
 
@@ -274,7 +274,7 @@ def _dies_first(rank: int, world_size: int) -> Any:
         except RpcTimeout:
             continue
     answer = rpc.rpc_sync(f"w{1 - own}", pow, args=(2, 3))
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return answer
 
 
@@ -302,20 +302,20 @@ def _visits(rank: int, world_size: int) -> Any:
             wait_until(lambda: names() == {"w0"})
             counts.append(sockets())
         wait_until(lambda: sockets() <= counts[1])  # the last ones close on other threads
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         return None
     for visit in range(12):
         store.wait([f"visit {visit}"])
         come_up(1, None, "ZMQ")
         assert rpc.rpc_sync("w0", pow, args=(2, 3)) == 8
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         store.set(f"left {visit}", "")
     return None
 
 
 def test_visits_leave_no_descriptors() -> None:
     """A worker that comes and goes costs its host nothing that stays."""
-    run_ranks(_visits, 2, init=False, timeout=120)
+    run_ranks(_visits, 2, init=False, timeout=240)
 
 
 _promised: list[Any] = []
@@ -347,12 +347,12 @@ def _completed_after_the_end(rank: int, world_size: int) -> Any:
         store.wait(["completed"])
     else:
         wait_until(lambda: _promised)
-        rpc.shutdown(timeout=20)
+        rpc.shutdown(timeout=120)
         gc.collect()
         _promised.pop().set_result(1)
         store.set("completed", "")
         return "alive"
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return None
 
 
@@ -389,7 +389,7 @@ def _forks(rank: int, world_size: int) -> Any:
         status = os.waitstatus_to_exitcode(ended[1]), os.read(read, 500).decode()
     large = torch.ones(LARGE)
     assert rpc.rpc_sync(f"w{1 - rank}", torch.numel, args=(large,)) == LARGE
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return status
 
 
@@ -443,5 +443,5 @@ def _stranger(rank: int, world_size: int) -> Any:
     silent_s = time.monotonic() - began
     wait_until(lambda: metrics()["refused"] >= 3)
     figures = {"sent": sent, "refused": metrics()["refused"], "silent_s": silent_s}
-    rpc.shutdown(timeout=20)
+    rpc.shutdown(timeout=120)
     return figures

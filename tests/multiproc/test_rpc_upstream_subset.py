@@ -23,11 +23,11 @@ TESTS = (
 
 def test_torchs_own_tests_pass() -> None:
     """Each of them."""
-    outcomes = run_suite("ZMQ", TESTS, timeout=100)
+    outcomes = run_suite("ZMQ", TESTS, timeout=280)
     assert outcomes == dict.fromkeys(TESTS, "passed")
 
 
 def test_a_mixed_group_is_refused_on_tensorpipe() -> None:
     """A worker without a world size cannot join a static group, as with torch's own start."""
     name = "TensorPipeAgentRpcTest.test_dynamic_and_static_init_rpc_together"
-    assert run_suite("TENSORPIPE", [name], timeout=100) == {name: "passed"}
+    assert run_suite("TENSORPIPE", [name], timeout=280) == {name: "passed"}

@@ -29,7 +29,7 @@ DEADLINE_S = 240.0
 
 def ask(port: int, path: str) -> Any:
     """Return a page's JSON, or None if it is not there yet."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -81,10 +81,10 @@ def test_a_hang_is_on_the_page_with_line_and_stacks(tmp_path: Path) -> None:
     finally:
         job.send_signal(signal.SIGTERM)
         try:
-            job.wait(60)
+            job.wait(120)
         except subprocess.TimeoutExpired:
             job.kill()
-            job.wait(60)
+            job.wait(120)
     with pytest.raises(OSError, match=r"refused|reset"):
         ask(port, "/api/diagnosis")
 

@@ -207,5 +207,5 @@ def _may_look_into(pid: int) -> bool:
     from rankcall.run.stacks import _py_spy
 
     command = [str(_py_spy()), "dump", "--nonblocking", "--pid", str(pid)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     return not any(word in done.stderr for word in ("Permission", "not permitted"))

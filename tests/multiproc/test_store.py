@@ -86,7 +86,7 @@ def test_the_example_names_the_rank_asleep() -> None:
         env={**os.environ, "RANKCALL_HOST": "node-c", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -142,7 +142,7 @@ def test_agents_meet_at_our_exit_barrier(tmp_path: Path) -> None:
             for _ in range(2)
         ]
         try:
-            outputs = [agent.communicate(timeout=80)[0] for agent in agents]
+            outputs = [agent.communicate(timeout=240)[0] for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()

@@ -234,7 +234,7 @@ def test_a_process_ends_well_beside_a_stopped_host(program: str, said: str) -> N
             assert leaving.stdout is not None
             assert leaving.stdout.readline() == "connected\n"
             stop(pid)
-            out, errors = leaving.communicate("go\n", timeout=80)
+            out, errors = leaving.communicate("go\n", timeout=240)
         finally:
             leaving.kill()
     assert out == f"{said}\n", errors

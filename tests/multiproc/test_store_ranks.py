@@ -215,7 +215,7 @@ def _sizes(rank: int, world_size: int, port: int, folder: str, how: str) -> Any:
 def test_world_sizes_that_differ(how: str, tmp_path: Path) -> None:
     """At its deadline, each rank raises which ranks expect which size; once mended, all pass."""
     with hosted() as (port, _):
-        results = run_ranks(_sizes, 3, port, str(tmp_path), how, init=False, timeout=100)
+        results = run_ranks(_sizes, 3, port, str(tmp_path), how, init=False, timeout=240)
     for (name, text, took), again in results:
         assert name == "WorldMismatch", text
         assert "(a check)" in text

@@ -17,7 +17,7 @@ from ports import free_port
 from ranks import run_ranks, try_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]  # for what hangs, not what is slow
-WAIT_S = 60.0
+WAIT_S = 120.0
 NEVER_NS = 1 << 62
 CAPTURES = ("native", "python")
 

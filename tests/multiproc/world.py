@@ -25,7 +25,7 @@ def here() -> int:
     return sys._getframe(1).f_lineno + 1
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     """Wait until another thread or process has done something; fail at the deadline."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -45,12 +45,12 @@ def test_walk_finds_the_line(version: str, tmp_path: Path) -> None:
     command += ["-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-missing-field-initializers", f"-isystem{include}", f"-I{NATIVE}"]
     command += [str(HERE / "callsite_probe.cpp"), "-o", str(tmp_path / "callsite_probe.so")]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=240)
     done = subprocess.run(
         [python, str(HERE / "callsite_checks.py"), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

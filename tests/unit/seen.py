@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rankcall.hooks import CollectiveStatus
 
-WAIT_S = 30.0  # far more than anything takes
+WAIT_S = 120.0  # far more than anything takes
 
 
 class Seen:

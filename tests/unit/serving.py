@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 RANKCALL = Path(sys.executable).with_name("rankcall")
 
 

@@ -19,7 +19,7 @@ from rankcall.store import _client
 
 KINDS = ("tcp", "tcp-without-libuv", "prefix", "file", "hash")
 N = 4
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture(params=KINDS)

@@ -79,7 +79,7 @@ class Python:
             text=True,
         )
         try:
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=240)
         finally:
             process.kill()
             process.wait()

@@ -40,7 +40,7 @@ def rankcall(*arguments: object, **options: object) -> subprocess.CompletedProce
     env = {**os.environ, "PYTHONPATH": str(SRC), **options.pop("env", {})}  # type: ignore[dict-item]
     command = [sys.executable, "-m", "rankcall", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=env, check=False, **options
+        command, capture_output=True, text=True, timeout=240, env=env, check=False, **options
     )  # type: ignore[call-overload]
 
 
@@ -209,7 +209,7 @@ def test_a_closed_pipe_is_quiet(run: Path) -> None:
     """``rankcall report | head -0`` says nothing on stderr."""
     command = f"'{sys.executable}' -m rankcall report '{run}' | true"
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60, env=env)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=240, env=env)
     assert done.stderr == b""
 
 

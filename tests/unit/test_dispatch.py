@@ -21,7 +21,7 @@ from rankcall.dispatch import AT_EVENTS, NO_HURRY, Delivery, dispatcher
 from rankcall.record import COMMIT_DONE, COMMIT_OPEN, RECORD
 from rankcall.ring.follower import Batch, index_of
 
-WAIT_S = 30.0  # far more than anything takes
+WAIT_S = 120.0  # far more than anything takes
 
 
 class Keeper:

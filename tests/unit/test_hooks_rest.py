@@ -67,7 +67,7 @@ def test_a_burst_is_delivered_in_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(naps) - {(0.001, 0), (0.001, 101)} == {(0.001, 1)}
 
 
-def run_script(text: str, timeout: float = 60) -> tuple[str, float]:
+def run_script(text: str, timeout: float = 240) -> tuple[str, float]:
     """Run a script; return what it printed, and how long its exit took after the line "exit"."""
     prelude = """
         import os, sys, time, torch, torch.distributed as dist

@@ -79,7 +79,7 @@ def test_without_a_terminal(tmp_path: Path, someone: subprocess.Popen[bytes]) ->
     someone.wait()
     rest = process.stdout.read()
     process.stdout.close()
-    assert process.wait(60) == 1
+    assert process.wait(240) == 1
     assert "missing: Rank 2 (" in head
     assert "\x1b" not in head + rest
 
@@ -91,7 +91,7 @@ def test_a_pipe_gets_one_snapshot(tmp_path: Path, someone: subprocess.Popen[byte
         [sys.executable, "-m", "rankcall", "top", str(run)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, "")

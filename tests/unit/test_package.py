@@ -22,7 +22,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
         cwd=ROOT,
         check=True,
-        timeout=100,
+        timeout=240,
         capture_output=True,
     )
     return folder

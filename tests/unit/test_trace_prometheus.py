@@ -36,7 +36,7 @@ def scrape(sink: Prometheus) -> dict[str, Any]:
     """Fetch over HTTP, and parse with Prometheus' own parser."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 

@@ -45,7 +45,7 @@ from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
 from rankcall.watch import _other_nodes
 from rankcall.watch._other_nodes import LINGER_S, Exchange, NodeViews, Questions, Unreachable
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 
 # --- the protocol ---
 

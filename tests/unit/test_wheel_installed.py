@@ -30,7 +30,7 @@ class Environment:
         self.folder = folder
         self.python = folder / "bin/python"
         subprocess.run(
-            [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100
+            [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=240
         )
         self.site = Path(self._say("import sysconfig; print(sysconfig.get_path('purelib'))"))
         self.before = self.files()
@@ -58,14 +58,14 @@ class Environment:
             env={**bare, "RANKCALL_CAPTURE": "python", "GLOO_SOCKET_IFNAME": "lo", **env},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
     def _say(self, code: str) -> str:
         done = subprocess.run(
-            [str(self.python), "-c", code], check=True, capture_output=True, text=True, timeout=60
+            [str(self.python), "-c", code], check=True, capture_output=True, text=True, timeout=240
         )
         return done.stdout.strip()
 
@@ -88,7 +88,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
         cwd=ROOT,
         check=True,
-        timeout=100,
+        timeout=240,
         capture_output=True,
     )
     (wheel,) = folder.glob("*.whl")

@@ -21,4 +21,4 @@ def without_torch(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a command, and the code ``then`` after it; its output may go elsewhere."""
     command = [sys.executable, "-c", _CODE.format(then=then), *map(str, arguments)]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False)
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, timeout=240, check=False)

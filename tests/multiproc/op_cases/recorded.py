@@ -42,7 +42,7 @@ def recorded_run(capture: str, factory: pytest.TempPathFactory) -> Recorded:
     """Return the run of a capture."""
     folder = factory.mktemp(capture) / "run"
     env = {"RANKCALL_CAPTURE": capture, **witness.ARMED}
-    accounts = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=60)
+    accounts = run_ranks(_issue_everything, RANKS, str(folder), env=env, timeout=240)
     run = load(folder)
     rows = [plain(row) for row in run.records.to_dicts()]
     return Recorded(
