@@ -77,6 +77,10 @@ TRUE = (
         (f".py:{FIRST + len(SOURCE) + 3}", f".py:{FIRST + 5}"),
         ("7 are in", "2 are in"),
         ("it is stuck", "it is in user code"),
+        (
+            "has stopped recording, to end or by rankcall.disable: whether it came is not known",
+            "has not come: it is in user code",
+        ),
     ],
 )
 def test_a_false_sentence_is_noticed(says: str, instead_of: str) -> None:
