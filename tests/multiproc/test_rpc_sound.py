@@ -183,13 +183,15 @@ def test_many_tensors_share_few_mappings(tmp_path: Path) -> None:
 def _killed_and_again(rank: int, world_size: int) -> Any:
     """Each worker is on a host of its own; rank 1 is killed, and rank 2 comes in its name."""
     from rankcall import rpc
+    from rankcall.process import process_start
 
     os.environ.update(
         RANKCALL_HOST=f"node-{min(rank, 1)}", RANKCALL_RPC_SECRET="a secret of the tests"
     )
     store = aside()
     if rank == 2:
-        store.wait(["killed"])
+        killed = int(store.get("killed"))
+        wait_until(lambda: process_start(killed) is None)  # it removes what a dead worker left
         come_up(1, None, "ZMQ", "w1")
         outcome: Any = rpc.rpc_sync("w0", pow, args=(2, 5))
         store.set("done", "")
@@ -200,7 +202,7 @@ def _killed_and_again(rank: int, world_size: int) -> Any:
     come_up(rank, None, "ZMQ", heartbeat_timeout=20.0)
     if rank == 1:
         assert rpc.rpc_sync("w0", pow, args=(2, 3)) == 8
-        store.set("killed", "")
+        store.set("killed", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
     store.set("host", "")
     store.wait(["done"])
