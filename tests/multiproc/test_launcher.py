@@ -189,7 +189,7 @@ def test_restarts_keep_each_attempt(tmp_path: Path) -> None:
 )
 def test_a_launcher_that_is_told_to_end(tmp_path: Path, sig: signal.Signals) -> None:
     """Ctrl-C or SIGTERM: the workers end, their records are kept, the status is torchrun's."""
-    job(tmp_path, "Path('ready').touch()\ntime.sleep(60)")
+    job(tmp_path, "Path('ready').touch()\ntime.sleep(600)")
     launched = Launch("run", "--capture=python", "--run-dir=here", "job.py", cwd=tmp_path)
     launched.wait_for(tmp_path / "ready")
     launched.process.send_signal(sig)
