@@ -122,7 +122,7 @@ def test_workers_that_cannot_be_armed(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     """SIGKILL on one rank: our verdict, torchrun's status, no traceback, both rings kept."""
-    job(tmp_path, "if dist.get_rank(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
+    job(tmp_path, "if dist.get_rank(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
     ended = run(tmp_path, "--run-dir", "here", "--nproc-per-node=2", "job.py")
     assert ended.status == 1
     assert "dead: Rank 1 (" in ended.err

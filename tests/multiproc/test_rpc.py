@@ -259,9 +259,9 @@ def _dies(rank: int, world_size: int, backend: str) -> Any:
 
     come_up(rank, world_size, backend)
     if rank == 1:
-        time.sleep(60)
+        time.sleep(600)
     pid = rpc.rpc_sync("w1", os.getpid)
-    call = rpc.rpc_async("w1", time.sleep, args=(60,))
+    call = rpc.rpc_async("w1", time.sleep, args=(600,))
     rpc.rpc_sync("w0", _note_ready, args=(rank,))
     if rank == 0:
         wait_until(lambda: _ready == {0, 2})
