@@ -15,6 +15,7 @@
 
 #include <sys/wait.h>
 
+#include "block_copy.h"
 #include "calls.h"
 #include "check.h"
 #include "process_state.h"
@@ -256,6 +257,38 @@ void blocks_are_not_shared(const std::string& folder) {
   CHECK(own.total() == 0);
 }
 
+// Both ways copy the bytes and no others, whatever the addresses and the size.
+void copies_are_whole() {
+  std::mt19937 random(5);
+  std::vector<char> from(3000), to(3000);
+  for (char& each : from) each = char(random());
+  for (int i = 0; i < 20000; i++) {
+    std::size_t bytes = random() % 2000, source = random() % 1000, at = 16 + random() % 900;
+    std::fill(to.begin(), to.end(), char(i));
+    BlockCopy copy;
+    if (i % 2) copy.judge(1000, std::chrono::seconds(1));
+    copy(to.data() + at, from.data() + source, bytes);
+    CHECK(std::equal(to.begin() + long(at), to.begin() + long(at + bytes), from.data() + source));
+    auto is_old = [&](char each) { return each == char(i); };
+    CHECK(std::all_of(to.begin(), to.begin() + long(at), is_old));
+    CHECK(std::all_of(to.begin() + long(at + bytes), to.end(), is_old));
+  }
+}
+
+// A slow copy makes the next 63 stream, and then one shows whether it is still slow.
+void slow_copies_stream() {
+  char from[64] = {}, to[64];
+  BlockCopy copy;
+  copy.judge(1 << 20, std::chrono::microseconds(209));
+  CHECK(!copy.streams());
+  copy.judge(1 << 20, std::chrono::microseconds(210));
+  for (int i = 0; i < 63; i++) {
+    CHECK(copy.streams());
+    copy(to, from, sizeof to);
+  }
+  CHECK(!copy.streams());
+}
+
 void read_all(const char* data, std::size_t size) {
   volatile char last = 0;
   for (std::size_t i = 0; i < size; i++) last = data[i];
@@ -328,6 +361,8 @@ int main(int, char** arguments) {
   calls_end_once();
   an_earlier_deadline_is_seen();
   blocks_are_not_shared(arguments[1]);
+  copies_are_whole();
+  slow_copies_stream();
   the_decoder_stays_within_bounds();
   std::puts("ok");
 }

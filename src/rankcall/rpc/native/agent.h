@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
+#include "block_copy.h"
 #include "peers.h"
 #include "shared_memory.h"
 #include "sockets.h"
@@ -165,6 +166,7 @@ class ZmqAgent : public rpc::RpcAgent, public std::enable_shared_from_this<ZmqAg
   Peers peers_;
   Calls calls_;
   OwnSlabs own_slabs_;
+  BlockCopy copy_;
   OthersSlabs others_slabs_;
   Counters counters_;
   WorkerPool<PythonThread> pool_;

@@ -117,7 +117,7 @@ std::vector<Slot> ZmqAgent::place(Peer& peer, const TensorPack& pack, std::vecto
     if (slot.bytes >= kLarge) {
       auto block = peer.is_local() ? own_slabs_.take(slot.bytes, peer.session) : BlockInUse();
       if (block) {
-        std::memcpy(block.data(), each.data(), slot.bytes);
+        copy_(block.data(), each.data(), slot.bytes);
         slot = {uint32_t(Where::kShared), block.block(), slot.bytes, block.slab_id(),
                 block.generation()};
         blocks.push_back(std::move(block));
