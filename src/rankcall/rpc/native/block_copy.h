@@ -1,9 +1,9 @@
 // The copy of a buffer into a block of shared memory.
 //
 // The block's last reader may still have its lines in a cache. If that cache is not ours too, as on
-// processors with several caches of the last level, an ordinary store fetches each line from there
-// first, which can take ten times as long as the copy. Stores that stream to memory fetch nothing,
-// but the reader then has to read from memory. So a copy that was slow makes the next ones stream.
+// processors with several caches of the last level, each ordinary store has to take its line from
+// there, and a copy can take ten times as long. Stores that stream to memory do not, but the reader
+// then has to read from memory. So a copy that was slow makes the next ones stream.
 #pragma once
 
 #include <atomic>
@@ -23,8 +23,8 @@ inline void copy_streaming(char* to, const char* from, std::size_t bytes) {
 #if defined(__SSE2__)
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0) {
     for (; bytes >= sizeof(__m128i); bytes -= sizeof(__m128i)) {
-      auto line = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to), line);
+      auto part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to), part);
       to += sizeof(__m128i);
       from += sizeof(__m128i);
     }
