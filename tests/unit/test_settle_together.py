@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from rankcall.ring import Geometry
 from rankcall.ring.writer import Identity, create, put
-from rankcall.run import live_dir, make_live_dir, ring_name
+from rankcall.run import live_dir, make_live_dir, ring_name, ring_paths
 from rankcall.run.load import load
 from rankcall.run.settle import settle
 
@@ -42,3 +48,27 @@ def test_every_ring_is_moved_once(tmp_path: Path) -> None:
         assert not live_dir(run).exists()
         assert sorted(path.suffix for path in (run / "rings").iterdir()) == [".ring"] * 4
         assert load(run).problems == []
+
+
+@pytest.mark.parametrize("call", [settle, ring_paths])
+def test_the_folder_of_live_rings_goes(
+    call: Callable[[Path], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another launcher has moved the last ring, and removes the folder just before it is listed."""
+    live = make_live_dir(tmp_path)
+    listed = []
+
+    def after_removal(listing: Callable[..., Any]) -> Callable[..., Any]:
+        def look(folder: Any = ".") -> Any:
+            if str(folder) == str(live):
+                listed.append(folder)
+                with suppress(FileNotFoundError):
+                    live.rmdir()
+            return listing(folder)
+
+        return look
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, after_removal(getattr(os, name)))
+    assert call(tmp_path) == []
+    assert listed

@@ -146,13 +146,20 @@ def test_a_call_that_was_given_up_leaves_the_next_calls_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caller gives the call up just as its helper returns the connection for the next call."""
-    return_connection = _client.give_back
+    return_connection, is_known = _client.give_back, threading.Event()
+
+    class Running(weakref.WeakSet[_client.Call]):
+        def add(self, item: _client.Call) -> None:
+            super().add(item)
+            is_known.set()
 
     def give_back(state: Any, connection: Any) -> None:
         return_connection(state, connection)
+        assert is_known.wait(60)  # the helper may be done before its caller has noted the call
         for call in list(_client._running):
             call.abandon()
 
+    monkeypatch.setattr(_client, "_running", Running())
     monkeypatch.setattr(_client, "give_back", give_back)
     client = server()
     with pytest.raises(RuntimeError, match="was given up"):

@@ -259,12 +259,11 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
         return [path]
     rings: dict[str, Path] = {}
     for place in (path / "rings", path):
-        if place.is_dir():
-            for ring in sorted(place.glob("*.ring"), key=_name):
-                rings.setdefault(ring.name, ring)
+        for ring in rings_in(place):
+            rings.setdefault(ring.name, ring)
     owners = _owners(path)
     for place in trusted_live_dirs(path, problems):
-        for ring in sorted(place.glob("*.ring"), key=_name):
+        for ring in rings_in(place):
             try:
                 check_file(ring, owners)
             except FileNotFoundError:
@@ -281,8 +280,17 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
     ]
 
 
-def _name(path: Path) -> str:
-    return path.name
+def rings_in(folder: Path) -> list[Path]:
+    """Return the ring files in a folder by name; none if it is not there or may not be read.
+
+    Another process may remove the folder at any time. ``Path.glob`` raises if that happens between
+    its two looks at it.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+    return [folder / name for name in sorted(names) if name.endswith(".ring")]
 
 
 def tail_name(name: str) -> str:

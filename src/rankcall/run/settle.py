@@ -40,6 +40,7 @@ from rankcall.run import (
     VIEWS,
     live_base,
     live_dir,
+    rings_in,
     tail_name,
     trusted_live_dirs,
     unused_ring,
@@ -209,14 +210,13 @@ def settle(path: Path, wait_s: float = _MOVER_SECONDS) -> list[Path]:
     if source not in trusted_live_dirs(path):
         return moved
     deadline = time.monotonic() + wait_s
-    for ring in sorted(source.glob("*.ring")):
+    for ring in rings_in(source):
         with contextlib.suppress(OSError, CorruptRun):
             target = _move(ring, path, deadline)
             if target is not None:
                 moved.append(target)
-    with contextlib.suppress(FileNotFoundError):  # another process has settled it meanwhile
-        if not any(source.glob("*.ring")):
-            settle_hangs(source, path)
+    if not rings_in(source):
+        settle_hangs(source, path)
     _remove_empty(source)
     return moved
 
@@ -242,7 +242,7 @@ def keep_tails(run_dir: Path) -> None:
     folder = live_dir(run_dir)
     if folder not in trusted_live_dirs(run_dir):
         return
-    rings = sorted(folder.glob("*.ring"))
+    rings = rings_in(folder)
     for ring in rings:
         with contextlib.suppress(CorruptRun):  # for example, it was moved meanwhile
             keep_tail(run_dir, ring.name, tail_of(ring))
@@ -370,7 +370,7 @@ def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:
     for folder in folders:
         with contextlib.suppress(OSError):
             check_folder(folder)
-            rings = sorted(folder.glob("*.ring"))[: max(0, most)]
+            rings = rings_in(folder)[: max(0, most)]
             most -= len(rings)
             lines += _clean_folder(folder, rings, everything)
     with contextlib.suppress(OSError):
@@ -401,7 +401,7 @@ def _clean_folder(folder: Path, rings: list[Path], everything: bool) -> list[str
                 ring.unlink()
                 removed += 1
             freed += size
-    if not any(folder.glob("*.ring")):
+    if not rings_in(folder):
         if moved:
             settle_hangs(folder, run_dir)
         elif removed or _age_s(folder.stat().st_mtime) > _OLD_SECONDS:
@@ -458,7 +458,7 @@ def _age_s(epoch_s: float) -> float:
 
 def _remove_empty(folder: Path) -> None:
     """Remove the folder of a run's live rings, and that of all runs, unless a ring is left."""
-    if not any(folder.glob("*.ring")):
+    if not rings_in(folder):
         shutil.rmtree(folder / VIEWS, ignore_errors=True)
     for directory in (folder, folder.parent):
         try:
