@@ -30,7 +30,7 @@ from rankcall.errors import CorruptRun, RankcallError, warn_once
 from rankcall.process import host_name, open_file, replacing, run_folder
 from rankcall.ring import Header, read_header
 from rankcall.ring.writer import tail_of
-from rankcall.run import ATTEMPTS, HANGS, TAIL, redact_text, ring_paths, tail_name
+from rankcall.run import ATTEMPTS, HANGS, TAIL, files_in, redact_text, ring_paths, tail_name
 from rankcall.run.archive import pack, unpack
 from rankcall.run.outcomes import STACKS, claim, id_of, kept_hangs, next_free, stacks_in
 from rankcall.run.settle import EXITS, STATES, describe_states, states_name
@@ -118,7 +118,7 @@ def _files(
     states = scratch / "states.json"
     states.write_bytes(describe_states(node.values()))
     yield f"{STATES}/{states_name()}", states
-    for path in sorted((run_dir / EXITS).glob("*.jsonl")):
+    for path in files_in(run_dir / EXITS, ".jsonl"):
         if path.stat().st_size <= _MOST_EXITS:
             yield f"{EXITS}/{path.name}", path
     for verdict in kept_hangs(run_dir)[-1:]:

@@ -77,7 +77,7 @@ def _large_call(rank: int, world_size: int, folder: str, line: Line, count: int)
 
     from rankcall import rpc
 
-    _at_host(rank, world_size, folder, line, rpc_timeout=500)
+    _at_host(rank, world_size, folder, line, rpc_timeout=1200)
     figures = None
     if rank == 0:
         tensor = torch.empty(count, dtype=torch.int64)
@@ -87,7 +87,7 @@ def _large_call(rank: int, world_size: int, folder: str, line: Line, count: int)
         assert rpc.rpc_sync("w1", _check, args=(tensor,)) == count
         figures = {"seconds": time.monotonic() - began, **metrics()}
         assert rpc.rpc_sync("w1", pow, args=(2, 5)) == 32
-    rpc.shutdown(timeout=500)
+    rpc.shutdown(timeout=1200)
     return figures
 
 
@@ -106,16 +106,16 @@ def test_calls_over_a_slow_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700, func_only=True)
-@pytest.mark.parametrize(("line", "size"), [(SLOW, 128 << 20), (FAST, 2 << 30)])
+@pytest.mark.timeout(1700, func_only=True)
+@pytest.mark.parametrize(("line", "size"), [(SLOW, 128 << 20), (SLOW, 2 << 30), (FAST, 2 << 30)])
 def test_a_message_that_takes_longer_than_the_heartbeat_timeout(
     line: Line, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """128 MiB over 50 Mbit/s and 2 GiB over 800 Mbit/s arrive: heartbeats pass meanwhile.
+    """128 MiB and 2 GiB over 50 Mbit/s and 2 GiB over 800 Mbit/s arrive: heartbeats pass meanwhile.
 
     The sender hears nothing from the receiver but the answers to its heartbeats.
     """
-    figures, packets = _send(tmp_path, line, size, timeout=600)
+    figures, packets = _send(tmp_path, line, size, timeout=1500)
     with capsys.disabled():
         print(f"\n{size >> 20} MiB in {figures['seconds']:.1f} s; packets: {packets}")
     assert figures["seconds"] > 2 * HEARTBEAT_S

@@ -15,6 +15,7 @@ from rankcall.ring import Geometry
 from rankcall.ring.writer import Identity, create, put
 from rankcall.run import live_dir, make_live_dir, ring_name, ring_paths
 from rankcall.run.load import load
+from rankcall.run.outcomes import STACKS, stacks_in
 from rankcall.run.settle import settle
 
 
@@ -50,20 +51,32 @@ def test_every_ring_is_moved_once(tmp_path: Path) -> None:
         assert load(run).problems == []
 
 
-@pytest.mark.parametrize("call", [settle, ring_paths])
-def test_the_folder_of_live_rings_goes(
-    call: Callable[[Path], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def make_stacks_dir(verdict: Path) -> Path:
+    """Make the folder of the stacks beside a verdict."""
+    (verdict / STACKS).mkdir()
+    return verdict / STACKS
+
+
+@pytest.mark.parametrize(
+    ("call", "make"),
+    [(settle, make_live_dir), (ring_paths, make_live_dir), (stacks_in, make_stacks_dir)],
+)
+def test_a_folder_goes(
+    call: Callable[[Path], list[Path]],
+    make: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another launcher has moved the last ring, and removes the folder just before it is listed."""
-    live = make_live_dir(tmp_path)
+    """Another launcher has moved what was in a folder, and removes it just before it is listed."""
+    goes = make(tmp_path)
     listed = []
 
     def after_removal(listing: Callable[..., Any]) -> Callable[..., Any]:
         def look(folder: Any = ".") -> Any:
-            if str(folder) == str(live):
+            if str(folder) == str(goes):
                 listed.append(folder)
                 with suppress(FileNotFoundError):
-                    live.rmdir()
+                    goes.rmdir()
             return listing(folder)
 
         return look

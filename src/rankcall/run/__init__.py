@@ -259,11 +259,11 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
         return [path]
     rings: dict[str, Path] = {}
     for place in (path / "rings", path):
-        for ring in rings_in(place):
+        for ring in files_in(place, ".ring"):
             rings.setdefault(ring.name, ring)
     owners = _owners(path)
     for place in trusted_live_dirs(path, problems):
-        for ring in rings_in(place):
+        for ring in files_in(place, ".ring"):
             try:
                 check_file(ring, owners)
             except FileNotFoundError:
@@ -280,8 +280,8 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
     ]
 
 
-def rings_in(folder: Path) -> list[Path]:
-    """Return the ring files in a folder by name; none if it is not there or may not be read.
+def files_in(folder: Path, suffix: str) -> list[Path]:
+    """Return the files in a folder by name; none if it is not there or may not be read.
 
     Another process may remove the folder at any time. ``Path.glob`` raises if that happens between
     its two looks at it.
@@ -290,7 +290,7 @@ def rings_in(folder: Path) -> list[Path]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
-    return [folder / name for name in sorted(names) if name.endswith(".ring")]
+    return [folder / name for name in sorted(names) if name.endswith(suffix)]
 
 
 def tail_name(name: str) -> str:

@@ -33,7 +33,7 @@ from rankcall.process import (
     scratch_beside,
 )
 from rankcall.ring import both_lines
-from rankcall.run import HANGS, trusted_live_dirs
+from rankcall.run import HANGS, files_in, trusted_live_dirs
 
 # The sums of each ``Join`` of a run: ``joins.jsonl``, one line for each ``Join``.
 
@@ -247,7 +247,7 @@ def fill(folder: Path, verdict: Object) -> None:
 
 def stacks_in(folder: Path) -> list[Path]:
     """Return the files of stacks beside a verdict."""
-    return sorted((folder / STACKS).glob("*.txt"))
+    return files_in(folder / STACKS, ".txt")
 
 
 def kept_stacks(verdict: Object, most: int) -> dict[int, str]:

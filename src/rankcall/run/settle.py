@@ -38,9 +38,9 @@ from rankcall.ring.writer import tail_of
 from rankcall.run import (
     HANGS,
     VIEWS,
+    files_in,
     live_base,
     live_dir,
-    rings_in,
     tail_name,
     trusted_live_dirs,
     unused_ring,
@@ -101,11 +101,8 @@ def read_exits(run_dir: Path) -> list[Exit]:
 
     If a process was noted twice, a known code replaces an unknown one.
     """
-    folder = run_dir / EXITS
-    if not folder.is_dir():
-        return []
     exits: dict[tuple[int, int, str, int], Exit] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in files_in(run_dir / EXITS, ".jsonl"):
         for ended in _exits_in(path):
             key = ended.rank, ended.attempt, ended.host, ended.pid
             if key not in exits or ended.code is not None:
@@ -171,8 +168,7 @@ def describe_states(headers: Iterable[Header]) -> bytes:
 def read_states(run_dir: Path) -> dict[Process, Noted]:
     """Return what the processes did when the run was collected; damaged files are left out."""
     noted: dict[Process, Noted] = {}
-    folder = run_dir / STATES
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+    for path in files_in(run_dir / STATES, ".json"):
         try:
             with open_file(path) as file:
                 content = json.loads(file.read(_MOST_BYTES))
@@ -210,12 +206,12 @@ def settle(path: Path, wait_s: float = _MOVER_SECONDS) -> list[Path]:
     if source not in trusted_live_dirs(path):
         return moved
     deadline = time.monotonic() + wait_s
-    for ring in rings_in(source):
+    for ring in files_in(source, ".ring"):
         with contextlib.suppress(OSError, CorruptRun):
             target = _move(ring, path, deadline)
             if target is not None:
                 moved.append(target)
-    if not rings_in(source):
+    if not files_in(source, ".ring"):
         settle_hangs(source, path)
     _remove_empty(source)
     return moved
@@ -242,7 +238,7 @@ def keep_tails(run_dir: Path) -> None:
     folder = live_dir(run_dir)
     if folder not in trusted_live_dirs(run_dir):
         return
-    rings = rings_in(folder)
+    rings = files_in(folder, ".ring")
     for ring in rings:
         with contextlib.suppress(CorruptRun):  # for example, it was moved meanwhile
             keep_tail(run_dir, ring.name, tail_of(ring))
@@ -370,7 +366,7 @@ def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:
     for folder in folders:
         with contextlib.suppress(OSError):
             check_folder(folder)
-            rings = rings_in(folder)[: max(0, most)]
+            rings = files_in(folder, ".ring")[: max(0, most)]
             most -= len(rings)
             lines += _clean_folder(folder, rings, everything)
     with contextlib.suppress(OSError):
@@ -401,7 +397,7 @@ def _clean_folder(folder: Path, rings: list[Path], everything: bool) -> list[str
                 ring.unlink()
                 removed += 1
             freed += size
-    if not rings_in(folder):
+    if not files_in(folder, ".ring"):
         if moved:
             settle_hangs(folder, run_dir)
         elif removed or _age_s(folder.stat().st_mtime) > _OLD_SECONDS:
@@ -458,7 +454,7 @@ def _age_s(epoch_s: float) -> float:
 
 def _remove_empty(folder: Path) -> None:
     """Remove the folder of a run's live rings, and that of all runs, unless a ring is left."""
-    if not rings_in(folder):
+    if not files_in(folder, ".ring"):
         shutil.rmtree(folder / VIEWS, ignore_errors=True)
     for directory in (folder, folder.parent):
         try:
