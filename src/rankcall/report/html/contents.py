@@ -137,8 +137,9 @@ def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = (
 def item_of_finding(finding: Finding) -> Item:
     """Return a finding with its evidence and advice."""
     sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
-    words = [*(f"{line.rstrip('.')}." for line in finding.evidence), finding.advice]
-    return Item("alarm", finding.summary + sure, " ".join(filter(None, words)), finding.shown_line)
+    evidence = "; ".join(line.rstrip(".") for line in finding.evidence)
+    words = " ".join(filter(None, (evidence and f"{evidence}.", finding.advice)))
+    return Item("alarm", finding.summary + sure, words, finding.shown_line)
 
 
 def _late(details: Details) -> Iterator[Item]:
