@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rankcall import store
 from rankcall._requests import Read
 from rankcall.background import BackgroundCall
 from rankcall.errors import StoreLost
+from rankcall.store import _client, _location
 from rankcall.store.parts import Standby
 
 pytestmark = pytest.mark.multiproc
@@ -124,6 +126,27 @@ def test_a_host_that_dies_before_the_first_call(is_used: bool) -> None:
         name, text, took = attempt(lambda: store.barrier(client, 2, "p", LONG, 0))
     assert name == "StoreLost"
     assert f"the store at 127.0.0.1:{port} is gone" in text
+    assert took < 5
+
+
+def test_a_host_that_dies_while_a_call_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that was there at the first look, and then refuses connections, is gone at once."""
+    looks: list[bool] = []
+
+    def look(*store_and_addresses: Any) -> bool:
+        looks.append(len(looks) > 0 and _location.is_closed(*store_and_addresses))
+        return looks[-1]
+
+    monkeypatch.setattr(_client, "is_closed", look)
+    with hosted() as (port, pid):
+        client = connect(port)
+        client.set_timeout(timedelta(seconds=8))  # so long torch goes on trying, on a thread
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+        name, text, took = attempt(lambda: store.barrier(client, 2, "p", LONG, 0))
+    assert name == "StoreLost"
+    assert f"the store at 127.0.0.1:{port} is gone" in text
+    assert looks == [False, True]
     assert took < 5
 
 

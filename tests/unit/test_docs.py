@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 
 import rankcall
 from rankcall.analysis.verdicts import KINDS
@@ -28,18 +29,38 @@ BLOCK = re.compile(
     r"<!-- (run|file: (?P<file>\S+)) -->\n+```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL
 )
 
+JOB = re.compile(r"torchrun --nproc-per-node (?P<ranks>\d+)(?: --standalone)? (?P<script>\w+\.py)")
+
 
 def runnable() -> list[Path]:
     """Return the pages that have marked blocks."""
     return [page for page in PAGES if page.exists() and BLOCK.search(page.read_text())]
 
 
+def has_jobs(page: Path) -> bool:
+    """Return whether torchrun starts a script of the page, without an option of its own."""
+    lines = (line.removeprefix("$ ") for line in page.read_text().splitlines())
+    return any(JOB.fullmatch(line) for line in lines)
+
+
 def cases() -> list[Any]:
-    """Return the pages as parameters. test_attach.py has near twins of the jobs of one of them."""
-    return [
-        pytest.param(page, marks=pytest.mark.slow if page.name == "attach.md" else (), id=page.name)
+    """Return how each page runs: as it is written, or with forked ranks instead of torchrun's.
+
+    A forked rank has imported torch already. test_attach.py has near twins of attach.md's jobs.
+    """
+    written = [
+        pytest.param(
+            page,
+            False,
+            marks=pytest.mark.slow if has_jobs(page) or page.name == "attach.md" else (),
+            id=page.name,
+        )
         for page in runnable()
     ]
+    forked = [
+        pytest.param(page, True, id=f"{page.name}-forked") for page in runnable() if has_jobs(page)
+    ]
+    return written + forked
 
 
 def commands(language: str, text: str) -> list[list[str]]:
@@ -53,16 +74,23 @@ def commands(language: str, text: str) -> list[list[str]]:
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(900)  # a page of jobs with torchrun, on a busy machine
-@pytest.mark.parametrize("page", cases())
-def test_examples_run(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "is_forked"), cases())
+def test_examples_run(
+    page: Path, is_forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every marked block of a page runs and exits with 0."""
     bin_dir = Path(sys.executable).parent
     env = {**os.environ, "PATH": f"{bin_dir}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    monkeypatch.chdir(tmp_path)
     for block in BLOCK.finditer(page.read_text()):
         if block["file"]:
             (tmp_path / block["file"]).write_text(block["text"])
             continue
         for command in commands(block["language"], block["text"]):
+            job = JOB.fullmatch(command[-1])
+            if is_forked and job:
+                run_ranks(tmp_path / job["script"], int(job["ranks"]), init=False)
+                continue
             done = subprocess.run(
                 command,
                 cwd=tmp_path,

@@ -53,6 +53,7 @@ _STALL_S = 12.0  # the time that look-ups may take
 _WORTH_S = 3.0  # a shorter blocking wait is not worth it
 _SILENT_S = 30.0  # a host that has not answered a request for so long is lost
 _CONNECT_S = 1.0  # how long a helper waits for a connection of our own
+_LOOK_S = 1.0  # how often a wait for a connection looks whether the host has ended
 _READ = timedelta(seconds=1)  # for keys that were there a moment ago
 _LONGEST_S = 1e6  # a wait goes down to poll(), which takes milliseconds as an int
 _FIRST_POLL_S, _POLL_GROWTH, _POLL_SHARE, _LONGEST_POLL_S = 0.00005, 1.5, 0.1, 0.25
@@ -556,9 +557,16 @@ def own_connection(store: Store, state: LocalState, seconds: float) -> Connectio
     call.addresses = _known_addresses(store, state)
     call.helper = background.BackgroundCall(connect, "rankcall-store-connect")
     _note_connecting(call)
-    if not call.helper.ended(seconds):
-        call.helper.give_up()
-        return None
+    left = seconds
+    while not call.helper.ended(min(left, _LOOK_S)):
+        left -= _LOOK_S
+        # A host that ends after the helper's own look leaves torch trying to connect.
+        is_lost = bool(state.addresses) and is_closed(store, state.addresses)
+        if is_lost or left <= 0:
+            call.helper.give_up()
+            if is_lost:
+                raise lost(place, "it closed the connection")
+            return None
     try:
         call.helper.outcome()
     except StoreLost:
