@@ -2,7 +2,7 @@
 
 Two processes a back end, all on this host; the back ends take turns, round by round, so that a
 noisy machine disturbs both. No name server is asked. `send`: a tensor goes, a number comes back;
-`echo`: it comes back too.
+`echo`: it comes back too; `swap`: another tensor of its size comes back.
 Prints medians in µs (JSON with --json) and ratios, ours over theirs; and how long it takes on ZMQ
 to fetch and keep thousands of tensors, which should grow in step with their number.
 
@@ -30,7 +30,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns each time that
 BACKENDS = ("zmq", "tensorpipe")
 SIZES = {"4mib": 4 << 20, "64mib": 64 << 20}
 # The number of calls that one round of each measurement times.
-CALLS = {"small": 200, "4mib_send": 20, "4mib_echo": 20, "64mib_send": 4, "64mib_echo": 4}
+CALLS = {"small": 200}
+CALLS |= {f"4mib_{way}": 20 for way in ("send", "echo", "swap")}
+CALLS |= {f"64mib_{way}": 4 for way in ("send", "echo", "swap")}
 OUTSTANDING = (1, 64)
 KEPT = (4000, 16_000)  # tensors of 64 KiB, 500 to a call
 CALLS_A_BURST = 512
@@ -52,6 +54,14 @@ def echo(tensor: Any) -> Any:
     return tensor
 
 
+_own: dict[int, Any] = {}  # tensors of this process, by their length
+
+
+def swap(tensor: Any) -> Any:
+    """Receive a tensor and send another one back."""
+    return _own[len(tensor)]
+
+
 def worker(backend: str, rank: int, store: str, pipe: Connection) -> None:
     """Be one of the two processes of a back end; rank 0 measures on request."""
     import torch
@@ -64,6 +74,7 @@ def worker(backend: str, rank: int, store: str, pipe: Connection) -> None:
     )
     rpc.init_rpc(f"w{rank}", backend.upper(), rank, 2, options)
     tensors = {name: torch.ones(size // 4) for name, size in SIZES.items()}
+    _own.update({len(tensor): tensor for tensor in tensors.values()})
     if rank == 0:
         for name in iter(pipe.recv, None):
             pipe.send(measure(name, tensors))
@@ -99,7 +110,7 @@ def measure(name: str, tensors: dict[str, Any]) -> float:
     if name == "small":
         return median(lambda: rpc.rpc_sync("w1", add, args=(3, 4)), CALLS[name])
     size, how = name.split("_")
-    function = echo if how == "echo" else take
+    function = {"send": take, "echo": echo, "swap": swap}[how]
     return median(lambda: rpc.rpc_sync("w1", function, args=(tensors[size],)), CALLS[name])
 
 

@@ -104,7 +104,7 @@ class Worker:
             rpc.shutdown(graceful=graceful, timeout=10)
         self.note("left")
 
-    def start_call(self) -> tuple[int, float, Any] | None:
+    def start_call(self) -> tuple[int, int, float, Any] | None:
         """Begin a call of a worker that is in the group; return what finish_call() takes."""
         from torch.distributed.rpc import api
 
@@ -114,19 +114,21 @@ class Worker:
         self.calls += 1
         call = (os.getpid() << 24) + self.calls
         sent, wanted = self.choose.choices([*SIZES], [*SIZES.values()], k=2)
+        wanted *= self.choose.random() < 0.7  # 0: the argument itself
         self.note("called", call)
         began = time.monotonic()
         try:
             args = (content(call, sent), call, wanted)
-            return call, began, rpc.rpc_async(self.choose.choice(names), serve, args=args)
+            answer = rpc.rpc_async(self.choose.choice(names), serve, args=args)
+            return call, -call if wanted else call, began, answer
         except (RuntimeError, ValueError) as error:  # it has just left
             self.note("failed", call, str(error))
             return None
 
-    def finish_call(self, call: int, began: float, answer: Any) -> None:
-        """Wait for the answer or the error."""
+    def finish_call(self, call: int, holds: int, began: float, answer: Any) -> None:
+        """Wait for the answer, which holds the content of ``holds``, or the error."""
         try:
-            self.keep(answer.wait(), -call)
+            self.keep(answer.wait(), holds)
             self.note("answered", call)
         except RuntimeError as error:
             self.note("failed", call, str(error))
@@ -148,10 +150,11 @@ _worker: Worker
 
 
 def serve(tensor: Any, call: int, wanted: int) -> Any:
-    """Note that a call runs; return a tensor of its own."""
+    """Note that a call runs; return a tensor of its own, or the argument, which it may keep."""
     _worker.note("ran", call)
-    _worker.keep(tensor, call)
-    return content(-call, wanted)
+    if wanted or call % 2:
+        _worker.keep(tensor, call)
+    return content(-call, wanted) if wanted else tensor
 
 
 def work(name: str, rank: int, port: int, folder: str, seed: int) -> None:
@@ -174,7 +177,7 @@ def work(name: str, rank: int, port: int, folder: str, seed: int) -> None:
     worker.leave(graceful=True)
     first = worker.uses()
     worker.join()
-    in_flight: list[tuple[int, float, Any]] = []
+    in_flight: list[tuple[int, int, float, Any]] = []
     while not store.check(["over"]):
         if worker.must_rejoin or worker.choose.random() < 0.0005:
             while in_flight:

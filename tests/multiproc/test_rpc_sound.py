@@ -149,6 +149,60 @@ def test_the_memory_of_late_answers_is_used_again() -> None:
     assert run_ranks(_lost_answers, 2, init=False)[0] == 1
 
 
+def _add_one(tensor: Any) -> Any:
+    return tensor.add_(1)
+
+
+def _views(tensor: Any) -> Any:
+    return tensor[:-1], tensor[1:]
+
+
+def _add_one_and_keep(tensor: Any, as_array: bool) -> Any:
+    kept.append(tensor.numpy() if as_array else tensor)
+    return tensor.add_(1)
+
+
+def _add_to_kept() -> int:
+    for each in kept:
+        each += 100.0
+    return len(kept)
+
+
+def _extremes(*tensors: Any) -> list[float]:
+    return [float(extreme) for each in tensors for extreme in (each.min(), each.max())]
+
+
+def _returned(rank: int, world_size: int) -> Any:
+    """Rank 1 returns its argument, first without and then with another user of it."""
+    from rankcall import rpc
+
+    come_up(rank, world_size, "ZMQ")
+    if rank == 1:
+        rpc.shutdown(timeout=120)
+        return None
+    sent = _full(1.0)
+    for _ in range(20):
+        returned = rpc.rpc_sync("w1", _add_one, args=(sent,))
+    views = rpc.rpc_sync("w1", _views, args=(sent,))
+    copied = [rpc.rpc_sync("w1", metrics)["arena_bytes"]]
+    copies = [rpc.rpc_sync("w1", _add_one_and_keep, args=(sent, kind)) for kind in (False, True)]
+    assert rpc.rpc_sync("w1", _add_to_kept) == 2
+    copied.append(rpc.rpc_sync("w1", metrics)["arena_bytes"])
+    blocks = metrics()["arena_bytes"] // (4 * LARGE)
+    rpc.shutdown(timeout=120)
+    returned += 1.0
+    views[0][1:] += 4.0  # the two share their memory, as they did
+    return _extremes(sent, returned, views[1][:-1], *copies), copied[0], copied[1] > 0, blocks
+
+
+def test_an_argument_that_is_returned() -> None:
+    """It goes back without a copy, if nothing else on the worker could change it afterwards."""
+    values, copied, has_copied, blocks = run_ranks(_returned, 2, init=False)[0]
+    assert values == [1.0] * 2 + [3.0] * 2 + [5.0] * 2 + [2.0] * 4
+    assert (copied, has_copied) == (0, True)
+    assert blocks <= 7  # one in flight, and those of ``returned``, ``views`` and the kept ones
+
+
 def _many_kept(rank: int, world_size: int) -> Any:
     """Rank 1 keeps many tensors of 64 KiB."""
     import torch

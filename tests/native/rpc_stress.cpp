@@ -200,6 +200,7 @@ void blocks_are_not_shared(const std::string& folder) {
     uint64_t generation;
     std::size_t bytes;
     unsigned char mark;
+    uint64_t session;
   };
   OwnSlabs own;
   OthersSlabs others;
@@ -222,7 +223,7 @@ void blocks_are_not_shared(const std::string& folder) {
         }
         auto mark = (unsigned char)(random());
         std::memset(block.data(), mark, bytes);
-        Sent sent{block.slab_id(), block.block(), block.generation(), bytes, mark};
+        Sent sent{block.slab_id(), block.block(), block.generation(), bytes, mark, session};
         if (random() % 10 == 0) continue;  // not sent after all: freed here
         block.hand_on();
         pipe->send(sent);
@@ -245,6 +246,14 @@ void blocks_are_not_shared(const std::string& folder) {
         CHECK(slab->holds(sent.block, sent.generation, sent.bytes));
         kept.emplace_back(BlockInUse(slab, sent.slab, sent.block, sent.generation), sent);
         slab->release(sent.block, sent.generation - 1);  // a former reader's: no effect
+        if (random() % 8 == 0) {  // back to its sender, whose own mapping shows the same bytes
+          auto theirs = own.find(sent.slab, sent.session);
+          CHECK(!own.find(sent.slab, sent.session + 1));
+          if (theirs) {
+            kept.back().first.hand_on();
+            kept.back().first = BlockInUse(theirs, sent.slab, sent.block, sent.generation);
+          }
+        }
         while (kept.size() > random() % 4) check_one();
       }
       while (!kept.empty()) check_one();

@@ -7,7 +7,7 @@ import struct
 HEADER = struct.Struct("<4sB3xQQQqQQiIII")
 SLOT = struct.Struct("<IIQQQ")
 CHUNK = struct.Struct("<4sIQQQQ")
-PACKED, PART, SHARED = 0, 1, 2
+PACKED, PART, SHARED, RETURNED = 0, 1, 2, 3
 
 
 def build(

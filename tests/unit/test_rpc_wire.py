@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rpcwire import CHUNK, PACKED, PART, SHARED, build, cut
+from rpcwire import CHUNK, PACKED, PART, RETURNED, SHARED, build, cut
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def parse(decode):
 
 
 BUFFERS = st.lists(
-    st.tuples(st.sampled_from([PACKED, PART, SHARED]), st.binary(max_size=40)), max_size=5
+    st.tuples(st.sampled_from([PACKED, PART, SHARED, RETURNED]), st.binary(max_size=40)), max_size=5
 )
 MESSAGES = st.builds(
     build,

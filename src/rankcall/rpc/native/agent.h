@@ -127,6 +127,7 @@ class ZmqAgent : public rpc::RpcAgent, public std::enable_shared_from_this<ZmqAg
                        const rpc::DeviceMap& map);
   std::string transmit_text(Peer& peer, Kind kind, uint64_t call, const std::string& text,
                             MessageType type = MessageType::UNKNOWN);
+  BlockInUse take_back(Peer& peer, const c10::Storage& storage);
   std::vector<Slot> place(Peer& peer, const TensorPack& pack, std::vector<Bytes>& parts,
                           std::vector<BlockInUse>& blocks);
   std::string deliver(Peer& peer, bool is_refusal, const std::vector<Bytes>& parts);

@@ -25,6 +25,8 @@ Future failed(const std::string& why) {
   return future;
 }
 
+void free_block(void* block) { delete static_cast<BlockInUse*>(block); }
+
 std::string text_of(const Parsed& parsed) {
   return {parsed.payload, std::size_t(parsed.header.payload_bytes)};
 }
@@ -52,7 +54,7 @@ Bytes head_of(Header header, const std::vector<Slot>& slots, const TensorPack& p
   put(payload.data(), payload.size());
   put(pack.pickle.data(), pack.pickle.size());
   for (std::size_t i = 0; i < slots.size(); i++)
-    if (slots[i].where == uint32_t(Where::kPacked)) put(pack.data[i].data(), slots[i].bytes);
+    if (slots[i].where == uint32_t(Where::kPacked)) put(pack.storages[i].data(), slots[i].bytes);
   return {head.get(), size, head};
 }
 
@@ -105,27 +107,41 @@ Future ZmqAgent::call(const std::shared_ptr<Peer>& peer, Kind kind, Message& mes
   return future;
 }
 
+// The block of a storage that came from the peer, if nothing else in this process can use it. Then
+// it goes back without a copy, and the storage is empty.
+BlockInUse ZmqAgent::take_back(Peer& peer, const c10::Storage& storage) {
+  if (storage.use_count() != 1 || storage.data_ptr().get_deleter() != &free_block) return {};
+  std::atomic_thread_fence(std::memory_order_acquire);  // after all that others did with it
+  auto& block = *static_cast<BlockInUse*>(storage.data_ptr().get_context());
+  bool is_of_peer = peer.is_local() && block.is_in(others_slabs_.get(peer.slabs, block.slab_id()));
+  return is_of_peer ? std::move(block) : BlockInUse();
+}
+
 // Decides for each buffer how it travels.
 std::vector<Slot> ZmqAgent::place(Peer& peer, const TensorPack& pack, std::vector<Bytes>& parts,
                                   std::vector<BlockInUse>& blocks) {
-  TORCH_CHECK(pack.data.size() <= kMaxBuffers && pack.tags.size() <= kMaxBuffers,
+  TORCH_CHECK(pack.storages.size() <= kMaxBuffers && pack.tags.size() <= kMaxBuffers,
               "a message to worker '", peer.info.name_, "' has ", pack.tags.size(),
               " tensors; the most is ", kMaxBuffers);
   std::vector<Slot> slots;
-  for (const auto& each : pack.data) {
-    Slot slot{uint32_t(Where::kPacked), 0, each.sizeInBytes(), 0, 0};
+  for (const c10::Storage& storage : pack.storages) {
+    Slot slot{uint32_t(Where::kPacked), 0, storage.nbytes(), 0, 0};
     if (slot.bytes >= kLarge) {
-      auto block = peer.is_local() ? own_slabs_.take(slot.bytes, peer.session) : BlockInUse();
+      auto where = Where::kReturned;
+      BlockInUse block = take_back(peer, storage);
+      if (!block && peer.is_local()) {
+        where = Where::kShared;
+        block = own_slabs_.take(slot.bytes, peer.session);
+        if (block) copy_(block.data(), static_cast<const char*>(storage.data()), slot.bytes);
+      }
       if (block) {
-        copy_(block.data(), each.data(), slot.bytes);
-        slot = {uint32_t(Where::kShared), block.block(), slot.bytes, block.slab_id(),
-                block.generation()};
+        slot = {uint32_t(where), block.block(), slot.bytes, block.slab_id(), block.generation()};
         blocks.push_back(std::move(block));
       } else {
         check_size("a tensor", slot.bytes, peer);
         slot.where = uint32_t(Where::kPart);
-        auto owner = std::make_shared<torch::jit::WriteableTensorData>(each);
-        parts.push_back({owner->data(), owner->sizeInBytes(), owner});
+        auto owner = std::make_shared<c10::Storage>(storage);
+        parts.push_back({static_cast<const char*>(owner->data()), owner->nbytes(), owner});
       }
     }
     slots.push_back(slot);
@@ -137,6 +153,7 @@ std::vector<Slot> ZmqAgent::place(Peer& peer, const TensorPack& pack, std::vecto
 std::string ZmqAgent::transmit(Peer& peer, Kind kind, uint64_t call, Message& message,
                                const rpc::DeviceMap& map) {
   TensorPack pack = rankcall::pack(message.tensors(), map, peer.info.name_);
+  if (kind == Kind::kResponse) message.tensors().clear();  // so that take_back sees other users
   std::vector<Bytes> parts(1);
   std::vector<BlockInUse> blocks;  // freed again if the message is not sent
   std::vector<Slot> slots = place(peer, pack, parts, blocks);
@@ -281,13 +298,16 @@ void ZmqAgent::dispatch(std::shared_ptr<Incoming> incoming) {
 }
 
 Buffer ZmqAgent::shared_buffer(Peer& peer, const Slot& slot) {
-  auto slab = peer.is_local() ? others_slabs_.get(peer.slabs, slot.slab) : nullptr;
+  std::shared_ptr<Slab> slab;
+  if (slot.where == uint32_t(Where::kReturned))
+    slab = own_slabs_.find(slot.slab, peer.session);
+  else if (peer.is_local())
+    slab = others_slabs_.get(peer.slabs, slot.slab);
   if (!slab || !slab->holds(slot.block, slot.generation, slot.bytes))
     throw WireError("worker '" + peer.info.name_ + "' names shared memory that is not there");
   char* data = slab->data(slot.block);
   auto* kept = new BlockInUse(std::move(slab), slot.slab, slot.block, slot.generation);
-  auto release = [](void* block) { delete static_cast<BlockInUse*>(block); };
-  return {at::DataPtr(data, kept, release, at::Device(at::kCPU)), slot.bytes};
+  return {at::DataPtr(data, kept, &free_block, at::Device(at::kCPU)), slot.bytes};
 }
 
 // Returns the memory of all buffers. It is freed with the result unless a tensor takes it over.
@@ -296,7 +316,7 @@ std::vector<Buffer> ZmqAgent::buffers_of(Peer& peer, Incoming& incoming) {
   std::size_t part = 0;
   for (std::size_t i = 0; i < incoming.parsed.slots.size(); i++) {
     const Slot& slot = incoming.parsed.slots[i];
-    if (slot.where == uint32_t(Where::kShared)) {
+    if (slot.where >= uint32_t(Where::kShared)) {
       buffers.push_back(shared_buffer(peer, slot));
     } else if (slot.where == uint32_t(Where::kPart)) {
       auto* kept = new Bytes(std::move(incoming.parts[part++]));

@@ -5,6 +5,9 @@
 // with a compare-and-swap, without a message. The word of a block is 2 * generation + 1 while it is
 // in use: a reader that was sent generation 5 cannot free generation 6.
 //
+// A reader that has no more use for a block may also send it back as it is, in a message. Then the
+// owner reads it, and frees it in the same way.
+//
 // When a reader leaves or is given up, its slabs are unlinked and unmapped here, and never used
 // again: the reader may still have tensors in them, and keeps the memory through its own mapping.
 #pragma once
@@ -141,6 +144,7 @@ class BlockInUse {
   }
 
   explicit operator bool() const { return slab_ != nullptr; }
+  bool is_in(const std::shared_ptr<Slab>& slab) const { return slab_ && slab_ == slab; }
   char* data() const { return slab_->data(block_); }
   uint64_t slab_id() const { return slab_id_; }
   uint32_t block() const { return block_; }
@@ -179,6 +183,16 @@ class OwnSlabs {
     }
     if (!add_slab(entries, capacity)) return {};
     return use(entries.back());
+  }
+
+  // The slab of a reader; null if it has none with this id.
+  std::shared_ptr<Slab> find(uint64_t id, uint64_t reader) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto last = entries_.upper_bound({reader, SIZE_MAX});
+    for (auto each = entries_.lower_bound({reader, 0}); each != last; ++each)
+      for (auto& entry : each->second)
+        if (entry.id == id) return entry.slab;
+    return nullptr;
   }
 
   // Gives up all slabs of a reader, for ever.

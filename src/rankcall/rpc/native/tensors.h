@@ -21,7 +21,7 @@ namespace rpc = torch::distributed::rpc;
 
 struct TensorPack {
   std::string pickle;
-  std::vector<torch::jit::WriteableTensorData> data;
+  std::vector<c10::Storage> storages;  // in host memory
   std::vector<DeviceTag> tags;
 };
 
@@ -67,7 +67,7 @@ inline TensorPack pack(const std::vector<at::Tensor>& tensors, const rpc::Device
   pickler.pushIValue(rpc::cloneSparseTensors(on_host));
   pickler.stop();
   for (const auto& each : pickler.tensorData())
-    packed.data.push_back(torch::jit::getWriteableTensorData(each));
+    packed.storages.push_back(each.storage());
   return packed;
 }
 

@@ -58,11 +58,12 @@ struct Header {
 };
 static_assert(sizeof(Header) == 72);
 
-enum class Where : uint32_t { kPacked = 0, kPart = 1, kShared = 2 };
+// kShared: a block of the sender's shared memory. kReturned: one of the receiver's, which goes back.
+enum class Where : uint32_t { kPacked = 0, kPart = 1, kShared = 2, kReturned = 3 };
 
 struct Slot {  // one buffer
   uint32_t where;
-  uint32_t block;  // this and the two below: of the sender's shared memory
+  uint32_t block;  // this and the two below: of the shared memory
   uint64_t bytes;
   uint64_t slab;
   uint64_t generation;
@@ -159,7 +160,7 @@ inline Parsed parse_head(const char* data, std::size_t size) {
       packed = cursor.take(slot.bytes, "buffers");
     } else if (slot.where == uint32_t(Where::kPart)) {
       parsed.part_sizes.push_back(slot.bytes);
-    } else if (slot.where != uint32_t(Where::kShared)) {
+    } else if (slot.where > uint32_t(Where::kReturned)) {
       throw WireError("a buffer is in an unknown place");
     }
     parsed.packed.push_back(packed);
