@@ -32,11 +32,11 @@ from torch.distributed import TCPStore
 
 from rankcall.analysis.run_snapshot import snapshot_of_run
 from rankcall.analysis.snapshot import Snapshot
+from rankcall.job.judge import Judge
+from rankcall.job.other_nodes import Exchange
 from rankcall.run.load import Run, load
 from rankcall.testing import synthetic_run
-from rankcall.testing.synthetic import Planted
-from rankcall.watch._judge import Judge
-from rankcall.watch._other_nodes import Exchange
+from rankcall.testing.model import Planted
 
 FORK = get_context("fork")
 RANKS_PER_NODE = 8

@@ -109,11 +109,11 @@ def _subset(run: Path, folder: Path, collectives: int) -> Path:
 def _report(run: Path) -> dict[str, Any]:
     start = time.perf_counter()
     from rankcall.analysis.summary import summarise
-    from rankcall.report import terminal
+    from rankcall.report import summary_text
     from rankcall.run.load import load
 
     loaded = load(run)
-    text = terminal.render(summarise(loaded))
+    text = summary_text.render(summarise(loaded))
     seconds = time.perf_counter() - start
     assert "caused" in text
     return {"seconds": round(seconds, 3), "peak_mib": _peak_mib()}

@@ -134,7 +134,7 @@ def _worlds(score: Score, sizes: Sequence[int]) -> dict[str, Any]:
 
 def _write(run: Path, ranks: int, kind: str) -> Cause:
     from rankcall.testing import synthetic_run
-    from rankcall.testing.synthetic import Planted
+    from rankcall.testing.model import Planted
 
     culprits = (ranks // 3, ranks // 3 + 1, ranks // 3 + 2) if kind == "deadlock" else (ranks // 3,)
     rows = [list(range(first, first + 8)) for first in range(0, ranks, 8)]

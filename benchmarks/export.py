@@ -94,7 +94,8 @@ def _figures(
 
 def _write(run: Path, ranks: int, collectives: int) -> int:
     from rankcall.run.load import load
-    from rankcall.testing.synthetic import Op, synthetic_run
+    from rankcall.testing.model import Op
+    from rankcall.testing.synthetic import synthetic_run
 
     hosts, group = max(1, ranks // 8), min(8, ranks)
     program = (

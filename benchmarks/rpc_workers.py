@@ -50,9 +50,9 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
         api,
     )
 
-    from rankcall.rpc import _membership
+    from rankcall.rpc import static_membership
     from rankcall.rpc.backends import zmq
-    from rankcall.rpc.backends._zmq_worker import Worker, agent_module, zmq_library
+    from rankcall.rpc.backends.zmq_worker import Worker, agent_module, zmq_library
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -71,7 +71,7 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
         def get(self, *_: Any) -> None:  # type: ignore[override]
             return None
 
-    _membership._last_epochs = OwnEpochs()
+    static_membership._last_epochs = OwnEpochs()
     api._init_rpc_states = start
     zmq._reach = lambda *_: None  # only the real worker reaches every other
     workers, errors = [], []
@@ -80,7 +80,7 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
         try:
             store = PrefixStore("rpc/static", TCPStore("127.0.0.1", port, is_master=False))
             deadline = time.monotonic() + START_S
-            membership = _membership.StaticMembership(store, f"w{rank}", rank, count)
+            membership = static_membership.StaticMembership(store, f"w{rank}", rank, count)
             membership.claim_rank(deadline)
             worker = Worker(f"w{rank}", rank, zmq_library(), options(port))
             workers.append(worker)
@@ -121,7 +121,7 @@ def real_worker(count: int, port: int, pipe: Connection) -> None:
     import torch
 
     from rankcall import rpc
-    from rankcall.rpc.backends._zmq_worker import agent_module
+    from rankcall.rpc.backends.zmq_worker import agent_module
 
     torch.set_num_threads(1)
     agent_module()

@@ -58,9 +58,11 @@ def _page(folder: Path, pid: int, options: argparse.Namespace) -> dict[str, Any]
     sys.path.insert(0, str(ROOT / "tests/unit"))
     from liveruns import give_to  # type: ignore[import-not-found]
 
-    from rankcall.serve.live_run import History, LiveRun
+    from rankcall.serve.history import History
+    from rankcall.serve.live_run import LiveRun
     from rankcall.serve.view import page, sections
-    from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
+    from rankcall.testing.model import Planted
+    from rankcall.testing.synthetic import BOOT_NS, synthetic_run
 
     run = folder / "run"
     offset = time.monotonic_ns() - BOOT_NS - HUNG_S * 10**9
@@ -98,7 +100,7 @@ def _page(folder: Path, pid: int, options: argparse.Namespace) -> dict[str, Any]
 def _touch(ring: Path, number: int) -> None:
     """Change the time at which a ring's newest record of all was closed by a nanosecond."""
     from rankcall.record import RECORD
-    from rankcall.ring import read_header
+    from rankcall.ring.layout import read_header
 
     header = read_header(ring)
     assert header is not None

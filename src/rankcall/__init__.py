@@ -23,7 +23,7 @@ _HOME = {
     "InvalidDeviceMap": "rankcall.errors",
     "PeerError": "rankcall.errors",
     "RankcallError": "rankcall.errors",
-    "Recording": "rankcall.capture.session",
+    "Recording": "rankcall.capture.recording",
     "RpcTimeout": "rankcall.errors",
     "Run": "rankcall.run.load",
     "RunNotFound": "rankcall.errors",
@@ -32,8 +32,8 @@ _HOME = {
     "UnevenInputs": "rankcall.errors",
     "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
-    "enable": "rankcall.attach",
-    "expect": "rankcall.capture.own_ring",
+    "enable": "rankcall.job.attach",
+    "expect": "rankcall.capture.phases",
     "load": "rankcall.run.load",
 }
 _MODULES = ("hooks", "join", "rpc", "store", "trace", "watch")
@@ -72,10 +72,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks, join, rpc, store, trace, watch
-    from rankcall.attach import enable
-    from rankcall.capture.own_ring import expect
-    from rankcall.capture.session import Recording, disable
+    from rankcall import hooks, rpc, store
+    from rankcall.capture.phases import expect
+    from rankcall.capture.recording import Recording
+    from rankcall.capture.session import disable
     from rankcall.errors import (
         AuthenticationFailed,
         BackendNotFound,
@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         UnevenInputs,
         WorldMismatch,
     )
+    from rankcall.job.attach import enable
     from rankcall.run.load import Run, load
 
 

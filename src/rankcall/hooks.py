@@ -17,19 +17,11 @@ from weakref import WeakKeyDictionary
 
 from rankcall import background
 from rankcall.capture import session
-from rankcall.dispatch import (
-    AT_ENDS,
-    AT_EVENTS,
-    Delivery,
-    Source,
-    StatusMaker,
-    Subscription,
-    dispatcher,
-    unfinished,
-)
+from rankcall.events.dispatch import AT_ENDS, AT_EVENTS, Delivery, Source, Subscription, dispatcher
+from rankcall.events.statuses import StatusMaker, unfinished
 from rankcall.registry import Registered
-from rankcall.ring import Group
 from rankcall.ring.follower import Batch
+from rankcall.ring.tables import Group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -118,7 +110,7 @@ def register_process_group_hook(hook: PG_HOOK_TYPE, *, existing: bool = True) ->
     ``TorchMissing``.
     """
     session.check_torch()
-    from rankcall.capture.groups import watch
+    from rankcall.capture.hosts import watch
 
     failures = FailureLog("process-group hook", _checked(hook))
 

@@ -11,8 +11,7 @@ same length it is thirty times as fast.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,63 +189,6 @@ def bandwidth_sizes(columns: dict[str, npt.NDArray[Any]], n: int) -> npt.NDArray
         if moved is not None:
             result[rows] = moved({name: columns[name][rows] for name in _SIZE_COLUMNS}, n)
     return result
-
-
-# Lists of ranks: as people write them (``0-3,8,10-11``), and in a compact form for files.
-
-
-MAX_RANKS = 1 << 20
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks in ascending order and without repetition, with runs of them as ranges."""
-    ranges: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-
-
-def with_noun(ranks: Iterable[int]) -> str:
-    """Return ranks with their noun: ``rank 2``, ``ranks 0-3``."""
-    ranks = set(ranks)
-    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranks(ranks)}"
-
-
-def compress_ranks(ranks: list[int]) -> list[list[int]]:
-    """Return ranks as runs ``[first, count, stride]``. A world of 100,000 ranks is one run."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs:
-            run = runs[-1]
-            first, count, stride = run
-            if count == 1:
-                run[1:] = [2, rank - first]
-                continue
-            if rank == first + count * stride:
-                run[1] += 1
-                continue
-        runs.append([rank, 1, 1])
-    return runs
-
-
-def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
-    """Undo ``compress_ranks``. Raises ``ValueError`` if the ranks cannot be real."""
-    if not all(type(number) is int for run in runs for number in run):
-        raise ValueError("a rank is an integer")
-    if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
-        raise ValueError(f"more than {MAX_RANKS:,} ranks, or a negative number of them")
-    ranks = tuple(
-        chain.from_iterable(
-            range(first, first + count * stride, stride) if stride else [first] * count
-            for first, count, stride in runs
-        )
-    )
-    if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANKS:
-        raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
-    return ranks
 
 
 # A record's commit word is ``(index + 1) << 2 | state``. ``index`` counts records from 0 in issue

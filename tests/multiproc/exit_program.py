@@ -67,24 +67,24 @@ def trap_trace() -> None:
 
 def trap_watch() -> None:
     """Trap the watcher while it reads the rings of its node."""
-    from rankcall import watch
+    from rankcall.job import watcher
 
     expect("rankcall-watch")
     rankcall.watch.start(hang_after=1.0, run_dir=f"{folder}/run")
-    watch.Watcher._turn = trapped  # type: ignore[method-assign, assignment]
+    watcher.Watcher._turn = trapped  # type: ignore[method-assign, assignment]
 
 
 def trap_lines() -> None:
     """Trap the thread that reads source lines while it reads a file on a stuck disk."""
-    from rankcall.capture import session
+    from rankcall.capture import source_lines
 
     expect("rankcall-lines")
-    session.line_text = trapped  # type: ignore[assignment]
+    source_lines.line_text = trapped  # type: ignore[assignment]
 
 
 def trap_heart() -> None:
     """Trap the thread that beats the heart."""
-    from rankcall.capture.session import Recording
+    from rankcall.capture.recording import Recording
 
     expect("rankcall-heart")
     Recording._note_leaving = trapped  # type: ignore[method-assign, assignment]

@@ -180,7 +180,7 @@ if CALLBACK:
 
 def declared():
     from rankcall.capture import session
-    from rankcall.ring import read_header
+    from rankcall.ring.layout import read_header
 
     header = read_header(session.current().path)
     return header.expect_what if header.expect_until_ns > time.monotonic_ns() else "nothing"

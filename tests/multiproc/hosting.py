@@ -12,7 +12,7 @@ from typing import Any
 
 from lag import stopwatch
 
-from rankcall.testing._spawn import fork_server
+from rankcall.testing.spawn import fork_server
 
 LONG = 60.0  # s; far more than a barrier that all come to takes
 

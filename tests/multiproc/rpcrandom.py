@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rankcall.testing import _spawn
+from rankcall.testing import spawn
 
 HEARTBEAT_S = 1.0
 CALL_S = 15.0
@@ -258,7 +258,7 @@ class Group:
 
         self.folder, self.choose = folder, random.Random(seed)
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.context = _spawn.fork_server()  # has imported torch
+        self.context = spawn.fork_server()  # has imported torch
         self.processes: dict[int, Any] = {}
         self.ended: list[str] = []  # workers that were not killed
         (folder / "shm").mkdir(mode=0o700)

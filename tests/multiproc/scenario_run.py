@@ -17,7 +17,7 @@ from scenarios import SLOW_KINDS, Cause, Scenario
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.record import RECORD
-from rankcall.ring import HEADER, HEADER_BYTES, parse_header
+from rankcall.ring.layout import HEADER, HEADER_BYTES, parse_header
 from rankcall.run.load import load
 from rankcall.testing import RankResult, Ranks, start_ranks
 

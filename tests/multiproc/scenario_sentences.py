@@ -19,7 +19,7 @@ import scenario_programs
 from scenarios import Scenario
 
 from rankcall.process import host_name
-from rankcall.testing.faults import Fault
+from rankcall.testing.injection import Fault
 
 Row = Mapping[str, Any]
 PROGRAMS = Path(scenario_programs.__file__)

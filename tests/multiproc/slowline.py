@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from rankcall.testing._spawn import fork_server
+from rankcall.testing.spawn import fork_server
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 1, 0x1000

@@ -16,9 +16,9 @@ from launch import RANKCALL, Ended, Launch, launch, run_program
 from launchers import Launcher, both, digests, free_port, run_of
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.cli._workers import BOOT
+from rankcall.cli.torchrun import BOOT
+from rankcall.run.exits import read_exits
 from rankcall.run.load import load
-from rankcall.run.settle import read_exits
 
 SLOW = pytest.mark.slow
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]

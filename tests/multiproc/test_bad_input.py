@@ -101,7 +101,7 @@ def test_two_versions(tmp_path: Path, rank: int) -> None:
 @pytest.mark.slow
 def test_two_versions_with_different_rings(tmp_path: Path) -> None:
     """The report covers the rings of its own version, and says which one needs another."""
-    other_version(tmp_path, ("ring/__init__.py", "\nSCHEMA = 1\n", "\nSCHEMA = 2\n"))
+    other_version(tmp_path, ("ring/layout.py", "\nSCHEMA = 1\n", "\nSCHEMA = 2\n"))
     run = run_of(recorded(tmp_path, IN_ANOTHER_VERSION.format(rank=1)))
     assert rank_counts(run) == [(0, 3)]
     shown = launch("report", run, cwd=tmp_path)
@@ -117,8 +117,8 @@ def test_two_versions_that_do_not_agree(tmp_path: Path) -> None:
     """A rank that cannot read rank 0's choice records into a run of its own, which exec names."""
     other_version(
         tmp_path,
-        ("attach.py", '{"run_dir": str(', '{"directory": str('),
-        ("attach.py", 'fields["run_dir"]', 'fields["directory"]'),
+        ("job/attach.py", '{"run_dir": str(', '{"directory": str('),
+        ("job/attach.py", 'fields["run_dir"]', 'fields["directory"]'),
     )
     ended = recorded(tmp_path, IN_ANOTHER_VERSION.format(rank=0))
     places = re.findall(r"recorded ranks? \S+ in (\S+); read it with", ended.err)

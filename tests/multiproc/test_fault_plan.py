@@ -13,7 +13,7 @@ from ranks import try_ranks
 from world import wait_until
 
 from rankcall import RankcallError, load
-from rankcall.run.settle import read_exits
+from rankcall.run.exits import read_exits
 from rankcall.testing import FaultPlan, spawn_ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -15,7 +15,7 @@ from ranks import Result, run_ranks, try_ranks
 from world import here, plain, wait_until
 
 from rankcall import load
-from rankcall.run import live_dir
+from rankcall.run.paths import live_dir
 from rankcall.run.settle import settle
 
 pytestmark = pytest.mark.multiproc

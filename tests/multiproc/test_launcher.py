@@ -11,9 +11,9 @@ import pytest
 from launch import Ended, Launch, launch
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.run import live_dir
+from rankcall.run.exits import LAUNCHER, read_exits
 from rankcall.run.load import Run, load
-from rankcall.run.settle import LAUNCHER, read_exits
+from rankcall.run.paths import live_dir
 
 pytestmark = pytest.mark.multiproc
 

@@ -15,9 +15,9 @@ from cabled import Job, cabled
 from world import wait_until
 
 from rankcall.analysis.verdicts import Diagnosis, diagnose
+from rankcall.job.judge import findings_of
+from rankcall.run.hangs import kept_hangs
 from rankcall.run.load import load
-from rankcall.run.outcomes import kept_hangs
-from rankcall.watch._judge import findings_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
 

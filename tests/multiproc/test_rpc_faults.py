@@ -48,7 +48,7 @@ def survivors(results: list[Result], killed: int) -> list[Any]:
 def _killed_in_init(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 dies when the others have its name and wait for it to be ready."""
     from rankcall import RpcTimeout
-    from rankcall.rpc._membership import StaticMembership
+    from rankcall.rpc.static_membership import StaticMembership
 
     if rank == 1:
         exchange = StaticMembership.exchange
@@ -75,11 +75,11 @@ def test_a_worker_that_dies_in_init(backend: str, shm: Path) -> None:
 def _killed_in_shutdown(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 dies when all have come to shutdown, before it is sure that no call is under way."""
     from rankcall import RpcTimeout, rpc
-    from rankcall.rpc import _membership
+    from rankcall.rpc import static_membership
 
     come_up(rank, world_size, backend)
     if rank == 1:
-        _membership.wait_idle = die  # type: ignore[assignment]
+        static_membership.wait_idle = die  # type: ignore[assignment]
     with pytest.raises(RpcTimeout) as caught:
         rpc.shutdown(timeout=6)
     return str(caught.value), caught.value.missing_ranks
@@ -230,7 +230,7 @@ def test_the_stores_host_is_stopped(backend: str, dynamic: bool) -> None:
 def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
     """The store's host is stopped during shutdown, until a request has gone unanswered."""
     from rankcall import rpc
-    from rankcall.rpc import _membership
+    from rankcall.rpc import static_membership
     from rankcall.store import StoreLost
 
     come_up(rank, world_size, "ZMQ", init_method=f"tcp://127.0.0.1:{port}")
@@ -244,7 +244,7 @@ def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
             os.kill(pid, signal.SIGCONT)
             raise
 
-    synchronize, _membership.synchronize = _membership.synchronize, observed  # type: ignore[assignment]
+    synchronize, static_membership.synchronize = static_membership.synchronize, observed  # type: ignore[assignment]
     if rank == 0:
         stop(pid)
     rpc.shutdown(timeout=60)
@@ -367,7 +367,8 @@ def _strangers(rank: int, world_size: int, secret: str) -> Any:
     import zmq
 
     from rankcall import rpc
-    from rankcall.rpc.backends._zmq_worker import Worker, derive_keys
+    from rankcall.rpc.backends.addresses import derive_keys
+    from rankcall.rpc.backends.zmq_worker import Worker
 
     os.environ.update(RANKCALL_HOST=f"node-{rank}", RANKCALL_RPC_SECRET=secret)
     doors, bind = [], Worker._bind_network

@@ -16,7 +16,7 @@ from rpcgroup import come_up, metrics
 from slowline import Line, address, enter, joined
 from world import wait_until
 
-from rankcall.testing._spawn import start_ranks
+from rankcall.testing.spawn import start_ranks
 
 pytestmark = pytest.mark.multiproc
 

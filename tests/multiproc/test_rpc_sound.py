@@ -277,7 +277,7 @@ def _given_up(rank: int, world_size: int, backend: str) -> Any:
     from rpcgroup import hurry
 
     from rankcall import RpcTimeout, rpc
-    from rankcall.rpc._membership import StaticMembership
+    from rankcall.rpc.static_membership import StaticMembership
 
     hurry()
     store = aside()
@@ -311,7 +311,7 @@ def _dies_first(rank: int, world_size: int) -> Any:
     """Rank 1 dies in init; rank 2 takes its place, as a supervisor would have it."""
     from rankcall import RpcTimeout, rpc
     from rankcall.process import process_start
-    from rankcall.rpc._membership import StaticMembership
+    from rankcall.rpc.static_membership import StaticMembership
 
     store = aside()
     if rank == 1:
@@ -471,12 +471,12 @@ def test_a_stranger_gets_little_memory_and_time(
 
 def _stranger(rank: int, world_size: int) -> Any:
     from rankcall import rpc
-    from rankcall.rpc.backends import _zmq_worker
+    from rankcall.rpc.backends import zmq_worker
 
     os.environ.update(RANKCALL_RPC_SECRET="a secret of the tests")
     bound: list[str] = []
-    bind = _zmq_worker.Worker._bind_network
-    _zmq_worker.Worker._bind_network = lambda self: (bound.append(bind(self)), bound[0])[1]  # type: ignore[method-assign,func-returns-value]
+    bind = zmq_worker.Worker._bind_network
+    zmq_worker.Worker._bind_network = lambda self: (bound.append(bind(self)), bound[0])[1]  # type: ignore[method-assign,func-returns-value]
     come_up(rank, world_size, "ZMQ")
     host, port = bound[0].removeprefix("tcp://").rsplit(":", 1)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)

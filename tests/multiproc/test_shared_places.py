@@ -108,9 +108,9 @@ def _record_on_nfs(rank: int, world_size: int, run_dir: str, disable: bool) -> A
     import torch.distributed as dist
 
     import rankcall
-    from rankcall import process
+    from rankcall import files
 
-    process.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
+    files.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
     recording = rankcall.enable(run_dir)
     for _ in range(5):
         dist.all_reduce(torch.ones(2))
@@ -137,9 +137,9 @@ def _clean_at_start(rank: int, world_size: int, folder: str) -> Any:
     import time
 
     import rankcall
-    from rankcall.ring import Geometry
+    from rankcall.ring.layout import Geometry
     from rankcall.ring.writer import Identity, create_locked, put
-    from rankcall.run import create_run, make_live_dir
+    from rankcall.run.paths import create_run, make_live_dir
 
     old = create_run(Path(folder) / "old", {})
     live = make_live_dir(old)
@@ -166,7 +166,7 @@ def _name_a_ring(rank: int, world_size: int, run_dir: str) -> Any:
     """Begin with hooks alone, so that the ring has no name yet, and then name a run directory."""
     import rankcall
     from rankcall import hooks
-    from rankcall.ring import try_lock
+    from rankcall.ring.lock import try_lock
 
     with hooks.register_collective_end_hook(lambda status: None):
         recording = rankcall.enable(run_dir)
@@ -185,10 +185,10 @@ def test_a_ring_that_gets_a_name_later(tmp_path: Path, env: dict[str, str | None
 
 
 def _record_twice(rank: int, world_size: int, run_dir: str, nfs: bool) -> Any:
-    from rankcall import process
+    from rankcall import files
 
     if nfs:
-        process.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
+        files.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
     for count in (3, 5):
         _record(rank, world_size, run_dir, count)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from world import wait_until
 
-from rankcall.ring import HEADER_BYTES, Header, parse_header, read_header
-from rankcall.run import ring_paths
-from rankcall.run.stacks import code_place, register_stack_dump, request_stacks
+from rankcall.ring.layout import HEADER_BYTES, Header, parse_header, read_header
+from rankcall.run.frames import code_place
+from rankcall.run.paths import ring_paths
+from rankcall.run.stacks import register_stack_dump, request_stacks
 from rankcall.testing import FaultPlan, Ranks, start_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -29,7 +30,7 @@ def _one_by_one(rank: int, world_size: int) -> None:
 
 
 def _registered(rank: int, world_size: int, folder: str, register: bool) -> None:
-    from rankcall.ring import Geometry
+    from rankcall.ring.layout import Geometry
     from rankcall.ring.writer import Identity, create
 
     ring = create(Path(folder) / "it.ring", Identity(rank=3), Geometry(64))

@@ -38,10 +38,10 @@ def _overdue(rank: int) -> list[Any]:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import descriptions
+    from rankcall.trace import describe
 
-    normally, descriptions.OVERDUE_NS = (
-        descriptions.OVERDUE_NS,
+    normally, describe.OVERDUE_NS = (
+        describe.OVERDUE_NS,
         50_000_000 if rank == 0 else NEVER_NS,
     )
     sink, peer = trace.MemorySink(), 1 - rank
@@ -49,7 +49,7 @@ def _overdue(rank: int) -> list[Any]:
         work = dist.irecv(torch.ones(2), peer) if rank == 0 else None
         if rank == 0:
             until(lambda: len(sink.descriptions) == 1)
-            descriptions.OVERDUE_NS = NEVER_NS
+            describe.OVERDUE_NS = NEVER_NS
         dist.all_reduce(torch.ones(1))
         if rank == 0:
             until(lambda: len(sink.descriptions) == 2)
@@ -61,7 +61,7 @@ def _overdue(rank: int) -> list[Any]:
         elif work is not None:
             work.wait()
         assert handle.flush(WAIT_S)
-    descriptions.OVERDUE_NS = normally
+    describe.OVERDUE_NS = normally
     return [(op["name"], op["duration_ms"] is None) for op in sink.descriptions]
 
 
@@ -112,7 +112,7 @@ def _forked(rank: int, folder: str) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import live
+    from rankcall.trace.tracing import live
 
     sink, file = trace.MemorySink(), trace.JsonLines(f"{folder}/{{rank}}.jsonl")
     with trace.enable("ALL", sinks=[sink, file]) as handle:
@@ -189,10 +189,10 @@ def _everything(rank: int, world_size: int, folder: str) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import descriptions
+    from rankcall.trace import describe
 
     # On a busy machine an op may be in flight for long, and then be described twice.
-    descriptions.OVERDUE_NS = NEVER_NS
+    describe.OVERDUE_NS = NEVER_NS
     dist.barrier()
     before = trace.enable(
         "ALL"
@@ -245,9 +245,9 @@ def _cross_host(rank: int, world_size: int) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import descriptions
+    from rankcall.trace import describe
 
-    descriptions.OVERDUE_NS = NEVER_NS
+    describe.OVERDUE_NS = NEVER_NS
     os.environ["RANKCALL_HOST"] = HOSTS[rank]
     sink = trace.MemorySink()
     with trace.enable("crossnode", sinks=[sink]) as handle:

@@ -16,10 +16,10 @@ from scenario_programs import HANG_AFTER_S, own_store, plain
 from world import wait_until
 
 from rankcall.analysis.verdicts import diagnose
+from rankcall.job.watcher import ABORT_STATUS
 from rankcall.run.load import load
 from rankcall.run.settle import settle
 from rankcall.testing import FaultPlan, Ranks, spawn_ranks, start_ranks
-from rankcall.watch import ABORT_STATUS
 
 pytestmark = pytest.mark.multiproc
 HANG = FaultPlan().hang(rank=1, seq=20)

@@ -13,9 +13,9 @@ from scenario_programs import HANG_AFTER_S, plain
 from world import wait_until
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.cli._workers import BOOT
-from rankcall.run import ring_paths
+from rankcall.cli.torchrun import BOOT
 from rankcall.run.load import load
+from rankcall.run.paths import ring_paths
 from rankcall.testing import FaultPlan, start_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]

@@ -10,12 +10,14 @@ from worlds import MS, START, Call, group_of, together, write_world
 from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, no_calls
 from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.ring import Group, Header
+from rankcall.job.judge import encode_verdict
+from rankcall.ring.layout import Header
+from rankcall.ring.tables import Group
+from rankcall.run.exits import Exit, note_exit
+from rankcall.run.hangs import Object, decode
 from rankcall.run.load import load
-from rankcall.run.outcomes import Object, decode
-from rankcall.run.settle import Exit, note_exit
-from rankcall.testing.synthetic import Op, Planted, synthetic_run
-from rankcall.watch._judge import encode_verdict
+from rankcall.testing.model import Op, Planted
+from rankcall.testing.synthetic import synthetic_run
 
 SECOND = 1000 * MS
 START_EPOCH_NS = 10**18  # the wall clock at START, as worlds.write_world anchors it

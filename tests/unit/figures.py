@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.analysis.summary import Details, detail
+from rankcall.analysis.details import Details, detail
 from rankcall.errors import RankcallError
-from rankcall.report.formatting import headline
+from rankcall.report.headline import headline
 from rankcall.run.load import Run, load
 
 

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 from rankcall.process import boot_id, process_start
-from rankcall.ring import offset_of
-from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
+from rankcall.ring.layout import offset_of
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import BOOT_NS, synthetic_run
 
 HUNG_S = 120
 

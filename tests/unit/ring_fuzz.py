@@ -12,7 +12,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from rankcall.record import OPS, RECORD, STATUSES
-from rankcall.ring import HEADER, CallSite, Geometry, Group
+from rankcall.ring.layout import HEADER, Geometry
+from rankcall.ring.tables import CallSite, Group
 from rankcall.ring.writer import BODY_NAMES, Identity, PythonRing, create
 
 SHAPE = Geometry(capacity=64, inflight_capacity=8, tables_bytes=2048)

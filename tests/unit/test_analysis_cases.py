@@ -11,7 +11,7 @@ from worlds import MS, Call, group_of, together, write_world
 from rankcall.analysis.summary import Row, Summary, size_name, summarise
 from rankcall.analysis.waiting import Arrivals, shares
 from rankcall.record import FLAG_ANY_SOURCE, FLAG_DEVICE, bus_factor
-from rankcall.ring import Group
+from rankcall.ring.tables import Group
 from rankcall.run.load import load
 
 

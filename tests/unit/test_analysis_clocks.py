@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankcall.analysis.collectives import HostClock
+from rankcall.analysis.clocks import HostClock
 from rankcall.analysis.summary import summarise
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, Pace, synthetic_run
+from rankcall.testing.model import Op, Pace
+from rankcall.testing.synthetic import synthetic_run
 
 SECOND = 1_000_000_000
 

@@ -12,7 +12,8 @@ import pytest
 from stores import kind, ranks, stores_of
 
 from rankcall._requests import Steps
-from rankcall.attach import (
+from rankcall.capture.recording import cause_of
+from rankcall.job.choice import (
     KEY,
     Choice,
     agree,
@@ -23,7 +24,6 @@ from rankcall.attach import (
     store_and_key,
     withdraw,
 )
-from rankcall.capture.session import cause_of
 from rankcall.store.parts import perform_shared
 from rankcall.testing.simulated_store import LostAnswer, Mark, Process, Simulation, World
 

@@ -11,18 +11,10 @@ from types import SimpleNamespace
 import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls
 
+from rankcall.report.diagnosis_text import diagnosis_text, stack_lines
 from rankcall.report.json import render_diagnosis
-from rankcall.report.terminal import diagnosis_text, stack_lines
-from rankcall.run.stacks import (
-    CodePlace,
-    Frame,
-    _Dump,
-    code_place,
-    mark_training_thread,
-    stack_classes,
-    telling_frames,
-    tidy,
-)
+from rankcall.run.frames import CodePlace, Frame, code_place, stack_classes, telling_frames
+from rankcall.run.stacks import _Dump, mark_training_thread, tidy
 
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 

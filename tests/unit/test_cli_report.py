@@ -14,9 +14,9 @@ from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall import cli
 from rankcall.cli import main
-from rankcall.ring import Group
 from rankcall.ring.reader import Ring, read_ring
-from rankcall.run import create_run
+from rankcall.ring.tables import Group
+from rankcall.run.paths import create_run
 
 SRC = Path(cli.__file__).parents[2]
 

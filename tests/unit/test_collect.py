@@ -18,12 +18,13 @@ from liveruns import live_run
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
-from rankcall.ring import Geometry
+from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create_locked
-from rankcall.run import create_run, make_live_dir
 from rankcall.run.archive import unpack
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Planted, synthetic_run
+from rankcall.run.paths import create_run, make_live_dir
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
 
 DEAD = Planted("dead", (2,), 21)
 

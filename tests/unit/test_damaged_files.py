@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.analysis.snapshot import SCHEMA, RankState
-from rankcall.analysis.snapshot import decode as decode_node
+from rankcall.analysis.node_snapshot import SCHEMA
+from rankcall.analysis.node_snapshot import decode as decode_node
+from rankcall.analysis.snapshot import RankState
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
 from rankcall.run.archive import unpack
+from rankcall.run.exits import read_exits
+from rankcall.run.hangs import next_free
 from rankcall.run.load import load
-from rankcall.run.outcomes import next_free
-from rankcall.run.settle import read_exits
 from rankcall.run.views import _decoded as decode_answers
-from rankcall.testing.synthetic import Planted, synthetic_run
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
 
 EXIT = {"rank": 3, "attempt": 0, "host": "node-a", "pid": 78, "code": -9, "epoch_ns": 10**18}
 SUM = {"rank": 0, "batches": 1, "shadowed": 0, "replayed": 0, "extra_s": 0.5}

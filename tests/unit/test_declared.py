@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 import rankcall
-from rankcall.capture import own_ring, session
-from rankcall.ring import FOREVER_NS, HEADER_BYTES, Geometry, Header, parse_header
+from rankcall.capture import phases, session
+from rankcall.ring.layout import FOREVER_NS, HEADER_BYTES, Geometry, Header, parse_header
 from rankcall.ring.writer import Identity, create
 
 
@@ -20,10 +20,10 @@ from rankcall.ring.writer import Identity, create
 def ring() -> Iterator[mmap.mmap]:
     """Stand in for a recording's ring."""
     made = create(None, Identity(), Geometry(64))
-    own_ring.publish_to(made)
+    phases.publish_to(made)
     yield made
-    own_ring.publish_to(None)
-    assert not own_ring._phases
+    phases.publish_to(None)
+    assert not phases._phases
 
 
 def header(ring: mmap.mmap) -> Header:

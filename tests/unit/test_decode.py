@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankcall.record import CODED, MAX_DIMS, RECORD, format_ranks
-from rankcall.ring import CallSite, Geometry, Group, Tables, UserLine, make_header, parse_header
-from rankcall.ring.reader import Ring, decode_record, decode_ring
+from rankcall.ranks import format_ranks
+from rankcall.record import CODED, MAX_DIMS, RECORD
+from rankcall.ring.decode import decode_record, decode_ring
+from rankcall.ring.layout import Geometry, make_header, parse_header
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import CallSite, Group, Tables, UserLine
 
 TABLES = Tables(
     strings={4: "_allgather_base_", 7: "it failed"},

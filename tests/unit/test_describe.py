@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from worlds import MS, Call, write_world
 
-from rankcall.capture.groups import Hosts
-from rankcall.ring import Group
+from rankcall.capture.hosts import Hosts
+from rankcall.ring.tables import Group
 from rankcall.run.load import load
 from rankcall.trace import describe
 

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
-from rankcall.analysis.summary import covered, detail
-from rankcall.ring import Group
+from rankcall.analysis.details import detail
+from rankcall.analysis.waiting import covered
+from rankcall.ring.tables import Group
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, synthetic_run
+from rankcall.testing.model import Op
+from rankcall.testing.synthetic import synthetic_run
 
 PROGRAM = (
     Op(message_bytes=1 << 20, line=41),

@@ -18,10 +18,11 @@ from diagnosing import (
 )
 from worlds import MS, Call, together
 
-from rankcall.analysis.snapshot import RankState, Snapshot, decode, encode, merge, node_snapshot_of
+from rankcall.analysis.node_snapshot import decode, encode, merge, node_snapshot_of
+from rankcall.analysis.snapshot import RankState, Snapshot
 from rankcall.analysis.verdicts import Diagnosis, find
-from rankcall.report.terminal import diagnosis_text
-from rankcall.ring import Group
+from rankcall.report.diagnosis_text import diagnosis_text
+from rankcall.ring.tables import Group
 
 
 def test_missing(tmp_path: Path) -> None:

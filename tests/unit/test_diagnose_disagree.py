@@ -8,9 +8,8 @@ import pytest
 from diagnosing import SECOND, WORLD, causes, diagnose_calls, unfinished
 from worlds import MS, Call, group_of, together
 
-from rankcall.report import terminal as terminal
-from rankcall.report import top
-from rankcall.ring import Group
+from rankcall.report import diagnosis_text, top
+from rankcall.ring.tables import Group
 
 TWO_OPS_ENDED = [
     call
@@ -405,7 +404,7 @@ def test_a_receive_without_a_message_has_no_number(tmp_path: Path) -> None:
     ]
     diagnosis = diagnose_calls(tmp_path, calls, states={})
     (finding,) = diagnosis.findings
-    shown = terminal.diagnosis_text(diagnosis, 120), top.render(diagnosis, 120)
+    shown = diagnosis_text.diagnosis_text(diagnosis, 120), top.render(diagnosis, 120)
     texts = [finding.summary, *finding.evidence, *shown]
     assert any("recv from any rank" in text for text in texts)
     assert all("in recv" in text for text in shown)

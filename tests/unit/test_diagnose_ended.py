@@ -18,9 +18,9 @@ from diagnosing import (
 from worlds import MS, START, Call, write_world
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.report.terminal import diagnosis_text
+from rankcall.report.diagnosis_text import diagnosis_text
+from rankcall.run.exits import LAUNCHER, Exit, note_exit
 from rankcall.run.load import load
-from rankcall.run.settle import LAUNCHER, Exit, note_exit
 
 HALVES = {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"}
 

@@ -22,10 +22,11 @@ from worlds import MS, Call, group_of, write_world
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
 from rankcall.errors import CorruptRun
-from rankcall.ring import offset_of
+from rankcall.ring.layout import offset_of
+from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.load import load
-from rankcall.run.settle import Exit, note_exit, read_exits
-from rankcall.testing.synthetic import Planted, synthetic_run
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
 
 
 def test_the_culprits_file_is_missing(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from worlds import MS, START, group_of, together, write_world
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
-from rankcall.ring import offset_of
+from rankcall.job.judge import keep_verdict
+from rankcall.ring.layout import offset_of
+from rankcall.run.exits import Exit, note_exit
 from rankcall.run.load import load
-from rankcall.run.settle import Exit, note_exit
-from rankcall.testing.synthetic import Planted, synthetic_run
-from rankcall.watch._judge import keep_verdict
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
 
 WHEN = int(time.mktime((2026, 11, 21, 3, 41, 30, 0, 0, -1))) * 10**9
 

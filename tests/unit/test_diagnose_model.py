@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rankcall.analysis.snapshot import CALL, RankState, Snapshot, labels_of
 from rankcall.analysis.verdicts import find
 from rankcall.record import OPS, STATUSES
-from rankcall.ring import CallSite, Group
+from rankcall.ring.tables import CallSite, Group
 
 HALTS = {"hang": "missing", "kill": "dead", "stop": "stopped", "leave": "exhausted"}
 CHANGES = {"other_op": "desync", "other_size": "mismatch"}

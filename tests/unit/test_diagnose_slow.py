@@ -11,7 +11,8 @@ from worlds import MS, START, group_of, together, write_world
 
 from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, Pace, synthetic_run
+from rankcall.testing.model import Op, Pace
+from rankcall.testing.synthetic import synthetic_run
 
 MESSAGES = (Op("exchange", 1 << 20, line=5), Op("all_reduce", 1 << 20, line=6))
 WORLD = group_of(4)

@@ -9,7 +9,8 @@ import pytest
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, Planted, synthetic_run
+from rankcall.testing.model import Op, Planted
+from rankcall.testing.synthetic import synthetic_run
 
 # Of a process on another host only its heartbeats are known; if they end, it counts as stopped.
 KINDS = ("missing", "dead", "stopped", "exhausted", "desync", "mismatch", "deadlock")

@@ -14,9 +14,9 @@ from worlds import MS, together, write_world
 import golden
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
-from rankcall.report.terminal import diagnosis_text
+from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Planted
+from rankcall.testing.model import Planted
 
 
 @pytest.mark.parametrize("width", [80, 120])

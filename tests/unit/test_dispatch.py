@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rankcall
-from rankcall import dispatch
 from rankcall.capture import session
-from rankcall.dispatch import AT_EVENTS, NO_HURRY, Delivery, dispatcher
+from rankcall.events import dispatch
+from rankcall.events.dispatch import AT_EVENTS, NO_HURRY, Delivery, dispatcher
 from rankcall.record import COMMIT_DONE, COMMIT_OPEN, RECORD
 from rankcall.ring.follower import Batch, index_of
 

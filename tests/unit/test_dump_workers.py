@@ -16,9 +16,9 @@ from dumps import Fault, dump_of, simulate, write_dumps
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.errors import CorruptRun
-from rankcall.imports import flight_recorder
-from rankcall.imports.dump_files import contents_of_dump, find_dumps, read_dump
-from rankcall.imports.flight_recorder import File, read_contents
+from rankcall.imports.dumps import readers
+from rankcall.imports.dumps.files import contents_of_dump, find_dumps, read_dump
+from rankcall.imports.dumps.readers import File, read_contents
 from rankcall.run.load import load
 
 RANKS = 8
@@ -32,9 +32,9 @@ SHARED = HEAD + b")q\x00" + b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(6
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a few small dumps for many large ones, and this machine for one with three cores."""
-    monkeypatch.setattr(flight_recorder, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(flight_recorder, "_BYTES_OF_WORKER", 1)
-    monkeypatch.setattr(flight_recorder, "_available_cores", lambda: 3)
+    monkeypatch.setattr(readers, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(readers, "_BYTES_OF_WORKER", 1)
+    monkeypatch.setattr(readers, "_available_cores", lambda: 3)
 
 
 def dumps(folder: Path) -> Path:
@@ -92,7 +92,7 @@ def test_a_file_that_holds_its_process_up_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process is ended at the deadline, and another one reads the rest."""
-    monkeypatch.setattr(flight_recorder, "_SECONDS", 15.0)
+    monkeypatch.setattr(readers, "_SECONDS", 15.0)
     folder = dumps(tmp_path)
     (folder / "nccl_trace_rank_1").write_bytes(SHARED)
     answers = {rank: answer for (rank, _), answer in read_contents(find_dumps([folder]))}

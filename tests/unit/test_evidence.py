@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.errors import CorruptRun, RankcallError
-from rankcall.imports.dump_files import read_dump
-from rankcall.imports.dump_records import op_of_entry, records_of
+from rankcall.imports.dumps.files import read_dump
+from rankcall.imports.dumps.records import op_of_entry, records_of
 from rankcall.run.load import load
 
 

@@ -15,10 +15,10 @@ from rankcall import imports
 from rankcall.analysis.verdicts import diagnose
 from rankcall.export import export
 from rankcall.record import KINDS, OPS, RECORD, STATUSES
-from rankcall.report import terminal as diagnosis_report
+from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.report import top
-from rankcall.ring import Group
-from rankcall.ring.writer import RingSpec
+from rankcall.ring.spec import RingSpec
+from rankcall.ring.tables import Group
 from rankcall.run.load import load
 
 # Each line of the toy's files: an op, and whether it has ended.

@@ -16,7 +16,8 @@ from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
 from rankcall.export import export
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, Planted, synthetic_run
+from rankcall.testing.model import Op, Planted
+from rankcall.testing.synthetic import synthetic_run
 
 GROUPS = {"tp": [[0, 1], [2, 3], [4, 5], [6, 7]], "dp": [[0, 2, 4, 6], [1, 3, 5, 7]]}
 PROGRAM = (

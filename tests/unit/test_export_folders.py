@@ -20,7 +20,7 @@ from worlds import MS, PAIR, Call, together, write_world
 from rankcall.cli import main
 from rankcall.errors import ExportFailed
 from rankcall.export import FOLDERS, export
-from rankcall.ring import Group
+from rankcall.ring.tables import Group
 from rankcall.ring.writer import Identity, PythonRing, create
 from rankcall.run.load import load
 from rankcall.testing.synthetic import synthetic_run

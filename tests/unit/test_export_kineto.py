@@ -17,7 +17,8 @@ from worlds import MS, PAIR, Call, together, write_world
 from rankcall.export import export
 from rankcall.record import FLAG_DEVICE
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, synthetic_run
+from rankcall.testing.model import Op
+from rankcall.testing.synthetic import synthetic_run
 
 GROUPS = {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]]}
 PROGRAM = (

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall.export import export
-from rankcall.export.perfetto import Rows, number, text, track_numbers
+from rankcall.export.perfetto_packets import Rows, number, text, track_numbers
 from rankcall.record import FLAG_ANY_SOURCE
-from rankcall.ring import Group
+from rankcall.ring.tables import Group
 from rankcall.run.load import load
-from rankcall.testing.synthetic import EPOCH_NS, Op, synthetic_run
+from rankcall.testing.model import Op
+from rankcall.testing.synthetic import EPOCH_NS, synthetic_run
 
 PROGRAM = (
     Op(message_bytes=1 << 20, line=41),

@@ -19,16 +19,17 @@ from torchless import without_torch
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
-from rankcall.analysis.summary import detail
+from rankcall.analysis.details import detail
 from rankcall.cli import main
 from rankcall.errors import ExportFailed
 from rankcall.export import FORMATS, export
 from rankcall.record import FLAG_ANY_SOURCE
 from rankcall.report.html import render
-from rankcall.ring import Group
+from rankcall.ring.tables import Group
 from rankcall.ring.writer import Identity, PythonRing, create
 from rankcall.run.load import load
-from rankcall.testing.synthetic import EPOCH_NS, Op, synthetic_run
+from rankcall.testing.model import Op
+from rankcall.testing.synthetic import EPOCH_NS, synthetic_run
 
 TABLES = ("parquet", "jsonl", "csv")
 NASTY = Group('a,"b"\n</script>\x1b[31m', 0, "gloo", "tp\t'x'", (0, 1))
@@ -179,7 +180,9 @@ def test_half_a_file_is_never_left(small: Path, to: str, monkeypatch: pytest.Mon
     def fail(run: object, ring: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rankcall.run.load.Run.iter_rings", lambda self, progress=None: fail(0, 0))
+    monkeypatch.setattr(
+        "rankcall.run.load.Run.iter_rings", lambda self, progress=None: fail(0, 0)
+    )
     with pytest.raises(ExportFailed, match="No space left on device"):
         export(load(small), to, target)
     assert target.read_bytes() == before

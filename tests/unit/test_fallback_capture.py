@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 import rankcall
-from rankcall.capture.fallback import _issue, completion
-from rankcall.capture.fallback._issue import GroupState, c10d_ops
+from rankcall.capture.fallback import call_sites, completion
 from rankcall.capture.fallback.completion import Completion, Issued, Waker
-from rankcall.capture.session import Recording
+from rankcall.capture.fallback.numbering import GroupState
+from rankcall.capture.fallback.schema import c10d_ops
+from rankcall.capture.recording import Recording
 from rankcall.record import FLAG_ABANDONED, OPS, STATUSES
-from rankcall.ring import CallSite, Geometry, Group
+from rankcall.ring.layout import Geometry
 from rankcall.ring.reader import read_ring
+from rankcall.ring.tables import CallSite, Group
 from rankcall.ring.writer import Identity, PythonRing, create
 
 
@@ -363,7 +365,7 @@ def test_kernels_stay_to_the_end_of_the_process() -> None:
 # --- call sites ---
 
 
-def numbered() -> tuple[_issue.CallSites, list[CallSite]]:
+def numbered() -> tuple[call_sites.CallSites, list[CallSite]]:
     """Return a finder of call sites, and those that it has found."""
     found_sites: list[CallSite] = []
 
@@ -371,7 +373,7 @@ def numbered() -> tuple[_issue.CallSites, list[CallSite]]:
         found_sites.append(site)
         return len(found_sites)
 
-    return _issue.CallSites(add), found_sites
+    return call_sites.CallSites(add), found_sites
 
 
 def test_equal_code_of_two_files_is_two_sites() -> None:

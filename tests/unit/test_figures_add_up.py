@@ -12,9 +12,10 @@ from figures import check
 from worlds import Call, write_world
 
 from rankcall.record import OPS
-from rankcall.ring import Group
+from rankcall.ring.tables import Group
 from rankcall.run.load import Run, load
-from rankcall.testing.synthetic import Op, Pace, synthetic_run
+from rankcall.testing.model import Op, Pace
+from rankcall.testing.synthetic import synthetic_run
 
 ROOTED = ("broadcast", "scatter", "reduce", "gather")
 COLLECTIVES = [op for op in OPS if op not in ("unknown", "send", "recv")]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankcall import process
-from rankcall.process import (
+from rankcall.files import (
     UnsafeFolder,
     append_line,
     check_file,

@@ -24,9 +24,9 @@ from rankcall.record import (
     RECORD,
     STATUSES,
 )
-from rankcall.ring import Geometry
 from rankcall.ring import follower as follower_module
 from rankcall.ring.follower import HOLD_NS, Batch, RingFollower
+from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import BODY_NAMES, Identity, PythonRing, create
 
 ENQUEUED, STARTED, COMPLETED, _ = range(len(STATUSES))

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import rankcall
 from rankcall import hooks
-from rankcall.ring import UNLISTED_GROUPS
+from rankcall.ring.layout import UNLISTED_GROUPS
 from rankcall.ring.reader import read_head, read_ring
 
 __all__ = ["group"]
@@ -259,7 +259,7 @@ def test_groups_without_room_are_kept_apart(tmp_path: Path, capture: str) -> Non
 
 
 def _some_group(number: int) -> object:
-    from rankcall.ring import Group
+    from rankcall.ring.tables import Group
 
     return Group(f"made-up-{number}", 0, "fake", "", (0, 1, 2, 3))
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from hooking import WAIT_S, Held, Seen, all_reduce, capture, group, hook_threads, until_gone
 
 import rankcall
-from rankcall import dispatch, hooks
+from rankcall import hooks
+from rankcall.events import dispatch
 from rankcall.hooks import CollectiveStatus
 from rankcall.ring.follower import Batch
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from hooking import WAIT_S, Seen, all_reduce, capture, group, hook_threads
 
-from rankcall import dispatch, hooks
+from rankcall import hooks
+from rankcall.events import dispatch
 
 __all__ = ["capture", "group"]  # fixtures
 

@@ -23,11 +23,11 @@ from rankcall.analysis.snapshot import ALIVE, STOPPED
 from rankcall.analysis.verdicts import Diagnosis, diagnose, with_stacks
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli import main
-from rankcall.report.terminal import diagnosis_text
-from rankcall.ring import FOREVER_NS, offset_of
+from rankcall.job.judge import keep_verdict
+from rankcall.report.diagnosis_text import diagnosis_text
+from rankcall.ring.layout import FOREVER_NS, offset_of
+from rankcall.run.hangs import kept_hangs, note_over
 from rankcall.run.load import load
-from rankcall.run.outcomes import kept_hangs, note_over
-from rankcall.watch._judge import keep_verdict
 
 HANG_AFTER_S = 10
 LINE = "train.py:7"  # of all calls in these worlds

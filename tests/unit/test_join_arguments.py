@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankcall.join import Join, Joinable, JoinHook
 from rankcall.join.block import Weight
-from rankcall.run.outcomes import (
+from rankcall.run.joins import (
     FILE,
     JoinSummary,
     RankSummary,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rankcall.join.error_channel import abort_devices, break_connections, endpoints
+from rankcall.join.connections import abort_devices, break_connections, endpoints
 
 
 class Backend:

@@ -18,19 +18,19 @@ ROOT = Path(rankcall.__file__).parent
 
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
-    ("errors", "background", "record", "_requests", "_version"),
-    ("process",),
-    ("registry", "_native"),
-    ("ring",),
+    # The ground, which everything may use.
+    ("errors", "background", "record", "ranks", "_requests", "_version"),
+    ("process", "registry"),
+    ("files",),
+    ("ring", "_native"),
     ("imports",),  # other tools' evidence becomes rings, which a run loads
     ("run",),
     ("analysis", "capture"),
-    ("dispatch",),
+    ("events",),
     ("store",),  # a roll call says what each rank is doing
-    ("transfer",),  # a node's records go to another one through the job's store
-    ("attach",),  # the ranks choose their run through the job's store
-    ("hooks", "join", "rpc", "report", "export"),
-    ("trace", "watch"),
+    ("report", "export"),
+    ("job",),  # the ranks choose their run, send their records and agree on a verdict
+    ("hooks", "trace", "watch", "join", "rpc"),
     ("serve",),
     ("testing", "cli", "integrations"),
     ("__main__",),
@@ -48,7 +48,7 @@ ADAPTERS = {
     },
 }
 TORCHLESS = (
-    *("errors", "_requests", "record", "process", "ring", "run"),
+    *("errors", "_requests", "record", "ranks", "process", "files", "ring", "run"),
     "imports",
     *("analysis", "report", "export", "trace", "serve"),
 )

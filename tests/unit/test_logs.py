@@ -18,7 +18,7 @@ from nccl_logs import OLD, WORDINGS, Call, Wording, log_of
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.verdicts import Diagnosis
 from rankcall.errors import CorruptRun, RankcallError
-from rankcall.report import terminal as report
+from rankcall.report import diagnosis_text as report
 
 REAL = Path(__file__).parents[1] / "logs"
 NEWEST = WORDINGS[-1]
@@ -415,7 +415,7 @@ def test_messages_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A log is read in blocks: wherever they end, the facts and their line numbers are equal."""
     whole = diagnosed(REAL / "gloo-raise.log").findings
     for size in (400, 401, 500, 1000, 4096):
-        monkeypatch.setattr("rankcall.imports.log_messages._BLOCK", size)
+        monkeypatch.setattr("rankcall.imports.logs.lines._BLOCK", size)
         assert diagnosed(REAL / "gloo-raise.log").findings == whole
 
 
@@ -439,7 +439,7 @@ def test_a_log_with_no_end_of_messages_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only so many lines are parsed, and the report gives the number of the last one."""
-    monkeypatch.setattr("rankcall.imports.log_messages._MOST_LINES", 100)
+    monkeypatch.setattr("rankcall.imports.logs.lines._MOST_LINES", 100)
     lines = ["[rank0]: RuntimeError: Connection closed by peer [::1]:1"] * 1000
     diagnosis = verdict(tmp_path, lines)
     assert any("not read beyond line" in problem for problem in diagnosis.snapshot.problems)

@@ -11,13 +11,13 @@ import pytest
 from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls
 from worlds import MS, START, together, write_world
 
-from rankcall.analysis.snapshot import pace
+from rankcall.analysis.pace import pace
 from rankcall.analysis.verdicts import Diagnosis, diagnose, judge, with_stacks
-from rankcall.report import terminal as report
+from rankcall.report import diagnosis_text as report
 from rankcall.report import top
-from rankcall.ring import offset_of
+from rankcall.ring.layout import offset_of
+from rankcall.run.frames import LOADER, CodePlace, code_place
 from rankcall.run.load import load
-from rankcall.run.stacks import LOADER, CodePlace, code_place
 
 PACKAGES = "/opt/venv/lib/python3.12/site-packages"
 TORCH = f"{PACKAGES}/torch"

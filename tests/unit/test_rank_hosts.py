@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from tracing import Clock
 
-from rankcall.capture.groups import Hosts, ranks_of_this_node
+from rankcall.capture.hosts import Hosts, ranks_of_this_node
 
 
 def test_torchrun_tells(monkeypatch: pytest.MonkeyPatch) -> None:

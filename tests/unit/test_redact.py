@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rankcall.capture.session import _one_line
-from rankcall.run import about_job, redact, redact_command
+from rankcall.capture.recording import _one_line
+from rankcall.run.paths import about_job
+from rankcall.run.redaction import redact, redact_command
 
 GONE = "[redacted]"
 

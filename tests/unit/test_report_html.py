@@ -17,16 +17,17 @@ from torchless import without_torch
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
-from rankcall.analysis.summary import Details, detail
+from rankcall.analysis.details import Details, detail
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli import main
 from rankcall.errors import ExtraMissing
 from rankcall.report.html import environment, render
-from rankcall.report.html.contents import ABSENT, levels, picture
-from rankcall.ring import CallSite, Group
-from rankcall.run import create_run
+from rankcall.report.html.charts import ABSENT, levels, picture
+from rankcall.ring.tables import CallSite, Group
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, synthetic_run
+from rankcall.run.paths import create_run
+from rankcall.testing.model import Op
+from rankcall.testing.synthetic import synthetic_run
 
 SHOTS = Path(__file__).parents[2] / "build" / "report"
 PROGRAM = (

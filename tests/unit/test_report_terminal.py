@@ -14,13 +14,12 @@ from worlds import MS, Call, group_of, together, write_world
 
 import golden
 from rankcall.analysis.summary import Summary, summarise
-from rankcall.process import clean
-from rankcall.report import terminal
+from rankcall.files import clean
+from rankcall.report import summary_text
 from rankcall.report.formatting import (
     cut,
     cut_path,
     fitted,
-    headline,
     listed,
     percent,
     rate,
@@ -28,9 +27,11 @@ from rankcall.report.formatting import (
     time,
     wrapped,
 )
-from rankcall.ring import CallSite, Group
+from rankcall.report.headline import headline
+from rankcall.ring.tables import CallSite, Group
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, synthetic_run
+from rankcall.testing.model import Op
+from rankcall.testing.synthetic import synthetic_run
 
 PROGRAM = (
     Op(
@@ -68,7 +69,7 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Summary:
 @pytest.mark.parametrize("width", [80, 120])
 def test_golden(summary: Summary, width: int) -> None:
     """The whole report is as it was last looked at, and no line is too wide."""
-    text = terminal.render(summary, width)
+    text = summary_text.render(summary, width)
     assert max(len(line) for line in text.splitlines()) <= width
     golden.check(f"report-{width}.txt", text)
 
@@ -84,7 +85,7 @@ def test_the_headline_names_the_straggler(summary: Summary) -> None:
 
 def test_no_colour_and_no_control_codes(summary: Summary) -> None:
     """A pipe gets plain text."""
-    assert "\x1b" not in terminal.render(summary, 80)
+    assert "\x1b" not in summary_text.render(summary, 80)
 
 
 def test_hostile_names(summary: Summary) -> None:
@@ -103,7 +104,7 @@ def test_hostile_names(summary: Summary) -> None:
         about={"torch": nasty},
     )
     for width in (80, 120):
-        text = terminal.render(hostile, width)
+        text = summary_text.render(hostile, width)
         assert "\x1b" not in text
         assert "\x07" not in text
         assert "[bold red]" in text
@@ -113,7 +114,7 @@ def test_hostile_names(summary: Summary) -> None:
 def test_long_lists_are_cut(tmp_path: Path) -> None:
     """1,024 ranks on 128 hosts fit on a screen of 50 lines."""
     truth = synthetic_run(tmp_path / "run", 1024, 4, hosts=128, straggler=700)
-    text = terminal.render(summarise(load(truth.path)), 80)
+    text = summary_text.render(summarise(load(truth.path)), 80)
     assert len(text.splitlines()) <= 50
     assert "more ranks (--json has all)" in text
     assert "Rank 700 (node-87)" in text
@@ -121,14 +122,14 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
 
 def test_no_collectives(tmp_path: Path) -> None:
     """A run that recorded nothing says so."""
-    text = terminal.render(summarise(load(write_world(tmp_path / "r", [], ranks=[0, 1]))))
+    text = summary_text.render(summarise(load(write_world(tmp_path / "r", [], ranks=[0, 1]))))
     assert text.startswith("No collectives were recorded.")
 
 
 def test_a_world_of_one(tmp_path: Path) -> None:
     """A job of one rank has no waits."""
     calls = together(1, [0], MS, group_of(1))
-    text = terminal.render(summarise(load(write_world(tmp_path / "r", calls))))
+    text = summary_text.render(summarise(load(write_world(tmp_path / "r", calls))))
     assert text.startswith("A world of one rank")
     assert "all_reduce" in text
 
@@ -159,7 +160,7 @@ def test_a_slow_host_is_named_as_one(tmp_path: Path) -> None:
 def test_ranks_without_rings_are_named(tmp_path: Path) -> None:
     """The facts say whose records are missing."""
     calls = [Call(0, 1, 0, MS, group=group_of(4)), Call(2, 1, 0, MS, group=group_of(4))]
-    text = terminal.render(summarise(load(write_world(tmp_path / "r", calls, world_size=4))))
+    text = summary_text.render(summarise(load(write_world(tmp_path / "r", calls, world_size=4))))
     assert "no records of rank 1,3" in text
 
 

@@ -15,7 +15,7 @@ from rankcall.analysis.summary import summarise
 from rankcall.errors import CorruptRun
 from rankcall.record import OPS, RECORD
 from rankcall.report import json as json_report
-from rankcall.report import terminal
+from rankcall.report import summary_text
 from rankcall.ring.reader import read_ring
 from rankcall.run.load import load
 
@@ -56,7 +56,7 @@ def test_a_damaged_run_loads_or_is_corrupt(tmp_path: Path, changes: list) -> Non
         assert isinstance(run.records, pl.DataFrame)
         assert run.records.height == run.ranks["records"][0]
         summary = summarise(run)
-        assert all(len(line) <= 80 for line in terminal.render(summary, 80).splitlines())
+        assert all(len(line) <= 80 for line in summary_text.render(summary, 80).splitlines())
         assert json_report.render(summary)
 
 
@@ -68,4 +68,4 @@ def test_a_damaged_ring_among_sound_ones(tmp_path: Path, changes: list) -> None:
     (tmp_path / "b.ring").write_bytes(apply(changes))
     summary = summarise(load(tmp_path))
     assert any(row.rank == 1 and row.records for row in summary.ranks)
-    assert terminal.render(summary, 120)
+    assert summary_text.render(summary, 120)

@@ -13,29 +13,11 @@ from hypothesis import strategies as st
 from ring_fuzz import COMPLETED, SHAPE, Damage, apply, body, sound_bytes, write_sound
 
 from rankcall.errors import CorruptRun
-from rankcall.record import (
-    COMMIT_CLOSING,
-    COMMIT_WRITING,
-    FLAG_ANY_SOURCE,
-    MAX_RANKS,
-    OPS,
-    RECORD,
-    compress_ranks,
-    expand_ranks,
-)
-from rankcall.ring import (
-    ENTRY_GROUP,
-    HEADER,
-    CallSite,
-    Geometry,
-    Group,
-    Header,
-    make_header,
-    offset_of,
-    parse_header,
-    parse_tables,
-)
+from rankcall.ranks import MAX_RANKS, compress_ranks, expand_ranks
+from rankcall.record import COMMIT_CLOSING, COMMIT_WRITING, FLAG_ANY_SOURCE, OPS, RECORD
+from rankcall.ring.layout import HEADER, Geometry, Header, make_header, offset_of, parse_header
 from rankcall.ring.reader import read_head, read_ring
+from rankcall.ring.tables import ENTRY_GROUP, CallSite, Group, parse_tables
 from rankcall.ring.writer import Identity, PythonRing, create, put
 
 

@@ -10,11 +10,13 @@ import pytest
 from rankcall.analysis.verdicts import diagnose
 from rankcall.errors import CorruptRun
 from rankcall.record import RECORD
-from rankcall.ring import Geometry
+from rankcall.ring.layout import Geometry
 from rankcall.ring.reader import read_ring
-from rankcall.ring.writer import BODY_NAMES, Identity, PythonRing, create, tail_of
+from rankcall.ring.tail import tail_of
+from rankcall.ring.writer import BODY_NAMES, Identity, PythonRing, create
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Planted, synthetic_run
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
 
 
 def write(path: Path, count: int, open_ones: tuple[int, ...], capacity: int = 1024) -> Path:

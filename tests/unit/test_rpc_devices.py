@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rankcall import InvalidDeviceMap
-from rankcall.rpc.backends import Node, as_device_map, device_list, reverse_maps, validate
+from rankcall.rpc.device_maps import Node, as_device_map, device_list, reverse_maps, validate
 
 
 def devices(*names: Any) -> list[torch.device]:

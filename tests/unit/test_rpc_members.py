@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import HashStore
 
 from rankcall.process import Process
-from rankcall.rpc import _membership
-from rankcall.rpc._membership import MemberLog, is_dead
+from rankcall.rpc import member_log
+from rankcall.rpc.member_log import MemberLog, is_dead
 from rankcall.testing.simulated_store import Mark, Simulation, Steps, World
 from rankcall.testing.simulated_store import Process as Simulated
 
@@ -32,7 +32,7 @@ def soon() -> float:
 @pytest.fixture
 def short_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Close a log after eight lines."""
-    monkeypatch.setattr(_membership, "_LINES", 8)
+    monkeypatch.setattr(member_log, "_LINES", 8)
 
 
 @pytest.mark.usefixtures("short_logs")
@@ -124,13 +124,13 @@ def simulated(sessions: int, visits: int, **faults: int) -> Simulation:
 
 def test_every_order_of_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every order of requests, of two workers that stay one sees the other."""
-    monkeypatch.setattr(_membership, "_LINES", 2)
+    monkeypatch.setattr(member_log, "_LINES", 2)
     assert simulated(2, 2, deaths=1).explore().ends
 
 
 def test_random_orders_of_four_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for more workers and visits, which close several logs."""
-    monkeypatch.setattr(_membership, "_LINES", 2)
+    monkeypatch.setattr(member_log, "_LINES", 2)
     simulated(4, 3, deaths=1).search(500, seed=5)
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from rankcall import BackendUnavailable
 from rankcall.process import Process
-from rankcall.rpc.backends import _zmq_worker
-from rankcall.rpc.backends._zmq_worker import endpoints, is_loopback, own_address, zmq_library
+from rankcall.rpc.backends import addresses
+from rankcall.rpc.backends.addresses import endpoints, is_loopback, own_address
+from rankcall.rpc.backends.zmq_worker import zmq_library
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "node-a": "127.0.0.1",
         "node-b": "10.0.0.5",
         "::1": "::1",
-        _zmq_worker._ELSEWHERE: "10.0.0.9",
+        addresses._ELSEWHERE: "10.0.0.9",
     }
-    monkeypatch.setattr(_zmq_worker, "_source_address", lambda host: known.get(host, ""))
+    monkeypatch.setattr(addresses, "_source_address", lambda host: known.get(host, ""))
     monkeypatch.delenv("RANKCALL_RPC_HOST", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     return known
@@ -80,7 +81,7 @@ def test_ports() -> None:
 @pytest.mark.parametrize("at", ["127.0.0.1", "127.0.1.1", "[::1]"])
 def test_loopback_is_not_advertised_to_another_host(at: str) -> None:
     """The error names both workers, and says what to set where."""
-    from rankcall.rpc.backends._zmq_worker import Worker
+    from rankcall.rpc.backends.zmq_worker import Worker
 
     def process(boot: str) -> Process:
         return Process(boot, 1, 2, 3)
@@ -121,7 +122,7 @@ def test_libzmq_is_the_one_that_pyzmq_loads() -> None:
     """The library is found without importing pyzmq, and is the module that pyzmq itself loads."""
     code = """
 import sys
-from rankcall.rpc.backends._zmq_worker import zmq_library
+from rankcall.rpc.backends.zmq_worker import zmq_library
 found = zmq_library()
 assert "zmq" not in sys.modules
 from zmq.backend.cython import _zmq

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.rpc.backends._zmq_worker import WorkerDir
+from rankcall.rpc.backends.worker_dir import WorkerDir
 
 
 @pytest.fixture
@@ -54,20 +54,20 @@ def test_a_directory_that_is_swept_before_it_is_locked(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker sees that its lock is of a file that is gone, and makes the directory again."""
-    from rankcall.rpc.backends import _zmq_worker
+    from rankcall.rpc.backends import worker_dir
 
-    flock, sweeps = _zmq_worker.fcntl.flock, []
+    flock, sweeps = worker_dir.fcntl.flock, []
 
     def sweep_first(fd: int, how: int) -> None:
-        if how == _zmq_worker.fcntl.LOCK_EX and len(sweeps) < 2:
+        if how == worker_dir.fcntl.LOCK_EX and len(sweeps) < 2:
             sweeps.append(fd)
-            _zmq_worker._sweep(base)
+            worker_dir._sweep(base)
         flock(fd, how)
 
-    monkeypatch.setattr(_zmq_worker.fcntl, "flock", sweep_first)
-    worker_dir = WorkerDir(5)
+    monkeypatch.setattr(worker_dir.fcntl, "flock", sweep_first)
+    mine = WorkerDir(5)
     assert len(sweeps) == 2
-    _zmq_worker._sweep(base)
-    assert (worker_dir.path / "lock").exists()
-    worker_dir.close()
+    worker_dir._sweep(base)
+    assert (mine.path / "lock").exists()
+    mine.close()
     assert not base.exists()

@@ -13,10 +13,12 @@ from ring_fuzz import SHAPE, sound_bytes, write_sound
 from worlds import MS, Call, group_of, together, write_world
 
 from rankcall.errors import CorruptRun, RunNotFound
-from rankcall.record import format_ranks
-from rankcall.ring import Group, offset_of
+from rankcall.ranks import format_ranks
+from rankcall.ring.layout import offset_of
 from rankcall.ring.reader import read_ring
-from rankcall.run import (
+from rankcall.ring.tables import Group
+from rankcall.run.load import label_groups, load
+from rankcall.run.paths import (
     create_run,
     default_run_dir,
     find_run,
@@ -25,7 +27,6 @@ from rankcall.run import (
     ring_name,
     ring_paths,
 )
-from rankcall.run.load import label_groups, load
 from rankcall.run.settle import settle
 
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from rankcall.cli import run
-from rankcall.cli._workers import BOOT, Job, arming, environment, parse
+from rankcall.cli.torchrun import BOOT, Job, arming, environment, parse
 from rankcall.errors import CaptureUnavailable
 
 JOB = Job(("train.py",), "train.py", True, 1, 4, None, None)

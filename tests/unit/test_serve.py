@@ -17,11 +17,13 @@ import pytest
 from liveruns import live_run
 from serving import DEADLINE_S, RANKCALL, Served
 
-from rankcall.analysis.summary import Figures
-from rankcall.serve import view
-from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, History, LiveRun, Look
-from rankcall.serve.view import SharedLook
-from rankcall.testing.synthetic import Planted, synthetic_run
+from rankcall.analysis.recent_figures import Figures
+from rankcall.serve import shared_look
+from rankcall.serve.history import History
+from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, LiveRun, Look
+from rankcall.serve.shared_look import SharedLook
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
 
 pytest.importorskip("starlette", reason="needs rankcall[serve]")
 pytest.importorskip("uvicorn", reason="needs rankcall[serve]")
@@ -246,7 +248,7 @@ def test_a_viewer_that_leaves_does_not_stop_the_look() -> None:
 
 def test_files_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """If a look hangs, the page says so instead of hanging as well."""
-    monkeypatch.setattr(view, "LOOK_S", 0.05)
+    monkeypatch.setattr(shared_look, "LOOK_S", 0.05)
     run = CountedRun()
 
     async def ask() -> None:
@@ -312,7 +314,7 @@ def test_two_hundred_viewers_that_vanish(tmp_path: Path) -> None:
 def test_a_viewer_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream ends if its viewer takes no byte for long, and its place is free again."""
     from rankcall.serve import app
-    from rankcall.serve.app import Access
+    from rankcall.serve.access import Access
 
     monkeypatch.setattr(app, "_SEND_S", 0.05)
     run = CountedRun()

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 from serving import Served
 
-from rankcall.serve.app import Access, is_loopback
+from rankcall.serve.access import Access, is_loopback
 from rankcall.testing.synthetic import synthetic_run
 
 pytest.importorskip("starlette", reason="needs rankcall[serve]")

@@ -13,7 +13,8 @@ from browser import chromium
 from liveruns import live_run
 from serving import DEADLINE_S, Served
 
-from rankcall.testing.synthetic import Planted, synthetic_run
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
 
 pytest.importorskip("starlette", reason="needs rankcall[serve]")
 pytest.importorskip("uvicorn", reason="needs rankcall[serve]")

@@ -14,19 +14,13 @@ import pytest
 
 from rankcall.cli import main
 from rankcall.process import Process
-from rankcall.ring import Geometry, WriterLock, try_lock
+from rankcall.ring.layout import Geometry
+from rankcall.ring.lock import WriterLock, try_lock
 from rankcall.ring.writer import Identity, create_locked, put
-from rankcall.run import create_run, live_dir, make_live_dir, ring_paths
+from rankcall.run.hangs import kept_hangs, text_of
 from rankcall.run.load import load
-from rankcall.run.outcomes import kept_hangs, text_of
-from rankcall.run.settle import (
-    clean_up,
-    keep_tail,
-    keep_tails,
-    save_ring,
-    settle,
-    settle_ring,
-)
+from rankcall.run.paths import create_run, live_dir, make_live_dir, ring_paths
+from rankcall.run.settle import clean_up, keep_tail, keep_tails, save_ring, settle, settle_ring
 
 DAY_NS = 86_400 * 10**9
 
@@ -105,7 +99,7 @@ def test_a_ring_of_an_old_rankcall(run_dir: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from rankcall.ring import Geometry
+from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create_locked
 kept = create_locked(Path(sys.argv[1]), Identity(rank=0, host="h"), Geometry(64))
 print("ready", flush=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rankcall.ring import Geometry
+from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create, put
-from rankcall.run import live_dir, make_live_dir, ring_name, ring_paths
+from rankcall.run.hangs import STACKS, stacks_in
 from rankcall.run.load import load
-from rankcall.run.outcomes import STACKS, stacks_in
+from rankcall.run.paths import live_dir, make_live_dir, ring_name, ring_paths
 from rankcall.run.settle import settle
 
 

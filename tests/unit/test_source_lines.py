@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.capture.session import SourceLines, line_text
-from rankcall.ring import ENTRY_LINE, CallSite, Geometry, Group, UserLine, parse_tables
+from rankcall.capture.source_lines import SourceLines, line_text
+from rankcall.ring.layout import Geometry
 from rankcall.ring.reader import read_ring
+from rankcall.ring.tables import ENTRY_LINE, CallSite, Group, UserLine, parse_tables
 from rankcall.ring.writer import Identity, PythonRing, create
 
 PAST = time.time() - 3600

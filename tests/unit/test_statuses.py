@@ -11,12 +11,12 @@ import pytest
 import rankcall
 from rankcall.capture import session
 from rankcall.capture.native import recorder_module
-from rankcall.dispatch import Record, StatusMaker
 from rankcall.errors import CaptureUnavailable
+from rankcall.events.statuses import Record, StatusMaker
 from rankcall.hooks import CollectiveStatus
 from rankcall.record import OPS, RECORD, STATUSES
-from rankcall.ring import Group, Tables
 from rankcall.ring.follower import Batch
+from rankcall.ring.tables import Group, Tables
 
 
 def built_recorder() -> Any:

@@ -10,10 +10,11 @@ from worlds import MS, Call, group_of, together, write_world
 from rankcall.analysis.summary import summarise
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.report.formatting import headline
-from rankcall.ring import Group
+from rankcall.report.headline import headline
+from rankcall.ring.tables import Group
 from rankcall.run.load import load
-from rankcall.testing.synthetic import Op, Pace, synthetic_run
+from rankcall.testing.model import Op, Pace
+from rankcall.testing.synthetic import synthetic_run
 
 WORLD = group_of(4)
 SECOND = 1000 * MS

@@ -9,7 +9,8 @@ import polars as pl
 import pytest
 
 from rankcall.run.load import load
-from rankcall.testing.synthetic import BOOT_NS, Op, synthetic_run
+from rankcall.testing.model import Op
+from rankcall.testing.synthetic import BOOT_NS, synthetic_run
 
 
 def test_records_hold_the_truth(tmp_path: Path) -> None:

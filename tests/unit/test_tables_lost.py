@@ -10,12 +10,12 @@ import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls
 from worlds import write_world
 
-from rankcall.analysis.snapshot import decode, encode, merge, node_snapshot_of
+from rankcall.analysis.node_snapshot import decode, encode, merge, node_snapshot_of
 from rankcall.analysis.summary import summarise
 from rankcall.analysis.verdicts import find
 from rankcall.cli import main
 from rankcall.report import json as json_report
-from rankcall.ring import offset_of
+from rankcall.ring.layout import offset_of
 from rankcall.run.load import load
 
 PROBLEM = "side tables are full on rank 1,3: 12 names (of groups, lines or error texts)"

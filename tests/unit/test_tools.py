@@ -219,7 +219,3 @@ def test_the_package_itself() -> None:
     """The real package is measured: ``make lint`` passes the limits that stand in the Makefile."""
     (line,) = (line for line in MAKEFILE.splitlines() if "tools/shape.py" in line)
     assert shape.main(line.split("tools/shape.py")[1].split()) == 0
-    lines = [line for line in MAKEFILE.splitlines() if "tools/prose.py" in line]
-    assert lines
-    for line in lines:
-        assert prose.main(line.split("tools/prose.py")[1].split()) == 0

@@ -14,7 +14,7 @@ from rankcall.cli import main
 from rankcall.cli.top import look as look_once
 from rankcall.report.top import bar, render
 from rankcall.run.stacks import OWN_FILES, tidy
-from rankcall.testing.synthetic import Planted
+from rankcall.testing.model import Planted
 
 
 def test_a_large_world(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_stacks_begin_with_the_users() -> None:
 def test_the_main_thread_is_shown_wherever_it_stands() -> None:
     """It may hang in a file whose threads only observe, for example in ``watch.start``."""
     main_thread = (
-        'Current thread 0x3:\n  File "/x/rankcall/watch/__init__.py", line 78 in start\n'
+        'Current thread 0x3:\n  File "/x/rankcall/job/watcher.py", line 78 in start\n'
         '  File "/tmp/loop.py", line 8 in <module>'
     )
     pool = 'Thread 0x2:\n  File "/x/pool.py", line 1 in run'

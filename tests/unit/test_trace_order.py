@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from rankcall.record import COMMIT_DONE, COMMIT_OPEN, DTYPES, OPS, RECORD, STATUSES
-from rankcall.ring import CallSite, Group, Tables
-from rankcall.trace.descriptions import OVERDUE_NS, Order, index_of
+from rankcall.ring.follower import index_of
+from rankcall.ring.tables import CallSite, Group, Tables
+from rankcall.trace.describe import OVERDUE_NS, Order
 
 S = 1_000_000_000
 TABLES = Tables(

@@ -16,7 +16,8 @@ from ports import bound
 from tracing import COUNT, Clock, finished, origin, some
 
 from rankcall.trace import Origin, Prometheus
-from rankcall.trace.sinks import OTHER, Guarded, Keys
+from rankcall.trace.sinks import Guarded
+from rankcall.trace.sinks.metrics import OTHER, Keys
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from rankcall.trace import (
     Origin,
     Prometheus,
     Stdout,
-    settle,
     sinks,
 )
 from rankcall.trace.descriptions import Descriptions, Kind, Teller
 from rankcall.trace.sinks import RETRY_SECONDS, Guarded, make_sink
+from rankcall.trace.tracing import settle
 
 
 @pytest.mark.parametrize("text", ["all", "All", " ALL ", Mode.ALL])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from world import wait_until
 
-from rankcall.capture.session import TrainingThread
+from rankcall.capture.training_thread import TrainingThread
 from rankcall.record import RECORD
-from rankcall.ring import Geometry
+from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create, put
 
 GEOMETRY = Geometry(64)

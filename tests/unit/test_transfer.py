@@ -17,36 +17,26 @@ import pytest
 import torch.distributed as dist
 from stores import kind, stores_of
 
-from rankcall import transfer
-from rankcall import transfer as bundle_module
-from rankcall import transfer as posts_module
 from rankcall._requests import Steps
 from rankcall.analysis.verdicts import diagnose
 from rankcall.errors import RankcallError
+from rankcall.job import bundles, departure, evidence
+from rankcall.job import bundles as bundle_module
+from rankcall.job import posts as posts_module
+from rankcall.job.bundles import check_url, is_shared, keep_bundles, make_bundle, node_rings, upload
+from rankcall.job.departure import Departure, Place
+from rankcall.job.evidence import COLLECT_TO, MOST_S, EvidenceSender
+from rankcall.job.posts import ENDED, Posts
 from rankcall.process import host_name
-from rankcall.ring import read_header
-from rankcall.run import ring_paths
+from rankcall.ring.layout import read_header
+from rankcall.run.exits import Exit, note_exit, read_exits, read_states
+from rankcall.run.hangs import kept_hangs, kept_stacks
 from rankcall.run.load import load
-from rankcall.run.outcomes import kept_hangs, kept_stacks
-from rankcall.run.settle import Exit, note_exit, read_exits, read_states
+from rankcall.run.paths import ring_paths
 from rankcall.store.parts import perform
+from rankcall.testing.model import Planted
 from rankcall.testing.simulated_store import Mark, Process, Simulation, World
-from rankcall.testing.synthetic import Planted, synthetic_run
-from rankcall.transfer import (
-    COLLECT_TO,
-    ENDED,
-    MOST_S,
-    Departure,
-    EvidenceSender,
-    Place,
-    Posts,
-    check_url,
-    is_shared,
-    keep_bundles,
-    make_bundle,
-    node_rings,
-    upload,
-)
+from rankcall.testing.synthetic import synthetic_run
 
 __all__ = ["kind"]  # fixture
 
@@ -144,7 +134,7 @@ def test_states_are_those_of_all_processes(nodes: tuple[Path, Path]) -> None:
 def give_to_this_process(path: Path) -> None:
     """Make this process the writer of a ring."""
     from rankcall.process import Process
-    from rankcall.ring import offset_of
+    from rankcall.ring.layout import offset_of
 
     me = Process.current()
     with path.open("r+b") as file:
@@ -309,7 +299,7 @@ def test_a_store_that_never_answers(
     nodes: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of a rank is held up for a bounded time."""
-    monkeypatch.setattr(transfer, "LEAVE_S", 0.2)
+    monkeypatch.setattr(departure, "LEAVE_S", 0.2)
     blocked, gone = threading.Event(), threading.Event()
 
     def find() -> Any:
@@ -404,8 +394,8 @@ def test_a_url_that_takes_nothing_does_not_hold_a_verdict_up(
 ) -> None:
     """The upload goes on in the background; the verdict may have to end the job now."""
     over = threading.Event()
-    monkeypatch.setattr(transfer, "upload", lambda *arguments: over.wait(100))
-    monkeypatch.setattr(transfer, "MOST_S", 0.2)
+    monkeypatch.setattr(evidence, "upload", lambda *arguments: over.wait(100))
+    monkeypatch.setattr(evidence, "MOST_S", 0.2)
     monkeypatch.setenv(COLLECT_TO, "memory://a-url-that-takes-nothing")
     try:
         sender = EvidenceSender(nodes[0], "node-a", pytest.fail)
@@ -420,7 +410,7 @@ def test_all_exchanges_of_a_verdict_have_one_deadline(
 ) -> None:
     """A store that uses up the time of each request gets no more than that of one verdict."""
     now, limits = [1000.0], []
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def slow(seconds: float, steps: Any) -> list[bytes]:
         limits.append(seconds)

@@ -15,18 +15,18 @@ import pytest
 from diagnosing import WORLD, diagnose_calls, together, unfinished
 from worlds import MS, PAIR, Call, write_world
 
-from rankcall.analysis.snapshot import decode, encode, node_snapshot_of
+from rankcall.analysis.node_snapshot import decode, encode, node_snapshot_of
 from rankcall.analysis.summary import summarise
 from rankcall.analysis.verdicts import Diagnosis
 from rankcall.cli import main
 from rankcall.export import export
 from rankcall.report import json as json_report
-from rankcall.report.html.contents import verdict_of_finding
-from rankcall.report.terminal import rows
+from rankcall.report.diagnosis_text import rows
+from rankcall.report.html.top import verdict_of_finding
 from rankcall.report.top import cells, lines_of
-from rankcall.ring import CallSite, UserLine, decode_site, encode_site
+from rankcall.ring.tables import CallSite, UserLine, decode_site, encode_site
+from rankcall.run.hangs import waits_that_ended
 from rankcall.run.load import load
-from rankcall.run.outcomes import waits_that_ended
 
 FRAMEWORK = """
 import torch, torch.distributed as dist

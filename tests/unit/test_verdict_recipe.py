@@ -9,16 +9,19 @@ from pathlib import Path
 import pytest
 
 from rankcall.analysis import verdicts
-from rankcall.analysis.summary import detail
+from rankcall.analysis.details import detail
 from rankcall.analysis.verdicts import Diagnosis, diagnose
-from rankcall.analysis.verdicts.evidence import HangEvidence, RecentCalls
-from rankcall.analysis.verdicts.finding import Finding, Verdict
-from rankcall.report import terminal as diagnosis_report
+from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import Verdict
+from rankcall.analysis.verdicts.recent_calls import RecentCalls
+from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.report import top
 from rankcall.report.html import render
 from rankcall.report.json import diagnosis_object
 from rankcall.run.load import Run, load
-from rankcall.testing.synthetic import Planted, synthetic_run
+from rankcall.testing.model import Planted
+from rankcall.testing.synthetic import synthetic_run
 
 
 class Haunted(Verdict):

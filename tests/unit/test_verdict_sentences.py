@@ -13,9 +13,9 @@ from worlds import MS, Call
 
 from rankcall.analysis.snapshot import PEER_CLOSED, RankState, Snapshot, no_calls
 from rankcall.analysis.verdicts import KINDS, find
-from rankcall.analysis.verdicts.finding import name_group
+from rankcall.analysis.verdicts.wording import name_group
 from rankcall.record import STATUSES
-from rankcall.ring import Group
+from rankcall.ring.tables import Group
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/design/verdicts.md").read_text(encoding="utf-8")

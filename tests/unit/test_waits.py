@@ -23,11 +23,11 @@ ROOT = Path(rankcall.__file__).parent
 
 # Locks whose critical sections hold no I/O and no user code: they are free again in microseconds.
 LOCKS = """
-capture/own_ring.py: lock: _lock
+capture/phases.py: lock: _lock
     writes two fields of a mapped file
-attach.py: lock: _starting
+job/attach.py: lock: _starting
     sets an attribute
-attach.py: lock: self._lock
+job/placement.py: lock: self._lock
     sets an attribute
 registry.py: lock: self._lock
     looks up and sets dictionary entries
@@ -37,9 +37,9 @@ store/__init__.py: lock: _lock
     sets attributes of two modules
 store/_client.py: lock: _deciding_lock
     sets a flag, swaps a tuple or shuts a socket down
-dispatch.py: lock: self._lock
+events/dispatch.py: lock: self._lock
     copies the newest records out of a mapped file
-dispatch.py: lock: self._turned
+events/dispatch.py: lock: self._turned
     counts turns
 trace/sinks/prometheus.py: lock: self._lock
     adds numbers up
@@ -89,7 +89,7 @@ hooks.py: lock: self._lock
     held while the recorder is built, which has a deadline
 capture/session.py: lock: _state.lock
     held while the recorder is built, which has a deadline; exits use background.holding()
-capture/groups.py: store: store.set | store.check | store.get | store.multi_get
+capture/hosts.py: store: store.set | store.check | store.get | store.multi_get
     inside init_process_group, which has just used the same store, or on the trace thread,
     for which callers wait with a deadline
 capture/fallback/completion.py: result: self._inner.result
@@ -110,7 +110,7 @@ capture/native/recorder.h: join: thread_
     wait_for has seen its last line
 capture/own_ring.py: wait: self._wanted.wait
     a daemon thread of its own, woken at the end of the recording
-transfer.py: wait: self._wake.wait
+job/departure.py: wait: self._wake.wait
     a daemon thread of its own, woken when the process ends
 cli/exec.py: wait: child[0].wait
     the user's command, which takes as long as it takes
@@ -120,15 +120,15 @@ serve/app.py: lock: self._stacks_turn
     a coroutine's lock; its owner waits for the ranks' stacks, which has a deadline
 serve/app.py: wait: self.closing.wait
     inside wait_for, which bounds it
-serve/app.py: acquire: self._turn.acquire
+serve/downloads.py: acquire: self._turn.acquire
     inside wait_for, which bounds it
 serve/__init__.py: sleep: not server.should_exit
     the user asked for the page until Ctrl-C
-serve/view.py: result: next(iter(done)).result | task.result
+serve/shared_look.py: result: next(iter(done)).result | task.result
     of a task that has ended
-join/joinables.py: collective: dist.all_reduce
+join/rank_group.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
-join/joinables.py: wait: self._work.wait
+join/rank_group.py: wait: self._work.wait
     the job's own collective: it ends as that of any program, by the group's timeout
 join/shadow.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
@@ -141,24 +141,24 @@ store/_client.py: store: self._client.list_keys | self._client.multi_get | self.
     for it with a deadline
 store/_client.py: store: store.clone
     on a helper thread: the caller waits for it with a deadline
-testing/faults.py: sleep: math.isinf(fault.seconds)
+testing/injection.py: sleep: math.isinf(fault.seconds)
     a planned fault: the test asked for a hang
-testing/faults.py: wait: work.wait
+testing/injection.py: wait: work.wait
     the faulty op would have waited for it, too
 trace/sinks/otel.py: shutdown: provider.shutdown
     on the trace thread: callers wait for it with a deadline
 trace/sinks/prometheus.py: shutdown: server.shutdown
     on the trace thread: callers wait for it with a deadline; the server looks twice
     a second
-rpc/backends/_zmq_worker.py: flock: fcntl.flock
+rpc/backends/worker_dir.py: flock: fcntl.flock
     its own new file, which others hold only while they remove what a killed worker left
-rpc/backends/_zmq_worker.py: socket: probe.connect
+rpc/backends/addresses.py: socket: probe.connect
     a datagram socket: it sends nothing
 store/_client.py: resolver: socket.getaddrinfo
     on a helper thread, for which the caller waits so many seconds
 rpc/native/process_state.h: read: read
     a file of /proc: the kernel answers at once
-rpc/backends/_zmq_worker.py: resolver: socket.getaddrinfo
+rpc/backends/addresses.py: resolver: socket.getaddrinfo
     inside init_rpc; the resolver has its own timeouts
 rpc/backends/zmq.py: wait: answer.wait
     a call with a timeout

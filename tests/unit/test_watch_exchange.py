@@ -13,6 +13,8 @@ import pytest
 from torch.distributed import Store
 
 from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.job import other_nodes
+from rankcall.job.other_nodes import Agreed, Exchange, Unreachable
 from rankcall.store import parts
 from rankcall.testing.simulated_store import (
     Mark,
@@ -24,8 +26,6 @@ from rankcall.testing.simulated_store import (
     Violation,
     World,
 )
-from rankcall.watch import _other_nodes
-from rankcall.watch._other_nodes import Agreed, Exchange, Unreachable
 
 WORLD = 4
 
@@ -126,9 +126,9 @@ def check_verdict(world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]
 def whole_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll and take turns in steps of the simulation's clock."""
     for name in ("_POLL_S", "_JUDGE_S"):
-        monkeypatch.setattr(_other_nodes, name, 1)
+        monkeypatch.setattr(other_nodes, name, 1)
     for name in ("_POLL_RANK_S", "_JUDGE_RANK_S"):
-        monkeypatch.setattr(_other_nodes, name, 0)
+        monkeypatch.setattr(other_nodes, name, 0)
 
 
 @pytest.mark.usefixtures("whole_seconds")
@@ -283,7 +283,7 @@ class Silent(Store):
 
 def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that does not answer is given up after a deadline, and not tried again at once."""
-    monkeypatch.setattr(_other_nodes, "_PROBE_S", 0.2)
+    monkeypatch.setattr(other_nodes, "_PROBE_S", 0.2)
     silent = Silent()
     exchange = Exchange(lambda: silent, settle_s=0.1)
     with pytest.raises(Unreachable, match="no answer within"):

@@ -17,10 +17,10 @@ from worlds import together
 
 from rankcall.analysis.snapshot import FAILED, RankState, Snapshot
 from rankcall.analysis.verdicts import settles_in
-from rankcall.ring import Group
-from rankcall.run.outcomes import decode, id_of, kept_hangs
-from rankcall.watch._judge import Judge, going_on
-from rankcall.watch._other_nodes import Exchange
+from rankcall.job.judge import Judge, going_on
+from rankcall.job.other_nodes import Exchange
+from rankcall.ring.tables import Group
+from rankcall.run.hangs import decode, id_of, kept_hangs
 
 PAIR = Group("1", 0, "gloo", "pair", (2, 3))
 # All wait for rank 2. After 67 s it enters another call, which rank 3 does not enter.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rankcall import watch
 from rankcall.capture import session
-from rankcall.ring import read_header
+from rankcall.job.watcher import Watcher
+from rankcall.ring.layout import read_header
 
 
 def verdict(kind: str, confidence: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_only_verdicts_to_act_on_are_counted(
     """A rank that sees a new count, and cannot read the verdict, ends itself on ``abort``."""
     recording = session.claim("watch", tmp_path)
     try:
-        watcher = watch.Watcher(recording, 5.0, on_hang)
+        watcher = Watcher(recording, 5.0, on_hang)
         judge = watcher._make_judge()
         assert judge is not None
         monkeypatch.setattr(judge, "verdicts", lambda: [verdict(kind, confidence)])

@@ -12,10 +12,10 @@ import pytest
 from diagnosing import MISSING_AND_DESYNC, any_verdict, received_verdict
 
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.run import live_dir
-from rankcall.run.outcomes import Object, decode, kept_hangs, text_of
+from rankcall.job.judge import findings_of, is_news, keep_verdict
+from rankcall.run.hangs import Object, decode, kept_hangs, text_of
+from rankcall.run.paths import live_dir
 from rankcall.run.settle import settle
-from rankcall.watch._judge import findings_of, is_news, keep_verdict
 
 
 def later_than_5(kept: Object) -> bool:

@@ -16,9 +16,12 @@ from liveruns import HUNG_S, give_to
 from rankcall.analysis.snapshot import ALIVE, GONE, RankState, Snapshot, no_calls
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.ring import Header, read_header
-from rankcall.run import live_dir, make_live_dir
+from rankcall.job import viewers
+from rankcall.job.other_nodes import Exchange, Unreachable
+from rankcall.job.viewers import LINGER_S, NodeViews, Questions
+from rankcall.ring.layout import Header, read_header
 from rankcall.run.load import load
+from rankcall.run.paths import live_dir, make_live_dir
 from rankcall.run.settle import settle
 from rankcall.run.views import (
     ANSWERS,
@@ -30,8 +33,9 @@ from rankcall.run.views import (
     note_viewer,
     read_answers,
 )
-from rankcall.serve import live_run
+from rankcall.serve import live_run, other_nodes
 from rankcall.serve.live_run import LIVE, LiveRun, Look
+from rankcall.testing.model import Planted
 from rankcall.testing.simulated_store import (
     Mark,
     Process,
@@ -41,9 +45,7 @@ from rankcall.testing.simulated_store import (
     Violation,
     World,
 )
-from rankcall.testing.synthetic import BOOT_NS, Planted, synthetic_run
-from rankcall.watch import _other_nodes
-from rankcall.watch._other_nodes import LINGER_S, Exchange, NodeViews, Questions, Unreachable
+from rankcall.testing.synthetic import BOOT_NS, synthetic_run
 
 DEADLINE_S = 200.0
 
@@ -288,9 +290,9 @@ def test_a_node_that_does_not_answer_is_named(
     here, _ = nodes
     page = LiveRun(here.run)
     exchanged(nodes, page)
-    for at, known in ((12.0, True), (live_run.KNOWN_S + 1.0, False)):
+    for at, known in ((12.0, True), (other_nodes.KNOWN_S + 1.0, False)):
         with monkeypatch.context() as patched:
-            patched.setattr(live_run, "age_s", lambda answers, at=at: at)
+            patched.setattr(other_nodes, "age_s", lambda answers, at=at: at)
             look = page.look()
         assert look.diagnosis is not None
         snapshot = look.diagnosis.snapshot
@@ -338,9 +340,9 @@ def test_a_store_that_is_gone(nodes: list[Node]) -> None:
 
 def test_an_answer_from_before_the_wait_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Living ranks are not named by a wait that is younger than their answer; dead ones are."""
-    monkeypatch.setattr(live_run, "age_s", lambda answers: 0.5)
+    monkeypatch.setattr(other_nodes, "age_s", lambda answers: 0.5)
     members = ((2, "node-b", 12), (3, "node-b", 13))
-    page = live_run.OtherNodes()
+    page = other_nodes.OtherNodes()
     page._answers = Answers(0, 0, 1.0, nodes=(NodeAnswer(members, 2.5, 9.0, b"data"),))
     states = [RankState(rank, state=ALIVE) for rank in range(3)] + [RankState(3, state=GONE)]
     snapshot = Snapshot(states, no_calls(), [], [], [], [])
@@ -360,7 +362,7 @@ def test_no_watcher_on_this_node(nodes: list[Node]) -> None:
     """Without a leader, the page shows its own ranks and says why the others are not there."""
     now = [0.0]
     page = LiveRun(nodes[0].run)
-    page._others = live_run.OtherNodes(clock=lambda: now[0])
+    page._others = other_nodes.OtherNodes(clock=lambda: now[0])
     page.look()
     now[0] = 12.0
     look = page.look()
@@ -482,5 +484,5 @@ def test_a_failure_does_not_end_the_watch(
 def test_members_that_are_damaged_are_no_ranks() -> None:
     """A registration of another program, or half of one, names no rank."""
     for raw in (b"", b"{}", b"[1]", b'[["x", "h", 1]]', b"[" * 100_000, json.dumps([[1]]).encode()):
-        assert _other_nodes._members_of(raw) == ()
-    assert _other_nodes.PAUSES_S[1] < LINGER_S
+        assert viewers._members_of(raw) == ()
+    assert viewers.PAUSES_S[1] < LINGER_S

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.cli._workers import ExitWatch, Outcome, note_failures
-from rankcall.ring import Geometry, Header, make_header, parse_header
-from rankcall.run.settle import Exit, note_exit, read_exits
+from rankcall.cli.exits import ExitWatch
+from rankcall.cli.outcome import note_failures
+from rankcall.cli.torchrun import Outcome
+from rankcall.ring.layout import Geometry, Header, make_header, parse_header
+from rankcall.run.exits import Exit, note_exit, read_exits
 
 
 def start_worker(rank: int) -> subprocess.Popen[bytes]:

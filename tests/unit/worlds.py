@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
-from rankcall.ring import CallSite, Group, UserLine, offset_of
-from rankcall.ring.writer import RingSpec, write_ring
-from rankcall.run import ring_name
+from rankcall.ring.layout import offset_of
+from rankcall.ring.spec import RingSpec, write_ring
+from rankcall.ring.tables import CallSite, Group, UserLine
+from rankcall.run.paths import ring_name
 
 MS = 1_000_000
 START = 1_000 * MS

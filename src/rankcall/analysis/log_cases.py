@@ -7,23 +7,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from rankcall.analysis.verdicts.finding import Finding, begin_sentence, count_of, duration
-from rankcall.imports.log_facts import LogFacts
-from rankcall.imports.log_messages import (
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.wording import begin_sentence, count_of, duration
+from rankcall.imports.logs.facts import LogFacts
+from rankcall.imports.logs.lines import Line
+from rankcall.imports.logs.messages import (
     BarrierFailed,
     BarrierReached,
     Fingerprint,
     GroupName,
     Killed,
     Lagging,
-    Line,
     Mismatch,
     Progress,
     StoreBarrier,
     Timeout,
     Trouble,
 )
-from rankcall.record import format_ranks
+from rankcall.ranks import format_ranks
 
 SAME = (
     "All members of a group must issue the same calls with the same sizes, in the same order: "

@@ -32,9 +32,10 @@ from rankcall.analysis.log_cases import (
 )
 from rankcall.analysis.snapshot import Snapshot, no_calls
 from rankcall.analysis.verdicts import Diagnosis
-from rankcall.analysis.verdicts.finding import Finding, begin_sentence, count_of
-from rankcall.imports.log_facts import Failure, Raised, read_logs
-from rankcall.imports.log_messages import (
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.wording import begin_sentence, count_of
+from rankcall.imports.logs.facts import Failure, Raised, read_logs
+from rankcall.imports.logs.messages import (
     BarrierFailed,
     LauncherExit,
     Progress,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -34,12 +33,14 @@ from rankcall.analysis.snapshot import (
     no_calls,
 )
 from rankcall.process import Viewpoint
-from rankcall.record import FLAG_DEVICE, format_ranks
-from rankcall.ring import FOREVER_NS, CallSite, Group, Header
-from rankcall.ring.reader import Head, Ring, read_ring
-from rankcall.run.load import Progress, Run, load
-from rankcall.run.outcomes import kept_hangs, waits_that_ended
-from rankcall.run.settle import LAUNCHER, Exit, Noted, read_exits, read_states
+from rankcall.ranks import format_ranks
+from rankcall.record import FLAG_DEVICE
+from rankcall.ring.layout import FOREVER_NS, Header
+from rankcall.ring.reader import Head, Ring
+from rankcall.ring.tables import CallSite, Group
+from rankcall.run.exits import LAUNCHER, Exit, Noted, read_exits, read_states
+from rankcall.run.hangs import kept_hangs, waits_that_ended
+from rankcall.run.load import Progress, Run
 
 Ints = npt.NDArray[np.int64]
 
@@ -538,44 +539,3 @@ def _last_seen_ns(header: Header) -> int:
     """Return when a process last gave a sign of life, as epoch ns of its host."""
     beats = header.native_heartbeat_ns, header.python_heartbeat_ns, header.closed_ns
     return header.anchor_epoch_ns + max(0, max(beats) - header.anchor_mono_ns)
-
-
-# Reads a run of processes that live, again and again, and decodes only what has changed.
-
-
-class RunReader:
-    """Reads the newest records of one run. For one thread at a time.
-
-    Args:
-        newest: How many records to read from the end of each ring.
-    """
-
-    def __init__(self, newest: int) -> None:
-        self._newest = newest
-        self._known: dict[str, Ring] = {}
-        self._memo = WindowMemo()
-
-    def load(self, where: Path) -> Run:
-        """Read the rings of a run. Raises as ``run.load.load``."""
-        run = load(where, read=self._read)
-        names = {head.path.name for head in run.heads}
-        self._known = {name: ring for name, ring in self._known.items() if name in names}
-        return run
-
-    def _read(self, path: Path) -> Head:
-        """Read the newest records of a ring together with its head."""
-        name = path.name
-        ring = self._known[name] = read_ring(path, self._newest, self._known.get(name))
-        return Head(ring.path, ring.header, ring.tables, ring.problem)
-
-    def snapshot(self, run: Run, window: int) -> Snapshot:
-        """Return where the ranks of a run stand that ``load`` has returned, by ``run.heads``.
-
-        Args:
-            run: The run, of which a caller may have left out rings.
-            window: The number of each rank's newest calls to keep.
-        """
-        builder = SnapshotBuilder(run, window=window, memo=self._memo)
-        for head in run.heads:
-            builder.add(self._known[head.path.name])
-        return builder.finish()

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.analysis.clocks import RunClocks, align_hosts, anchored
 from rankcall.analysis.collectives import (
     MISSING,
     UNKNOWN_SITE,
@@ -21,10 +22,7 @@ from rankcall.analysis.collectives import (
     MessageTable,
     RankCollectives,
     RankMessages,
-    RunClocks,
     Session,
-    align_hosts,
-    anchored,
     collective_table,
     columns_of,
     message_table,
@@ -34,8 +32,8 @@ from rankcall.analysis.collectives import (
 )
 from rankcall.analysis.waiting import Ints, Waits, covered, waits_of
 from rankcall.record import OPS
-from rankcall.ring import CallSite, Group, Tables
 from rankcall.ring.reader import Ring
+from rankcall.ring.tables import CallSite, Group, Tables
 from rankcall.run.load import Progress, Run
 
 

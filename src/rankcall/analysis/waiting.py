@@ -22,13 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall import record
-from rankcall.analysis.collectives import (
-    CollectiveTable,
-    HostClock,
-    MessageTable,
-    RowClocks,
-    present,
-)
+from rankcall.analysis.clocks import HostClock, RowClocks
+from rankcall.analysis.collectives import CollectiveTable, MessageTable, present
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import mmap
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from rankcall.background import exit_budget
 from rankcall.errors import local_rank, warn_once
-from rankcall.process import check_folder, check_local, is_local, make_folder, reason
-from rankcall.ring import FOREVER_NS, Geometry, WriterLock
+from rankcall.files import check_folder, check_local, is_local, make_folder, reason
+from rankcall.ring.layout import Geometry
+from rankcall.ring.lock import WriterLock
 from rankcall.ring.writer import (
     Identity,
     create,
@@ -30,11 +30,18 @@ from rankcall.ring.writer import (
     create_unnamed,
     put,
     put_run_dir,
-    put_text,
     set_identity,
 )
-from rankcall.run import about_job, create_run, live_base, make_live_dir, ring_name, unused_ring
-from rankcall.run.settle import EXITS, clean_up, exits_name, has_old_rings, save_ring, settle_ring
+from rankcall.run.exits import EXITS, exits_name
+from rankcall.run.paths import (
+    about_job,
+    create_run,
+    live_base,
+    make_live_dir,
+    ring_name,
+    unused_ring,
+)
+from rankcall.run.settle import clean_up, has_old_rings, save_ring, settle_ring
 
 # Set by a launcher: the run directory into which it moves the rings itself.
 SETTLES = "RANKCALL_SETTLES"
@@ -278,66 +285,3 @@ class Mover:
         except OSError as error:
             with contextlib.suppress(OSError):  # stderr may be closed
                 warn_once(f"the records of this rank cannot be kept: {reason(error)}")
-
-
-# Phases that a program declares to be long, written into its ring for every reader to see.
-
-
-_lock = threading.RLock()
-_phases: list[tuple[int, str]] = []  # the deadline of each (CLOCK_MONOTONIC, ns), and its reason
-_ring: mmap.mmap | None = None  # of the recording that is on
-
-
-@contextlib.contextmanager
-def expect(seconds: float, what: str) -> Iterator[None]:
-    """Declare that this rank may be silent for ``seconds``: a checkpoint, a compile.
-
-    Until that time is over, or the block is left, neither the watcher nor ``rankcall diagnose``
-    calls this rank hung, nor the ranks that wait for it. If it takes longer, they report ``what``.
-    Use it on the ranks that do the work. ``math.inf`` declares that this rank waits for work, such
-    as the next request: while all ranks wait, they are idle. Phases may nest and overlap. Also a
-    decorator. Costs microseconds, and does nothing if recording is off. Raises ``ValueError`` if
-    ``seconds`` is not a positive number, or ``what`` is empty.
-    """
-    if not seconds > 0:
-        raise ValueError(f"expect() takes a number of seconds above 0; got {seconds}")
-    if not what.strip():
-        raise ValueError("expect() takes a text that says what takes long")
-    until = FOREVER_NS if seconds == math.inf else time.monotonic_ns() + int(seconds * 1e9)
-    phase = until, what
-    with _lock:
-        _phases.append(phase)
-        _publish()
-    try:
-        yield
-    finally:
-        with _lock:
-            _phases.remove(phase)
-            _publish(time.monotonic_ns(), what)
-
-
-def publish_to(ring: mmap.mmap | None) -> None:
-    """Write the phases into this ring from now on; None if recording is off."""
-    global _ring
-    with _lock:
-        _ring = ring
-        _publish()
-
-
-def _publish(ended_ns: int = 0, ended: str = "") -> None:
-    """Write the phase that ends last into the ring, or when the last phase ended.
-
-    A reader gives a rank that waited through a phase its usual patience, from the end of the phase.
-    """
-    until, what = max(_phases, default=(ended_ns, ended))
-    if until and _ring is not None:
-        put_text(_ring, "expect_what", what)
-        put(_ring, "expect_until_ns", until)
-
-
-def forget() -> None:
-    """Declare nothing: this is a forked child."""
-    global _lock, _ring
-    _lock = threading.RLock()
-    _ring = None
-    _phases.clear()

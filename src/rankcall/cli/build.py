@@ -7,7 +7,7 @@ import importlib.util
 import typer
 
 from rankcall.capture.session import check_torch
-from rankcall.cli import say
+from rankcall.cli.common import say
 from rankcall.errors import BackendUnavailable, CaptureUnavailable
 
 
@@ -24,7 +24,7 @@ def command() -> None:
     try:
         typer.echo(f"native recorder: {RECORDER.prebuild()}")
         if importlib.util.find_spec("zmq") is not None:
-            from rankcall.rpc.backends._zmq_worker import AGENT
+            from rankcall.rpc.backends.zmq_worker import AGENT
 
             typer.echo(f"native RPC agent: {AGENT.prebuild()}")
     except (CaptureUnavailable, BackendUnavailable) as error:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli import say
+from rankcall.cli.common import say
 from rankcall.run.settle import clean_up
 
 __all__ = ["command"]

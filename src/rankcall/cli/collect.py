@@ -11,15 +11,18 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli import say
+from rankcall.cli.common import say
 from rankcall.errors import CorruptRun, RankcallError
-from rankcall.process import boot_id, open_file
-from rankcall.record import format_ranks
-from rankcall.ring import Header
+from rankcall.files import open_file
+from rankcall.process import boot_id
+from rankcall.ranks import format_ranks
+from rankcall.ring.layout import Header
 from rankcall.ring.reader import read_head
-from rankcall.run import HANGS, find_run, redact, ring_paths
 from rankcall.run.archive import FOLDERS, check_name, is_archive, pack, unpack
-from rankcall.run.settle import STATES, describe_states, settle, states_name
+from rankcall.run.exits import STATES, describe_states, states_name
+from rankcall.run.paths import HANGS, find_run, ring_paths
+from rankcall.run.redaction import redact
+from rankcall.run.settle import settle
 
 __all__ = ["command"]
 

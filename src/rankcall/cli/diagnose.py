@@ -12,11 +12,11 @@ import typer
 
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.verdicts import Diagnosis, diagnose, with_stacks
-from rankcall.cli import LEAVE, HangAfter, console_for_result, keys
-from rankcall.report import terminal
+from rankcall.cli.common import LEAVE, HangAfter, console_for_result, keys
+from rankcall.report import diagnosis_text
 from rankcall.report.json import render_diagnosis
-from rankcall.run import find_run
 from rankcall.run.load import load
+from rankcall.run.paths import find_run
 from rankcall.run.settle import settle
 from rankcall.run.stacks import request_stacks, stacks_of
 
@@ -122,9 +122,9 @@ def _print(result: Diagnosis, json: bool, dumped: dict[int, str]) -> None:
         return
     console = console_for_result()
     if console.is_terminal:
-        terminal.show_diagnosis(result, console, dumped)
+        diagnosis_text.show_diagnosis(result, console, dumped)
     else:
-        sys.stdout.write(terminal.diagnosis_text(result, console.width, dumped))
+        sys.stdout.write(diagnosis_text.diagnosis_text(result, console.width, dumped))
 
 
 def _by_interest(diagnosis: Diagnosis) -> list[int]:
@@ -159,7 +159,7 @@ def _watch(path: Path | None, hang_after: float | None, result: Diagnosis, json:
     with keys() as left_within, live, contextlib.suppress(KeyboardInterrupt):
         while result.snapshot.live:
             foot = Text(f"\n{LEAVE}", "dim")
-            live.update(Group(terminal.body(result, console.width), foot), refresh=True)
+            live.update(Group(diagnosis_text.body(result, console.width), foot), refresh=True)
             if left_within(_WATCH_S):
                 break
             result = read(path, hang_after)

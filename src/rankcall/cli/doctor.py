@@ -18,10 +18,10 @@ import typer
 
 from rankcall.capture.session import check_torch
 from rankcall.errors import CaptureUnavailable, CorruptRun, RankcallError
-from rankcall.process import file_system, is_local
-from rankcall.ring import Geometry
-from rankcall.run import live_base
+from rankcall.files import file_system, is_local
+from rankcall.ring.layout import Geometry
 from rankcall.run.load import load
+from rankcall.run.paths import live_base
 
 __all__ = ["command"]
 

@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 from rankcall._native import cache_dir
-from rankcall.cli import open_run, say
-from rankcall.cli._workers import Outcome, environment, explain_failure, hooking, note_own_exit
+from rankcall.cli.common import open_run, say
+from rankcall.cli.outcome import explain_failure, note_own_exit
 from rankcall.cli.run import (
     HANG_AFTER_S,
     Capture,
@@ -31,8 +31,9 @@ from rankcall.cli.run import (
     prepare,
     watching,
 )
+from rankcall.cli.torchrun import Outcome, environment, hooking
 from rankcall.errors import RankcallError
-from rankcall.record import with_noun
+from rankcall.ranks import with_noun
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli import bar, open_run, output, report_problems
+from rankcall.cli.common import bar, open_run, output, report_problems
 from rankcall.errors import RankcallError
 from rankcall.export import FOLDERS, FORMATS, export
-from rankcall.process import clean
+from rankcall.files import clean
 from rankcall.report.formatting import plural, size
 
 _SUFFIXES = {**FORMATS, **FOLDERS}

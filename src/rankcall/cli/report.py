@@ -12,11 +12,11 @@ from rankcall.analysis.run_snapshot import SnapshotBuilder
 from rankcall.analysis.summary import Summary, summarise
 from rankcall.analysis.verdicts import diagnose, find, judge
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.cli import Attempt, bar, console_for_result, open_run, output, report_problems
+from rankcall.cli.common import Attempt, bar, console_for_result, open_run, output, report_problems
 from rankcall.errors import RankcallError
-from rankcall.process import new_file
+from rankcall.files import new_file
 from rankcall.report import json as json_report
-from rankcall.report import terminal
+from rankcall.report import summary_text
 from rankcall.report.formatting import size
 from rankcall.run.load import Run
 
@@ -77,7 +77,7 @@ def _read(run: Run) -> tuple[Summary, list[Finding]]:
 
 def _write_page(path: Path | None, target: Path, attempt: int | None) -> list[str]:
     """Write the HTML report, print its path, and return the run's problems."""
-    from rankcall.analysis.summary import detail
+    from rankcall.analysis.details import detail
     from rankcall.report.html import render
 
     run = open_run(path, attempt)
@@ -95,6 +95,6 @@ def _write_page(path: Path | None, target: Path, attempt: int | None) -> list[st
 def _print(summary: Summary, findings: list[Finding]) -> None:
     console = console_for_result()
     if console.is_terminal:
-        terminal.show(summary, console, findings)
+        summary_text.show(summary, console, findings)
     else:
-        sys.stdout.write(terminal.render(summary, console.width, findings))
+        sys.stdout.write(summary_text.render(summary, console.width, findings))

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -22,26 +20,27 @@ import typer
 from rankcall import watch
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.capture.session import check_torch
-from rankcall.cli import say
-from rankcall.cli._workers import (
+from rankcall.cli.common import say
+from rankcall.cli.exits import noting_exits
+from rankcall.cli.outcome import explain_failure, note_failures, verdict_ids
+from rankcall.cli.page import page_of
+from rankcall.cli.torchrun import (
     USAGE_ERROR,
     Job,
     Outcome,
     arming,
     environment,
-    explain_failure,
-    note_failures,
-    noting_exits,
     parse,
     torchrun,
     tracing,
-    verdict_ids,
 )
-from rankcall.errors import CaptureUnavailable, RankcallError
+from rankcall.errors import CaptureUnavailable
+from rankcall.job.bundles import check_url
+from rankcall.job.evidence import COLLECT_TO
 from rankcall.process import host_name
-from rankcall.record import format_ranks, with_noun
-from rankcall.ring import Header, read_header
-from rankcall.run import (
+from rankcall.ranks import format_ranks, with_noun
+from rankcall.ring.layout import Header, read_header
+from rankcall.run.paths import (
     RUNS,
     about_job,
     create_run,
@@ -51,7 +50,6 @@ from rankcall.run import (
     ring_paths,
 )
 from rankcall.run.settle import settle
-from rankcall.transfer import COLLECT_TO, check_url
 
 __all__ = ["CONTEXT_SETTINGS", "HANG_AFTER_S", "command"]
 
@@ -323,59 +321,3 @@ def _missing(job: Job, headers: list[Header]) -> str:
         return f"any of this node's {job.nproc} workers"
     missing = set(range(first, first + job.nproc)) - recorded
     return f"rank {format_ranks(sorted(missing))}" if missing else ""
-
-
-# The live page of a job that ``rankcall run --serve`` starts: a process beside the launcher.
-
-
-_END_S = 5.0
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Return host and port of ``PORT`` or ``HOST:PORT``. Raises ``RankcallError``."""
-    host, _, port = text.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
-        raise RankcallError(f"--serve {text}: neither a port nor HOST:PORT")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-@contextlib.contextmanager
-def page_of(run: Path, address: str, hang_after: float) -> Iterator[None]:
-    """Show a run on a page for the length of a block; without an address, do nothing.
-
-    The page has a process and a session of its own, so that nothing in it can hold up the launcher.
-    If it cannot start, it says why, and the job runs without it.
-    """
-    if not address:
-        yield
-        return
-    host, port = address_of(address)
-    process = None
-    try:
-        # Here, because it tells whether the extra is installed.
-        from rankcall.serve import check_extra
-
-        check_extra()
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "rankcall", "serve", str(run.absolute())),
-                *("--host", host, "--port", str(port), "--end-with-parent"),
-                *(["--hang-after", f"{hang_after:g}"] if hang_after else []),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
-            start_new_session=True,
-        )
-    except (OSError, ValueError, RankcallError) as error:
-        say(f"no live page: {error}; the job runs without it")
-    try:
-        yield
-    finally:
-        if process is not None:
-            process.terminate()
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli import HangAfter, say
-from rankcall.run import find_run
+from rankcall.cli.common import HangAfter, say
+from rankcall.run.paths import find_run
 from rankcall.serve import DEFAULT_HOST, DEFAULT_PORT, PageServer
 
 __all__ = ["command"]

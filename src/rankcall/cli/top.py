@@ -12,10 +12,10 @@ import typer
 
 from rankcall.analysis.run_snapshot import snapshot_of_run
 from rankcall.analysis.verdicts import Diagnosis, judge
-from rankcall.cli import LEAVE, HangAfter, console_for_result, keys
+from rankcall.cli.common import LEAVE, HangAfter, console_for_result, keys
 from rankcall.report import top
-from rankcall.run import find_run
 from rankcall.run.load import load
+from rankcall.run.paths import find_run
 
 __all__ = ["command"]
 

@@ -2,12 +2,13 @@
 
 ::
 
-    dump_files        reads Flight Recorder's dumps: which files are dumps, of which rank, and what
-                      they contain; treats every file as hostile
-    dump_records      turns the entries of one dump into records
-    flight_recorder   reads many dumps in several processes, and makes rings of them
-    log_messages      finds the lines of logs that are about a failure; turns each into a fact
-    log_facts         collects the facts of all logs of a job, and the ranks that wrote them
+    dumps.files       reads a Flight Recorder dump; treats every file as hostile
+    dumps.records     turns the entries of one dump into records
+    dumps.readers     reads many dumps in several processes
+    dumps.rings       makes the rings of one job of them
+    logs.lines        finds the lines of logs that are about a failure
+    logs.messages     turns each of these lines into a fact
+    logs.facts        collects the facts of all logs of a job, and the ranks that wrote them
 
 A run that is made of the evidence of another tool is read, judged and reported like every other
 run. To add a source, write its module and put it into ``SOURCES``. Logs have too little for a run:
@@ -20,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rankcall.imports.flight_recorder import looks_like_dumps, rings_of_dumps
-from rankcall.ring.writer import RingSpec
+from rankcall.imports.dumps.files import looks_like_dumps
+from rankcall.imports.dumps.rings import rings_of_dumps
+from rankcall.ring.spec import RingSpec
 
 __all__ = ["SOURCES", "Source", "source_of"]
 

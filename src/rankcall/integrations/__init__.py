@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankcall.analysis.summary import recent_figures
+from rankcall.analysis.recent_figures import recent_figures
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.background import BackgroundCall

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rankcall.capture.own_ring import expect
+from rankcall.capture.phases import expect
 from rankcall.integrations import EVERY_S, Reporter, check_seconds
 from rankcall.join import Join
 

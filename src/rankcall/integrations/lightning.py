@@ -18,10 +18,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch.distributed as dist
 
-from rankcall.capture.own_ring import expect
+from rankcall.capture.phases import expect
 from rankcall.integrations import EVERY_S, Reporter, check_seconds
 from rankcall.join import Join
-from rankcall.join.joinables import RankGroup
+from rankcall.join.rank_group import RankGroup
 
 try:
     from lightning.pytorch import Callback

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rankcall.capture import session
-from rankcall.capture.own_ring import expect
+from rankcall.capture.phases import expect
 from rankcall.integrations import EVERY_S, Reporter, check_seconds
 
 try:

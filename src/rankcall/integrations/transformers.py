@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from rankcall.capture.own_ring import expect
+from rankcall.capture.phases import expect
 from rankcall.integrations import EVERY_S, Reporter, check_seconds
 
 try:

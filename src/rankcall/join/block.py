@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map
 
 from rankcall.errors import PeerError, UnevenInputs
 from rankcall.join.error_channel import ErrorChannel
-from rankcall.join.joinables import DETECTED, Joined, RankGroup
-from rankcall.run.outcomes import JoinSummary, RankSummary
+from rankcall.join.joinables import Joined
+from rankcall.join.rank_group import DETECTED, RankGroup
+from rankcall.run.joins import JoinSummary, RankSummary
 
 T = TypeVar("T")
 POLICIES = ("shadow", "replay", "stop", "raise")

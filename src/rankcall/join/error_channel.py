@@ -12,206 +12,25 @@ whole log; an error that is not in the log was never reported.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import socket
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from rankcall._requests import Add, CompareSet, Delete, Now, Read, ReadMany, Set, Sleep, Steps, Wait
+from rankcall._requests import Now, Sleep, Steps
 from rankcall.errors import PeerError, UnevenInputs
-from rankcall.process import DEAD, Process, host_name, open_sockets, second_handle
-from rankcall.record import format_ranks
-from rankcall.store.parts import Log, perform, publish_once
-
-# The log that the ranks of one ``Join`` share, as keys of the job's store.
-#
-# This module alone knows the keys. Its methods are protocols: ``rankcall.store.parts.perform``
-# makes their requests. Below one prefix for each ``Join``:
-#
-#     log/<i>         the entries (``rankcall.store.parts.Log``)
-#     wake/<rank>     wakes that rank, which then removes the key
-#     answer/<rank>   that rank's answer to the first failure: the local ends of its connections
-#     process/<rank>  the process of that rank
-#     left/<k>        the step and the rank of the first to leave its loop for the kth time
-#     gone/<k>        how many ranks left their loop at that step
-
+from rankcall.join.connections import abort_devices, break_connections, endpoints
+from rankcall.join.shared_log import SharedLog
+from rankcall.process import DEAD, Process, host_name
+from rankcall.ranks import format_ranks
+from rankcall.store.parts import perform
 
 Entry = dict[str, Any]
-
-
-class SharedLog:
-    """The log of one ``Join`` and the facts about each rank."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._log = Log(name)
-
-    def append(self, entry: Entry, wake_ranks: Sequence[int]) -> Steps[None]:
-        """Append an entry and wake the ranks that are to read it."""
-        yield from self._log.append(json.dumps(entry).encode())
-        for rank in wake_ranks:
-            yield from self.wake(rank)
-
-    def length(self) -> Steps[int]:
-        """Return the number of entries."""
-        return self._log.length()
-
-    def read(self) -> Steps[list[Entry]]:
-        """Return the entries since the last call. Call it on one thread only."""
-        return [json.loads(entry) for entry in (yield from self._log.read())]
-
-    def wake(self, rank: int) -> Steps[None]:
-        """Wake the listening thread of a rank."""
-        yield Set(self._key("wake", rank), b"1")
-
-    def wait_to_be_woken(self, rank: int) -> Steps[None]:
-        """Return when another rank has woken this one, or at the deadline."""
-        if (yield Wait((self._key("wake", rank),))):
-            yield Delete(self._key("wake", rank))
-
-    def answer(self, rank: int, ends: Sequence[str]) -> Steps[None]:
-        """Answer the first failure with the local ends of this rank's connections."""
-        yield Set(self._key("answer", rank), json.dumps(ends).encode())
-
-    def answer_if_missing(self, rank: int) -> Steps[None]:
-        """Answer without connections, unless this rank has answered already."""
-        yield CompareSet(self._key("answer", rank), b"", b"[]")
-
-    def answers(self, ranks: Sequence[int]) -> Steps[dict[int, list[str]]]:
-        """Return the answers of those ranks that have answered."""
-        texts = yield ReadMany([self._key("answer", rank) for rank in ranks])
-        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True) if text}
-
-    def set_process(self, rank: int, process: Process) -> Steps[None]:
-        """Publish the process of this rank."""
-        yield Set(self._key("process", rank), json.dumps(asdict(process)).encode())
-
-    def process_of(self, rank: int) -> Steps[Process | None]:
-        """Return the process of a rank, or None if that rank never entered the block."""
-        fields = yield Read(self._key("process", rank))
-        return Process(**json.loads(fields)) if fields else None
-
-    def leave(self, rank: int, step: int, leave_number: int) -> Steps[tuple[int, int]]:
-        """Note that a rank leaves its loop; return the step and the rank of the first to leave."""
-        key = self._key("left", leave_number)
-        first = yield from publish_once(key, b"%d %d" % (step, rank))
-        first_step, first_rank = map(int, first.split())
-        return first_step, first_rank
-
-    def count_leaver(self, leave_number: int) -> Steps[int]:
-        """Count a rank that left at the same step as the first; return how many have."""
-        return int((yield Add(self._key("gone", leave_number), 1)))
-
-    def remove_keys_of(self, rank: int) -> Steps[None]:
-        """Remove the keys that only this rank writes. Call it if no rank reads them any more."""
-        for kind in ("process", "answer", "wake"):
-            yield Delete(self._key(kind, rank))
-
-    def _key(self, kind: str, number: int) -> str:
-        return f"{self._name}/{kind}/{number}"
-
-
-# Break the connections to the other ranks, so that a collective that waits for them ends.
-#
-# Gloo cannot end a collective from outside: its ``abort()`` does not wake a waiting thread, but a
-# closed connection does. NCCL's abort works.
-
-
-_ESTABLISHED = "01"
-_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-
-
-def endpoints() -> list[str]:
-    """Return the local ends of this process's TCP connections; empty without /proc."""
-    return sorted(local for _, local, _ in _connections())
-
-
-def break_connections(theirs: Iterable[str], but_ports: Iterable[int] = ()) -> int:
-    """Shut down each connection whose far end is in ``theirs``; return how many there were.
-
-    Connections with a port of ``but_ports`` at either end stay open: ranks report causes through
-    the store. Afterwards this process's process groups are unusable, and their collectives raise.
-    """
-    far, spared = set(theirs), {f"{port:04X}" for port in but_ports}
-    broken = 0
-    for inode, local, remote in list(_connections()):
-        ports = {local.rpartition(":")[2], remote.rpartition(":")[2]}
-        if remote in far and not ports & spared:
-            broken += _shut_down(inode)
-    return broken
-
-
-def abort_devices(groups: Iterable[Any] | None = None) -> int:
-    """Abort the collectives of groups on devices; return the number of back ends aborted.
-
-    ``groups`` is by default every group of this process. The newest group comes first, and NCCL's
-    aborts stand between a group start and a group end, as in torch, because the abort of one
-    communicator can wait for the abort of another.
-    """
-    if groups is None:
-        groups = reversed(list(dist.distributed_c10d._world.pg_map))
-    all_backends = [backend for group in groups for backend in _on_devices(group)]
-    backends = list({id(backend): backend for backend in all_backends}.values())
-    grouping = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
-    aborted = 0
-    with contextlib.suppress(Exception):
-        if grouping is not None:
-            grouping._group_start()
-        for backend in backends:
-            with contextlib.suppress(Exception):
-                backend.abort()
-                aborted += 1
-        if grouping is not None:
-            grouping._group_end()
-    return aborted
-
-
-def _on_devices(group: Any) -> Iterator[Any]:
-    """Yield the back ends of a group for devices other than the CPU."""
-    for device in getattr(group, "_device_types", ()):
-        if device.type != "cpu":
-            with contextlib.suppress(RuntimeError):  # the group has no back end for this device
-                yield group._get_backend(device)
-
-
-def _connections() -> Iterator[tuple[int, str, str]]:
-    """Yield inode, local and remote end of each established connection of this process."""
-    own_inodes = open_sockets()
-    for table in _TABLES:
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                fields = line.split()
-                inode = int(fields[9])
-                if fields[3] == _ESTABLISHED and inode in own_inodes:
-                    yield inode, _plain(fields[1]), _plain(fields[2])
-
-
-def _plain(end: str) -> str:
-    """Return an IPv4 address that is written as IPv6 (::ffff:a.b.c.d) in its IPv4 form."""
-    address, _, port = end.partition(":")
-    mapped = "0000000000000000FFFF0000"
-    return f"{address.removeprefix(mapped)}:{port}"
-
-
-def _shut_down(inode: int) -> bool:
-    """Shut one socket down, unless its descriptor now belongs to another socket."""
-    handle = second_handle(open_sockets().get(inode, -1), inode)
-    if handle is None:
-        return False
-    with handle, contextlib.suppress(OSError):
-        handle.shutdown(socket.SHUT_RDWR)
-        return True
-    return False
-
 
 logger = logging.getLogger("rankcall.join")
 T = TypeVar("T")

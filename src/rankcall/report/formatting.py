@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import PurePath
 
@@ -14,11 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.analysis.lateness import Stragglers
-from rankcall.analysis.summary import Straggler, Summary
-from rankcall.analysis.verdicts.finding import begin_sentence
-from rankcall.process import clean
-from rankcall.record import format_ranks
+from rankcall.files import clean
 
 # Numbers, names, paragraphs and tables as text for a terminal, and the first sentence of a report.
 #
@@ -213,107 +208,3 @@ def fitted(
         ]
         table.add_row(*texts, style="bold red" if number in marked else None)
     return table
-
-
-_MOST_NAMED = 3  # ranks, one by one
-_MOST_OF_IT = 0.5  # of all waiting
-_WORTH_IT = 0.01  # of the run: less waiting is not worth a sentence
-
-
-@dataclass(frozen=True)
-class Headline:
-    """``text`` names the cause, ``detail`` its cost. ``alarm``: the user should act on it."""
-
-    text: str
-    detail: str
-    alarm: bool
-    ranks: tuple[int, ...] = ()
-
-
-def headline(summary: Summary) -> Headline:
-    """Return the most important sentence about a run."""
-    if not summary.collectives:
-        return Headline(
-            "No collectives were recorded.",
-            "Either the job issued none, or recording was not armed in its workers.",
-            False,
-        )
-    if summary.world_size == 1:
-        return Headline("A world of one rank: no other rank has to wait.", "", False)
-    lost = _lost_share(summary)
-    if summary.late is not None:
-        return _blame(summary, summary.late)
-    if summary.waiting_ms <= 0 or lost < _WORTH_IT:
-        cost = f"Waiting cost each rank {percent(lost)} of the run."
-        return Headline("No rank makes the others wait.", cost, False)
-    first = summary.stragglers[0]
-    caused = f"{percent(first.share)} of {time(summary.waiting_ms)} of waiting"
-    if first.share >= _MOST_OF_IT:
-        return Headline(
-            f"The ranks wait for each other for {percent(lost)} of the run.",
-            begin_sentence(_who(first)) + f" caused {caused}, but in too few steps to call it a "
-            "straggler.",
-            False,
-        )
-    return Headline(
-        f"The ranks wait for each other for {percent(lost)} of the run, "
-        "and no one of them stands out.",
-        f"First is {_who(first)} with {caused}.",
-        False,
-    )
-
-
-def _lost_share(summary: Summary) -> float:
-    """Return the share of the run that a rank waits, on average."""
-    ranks = max(1, len(summary.stragglers))
-    return summary.waiting_ms / ranks / summary.duration_ms if summary.duration_ms else 0.0
-
-
-def _who(straggler: Straggler) -> str:
-    return (
-        f"rank {straggler.rank} ({clean(straggler.host)})"
-        if straggler.host
-        else f"rank {straggler.rank}"
-    )
-
-
-def _blame(summary: Summary, late: Stragglers) -> Headline:
-    """Name the ranks that make the others wait, and what that costs."""
-    named = [straggler for straggler in summary.stragglers if straggler.rank in late.ranks]
-    caused = sum(straggler.caused_wait_ms for straggler in named)
-    total = f"caused {time(caused)} of waiting, {percent(late.share)} of all."
-    if late.host:
-        text = (
-            f"Host {clean(late.host)} is late as a whole: its {plural(len(named), 'rank')} "
-            f"({format_ranks(late.ranks)}) {total}"
-        )
-    else:
-        text = " ".join(
-            begin_sentence(f"{_who(straggler)} {_cost(straggler)}")
-            for straggler in named[:_MOST_NAMED]
-        )
-        if len(named) > _MOST_NAMED:
-            text += f" Ranks {format_ranks(late.ranks)} together {total}"
-    pronoun = "it" if len(named) == 1 else "them"
-    detail = f"Waiting for {pronoun} cost each other rank {percent(late.cost)} of the run."
-    if summary.slow_start_ms:
-        detail += (
-            f" The first {time(summary.slow_start_ms)}, in which steps took far longer, "
-            "is left out."
-        )
-    if late.host:
-        detail += " Look at what they share: its network, its disk, its clock speed, its data."
-    return Headline(text, detail, True, late.ranks)
-
-
-def _cost(straggler: Straggler) -> str:
-    last = (
-        f"came last in {percent(straggler.came_last / straggler.collectives)} of "
-        f"{plural(straggler.collectives, 'collective')} and "
-        if straggler.came_last
-        else ""
-    )
-    return (
-        f"{last}caused {time(straggler.caused_wait_ms)} of waiting, "
-        f"{percent(straggler.share)} of all."
-    )

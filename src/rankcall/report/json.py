@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rankcall.analysis.snapshot import RankPosition, rank_positions
 from rankcall.analysis.verdicts import Diagnosis, Kept
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.run.stacks import stack_classes
+from rankcall.run.frames import stack_classes
 
 if TYPE_CHECKING:
     # A rank that is watched writes diagnoses, and does not load what summaries need.
@@ -47,7 +47,7 @@ def render(summary: Summary, findings: Sequence[Finding] = ()) -> str:
 
 def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
     """Return the report as plain dicts and lists; times in ms, no NaN."""
-    from rankcall.report.formatting import headline
+    from rankcall.report.headline import headline
 
     report: Object = {
         "schema": SCHEMA,

@@ -12,13 +12,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.analysis.snapshot import RankPosition, pace, rank_positions
+from rankcall.analysis.pace import pace
+from rankcall.analysis.snapshot import RankPosition, rank_positions
 from rankcall.analysis.verdicts import Diagnosis
-from rankcall.analysis.verdicts.finding import duration, numbered
 from rankcall.analysis.verdicts.no_progress import silence_of
-from rankcall.process import clean
+from rankcall.analysis.verdicts.wording import duration, numbered
+from rankcall.files import clean
+from rankcall.report.diagnosis_text import LONG, named, ranks_cell, world
 from rankcall.report.formatting import as_text, cut, digits, line_names, percent, plural, wrapped
-from rankcall.report.terminal import LONG, named, ranks_cell, world
 
 _ROWS = 12
 _BAR = 12

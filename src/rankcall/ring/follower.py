@@ -30,7 +30,8 @@ from rankcall.record import (
     read_barrier,
     take_rows,
 )
-from rankcall.ring import Geometry, Tables, offset_of, parse_tables
+from rankcall.ring.layout import Geometry, offset_of
+from rankcall.ring.tables import Tables, parse_tables
 
 Indexes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

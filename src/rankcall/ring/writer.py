@@ -6,8 +6,6 @@ writes the same bytes as the native recorder.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import mmap
 import os
@@ -16,15 +14,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from rankcall.errors import CorruptRun
-from rankcall.process import Process, create_file, open_regular
+from rankcall.files import create_file
+from rankcall.process import Process
 from rankcall.record import (
     COMMIT_CLOSING,
     COMMIT_DONE,
@@ -33,31 +27,32 @@ from rankcall.record import (
     RECORD,
     STATUSES,
 )
-from rankcall.ring import (
+from rankcall.ring.layout import (
     CAPTURES,
-    ENTRY_GROUP,
-    ENTRY_HEADER,
-    ENTRY_LINE,
-    ENTRY_SITE,
-    ENTRY_SIZES,
-    ENTRY_STRING,
     ERRORS_SHARE,
     GROUPS_SHARE,
     HEADER,
     HEADER_BYTES,
     MOST_ERROR_BYTES,
     UNLISTED_GROUPS,
-    CallSite,
     Geometry,
-    Group,
-    WriterLock,
-    encode_group,
-    encode_line,
-    encode_site,
     make_header,
     offset_of,
 )
-from rankcall.ring.reader import read_ring
+from rankcall.ring.lock import WriterLock
+from rankcall.ring.tables import (
+    ENTRY_GROUP,
+    ENTRY_HEADER,
+    ENTRY_LINE,
+    ENTRY_SITE,
+    ENTRY_SIZES,
+    ENTRY_STRING,
+    CallSite,
+    Group,
+    encode_group,
+    encode_line,
+    encode_site,
+)
 
 _OPEN_OR_CLOSING = (COMMIT_OPEN, COMMIT_CLOSING)
 RECORD_BYTES = RECORD.itemsize
@@ -408,180 +403,3 @@ class PythonRing:
                 return
         lost = _read_word(self.map, offset_of("inflight_lost"))[0]
         put(self.map, "inflight_lost", lost + 1)
-
-
-# Cut the tail of a ring: a small ring file with its newest records and all that are in flight.
-#
-# A tail is written beside the run while its process lives, and is sent to other nodes. It is a ring
-# file like any other, so no reader knows the difference: the records that it lacks count as
-# dropped.
-
-
-NEWEST = 256  # records of a tail, a power of two
-
-
-def tail_of(path: Path, newest: int = NEWEST) -> bytes:
-    """Return the tail of a ring file, also of a living process. Raises ``CorruptRun``.
-
-    Args:
-        path: The ring.
-        newest: The number of newest records to keep, a power of two.
-    """
-    raw = _read(path, 0, HEADER_BYTES)
-    ring = read_ring(path)
-    shape = ring.header.geometry
-    # The tables come last: they have each group and line that a record names before the record.
-    used = int(np.frombuffer(_read(path, 0, HEADER_BYTES), HEADER, count=1)["tables_used"][0])
-    tables = _read(path, shape.tables_offset, min(used, shape.tables_bytes))
-    tables = tables.ljust((len(tables) + 7) // 8 * 8, b"\0")
-    capacity = min(newest, shape.capacity)
-    slots, parked = _placed(ring.records, capacity)
-    header = _tail_header(raw, Geometry(capacity, len(parked), len(tables)), len(slots))
-    return b"".join((header, parked.tobytes(), tables, slots.tobytes()))
-
-
-def _read(path: Path, offset: int, length: int) -> bytes:
-    try:
-        with open_regular(path) as file:
-            file.seek(offset)
-            data = file.read(length)
-    except OSError as error:
-        raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
-    if offset == 0 and len(data) < length:
-        raise CorruptRun(f"{path}: not a rankcall ring file")
-    return data
-
-
-def _placed(records: npt.NDArray[Any], capacity: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the slots of a smaller ring, and the older records that have not ended."""
-    if not len(records):
-        return np.zeros(0, RECORD), np.zeros(0, RECORD)
-    index = (records["commit"] >> 2).astype(np.int64) - 1
-    last = int(index[-1])
-    is_recent = index > last - capacity
-    slots = np.zeros(min(last + 1, capacity), RECORD)
-    slots[index[is_recent] % capacity] = records[is_recent]
-    is_open = records["commit"] & 3 != COMMIT_DONE
-    return slots, records[~is_recent & is_open]
-
-
-def _tail_header(raw: bytes, shape: Geometry, kept: int) -> bytes:
-    """Return a ring's header with the sizes of its tail."""
-    row = np.frombuffer(raw, HEADER, count=1).copy()
-    row["capacity"], row["inflight_capacity"] = shape.capacity, shape.inflight_capacity
-    row["tables_bytes"], row["tables_used"] = shape.tables_bytes, shape.tables_bytes
-    row["file_bytes"] = shape.records_offset + kept * RECORD.itemsize
-    return bytes(row.tobytes())
-
-
-# Write a whole ring file at once: for evidence that other tools left, and for synthetic runs.
-
-
-# The rings of a large world are written one after the other, and all contain the same groups.
-_encoded = functools.lru_cache(maxsize=256)(encode_group)
-
-
-@dataclass
-class RingSpec:
-    """One rank's records and side tables, in memory."""
-
-    rank: int
-    world_size: int
-    host: str
-    attempt: int = 0
-    capture: str = "native"
-    anchor_mono_ns: int = 0
-    anchor_epoch_ns: int = 0
-    closed: bool = True  # False: recording was never switched off
-    left: bool = False  # the program reached its end
-    aborted: bool = False  # the watcher ended the process
-    native_beat_ns: int = 0  # 0: the time when the last op ended
-    python_beat_ns: int = 0
-    pid: int = 0  # 0: not known
-    lost: int = 0  # records that were issued before the first one of ``records``
-    records: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0, RECORD))
-    entries: dict[tuple[int, bytes], int] = field(default_factory=dict)
-
-    def string(self, text: str) -> int:
-        """Return the id of a string, adding it if it is new."""
-        return self._entry(ENTRY_STRING, text.encode())
-
-    def group(self, group: Group) -> int:
-        """Return the id of a process group, adding it if it is new."""
-        return self._entry(ENTRY_GROUP, _encoded(group))
-
-    def site(self, site: CallSite) -> int:
-        """Return the id of a call site, adding it if it is new."""
-        return self._entry(ENTRY_SITE, encode_site(site))
-
-    def line(self, site: CallSite, text: str) -> int:
-        """Return the id of a call site's source line, adding it if it is new."""
-        return self._entry(ENTRY_LINE, encode_line(self.site(site), text))
-
-    def _entry(self, kind: int, payload: bytes) -> int:
-        return self.entries.setdefault((kind, payload), len(self.entries) + 1)
-
-    def tables(self) -> bytes:
-        """Return the bytes of the side tables."""
-        parts = []
-        for (kind, payload), number in self.entries.items():
-            parts.append(struct.pack("<IIII", number, kind, len(payload), zlib.crc32(payload)))
-            parts.append(payload.ljust((len(payload) + 7) // 8 * 8, b"\0"))
-        return b"".join(parts)
-
-
-def write_ring(path: Path, spec: RingSpec, capacity: int | None = None) -> Path:
-    """Write a ring file, and return its path.
-
-    Args:
-        path: The file.
-        spec: The ring's contents.
-        capacity: How many records the ring holds, a power of two; older records are overwritten.
-            By default it holds all of them.
-    """
-    count, tables = len(spec.records), spec.tables()
-    fitting = 1 << max(count - 1, 63).bit_length()
-    shape = Geometry(capacity or fitting, 0, (len(tables) + 4095) // 4096 * 4096)
-    records = spec.records
-    first = spec.lost + 1
-    records["commit"] = (np.arange(first, first + count, dtype=np.uint64) << 2) | COMMIT_DONE
-    if spec.lost or count > shape.capacity:
-        kept = records[-shape.capacity :]
-        records = np.zeros(shape.capacity, RECORD)
-        records[((kept["commit"] >> 2).astype(np.int64) - 1) % shape.capacity] = kept
-    header = _ring_header(spec, shape, len(records))
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(header)
-        file.write(tables.ljust(shape.tables_bytes, b"\0"))
-        file.write(records.data.cast("B") if len(records) else b"")
-    return path
-
-
-def _ring_header(spec: RingSpec, shape: Geometry, kept: int) -> bytes:
-    ends = spec.records["completed_ns"]
-    last = int(ends.max()) if len(ends) else spec.anchor_mono_ns
-    steps = int(spec.records["step"].max()) + 1 if len(spec.records) else 0
-    boot = hashlib.sha256(spec.host.encode()).hexdigest()
-    values = {
-        "file_bytes": shape.records_offset + kept * RECORD.itemsize,
-        "rank": spec.rank,
-        "world_size": spec.world_size,
-        "local_rank": -1,
-        "node": -1,
-        "attempt": spec.attempt,
-        "pid": spec.pid,
-        "anchor_mono_ns": spec.anchor_mono_ns,
-        "anchor_epoch_ns": spec.anchor_epoch_ns,
-        "capture": CAPTURES.index(spec.capture),
-        "host": spec.host.encode()[:63],
-        "boot_id": boot[:36].encode(),
-        "head": spec.lost + len(spec.records),
-        "tables_used": len(spec.tables()),
-        "step": 0 if spec.capture == "imported" else steps,
-        "native_heartbeat_ns": spec.native_beat_ns or last,
-        "python_heartbeat_ns": spec.python_beat_ns or last,
-        "closed_ns": last + 1 if spec.closed else 0,
-        "left_ns": last + 1 if spec.left else 0,
-        "aborted_ns": last + 1 if spec.aborted else 0,
-    }
-    return make_header(shape, values)

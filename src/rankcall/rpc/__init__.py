@@ -41,7 +41,7 @@ from rankcall.rpc.backend_registry import (
     register_backend,
     unregister_backend,
 )
-from rankcall.rpc.backends import bounded, current_group, init_deadline, set_group
+from rankcall.rpc.group import bounded, current_group, init_deadline, set_group
 
 # ``init_rpc`` and ``shutdown``: torch's, except that they always end and say who was missing.
 

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from rankcall.errors import CorruptRun
-from rankcall.process import UnsafeFolder, create_file, open_file, open_regular, replacing
-from rankcall.ring import HEADER_BYTES, offset_of, parse_header
-from rankcall.run import HANGS
-from rankcall.run.settle import EXITS, STATES
+from rankcall.files import UnsafeFolder, create_file, open_file, open_regular, replacing
+from rankcall.ring.layout import HEADER_BYTES, offset_of, parse_header
+from rankcall.run.exits import EXITS, STATES
+from rankcall.run.paths import HANGS
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tgz", ".tar")
 FOLDERS = ("rings", EXITS, STATES)  # they hold only files; HANGS also holds folders

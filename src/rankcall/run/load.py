@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall.errors import CorruptRun, RunNotFound
-from rankcall.record import format_ranks
-from rankcall.ring import Group
-from rankcall.ring.reader import Head, Ring, decode_ring, read_head, read_ring
-from rankcall.run import create_run, find_run, read_about, ring_name, ring_paths
+from rankcall.ranks import format_ranks
+from rankcall.ring.decode import decode_ring
+from rankcall.ring.reader import Head, Ring, read_head, read_ring
+from rankcall.ring.tables import Group
 from rankcall.run.archive import is_archive, unpack
-from rankcall.run.outcomes import JoinSummary, read_joins
+from rankcall.run.joins import JoinSummary, read_joins
+from rankcall.run.paths import create_run, find_run, read_about, ring_name, ring_paths
 
 if TYPE_CHECKING:
     import polars as pl
@@ -351,7 +352,7 @@ def _source_of(path: Path) -> Source | None:
 
 def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
     """Write the rings of another tool's evidence to a new temporary folder, and return its path."""
-    from rankcall.ring.writer import write_ring
+    from rankcall.ring.spec import write_ring
 
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:

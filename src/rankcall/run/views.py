@@ -14,8 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankcall.process import check_file, make_folder, open_file, replacing
-from rankcall.run import VIEWS, live_dir, trusted_live_dirs
+from rankcall.files import check_file, make_folder, open_file, replacing
+from rankcall.run.paths import VIEWS, live_dir, trusted_live_dirs
 
 VIEWER, ANSWERS = "viewer", "answers"
 PRESENT_S = 5.0  # after a look, somebody is there for so long

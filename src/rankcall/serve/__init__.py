@@ -50,7 +50,7 @@ class PageServer:
         parent: int | None = None,
     ) -> None:
         check_extra()
-        from rankcall.serve.app import Access
+        from rankcall.serve.access import Access
 
         self._socket = _listen(host, port)
         self.access = Access.of(host, self._socket.getsockname()[1], names)

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-import ipaddress
-import os
-import secrets
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -36,155 +23,12 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from rankcall.errors import RankcallError
-from rankcall.process import clean
 from rankcall.report.json import diagnosis_object, stack_objects
+from rankcall.serve.access import Access
+from rankcall.serve.downloads import Downloads, Kind
 from rankcall.serve.live_run import LiveRun, Look
-from rankcall.serve.view import SharedLook, login_page, page, policy
-
-# The rules for readers of the page: addresses, tokens, and the Host and Origin headers.
-#
-# A page on a loopback address needs no token: only processes of this host can connect to it. Any
-# other address needs the token that is made at start. A browser sends the cookies of a site to
-# whatever address the site's name leads to at that moment (DNS rebinding), so the Host header is
-# checked as well.
-
-
-_LOCAL_NAMES = ("localhost",)
-_MOST_CHARS = 512  # of a token or header; the rest is ignored
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only processes of this host can connect to an address."""
-    if address in _LOCAL_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-@dataclass(frozen=True)
-class Access:
-    """The rules of one server.
-
-    ``names`` are further names under which browsers may reach it. ``token`` is empty on a loopback
-    address.
-    """
-
-    host: str
-    port: int
-    names: tuple[str, ...] = ()
-    token: str = field(default="", repr=False)
-
-    @classmethod
-    def of(cls, host: str, port: int, names: Iterable[str] = ()) -> Access:
-        """Return the rules for an address, with a new token if it needs one."""
-        token = "" if is_loopback(host) else secrets.token_urlsafe(32)
-        return cls(host, port, tuple(name.lower() for name in names), token)
-
-    @property
-    def cookie(self) -> str:
-        """The cookie's name. Cookies do not know ports, so the name has it."""
-        return f"rankcall-{self.port}"
-
-    @property
-    def cookie_value(self) -> str:
-        """The cookie's value: not the token itself, but a value that follows from it alone."""
-        return hmac.new(self.token.encode(), b"rankcall cookie", hashlib.sha256).hexdigest()
-
-    def link(self) -> str:
-        """Return the page's address. The part after # is never sent, so no log has the token."""
-        host = self.host
-        if host in ("0.0.0.0", "::", ""):
-            host = socket.gethostname()
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.port}/" + (f"#token={self.token}" if self.token else "")
-
-    def is_token(self, given: str) -> bool:
-        """Compare a token in constant time."""
-        return bool(self.token) and _equal(given, self.token)
-
-    def is_known_host(self, header: str) -> bool:
-        """Return whether the Host header names this server."""
-        name = _host_name(header)
-        if name is None:
-            return False
-        if not self.token:
-            return is_loopback(name) or name in self.names
-        if name in (*_LOCAL_NAMES, self.host.lower(), *self.names, *_own_names()):
-            return True
-        try:
-            ipaddress.ip_address(name)  # an address has no name that could lead elsewhere
-        except ValueError:
-            return False
-        return True
-
-    def may_read(self, authorization: str, cookies: str) -> bool:
-        """Return whether a request's headers carry the token, or the cookie that was set for it."""
-        if not self.token:
-            return True
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() == "bearer" and self.is_token(given.strip()):
-            return True
-        jar = SimpleCookie()
-        try:
-            jar.load(cookies[: 16 * _MOST_CHARS])
-        except CookieError:
-            return False
-        return self.cookie in jar and _equal(jar[self.cookie].value, self.cookie_value)
-
-    def is_same_origin(self, origin: str, host: str) -> bool:
-        """Return whether a POST comes from the page itself: Origin and Host name one server."""
-        try:
-            parts = urlsplit(origin)
-        except ValueError:
-            return False
-        return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower() != ""
-
-
-def _equal(given: str, wanted: str) -> bool:
-    short = given[:_MOST_CHARS].encode("utf-8", "replace")
-    return hmac.compare_digest(short, wanted.encode())
-
-
-def _host_name(header: str) -> str | None:
-    """Return the name in a Host header, without the port; None if the header is damaged."""
-    if not header or len(header) > _MOST_CHARS or any(char in header for char in "@/\\ ?#"):
-        return None
-    try:
-        parts = urlsplit(f"//{header}")
-        _ = parts.port
-    except ValueError:
-        return None
-    return parts.hostname
-
-
-def _own_names() -> tuple[str, ...]:
-    name = socket.gethostname().lower()
-    return name, name.partition(".")[0]
-
-
-# The report, the timeline and the archive of a run, made by rankcall's own commands when asked.
-#
-# Each is made by a process of its own with a low priority, so a large run neither blocks the page
-# nor takes the cores that the job needs. One file is made at a time; viewers that want the same one
-# meanwhile get the same file.
-
-
-LIMIT_S = 600.0
-_KEPT_S = 15.0  # a file is offered again without being made anew
-_LEFT_OUT = 1  # the exit status of a command that has done its work but met problems
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A file that viewers can ask for. ``arguments``: of rankcall; RUN and FILE are replaced."""
-
-    name: str
-    media_type: str
-    arguments: tuple[str, ...]
-    shown: bool = False  # in the browser, not saved
-
+from rankcall.serve.shared_look import SharedLook
+from rankcall.serve.view import login_page, page, policy
 
 KINDS = {
     "report": Kind("report.html", "text/html", ("report", "RUN", "--html", "FILE"), shown=True),
@@ -196,65 +40,6 @@ KINDS = {
     "archive": Kind("run.tar.zst", "application/zstd", ("collect", "RUN", "--to", "FILE")),
     "summary": Kind("report.json", "application/json", ("report", "RUN", "--json")),
 }
-
-
-class Downloads:
-    """Makes files of one run in a temporary folder, which ``close`` removes."""
-
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="rankcall-serve-"))
-        self._turn = asyncio.Lock()
-        self._made: dict[tuple[str, Path], tuple[float, Path]] = {}
-
-    async def make(self, kind: Kind, run: Path) -> Path:
-        """Return the file. Raises ``RankcallError`` if it cannot be made in ``LIMIT_S`` seconds."""
-        try:
-            await asyncio.wait_for(self._turn.acquire(), LIMIT_S)
-        except asyncio.TimeoutError:
-            raise RankcallError("another file is being made: ask again later") from None
-        try:
-            made = self._made.get((kind.name, run))
-            if made is None or time.monotonic() - made[0] > _KEPT_S or not made[1].exists():
-                path = await asyncio.to_thread(self._run, kind, run)
-                self._made[kind.name, run] = time.monotonic(), path
-            return self._made[kind.name, run][1]
-        finally:
-            self._turn.release()
-
-    def _run(self, kind: Kind, run: Path) -> Path:
-        target = Path(tempfile.mkdtemp(dir=self._folder)) / kind.name
-        filled = {"RUN": str(run), "FILE": str(target)}
-        command = [sys.executable, "-m", "rankcall", *(filled.get(a, a) for a in kind.arguments)]
-        with contextlib.ExitStack() as stack:
-            out = None
-            if "FILE" not in kind.arguments:
-                out = stack.enter_context(target.open("wb"))
-            try:
-                done = subprocess.run(
-                    ["nice", "-n", "10", *command] if shutil.which("nice") else command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out or subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    timeout=LIMIT_S,
-                    check=False,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise RankcallError(f"{kind.name} cannot be made: {error}") from error
-        if done.returncode > _LEFT_OUT or not target.exists():
-            lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-            why = clean(lines[-1]) if lines else f"exit status {done.returncode}"
-            raise RankcallError(f"{kind.name} cannot be made: {why}")
-        for key, (_, older) in list(self._made.items()):
-            if key[0] == kind.name:  # a viewer that still receives it has it open
-                shutil.rmtree(older.parent, ignore_errors=True)
-                del self._made[key]
-        return target
-
-    def close(self) -> None:
-        """Remove all files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
 
 MOST_VIEWERS = 512  # event streams at once
 _SEND_S = 30.0  # a viewer that takes no byte for so long is gone

@@ -205,7 +205,7 @@ def newest() -> str | None:
     recording = session.current()
     if recording is None:
         return None
-    from rankcall.dispatch import unfinished
+    from rankcall.events.statuses import unfinished
 
     in_flight = unfinished(recording)
     if not in_flight:

@@ -15,7 +15,7 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from rankcall import errors
 from rankcall.errors import WorldMismatch
-from rankcall.record import format_ranks
+from rankcall.ranks import format_ranks
 from rankcall.store._keys import Keys
 from rankcall.store._protocol import Claim, NotAllArrived
 

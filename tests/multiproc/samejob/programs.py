@@ -30,7 +30,7 @@ def warm_up() -> None:
     import torch.nn.parallel
     import torch.utils.data  # noqa: F401
 
-    import rankcall.capture.fallback
+    import rankcall.capture.fallback.capture
     import rankcall.capture.native
     import rankcall.capture.session  # noqa: F401
 

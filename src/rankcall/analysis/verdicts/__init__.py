@@ -29,30 +29,28 @@ from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.dead import Dead
 from rankcall.analysis.verdicts.deadlock import Deadlock
 from rankcall.analysis.verdicts.desync import Desync
-from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence, recent_calls
+from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence
 from rankcall.analysis.verdicts.exhausted import Exhausted
 from rankcall.analysis.verdicts.finding import (
     CONFIDENCES,
     HEALTHY,
-    SHOWN,
-    CulpritVerdict,
     Finding,
-    Verdict,
-    duration,
     less_sure,
-    name_place,
     sound_findings,
 )
 from rankcall.analysis.verdicts.idle import Idle
+from rankcall.analysis.verdicts.kind import SHOWN, CulpritVerdict, Verdict
 from rankcall.analysis.verdicts.mismatch import Mismatch
 from rankcall.analysis.verdicts.missing import Missing
 from rankcall.analysis.verdicts.no_progress import NoProgress
+from rankcall.analysis.verdicts.recent_calls import recent_calls
 from rankcall.analysis.verdicts.slow_link import SlowLink
 from rankcall.analysis.verdicts.stopped import Stopped
 from rankcall.analysis.verdicts.straggler import Straggler
+from rankcall.analysis.verdicts.wording import duration, name_place
+from rankcall.run.frames import code_place
+from rankcall.run.hangs import Object, kept_hangs, kept_stack, stacks_in
 from rankcall.run.load import Progress, Run
-from rankcall.run.outcomes import Object, kept_hangs, kept_stack, stacks_in
-from rankcall.run.stacks import code_place
 
 KINDS: tuple[Verdict, ...] = (
     Dead(),

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from rankcall.analysis.snapshot import PEER_CLOSED, UNKNOWN, RankState, Snapshot, failed_for_good
 from rankcall.analysis.verdicts.evidence import HangEvidence
-from rankcall.analysis.verdicts.finding import (
-    SHOWN,
-    CulpritVerdict,
-    Finding,
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import SHOWN, CulpritVerdict
+from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
+from rankcall.analysis.verdicts.wording import (
     ago,
     begin_sentence,
     hosts_of,
@@ -18,7 +18,6 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
     verbs_for,
 )
-from rankcall.analysis.verdicts.wait_graph import Case, Suspect, Suspects
 
 # Signals that come from outside. Other ends come of the call that the process was in.
 _SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rankcall.analysis.verdicts.evidence import HangEvidence
-from rankcall.analysis.verdicts.finding import (
-    SHOWN,
-    Finding,
-    Verdict,
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import SHOWN, Verdict
+from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
+from rankcall.analysis.verdicts.wording import (
     begin_sentence,
     common_site,
     hosts_of,
@@ -16,7 +16,6 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
     name_wait,
 )
-from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
 
 
 class Deadlock(Verdict):

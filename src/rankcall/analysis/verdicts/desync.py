@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import Disagreement, Shift, Side
-from rankcall.analysis.verdicts.finding import (
-    DisagreementVerdict,
-    begin_sentence,
-    count_of,
-    name_group,
-    name_ranks,
-)
+from rankcall.analysis.verdicts.kind import DisagreementVerdict
+from rankcall.analysis.verdicts.wording import begin_sentence, count_of, name_group, name_ranks
 
 
 class Desync(DisagreementVerdict):

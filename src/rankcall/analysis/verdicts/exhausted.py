@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot
-from rankcall.analysis.verdicts.finding import CulpritVerdict, ago, verbs_for
-from rankcall.analysis.verdicts.wait_graph import Case, Suspect, Suspects
+from rankcall.analysis.verdicts.kind import CulpritVerdict
+from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
+from rankcall.analysis.verdicts.wording import ago, verbs_for
 
 
 class Exhausted(CulpritVerdict):

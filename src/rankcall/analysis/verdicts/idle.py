@@ -12,11 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, quiet_s, unfinished
+from rankcall.analysis.pace import quiet_s
+from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import HangEvidence
-from rankcall.analysis.verdicts.finding import (
-    CulpritVerdict,
-    Finding,
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import CulpritVerdict
+from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
+from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.analysis.verdicts.wording import (
     begin_sentence,
     common_site,
     count_of,
@@ -25,8 +28,7 @@ from rankcall.analysis.verdicts.finding import (
     name_ranks,
     verbs_for,
 )
-from rankcall.analysis.verdicts.wait_graph import Case, Suspect, Suspects, Wait
-from rankcall.run.stacks import code_place
+from rankcall.run.frames import code_place
 
 # A wait may last so many times longer than the longest one that passed at that line.
 _LONGER = 10.0

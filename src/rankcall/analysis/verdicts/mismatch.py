@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, values
-from rankcall.analysis.verdicts.finding import (
-    DisagreementVerdict,
-    begin_sentence,
-    name_group,
-    name_ranks,
-)
+from rankcall.analysis.verdicts.kind import DisagreementVerdict
+from rankcall.analysis.verdicts.wording import begin_sentence, name_group, name_ranks
 
 
 class Mismatch(DisagreementVerdict):

@@ -8,17 +8,11 @@ import numpy as np
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
-from rankcall.analysis.verdicts.finding import (
-    SHOWN,
-    CulpritVerdict,
-    hosts_of,
-    name_call,
-    name_place,
-    verbs_for,
-)
-from rankcall.analysis.verdicts.wait_graph import Suspect, Suspects
+from rankcall.analysis.verdicts.kind import SHOWN, CulpritVerdict
+from rankcall.analysis.verdicts.suspects import Suspect, Suspects
+from rankcall.analysis.verdicts.wording import hosts_of, name_call, name_place, verbs_for
 from rankcall.record import FLAG_DEVICE
-from rankcall.run.stacks import LOADER, code_place
+from rankcall.run.frames import LOADER, code_place
 
 
 class Missing(CulpritVerdict):

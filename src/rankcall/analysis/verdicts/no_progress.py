@@ -11,24 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankcall.analysis.snapshot import (
-    ALIVE,
-    GONE,
-    RankState,
-    Snapshot,
-    median_step_s,
-    quiet_s,
-    unfinished,
-)
-from rankcall.analysis.verdicts.evidence import (
-    FIRST_STEP,
-    LONG_STEPS,
-    HangEvidence,
-)
-from rankcall.analysis.verdicts.finding import (
-    SHOWN,
-    Finding,
-    Verdict,
+from rankcall.analysis.pace import median_step_s, quiet_s
+from rankcall.analysis.snapshot import ALIVE, GONE, RankState, Snapshot, unfinished
+from rankcall.analysis.verdicts.evidence import FIRST_STEP, LONG_STEPS, HangEvidence
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import SHOWN, Verdict
+from rankcall.analysis.verdicts.wording import (
     begin_sentence,
     count_of,
     duration,
@@ -37,7 +25,7 @@ from rankcall.analysis.verdicts.finding import (
     name_place,
     name_ranks,
 )
-from rankcall.run.stacks import CodePlace, code_place
+from rankcall.run.frames import CodePlace, code_place
 
 # A process gets this long to start up, however short the threshold: it imports, opens its data and
 # meets the others.

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.collectives import CollectiveTable, HostClock, RowClocks, present
+from rankcall.analysis.clocks import HostClock, RowClocks
+from rankcall.analysis.collectives import CollectiveTable, present
 from rankcall.analysis.snapshot import P2P, SEND, Snapshot
-from rankcall.analysis.verdicts.evidence import SYNC, HangEvidence, RecentCalls
-from rankcall.analysis.verdicts.finding import (
-    Finding,
-    Verdict,
+from rankcall.analysis.verdicts.evidence import SYNC, HangEvidence
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import Verdict
+from rankcall.analysis.verdicts.recent_calls import RecentCalls
+from rankcall.analysis.verdicts.wording import (
     common_site,
     count_of,
     duration,

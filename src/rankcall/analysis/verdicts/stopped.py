@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
-from rankcall.analysis.verdicts.finding import SHOWN, CulpritVerdict, duration, verbs_for
-from rankcall.analysis.verdicts.wait_graph import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
+from rankcall.analysis.verdicts.kind import SHOWN, CulpritVerdict
+from rankcall.analysis.verdicts.suspects import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
+from rankcall.analysis.verdicts.wording import duration, verbs_for
 
 
 class Stopped(CulpritVerdict):

@@ -9,24 +9,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.collectives import CollectiveTable, HostClock, present
-from rankcall.analysis.lateness import Stragglers, find_stragglers, parts_of
+from rankcall.analysis.clocks import HostClock
+from rankcall.analysis.collectives import CollectiveTable, present
 from rankcall.analysis.snapshot import Snapshot
-from rankcall.analysis.verdicts.evidence import SYNC, RecentCalls
-from rankcall.analysis.verdicts.finding import (
-    Finding,
-    Verdict,
+from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of
+from rankcall.analysis.verdicts.evidence import SYNC
+from rankcall.analysis.verdicts.finding import Finding, less_sure
+from rankcall.analysis.verdicts.kind import Verdict
+from rankcall.analysis.verdicts.recent_calls import RecentCalls
+from rankcall.analysis.verdicts.wording import (
     begin_sentence,
     duration,
     hosts_of,
-    less_sure,
     lines_of_site,
     name_ranks,
     short_duration,
 )
 from rankcall.analysis.waiting import WaitTotals, measure_collectives, measure_messages, waits_of
 from rankcall.record import OPS
-from rankcall.ring import both_lines
+from rankcall.ring.tables import both_lines
 
 Floats = npt.NDArray[np.float64]
 

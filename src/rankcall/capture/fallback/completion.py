@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from rankcall.capture.device_status import NO_NUMBER, DeviceOp
-from rankcall.capture.fallback._issue import GroupState, Op
-from rankcall.capture.interface import FallbackMarks
+from rankcall.capture.fallback.numbering import GroupState
+from rankcall.capture.fallback.schema import Op
+from rankcall.capture.marks import FallbackMarks
 from rankcall.record import FLAG_ABANDONED, FLAG_ANY_SOURCE, FLAG_DEVICE, NO_RANK, STATUSES
 from rankcall.ring.writer import PythonRing
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rankcall import record, ring
+from rankcall import record
 from rankcall._native import NativeModule
 from rankcall.capture import interface
 from rankcall.capture.device_status import DeviceOp, device_times_wanted
-from rankcall.capture.interface import Marks, span_of
+from rankcall.capture.marks import Marks, span_of
 from rankcall.errors import CaptureUnavailable, warn_once
 from rankcall.record import (
     BATCH,
@@ -30,7 +30,9 @@ from rankcall.record import (
     op_of_variant,
     public_name,
 )
-from rankcall.ring import ENTRY_LINE, Geometry, Group, encode_group, encode_line
+from rankcall.ring import layout, tables
+from rankcall.ring.layout import Geometry
+from rankcall.ring.tables import ENTRY_LINE, Group, encode_group, encode_line
 
 _MOST_GROUPS = 4096  # with known hosts, for marks; a program may make groups without end
 _module: ModuleType | None = None
@@ -54,24 +56,24 @@ def layout_header() -> str:
         "kFlagAbandoned": record.FLAG_ABANDONED,
         "kFlagAnySource": record.FLAG_ANY_SOURCE,
         "kFlagDevice": record.FLAG_DEVICE,
-        "kGroupsShare": ring.GROUPS_SHARE,
-        "kErrorsShare": ring.ERRORS_SHARE,
-        "kMostErrorBytes": ring.MOST_ERROR_BYTES,
-        "kUnlistedGroups": ring.UNLISTED_GROUPS,
-        "kEntryString": ring.ENTRY_STRING,
-        "kEntryGroup": ring.ENTRY_GROUP,
-        "kEntrySite": ring.ENTRY_SITE,
-        "kEntrySizes": ring.ENTRY_SIZES,
-        "kRank": ring.offset_of("rank"),
-        "kHead": ring.offset_of("head"),
-        "kStep": ring.offset_of("step"),
-        "kTablesUsed": ring.offset_of("tables_used"),
-        "kTablesLost": ring.offset_of("tables_lost"),
-        "kInflightLost": ring.offset_of("inflight_lost"),
-        "kNativeHeartbeat": ring.offset_of("native_heartbeat_ns"),
+        "kGroupsShare": layout.GROUPS_SHARE,
+        "kErrorsShare": layout.ERRORS_SHARE,
+        "kMostErrorBytes": layout.MOST_ERROR_BYTES,
+        "kUnlistedGroups": layout.UNLISTED_GROUPS,
+        "kEntryString": tables.ENTRY_STRING,
+        "kEntryGroup": tables.ENTRY_GROUP,
+        "kEntrySite": tables.ENTRY_SITE,
+        "kEntrySizes": tables.ENTRY_SIZES,
+        "kRank": layout.offset_of("rank"),
+        "kHead": layout.offset_of("head"),
+        "kStep": layout.offset_of("step"),
+        "kTablesUsed": layout.offset_of("tables_used"),
+        "kTablesLost": layout.offset_of("tables_lost"),
+        "kInflightLost": layout.offset_of("inflight_lost"),
+        "kNativeHeartbeat": layout.offset_of("native_heartbeat_ns"),
     }
     lines = [
-        "// Generated from record.py and ring/__init__.py by layout_header.",
+        "// Generated from record.py and ring/layout.py by layout_header.",
         "#pragma once",
         "#include <cstddef>",
         "namespace rankcall::layout {",

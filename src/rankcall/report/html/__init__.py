@@ -17,14 +17,16 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall._version import __version__
-from rankcall.analysis.summary import Details, Summary, size_name
+from rankcall.analysis.details import Details
+from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.errors import ExtraMissing
-from rankcall.process import clean
-from rankcall.record import format_ranks
+from rankcall.files import clean
+from rankcall.ranks import format_ranks
 from rankcall.report.formatting import percent, plural, rate, size, time
-from rankcall.report.html import contents
-from rankcall.report.html.contents import curves, items, verdict
+from rankcall.report.html import charts
+from rankcall.report.html.curves import curves
+from rankcall.report.html.top import items, verdict
 
 __all__ = ["render"]
 
@@ -116,18 +118,18 @@ def asset(name: str) -> str:
 def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
     summary = details.summary
     bandwidth_curves = curves(summary)
-    columns, maps = contents.columns(details), contents.late_maps(details)
-    traffic = contents.host_matrix(details)
+    columns, maps = charts.columns(details), charts.late_maps(details)
+    traffic = charts.host_matrix(details)
     return {
         "run": clean(PurePath(summary.path).name),
         "verdict": verdict(details, findings),
         "items": items(details, bandwidth_curves, findings),
         "facts": _facts(summary),
         "stats": _stats(summary),
-        "overall": contents.overall(details.splits),
+        "overall": charts.overall(details.splits),
         "columns": columns,
         "maps": maps,
-        "bandwidth": contents.bandwidth(bandwidth_curves),
+        "bandwidth": charts.bandwidth(bandwidth_curves),
         "traffic": traffic,
         "sites": _sites(summary),
         "code": {row.site.shown: row.code for row in summary.call_sites if row.code},

@@ -20,19 +20,16 @@ from torch.distributed.rpc import (
 )
 from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
-from rankcall.rpc._membership import StaticGroup, StaticMembership, form_group
-from rankcall.rpc.backends import (
-    Node,
+from rankcall.rpc.device_maps import Node, device_list, reverse_maps, validate
+from rankcall.rpc.group import (
     bounded,
     check_arguments,
-    device_list,
     init_deadline,
-    reverse_maps,
     seconds_left,
     set_group,
     undone_on_error,
-    validate,
 )
+from rankcall.rpc.static_membership import StaticGroup, StaticMembership, form_group
 from rankcall.store.parts import perform, publish_once
 
 __all__ = ["construct_rpc_backend_options_handler", "init_backend_handler"]

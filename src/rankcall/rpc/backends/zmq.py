@@ -24,35 +24,24 @@ from rankcall import background
 from rankcall.background import EXIT_S, exit_budget
 from rankcall.errors import AuthenticationFailed, RpcTimeout
 from rankcall.process import UNKNOWN, Process
-from rankcall.rpc._membership import (
-    MemberLog,
-    StaticGroup,
-    StaticMembership,
-    WorkerRecord,
-    check_unique,
-    find_conflict,
-    form_group,
-    is_dead,
-)
-from rankcall.rpc.backends import (
-    Node,
-    check_arguments,
-    device_list,
-    init_deadline,
-    reverse_maps,
-    seconds_left,
-    set_group,
-    undone_on_error,
-    validate,
-    wait_idle,
-)
-from rankcall.rpc.backends._zmq_worker import (
+from rankcall.rpc.backends.zmq_worker import (
     Worker,
     ZmqRpcBackendOptions,
     agent_module,
     check_descriptors,
     zmq_library,
 )
+from rankcall.rpc.device_maps import Node, device_list, reverse_maps, validate
+from rankcall.rpc.group import (
+    check_arguments,
+    init_deadline,
+    seconds_left,
+    set_group,
+    undone_on_error,
+    wait_idle,
+)
+from rankcall.rpc.member_log import MemberLog, WorkerRecord, check_unique, find_conflict, is_dead
+from rankcall.rpc.static_membership import StaticGroup, StaticMembership, form_group
 
 __all__ = [
     "ZmqRpcBackendOptions",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from rankcall.capture.interface import Functions
+from rankcall.capture.marks import Functions
 from rankcall.errors import CaptureUnavailable
 from rankcall.trace.descriptions import Descriptions
 from rankcall.trace.sinks import Origin, logger

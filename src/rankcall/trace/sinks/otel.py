@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from rankcall.trace.descriptions import Description, Descriptions
-from rankcall.trace.sinks import Keys, Origin, logger, optional_module
+from rankcall.trace.sinks import Origin, logger, optional_module
+from rankcall.trace.sinks.metrics import Keys
 
 _SCOPE = "rankcall"
 _DURATIONS_PER_SECOND = 1000

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks import BYTES, SECONDS, Histogram, Key, Keys, Origin, optional_module
+from rankcall.trace.sinks import Origin, optional_module
+from rankcall.trace.sinks.metrics import BYTES, SECONDS, Histogram, Key, Keys
 
 _CLOSE_SECONDS = 1.0
 _LABELS = ("op", "group", "host", "rank")

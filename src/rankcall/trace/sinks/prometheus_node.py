@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from rankcall.analysis.run_snapshot import RunReader
+from rankcall.analysis.recent_figures import recent_figures
+from rankcall.analysis.run_reader import RunReader
 from rankcall.analysis.snapshot import ALIVE, GONE, STOPPED, UNKNOWN, unfinished
-from rankcall.analysis.summary import recent_figures, size_name
+from rankcall.analysis.summary import size_name
 from rankcall.background import holding
 from rankcall.capture import session
 from rankcall.errors import RankcallError

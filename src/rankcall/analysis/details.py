@@ -1,0 +1,148 @@
+"""What a page shows beyond the summary: where each rank's time went, its lateness, and traffic.
+
+At any moment a rank is in some collective or message, or in none. The time in none is computing
+(or whatever else the script does). Of the time in some, waiting is until the op could begin (see
+``analysis.waiting``). The rest is transfer. Ops that overlap count once, so the three add up to
+the rank's time, and the waiting of all ranks is the waiting in the summary.
+
+A message's two hosts are recorded. The bytes that a collective sends between two hosts are not:
+they depend on the back end. The figures here are those of the plainest algorithm, in the group's
+order: a ring for all_reduce, all_gather and reduce_scatter (each member sends S * f to the next,
+with S and f of nccl-tests), a chain from or to the root for broadcast and reduce, one message a
+member for gather and scatter, an equal slice to each for all_to_all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.collectives import CollectiveTable, MessageTable, present
+from rankcall.analysis.late_lines import LateLine, late_lines
+from rankcall.analysis.lateness import Lateness, lateness
+from rankcall.analysis.run_tables import (
+    RingVisitor,
+    RunTables,
+    gather,
+)
+from rankcall.analysis.summary import Summary, conclude
+from rankcall.analysis.traffic import Traffic, traffic
+from rankcall.analysis.waiting import (
+    Ints,
+    covered,
+)
+from rankcall.run.load import Progress, Run
+
+_SUSPECTS = 3
+
+
+@dataclass(frozen=True)
+class Details:
+    """A summary and the figures behind it."""
+
+    summary: Summary
+    splits: list[RankSplit]
+    lateness: Lateness
+    late_lines: list[LateLine]  # of the ranks that caused most waiting
+    traffic: Traffic
+
+
+def detail(run: Run, progress: Progress | None = None, also: RingVisitor | None = None) -> Details:
+    """Analyse a run in depth; ``summarise`` is part of it. See ``gather`` for the arguments.
+
+    All rings are read once. The rings of the ranks that caused most waiting are read again, for the
+    lines that these ranks came from.
+    """
+    run_tables = gather(run, progress, also)
+    splits, late = split(run_tables), lateness(run_tables)
+    sent = traffic(run_tables, run.hosts)
+    summary = conclude(run, run_tables)
+    suspects = [
+        straggler.rank for straggler in summary.stragglers[:_SUSPECTS] if straggler.came_last
+    ]
+    return Details(summary, splits, late, late_lines(run, late.lasts, suspects), sent)
+
+
+Spans = tuple[Ints, Ints, Ints]  # begin, end (the host's own ns) and how long of it was waiting
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """One rank's time, over all its attempts. ``steps``: optimizer steps it finished."""
+
+    rank: int
+    compute_ms: float
+    waiting_ms: float
+    transfer_ms: float
+    steps: int
+
+    @property
+    def total_ms(self) -> float:
+        """From its first op to the end of its last."""
+        return self.compute_ms + self.waiting_ms + self.transfer_ms
+
+
+def split(run_tables: RunTables) -> list[RankSplit]:
+    """Split every rank's time; leave out ranks without a finished op."""
+    spans: dict[tuple[int, object], list[Spans]] = {}
+    waits = run_tables.waits
+    collectives = zip(run_tables.tables, waits.of_tables, waits.whole_of_tables, strict=True)
+    for table, waited, whole in collectives:
+        for rank, rank_spans in _of_collectives(table, waited, whole):
+            spans.setdefault((rank, table.session), []).append(rank_spans)
+    letters = zip(run_tables.messages, waits.of_messages, waits.whole_of_messages, strict=True)
+    for messages, waited, whole in letters:
+        for rank, rank_spans in _of_messages(messages, waited, whole):
+            spans.setdefault((rank, messages.session), []).append(rank_spans)
+    totals: dict[int, npt.NDArray[np.float64]] = {}
+    for (rank, _), parts in spans.items():
+        totals[rank] = totals.get(rank, np.zeros(3)) + _measure(parts)
+    steps: dict[int, int] = {}
+    for ring in run_tables.ranks:
+        steps[ring.rank] = steps.get(ring.rank, 0) + ring.steps
+    rows = []
+    for rank in sorted(totals):
+        compute, waiting, transfer = (totals[rank] / 1e6).tolist()
+        rows.append(RankSplit(rank, compute, waiting, transfer, steps.get(rank, 0)))
+    return rows
+
+
+def _measure(parts: Sequence[Spans]) -> npt.NDArray[np.float64]:
+    """Return computing, waiting and transferring, ns."""
+    begin, end, waited = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if not len(begin):
+        return np.zeros(3)
+    order = np.argsort(begin, kind="stable")
+    busy, waiting = covered(begin[order], end[order]), float(waited.sum(dtype=np.float64))
+    return np.array([end.max() - begin.min() - busy, waiting, busy - waiting], np.float64)
+
+
+def _of_collectives(
+    table: CollectiveTable, waited: Ints, whole: Ints | None
+) -> Iterable[tuple[int, Spans]]:
+    whole = waited if whole is None else whole
+    for row, rank in enumerate(table.ranks.tolist()):
+        yield rank, _spans(table.arrival[row], table.completed[row], waited[row], whole[row])
+
+
+def _of_messages(
+    messages: MessageTable, waited: Ints, whole: Ints | None
+) -> Iterable[tuple[int, Spans]]:
+    whole = waited if whole is None else whole
+    columns = messages.columns
+    for rank in np.unique(columns["rank"]).tolist():
+        rows = columns["rank"] == rank
+        yield (
+            rank,
+            _spans(columns["arrival"][rows], columns["completed"][rows], waited[rows], whole[rows]),
+        )
+
+
+def _spans(came: Ints, ended: Ints, waited: Ints, whole: Ints) -> Spans:
+    """Return the ops that have ended, and those without an end as far as their rank waited."""
+    until = np.where(present(ended), ended, came + whole)
+    some = present(came) & (until >= came) & (present(ended) | (whole > 0))
+    return came[some], until[some], waited[some]

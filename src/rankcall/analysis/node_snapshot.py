@@ -1,0 +1,202 @@
+"""The snapshot of one node's own ranks: sent to other nodes as bytes, and merged into one.
+
+The cost grows with the ranks, not with ranks times nodes, because a node sends only its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.snapshot import CALL, RankState, Snapshot, labels_of, no_calls
+from rankcall.ranks import compress_ranks, expand_ranks
+from rankcall.record import KINDS, OPS, STATUSES
+from rankcall.ring.tables import CallSite, Group, site_from, site_object
+
+Calls = npt.NDArray[Any]
+
+SCHEMA = 2
+_MOST_BYTES = 1 << 28  # once it is decoded
+_MOST_RANKS = 1 << 20
+_MOST_NUMBER = 1 << 62
+
+
+@dataclass
+class NodeSnapshot:
+    """Where the ranks of one node stand. ``world``: the number of ranks of the job."""
+
+    world: int
+    ranks: list[RankState]
+    calls: Calls
+    groups: list[Group] = field(default_factory=list)
+    sites: list[CallSite] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
+    """Return the part of a snapshot that is known: without the blind ranks."""
+    return NodeSnapshot(
+        len(snapshot.ranks),
+        [state for state in snapshot.ranks if not state.blind],
+        snapshot.calls,
+        snapshot.groups,
+        snapshot.sites,
+        snapshot.problems,
+    )
+
+
+def encode(node: NodeSnapshot) -> bytes:
+    """Return a node's snapshot as bytes: some 1 KiB a rank if calls are few."""
+    return zlib.compress(
+        json.dumps(
+            {
+                "schema": SCHEMA,
+                "ranks": [vars(state) for state in node.ranks],
+                "world": node.world,
+                "groups": [
+                    {**vars(group), "ranks": compress_ranks(list(group.ranks))}
+                    for group in node.groups
+                ],
+                "sites": [site_object(site) for site in node.sites],
+                "calls": base64.b64encode(node.calls.tobytes()).decode(),
+                "problems": node.problems,
+            }
+        ).encode()
+    )
+
+
+def decode(data: bytes) -> NodeSnapshot:
+    """Undo ``encode``. Raises ``ValueError`` if the bytes are not of this version."""
+    try:
+        unpacker = zlib.decompressobj()
+        document = json.loads(unpacker.decompress(data, _MOST_BYTES))
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"schema {document['schema']}, this rankcall reads schema {SCHEMA}")
+        return _decoded(document)
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        zlib.error,
+        RecursionError,
+    ) as error:
+        raise ValueError(f"not a node's snapshot: {type(error).__name__}: {error}") from error
+
+
+_TYPES = {
+    name: kind | int if kind in (float, float | None) else kind  # JSON has one kind of number
+    for name, kind in get_type_hints(RankState).items()
+}
+
+
+def _state(entry: dict[str, Any]) -> RankState:
+    """Return a rank's state; raises ``ValueError`` if a field has another type than its own."""
+    arguments = {name: entry[name] for name in _TYPES if name in entry}
+    for name, value in arguments.items():
+        is_number = isinstance(value, int | float)
+        if not isinstance(value, _TYPES[name]) or (is_number and not abs(value) < _MOST_NUMBER):
+            raise ValueError(f"{name} of a rank is {value!r:.60}")
+    return RankState(**arguments)
+
+
+def _decoded(document: dict[str, Any]) -> NodeSnapshot:
+    known = {state.rank: state for state in map(_state, document["ranks"])}
+    world = max([int(document["world"]), *(rank + 1 for rank in known)])
+    if world > _MOST_RANKS or min(known, default=0) < 0:
+        raise ValueError("impossible ranks")
+    groups = [
+        Group(
+            str(entry["name"]),
+            int(entry["epoch"]),
+            str(entry["backend"]),
+            str(entry["description"]),
+            _expanded(json.dumps(entry["ranks"])),
+        )
+        for entry in document["groups"]
+    ]
+    sites = [site_from(entry) for entry in document["sites"]]
+    calls = np.frombuffer(base64.b64decode(document["calls"]), CALL).copy()
+    limits = {
+        "rank": world,
+        "group": len(groups),
+        "site": max(1, len(sites)),
+        "kind": len(KINDS),
+        "op": len(OPS),
+        "status": len(STATUSES),
+    }
+    if any(np.any((calls[name] < 0) | (calls[name] >= most)) for name, most in limits.items()):
+        raise ValueError("a call refers to what is not there")
+    problems = [str(text) for text in document["problems"]]
+    return NodeSnapshot(world, list(known.values()), calls, groups, sites, problems)
+
+
+@lru_cache(maxsize=64)
+def _expanded(runs: str) -> tuple[int, ...]:
+    """Return a group's ranks. Cached, because all nodes send the world and few other groups."""
+    return expand_ranks(json.loads(runs))
+
+
+def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
+    """Merge the snapshots of several nodes into one.
+
+    If two nodes report on one rank, the newer state is taken. A rank that no node reports on is
+    blind.
+    """
+    world = max((node.world for node in nodes), default=0)
+    best: dict[int, RankState] = {}
+    owner = np.full(world, -1)
+    for number, node in enumerate(nodes):
+        for state in node.ranks:
+            known = best.get(state.rank)
+            if known is None or _worth(state) > _worth(known):
+                best[state.rank], owner[state.rank] = state, number
+    groups = _Table(group for node in nodes for group in node.groups)
+    sites = _Table(site for node in nodes for site in node.sites)
+    calls = [no_calls()]
+    for number, node in enumerate(nodes):
+        mine = node.calls[owner[node.calls["rank"]] == number]
+        mine["group"] = groups.translate(node.groups, mine["group"])
+        mine["site"] = sites.translate(node.sites, mine["site"])
+        calls.append(mine)
+    problems = list(dict.fromkeys(text for node in nodes for text in node.problems))
+    ranks = [best.get(rank) or RankState(rank, blind=True) for rank in range(world)]
+    return Snapshot(
+        ranks,
+        np.concatenate(calls),
+        groups.items,
+        labels_of(groups.items, ranks),
+        sites.items,
+        problems,
+    )
+
+
+def _worth(state: RankState) -> tuple[int, float]:
+    return state.attempt, -state.silent_s
+
+
+class _Table:
+    """Distinct things in order of appearance."""
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._at: dict[Any, int] = {}
+        for thing in things:
+            self._at.setdefault(thing, len(self._at))
+
+    @property
+    def items(self) -> list[Any]:
+        return list(self._at)
+
+    def translate(self, things: Sequence[Any], column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Replace indices into ``things`` by ours."""
+        table = np.array([self._at[thing] for thing in things] or [0], column.dtype)
+        translated: npt.NDArray[Any] = table[column]
+        return translated

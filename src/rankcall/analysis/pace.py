@@ -1,0 +1,94 @@
+"""How fast a job goes: steps, the share of communication, and how long its ranks are silent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.snapshot import Snapshot
+
+_RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job that runs
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a job goes. None: too little is on record.
+
+    ``share``: of the time, spent in communication.
+    """
+
+    steps_per_s: float | None
+    calls_per_s: float | None
+    share: float | None
+
+
+def quiet_s(snapshot: Snapshot) -> npt.NDArray[np.float64]:
+    """Return for how long each rank has issued nothing and left no call, in s.
+
+    For a rank without a call on record: since it began to record. Infinity if that is not known.
+    """
+    began = [math.inf if state.started_s is None else state.started_s for state in snapshot.ranks]
+    quiet = np.array(began, np.float64)
+    calls = snapshot.calls
+    np.minimum.at(quiet, calls["rank"], np.fmin(calls["age_s"], calls["ended_s"]))
+    return quiet
+
+
+def pace(snapshot: Snapshot) -> Pace:
+    """Measure the newest calls; each figure is the median over the ranks.
+
+    Of a job that runs, the calls of the last seconds count: older calls say nothing about its pace
+    now.
+    """
+    step = median_step_s(snapshot)
+    if snapshot.live:
+        recent_s = max(_RECENT_S, _RECENT_STEPS * step)
+        newest = snapshot.calls[snapshot.calls["age_s"] <= recent_s]
+        if len(snapshot.calls) and not len(newest):
+            return Pace(0.0 if step else None, 0.0, None)
+        snapshot = replace(snapshot, calls=newest)
+    return Pace(1 / step if step else None, *_busy(snapshot))
+
+
+def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
+    """Return calls/s and the share of the time in which any call is in flight."""
+    calls = snapshot.calls
+    done = calls[~np.isnan(calls["ended_s"])]
+    if not len(done):
+        return None, None
+    # Ages count backwards. Each rank gets a time line of its own, one after the other.
+    far = float(done["age_s"].max()) + 1.0
+    begin = done["rank"] * far + (far - done["age_s"])
+    end = done["rank"] * far + (far - done["ended_s"])
+    order = np.argsort(begin, kind="stable")
+    begin, end, rank = begin[order], end[order], done["rank"][order]
+    reach = np.concatenate([[0.0], np.maximum.accumulate(end)[:-1]])
+    inside = np.maximum(end - np.maximum(begin, reach), 0.0)
+    ranks, first, count = np.unique(rank, return_index=True, return_counts=True)
+    # A job that runs has lasted until now; of one that is over, the last end is known.
+    over = (ranks + 1) * far if snapshot.live else np.maximum.reduceat(end, first)
+    span = over - begin[first]
+    enough = (count >= 2) & (span > 0)
+    if not enough.any():
+        return None, None
+    busy = np.bincount(rank, weights=inside)[ranks]
+    return (
+        float(np.median(count[enough] / span[enough])),
+        float(np.median(np.minimum(busy[enough] / span[enough], 1.0))),
+    )
+
+
+def median_step_s(snapshot: Snapshot) -> float:
+    """Return the median length of a step, s; 0 if fewer than three are on record."""
+    calls = snapshot.calls
+    if not len(calls):
+        return 0.0
+    order = np.lexsort((calls["index"], calls["rank"]))
+    rank, step, age = (calls[name][order] for name in ("rank", "step", "age_s"))
+    begins = np.concatenate([[True], (rank[1:] != rank[:-1]) | (step[1:] > step[:-1])])
+    rank, step, age = rank[begins], step[begins], age[begins]
+    lasts = (age[:-1] - age[1:])[(rank[1:] == rank[:-1]) & (step[1:] == step[:-1] + 1)]
+    return float(np.median(lasts)) if len(lasts) >= 2 else 0.0

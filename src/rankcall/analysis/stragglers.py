@@ -1,0 +1,185 @@
+"""The one rule by which ranks are called stragglers, in every report and verdict.
+
+A straggler makes the others wait: step after step, for a good part of their time, while it waits
+little itself. A rank that is late because it waited for another one is not a straggler, and
+neither are the ranks of a pipeline that wait for each other in turn.
+
+The rule looks at parts of a run: its steps, or runs of steps if they are many, or equal slices of
+time if the job has no steps. Parts at the beginning that take far longer than the others are left
+out: start-up and compilation say nothing about the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.waiting import Bools, Floats, Ints, WaitTotals
+
+_SHARE = 0.4  # of all waiting, by the stragglers together
+_TIMES_OTHERS = 4.0  # waiting caused by each straggler, over the median of the others
+_COST = 0.1  # of the time of the others: they wait for the stragglers so long
+_WAITS_LITTLE = 0.5  # a straggler waits at most this part of what the ranks wait on average
+_ALONG = 0.6  # of the newer half of the parts: the stragglers cause most of the waiting there
+_MOST = 0.25  # of the ranks; if more come late, they are the rule. A whole host may come late.
+_MOST_PARTS, _SLICES, _FEWEST = 48, 16, 4
+_SLOW_START = 3.0  # times the median part
+_MOST_OF_START = 0.25  # of all parts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run's time, cut at ``edges`` (aligned ns). ``steps``: the step that begins at each edge."""
+
+    begin: int
+    end: int
+    edges: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    steps: Ints | None = None
+
+    @property
+    def lengths(self) -> Floats:
+        """The length of each part, ns."""
+        ends = np.array([self.begin, *self.edges.tolist(), max(self.end, self.begin)], np.float64)
+        lengths: Floats = np.maximum(np.diff(ends), 0.0)
+        return lengths
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Ranks that make the others wait.
+
+    Attributes:
+        ranks: The ranks.
+        host: Their host, if all its ranks come late together.
+        share: Their part of all waiting.
+        cost: The part of its time that each other rank waited for them, on average.
+        along: The part of the steps (or slices) in which they caused most of the waiting.
+        since_step: The step since which they do; None if they always did, or without steps.
+        span_s: The time that this is about.
+        slow_start_s: The time before it that is left out.
+    """
+
+    ranks: tuple[int, ...]
+    host: str
+    share: float
+    cost: float
+    along: float
+    since_step: int | None
+    span_s: float
+    slow_start_s: float
+
+
+def parts_of(step_begins: Iterable[Ints], begin: int, end: int) -> Parts:
+    """Cut a run between two moments; ``step_begins``: when each rank began each of its steps."""
+    begins = max(step_begins, key=len, default=np.zeros(0, np.int64))
+    begins = np.sort(begins)
+    inside = np.flatnonzero((begins > begin) & (begins < end))
+    if len(inside) + 1 >= _FEWEST:
+        every = np.unique(np.linspace(0, len(inside) - 1, _MOST_PARTS - 1).round().astype(np.intp))
+        chosen = inside[every] if len(inside) >= _MOST_PARTS else inside
+        return Parts(begin, end, begins[chosen], chosen)
+    edges = np.linspace(begin, end, _SLICES + 1)[1:-1].astype(np.int64)
+    return Parts(begin, end, edges)
+
+
+def slow_start(parts: Parts) -> int:
+    """Return how many parts at the beginning take far longer than the others."""
+    lengths = parts.lengths
+    limit = _SLOW_START * float(np.median(lengths))
+    count = 0
+    while count < len(lengths) * _MOST_OF_START and lengths[count] > limit:
+        count += 1
+    return count
+
+
+def find_stragglers(
+    totals: WaitTotals, parts: Parts, host_of: Sequence[str] = ()
+) -> Stragglers | None:
+    """Return the ranks that make the others wait, or None if no rank stands out.
+
+    Args:
+        totals: The waiting of all ranks, by the same parts.
+        parts: The parts of the run's time.
+        host_of: The host of each rank, to find a host that is late as a whole.
+    """
+    skipped, lengths = slow_start(parts), parts.lengths
+    caused, suffered = totals.by_part[skipped:], totals.suffered_by_part[skipped:]
+    left_out, lengths = lengths[:skipped], lengths[skipped:]
+    span = float(lengths.sum())
+    if parts.steps is None:
+        # Slices in which no rank waits show nothing: the job may issue nothing there.
+        busy = caused.sum(axis=1) > 0
+        caused, suffered, lengths = caused[busy], suffered[busy], lengths[busy]
+    if totals.ranks < 2 or len(lengths) < _FEWEST or not caused.sum() or not span:
+        return None
+    waits_little = suffered.sum(axis=0) <= _WAITS_LITTLE * suffered.sum(axis=0).mean()
+    for ranks in _candidates(caused.sum(axis=0), waits_little, host_of):
+        share = float(caused[:, ranks].sum() / caused.sum())
+        others = totals.ranks - len(ranks)
+        cost = float(caused[:, ranks].sum() / others / span)
+        leading = _leading(caused, ranks, others, lengths)
+        newer = leading[len(leading) // 2 :]
+        if share >= _SHARE and cost >= _COST and newer.mean() >= _ALONG:
+            since = _since(leading, parts, skipped)
+            late_ranks = tuple(sorted(ranks.tolist()))
+            whole = _whole_host(late_ranks, host_of)
+            return Stragglers(
+                late_ranks,
+                whole,
+                share,
+                min(cost, 1.0),
+                float(leading.mean()),
+                since,
+                span / 1e9,
+                float(left_out.sum()) / 1e9,
+            )
+    return None
+
+
+def _candidates(
+    caused: Floats, waits_little: Bools, host_of: Sequence[str]
+) -> Iterable[npt.NDArray[np.intp]]:
+    """Yield the ranks that stand out; or else each host whose ranks may be late together."""
+    order = np.argsort(-np.where(waits_little, caused, -1.0), kind="stable")
+    most = min(max(1, int(len(order) * _MOST)), int(np.count_nonzero(waits_little)))
+    for count in range(1, most + 1):
+        ranks, rest = order[:count], order[count:]
+        fair = float(np.median(caused[rest])) if len(rest) else 0.0
+        least = float(caused[ranks].min())
+        next_one = float(np.max(caused[rest], where=waits_little[rest], initial=0.0))
+        if least > _TIMES_OTHERS * fair and next_one < least / 2:
+            yield ranks
+            return
+    hosts = np.array(host_of, object)
+    for host in dict.fromkeys(host_of):
+        ranks = np.flatnonzero(hosts == host)
+        if host and 1 < len(ranks) < len(caused) and waits_little[ranks].all():
+            yield ranks
+
+
+def _whole_host(ranks: tuple[int, ...], host_of: Sequence[str]) -> str:
+    """Return the host that has just these ranks, if they are several."""
+    host = host_of[ranks[0]] if host_of else ""
+    members = tuple(rank for rank, rank_host in enumerate(host_of) if rank_host == host)
+    return host if len(ranks) > 1 and members == ranks else ""
+
+
+def _leading(
+    caused: Floats, ranks: npt.NDArray[np.intp], others: int, lengths: Floats
+) -> npt.NDArray[np.bool_]:
+    """Return in which parts some ranks cause most of the waiting, and enough of it to matter."""
+    theirs = caused[:, ranks].sum(axis=1)
+    enough = theirs >= _COST / 2 * others * lengths
+    leading: npt.NDArray[np.bool_] = enough & (theirs > 0) & (theirs >= 0.5 * caused.sum(axis=1))
+    return leading
+
+
+def _since(leading: npt.NDArray[np.bool_], parts: Parts, skipped: int) -> int | None:
+    """Return the step at which they begin to lead, if they did not from the beginning."""
+    first = int(np.argmax(leading))
+    if first < 2 or parts.steps is None or leading[first:].mean() < _ALONG:
+        return None
+    return int(parts.steps[first + skipped - 1])

@@ -1,0 +1,169 @@
+"""Each rank's newest calls, lined up by group on clocks that agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.clocks import HostClock, align_hosts
+from rankcall.analysis.collectives import (
+    CollectiveTable,
+    Columns,
+    Ints,
+    MessageTable,
+    RankCollectives,
+    RankMessages,
+    Session,
+    collective_table,
+    message_table,
+)
+from rankcall.analysis.snapshot import (
+    COLLECTIVE,
+    P2P,
+    Calls,
+    Snapshot,
+)
+from rankcall.record import bandwidth_sizes
+
+_RECENT = 384  # calls of a rank
+_S = 1e9
+_ONE_LIFE = Session(0, 0)
+
+
+@dataclass
+class RecentCalls:
+    """Each rank's newest calls, as a snapshot and by group, on clocks that agree."""
+
+    snapshot: Snapshot
+    tables: list[CollectiveTable]
+    messages: list[MessageTable]
+    clocks: list[HostClock]
+    step_begins: list[Ints]  # by rank, aligned ns
+    span: tuple[int, int]  # the first arrival and the last end, aligned ns
+
+    @property
+    def seconds(self) -> float:
+        """The time on record."""
+        return (self.span[1] - self.span[0]) / _S
+
+
+def recent_calls(snapshot: Snapshot) -> RecentCalls:
+    """Line up each rank's newest calls. Older ones say nothing about what is slow now."""
+    calls = snapshot.calls
+    if len(calls):
+        newest = np.zeros(int(calls["rank"].max()) + 1, np.int64)
+        np.maximum.at(newest, calls["rank"], calls["index"])
+        calls = calls[calls["index"] > newest[calls["rank"]] - _RECENT]
+    return _line_up(replace(snapshot, calls=calls))
+
+
+def _line_up(snapshot: Snapshot) -> RecentCalls:
+    """Line up all calls by group, with clocks that make hosts' times comparable.
+
+    Ages become ns since the oldest call of all, by each host's own moment. The offset between two
+    hosts' moments follows from the ends of the collectives that they share.
+    """
+    calls = snapshot.calls
+    host_of, clocks = _clocks(snapshot)
+    if not len(calls):
+        return RecentCalls(snapshot, [], [], clocks, [], (0, 0))
+    oldest = float(calls["age_s"].max()) + 1.0
+    parts: dict[int, list[RankCollectives]] = {}
+    for piece in _by_group(calls[calls["kind"] == COLLECTIVE]):
+        group = int(piece["group"][0])
+        ranks = snapshot.groups[group].ranks
+        parts.setdefault(group, []).append(_part(piece, ranks, host_of, oldest))
+    tables = [
+        collective_table(_ONE_LIFE, snapshot.groups[key], group_parts)
+        for key, group_parts in parts.items()
+    ]
+    align_hosts(clocks, tables)
+    message_parts: dict[int, list[RankMessages]] = {}
+    for piece in _by_group(calls[calls["kind"] == P2P]):
+        group = int(piece["group"][0])
+        ranks = snapshot.groups[group].ranks
+        message_parts.setdefault(group, []).append(_messages(piece, ranks, host_of, oldest))
+    messages = [
+        message_table(_ONE_LIFE, snapshot.groups[key], group_parts)
+        for key, group_parts in message_parts.items()
+    ]
+    return RecentCalls(
+        snapshot, tables, messages, clocks, *_times(snapshot, host_of, clocks, oldest)
+    )
+
+
+def _by_group(calls: Calls) -> list[Calls]:
+    """Return calls by group and rank, each by ascending seq."""
+    if not len(calls):
+        return []
+    calls = calls[np.lexsort((calls["seq"], calls["rank"], calls["group"]))]
+    keys = np.stack([calls["group"], calls["rank"]])
+    cuts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
+    return list(np.split(calls, cuts))
+
+
+def _times(
+    snapshot: Snapshot, host_of: list[int], clocks: list[HostClock], oldest: float
+) -> tuple[list[Ints], tuple[int, int]]:
+    """Return when each rank began its steps, and the first arrival and the last end of all."""
+    begins, first, last = [], [], []
+    calls = snapshot.calls[np.lexsort((snapshot.calls["index"], snapshot.calls["rank"]))]
+    for rank in np.unique(calls["rank"]).tolist():
+        mine = calls[calls["rank"] == rank]
+        clock = clocks[host_of[rank]]
+        came = clock.align(_ns(oldest - mine["age_s"]))
+        new = np.concatenate([[True], mine["step"][1:] > mine["step"][:-1]])
+        begins.append(came[new])
+        ended = mine["ended_s"][~np.isnan(mine["ended_s"])]
+        first.append(int(came.min()))
+        last.append(int(clock.align(_ns(oldest - ended)).max()) if len(ended) else int(came.max()))
+    return begins, (min(first), max(last))
+
+
+def _ns(seconds: npt.NDArray[np.float64]) -> Ints:
+    return np.rint(seconds * _S).astype(np.int64)
+
+
+def _messages(
+    calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: float
+) -> RankMessages:
+    """Return one rank's messages in one group."""
+    rank = int(calls["rank"][0])
+    local = {member: number for number, member in enumerate(ranks)}
+    came = _ns(oldest - calls["came_s"])
+    columns: Columns = {name: calls[name] for name in ("seq", "tag", "op")}
+    columns["peer"] = np.array([local.get(peer, -1) for peer in calls["peer"].tolist()], np.int32)
+    columns["arrival"] = columns["started"] = came
+    columns["completed"] = _ns(np.nan_to_num(oldest - calls["ended_s"]))
+    columns["bytes"], columns["size"] = calls["message_bytes"], calls["message_bytes"] * 1.0
+    columns["own"] = np.full(len(calls), local[rank], np.int32)
+    return RankMessages(rank, host_of[rank], columns)
+
+
+def _clocks(snapshot: Snapshot) -> tuple[list[int], list[HostClock]]:
+    numbers: dict[str, int] = {}
+    host_of = [numbers.setdefault(state.host, len(numbers)) for state in snapshot.ranks]
+    return host_of, [HostClock(name, 0) for name in numbers]
+
+
+def _part(
+    calls: Calls, ranks: tuple[int, ...], host_of: list[int], oldest: float
+) -> RankCollectives:
+    """Return one rank's calls in one group. A seq that occurs twice is damage, and left out."""
+    calls = calls[np.concatenate([[True], calls["seq"][1:] > calls["seq"][:-1]])]
+    rank = int(calls["rank"][0])
+    came = _ns(oldest - calls["came_s"])
+    ended = _ns(np.nan_to_num(oldest - calls["ended_s"]))
+    columns: Columns = {name: calls[name] for name in ("op", "in_bytes", "out_bytes")}
+    columns["message_bytes"] = calls["message_bytes"]
+    local = {member: number for number, member in enumerate(ranks)}
+    roots = {root: local.get(root, -1) for root in np.unique(calls["root"]).tolist()}
+    agreed = {
+        "op": calls["op"],
+        "root": np.array([roots[root] for root in calls["root"].tolist()], np.int32),
+        "size": bandwidth_sizes(columns, len(ranks)),
+        "bytes": calls["message_bytes"],
+    }
+    return RankCollectives(rank, host_of[rank], calls["seq"], came, came, ended, agreed)

@@ -1,0 +1,71 @@
+"""Find the thread of this process that trains: its stack says where the rank stands.
+
+That is not always the main thread. A Ray Train worker, for example, trains in another one. The
+rank writes the thread's kernel id into its ring, for processes that ask for stacks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rankcall.record import RECORD
+from rankcall.ring.layout import Geometry, offset_of
+
+if TYPE_CHECKING:
+    pass
+
+
+_NEWEST = 64  # records: a thread that saves checkpoints issues fewer of them
+
+
+class TrainingThread:
+    """The thread that trains, as far as steps and records show it.
+
+    It is the thread that stepped an optimizer last. Without one, it is the thread that issued most
+    of the newest calls; before the first call, the thread that switched recording on. With
+    autograd's threads for devices, the calls may come from a thread that runs no Python code, so
+    only Python's threads count.
+    """
+
+    def __init__(self, ring: mmap.mmap, geometry: Geometry) -> None:
+        self._ring, self._geometry = ring, geometry
+        self._first = threading.get_native_id()
+        self._stepped = 0
+
+    def note_step(self) -> None:
+        """Note that this thread has stepped an optimizer."""
+        self._stepped = threading.get_native_id()
+
+    def find(self) -> int:
+        """Return its kernel id; 0 if it is not known or has ended."""
+        if self._stepped and os.path.exists(f"/proc/self/task/{self._stepped}"):
+            return self._stepped
+        threads = _python_threads()
+        likeliest = (*self._issuing(), self._first)
+        return next((thread for thread in likeliest if thread in threads), 0)
+
+    def _issuing(self) -> list[int]:
+        """Return the threads of the newest calls, the one with the most calls first."""
+        at = offset_of("head")
+        head = int.from_bytes(self._ring[at : at + 8], "little")
+        newest = range(max(0, head - min(_NEWEST, self._geometry.capacity)), head)
+        slots = np.fromiter(newest, np.int64) & (self._geometry.capacity - 1)
+        begin, most = self._geometry.records_offset, self._geometry.capacity
+        records = np.frombuffer(self._ring, RECORD, most, begin)
+        threads, counts = np.unique(records["thread"][slots], return_counts=True)
+        issuing: list[int] = threads[np.argsort(-counts, kind="stable")].tolist()
+        return issuing
+
+
+def _python_threads() -> set[int | None]:
+    """Return the kernel ids of the threads that Python has started, and the main thread's."""
+    return {
+        thread.native_id
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)  # one of autograd's may have become this
+    }

@@ -1,0 +1,82 @@
+"""After the job: note the exits that only torchrun has read, and explain a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from rankcall.analysis.verdicts import diagnose
+from rankcall.cli.torchrun import _TERMINATED, Outcome
+from rankcall.errors import RankcallError
+from rankcall.job.watcher import ABORT_STATUS
+from rankcall.report import diagnosis_text as diagnosis_report
+from rankcall.ring.layout import Header
+from rankcall.run.exits import Exit, note_exit, read_exits
+from rankcall.run.hangs import id_of, kept_hangs, text_of
+from rankcall.run.load import Run, load
+
+
+def note_failures(run_dir: Path, outcome: Outcome, headers: Sequence[Header]) -> None:
+    """Note in the run the exit codes that only torchrun has read.
+
+    Args:
+        run_dir: The run directory.
+        outcome: How torchrun ended. It counts workers as failed that it ended itself after another
+            worker had failed.
+        headers: The headers of this node's rings.
+
+    Raises:
+        OSError: The run directory cannot be written.
+    """
+    noted = {(known.rank, known.pid) for known in read_exits(run_dir) if known.code is not None}
+    others_failed = any(code != _TERMINATED for code in outcome.failed.values())
+    for header in headers:
+        code = outcome.failed.get((header.rank, header.pid))
+        if code is not None and (header.rank, header.pid) not in noted:
+            by_launcher = others_failed and code == _TERMINATED
+            process = header.rank, header.attempt, header.host, header.pid
+            note_exit(run_dir, Exit(*process, code, header.last_sign_epoch_ns, by_launcher))
+
+
+def note_own_exit(run: Run, pid: int, code: int) -> None:
+    """Note how a child of this process ended, if it is itself a rank of the run.
+
+    The note is lost if the run directory cannot be written.
+    """
+    for header in (head.header for head in run.heads):
+        if header.pid == pid and header.process_state() == "gone":  # not "unknown": of this host
+            process = header.rank, header.attempt, header.host, header.pid
+            with contextlib.suppress(OSError):
+                note_exit(run.path, Exit(*process, code, time.time_ns()))
+
+
+def verdict_ids(run_dir: Path) -> frozenset[str]:
+    """Return the ids of the verdicts that a run has now."""
+    return frozenset(map(id_of, kept_hangs(run_dir)))
+
+
+def explain_failure(
+    run_dir: Path, outcome: Outcome, hang_after: float, earlier_ids: Collection[str]
+) -> str:
+    """Return a text that says why workers failed.
+
+    Args:
+        run_dir: The run directory.
+        outcome: How torchrun ended.
+        hang_after: Seconds after which a call counts as hung.
+        earlier_ids: The ids of the verdicts that the run had before the job.
+
+    Returns:
+        The text, or "" if torchrun's own table says as much.
+    """
+    if ABORT_STATUS in outcome.failed.values():
+        new = [kept for kept in kept_hangs(run_dir) if id_of(kept) not in earlier_ids]
+        if new:
+            return f"{text_of(new[-1])}\nthe watcher ended the job: {new[-1]['place']}"
+    try:
+        diagnosis = diagnose(load(run_dir), hang_after)
+    except (RankcallError, OSError):
+        return ""
+    return diagnosis_report.diagnosis_text(diagnosis) if diagnosis.findings else ""

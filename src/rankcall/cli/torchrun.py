@@ -1,0 +1,186 @@
+"""Run torchrun in this process, and note how each of its workers ends.
+
+A worker is a child of the launcher to which torchrun gave a RANK. A pidfd of each worker wakes one
+thread when the worker ends. The thread reads the exit status and leaves it there for torchrun,
+which reaps the worker. If torchrun was faster, the status is gone, and it is noted as unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from rankcall.cli.common import say
+
+# Run torchrun in this process: parse its arguments, set the environment, keep its exit status.
+
+
+BOOT = Path(__file__).resolve().parents[1] / "_boot"
+OPTIONS = (
+    "--run-dir",
+    "--capture",
+    "--trace",
+    "--history",
+    "--hang-after",
+    "--on-hang",
+    "--collect-to",
+    "--serve",
+)  # rankcall's own options; all others are torchrun's
+USAGE_ERROR = 2  # the exit status that argparse and click use
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as torchrun's arguments describe it."""
+
+    argv: tuple[str, ...]
+    script: str
+    is_file: bool  # the script is a Python file, not a module or another program
+    max_nodes: int
+    nproc: int
+    rdzv_id: str | None
+    local_addr: str | None
+
+    @property
+    def label(self) -> str:
+        """The part of a run's name that comes from the script."""
+        return self.script if "/" in self.script or self.is_file else self.script.replace(".", "-")
+
+
+def _refuse(message: str) -> NoReturn:
+    """Exit with a message of one line. argparse would print torchrun's two dozen options first."""
+    own_options = [name for name in OPTIONS if name in message]
+    hint = ""
+    if own_options:
+        hint = f" ({own_options[0]} is rankcall's: it comes before torchrun's options)"
+    say(f"torchrun does not take these arguments: {message}{hint}")
+    raise typer.Exit(USAGE_ERROR)
+
+
+def parse(argv: Sequence[str]) -> Job:
+    """Parse torchrun's arguments with torchrun's own parser. Exits with 2 if they are wrong."""
+    from torch.distributed import run
+
+    parser = run.get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    args = parser.parse_args(list(argv))
+    try:
+        _, max_nodes = run.parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        _refuse(f"--nnodes {args.nnodes} is neither a number nor MIN:MAX")
+    try:
+        nproc = run.determine_local_world_size(args.nproc_per_node)
+    except (ValueError, RuntimeError) as error:
+        _refuse(f"--nproc-per-node {args.nproc_per_node}: {error}")
+    _point_out_own_options(args.training_script, args.training_script_args)
+    return Job(
+        argv=tuple(argv),
+        script=args.training_script,
+        is_file=not (args.module or args.no_python) or bool(args.run_path),
+        max_nodes=max_nodes,
+        nproc=nproc,
+        rdzv_id=None if args.rdzv_id == "none" or args.standalone else args.rdzv_id,
+        local_addr=args.local_addr,
+    )
+
+
+def _point_out_own_options(script: str, script_args: Sequence[str]) -> None:
+    """Say which of the script's arguments are named like options of rankcall's."""
+    given = [argument.partition("=")[0] for argument in script_args]
+    for option in OPTIONS:
+        if option in given:
+            say(
+                f"{option} goes to the script, because it comes after {script}. For rankcall's "
+                f"{option}, write: rankcall run {option} ... {script}"
+            )
+
+
+def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
+    """Return the environment variables that make every worker of this process record."""
+    variables = {
+        **hooking(),
+        "RANKCALL_SETTLES": str(run_dir.resolve()),
+        "RANKCALL_CAPTURE": capture,
+        "RANKCALL_RUN_DIR": str(run_dir.resolve()),
+    }
+    if job.local_addr and not os.environ.get("RANKCALL_HOST"):
+        variables["RANKCALL_HOST"] = job.local_addr
+    return variables
+
+
+def hooking() -> dict[str, str]:
+    """Return the environment variables that load the hook in every Python below this process.
+
+    If ``RANKCALL`` is 0, it stays so: that switches recording off everywhere.
+    """
+    path = os.environ.get("PYTHONPATH")
+    return {
+        # An empty entry would put the working directory on every worker's path.
+        "PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else str(BOOT),
+        "RANKCALL": os.environ.get("RANKCALL") or "1",
+    }
+
+
+def tracing(mode: str | None, history: bool) -> dict[str, str]:
+    """Return the environment variables that make every worker trace, or keep its history."""
+    variables = {} if mode is None else {"RANKCALL_TRACE": "1", "TORCH_DISTRIBUTED_TRACING": mode}
+    return {**variables, **({"RANKCALL_HISTORY": "1"} if history else {})}
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None removes one), and restore them at the end."""
+    before = {name: os.environ.get(name) for name in variables}
+    try:
+        _set(variables)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How torchrun ended. ``failed``: this node's workers that failed, by (rank, pid)."""
+
+    status: int
+    failed: Mapping[tuple[int, int], int] = field(default_factory=dict)  # exit codes; < 0: signals
+    table: str = ""  # torchrun's table of failed workers
+
+
+def torchrun(argv: Sequence[str]) -> Outcome:
+    """Run torchrun in this process. Errors go to stderr, except failed workers."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(list(argv))
+        return Outcome(0)
+    except ChildFailedError as failed:
+        codes = {(rank, failure.pid): failure.exitcode for rank, failure in failed.failures.items()}
+        return Outcome(1, codes, str(failed))
+    except SignalException as ended:
+        say(f"the job was ended by {ended.sigval.name}")
+    except KeyboardInterrupt:
+        say("the job was interrupted before its workers ran")
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        say(f"torchrun could not run the job: {type(error).__name__}: {reason}")
+    return Outcome(1)
+
+
+_TERMINATED = -15  # torchrun ends the remaining workers with SIGTERM, and some with SIGKILL

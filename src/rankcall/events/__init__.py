@@ -1,0 +1,1 @@
+"""From the ring to whoever subscribes: the dispatcher and the statuses of ops."""

@@ -1,0 +1,1 @@
+"""Flight Recorder's dumps: files, records and the rings made of them."""

@@ -1,0 +1,337 @@
+"""Read Flight Recorder's dumps: pickles or JSON, one file for each rank, under any name.
+
+Any user may have written a file, so each is limited in size, in depth and in the number of objects
+that it can create, and a pickle can create nothing but numbers, texts, lists, tuples and dicts.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import pickletools
+import re
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rankcall.errors import CorruptRun
+from rankcall.files import clean
+from rankcall.imports.dumps.records import DumpRecords, records_of
+from rankcall.ranks import MAX_RANKS
+
+# Read one Flight Recorder dump: its records, and what it says about its groups.
+#
+# This is all that can be done with one dump alone, so several processes can do it with many.
+
+
+_MOST_TEXT = 4096  # characters of a description
+
+
+@dataclass
+class DumpContents:
+    """The contents of one dump."""
+
+    host: str
+    groups: dict[str, tuple[str, str]]  # by name: the description, and the ranks as ``[0, 1]``
+    records: DumpRecords
+    modified_ns: int  # when the file was last written
+
+
+class DumpAnswer(NamedTuple):
+    """The contents of a dump, or None if it is left out, and the lines that say so."""
+
+    contents: DumpContents | None
+    problems: list[str]
+
+
+def contents_of_dump(path: Path, *, isolated: bool = False) -> DumpAnswer:
+    """Return what a file contains. ``isolated``: see ``read_dump``."""
+    problems: list[str] = []
+    try:
+        return DumpAnswer(_contents(path, read_dump(path, problems, isolated=isolated)), problems)
+    except CorruptRun as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"{path}: cannot be read: {error.strerror}")
+    except (ValueError, TypeError, OverflowError, MemoryError) as error:
+        problems.append(f"{path}: damaged: {clean(str(error)[:200])}")
+    return DumpAnswer(None, problems)
+
+
+def _contents(path: Path, dump: dict[str, Any]) -> DumpContents:
+    config, host = dump.get("pg_config"), dump.get("host_name")
+    groups = {}
+    for name, about in (config if isinstance(config, dict) else {}).items():
+        ranks = about.get("ranks") if isinstance(about, dict) else None
+        if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
+            ranks = str(ranks)
+        if isinstance(ranks, str) and isinstance(name, (str, int)):
+            description = about.get("desc", "")
+            groups[str(name)] = _text(description), ranks
+    return DumpContents(
+        clean(host[:63]) if isinstance(host, str) else "",
+        groups,
+        records_of(dump["entries"]),
+        path.stat().st_mtime_ns,
+    )
+
+
+def _text(value: Any) -> str:
+    return str(value)[:_MOST_TEXT] if isinstance(value, (str, int)) else ""
+
+
+MOST_FILES = 1 << 17
+_MOST_BYTES = 1 << 27  # of a pickle; one of 2,000 entries with stacks takes 1 to 3 MB
+_MOST_JSON_BYTES = 1 << 26
+_MOST_CONTAINERS = 4_000_000  # lists, tuples and dicts of one file
+_MOST_ENTRIES = 1 << 20
+# A dump has at least one of these keys near its beginning.
+_KEYS = (b"entries", b"pg_config", b"pg_status", b"comm_lib_version", b"nccl_version")
+_HEAD_BYTES = 4096
+_NEWEST = (2, 10)  # the newest version of the format that this module was tested with
+
+# The opcodes that a pickle of plain data needs, with their arguments. An index of the memo has at
+# most 21 bits, because the unpickler allocates memory up to the largest index. Texts are left out,
+# because ``_is_plain`` steps over them. The only tuple in a dump is a group's name and description.
+#
+# Nothing follows the repetitions, so they never have to be taken back. The second ``+`` says so to
+# Python 3.11 and newer, which are a third faster then.
+_ONCE = b"+" if sys.version_info >= (3, 11) else b""
+_BARE = rb"[(.N\]})aesud\x86\x88\x89\x94]"  # opcodes without an argument
+_OPCODES = re.compile(
+    rb"(?:"
+    + (rb"(?:" + _BARE + rb"*" + _ONCE + rb"[Khq\x80].)+" + _ONCE)
+    + (rb"|" + _BARE + rb"+" + _ONCE)
+    + rb"|M..|J.{4}|j.{4}|[G\x95].{8}|r..[\x00-\x1f]\x00"
+    rb"|\x8a(?:\x08.{8}|\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x09.{9})"
+    rb"){1,4096}" + _ONCE,
+    re.DOTALL,
+)
+_TEXTS = {  # opcode: the number of bytes of its length
+    **{ord("X"): 4, 0x8C: 1, 0x8D: 8},  # texts
+    **{ord("U"): 1, ord("T"): 4, ord("C"): 1, ord("B"): 4},  # bytes
+}
+_CONTAINERS = (b"]", b"}", b"(", b"\x86")
+_FEW_TUPLES = 4
+_NO_PARTS = ("MARK", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT")
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it wants {module}.{name}")
+
+
+def looks_like_dumps(folder: Path) -> bool:
+    """Tell whether a folder or a file may be one of dumps: a file in it begins like a dump."""
+    return next(iter(_candidates([folder])), None) is not None
+
+
+def find_dumps(sources: Sequence[Path]) -> list[tuple[int, Path]]:
+    """Return the files that begin like a dump, and the ranks that their names tell, by rank.
+
+    Args:
+        sources: Files, or folders that are searched with the folders in them.
+
+    Raises:
+        CorruptRun: There are too many dumps, or the names do not tell the ranks.
+    """
+    paths = list(_candidates(sources))
+    if len(paths) > MOST_FILES:
+        raise CorruptRun(f"{sources[0]}: more than {MOST_FILES:,} dumps")
+    return sorted(_ranks_of(paths).items())
+
+
+def _candidates(sources: Iterable[Path]) -> Iterator[Path]:
+    for source in sources:
+        if source.is_dir():
+            for folder, below, names in os.walk(source):
+                below.sort()
+                paths = [Path(folder, name) for name in sorted(names) if name[0] != "."]
+                yield from (path for path in paths if _begins_like_a_dump(path))
+        elif _begins_like_a_dump(source):
+            yield source
+
+
+def _begins_like_a_dump(path: Path) -> bool:
+    """Tell by its first bytes whether a file may be a pickled dict or a JSON object.
+
+    A file without a number in its name is no rank's dump.
+    """
+    if not re.search(r"\d", path.name):
+        return False
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+    return head.lstrip()[:1] in (b"\x80", b"{") and any(key in head for key in _KEYS)
+
+
+def _ranks_of(paths: Sequence[Path]) -> dict[int, Path]:
+    """Return the paths by the rank that their names tell.
+
+    The rank is a number in the name: the one after ``rank`` if all names have that, or else the
+    last one that differs between all files.
+    """
+    if not paths:
+        return {}
+    texts = [_stem(path) for path in paths]
+    after_rank = [re.findall(r"rank[_\-.]?(\d+)", text, re.IGNORECASE) for text in texts]
+    choices = []
+    if all(after_rank):
+        choices.append([name_numbers[-1] for name_numbers in after_rank])
+    numbers = [re.findall(r"\d+", text) for text in texts]
+    shared = min(map(len, numbers))
+    choices += [[name_numbers[-1 - place] for name_numbers in numbers] for place in range(shared)]
+    for chosen in choices:
+        if len(set(map(int, chosen))) == len(paths):
+            ranks = {int(number): path for number, path in zip(chosen, paths, strict=True)}
+            if max(ranks) >= MAX_RANKS:
+                continue
+            return ranks
+    return _newest_of_each(choices, paths)
+
+
+def _newest_of_each(choices: Sequence[Sequence[str]], paths: Sequence[Path]) -> dict[int, Path]:
+    """Refuse names that give one rank to several files; the message lists two such files."""
+    first: dict[int, Path] = {}
+    for number, path in zip(choices[0] if choices else (), paths, strict=False):
+        first_path = first.setdefault(int(number), path)
+        if first_path is not path:
+            raise CorruptRun(
+                f"{path}: its name gives rank {int(number):,}, like that of {first_path}: name one "
+                "dump for each rank, of one job"
+            )
+    raise CorruptRun(f"{paths[0]}: its name does not tell which rank wrote it")
+
+
+def _stem(path: Path) -> str:
+    """Return a file's name without the endings of its format, which may contain digits."""
+    return re.sub(r"\.(?:json|pkl|pickle|bin|dump|txt|trace|p)$", "", path.name, flags=re.I)
+
+
+def read_dump(path: Path, problems: list[str], *, isolated: bool = False) -> dict[str, Any]:
+    """Return the content of one dump, with its entries as a list of dicts.
+
+    Args:
+        path: The file.
+        problems: Gets a line if the file may be misread.
+        isolated: This process may hang or be ended by the file, because another one watches it. A
+            check that is slow is left out then.
+
+    Raises:
+        CorruptRun: The file is damaged, too large, or no dump. The message names it.
+    """
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise CorruptRun(f"{path}: {size:,} bytes, more than any dump of Flight Recorder")
+    raw = path.read_bytes()
+    content = _unpickle(path, raw, isolated) if raw[:1] == b"\x80" else _from_json(path, raw)
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), (list, tuple)):
+        raise CorruptRun(f"{path}: not a dump of Flight Recorder: it has no list of entries")
+    entries = content["entries"]
+    if len(entries) > _MOST_ENTRIES or not all(isinstance(entry, dict) for entry in entries):
+        raise CorruptRun(f"{path}: not a dump of Flight Recorder: damaged entries")
+    _check_version(path, content.get("version"), problems)
+    return content
+
+
+def _check_version(path: Path, version: Any, problems: list[str]) -> None:
+    match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
+    if match is None or int(match[1]) != _NEWEST[0]:
+        shown_version = clean(version[:40]) if isinstance(version, str) else "none"
+        raise CorruptRun(
+            f"{path}: version {shown_version} of Flight Recorder's format; this rankcall reads 2.0 "
+            f"to {_NEWEST[0]}.{_NEWEST[1]}"
+        )
+    if int(match[2]) > _NEWEST[1]:
+        text = (
+            f"dumps of version {version} are newer than the newest that this rankcall knows "
+            f"({_NEWEST[0]}.{_NEWEST[1]}): fields that have changed since may be misread"
+        )
+        if text not in problems:
+            problems.append(text)
+
+
+def _unpickle(path: Path, raw: bytes, isolated: bool) -> Any:
+    # Each container takes a byte or more, so a small file needs no count.
+    if len(raw) > _MOST_CONTAINERS and sum(map(raw.count, _CONTAINERS)) > _MOST_CONTAINERS:
+        raise CorruptRun(f"{path}: more objects than any dump of Flight Recorder")
+    if not _is_plain(raw) or not (isolated or _has_flat_tuples(raw)):
+        raise CorruptRun(
+            f"{path}: not a dump of Flight Recorder, or damaged: this pickle does not only hold "
+            "plain data"
+        )
+    try:
+        return _PlainUnpickler(io.BytesIO(raw), encoding="utf-8", errors="replace").load()
+    except Exception as error:  # a damaged pickle raises almost anything
+        why = clean(str(error)[:200])
+        raise CorruptRun(f"{path}: not a dump of Flight Recorder, or damaged: {why}") from error
+
+
+def _is_plain(raw: bytes) -> bool:
+    """Tell whether a pickle consists of the opcodes of plain data, up to its end.
+
+    The opcodes are checked before the unpickler sees them, because it allocates what an opcode
+    announces.
+    """
+    at = 0
+    while True:
+        match = _OPCODES.match(raw, at)
+        at = match.end() if match else at
+        if at >= len(raw):
+            return True
+        if match:
+            continue
+        width = _TEXTS.get(raw[at])
+        if width is None:
+            return False
+        length = int.from_bytes(raw[at + 1 : at + 1 + width], "little")
+        at += 1 + width + length
+        if at > len(raw):
+            return False
+
+
+def _has_flat_tuples(raw: bytes) -> bool:
+    """Tell whether no tuple of a plain pickle contains a tuple.
+
+    The hash of a tuple visits all that it contains. A tuple that is very deep ends the process, and
+    one whose parts are shared again and again takes for ever. This check is slow.
+    """
+    if raw.count(b"\x86") <= _FEW_TUPLES:
+        return True
+    # Of the two newest values, and of those in the memo: whether they may be part of a tuple.
+    older = newest = False
+    memo: dict[int, bool] = {}
+    try:
+        for opcode, argument, _ in pickletools.genops(raw):
+            name = opcode.name
+            if name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                memo[len(memo) if name == "MEMOIZE" else int(argument or 0)] = newest
+                continue
+            if name == "TUPLE2" and not (older and newest):
+                return False
+            if name in ("BINGET", "LONG_BINGET"):
+                older, newest = newest, memo.get(int(argument or 0), False)
+            elif name not in ("FRAME", "PROTO"):
+                older, newest = newest, not opcode.stack_before and name not in _NO_PARTS
+    except ValueError:
+        return False
+    return True
+
+
+def _from_json(path: Path, raw: bytes) -> Any:
+    if len(raw) > _MOST_JSON_BYTES or raw.count(b"[") + raw.count(b"{") > _MOST_CONTAINERS:
+        raise CorruptRun(f"{path}: {len(raw):,} bytes, more than any dump of Flight Recorder")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        why = clean(str(error)[:200])
+        raise CorruptRun(f"{path}: not a dump of Flight Recorder, or damaged: {why}") from error

@@ -1,0 +1,1 @@
+"""Logs of jobs: the lines that tell why a job failed, and the facts in them."""

@@ -1,0 +1,244 @@
+"""Evidence leaves the node: the tails of a node's rings go to another node, or to a URL.
+
+Nodes may share no disk, and the memory of a node is lost with it. At a verdict, the leader of each
+node sends a *bundle* through the job's store, and rank 0's node and the first other node that
+answers keep the bundles of all nodes in their run directories. When a rank ends, it sends a bundle
+to rank 0's node. A run directory with bundles is a run like any other.
+
+This module has four parts: the bundle; the protocol, which posts bundles in a store and collects
+them; sending at a verdict; and sending when a rank ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankcall.errors import CorruptRun, RankcallError, warn_once
+from rankcall.files import open_file, replacing, run_folder
+from rankcall.process import host_name
+from rankcall.ring.layout import Header, read_header
+from rankcall.ring.tail import tail_of
+from rankcall.run.archive import pack, unpack
+from rankcall.run.exits import EXITS, STATES, describe_states, states_name
+from rankcall.run.hangs import STACKS, claim, id_of, kept_hangs, next_free, stacks_in
+from rankcall.run.paths import ATTEMPTS, HANGS, TAIL, files_in, ring_paths, tail_name
+from rankcall.run.redaction import redact_text
+
+if TYPE_CHECKING:
+    pass
+
+
+# A bundle: the tails of one node's rings, with the states of its processes and their stacks.
+#
+# Its files can also be written to a URL, beside those of the other nodes. A copy of them on a disk
+# is a run like any other.
+#
+# A bundle is an archive (``rankcall.run.archive``), so everything in it is checked when it is
+# unpacked: it may come from any process that reaches the store.
+
+
+MOST_BYTES = 1 << 18  # of a bundle, for each of its ranks
+MOST_OF_ALL = 1 << 26  # of all bundles of a job together, as far as ranks share it evenly
+Rings = dict[Path, Header]
+
+_NEWEST = (256, 64, 16)  # records of each tail; fewer if the bundle would be too large
+_MOST_EXITS = 1 << 18
+_MOST_ABOUT = 1 << 20
+
+
+def is_shared(run_dir: Path, attempt: int) -> bool:
+    """Return whether another host has made this run directory: then it is on a disk for all nodes.
+
+    Rank 0 makes the directory. In one that the user has named, it reserves the first attempt of the
+    job; restarts, which have the next numbers, reserve none.
+    """
+    reserved = [
+        path for path in (run_dir / ATTEMPTS).glob("*.json") if path.stem <= f"{attempt:05d}"
+    ]
+    try:
+        with open_file(max(reserved, default=run_dir / "run.json")) as file:
+            host = json.loads(file.read(_MOST_ABOUT))["host"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return bool(host != host_name())
+
+
+def node_rings(run_dir: Path, attempt: int) -> Rings:
+    """Return the rings of this node's ranks in an attempt, with their headers."""
+    rings = {}
+    for path in ring_paths(run_dir):
+        header = None if path.name.endswith(TAIL) else read_header(path)
+        if header is not None and header.attempt == attempt and header.rank >= 0:
+            rings[path] = header
+    return rings
+
+
+def make_bundle(run_dir: Path, rings: Rings, world_size: int, node: Rings | None = None) -> bytes:
+    """Return the bundle of a node; empty if even a short one is too large.
+
+    Args:
+        run_dir: The run directory of this node.
+        rings: The rings to send.
+        world_size: The number of ranks of the job, which share the room in the store.
+        node: All rings of the node, if ``rings`` are only some of them.
+
+    Raises:
+        OSError: There is no room for temporary files.
+    """
+    most = len(rings) * min(MOST_BYTES, MOST_OF_ALL // max(1, world_size))
+    for newest in _NEWEST:
+        with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
+            target = Path(scratch) / "bundle.tar.zst"
+            pack(list(_files(run_dir, rings, node or rings, newest, Path(scratch))), target, "run")
+            if target.stat().st_size <= most:
+                return target.read_bytes()
+    return b""
+
+
+def _files(
+    run_dir: Path, rings: Rings, node: Rings, newest: int, scratch: Path
+) -> Iterator[tuple[str, Path]]:
+    for ring in rings:
+        tail = scratch / tail_name(ring.name)
+        with contextlib.suppress(CorruptRun):  # for example, it was moved meanwhile
+            tail.write_bytes(tail_of(_where(ring, run_dir), newest))
+            yield f"rings/{tail.name}", tail
+    states = scratch / "states.json"
+    states.write_bytes(describe_states(node.values()))
+    yield f"{STATES}/{states_name()}", states
+    for path in files_in(run_dir / EXITS, ".jsonl"):
+        if path.stat().st_size <= _MOST_EXITS:
+            yield f"{EXITS}/{path.name}", path
+    for verdict in kept_hangs(run_dir)[-1:]:
+        place = Path(verdict["place"])
+        names = ["verdict.json", "verdict.txt"]
+        ours = {f"rank-{header.rank:05d}.txt" for header in rings.values()}
+        files = [place / name for name in names]
+        files += [path for path in stacks_in(place) if path.name in ours]
+        for path in files:
+            if path.is_file():
+                yield f"{HANGS}/{place.name}/{path.relative_to(place)}", path
+
+
+def _where(ring: Path, run_dir: Path) -> Path:
+    """Return the present place of a ring: it may have been moved into the run."""
+    return ring if ring.exists() else run_dir / "rings" / ring.name
+
+
+def keep_bundles(run_dir: Path, bundles: Sequence[bytes]) -> list[str]:
+    """Put the bundles of other nodes into this node's run directory.
+
+    Returns:
+        A line for each bundle that cannot be read or kept.
+    """
+    problems = []
+    for data in bundles:
+        try:
+            _keep(run_dir, data)
+        except (OSError, CorruptRun, ValueError) as error:
+            problems.append(f"the records of another node cannot be kept: {error}")
+    return problems
+
+
+def _keep(run_dir: Path, data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(prefix="rankcall-", suffix=".tar.zst") as file:
+        file.write(data)
+        file.flush()
+        folder = unpack(Path(file.name))
+    try:
+        for name in (STATES, EXITS):
+            for path in sorted((folder / name).glob("*.json*")):
+                target = run_folder(run_dir, name) / path.name
+                if name == STATES or not _is_longer(target, path):
+                    _copy(path, target)
+        _keep_hangs(run_dir, folder)
+        # The rings come last: a reader that sees one finds the rest as well.
+        for tail in sorted((folder / "rings").glob(f"*{TAIL}")):
+            if read_header(tail) is not None:
+                _copy(tail, run_folder(run_dir, "rings") / tail.name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(path: Path, target: Path) -> None:
+    with replacing(target) as out, open_file(path) as source:
+        shutil.copyfileobj(source, out)
+
+
+def _is_longer(known: Path, new: Path) -> bool:
+    """Return whether a list to which lines are appended is at least as long as another copy."""
+    return known.exists() and known.stat().st_size >= new.stat().st_size
+
+
+def _keep_hangs(run_dir: Path, folder: Path) -> None:
+    """Add the stacks to the same verdict here; without that verdict, keep it as well."""
+    known = {id_of(verdict): Path(verdict["place"]) for verdict in kept_hangs(run_dir)}
+    for verdict in kept_hangs(folder):
+        source = Path(verdict["place"])
+        place = known.get(id_of(verdict))
+        if place is None:
+            while not claim(source, place := next_free(run_folder(run_dir, HANGS))):
+                pass
+            continue
+        for stack in stacks_in(source):
+            (place / STACKS).mkdir(mode=0o700, exist_ok=True)
+            if not (place / STACKS / stack.name).exists():
+                shutil.copyfile(stack, place / STACKS / stack.name)
+
+
+# --- URLs: any that fsspec knows, for example ``s3://bucket/run`` ---
+
+
+def upload(url: str, run_dir: Path, rings: Rings, node: Rings) -> bool:
+    """Write the tails of these rings, with states and stacks, below a URL.
+
+    Any failure is one line on stderr. May take long: call it on a thread of its own.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="rankcall-") as scratch:
+            files = list(_files(run_dir, rings, node, _NEWEST[0], Path(scratch)))
+            if (run_dir / "run.json").is_file():
+                files.append(("run.json", run_dir / "run.json"))
+            _write(url, files)
+    except Exception as error:  # of any package that serves a protocol
+        reason = f"{redact_text(url)}: {type(error).__name__}: {redact_text(str(error))}"
+        warn_once(f"the newest records cannot be written to {reason}")
+        return False
+    return True
+
+
+def check_url(url: str) -> None:
+    """Raise ``RankcallError`` if this Python cannot write to a URL."""
+    fsspec = _fsspec()
+    try:
+        fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise RankcallError(redact_text(f"--collect-to {url}: {error}")) from None
+
+
+def _write(url: str, files: list[tuple[str, Path]]) -> None:
+    files_at, root = _fsspec().core.url_to_fs(url)
+    made = set()
+    for inside, path in files:
+        target = f"{root.rstrip('/')}/{inside}"
+        folder = target.rpartition("/")[0]
+        if folder not in made:
+            files_at.makedirs(folder, exist_ok=True)
+            made.add(folder)
+        files_at.pipe_file(target, path.read_bytes())
+
+
+def _fsspec() -> Any:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise RankcallError(
+            "writing to a URL needs fsspec: pip install 'rankcall[remote]'"
+        ) from error
+    return fsspec

@@ -1,0 +1,494 @@
+"""A node's leader: read the node, judge it alone or with the other nodes, give a verdict once.
+
+Verdicts are kept in the run directory: one process writes each, and all ranks of the node read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankcall.analysis.pace import quiet_s
+from rankcall.analysis.run_snapshot import snapshot_of_run
+from rankcall.analysis.snapshot import ALIVE, Snapshot, failed_for_good, unfinished
+from rankcall.analysis.verdicts import Diagnosis, find, settles_in
+from rankcall.analysis.verdicts.evidence import patience
+from rankcall.analysis.verdicts.finding import Finding, sound_findings
+from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.analysis.verdicts.wording import duration
+from rankcall.files import run_folder
+from rankcall.job.choice import evidence_store
+from rankcall.job.evidence import EvidenceSender
+from rankcall.job.other_nodes import Exchange, Unreachable
+from rankcall.job.viewers import NodeViews
+from rankcall.process import boot_id, host_name
+from rankcall.report.json import diagnosis_object
+from rankcall.ring.layout import Header
+from rankcall.run.hangs import (
+    STACKS,
+    Object,
+    claim,
+    decode,
+    fill,
+    id_of,
+    kept_hangs,
+    next_free,
+    note_over,
+    origin,
+    stack_name,
+    waits_that_ended,
+)
+from rankcall.run.load import load
+from rankcall.run.paths import HANGS, TAIL, make_live_dir
+from rankcall.run.settle import keep_tails
+from rankcall.run.stacks import request_stacks
+
+logger = logging.getLogger("rankcall.watch")
+
+_WINDOW = 64  # calls kept of each rank
+_PAUSE_S = (1.0, 15.0)  # between two looks at overdue calls without a verdict; it doubles
+MOST_POLL_S = 30.0  # a viewer waits for so long until the other nodes notice
+_VERDICT_PAUSE_S = 60.0  # between two looks at a hang with a verdict: a cause may be added
+_NO_RING = "no ring for rank"  # not a problem here: other nodes' rings are on those nodes
+
+
+class Judge:
+    """Judges a node, on the watcher's thread of its leader.
+
+    ``next_look`` is when to look again, in seconds of ``time.monotonic``. ``polls_every_s`` is how
+    often to poll the other nodes while this node's ranks go on. ``views`` answers pages.
+    """
+
+    def __init__(self, run_dir: Path, hang_after: float) -> None:
+        self._run_dir = run_dir
+        self._hang_after = hang_after
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"rankcall/watch/{restarts}/"
+        self._exchange = Exchange(_job_store, prefix)
+        self.polls_every_s = min(hang_after / 2, MOST_POLL_S)
+        self.views = NodeViews(
+            run_dir, self._exchange, Exchange(_job_store, retry_s=5.0), prefix, self.polls_every_s
+        )
+        self._sender = EvidenceSender(
+            run_dir,
+            f"{host_name()}.{os.getpid()}",
+            Exchange(lambda: evidence_store()[0]).perform,
+        )
+        self._began_ns = time.monotonic_ns()
+        self._learned = Learned(kept_hangs(run_dir))
+        self._pause = _PAUSE_S[0]
+        self._unclear = 0  # ``first_ns`` of a hang with an unclear cause, which gets a second look
+        # The last two verdicts, in case they could not be kept in the run.
+        self._last_verdicts: list[Object] = []
+        self._told: _Told | None = None
+        self.next_look = 0.0
+
+    def rest(self) -> None:
+        """Note that nothing is overdue, so that the next look at an overdue call needs no pause."""
+        self.next_look, self._pause = 0.0, _PAUSE_S[0]
+
+    def look_back(self, headers: dict[int, Header]) -> None:
+        """Say that a hang which this rank has told of is over, once the ranks go on."""
+        hang, now_ns = self._told, time.monotonic_ns()
+        if hang is None or now_ns < hang.next_look_ns:
+            return
+        hang.next_look_ns = now_ns + int(_PAUSE_S[0] * 1e9)
+        quiet = going_on(self._snapshot(headers), (now_ns - hang.seen_ns) / 1e9)
+        if quiet is None:
+            return
+        self._told, seconds = None, (now_ns - hang.first_ns) / 1e9 - quiet
+        text = f"rankcall: the hang is over after {duration(seconds)}: the job goes on"
+        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            if hang.place is not None:
+                note_over(hang.place, seconds)
+
+    def asked(self, headers: dict[int, Header]) -> bool:
+        """Return whether another node wants a verdict. This node's ranks are registered as well."""
+        try:
+            return self._exchange.asked(
+                [(rank, head.host, head.pid) for rank, head in sorted(headers.items())]
+            )
+        except Unreachable:
+            return False
+
+    @property
+    def signed_on(self) -> bool:
+        """Whether this node's ranks are registered with the other nodes."""
+        return self._exchange.signed_on
+
+    def look(self, headers: dict[int, Header], first_ns: int, asked: bool) -> bool:
+        """Judge the state of the ranks; return whether there is a new verdict.
+
+        Args:
+            headers: The ring headers of this node's ranks.
+            first_ns: When the oldest overdue call was issued, on the monotonic clock.
+            asked: Whether another node wants a verdict.
+        """
+        seen_ns = time.monotonic_ns()
+        mine = self._snapshot(headers)
+        whole = _is_one_node(len(mine.ranks)) or not any(state.blind for state in mine.ranks)
+        since = max(first_ns, self._began_ns)
+
+        def of_this_hang(kept_verdict: Object) -> bool:
+            return self._learned.made_ns(kept_verdict) >= since
+
+        known = list(filter(of_this_hang, self._all_verdicts()))
+        self.next_look = self._next_look(mine, bool(known))
+        if whole:
+            findings = self._hangs(mine)
+            if not is_news(findings, known) or self._becomes_clear(mine, findings, first_ns):
+                return False
+        elif not asked and not self._opens_round(mine, known):
+            return False
+        stacks = request_stacks(headers.values())
+        mine = _with_stacks(mine, stacks)
+        raw, prints = (self._judge(mine), True) if whole else self._together(mine)
+        verdict = decode(raw)
+        left = postponed_by(verdict)
+        if left:
+            self.next_look = time.monotonic() + left
+        if not is_news(findings_of(verdict), known):
+            return False
+        self._last_verdicts = [*self._last_verdicts[-1:], verdict]
+        self._learned.made_ns(verdict)
+        self._publish(verdict, stacks, of_this_hang, prints, _Told(first_ns, seen_ns, None))
+        return True
+
+    def keep_evidence(self, attempt: int) -> None:
+        """Keep the evidence of the verdict in the run, and send it to other nodes.
+
+        Never raises. Takes ten seconds at most, if other nodes do not answer.
+        """
+        verdict = id_of(self._last_verdicts[-1]) if self._last_verdicts else ""
+        try:
+            keep_tails(self._run_dir)
+            prefix = evidence_store()[1] if verdict else ""
+            for problem in self._sender.send(prefix, verdict, attempt):
+                logger.warning(problem)
+        except Unreachable as error:
+            logger.debug("the newest records are not sent to other nodes: %s", error)
+        except (OSError, ValueError) as error:
+            logger.warning("the newest records cannot be kept: %s", error)
+
+    def verdicts(self) -> list[Object]:
+        """Return the verdicts since this watcher began, oldest first."""
+        return [
+            verdict
+            for verdict in self._all_verdicts()
+            if self._learned.made_ns(verdict) >= self._began_ns
+        ]
+
+    def _all_verdicts(self) -> list[Object]:
+        """Return the verdicts in the run, and those that could not be kept there."""
+        kept = kept_hangs(self._run_dir)
+        names = {id_of(verdict) for verdict in kept}
+        return [*kept, *(verdict for verdict in self._last_verdicts if id_of(verdict) not in names)]
+
+    # --- looking ---
+
+    def _snapshot(self, headers: dict[int, Header]) -> Snapshot:
+        run = load(self._run_dir)
+        attempt = max(header.attempt for header in headers.values())
+        run.heads = [
+            head  # a tail is of a rank of another node, as it was at an earlier verdict
+            for head in run.heads
+            if head.header.attempt == attempt and not head.path.name.endswith(TAIL)
+        ]
+        snapshot = snapshot_of_run(run, window=_WINDOW)
+        snapshot.problems = [text for text in snapshot.problems if _NO_RING not in text]
+        return snapshot
+
+    def _hangs(self, snapshot: Snapshot) -> list[Finding]:
+        findings = find(snapshot, self._hang_after)
+        return [finding for finding in findings if finding.stops]
+
+    def _becomes_clear(self, snapshot: Snapshot, findings: list[Finding], first_ns: int) -> bool:
+        """Return whether to look again soon, which is done once in a hang.
+
+        On a busy machine, a rank that seems to be missing may have just entered another call, as a
+        victim.
+        """
+        left = settles_in(snapshot, findings, self._hang_after)
+        if not left or self._unclear == first_ns:
+            return False
+        self._unclear, self.next_look = first_ns, time.monotonic() + left
+        return True
+
+    def _opens_round(self, snapshot: Snapshot, known: list[Object]) -> bool:
+        """Return whether to open a round.
+
+        That is if a call has lasted too long and there is no verdict yet, or if one of this node's
+        ranks is a cause that no verdict has named.
+        """
+        calls = snapshot.calls
+        late = unfinished(calls) & (calls["age_s"] >= patience(snapshot, self._hang_after))
+        if not late.any():
+            silence = silence_of(snapshot, self._hang_after)
+            return not known and silence is not None and silence.is_long
+        if not known:
+            return True
+        findings = self._hangs(snapshot)
+        ours = [
+            finding
+            for finding in findings
+            if not any(snapshot.ranks[rank].blind for rank in finding.ranks)
+        ]
+        return is_news(ours, known)
+
+    def _next_look(self, snapshot: Snapshot, known: bool) -> float:
+        """Return when to look again: when a call becomes overdue, or after a growing pause."""
+        calls = snapshot.calls
+        left = (patience(snapshot, self._hang_after) - calls["age_s"])[unfinished(calls)]
+        soonest = float(np.min(left[left > 0], initial=np.inf))
+        pause, self._pause = self._pause, min(2 * self._pause, _PAUSE_S[1])
+        return time.monotonic() + min(soonest + 0.02, _VERDICT_PAUSE_S if known else pause)
+
+    # --- judging ---
+
+    def _together(self, mine: Snapshot) -> tuple[bytes, bool]:
+        """Return the verdict of all nodes, and whether this rank prints it."""
+        try:
+            return self._exchange.agree(mine, len(mine.ranks), self._judge_all)
+        except Unreachable as why:
+            place = _place()
+            mine.problems.append(
+                f"the job's store{place} cannot be reached ({why}): nothing is known of other "
+                f"nodes{'. See first whether that host is up' if ' at ' in place else ''}"
+            )
+            return self._judge(mine), True
+
+    def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:
+        """Judge all nodes; put the verdict off once if the cause will soon be clearer."""
+        snapshot = replace(snapshot, waited_before=waits_that_ended(self._all_verdicts()))
+        findings = self._hangs(snapshot)
+        left = settles_in(snapshot, findings, self._hang_after)
+        if left and not (before and postponed_by(decode(before))):
+            return encode_postponed(left)
+        return self._encoded(snapshot, findings)
+
+    def _judge(self, snapshot: Snapshot) -> bytes:
+        return self._encoded(snapshot, self._hangs(snapshot))
+
+    def _encoded(self, snapshot: Snapshot, findings: list[Finding]) -> bytes:
+        return encode_verdict(Diagnosis(str(self._run_dir), snapshot, findings, self._hang_after))
+
+    def _publish(
+        self,
+        verdict: Object,
+        stacks: dict[int, str],
+        of_this_hang: OfThisHang,
+        prints: bool,
+        hang: _Told,
+    ) -> None:
+        """Keep the verdict in the run, and print it if ``prints`` is set.
+
+        It is not printed if another rank has led in the meantime and kept the same verdict.
+        """
+        where = ""
+        try:
+            hang.place = keep_verdict(self._run_dir, verdict, stacks, of_this_hang)
+            prints = prints and hang.place is not None
+            where = f"{_stack_text(stacks)}kept with all stacks in {hang.place}\n"
+        except OSError as error:
+            logger.warning("the verdict cannot be kept in the run: %s", error)
+        if prints:
+            print(f"\n{verdict['text'].rstrip()}\n{where}", file=sys.stderr, flush=True)
+            self._told = self._told or hang
+
+
+@dataclass
+class _Told:
+    """A hang that this rank has told of. Times in ns of the monotonic clock."""
+
+    first_ns: int  # when its oldest call was issued
+    seen_ns: int  # when it was last seen to last
+    place: Path | None  # of its verdict
+    next_look_ns: int = 0
+
+
+def going_on(snapshot: Snapshot, seconds: float) -> float | None:
+    """Return for how long a rank of a job that goes on has been quiet at most, in s.
+
+    None if not every known rank has issued or left a call in so many seconds, or if one ends.
+    """
+    known = [state for state in snapshot.ranks if not state.blind]
+    if any(state.state != ALIVE or state.leaving or state.closed for state in known):
+        return None
+    longest = float(quiet_s(snapshot)[[state.rank for state in known]].max(initial=0.0))
+    return longest if longest < seconds and not failed_for_good(snapshot.calls).any() else None
+
+
+def _stack_text(stacks: Mapping[int, str]) -> str:
+    """Return the stacks of this node's ranks for the terminal, equal ones together."""
+    from rankcall.report.diagnosis_text import stack_lines  # here, because it imports rich
+
+    return "\n".join(["", *stack_lines(stacks), "", ""]) if stacks else ""
+
+
+def _with_stacks(snapshot: Snapshot, stacks: dict[int, str]) -> Snapshot:
+    ranks = [
+        replace(state, stack=stacks[state.rank]) if state.rank in stacks else state
+        for state in snapshot.ranks
+    ]
+    return replace(snapshot, ranks=ranks)
+
+
+def _is_one_node(world_size: int) -> bool:
+    """Return whether the launcher started all ranks of the job on this node."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+
+
+def _place() -> str:
+    """Return the address of the job's store, without a request to it; empty without a store."""
+    from rankcall.store._location import where  # here, because it imports torch
+
+    store = _job_store()
+    return f" {where(store)}" if store is not None else ""
+
+
+def _job_store() -> Any:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+_AGAIN = "again_s"
+OfThisHang = Callable[[Object], bool]
+
+
+def encode_verdict(diagnosis: Diagnosis) -> bytes:
+    """Return a diagnosis with its printed form as one JSON object."""
+    from rankcall.report import diagnosis_text as report  # here, because it imports rich
+
+    text = report.diagnosis_text(diagnosis) if diagnosis.findings else ""
+    return _encoded_verdict({**diagnosis_object(diagnosis), "text": text})
+
+
+def encode_postponed(seconds: float) -> bytes:
+    """Return a verdict without findings, which says that the cause will be clear in ``seconds``."""
+    return _encoded_verdict({"findings": [], _AGAIN: seconds})
+
+
+def _encoded_verdict(verdict: Object) -> bytes:
+    hang = origin(time.monotonic_ns(), time.time_ns(), boot_id(), os.getpid())
+    return json.dumps({**verdict, "hang": hang}).encode()
+
+
+def postponed_by(verdict: Object) -> float:
+    """Return after how many seconds to judge again; 0 for a final verdict."""
+    return float(verdict.get(_AGAIN, 0.0))
+
+
+def findings_of(verdict: Object) -> list[Finding]:
+    """Return a verdict's findings, without damaged ones."""
+    return sound_findings(verdict["findings"])
+
+
+def keep_verdict(
+    run_dir: Path, verdict: Object, stacks: Mapping[int, str], of_this_hang: OfThisHang
+) -> Path | None:
+    """Keep a verdict under the next number and return its folder, or None if it is no news.
+
+    If another node has kept the same verdict on a shared file system, the stacks of our ranks are
+    added to it. A folder gets its final name when it is complete. If two processes write at the
+    same time, the second compares its verdict with the first one's and tries again. If the run
+    directory cannot be written, the verdict is kept beside the live rings.
+
+    Args:
+        run_dir: The run directory.
+        verdict: The verdict, as ``decode`` returns it.
+        stacks: Our ranks' stacks.
+        of_this_hang: Returns whether a verdict that was kept earlier is about the same hang.
+
+    Raises:
+        OSError: The verdict cannot be kept in either place.
+    """
+    try:
+        return _keep(run_dir, run_dir, verdict, stacks, of_this_hang)
+    except OSError:
+        return _keep(run_dir, make_live_dir(run_dir), verdict, stacks, of_this_hang)
+
+
+def _keep(
+    run_dir: Path,
+    where: Path,
+    verdict: Object,
+    stacks: Mapping[int, str],
+    of_this_hang: OfThisHang,
+) -> Path | None:
+    folder = run_folder(where, HANGS)
+    scratch = where / f".hang.{os.getpid()}.{threading.get_native_id()}"
+    try:
+        while True:
+            place, all_kept = next_free(folder), kept_hangs(run_dir)
+            name = id_of(verdict)
+            same = [Path(kept["place"]) for kept in all_kept if id_of(kept) == name]
+            if same:
+                _add_stacks(same[0], stacks)
+                return same[0]
+            if not is_news(findings_of(verdict), filter(of_this_hang, all_kept)):
+                return None
+            if not scratch.exists():
+                fill(scratch, verdict)
+                _add_stacks(scratch, stacks)
+            if claim(scratch, place):
+                return place
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _add_stacks(place: Path, stacks: Mapping[int, str]) -> None:
+    if stacks:
+        (place / STACKS).mkdir(mode=0o700, exist_ok=True)
+    for rank, text in stacks.items():
+        (place / STACKS / stack_name(rank)).write_text(text + "\n")
+
+
+class Learned:
+    """When this process learned of each verdict, by its own monotonic clock.
+
+    A wall clock can step, and those of two hosts differ. So verdicts are compared by their ids, and
+    their times are on our monotonic clock. For a verdict that was made on this host since it
+    booted, that time is exact. For any other verdict it is the time when this process first saw it.
+    The verdicts in ``first`` are older than every hang that this watcher sees.
+    """
+
+    def __init__(
+        self, first: Iterable[Object], clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._clock = clock
+        self._boot_id = boot_id()
+        self._seen_ns = {id_of(verdict): 0 for verdict in first}
+
+    def made_ns(self, verdict: Object) -> int:
+        """Return when a verdict was made, or else first seen, on our monotonic clock."""
+        hang = verdict["hang"]
+        if hang.get("boot_id") and hang["boot_id"] == self._boot_id:
+            return int(hang["mono_ns"])
+        return self._seen_ns.setdefault(id_of(verdict), self._clock())
+
+
+def is_news(findings: Iterable[Finding], earlier: Iterable[Object]) -> bool:
+    """Return whether a finding names a rank that no earlier verdict names."""
+    verdicts, new = list(earlier), list(findings)
+    known_ranks = {
+        rank for verdict in verdicts for old in findings_of(verdict) for rank in old.ranks
+    }
+    return bool(new) and (
+        not verdicts or any(rank not in known_ranks for finding in new for rank in finding.ranks)
+    )

@@ -1,0 +1,253 @@
+"""The watcher's thread: read the rank's ring, act for the node if it leads, react to verdicts.
+
+``Node`` is a node as one of its ranks sees it: the rings in one folder, and which rank leads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rankcall import background
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.capture import session
+from rankcall.capture.recording import Recording
+from rankcall.job.judge import Judge, findings_of
+from rankcall.job.node import Node
+from rankcall.record import FLAG_ABANDONED
+from rankcall.ring.follower import RingView
+from rankcall.ring.layout import Header
+from rankcall.ring.writer import put
+from rankcall.run.stacks import register_stack_dump, unregister_stack_dump
+
+logger = logging.getLogger("rankcall.watch")
+
+ABORT_STATUS = 124  # the same as that of timeout(1)
+_TICK_S = 0.25
+_OWN_FAILURES = 10
+_OWN_FAILURE_S = 1.0
+
+OnHang = str | Callable[[list[Finding]], object]
+
+
+class Watcher:
+    """Watches one rank on a daemon thread, and its whole node if no lower rank can."""
+
+    def __init__(self, recording: Recording, hang_after: float, on_hang: OnHang) -> None:
+        self._recording = recording
+        self._hang_after = hang_after
+        self._on_hang = on_hang
+        self._records = RingView(recording.ring, recording.geometry)
+        self._node = Node(recording)
+        self._judge: Judge | None = None  # until the recording has its run
+        self._stopping = threading.Event()
+        self._tick_s = min(_TICK_S, hang_after / 8)
+        # Of each rank: its calls and steps, and when they last changed.
+        self._issued: dict[int, tuple[int, float]] = {}
+        self._next_asked = 0.0
+        self._verdicts = 0  # that this rank gave
+        # How many verdicts of the node's ranks this rank has reacted to, or were older than it.
+        self._seen = 0
+        put(recording.ring, "hang_after_ms", max(1, round(hang_after * 1e3)))
+        self.thread = threading.Thread(target=self._run, name="rankcall-watch", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, and end the watcher before it, if there is one."""
+        global _current
+        before, _current = _current, self
+        if before is not None:
+            before.end()
+        _register_once()
+        register_stack_dump(self._recording.ring)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """End the thread and give up the recording, unless another watcher has taken over."""
+        global _current
+        self.end()
+        if _current is self:
+            _current = None
+            unregister_stack_dump(self._recording.ring)
+            session.drop("watch")
+
+    def end(self) -> None:
+        """End the thread; leave it behind if it waits for a store that does not answer."""
+        self._stopping.set()
+        if self.thread is not threading.current_thread():
+            background.join(self.thread, 2.0)
+
+    # --- on its thread ---
+
+    def _run(self) -> None:
+        failures = 0
+        while failures < _OWN_FAILURES and not self._stopping.wait(self._tick_s):
+            try:
+                self._turn()
+            except Exception as error:
+                failures += 1
+                over = "it goes on" if failures < _OWN_FAILURES else "it stops"
+                logger.warning("the hang watcher failed; %s", over, exc_info=error)
+                self._stopping.wait(_OWN_FAILURE_S)
+
+    def _turn(self) -> None:
+        put(self._recording.ring, "overdue_ns", self._overdue_ns())
+        judge = self._judge or self._make_judge()
+        if judge is None:
+            return
+        headers, rank = self._node.headers(), self._recording.rank()
+        self._notice(headers, judge)
+        if rank not in headers or not self._node.leads(headers, rank):
+            return
+        now = time.monotonic()
+        self._note_issued(headers, now)
+        first_ns = min((h.overdue_ns for h in headers.values() if h.overdue_ns), default=0)
+        first_ns = first_ns or self._silent_since_ns(headers, now)
+        if not first_ns:
+            judge.rest()
+        judge.look_back(headers)
+        asked = self._is_asked(headers, now, judge)
+        due = first_ns != 0 and now >= judge.next_look
+        if (asked or due) and judge.look(headers, first_ns or time.monotonic_ns(), asked):
+            judge.keep_evidence(self._recording.identity.attempt)
+            self._call_for_reaction(judge)
+        judge.views.turn(headers, time.monotonic())
+
+    def _make_judge(self) -> Judge | None:
+        """Return the judge of this run; None until the recording belongs to one."""
+        run_dir = self._recording.run_dir
+        if run_dir is None:
+            return None
+        self._judge = Judge(run_dir, self._hang_after)
+        self._seen = self._verdict_count(self._node.headers())
+        return self._judge
+
+    def _call_for_reaction(self, judge: Judge) -> None:
+        """Count a verdict, so that the node's ranks react to it.
+
+        A verdict that no rank may be ended for is not counted: a rank that cannot read the verdicts
+        ends if it is called.
+        """
+        if self._on_hang == "abort" and not _may_abort(judge.verdicts()):
+            return
+        self._verdicts += 1
+        put(self._recording.ring, "verdicts", self._verdicts)
+
+    def _overdue_ns(self) -> int:
+        """Return when the oldest call was issued that has been in flight for too long, or 0."""
+        rows = self._records.unfinished()
+        rows = rows[rows["flags"] & FLAG_ABANDONED == 0]
+        if not len(rows):
+            return 0
+        oldest = int(rows["enqueued_ns"].min())
+        return oldest if time.monotonic_ns() - oldest >= self._hang_after * 1e9 else 0
+
+    def _note_issued(self, headers: dict[int, Header], now: float) -> None:
+        """Note which ranks of the node have issued a call or taken a step since the last turn."""
+        for rank, header in headers.items():
+            done = header.head + header.step
+            if self._issued.get(rank, (-1, 0.0))[0] != done:
+                self._issued[rank] = done, now
+
+    def _silent_since_ns(self, headers: dict[int, Header], now: float) -> int:
+        """Return since when no rank of the node has issued a call, or 0 if that is not long.
+
+        No call is overdue then, but the ranks may wait in functions that leave no record.
+        """
+        since = max(self._issued[rank][1] for rank in headers)
+        ended = any(header.closed_ns or header.left_ns for header in headers.values())
+        return 0 if ended or now - since < self._hang_after else int(since * 1e9)
+
+    def _is_asked(self, headers: dict[int, Header], now: float, judge: Judge) -> bool:
+        """Return whether another node wants a verdict, by a poll of the store if one is due.
+
+        While the node's ranks issue calls, the store gets one request in half of ``hang_after``, or
+        in 30 seconds. It is polled every second if a rank has issued no call for half of
+        ``hang_after``, or until there is a store.
+        """
+        world = max(header.world_size for header in headers.values())
+        if len(headers) >= world:
+            return False
+        quiet = any(now - self._issued[rank][1] > self._hang_after / 2 for rank in headers)
+        if now < self._next_asked and not (quiet and self._next_asked - now > 1.0):
+            return False
+        asked, soon = judge.asked(headers), min(1.0, self._hang_after / 4)
+        seldom = judge.signed_on and not quiet
+        self._next_asked = now + (judge.polls_every_s if seldom else soon)
+        return asked
+
+    # --- reactions ---
+
+    @staticmethod
+    def _verdict_count(headers: dict[int, Header]) -> int:
+        return sum(header.verdicts for header in headers.values())
+
+    def _notice(self, headers: dict[int, Header], judge: Judge) -> None:
+        """Do what ``on_hang`` says if the node has a new verdict since the last turn."""
+        count = self._verdict_count(headers)
+        if count <= self._seen:
+            return
+        self._seen = count
+        if self._on_hang == "abort" and _may_abort(judge.verdicts()):
+            put(self._recording.ring, "aborted_ns", time.monotonic_ns())
+            _abort(self._recording.rank())
+        verdicts = judge.verdicts()
+        if verdicts and callable(self._on_hang):
+            try:
+                self._on_hang(findings_of(verdicts[-1]))
+            except Exception:
+                logger.exception("on_hang failed; the watcher goes on")
+
+
+def _may_abort(verdicts: list[dict[str, Any]]) -> bool:
+    """Return whether the newest verdict is certain that the job hangs.
+
+    Ranks that record nothing may compute for a long time, and must not be ended for that.
+    """
+    if not verdicts:
+        return True
+    findings = findings_of(verdicts[-1])
+    return not all(
+        finding.kind == "no_progress" and finding.confidence != "certain" for finding in findings
+    )
+
+
+def _abort(rank: int) -> None:
+    """End this process from this thread, because its main thread may never run again."""
+    print(
+        f"rankcall: rank {rank} ends because the job hangs (on_hang=abort)",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(ABORT_STATUS)
+
+
+_current: Watcher | None = None
+_registered = False
+
+
+def _register_once() -> None:
+    global _registered
+    if not _registered:
+        _registered = True
+        background.at_exit(_at_exit)
+        os.register_at_fork(after_in_child=_in_forked_child)
+
+
+def is_watching() -> bool:
+    """Return whether a watcher runs in this process."""
+    return _current is not None
+
+
+def _at_exit() -> None:
+    if _current is not None:
+        _current.stop()
+
+
+def _in_forked_child() -> None:
+    global _current
+    _current = None

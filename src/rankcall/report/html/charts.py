@@ -1,0 +1,349 @@
+"""The charts of the page: places, ticks, bands and pictures, in the units of the SVG."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.analysis.details import Details, RankSplit
+from rankcall.analysis.summary import size_name
+from rankcall.files import clean
+from rankcall.report.formatting import plural, rate, size, time
+from rankcall.report.headline import headline
+from rankcall.report.html.curves import Curve, Point
+
+Floats = npt.NDArray[np.float64]
+
+ABSENT = 255
+_STRONGEST = 254
+_HUE = (213, 94, 0)  # vermillion of Okabe and Ito's palette, told apart by colour-blind people
+_BLUE = (0, 114, 178)
+_GREY, _GREY_ALPHA = (128, 128, 128), 36
+WIDTH = 960
+_LEFT, _RIGHT = 64, 8  # of a chart: room for the axis
+_MOST_COLUMNS, _WIDEST = 1024, 96
+_MOST_NAMED_ROWS, _MOST_LABELS = 24, 32
+_MOST_CELLS = 24  # hosts whose traffic is written in figures
+
+KINDS = ("compute", "waiting", "transfer")
+_WORDS = {"compute": "compute", "waiting": "waiting for others", "transfer": "transfer"}
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A place on an axis and its label."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Band:
+    """A host's stretch of a ranks' axis, in shares of it."""
+
+    host: str
+    begin: float
+    length: float
+
+
+def bands(details: Details, ranks: Sequence[int]) -> list[Band]:
+    """Return stretches of neighbouring ranks of one host."""
+    host_of = {row.rank: row.host for row in details.summary.ranks}
+    stretches: list[list[Any]] = []
+    for place, rank in enumerate(ranks):
+        host = clean(host_of.get(rank, ""))
+        if stretches and stretches[-1][0] == host:
+            stretches[-1][2] += 1
+        else:
+            stretches.append([host, place, 1])
+    count = max(1, len(ranks))
+    return [Band(host, begin / count, length / count) for host, begin, length in stretches]
+
+
+def nice_ticks(highest: float, most: int = 5) -> list[float]:
+    """Return round numbers from 0 to at most ``highest``."""
+    if highest <= 0:
+        return [0.0]
+    rough = highest / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next((m * power for m in (1, 2, 5, 10) if m * power >= rough), 10 * power)
+    return [step * i for i in range(int(highest / step + 1e-9) + 1)]
+
+
+def overall(splits: Sequence[RankSplit]) -> list[dict[str, Any]]:
+    """Return the parts of all ranks' time together."""
+    total = sum(split.total_ms for split in splits)
+    if total <= 0:
+        return []
+    parts = [(kind, sum(getattr(split, f"{kind}_ms") for split in splits)) for kind in KINDS]
+    return [
+        {"kind": kind, "share": amount / total, "words": _WORDS[kind]} for kind, amount in parts
+    ]
+
+
+def columns(details: Details) -> dict[str, Any] | None:
+    """Return the chart of each rank's step: stacked columns, one a rank (or some ranks' mean)."""
+    splits = details.splits
+    if not splits:
+        return None
+    per_step = all(split.steps > 0 for split in splits)
+    rows = [_row(split, split.steps if per_step else 1) for split in splits]
+    fold = -(-len(rows) // _MOST_COLUMNS)
+    shown = [_slowest(rows[at : at + fold]) for at in range(0, len(rows), fold)]
+    highest = max(sum(row[1:]) for row in shown) or 1.0
+    height, wide = 220, min(_WIDEST, (WIDTH - _LEFT - _RIGHT) / len(shown))
+    paths = _stacked(shown, highest, height, wide)
+    named = set(headline(details.summary).ranks)
+    return {
+        "unit": "per step" if per_step else "in all",
+        "fold": fold,
+        "height": height,
+        "left": _LEFT,
+        "wide": wide,
+        "across": wide * len(shown),
+        "paths": paths,
+        "ticks": [Tick(height * (1 - t / highest), time(t)) for t in nice_ticks(highest, 4)],
+        "bands": bands(details, [row[0] for row in shown]),
+        "ranks": _rank_ticks([row[0] for row in shown], wide),
+        "marks": [
+            {"x": _LEFT + (at + 0.5) * wide, "rank": row[0]}
+            for at, row in enumerate(shown)
+            if row[0] in named
+        ],
+        "rows": [[row[0], *(round(part, 5) for part in row[1:])] for row in shown],
+        "table": [
+            [str(row[0]), *(time(part) if part else "0" for part in row[1:]), time(sum(row[1:]))]
+            for row in shown
+        ],
+    }
+
+
+def _row(split: RankSplit, parts: int) -> list[Any]:
+    return [split.rank, *(getattr(split, f"{kind}_ms") / parts for kind in KINDS)]
+
+
+def _slowest(rows: Sequence[list[Any]]) -> list[Any]:
+    """Return the rank that computes longest, of those that share a column."""
+    return max(rows, key=lambda row: row[1])
+
+
+def _stacked(
+    rows: Sequence[Sequence[float]], highest: float, height: float, wide: float
+) -> dict[str, str]:
+    gap = min(12.0, wide * 0.14) if wide > 3 else 0.0
+    paths: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for at, row in enumerate(rows):
+        y = height
+        x = _LEFT + at * wide + gap / 2
+        for kind, part in zip(KINDS, row[1:], strict=True):
+            tall = height * part / highest
+            y -= tall
+            if tall > 0.05:
+                drawn = f"M{x:.2f} {y:.2f}h{wide - gap:.2f}v{tall:.2f}h-{wide - gap:.2f}z"
+                paths[kind].append(drawn)
+    return {kind: "".join(parts) for kind, parts in paths.items()}
+
+
+def _rank_ticks(ranks: Sequence[int], wide: float) -> list[Tick]:
+    every = max(1, math.ceil(34 / wide))
+    every = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1 << 30) if n >= every)
+    return [
+        Tick(_LEFT + (at + 0.5) * wide, str(rank))
+        for at, rank in enumerate(ranks)
+        if at % every == 0
+    ]
+
+
+def late_maps(details: Details) -> dict[str, Any] | None:
+    """Return the maps of lateness as pictures, all on one scale."""
+    late = details.lateness
+    maps = [late_map for late_map in late.maps if np.isfinite(late_map.late_ms).any()]
+    if not maps:
+        return None
+    highest = _strongest(maps[0].late_ms)
+    rows, bins = maps[0].late_ms.shape
+    fold = maps[0].fold
+    return {
+        "maps": [
+            {"title": clean(late_map.title), "src": picture(levels(late_map.late_ms, highest))}
+            for late_map in maps
+        ],
+        "highest_ms": highest,
+        "rows": rows,
+        "bins": bins,
+        "fold": fold,
+        "height": min(560, max(64, rows * max(2, min(22, 512 // rows)))),
+        "bin_s": late.bin_ns / 1e9,
+        "labels": _row_labels(details, rows, fold),
+        "ticks": [
+            Tick(t / (bins * late.bin_ns / 1e9), time(t * 1e3))
+            for t in nice_ticks(bins * late.bin_ns / 1e9, 6)
+        ],
+    }
+
+
+def _strongest(late: Floats) -> float:
+    """Return the value to draw at full strength: not that of a few outliers."""
+    worst = np.fmax.reduce(late, axis=0)
+    usual, highest = float(np.nanquantile(worst, 0.95)), float(np.nanmax(worst))
+    return usual if usual > highest * 1e-3 else highest
+
+
+def _row_labels(details: Details, rows: int, fold: int) -> list[Band]:
+    """Name the rows of a map: its ranks if they are few, else their hosts."""
+    if rows > _MOST_NAMED_ROWS or fold > 1:
+        hosts = bands(details, list(range(0, rows * fold, fold)))
+        step = -(-len(hosts) // _MOST_LABELS)
+        some = [hosts[at : at + step] for at in range(0, len(hosts), step)]
+        return [Band(part[0].host, part[0].begin, sum(b.length for b in part)) for part in some]
+    return [Band(f"rank {rank}", rank / rows, 1 / rows) for rank in range(rows)]
+
+
+def bandwidth(curves: Sequence[Curve]) -> dict[str, Any] | None:
+    """Return the chart of busbw against size, both axes logarithmic."""
+    if not curves:
+        return None
+    points = [point for curve in curves for point in curve.points]
+    low, high = min(p.busbw for p in points), max(p.busbw for p in points)
+    bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    top = max(top, bottom + 1)
+    first = min(p.bucket for p in points).bit_length()
+    last = max(max(p.bucket for p in points).bit_length(), first + 1)
+    height, wide = 300, WIDTH - _LEFT - _RIGHT
+
+    def place(point: Point) -> tuple[float, float]:
+        x = _LEFT + 12 + (wide - 24) * (point.bucket.bit_length() - first) / (last - first)
+        return x, height * (top - math.log10(point.busbw)) / (top - bottom)
+
+    every = max(1, -(-(last - first) // 12))
+    return {
+        "height": height,
+        "left": _LEFT,
+        "curves": [_curve(number, curve, place) for number, curve in enumerate(curves)],
+        "x": [
+            Tick(
+                _LEFT + 12 + (wide - 24) * (bits - first) / (last - first),
+                size_name(1 << (bits - 1)),
+            )
+            for bits in range(first, last + 1, every)
+        ],
+        "y": [
+            Tick(
+                height * (top - power - math.log10(times)) / (top - bottom),
+                _rate_tick(power, times),
+            )
+            for power in range(bottom, top + 1)
+            for times in ((1, 2, 5) if top - bottom < 3 and power < top else (1,))
+        ],
+        "ops": list(dict.fromkeys(curve.op for curve in curves)),
+    }
+
+
+def _rate_tick(power: int, times: int) -> str:
+    """Write ``times`` 10 to the ``power`` GB/s without zeros to count."""
+    units = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
+    above = max(0, min(power + 9, 3 * len(units) - 1))
+    return f"{times * 10 ** (above % 3)} {units[above // 3]}"
+
+
+def _curve(number: int, curve: Curve, place: Any) -> dict[str, Any]:
+    peers = {point.bucket: point for point in curve.peers}
+    dots = []
+    for point in curve.points:
+        x, y = place(point)
+        words = f"{curve.op}, group {clean(curve.group)}, {size_name(point.bucket)}: "
+        words += f"{rate(point.busbw)} GB/s from {plural(point.count, 'time')}"
+        if point.bucket in peers:
+            words += f"; peers {rate(peers[point.bucket].busbw)} GB/s"
+        dots.append({"x": x, "y": y, "tip": words})
+    return {
+        "id": number,
+        "op": curve.op,
+        "group": clean(curve.group),
+        "dots": dots,
+        "line": _line([place(point) for point in curve.points]),
+        # Other ops' bandwidths are points of comparison, not one curve.
+        "peers": _line([place(point) for point in curve.peers]) if curve.same_op else "",
+        "peer_dots": [place(point) for point in curve.peers],
+        "peers_are": clean(curve.peers_are) if curve.peers else "",
+    }
+
+
+def _line(places: Sequence[tuple[float, float]]) -> str:
+    return "".join(f"{'L' if at else 'M'}{x:.1f} {y:.1f}" for at, (x, y) in enumerate(places))
+
+
+def host_matrix(details: Details) -> dict[str, Any] | None:
+    """Return the traffic between hosts: in figures for a few, as a picture for many."""
+    hosts, sent = [clean(host) or "?" for host in details.traffic.hosts], details.traffic.sent
+    if not sent.any() or len(hosts) < 2:
+        return None
+    apart = sent.copy()
+    np.fill_diagonal(apart, 0.0)
+    highest, between = float(apart.max()), float(apart.sum())
+    matrix: dict[str, Any] = {
+        "hosts": hosts,
+        "between": size(between),
+        "within": size(float(np.trace(sent))),
+        "share": between / float(sent.sum()),
+        "rows": [],
+        "src": "",
+        "highest": highest,
+    }
+    if len(hosts) <= _MOST_CELLS:
+        matrix["rows"] = [
+            [
+                {
+                    "text": size(sent[i, j]) if sent[i, j] else "",
+                    "strength": 0.0 if i == j or not highest else (sent[i, j] / highest) ** 0.5,
+                    "own": i == j,
+                    "tip": f"{hosts[i]} → {hosts[j]}: {size(sent[i, j])}",
+                }
+                for j in range(len(hosts))
+            ]
+            for i in range(len(hosts))
+        ]
+    else:
+        shown = np.where(sent > 0, apart, np.nan)
+        matrix["src"] = picture(levels(shown, highest), blue=True)
+    return matrix
+
+
+def levels(values: Floats, highest: float) -> npt.NDArray[np.uint8]:
+    """Return 0 to 254 by the square root of the value's share of the highest; 255: absent."""
+    with np.errstate(invalid="ignore"):
+        share = np.sqrt(np.clip(values / highest, 0, 1)) if highest > 0 else values * 0.0
+        strengths = np.rint(share * _STRONGEST)
+    return np.where(np.isnan(values), ABSENT, np.nan_to_num(strengths)).astype(np.uint8)
+
+
+def picture(cells: npt.NDArray[np.uint8], *, blue: bool = False) -> str:
+    """Return a data: URI of a PNG, ``[row, column]`` of levels."""
+    height, width = cells.shape
+    hue = _BLUE if blue else _HUE
+    palette = bytes(hue) * ABSENT + bytes(_GREY)
+    alphas = bytes(round(255 * level / _STRONGEST) for level in range(ABSENT)) + bytes(
+        [_GREY_ALPHA]
+    )
+    lines = np.zeros((height, width + 1), np.uint8)  # each begins with its filter: none
+    lines[:, 1:] = cells
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        (b"PLTE", palette),
+        (b"tRNS", alphas),
+        (b"IDAT", zlib.compress(lines.tobytes(), 9)),
+        (b"IEND", b""),
+    ]
+    raw = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in chunks
+    )
+    return "data:image/png;base64," + base64.b64encode(raw).decode()

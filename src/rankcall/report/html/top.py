@@ -1,0 +1,198 @@
+"""What the template of the page draws: the texts at its top, and the charts; no markup.
+
+A picture has one pixel for each cell and one hue. The value is the opacity, so that one picture
+serves light and dark pages; an absent value is grey. Source of the format:
+https://www.w3.org/TR/png/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rankcall.analysis.details import Details
+from rankcall.analysis.late_lines import LateLine
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.wording import numbered
+from rankcall.ranks import format_ranks
+from rankcall.report.formatting import line_names, percent, plural, time
+from rankcall.report.headline import headline
+from rankcall.report.html.curves import Curve, below_peers
+
+# The texts at the top of the page: the verdict, and the items to look at.
+
+
+_MOST_OPS = 3
+_WORTH_A_LINE = 0.1  # of the cost of one rank's late arrivals
+
+
+@dataclass(frozen=True)
+class Item:
+    """One finding as the page shows it.
+
+    ``tone``: ``alarm`` (act on it), ``note`` (know it) or ``gap`` (a reason to doubt the rest).
+    """
+
+    tone: str
+    title: str
+    text: str = ""
+    where: str = ""  # file:line, as code
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first screen: one sentence and, if they apply, the ranks, the line and the cost."""
+
+    title: str
+    detail: str
+    alarm: bool
+    who: tuple[str, str] | None = None
+    where: tuple[str, str, str] | None = None  # short, in words, and as it was recorded
+    cost: tuple[str, str] | None = None
+
+
+def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
+    """Return the cause that stopped the run, else the ranks that slow it, if any do."""
+    if findings and findings[0].stops:
+        return verdict_of_finding(findings[0])
+    summary = details.summary
+    first = headline(summary)
+    if not first.alarm:
+        return Verdict(first.text, first.detail, False)
+    named = [straggler for straggler in summary.stragglers if straggler.rank in first.ranks]
+    hosts = list(dict.fromkeys(straggler.host for straggler in named if straggler.host))
+    ranks = plural(len(named), "rank").split(" ")[1] + f" {format_ranks(first.ranks)}"
+    culprits = (ranks, "on " + ", ".join(hosts)) if hosts else (ranks, "")
+    late = summary.late
+    assert late is not None, "only stragglers alarm"
+    others = max(1, len(summary.stragglers) - len(named))
+    each_ms = sum(straggler.caused_wait_ms for straggler in named) / others
+    cost = time(each_ms), f"{percent(late.cost)} of the run, lost by each other rank"
+    makes = "makes" if len(named) == 1 else "make"
+    on = f" on {hosts[0]}" if len(hosts) == 1 else ""
+    title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"
+    where = _where(details, first.ranks)
+    return Verdict(title, f"{first.text} {first.detail}", True, culprits, where, cost)
+
+
+def verdict_of_finding(finding: Finding) -> Verdict:
+    """Return the verdict that one finding makes: the likeliest root cause of a hang."""
+    culprits = None
+    title = finding.predicate
+    if finding.ranks:
+        ranks = plural(len(finding.ranks), "rank").split(" ")[1] + f" {format_ranks(finding.ranks)}"
+        culprits = ranks, "on " + ", ".join(finding.hosts) if finding.hosts else ""
+        title = f"{ranks[0].upper()}{ranks[1:]} {title}"
+    else:
+        title = f"The ranks: {title}"
+    where = None
+    if finding.call_site:
+        call = f"{numbered(finding.op, finding.seq)} of group {finding.group}" if finding.op else ""
+        where = (
+            line_names(finding.call_site, finding.user_line),
+            call,
+            finding.shown_line,
+        )
+    waiting = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
+    cost = (time(finding.since_s * 1e3), waiting) if finding.since_s > 0 else None
+    return Verdict(
+        title, f"{finding.summary} {finding.advice}".strip(), True, culprits, where, cost
+    )
+
+
+def _where(details: Details, ranks: tuple[int, ...]) -> tuple[str, str, str] | None:
+    lines = [line for line in details.late_lines if line.rank in ranks and line.site.line]
+    if not lines:
+        return None
+    dearest = max(lines, key=lambda line: line.cost_ms)
+    site = dearest.site
+    return line_names(str(site), site.user_line), _before(dearest), site.shown
+
+
+def _before(line: LateLine) -> str:
+    function = line.site.own.function
+    op = f"late to {line.op}" + (f" in {function}()" if function else "")
+    if line.since is None or not line.since.line:
+        return f"{op}: look at what it does before"
+    if line.since == line.site:
+        return f"{op}: look at what it does between one and the next"
+    since = line_names(str(line.since), line.since.user_line)
+    return f"{op}: look at what it does after {since}"
+
+
+def items(details: Details, curves: list[Curve], findings: Sequence[Finding] = ()) -> list[Item]:
+    """Return the items to look at: findings, then high costs, then gaps in the evidence."""
+    return [*map(item_of_finding, findings), *_late(details), *_slow(curves), *_gaps(details)]
+
+
+def item_of_finding(finding: Finding) -> Item:
+    """Return a finding with its evidence and advice."""
+    sure = "" if finding.confidence == "certain" else f" ({finding.confidence})"
+    evidence = "; ".join(line.rstrip(".") for line in finding.evidence)
+    words = " ".join(filter(None, (evidence and f"{evidence}.", finding.advice)))
+    return Item("alarm", finding.summary + sure, words, finding.shown_line)
+
+
+def _late(details: Details) -> Iterator[Item]:
+    shares = {straggler.rank: straggler for straggler in details.summary.stragglers}
+    named = headline(details.summary).ranks
+    for line in details.late_lines:
+        if line.rank not in named or line.share < _WORTH_A_LINE:
+            continue
+        host = shares[line.rank].host
+        yield Item(
+            "alarm",
+            f"rank {line.rank}{f' ({host})' if host else ''} is {_before(line)}",
+            f"Last {plural(line.times, 'time')} there: {time(line.cost_ms)} of waiting by all "
+            f"the others together, {percent(line.share)} of what it cost by being last.",
+            line.site.shown if line.site.line else "",
+        )
+
+
+def _slow(curves: list[Curve]) -> Iterator[Item]:
+    for slow in below_peers(curves):
+        yield Item(
+            "note",
+            f"{slow.op} in group {slow.group} reaches {percent(slow.ratio)} of its peers' "
+            "bandwidth",
+            f"{slow.busbw:.3g} GB/s at {slow.size}, where {plural(slow.peers, 'other')} "
+            f"reach {slow.expected:.3g} GB/s (median).",
+        )
+
+
+def _gaps(details: Details) -> Iterator[Item]:
+    summary = details.summary
+    unfinished = sum(row.unfinished for row in summary.collectives)
+    if unfinished:
+        which = [f"{row.op} in group {row.group}" for row in summary.collectives if row.unfinished]
+        more = f" and {len(which) - _MOST_OPS:,} more kinds" if len(which) > _MOST_OPS else ""
+        yield Item(
+            "note",
+            f"{plural(unfinished, 'op')} never finished on any rank",
+            f"{'; '.join(which[:_MOST_OPS])}{more}.",
+        )
+    if summary.missing_ranks:
+        yield Item(
+            "gap",
+            f"no records of rank {format_ranks(summary.missing_ranks)}",
+            "Bandwidth, waiting and traffic are of the others only.",
+        )
+    if summary.dropped:
+        yield Item(
+            "gap",
+            f"{plural(summary.dropped, 'record')} had been overwritten before this was read",
+            "The figures are of what was left; a larger RANKCALL_CAPACITY keeps more.",
+        )
+    apart = [clock.host for clock in summary.hosts if not clock.linked]
+    if apart:
+        yield Item(
+            "gap",
+            f"the clock of {', '.join(apart)} could not be compared with the others",
+            "No collective links it to them: lateness across these hosts is not to be trusted.",
+        )
+    live = [row.rank for row in summary.ranks if not row.closed]
+    if live:
+        yield Item("gap", f"rank {format_ranks(live)}: still running, or killed")
+    for problem in summary.problems:
+        if "no ring for rank" not in problem:
+            yield Item("gap", problem)

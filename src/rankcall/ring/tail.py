@@ -1,0 +1,83 @@
+"""Cut the tail of a ring: a small ring file with its newest records and all that are in flight.
+
+A tail is written beside the run while its process lives, and is sent to other nodes. It is a ring
+file like any other, so no reader knows the difference: the records that it lacks count as
+dropped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.errors import CorruptRun
+from rankcall.files import open_regular
+from rankcall.record import (
+    COMMIT_DONE,
+    RECORD,
+)
+from rankcall.ring.layout import (
+    HEADER,
+    HEADER_BYTES,
+    Geometry,
+)
+from rankcall.ring.reader import read_ring
+
+NEWEST = 256  # records of a tail, a power of two
+
+
+def tail_of(path: Path, newest: int = NEWEST) -> bytes:
+    """Return the tail of a ring file, also of a living process. Raises ``CorruptRun``.
+
+    Args:
+        path: The ring.
+        newest: The number of newest records to keep, a power of two.
+    """
+    raw = _read(path, 0, HEADER_BYTES)
+    ring = read_ring(path)
+    shape = ring.header.geometry
+    # The tables come last: they have each group and line that a record names before the record.
+    used = int(np.frombuffer(_read(path, 0, HEADER_BYTES), HEADER, count=1)["tables_used"][0])
+    tables = _read(path, shape.tables_offset, min(used, shape.tables_bytes))
+    tables = tables.ljust((len(tables) + 7) // 8 * 8, b"\0")
+    capacity = min(newest, shape.capacity)
+    slots, parked = _placed(ring.records, capacity)
+    header = _tail_header(raw, Geometry(capacity, len(parked), len(tables)), len(slots))
+    return b"".join((header, parked.tobytes(), tables, slots.tobytes()))
+
+
+def _read(path: Path, offset: int, length: int) -> bytes:
+    try:
+        with open_regular(path) as file:
+            file.seek(offset)
+            data = file.read(length)
+    except OSError as error:
+        raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
+    if offset == 0 and len(data) < length:
+        raise CorruptRun(f"{path}: not a rankcall ring file")
+    return data
+
+
+def _placed(records: npt.NDArray[Any], capacity: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the slots of a smaller ring, and the older records that have not ended."""
+    if not len(records):
+        return np.zeros(0, RECORD), np.zeros(0, RECORD)
+    index = (records["commit"] >> 2).astype(np.int64) - 1
+    last = int(index[-1])
+    is_recent = index > last - capacity
+    slots = np.zeros(min(last + 1, capacity), RECORD)
+    slots[index[is_recent] % capacity] = records[is_recent]
+    is_open = records["commit"] & 3 != COMMIT_DONE
+    return slots, records[~is_recent & is_open]
+
+
+def _tail_header(raw: bytes, shape: Geometry, kept: int) -> bytes:
+    """Return a ring's header with the sizes of its tail."""
+    row = np.frombuffer(raw, HEADER, count=1).copy()
+    row["capacity"], row["inflight_capacity"] = shape.capacity, shape.inflight_capacity
+    row["tables_bytes"], row["tables_used"] = shape.tables_bytes, shape.tables_bytes
+    row["file_bytes"] = shape.records_offset + kept * RECORD.itemsize
+    return bytes(row.tobytes())

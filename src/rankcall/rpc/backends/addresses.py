@@ -1,0 +1,152 @@
+"""Between hosts: the workers' common secret and its CURVE keys, and the address of a worker."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlparse
+
+from rankcall.errors import AuthenticationFailed, BackendUnavailable
+
+_SHORTEST_SECRET = 16
+_LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation; nothing is ever sent to it
+
+
+class Keys(NamedTuple):
+    """CURVE keys, 32 bytes each. All workers of a job have the same two pairs."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+def find_secret(secret_file: str | os.PathLike[str] | None) -> bytes | None:
+    """Return the job's secret, from the file or from the environment.
+
+    ``RANKCALL_RPC_SECRET_FILE`` names a file, ``RANKCALL_RPC_SECRET`` is the secret itself; None if
+    neither is set. Raises ``AuthenticationFailed`` if the file is missing or others can read it,
+    and if the secret is too short.
+    """
+    file = secret_file or os.environ.get("RANKCALL_RPC_SECRET_FILE")
+    if file:
+        return _check_length(_read(Path(file)), str(file))
+    secret = os.environ.get("RANKCALL_RPC_SECRET")
+    return _check_length(secret.encode(), "RANKCALL_RPC_SECRET") if secret else None
+
+
+def derive_keys(secret: bytes) -> Keys:
+    """Return the keys that follow from a secret (BLAKE2b; one key for each role)."""
+    import zmq
+    from zmq.utils import z85
+
+    if not zmq.has("curve"):
+        raise BackendUnavailable(
+            "this pyzmq was built without CURVE, which the workers of several hosts need to trust "
+            "each other: pip install --force-reinstall pyzmq"
+        )
+    pairs: list[bytes] = []
+    for role in (b"server", b"client"):
+        private = hashlib.blake2b(secret, digest_size=32, person=b"rankcall " + role).digest()
+        pairs += [z85.decode(zmq.curve_public(z85.encode(private))), private]
+    return Keys(*pairs)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        mode = file.stat().st_mode & 0o077
+        text = file.read_bytes().strip()
+    except OSError as error:
+        raise AuthenticationFailed(f"the secret {file} cannot be read: {error}") from error
+    if mode:
+        raise AuthenticationFailed(f"others may read the secret {file}: chmod 600 {file}")
+    return text
+
+
+def _check_length(secret: bytes, source: str) -> bytes:
+    if len(secret) < _SHORTEST_SECRET:
+        raise AuthenticationFailed(
+            f"the secret in {source} has {len(secret)} bytes; it must have at least "
+            f"{_SHORTEST_SECRET}. Make one with: head -c 32 /dev/urandom | base64"
+        )
+    return secret
+
+
+def own_address(host: str | None, init_method: str) -> str:
+    """Return the address under which other hosts reach this worker, as a number.
+
+    ``host`` or ``RANKCALL_RPC_HOST`` if set, else the address of this host on the way to the store.
+    Raises ``ValueError`` if that is not the address of one host.
+    """
+    wanted = host or os.environ.get("RANKCALL_RPC_HOST")
+    if not wanted:
+        return _way_to_store(init_method)
+    try:
+        address = socket.getaddrinfo(wanted, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise ValueError(f"host={wanted!r} is not the address of a host: {error}") from error
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ValueError(
+            f"host={wanted!r} is not an address that other hosts can reach. To listen on every "
+            "interface pass bind=, and as host= the address that the others use"
+        )
+    return str(ipaddress.ip_address(address))
+
+
+def endpoints(address: str, port: int | str) -> Iterable[str]:
+    """Yield the endpoints to try: a port, a range of ports as "29600-29700", or any port (0)."""
+    shown = f"[{address}]" if ":" in address else address
+    first, dash, last = str(port).partition("-")
+    last = last if dash else first
+    if not (first.isdigit() and last.isdigit() and int(first) <= int(last) <= 65535):
+        raise ValueError(f'port must be a port, a range as "29600-29700", or 0; got {port!r}')
+    for number in range(int(first), int(last) + 1):
+        yield f"tcp://{shown}:{number or '*'}"
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Return whether an endpoint ``tcp://address:port`` can only be reached from its own host."""
+    address = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _way_to_store(init_method: str) -> str:
+    """Return this host's address on the way to the store's host.
+
+    A host name often resolves to a loopback address on the host itself, which other hosts cannot
+    use, so the default route decides then. If the user wrote a loopback address for the store, all
+    workers are on one host.
+    """
+    url = urlparse(init_method)
+    host = url.hostname if url.scheme == "tcp" else os.environ.get("MASTER_ADDR")
+    address = _source_address(host) if host else ""
+    if not address or (ipaddress.ip_address(address).is_loopback and not _is_plain_loopback(host)):
+        address = _source_address(_ELSEWHERE) or address
+    return address or _LOOPBACK
+
+
+def _is_plain_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "") in (
+            ipaddress.ip_address(_LOOPBACK),
+            ipaddress.ip_address("::1"),
+        )
+    except ValueError:
+        return False
+
+
+def _source_address(host: str) -> str:
+    """Return the address that packets to a host would come from, or an empty string."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""

@@ -1,0 +1,430 @@
+"""Turn records into descriptions: names, sizes, bandwidths, and the rank that prints each.
+
+``Order`` first puts ended ops into issue order per group, and merges the ops of one call of an
+object function. An op that ended waits there while an earlier op of its group is in flight. An op
+that has been in flight for ``OVERDUE_NS`` is described as issued, and no longer blocks the later
+ones.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.capture.marks import Span
+from rankcall.record import (
+    BATCH,
+    BYTES_PER_GB,
+    FLAG_ANY_SOURCE,
+    KINDS,
+    OBJECT_CALLS,
+    OPS,
+    PICKLE_DTYPE,
+    RECORD,
+    ROOT_DESCRIBES,
+    STATUSES,
+    Rows,
+    bandwidth_sizes,
+    bus_factor,
+    concat_rows,
+    has_duration,
+    public_name,
+    take_rows,
+)
+from rankcall.ring.follower import Flags, index_of
+from rankcall.ring.reader import Ring
+from rankcall.ring.tables import Group, Tables
+from rankcall.trace.descriptions import Descriptions, Kind, Teller
+
+if TYPE_CHECKING:
+    pass
+
+
+Column = npt.NDArray[Any]
+
+OVERDUE_NS = 5_000_000_000
+_STALE_NS = 1_000_000_000  # a call with fewer ops than expected counts as complete after that
+_MOST_WAITING = 1 << 16
+
+_STARTED, _FAILED = STATUSES.index("started"), STATUSES.index("failed")
+_P2P = KINDS.index("p2p")
+_NO_GROUP = Group("unknown", 0, "", "", ())
+_MANY = 1 << 15
+MODE_VARIABLE = "TORCH_DISTRIBUTED_TRACING"
+_SIZED = ("op", "message_bytes", "in_bytes", "out_bytes")
+_NONE: Rows = np.empty(0, RECORD)
+
+
+def _in_order(rows: Rows) -> Rows:
+    """Return records in issue order; an earlier op may have ended while later ones were read."""
+    commits = rows["commit"]
+    if not np.any(commits[1:] < commits[:-1]):
+        return rows
+    return take_rows(rows, np.argsort(commits, kind="stable"))
+
+
+class Order:
+    """Holds back the ops that must wait. Each recording has its own; use it from one thread."""
+
+    def __init__(self) -> None:
+        self._waiting = _NONE
+        self._described: set[int] = set()  # ops in flight that were described as issued
+        self._tables: Tables | None = None
+        self._object_sites: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        self._calls: dict[int, int] = {}
+
+    @property
+    def waiting(self) -> int:
+        """How many ended ops are held back."""
+        return len(self._waiting)
+
+    def take(
+        self, ended: Rows, awaited: Rows, tables: Tables, now_ns: int, last: bool = False
+    ) -> tuple[Rows, Flags]:
+        """Return the rows to describe now, in issue order, and which of them are still in flight.
+
+        Args:
+            ended: The ops that ended since the last call.
+            awaited: The ops that are in flight.
+            tables: The side tables of the recording.
+            now_ns: The monotonic clock.
+            last: Whether to return everything that waits.
+        """
+        self._learn(tables)
+        objects = self._are_objects(ended)
+        if not (len(awaited) or len(self._waiting) or objects.any()):
+            self._described.clear()
+            return _in_order(ended), np.zeros(len(ended), np.bool_)
+        rows = _in_order(concat_rows([self._waiting, ended]))
+        overdue, blocking = self._split(awaited, now_ns)
+        rows, held = self._hold(rows, awaited, blocking, now_ns)
+        if last or np.count_nonzero(held) > _MOST_WAITING:
+            held[:] = False
+        self._waiting = take_rows(rows, held)
+        ready = self._merged(take_rows(rows, ~held))
+        issued = np.concatenate([np.zeros(len(ready), np.bool_), np.ones(len(overdue), np.bool_)])
+        ready = concat_rows([ready, overdue])
+        order = np.argsort(ready["commit"], kind="stable")
+        return take_rows(ready, order), issued[order]
+
+    def _learn(self, tables: Tables) -> None:
+        """Note the call sites of functions that send pickles."""
+        if tables is self._tables:
+            return
+        self._tables = tables
+        self._calls = {
+            number: OBJECT_CALLS[site.api]
+            for number, site in tables.sites.items()
+            if site.api in OBJECT_CALLS
+        }
+        self._object_sites = np.array(list(self._calls), np.uint32)
+
+    def _are_objects(self, rows: Rows) -> Flags:
+        if not len(self._object_sites):
+            return np.zeros(len(rows), np.bool_)
+        return np.isin(rows["call_site"], self._object_sites)
+
+    def _split(self, awaited: Rows, now_ns: int) -> tuple[Rows, Rows]:
+        """Return the ops in flight to describe as issued now, and the ops that block later ones."""
+        index = index_of(awaited)
+        self._described &= set(index.tolist())
+        described = np.isin(index, list(self._described))
+        overdue = ~described & (awaited["enqueued_ns"] < now_ns - OVERDUE_NS)
+        self._described.update(index[overdue].tolist())
+        return take_rows(awaited, overdue), take_rows(awaited, ~described & ~overdue)
+
+    def _hold(self, rows: Rows, awaited: Rows, blocking: Rows, now_ns: int) -> tuple[Rows, Flags]:
+        """Return the rows, and a mask of those that have to wait."""
+        held = np.zeros(len(rows), np.bool_)
+        first: dict[int, int] = {}  # group -> its earliest record that has not ended
+        for group, index in zip(blocking["group"].tolist(), index_of(blocking), strict=True):
+            first[group] = min(first.get(group, int(index)), int(index))
+        calls = self._calls_in(rows)
+        for parts in calls:
+            if not self._is_whole(take_rows(rows, np.array(parts)), awaited, now_ns):
+                held[parts] = True
+                group, index = int(rows["group"][parts[0]]), int(index_of(rows[parts])[0])
+                first[group] = min(first.get(group, index), index)
+        index = index_of(rows)
+        for group, blocker in first.items():
+            held |= (rows["group"] == group) & (index > blocker)
+        for parts in calls:
+            held[parts] = held[parts].any()
+        return rows, held
+
+    def _calls_in(self, rows: Rows) -> list[list[int]]:
+        """Return the indexes of the ops of each call of an object function."""
+        calls: dict[int, list[int]] = {}
+        for at in np.flatnonzero(self._are_objects(rows)).tolist():
+            calls.setdefault(int(rows["correlation"][at]), []).append(at)
+        return list(calls.values())
+
+    def _is_whole(self, parts: Rows, awaited: Rows, now_ns: int) -> bool:
+        if len(parts) >= self._calls[int(parts["call_site"][0])]:
+            return True
+        if (parts["status"] == _FAILED).any():
+            return True
+        more = (awaited["correlation"] == parts["correlation"][0]).any()
+        return not more and int(parts["completed_ns"].max()) < now_ns - _STALE_NS
+
+    def _merged(self, rows: Rows) -> Rows:
+        """Merge each call into the row of its pickles, from the first start to the last end."""
+        calls = self._calls_in(rows)
+        if not calls:
+            return rows
+        kept = np.ones(len(rows), np.bool_)
+        for parts in calls:
+            pickles = [at for at in parts if rows["dtype"][at] == PICKLE_DTYPE]
+            chosen = (pickles or parts)[-1]
+            kept[parts], kept[chosen] = False, True
+            ends = rows["completed_ns"][parts]
+            for name in ("enqueued_ns", "started_ns"):
+                rows[name][chosen] = rows[name][parts[0]]
+            rows["completed_ns"][chosen] = ends.max() if ends.all() else 0
+            if (rows["status"][parts] == _FAILED).any():
+                rows["status"][chosen] = _FAILED
+        return take_rows(rows, kept)
+
+
+class Mode(str, Enum):
+    """Which ops are described."""
+
+    ALL = "ALL"
+    CROSSNODE = "CROSSNODE"
+    NONE = "NONE"
+
+
+def mode_of(given: str | Mode | None) -> Mode:
+    """Return the mode of a name, in any case; for None the variable's, or else ``CROSSNODE``."""
+    where, text = "mode", given
+    if given is None:
+        where, text = MODE_VARIABLE, os.environ.get(MODE_VARIABLE) or Mode.CROSSNODE
+    name = text.value if isinstance(text, Mode) else str(text).strip().upper()
+    if name not in Mode.__members__:
+        names = ", ".join(Mode.__members__)
+        raise ValueError(f"{where} must be one of {names} (in any case); got {text!r}")
+    return Mode(name)
+
+
+class _Known(NamedTuple):
+    """The fields that all records of one (variant, call site, group) share."""
+
+    kind: Kind
+    group: Group
+    is_object: bool
+    correlates: bool
+    coalesced: bool
+
+
+@dataclass(frozen=True)
+class Describer:
+    """Describes the records of one ring. ``span`` is used only if the mode is ``CROSSNODE``."""
+
+    teller: Teller
+    epoch_ns: int  # when the monotonic clock read zero
+    mode: Mode = Mode.ALL
+    span: Span | None = None
+
+    def describe(self, rows: Rows, issued: Flags, tables: Tables, dropped: int = 0) -> Descriptions:
+        """Describe records in their order; ``issued`` marks those that are still in flight.
+
+        The result has no descriptions of ops that another rank describes or that the mode excludes.
+        """
+        rank = self.teller.rank
+        known, which = _known(rows, tables)
+        place = _by(known, which, lambda meaning: _place(meaning.group.ranks, rank))
+        wanted = ~np.isin(rows["op"], ROOT_DESCRIBES) | (rows["root"] == place) | (place < 0)
+        if self.mode is Mode.CROSSNODE and self.span is not None:
+            wanted &= self._crossing(rows, known, which)
+        if not wanted.all():
+            rows, issued = take_rows(rows, wanted), issued[wanted]
+            which, place = which[wanted], place[wanted]
+        return self._columns(rows, issued, tables, known, which, place, dropped)
+
+    def _crossing(self, rows: Rows, known: list[_Known], which: Column) -> Flags:
+        """Mark the ops that cross hosts: by their peer, or by their group if no peer is known."""
+        assert self.span is not None
+        span = self.span
+        crosses = _by(known, which, lambda meaning: span.crosses(meaning.group.ranks))
+        wanted = crosses.astype(np.bool_)
+        named = (rows["kind"] == _P2P) & (rows["peer"] >= 0)
+        named &= rows["flags"] & FLAG_ANY_SOURCE == 0
+        for at in np.flatnonzero(named).tolist():
+            ranks, peer = known[which[at]].group.ranks, int(rows["peer"][at])
+            wanted[at] = span.is_elsewhere(ranks[peer]) if peer < len(ranks) else True
+        return wanted
+
+    def _columns(
+        self,
+        rows: Rows,
+        issued: Flags,
+        tables: Tables,
+        known: list[_Known],
+        which: Column,
+        place: Column,
+        dropped: int,
+    ) -> Descriptions:
+        objects = _by(known, which, lambda meaning: meaning.is_object).astype(np.bool_)
+        # An object function first sends the lengths of its pickles. The caller sent no such bytes.
+        lengths = objects & (rows["dtype"] != PICKLE_DTYPE)
+        duration = _durations(rows, issued)
+        moved, factor = _moved(rows, known, which, lengths)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            algbw = np.where((duration > 0) & (moved > 0), moved / duration / 1e-3, np.nan)
+        algbw /= BYTES_PER_GB
+        coalesced = _by(known, which, lambda meaning: meaning.coalesced).astype(np.bool_)
+        together = (coalesced & (rows["tensors"] > 1)) | _by(
+            known, which, lambda meaning: meaning.correlates
+        ).astype(np.bool_)
+        p2p, root = rows["kind"] == _P2P, rows["root"]
+        columns: dict[str, Column] = {
+            "kind": which,
+            "message_size": np.where(lengths, 0, rows["message_bytes"]).astype(np.int64),
+            "device": rows["device_index"].copy(),
+            "issued_ns": rows["enqueued_ns"] + self.epoch_ns,
+            "peer_rank": _global(rows["peer"], known, which),
+            "root_rank": _global(root, known, which),
+            "correlation_id": np.where(together, rows["correlation"], 0).astype(np.int64),
+            "seq": rows["seq"].astype(np.int64),
+            "dtype": rows["dtype"].copy(),
+            "duration_ms": duration,
+            "algbw_gbps": algbw,
+            "busbw_gbps": algbw * factor,
+            "step": rows["step"].astype(np.int64),
+            "in_flight": issued,
+            "failed": rows["status"] == _FAILED,
+            "prints": p2p | np.where(root >= 0, root == place, place <= 0),
+            "first": np.ones(len(rows), np.bool_),
+        }
+        kinds = tuple(meaning.kind for meaning in known)
+        if (coalesced & (rows["tensors"] > 1)).any():
+            columns = _each_tensor(columns, rows, coalesced, tables)
+        return Descriptions(self.teller, kinds, columns, dropped)
+
+
+def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) -> Descriptions:
+    """Describe all records of a ring that was read (``rankcall.load(...).rings``).
+
+    Args:
+        ring: The ring.
+        mode: ``ALL``, ``CROSSNODE`` (only ops between hosts) or ``NONE``.
+        span: Knows which ranks are on other hosts; ``CROSSNODE`` needs it.
+
+    Returns:
+        The descriptions, in issue order per group. Their ``gpu_serial`` and ``vm_id`` are
+        ``unknown``, because records do not have them.
+
+    Raises:
+        ValueError: The mode is unknown, or it is ``CROSSNODE`` and ``span`` is missing.
+    """
+    chosen = mode_of(mode)
+    if chosen is Mode.CROSSNODE and span is None:
+        raise ValueError("the mode CROSSNODE needs span=, which knows each rank's host")
+    header = ring.header
+    rows = ring.records[:0] if chosen is Mode.NONE else ring.records
+    over = rows["status"] >= STATUSES.index("completed")
+    over |= rows["completed_ns"] != 0
+    ended, awaited = take_rows(rows, over), take_rows(rows, ~over)
+    ordered, issued = Order().take(ended, awaited, ring.tables, 0, last=True)
+    epoch_ns = header.anchor_epoch_ns - header.anchor_mono_ns
+    describer = Describer(Teller(header.rank), epoch_ns, chosen, span)
+    return describer.describe(ordered, issued, ring.tables, ring.dropped)
+
+
+def _known(rows: Rows, tables: Tables) -> tuple[list[_Known], Column]:
+    """Return the meaning of each distinct (variant, call site, group), and each row's index."""
+    code = rows["variant"].astype(np.int64)
+    for name in ("call_site", "group"):
+        ids = rows[name]
+        if ids.max(initial=0) > _MANY:  # ids count up from 1, so this file is damaged
+            ids = np.unique(ids, return_inverse=True)[1]
+        code = code * (int(ids.max(initial=0)) + 1) + ids
+    _, first, which = np.unique(code, return_index=True, return_inverse=True)
+    return [_meaning(rows[at], tables) for at in first.tolist()], which
+
+
+def _meaning(row: Rows, tables: Tables) -> _Known:
+    variant = tables.strings.get(int(row["variant"]), "")
+    group = tables.groups.get(int(row["group"]), _NO_GROUP)
+    site = tables.sites.get(int(row["call_site"]))
+    api = site.api if site is not None else ""
+    is_object = api in OBJECT_CALLS
+    name = api if is_object else public_name(variant) or "unknown"
+    kind = Kind(name, str(site) if site is not None else "unknown", group.label, group.ranks)
+    return _Known(kind, group, is_object, api == BATCH, "coalesced" in variant)
+
+
+def _by(known: list[_Known], which: Column, value: object) -> Column:
+    """Return a value for each row that depends only on the row's meaning."""
+    assert callable(value)
+    return np.array([value(meaning) for meaning in known], np.int64)[which]
+
+
+def _place(ranks: tuple[int, ...], rank: int) -> int:
+    return ranks.index(rank) if rank in ranks else -1
+
+
+def _durations(rows: Rows, issued: Flags) -> npt.NDArray[np.float64]:
+    """Return each op's duration in ms: the device's time if it was measured, NaN if unknown."""
+    started = np.where(rows["started_ns"] == 0, rows["enqueued_ns"], rows["started_ns"])
+    took = np.round((rows["completed_ns"] - started) / 1e6, 6)
+    took = np.where(np.isnan(rows["device_ms"]), took, rows["device_ms"])
+    unknown = issued | (rows["completed_ns"] == 0) | (rows["status"] == _FAILED)
+    unknown |= ~has_duration(rows["flags"], rows["device_ms"])
+    return np.where(unknown, np.nan, took)
+
+
+def _moved(
+    rows: Rows, known: list[_Known], which: Column, lengths: Flags
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return S (in bytes) and f of each row, as nccl-tests defines them."""
+    moved, factor = np.zeros(len(rows)), np.zeros(len(rows))
+    members = _by(known, which, lambda meaning: len(meaning.group.ranks))
+    for n in np.unique(members).tolist():
+        of_size = members == n
+        part = {name: np.ascontiguousarray(rows[name][of_size]) for name in _SIZED}
+        moved[of_size] = bandwidth_sizes(part, n)
+        for op in np.unique(part["op"]).tolist():
+            factor[of_size & (rows["op"] == op)] = bus_factor(OPS[op], n)
+    moved[lengths] = 0
+    return moved, factor
+
+
+def _global(local: Column, known: list[_Known], which: Column) -> Column:
+    """Translate ranks within their groups to global ranks; -1 stays -1 (no such rank)."""
+    result = np.full(len(local), -1, np.int64)
+    if (local < 0).all():
+        return result
+    for number, meaning in enumerate(known):
+        ranks = np.array(meaning.group.ranks, np.int64)
+        rows = (which == number) & (local >= 0) & (local < len(ranks))
+        result[rows] = ranks[local[rows]]
+    return result
+
+
+def _each_tensor(
+    columns: dict[str, Column], rows: Rows, coalesced: Column, tables: Tables
+) -> dict[str, Column]:
+    """Make one description for each tensor of a coalesced op; split the bytes by element counts."""
+    times = np.ones(len(rows), np.int64)
+    shares: dict[int, list[int]] = {}
+    for at in np.flatnonzero(coalesced & (rows["tensors"] > 1)).tolist():
+        numels = tables.numels.get(int(rows["shape_hash"][at]), ())
+        total = sum(numels)
+        if len(numels) == int(rows["tensors"][at]) and total:
+            size = int(columns["message_size"][at])
+            shares[at] = [size * numel // total for numel in numels]
+            times[at] = len(numels)
+    place = np.repeat(np.arange(len(rows)), times)
+    spread = {name: column[place] for name, column in columns.items()}
+    begins = np.cumsum(times) - times
+    for at, parts in shares.items():
+        here = slice(int(begins[at]), int(begins[at]) + len(parts))
+        spread["message_size"][here] = parts
+        spread["first"][here][1:] = False
+    return spread

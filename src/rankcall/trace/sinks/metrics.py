@@ -1,0 +1,89 @@
+"""Histograms and counts by op and group, added up one batch at a time, for metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankcall.trace.descriptions import Descriptions
+
+SECONDS = tuple(base * 10.0**power for power in range(-5, 2) for base in (1.0, 2.5, 5.0))
+BYTES = tuple(4.0**power for power in range(2, 17))
+OTHER = "other"
+
+
+class Key(NamedTuple):
+    """The labels by which metrics are counted."""
+
+    op: str
+    group: str
+
+
+class Batch(NamedTuple):
+    """The figures that one batch adds to one key. ``seconds`` leaves out unknown durations."""
+
+    calls: int
+    failed: int
+    sizes: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64]
+
+
+@dataclass
+class Histogram:
+    """Counts of values by upper bound, and the sum of the values."""
+
+    bounds: tuple[float, ...]
+    counts: npt.NDArray[np.int64] = field(init=False)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = np.zeros(len(self.bounds) + 1, np.int64)
+
+    def add(self, values: npt.NDArray[np.float64] | npt.NDArray[np.int64]) -> None:
+        """Count values; a value that equals a bound counts as below it."""
+        buckets = np.searchsorted(self.bounds, values, side="left")
+        self.counts += np.bincount(buckets, minlength=len(self.counts))
+        self.total += float(values.sum())
+
+
+class Keys:
+    """Makes a bounded number of keys: groups after the first ``most`` share the name ``other``."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._groups: set[str] = set()
+
+    def of(self, name: str, group: str) -> Key:
+        """Return the key of an op on a group."""
+        if group not in self._groups:
+            if len(self._groups) >= self._most:
+                return Key(name, OTHER)
+            self._groups.add(group)
+        return Key(name, group)
+
+    def split(self, descriptions: Descriptions) -> Iterator[tuple[Key, Batch]]:
+        """Yield the figures that a batch adds to each key, without ops in flight."""
+        columns = descriptions.columns
+        keys = [self.of(kind.name, kind.group) for kind in descriptions.kinds]
+        different = sorted(set(keys))
+        code = np.array([different.index(key) for key in keys], np.int64)[columns["kind"]]
+        done = ~columns["in_flight"]
+        for number, key in enumerate(different):
+            of_key = done & (code == number)
+            whole = of_key & columns["first"]  # count the time of a coalesced op once
+            took = columns["duration_ms"][whole] / 1e3
+            calls = int(np.count_nonzero(whole))
+            if calls:
+                yield (
+                    key,
+                    Batch(
+                        calls,
+                        int(np.count_nonzero(columns["failed"] & whole)),
+                        columns["message_size"][of_key],
+                        took[~np.isnan(took)],
+                    ),
+                )
