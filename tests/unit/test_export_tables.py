@@ -180,9 +180,7 @@ def test_half_a_file_is_never_left(small: Path, to: str, monkeypatch: pytest.Mon
     def fail(run: object, ring: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(
-        "rankcall.run.load.Run.iter_rings", lambda self, progress=None: fail(0, 0)
-    )
+    monkeypatch.setattr("rankcall.run.load.Run.iter_rings", lambda self, progress=None: fail(0, 0))
     with pytest.raises(ExportFailed, match="No space left on device"):
         export(load(small), to, target)
     assert target.read_bytes() == before

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rankcall._requests import Steps
 from rankcall.errors import PeerError, UnevenInputs
-from rankcall.join import connections, error_channel
+from rankcall.join import error_channel
 from rankcall.join.error_channel import ErrorChannel
 from rankcall.join.shared_log import SharedLog
 from rankcall.process import Process

@@ -20,8 +20,8 @@ from stores import kind, stores_of
 from rankcall._requests import Steps
 from rankcall.analysis.verdicts import diagnose
 from rankcall.errors import RankcallError
-from rankcall.job import bundles, departure, evidence
 from rankcall.job import bundles as bundle_module
+from rankcall.job import departure, evidence
 from rankcall.job import posts as posts_module
 from rankcall.job.bundles import check_url, is_shared, keep_bundles, make_bundle, node_rings, upload
 from rankcall.job.departure import Departure, Place

@@ -33,7 +33,7 @@ from rankcall.run.views import (
     note_viewer,
     read_answers,
 )
-from rankcall.serve import live_run, other_nodes
+from rankcall.serve import other_nodes
 from rankcall.serve.live_run import LIVE, LiveRun, Look
 from rankcall.testing.model import Planted
 from rankcall.testing.simulated_store import (
