@@ -33,8 +33,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns each time that
 from torch.distributed import TCPStore
 from torch.distributed.elastic.utils import store as model
 
-from rankcall import BarrierTimeout
 from rankcall import store as ours
+from rankcall.errors import BarrierTimeout
 from rankcall.store._client import local_state
 
 Figures = dict[str, Any]

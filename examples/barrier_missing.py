@@ -14,7 +14,8 @@ import time
 
 import torch.distributed as dist
 
-from rankcall import BarrierTimeout, store
+from rankcall import store
+from rankcall.errors import BarrierTimeout
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ def sinks(folder: Path, rank: int, port: int) -> list[Any]:
             continue  # there is no collector to send to
         try:
             chosen.append(make())
-        except rankcall.ExtraMissing as error:
+        except rankcall.errors.ExtraMissingError as error:
             print(f"without {name}: {error}", flush=True)
     if "NVTX_INJECTION64_PATH" in os.environ:  # a profiler listens
         chosen.append(trace.Nvtx())

@@ -11,56 +11,23 @@ from typing import TYPE_CHECKING, Any
 from rankcall._version import __version__ as __version__
 
 _HOME = {
-    "AuthenticationFailed": "rankcall.errors",
-    "BackendNotFound": "rankcall.errors",
-    "BackendUnavailable": "rankcall.errors",
-    "BarrierTimeout": "rankcall.errors",
-    "CaptureUnavailable": "rankcall.errors",
-    "CorruptRun": "rankcall.errors",
-    "DuplicateBackend": "rankcall.errors",
-    "ExportFailed": "rankcall.errors",
-    "ExtraMissing": "rankcall.errors",
-    "InvalidDeviceMap": "rankcall.errors",
-    "PeerError": "rankcall.errors",
     "RankcallError": "rankcall.errors",
     "Recording": "rankcall.capture.recording",
-    "RpcTimeout": "rankcall.errors",
     "Run": "rankcall.run.load",
-    "RunNotFound": "rankcall.errors",
-    "StoreLost": "rankcall.errors",
-    "TorchMissing": "rankcall.errors",
-    "UnevenInputs": "rankcall.errors",
-    "WorldMismatch": "rankcall.errors",
     "disable": "rankcall.capture.session",
     "enable": "rankcall.job.attach",
     "expect": "rankcall.capture.phases",
     "load": "rankcall.run.load",
 }
-_MODULES = ("hooks", "join", "rpc", "store", "trace", "watch")
+_MODULES = ("errors", "hooks", "join", "rpc", "store", "trace", "watch")
 
 __all__ = [
-    "AuthenticationFailed",
-    "BackendNotFound",
-    "BackendUnavailable",
-    "BarrierTimeout",
-    "CaptureUnavailable",
-    "CorruptRun",
-    "DuplicateBackend",
-    "ExportFailed",
-    "ExtraMissing",
-    "InvalidDeviceMap",
-    "PeerError",
     "RankcallError",
     "Recording",
-    "RpcTimeout",
     "Run",
-    "RunNotFound",
-    "StoreLost",
-    "TorchMissing",
-    "UnevenInputs",
-    "WorldMismatch",
     "disable",
     "enable",
+    "errors",
     "expect",
     "hooks",
     "join",
@@ -72,30 +39,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from rankcall import hooks, rpc, store
+    from rankcall import errors, hooks, rpc, store
     from rankcall.capture.phases import expect
     from rankcall.capture.recording import Recording
     from rankcall.capture.session import disable
-    from rankcall.errors import (
-        AuthenticationFailed,
-        BackendNotFound,
-        BackendUnavailable,
-        BarrierTimeout,
-        CaptureUnavailable,
-        CorruptRun,
-        DuplicateBackend,
-        ExportFailed,
-        ExtraMissing,
-        InvalidDeviceMap,
-        PeerError,
-        RankcallError,
-        RpcTimeout,
-        RunNotFound,
-        StoreLost,
-        TorchMissing,
-        UnevenInputs,
-        WorldMismatch,
-    )
+    from rankcall.errors import RankcallError
     from rankcall.job.attach import enable
     from rankcall.run.load import Run, load
 
@@ -107,7 +55,18 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
-    raise AttributeError(f"module 'rankcall' has no attribute {name!r}")
+    return _error_of_version_0_1(name)
+
+
+def _error_of_version_0_1(name: str) -> Any:
+    """Return an error that the top level had in version 0.1, with a ``DeprecationWarning``."""
+    from rankcall import errors
+
+    now = errors._RENAMED.get(name, name)
+    if now not in errors.__all__:
+        raise AttributeError(f"module 'rankcall' has no attribute {name!r}")
+    errors.warn_renamed(f"rankcall.{name}", f"rankcall.errors.{now}", stacklevel=4)
+    return getattr(errors, now)
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rankcall.errors import RankcallError
-from rankcall.files import UnsafeFolder, check_file, make_folder
+from rankcall.files import UnsafeFolderError, check_file, make_folder
 
 _COMPILE_SECONDS = 600
 _LOCK_SECONDS = 180.0  # a build takes less than a minute on an idle machine
@@ -94,7 +94,7 @@ class NativeModule:
             with _lock(target.with_suffix(".lock")):
                 if not _is_built(target):
                     self._compile(target)
-        except UnsafeFolder as error:
+        except UnsafeFolderError as error:
             raise self.error(
                 f"{error.strerror}: rankcall runs no code from there; remove it, or set "
                 "RANKCALL_CACHE to a folder that only you can write"
@@ -184,7 +184,7 @@ def link_flags() -> list[str]:
 
 
 def _is_built(target: Path) -> bool:
-    """Return whether the module is there. Raises ``UnsafeFolder`` if others could write it."""
+    """Return whether the module is there. Raises ``UnsafeFolderError`` if others could write it."""
     try:
         check_file(target, _SUPERUSER)
     except FileNotFoundError:

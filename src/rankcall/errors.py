@@ -2,23 +2,23 @@
 
 ```text
 RankcallError
-├── AuthenticationFailed (RuntimeError)  workers need a common secret, but have none or several
-├── BackendNotFound      (ValueError, KeyError)  no back end has this name; lists the known names
-├── BackendUnavailable   (RuntimeError)  this installation or machine cannot run the back end
-├── BarrierTimeout       (RuntimeError)  a rank did not arrive in time; also a DistStoreError
-│   └── RpcTimeout       (TimeoutError)  an RPC group did not form or end in time
-├── CaptureUnavailable   (RuntimeError)  the capture that the user named cannot work here
-├── CorruptRun           (ValueError)    the file or directory is not a run, or it is damaged
-├── DuplicateBackend     (RuntimeError)  a back end with this name is registered already
-├── ExportFailed         (OSError)       a report or an export cannot be written
-├── ExtraMissing         (ImportError)   a sink needs a package that is not installed
-├── InvalidDeviceMap     (ValueError)    a worker's devices or device maps break a rule
-├── PeerError            (RuntimeError)  another rank failed, and this one cannot go on without it
-├── RunNotFound          (FileNotFoundError)  there is no run at this path
-├── StoreLost            (RuntimeError)  the store's host is gone; also a DistNetworkError
-├── TorchMissing         (ImportError)   torch is absent, or older than rankcall needs
-├── UnevenInputs         (RuntimeError)  ranks have different numbers of batches, or left early
-└── WorldMismatch        (ValueError)    ranks differ in the world size, or claim the same rank
+├── AuthenticationError     (RuntimeError)  workers need a common secret, but have none or several
+├── BackendNotFoundError    (ValueError, KeyError)  no back end has this name; lists the known names
+├── BackendUnavailableError (RuntimeError)  this installation or machine cannot run the back end
+├── BarrierTimeout          (RuntimeError)  a rank did not arrive in time; also a DistStoreError
+│   └── RpcTimeout          (TimeoutError)  an RPC group did not form or end in time
+├── CaptureUnavailableError (RuntimeError)  the capture that the user named cannot work here
+├── CorruptRunError         (ValueError)    the file or directory is not a run, or it is damaged
+├── DeviceMapError          (ValueError)    a worker's devices or device maps break a rule
+├── DuplicateBackendError   (RuntimeError)  a back end with this name is registered already
+├── ExportError             (OSError)       a report or an export cannot be written
+├── ExtraMissingError       (ImportError)   a sink needs a package that is not installed
+├── PeerError               (RuntimeError)  another rank failed, and this one cannot go on without
+it ├── RunNotFoundError        (FileNotFoundError)  there is no run at this path
+├── StoreLostError          (RuntimeError)  the store's host is gone; also a DistNetworkError
+├── TorchMissingError       (ImportError)   torch is absent, or older than rankcall needs
+├── UnevenInputsError       (RuntimeError)  ranks have different numbers of batches, or left early
+└── WorldMismatchError      (ValueError)    ranks differ in the world size, or claim the same rank
 ```
 """
 
@@ -26,28 +26,29 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
-    "AuthenticationFailed",
-    "BackendNotFound",
-    "BackendUnavailable",
+    "AuthenticationError",
+    "BackendNotFoundError",
+    "BackendUnavailableError",
     "BarrierTimeout",
-    "CaptureUnavailable",
-    "CorruptRun",
-    "DuplicateBackend",
-    "ExportFailed",
-    "ExtraMissing",
-    "InvalidDeviceMap",
+    "CaptureUnavailableError",
+    "CorruptRunError",
+    "DeviceMapError",
+    "DuplicateBackendError",
+    "ExportError",
+    "ExtraMissingError",
     "PeerError",
     "RankcallError",
     "RpcTimeout",
-    "RunNotFound",
-    "StoreLost",
-    "TorchMissing",
-    "UnevenInputs",
-    "WorldMismatch",
+    "RunNotFoundError",
+    "StoreLostError",
+    "TorchMissingError",
+    "UnevenInputsError",
+    "WorldMismatchError",
 ]
 
 
@@ -69,18 +70,18 @@ def _rebuild(kind: type[_Explained], args: tuple[Any, ...], state: dict[str, Any
     return error
 
 
-class AuthenticationFailed(RankcallError, RuntimeError):
+class AuthenticationError(RankcallError, RuntimeError):
     """Raised if workers on a network do not share one secret."""
 
 
-class BackendNotFound(RankcallError, ValueError, KeyError):
+class BackendNotFoundError(RankcallError, ValueError, KeyError):
     """Raised if no back end has the given name; the message lists the known names."""
 
     # KeyError would show the message in quotes.
     __str__ = Exception.__str__
 
 
-class BackendUnavailable(RankcallError, RuntimeError):
+class BackendUnavailableError(RankcallError, RuntimeError):
     """Raised if a known back end lacks a package or a compiler; the message says which."""
 
 
@@ -122,30 +123,30 @@ class BarrierTimeout(_Explained, RuntimeError):
         self.what = what
 
 
-class CaptureUnavailable(RankcallError, RuntimeError):
+class CaptureUnavailableError(RankcallError, RuntimeError):
     """Raised if the capture that the user named cannot work on this machine."""
 
 
-class CorruptRun(RankcallError, ValueError):
+class CorruptRunError(RankcallError, ValueError):
     """Raised if a path is not a ring file or a run directory, or is too damaged to be read."""
 
 
-class DuplicateBackend(RankcallError, RuntimeError):
+class DuplicateBackendError(RankcallError, RuntimeError):
     """Raised if a back end is registered under a name that is taken."""
 
 
-class ExportFailed(RankcallError, OSError):
+class ExportError(RankcallError, OSError):
     """Raised if a report or an export cannot be written.
 
     For example, the disk is full or the directory does not exist.
     """
 
 
-class ExtraMissing(RankcallError, ImportError):
+class ExtraMissingError(RankcallError, ImportError):
     """Raised if an optional package is not installed; the message names the extra to install."""
 
 
-class InvalidDeviceMap(RankcallError, ValueError):
+class DeviceMapError(RankcallError, ValueError):
     """Raised if a worker's devices, or its maps to the devices of other workers, break a rule."""
 
 
@@ -180,11 +181,11 @@ class RpcTimeout(BarrierTimeout, TimeoutError):
         return TimeoutError.__new__(cls, *args)
 
 
-class RunNotFound(RankcallError, FileNotFoundError):
+class RunNotFoundError(RankcallError, FileNotFoundError):
     """Raised if there is no run at the given path, or no run at all."""
 
 
-class StoreLost(_Explained, RuntimeError):
+class StoreLostError(_Explained, RuntimeError):
     """Raised if the store's host has died, or does not answer because it is stopped.
 
     ``host`` is the host of the store. ``is_silent`` says that it gave no answer in time, but did
@@ -196,15 +197,15 @@ class StoreLost(_Explained, RuntimeError):
         self.host, self.is_silent = host, is_silent
 
 
-class TorchMissing(RankcallError, ImportError):
+class TorchMissingError(RankcallError, ImportError):
     """Raised if torch is needed but not installed, or older than 2.11."""
 
 
-class UnevenInputs(RankcallError, RuntimeError):
+class UnevenInputsError(RankcallError, RuntimeError):
     """Raised if ranks have different numbers of batches and cannot, or must not, go on."""
 
 
-class WorldMismatch(_Explained, ValueError):
+class WorldMismatchError(_Explained, ValueError):
     """Raised if ranks expect different world sizes, or two processes claim the same rank.
 
     ``claims`` holds the (rank, world size, host, pid) of each process.
@@ -213,6 +214,45 @@ class WorldMismatch(_Explained, ValueError):
     def __init__(self, message: str, *, claims: Sequence[tuple[int, int, str, int]] = ()) -> None:
         super().__init__(message)
         self.claims = tuple(claims)
+
+
+# The names of rankcall 0.1, by those that they have now. They go in 0.3.
+_RENAMED = {
+    "AuthenticationFailed": "AuthenticationError",
+    "BackendNotFound": "BackendNotFoundError",
+    "BackendUnavailable": "BackendUnavailableError",
+    "CaptureUnavailable": "CaptureUnavailableError",
+    "CorruptRun": "CorruptRunError",
+    "DuplicateBackend": "DuplicateBackendError",
+    "ExportFailed": "ExportError",
+    "ExtraMissing": "ExtraMissingError",
+    "InvalidDeviceMap": "DeviceMapError",
+    "RunNotFound": "RunNotFoundError",
+    "StoreLost": "StoreLostError",
+    "TorchMissing": "TorchMissingError",
+    "UnevenInputs": "UnevenInputsError",
+    "WorldMismatch": "WorldMismatchError",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return an error by its name of version 0.1, with a ``DeprecationWarning``."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'rankcall.errors' has no attribute {name!r}")
+    warn_renamed(f"rankcall.errors.{name}", f"rankcall.errors.{_RENAMED[name]}", stacklevel=3)
+    return globals()[_RENAMED[name]]
+
+
+def warn_renamed(old: str, new: str, *, stacklevel: int = 3) -> None:
+    """Warn that a public name is deprecated, at the line that uses it.
+
+    Args:
+        old: The name that goes in the next version.
+        new: What to use instead.
+        stacklevel: As that of ``warnings.warn``; 3 is the caller of the caller.
+    """
+    message = f"{old} is deprecated and goes in rankcall 0.3: use {new}"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")

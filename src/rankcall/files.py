@@ -5,7 +5,8 @@ from reading, forging or redirecting rankcall's files:
 
 * A folder that we make has mode 0700, whatever the umask. The mode of any other folder is left.
 * A folder that was there already must be a folder (no symbolic link), belong to an owner that the
- caller trusts, and not be writable for others. Otherwise ``UnsafeFolder`` says which rule broke.
+ caller trusts, and not be writable for others. Otherwise ``UnsafeFolderError`` says which rule
+ broke.
 * A new file is created with ``O_EXCL`` under a name that cannot be guessed; a file that is read
  is opened without following a link, and must be a regular file.
 """
@@ -21,7 +22,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from rankcall.errors import ExportFailed
+from rankcall.errors import ExportError
 
 _OPENED_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _ATTEMPTS = 8
@@ -32,7 +33,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LOCAL = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "overlay"}
 
 
-class UnsafeFolder(PermissionError):
+class UnsafeFolderError(PermissionError):
     """A folder, or a file in it, that another user can change; the text says which and why."""
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -53,7 +54,7 @@ def clean_lines(text: str) -> str:
 
 def reason(error: OSError) -> str:
     """Return what failed and where, in one line."""
-    if isinstance(error, UnsafeFolder) or error.filename is None:
+    if isinstance(error, UnsafeFolderError) or error.filename is None:
         return str(error.strerror or error)
     return f"{error.filename}: {error.strerror}"
 
@@ -81,7 +82,7 @@ def make_folder(path: Path, owners: Collection[int] = (), *, private: bool = Tru
 
 
 def check_folder(path: Path, owners: Collection[int] = (), *, private: bool = True) -> None:
-    """Raise ``UnsafeFolder`` unless ``path`` is a folder of this user, or of one of ``owners``.
+    """Raise ``UnsafeFolderError`` unless ``path`` is a folder of this user or of an owner.
 
     Args:
         path: The folder. It may not be a symbolic link.
@@ -91,7 +92,7 @@ def check_folder(path: Path, owners: Collection[int] = (), *, private: bool = Tr
     """
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
-        raise UnsafeFolder(path, _IS_LINK)
+        raise UnsafeFolderError(path, _IS_LINK)
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     _check_owner(path, status, owners, private=private)
@@ -110,10 +111,10 @@ def run_folder(run_dir: Path, name: str) -> Path:
 
 
 def check_file(path: Path, owners: Collection[int] = ()) -> None:
-    """Raise ``UnsafeFolder`` unless ``path`` is a regular file of this user, or of ``owners``."""
+    """Raise ``UnsafeFolderError`` unless a trusted user owns ``path``, a regular file."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise UnsafeFolder(path, "is a link, or no regular file")
+        raise UnsafeFolderError(path, "is a link, or no regular file")
     _check_owner(path, status, owners, private=True)
 
 
@@ -121,10 +122,14 @@ def _check_owner(
     path: Path, status: os.stat_result, owners: Collection[int], *, private: bool
 ) -> None:
     if status.st_uid != os.geteuid() and status.st_uid not in owners:
-        raise UnsafeFolder(path, f"belongs to user {status.st_uid}, not to user {os.geteuid()}")
+        raise UnsafeFolderError(
+            path, f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
+        )
     if private and status.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(status.st_mode)
-        raise UnsafeFolder(path, f"can be written by other users (mode {mode:04o}; chmod go-w)")
+        raise UnsafeFolderError(
+            path, f"can be written by other users (mode {mode:04o}; chmod go-w)"
+        )
 
 
 def _make_parents(path: Path) -> None:
@@ -170,16 +175,16 @@ def create_file(path: Path, mode: int | None = 0o600) -> int:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file to read it; a symbolic link, a pipe or a device is ``UnsafeFolder``."""
+    """Open a regular file to read it. Raises ``UnsafeFolderError`` for a link, pipe or device."""
     try:
         fd = os.open(path, _OPENED_READ)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise UnsafeFolder(path, _IS_LINK) from None
+            raise UnsafeFolderError(path, _IS_LINK) from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise UnsafeFolder(path, "is not a regular file")
+        raise UnsafeFolderError(path, "is not a regular file")
     return open(fd, "rb")
 
 
@@ -201,7 +206,7 @@ def append_line(path: Path, line: bytes) -> None:
     fd = os.open(path, flags, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise UnsafeFolder(path, "is not a regular file")
+            raise UnsafeFolderError(path, "is not a regular file")
         os.write(fd, line)
     finally:
         os.close(fd)
@@ -234,7 +239,7 @@ def new_file(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
 
     Raises:
         BrokenPipeError: The reader of a pipe has closed it.
-        ExportFailed: The file cannot be written.
+        ExportError: The file cannot be written.
     """
     try:
         with _opened_for_output(target) as out:
@@ -245,15 +250,15 @@ def new_file(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
     except OSError as error:
         name = target if isinstance(target, Path) else getattr(target, "name", "the output")
         reason = error.strerror or str(error)
-        raise ExportFailed(f"{name}: cannot be written: {reason}") from error
+        raise ExportError(f"{name}: cannot be written: {reason}") from error
 
 
 def make_output_folder(path: Path) -> None:
-    """Make a folder for a user's output, if it is missing; raise ``ExportFailed`` if that fails."""
+    """Make a folder for a user's output, if it is missing; raise ``ExportError`` if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ExportFailed(f"{path}: cannot be written: {error.strerror}") from error
+        raise ExportError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -281,10 +286,10 @@ def is_local(path: Path, mountinfo: str | None = None) -> bool:
 
 
 def check_local(folder: Path) -> None:
-    """Raise ``UnsafeFolder`` if a page of a file in a folder could wait for another host."""
+    """Raise ``UnsafeFolderError`` if a page of a file in a folder could wait for another host."""
     if not is_local(folder):
         kind = file_system(folder) or "unknown"
-        raise UnsafeFolder(folder, f"is on a file system that is not local ({kind})")
+        raise UnsafeFolderError(folder, f"is on a file system that is not local ({kind})")
 
 
 def file_system(path: Path, mountinfo: str | None = None) -> str:

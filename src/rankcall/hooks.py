@@ -88,7 +88,7 @@ def register_collective_start_hook(hook: COLLECTIVE_HOOK_TYPE) -> Handle:
     """Call ``hook(status)`` for every collective and point-to-point op that starts.
 
     The hook runs on the thread of hooks. Registering it switches recording on. Raises
-    ``TypeError`` if ``hook`` is not callable, and ``TorchMissing``.
+    ``TypeError`` if ``hook`` is not callable, and ``TorchMissingError``.
     """
     return Handle(_hooks.register(_checked(hook), ended=False))
 
@@ -107,7 +107,7 @@ def register_process_group_hook(hook: PG_HOOK_TYPE, *, existing: bool = True) ->
     The hook runs on the thread that creates the group. ``pg_name`` is an opaque name, unique within
     the job, and equal to ``CollectiveStatus.pg_name``. Groups that exist already are reported at
     once, unless ``existing`` is false. Raises ``TypeError`` if ``hook`` is not callable, and
-    ``TorchMissing``.
+    ``TorchMissingError``.
     """
     session.check_torch()
     from rankcall.capture.hosts import watch

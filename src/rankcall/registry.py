@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from rankcall.errors import BackendNotFound, DuplicateBackend
+from rankcall.errors import BackendNotFoundError, DuplicateBackendError
 
 S = TypeVar("S", bound="Scoped")
 T = TypeVar("T")
@@ -87,19 +87,22 @@ class Registry(Generic[T]):
     def register(self, name: str, value: Any) -> Registration:
         """Add a value under a new name.
 
-        Raises ``DuplicateBackend`` if the name is taken, and any error of ``check``.
+        Raises ``DuplicateBackendError`` if the name is taken, and any error of ``check``.
         """
         if not isinstance(name, str) or not name:
             raise TypeError(f"the name of an {self._kind} is a non-empty string; got {name!r}")
         checked, is_known = self._check(name, value), name in self
         with self._lock:
             if is_known or name in self._values:
-                raise DuplicateBackend(f"{self._kind} {name}: already registered")
+                raise DuplicateBackendError(f"{self._kind} {name}: already registered")
             self._values[name] = checked
         return Registration(lambda: self._forget(name, checked))
 
     def get(self, name: str) -> T:
-        """Return the value of a name, loading it at the first use. Raises ``BackendNotFound``."""
+        """Return the value of a name, loading it at the first use.
+
+        Raises ``BackendNotFoundError``.
+        """
         with self._lock:
             if name in self._values:
                 return self._values[name]
@@ -125,7 +128,7 @@ class Registry(Generic[T]):
             if point.name == name:
                 return point.load()
         known = ", ".join(self) or "none"
-        raise BackendNotFound(f"there is no {self._kind} {name!r}; known: {known}")
+        raise BackendNotFoundError(f"there is no {self._kind} {name!r}; known: {known}")
 
     def _forget(self, name: str, value: T) -> None:
         with self._lock:

@@ -18,11 +18,11 @@ SOURCE = Path(__file__).parents[1] / "native/nvtx_collector.cpp"
 def built(folder: Path) -> Path:
     """Compile the tool; skips where NVTX's headers or a compiler are missing."""
     from rankcall.capture.native import nvtx_headers
-    from rankcall.errors import CaptureUnavailable
+    from rankcall.errors import CaptureUnavailableError
 
     try:
         headers = nvtx_headers()
-    except CaptureUnavailable as error:
+    except CaptureUnavailableError as error:
         pytest.skip(str(error))
     if not shutil.which("c++"):
         pytest.skip("there is no C++ compiler")

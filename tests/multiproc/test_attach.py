@@ -353,7 +353,7 @@ def test_the_exit_status_of_a_rank_that_nothing_started(tmp_path: Path, status: 
     ended, run = leave(tmp_path, status, PYTHON, **env)
     seen = status & 0xFF
     assert [end.status for end in ended] == [0, seen]
-    if "CaptureUnavailable" in ended[1].err or "not recording" in ended[1].err:
+    if "CaptureUnavailableError" in ended[1].err or "not recording" in ended[1].err:
         pytest.skip("the native recorder cannot be built here")
     exits = {noted.rank: noted for noted in read_exits(run)}
     assert {rank: noted.code for rank, noted in exits.items()} == ({1: seen} if seen else {})

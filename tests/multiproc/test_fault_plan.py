@@ -220,12 +220,12 @@ def _armed_late(rank: int, world_size: int, run_dir: str) -> list[str]:
     with rankcall.enable(run_dir, capture="native"):
         try:
             FaultPlan().arm()
-        except rankcall.CaptureUnavailable as error:
+        except rankcall.errors.CaptureUnavailableError as error:
             messages.append(str(error))
     with FaultPlan().arm():
         try:
             FaultPlan().arm()
-        except rankcall.CaptureUnavailable as error:
+        except rankcall.errors.CaptureUnavailableError as error:
             messages.append(str(error))
     assert session.current() is None
     return messages

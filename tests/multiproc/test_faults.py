@@ -272,7 +272,7 @@ def _refused(rank: int, world_size: int, run_dir: str) -> Any:
 
     try:
         rankcall.enable(run_dir)
-    except (rankcall.CaptureUnavailable, ValueError) as error:
+    except (rankcall.errors.CaptureUnavailableError, ValueError) as error:
         dist.all_reduce(torch.ones(1))
         assert session.current() is None
         return [type(error).__name__, str(error)]
@@ -287,7 +287,7 @@ def test_native_by_name_without_a_compiler(tmp_path: Path) -> None:
     """The user named this capture, so its absence is an error, and no other capture takes over."""
     env = _without_compiler(tmp_path, RANKCALL_CAPTURE="native")
     ((kind, text),) = run_ranks(_refused, 1, str(tmp_path / "run"), env=env)
-    assert kind == "CaptureUnavailable"
+    assert kind == "CaptureUnavailableError"
     assert text == "there is no C++ compiler (tried $CXX, c++, g++, clang++)"
     left = _leftovers(tmp_path / "run")
     shutil.rmtree(live_dir(tmp_path / "run"), ignore_errors=True)

@@ -82,7 +82,7 @@ def test_a_failure_reaches_every_rank(name: str, error: str) -> None:
 def test_a_loader_that_lies_about_its_length(name: str, text: str) -> None:
     """Every rank raises an error that names the loader's rank and its true length."""
     results = outcome(name)
-    assert results[1]["error"] == "UnevenInputs"
+    assert results[1]["error"] == "UnevenInputsError"
     for result in results:
         assert text in result["text"], results
     check_deadline(results, results[1]["began"])
@@ -101,9 +101,9 @@ def test_one_rank_breaks(name: str) -> None:
     """Every rank's error names the rank that left and its step; the one that left gets it, too."""
     results = outcome(name)
     assert results[1]["error"] == "PeerError", results
-    assert "UnevenInputs" in (results[0]["error"], results[2]["error"]), results
+    assert "UnevenInputsError" in (results[0]["error"], results[2]["error"]), results
     for result in results:
-        assert result["error"] in ("UnevenInputs", "PeerError")
+        assert result["error"] in ("UnevenInputsError", "PeerError")
         assert "rank 1 left the loop after 3 batches" in result["text"], results
     check_deadline(results, results[1]["began"])
 
@@ -132,7 +132,7 @@ def test_all_fail_together() -> None:
 def test_nothing_to_replay() -> None:
     """Every rank raises the same error before the first batch."""
     for result in outcome("nothing_to_replay"):
-        assert result["error"] == "UnevenInputs"
+        assert result["error"] == "UnevenInputsError"
         assert "rank 1 has no batch at all" in result["text"]
         assert result["steps"] == 0
 
@@ -140,9 +140,11 @@ def test_nothing_to_replay() -> None:
 def test_nothing_on_one_rank() -> None:
     """If one rank has no batch, stop yields nothing, and raise raises before the first batch."""
     for rank, result in enumerate(outcome("nothing_on_one_rank")):
-        assert (result["error"], result["steps"], result["stopped"]) == ("UnevenInputs", 0, 2), (
-            result
-        )
+        assert (result["error"], result["steps"], result["stopped"]) == (
+            "UnevenInputsError",
+            0,
+            2,
+        ), result
         assert ("Rank 1 exhausted" if rank == 1 else "at least one rank") in result["text"]
 
 
@@ -157,7 +159,11 @@ def test_different_settings() -> None:
 def test_ranks_that_share_data_run_dry_together() -> None:
     """Ranks that share data and run dry apart raise an error, which reaches the other ranks."""
     results = outcome("different_shares")
-    assert [result["error"] for result in results] == ["UnevenInputs", "UnevenInputs", "PeerError"]
+    assert [result["error"] for result in results] == [
+        "UnevenInputsError",
+        "UnevenInputsError",
+        "PeerError",
+    ]
     for result in results:
         assert "ranks 0-1 share their data" in result["text"]
     check_deadline(results, max(results[0]["began"], results[1]["began"]))

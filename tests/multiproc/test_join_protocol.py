@@ -70,7 +70,7 @@ def test_stop_and_raise() -> None:
                 steps, error = result[f"raise {start} {way}"]
                 assert steps == start
                 text = "Detected at least one" if rank else "Rank 0 exhausted all inputs."
-                assert error.startswith(f"UnevenInputs: {text}")
+                assert error.startswith(f"UnevenInputsError: {text}")
             assert result[f"stop 4 {way}"] == 4
             assert result[f"raise 4 {way}"] == [4, ""]
     assert results[0]["thrown"] == [3, "Rank 0 exhausted all inputs."]

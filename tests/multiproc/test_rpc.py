@@ -229,7 +229,7 @@ def _alone(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 never comes."""
     if rank == 1:
         return None
-    from rankcall import RpcTimeout
+    from rankcall.errors import RpcTimeout
 
     hurry()
     began = time.monotonic()
@@ -255,7 +255,8 @@ def _note_ready(rank: int) -> None:
 
 def _dies(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 is killed in a call; shutdown ends on the other ranks and names it."""
-    from rankcall import RpcTimeout, rpc
+    from rankcall import rpc
+    from rankcall.errors import RpcTimeout
 
     come_up(rank, world_size, backend)
     if rank == 1:
@@ -346,9 +347,9 @@ def test_hosts_with_one_secret(tmp_path: Path) -> None:
 def test_hosts_without_one_secret(tmp_path: Path, secrets: list[str]) -> None:
     """None, only one, or two: no worker gets in, and each gets an error with the reason in time."""
     outcomes = run_ranks(_hosts, 2, secrets, str(tmp_path), init=False)
-    assert any(kind == "AuthenticationFailed" for kind, *_ in outcomes)
+    assert any(kind == "AuthenticationError" for kind, *_ in outcomes)
     for kind, message, took_s in outcomes:
-        assert kind in ("AuthenticationFailed", "RpcTimeout")
+        assert kind in ("AuthenticationError", "RpcTimeout")
         assert "RANKCALL_RPC_SECRET_FILE" in message or "missing" in message
         assert took_s < 16
 

@@ -47,7 +47,7 @@ def survivors(results: list[Result], killed: int) -> list[Any]:
 
 def _killed_in_init(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 dies when the others have its name and wait for it to be ready."""
-    from rankcall import RpcTimeout
+    from rankcall.errors import RpcTimeout
     from rankcall.rpc.static_membership import StaticMembership
 
     if rank == 1:
@@ -74,7 +74,8 @@ def test_a_worker_that_dies_in_init(backend: str, shm: Path) -> None:
 
 def _killed_in_shutdown(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 dies when all have come to shutdown, before it is sure that no call is under way."""
-    from rankcall import RpcTimeout, rpc
+    from rankcall import rpc
+    from rankcall.errors import RpcTimeout
     from rankcall.rpc import static_membership
 
     come_up(rank, world_size, backend)
@@ -166,14 +167,14 @@ def test_the_stores_host_may_leave_first() -> None:
 
 def _host_dies_in_init(rank: int, world_size: int, backend: str) -> Any:
     """Rank 0 is killed when the others have taken their places and wait for it."""
-    from rankcall.store import StoreLost
+    from rankcall.store import StoreLostError
 
     host, method = _group_store(rank)
     if rank == 0:
         claims = [f"rpc/static/epoch-0/rank/{claimant}" for claimant in (1, 2)]
         wait_until(lambda: all(map(host.list_keys().count, claims)))
         die()
-    with pytest.raises(StoreLost) as caught:
+    with pytest.raises(StoreLostError) as caught:
         come_up(rank, world_size, backend, init_method=method, rpc_timeout=10)
     return str(caught.value)
 
@@ -231,7 +232,7 @@ def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
     """The store's host is stopped during shutdown, until a request has gone unanswered."""
     from rankcall import rpc
     from rankcall.rpc import static_membership
-    from rankcall.store import StoreLost
+    from rankcall.store import StoreLostError
 
     come_up(rank, world_size, "ZMQ", init_method=f"tcp://127.0.0.1:{port}")
     unanswered = []
@@ -239,7 +240,7 @@ def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
     def observed(*args: Any) -> Any:
         try:
             return synchronize(*args)
-        except StoreLost as lost:
+        except StoreLostError as lost:
             unanswered.append(lost)
             os.kill(pid, signal.SIGCONT)
             raise
@@ -262,7 +263,8 @@ def test_a_store_that_answers_late() -> None:
 
 def _stopped(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 is stopped; a call to it fails, and shutdown ends."""
-    from rankcall import RpcTimeout, rpc
+    from rankcall import rpc
+    from rankcall.errors import RpcTimeout
 
     own = {"heartbeat_timeout": 6.0} if backend == "ZMQ" else {}
     come_up(rank, world_size, backend, **own)

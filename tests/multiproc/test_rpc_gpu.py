@@ -69,10 +69,10 @@ def _bad_map_on_rank_0(rank: int, world_size: int, backend: str) -> str:
     """Rank 0's map names a device that rank 1 does not have."""
     import torch
 
-    from rankcall import InvalidDeviceMap
+    from rankcall.errors import DeviceMapError
 
     maps = {"w1": {0: torch.cuda.device_count()}} if rank == 0 else {}
-    with pytest.raises(InvalidDeviceMap) as caught:
+    with pytest.raises(DeviceMapError) as caught:
         come_up(rank, world_size, backend, device_maps=maps)
     return str(caught.value)
 

@@ -26,10 +26,10 @@ def _limit(count: int) -> None:
 
 def _too_many(rank: int, world_size: int) -> str:
     """The first of 400 workers may open 512 files."""
-    from rankcall import BackendUnavailable
+    from rankcall.errors import BackendUnavailableError
 
     _limit(512)
-    with pytest.raises(BackendUnavailable) as caught:
+    with pytest.raises(BackendUnavailableError) as caught:
         come_up(0, 400, "ZMQ")
     return str(caught.value)
 

@@ -276,7 +276,8 @@ def _given_up(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 enters the attempt that rank 0 has given up, before rank 0 tries again."""
     from rpcgroup import hurry
 
-    from rankcall import RpcTimeout, rpc
+    from rankcall import rpc
+    from rankcall.errors import RpcTimeout
     from rankcall.rpc.static_membership import StaticMembership
 
     hurry()
@@ -309,7 +310,8 @@ def test_attempts_to_come_up_meet(backend: str) -> None:
 
 def _dies_first(rank: int, world_size: int) -> Any:
     """Rank 1 dies in init; rank 2 takes its place, as a supervisor would have it."""
-    from rankcall import RpcTimeout, rpc
+    from rankcall import rpc
+    from rankcall.errors import RpcTimeout
     from rankcall.process import process_start
     from rankcall.rpc.static_membership import StaticMembership
 

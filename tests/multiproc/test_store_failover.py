@@ -82,17 +82,18 @@ def test_a_host_that_is_stopped_is_left(how: str, tmp_path: Path) -> None:
     for moves, outcomes in results:
         assert moves == 1
         for name, text, took in outcomes:
-            assert name in ("", "StoreLost", "BarrierTimeout"), text
+            assert name in ("", "StoreLostError", "BarrierTimeout"), text
             assert took < 3
-    assert results[0][1][0][0] == "StoreLost"
+    assert results[0][1][0][0] == "StoreLostError"
 
 
 def test_no_host_is_left() -> None:
     """If no host answers, the error lists the hosts that were tried."""
-    from rankcall import StoreLost, store
+    from rankcall import store
+    from rankcall.errors import StoreLostError
 
     port = free_port()
-    with pytest.raises(StoreLost, match=f"no store is left of 127.0.0.1:{port}"):
+    with pytest.raises(StoreLostError, match=f"no store is left of 127.0.0.1:{port}"):
         store.failover([f"127.0.0.1:{port}"], connect_timeout=0.5)
     for hosts in ([], ["nowhere"], ["a:0"], ["a:x"]):
         with pytest.raises(ValueError, match="host"):

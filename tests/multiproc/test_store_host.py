@@ -21,7 +21,7 @@ from world import wait_until
 from rankcall import store
 from rankcall._requests import Read
 from rankcall.background import BackgroundCall
-from rankcall.errors import StoreLost
+from rankcall.errors import StoreLostError
 from rankcall.store import _client, _location
 from rankcall.store.parts import Standby
 
@@ -61,7 +61,7 @@ def test_a_stopped_host(libuv: bool, tmp_path: Path) -> None:
         results = run_ranks(_host_stops, 3, port, pid, str(tmp_path), init=False)
     for *outcomes, after in results:
         for number, (name, text, took) in enumerate(outcomes):
-            assert name == "StoreLost", (number, text)
+            assert name == "StoreLostError", (number, text)
             assert f"127.0.0.1:{port} does not answer" in text
             assert ("(a test)" in text) is (number not in (4, 5)), text
             assert took < 2, number
@@ -86,7 +86,7 @@ def test_a_host_that_stops_under_a_long_wait(tmp_path: Path) -> None:
         for name, _, took in run_ranks(
             _host_stops_for_good, 3, port, pid, str(tmp_path), init=False
         ):
-            assert name == "StoreLost"
+            assert name == "StoreLostError"
             assert took < 19
 
 
@@ -107,7 +107,7 @@ def test_a_host_that_dies(timeout: float) -> None:
     with hosted() as (port, pid):
         for outcomes in run_ranks(_host_dies, 3, port, pid, timeout, init=False):
             for name, text, took in outcomes:
-                assert name == "StoreLost"
+                assert name == "StoreLostError"
                 assert f"the store at 127.0.0.1:{port} is gone" in text
                 assert took < 5
 
@@ -124,7 +124,7 @@ def test_a_host_that_dies_before_the_first_call(is_used: bool) -> None:
             with suppress(RuntimeError):
                 client.set("key", b"value")
         name, text, took = attempt(lambda: store.barrier(client, 2, "p", LONG, 0))
-    assert name == "StoreLost"
+    assert name == "StoreLostError"
     assert f"the store at 127.0.0.1:{port} is gone" in text
     assert took < 5
 
@@ -144,7 +144,7 @@ def test_a_host_that_dies_while_a_call_connects(monkeypatch: pytest.MonkeyPatch)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not Path(f"/proc/{pid}").exists())
         name, text, took = attempt(lambda: store.barrier(client, 2, "p", LONG, 0))
-    assert name == "StoreLost"
+    assert name == "StoreLostError"
     assert f"the store at 127.0.0.1:{port} is gone" in text
     assert looks == [False, True]
     assert took < 5
@@ -176,7 +176,7 @@ def test_a_rank_that_hosts_the_store_and_dies(tmp_path: Path) -> None:
     for result in others:
         assert result.ok, result
         for name, text, took in result.value:
-            assert name == "StoreLost"
+            assert name == "StoreLostError"
             assert "is gone" in text
             assert took < LONG / 2
 
@@ -213,7 +213,7 @@ def test_a_released_standby_leaves_the_jobs_connection() -> None:
         assert not helper.ended(0.2)
         standby.release()
         assert helper.ended(LONG / 2), "the standby was not released"
-        with pytest.raises(StoreLost):
+        with pytest.raises(StoreLostError):
             helper.outcome()
         os.kill(pid, signal.SIGCONT)
         assert client.get("key") == b"value"
@@ -240,7 +240,7 @@ standby.release()
 
 
 @pytest.mark.parametrize(
-    ("program", "said"), [(LEAVES, "StoreLost StoreLost"), (CONNECTS, "False")]
+    ("program", "said"), [(LEAVES, "StoreLostError StoreLostError"), (CONNECTS, "False")]
 )
 def test_a_process_ends_well_beside_a_stopped_host(program: str, said: str) -> None:
     """Threads that still wait for the store, or connect to it, do not hold it up: status 0."""

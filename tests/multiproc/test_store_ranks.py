@@ -166,8 +166,8 @@ def test_two_processes_that_are_one_rank(tmp_path: Path) -> None:
         results = run_ranks(_doubled, 3, port, str(tmp_path), init=False)
     pids = [pid for pid, _ in results]
     (zero, *doubled) = [outcome for _, outcome in results]
-    assert sorted(name for name, _, _ in doubled) == ["WorldMismatch", "waits"]
-    refused = next(outcome for outcome in doubled if outcome[0] == "WorldMismatch")
+    assert sorted(name for name, _, _ in doubled) == ["WorldMismatchError", "waits"]
+    refused = next(outcome for outcome in doubled if outcome[0] == "WorldMismatchError")
     assert f"pid {pids[1]} on" in refused[1]
     assert f"pid {pids[2]} on" in refused[1]
     assert "(step 7)" in refused[1]
@@ -188,7 +188,7 @@ def test_all_processes_claim_rank_0(tmp_path: Path) -> None:
     """If all processes claim rank 0, none passes, and all but one raise at once."""
     with hosted() as (port, _):
         results = run_ranks(_all_zero, 6, port, str(tmp_path), init=False)
-    assert sorted(name for name, _, _ in results) == ["WorldMismatch"] * 5 + ["waits"]
+    assert sorted(name for name, _, _ in results) == ["WorldMismatchError"] * 5 + ["waits"]
 
 
 def _sizes(rank: int, world_size: int, port: int, folder: str, how: str) -> Any:
@@ -217,7 +217,7 @@ def test_world_sizes_that_differ(how: str, tmp_path: Path) -> None:
     with hosted() as (port, _):
         results = run_ranks(_sizes, 3, port, str(tmp_path), how, init=False, timeout=240)
     for (name, text, took), again in results:
-        assert name == "WorldMismatch", text
+        assert name == "WorldMismatchError", text
         assert "(a check)" in text
         assert took < 1.5
         if how == "without ranks":
@@ -236,7 +236,7 @@ def _forked(rank: int, world_size: int, port: int) -> Any:
     child = os.fork()
     if child == 0:
         name, text, _ = attempt(lambda: store.barrier(client.clone(), 2, "p", LONG, rank))
-        os._exit(0 if name == "WorldMismatch" and "claimed by 2 processes" in text else 1)
+        os._exit(0 if name == "WorldMismatchError" and "claimed by 2 processes" in text else 1)
     _, status = os.waitpid(child, 0)
     store.barrier(client, 2, "p", LONG, rank)
     return os.waitstatus_to_exitcode(status)

@@ -116,13 +116,15 @@ def meanwhile(call: Callable[[], Any]) -> Iterator[list[Any]]:
 def come(call: Callable[[int], Any], which: Sequence[int]) -> list[Any]:
     """Let each rank time out at a barrier once, then call again: by then all have arrived."""
     for rank in which:
-        with contextlib.suppress(rankcall.BarrierTimeout, rankcall.WorldMismatch):
+        with contextlib.suppress(
+            rankcall.errors.BarrierTimeout, rankcall.errors.WorldMismatchError
+        ):
             call(rank)
     return ranks(call, which)
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     """Return what a call raised, and after how long on an idle machine."""
-    with stopwatch() as took, pytest.raises(rankcall.BarrierTimeout) as caught:
+    with stopwatch() as took, pytest.raises(rankcall.errors.BarrierTimeout) as caught:
         call()
     return caught.value, took[0]

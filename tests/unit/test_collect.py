@@ -17,7 +17,7 @@ from liveruns import live_run
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create_locked
 from rankcall.run.archive import unpack
@@ -148,7 +148,7 @@ def test_damaged(run: Path, suffix: str, left: float) -> None:
     main(["collect", str(run), "--to", str(target)])
     whole = target.read_bytes()
     target.write_bytes(whole[: int(left * len(whole))])
-    with pytest.raises(CorruptRun, match="all"):
+    with pytest.raises(CorruptRunError, match="all"):
         load(target)
 
 
@@ -269,14 +269,14 @@ _UNPACK = """
 import re, sys
 from pathlib import Path
 from rankcall.run.archive import unpack
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 import zstandard
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
 try:
     unpack(Path(sys.argv[1]))
-except CorruptRun as error:
+except CorruptRunError as error:
     print(peak() - before, error)
 """
 
@@ -312,7 +312,7 @@ def test_a_huge_header_takes_no_memory(tmp_path: Path) -> None:
 )
 def test_headers_that_no_run_has(tmp_path: Path, kind: bytes, said: str) -> None:
     """Headers that tarfile would read whole into memory are refused."""
-    with pytest.raises(CorruptRun, match=said):
+    with pytest.raises(CorruptRunError, match=said):
         unpack(bomb(tmp_path / "bomb.tar.zst", (of_type(kind), 1 << 20)))
 
 
@@ -323,14 +323,14 @@ def test_a_sparse_member_in_a_pax_header(tmp_path: Path) -> None:
         info = tarfile.TarInfo("run/rings/x.ring")
         info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
         tar.addfile(info)
-    with pytest.raises(CorruptRun, match="sparse member"):
+    with pytest.raises(CorruptRunError, match="sparse member"):
         unpack(target)
 
 
 def test_headers_without_an_end(tmp_path: Path) -> None:
     """Headers that only announce further headers end in one clear error."""
     part = of_type(tarfile.XHDTYPE), 0
-    with pytest.raises(CorruptRun, match="damaged"):
+    with pytest.raises(CorruptRunError, match="damaged"):
         unpack(bomb(tmp_path / "bomb.tar.zst", *[part] * 5000))
 
 
@@ -352,6 +352,6 @@ def test_limits(
     monkeypatch.setattr(f"rankcall.run.archive.{limit}", value)
     part = of_type(tarfile.REGTYPE), 64 << 20
     target = bomb(tmp_path / "bomb.tar.zst", part, part, part)
-    with pytest.raises(CorruptRun, match=said):
+    with pytest.raises(CorruptRunError, match=said):
         unpack(target)
     assert [path.name for path in tmp_path.iterdir()] == ["bomb.tar.zst"]

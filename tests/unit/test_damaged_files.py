@@ -15,7 +15,7 @@ from rankcall.analysis.node_snapshot import SCHEMA
 from rankcall.analysis.node_snapshot import decode as decode_node
 from rankcall.analysis.snapshot import RankState
 from rankcall.cli import main
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.run.archive import unpack
 from rankcall.run.exits import read_exits
 from rankcall.run.hangs import next_free
@@ -132,7 +132,7 @@ def test_a_damaged_zip(tmp_path: Path) -> None:
     archive.write_bytes(raw)
     with zipfile.ZipFile(archive) as file, pytest.raises(lzma.LZMAError):
         file.read("job/run.json")
-    with pytest.raises(CorruptRun, match="damaged"):
+    with pytest.raises(CorruptRunError, match="damaged"):
         unpack(archive)
 
 

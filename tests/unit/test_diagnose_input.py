@@ -21,7 +21,7 @@ from worlds import MS, Call, group_of, write_world
 
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.ring.layout import offset_of
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.load import load
@@ -137,7 +137,7 @@ def test_a_run_that_vanishes(tmp_path: Path) -> None:
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=40)), max_size=6))
 def test_damage_never_escapes(tmp_path_factory: pytest.TempPathFactory, damage: list) -> None:
-    """For any bytes in a ring, there is a diagnosis or a CorruptRun."""
+    """For any bytes in a ring, there is a diagnosis or a CorruptRunError."""
     folder = tmp_path_factory.mktemp("damaged")
     run = write_world(folder / "run", RANK_2_MISSING, closed=lambda rank: False)
     for ring in sorted((run / "rings").iterdir())[:3]:
@@ -148,7 +148,7 @@ def test_damage_never_escapes(tmp_path_factory: pytest.TempPathFactory, damage: 
         ring.write_bytes(data)
     try:
         diagnose(load(run))
-    except CorruptRun:
+    except CorruptRunError:
         pass
     finally:
         shutil.rmtree(folder)

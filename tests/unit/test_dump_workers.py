@@ -15,7 +15,7 @@ import pytest
 from dumps import Fault, dump_of, simulate, write_dumps
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.imports.dumps import readers
 from rankcall.imports.dumps.files import contents_of_dump, find_dumps, read_dump
 from rankcall.imports.dumps.readers import File, read_contents
@@ -140,7 +140,7 @@ def test_this_process_refuses_tuples_in_tuples(tmp_path: Path, what: str) -> Non
     """It survives files that end a process or hold it up."""
     path = tmp_path / "rank_0"
     path.write_bytes(DEEP if what == "deep" else SHARED)
-    with pytest.raises(CorruptRun, match="does not only hold plain data"):
+    with pytest.raises(CorruptRunError, match="does not only hold plain data"):
         read_dump(path, [])
 
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankcall.analysis.verdicts import Diagnosis, diagnose
-from rankcall.errors import CorruptRun, RankcallError
+from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.imports.dumps.files import read_dump
 from rankcall.imports.dumps.records import op_of_entry, records_of
 from rankcall.run.load import load
@@ -208,7 +208,7 @@ def test_a_zip_file_that_is_cut_off(tmp_path: Path, keep: int) -> None:
     folder = write_dumps(tmp_path / "d", simulate(8, 20, []))
     path = _zipped(folder, tmp_path / "dumps.zip")
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CorruptRun, match=re.escape(str(path))):
+    with pytest.raises(CorruptRunError, match=re.escape(str(path))):
         load(path)
 
 
@@ -223,7 +223,7 @@ def test_a_zip_file_with_a_long_list(tmp_path: Path) -> None:
         (raw[:at] + b"PK\x06\x07" + bytes(16) + raw[at:], "make a tar file"),
     ):
         path.write_bytes(bytes(changed))
-        with pytest.raises(CorruptRun, match=words):
+        with pytest.raises(CorruptRunError, match=words):
             load(path)
 
 
@@ -235,7 +235,7 @@ def test_an_encrypted_zip_file(tmp_path: Path) -> None:
     raw[raw.index(b"PK\x03\x04") + 6] |= 1
     raw[raw.index(b"PK\x01\x02") + 8] |= 1
     path.write_bytes(bytes(raw))
-    with pytest.raises(CorruptRun, match="encrypted"):
+    with pytest.raises(CorruptRunError, match="encrypted"):
         load(path)
 
 
@@ -315,7 +315,7 @@ def test_a_bad_file_is_an_error_that_names_it(tmp_path: Path, what: str) -> None
     """Nothing is executed, memory is bounded, and the message says which file it is."""
     path = tmp_path / "rank_0"
     path.write_bytes(BAD[what])
-    with pytest.raises(CorruptRun) as raised:
+    with pytest.raises(CorruptRunError) as raised:
         load(tmp_path)
     assert str(path) in str(raised.value)
     assert not Path("/tmp/rankcall-was-here").exists()
@@ -331,7 +331,7 @@ def test_a_file_of_gigabytes_is_refused_unread(tmp_path: Path, begin: bytes) -> 
         file.write(begin)
         file.truncate(8 << 30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CorruptRun, match=r"rank_0: 8,589,934,592 bytes, more than any dump"):
+    with pytest.raises(CorruptRunError, match=r"rank_0: 8,589,934,592 bytes, more than any dump"):
         load(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
@@ -359,7 +359,7 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     job = simulate(8, 20)
     write_dumps(tmp_path / "d" / "a", job, "rank_{}")
     write_dumps(tmp_path / "d" / "b", job, "rank_{}")
-    with pytest.raises(CorruptRun, match=r"b/rank_0.*a/rank_0"):
+    with pytest.raises(CorruptRunError, match=r"b/rank_0.*a/rank_0"):
         load(tmp_path / "d")
 
 
@@ -393,7 +393,7 @@ def test_a_directory_without_dumps_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "notes_1.txt").write_text("nothing\n")
     with zipfile.ZipFile(tmp_path / "a_1.zip", "w") as out:
         out.writestr("entries", "x")
-    with pytest.raises(CorruptRun, match="no ring files"):
+    with pytest.raises(CorruptRunError, match="no ring files"):
         load(tmp_path)
 
 
@@ -448,7 +448,7 @@ def test_any_bytes_are_survived(
     raised = None
     try:
         records_of(read_dump(path, [])["entries"])
-    except CorruptRun as error:
+    except CorruptRunError as error:
         raised = error
     assert raised is None or str(path) in str(raised)
 
@@ -482,6 +482,6 @@ def test_any_bytes_of_a_zip_file_are_survived(
     raised = None
     try:
         load(path)
-    except CorruptRun as error:
+    except CorruptRunError as error:
         raised = error
     assert raised is None or str(folder) in str(raised) or "rankcall-" in str(raised)

@@ -18,7 +18,7 @@ from ring_fuzz import SHAPE, Damage, apply, body, damages, sound_bytes
 from worlds import MS, PAIR, Call, together, write_world
 
 from rankcall.cli import main
-from rankcall.errors import ExportFailed
+from rankcall.errors import ExportError
 from rankcall.export import FOLDERS, export
 from rankcall.ring.tables import Group
 from rankcall.ring.writer import Identity, PythonRing, create
@@ -135,6 +135,6 @@ def test_a_folder_that_cannot_be_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.replace", full)
-    with pytest.raises(ExportFailed, match="No space left on device"):
+    with pytest.raises(ExportError, match="No space left on device"):
         export(load(run), to, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

@@ -21,7 +21,7 @@ from worlds import MS, PAIR, Call, group_of, together, write_world
 import golden
 from rankcall.analysis.details import detail
 from rankcall.cli import main
-from rankcall.errors import ExportFailed
+from rankcall.errors import ExportError
 from rankcall.export import FORMATS, export
 from rankcall.record import FLAG_ANY_SOURCE
 from rankcall.report.html import render
@@ -181,7 +181,7 @@ def test_half_a_file_is_never_left(small: Path, to: str, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("rankcall.run.load.Run.iter_rings", lambda self, progress=None: fail(0, 0))
-    with pytest.raises(ExportFailed, match="No space left on device"):
+    with pytest.raises(ExportError, match="No space left on device"):
         export(load(small), to, target)
     assert target.read_bytes() == before
     assert {path.name for path in small.parent.iterdir()} == {"run", target.name}

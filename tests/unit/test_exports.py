@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rankcall
+from rankcall import errors
 
 INDEX = Path(__file__).parents[2] / "docs/index.md"
 
@@ -24,6 +25,27 @@ def test_all_is_what_is_documented() -> None:
     """__all__ is sorted, and is the set in docs/index.md."""
     assert list(rankcall.__all__) == sorted(rankcall.__all__)
     assert set(rankcall.__all__) == set(documented())
+
+
+def test_every_error_is_documented() -> None:
+    """The table of errors has each error of rankcall.errors, and no other."""
+    section = INDEX.read_text().partition("## Public names")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `errors\.(\w+)", section, re.MULTILINE)
+    assert sorted([*listed, "RankcallError"]) == errors.__all__
+    assert all(name.endswith(("Error", "Timeout")) for name in errors.__all__)
+
+
+@pytest.mark.parametrize("name", sorted({*errors._RENAMED, "BarrierTimeout", "PeerError"}))
+def test_names_of_version_0_1_go_on_working(name: str) -> None:
+    """An error of 0.1 is found at the top level and in ``errors``; each use warns at its line."""
+    with pytest.warns(DeprecationWarning, match=rf"rankcall\.{name} is deprecated") as caught:
+        old = getattr(rankcall, name)
+    assert caught[0].filename == __file__
+    assert old is getattr(errors, errors._RENAMED.get(name, name))
+    if name in errors._RENAMED:
+        with pytest.warns(DeprecationWarning, match=rf"errors\.{name} is deprecated") as caught:
+            assert getattr(errors, name) is old
+        assert caught[0].filename == __file__
 
 
 def test_dir_lists_the_lazy_names() -> None:

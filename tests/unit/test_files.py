@@ -12,7 +12,7 @@ import pytest
 
 from rankcall import process
 from rankcall.files import (
-    UnsafeFolder,
+    UnsafeFolderError,
     append_line,
     check_file,
     check_folder,
@@ -65,7 +65,7 @@ def test_a_folder_that_others_can_write(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
-    with pytest.raises(UnsafeFolder, match=r"other users \(mode 2775; chmod go-w\)"):
+    with pytest.raises(UnsafeFolderError, match=r"other users \(mode 2775; chmod go-w\)"):
         make_folder(shared)
     make_folder(shared, private=False)
     assert mode_of(shared) == 0o2775
@@ -76,7 +76,9 @@ def test_a_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     make_folder(tmp_path / "theirs")
     owner = os.geteuid()
     monkeypatch.setattr(process.os, "geteuid", lambda: owner + 1)
-    with pytest.raises(UnsafeFolder, match=f"belongs to user {owner}, not to user {owner + 1}"):
+    with pytest.raises(
+        UnsafeFolderError, match=f"belongs to user {owner}, not to user {owner + 1}"
+    ):
         make_folder(tmp_path / "theirs")
     check_folder(tmp_path / "theirs", {owner})
 
@@ -85,7 +87,7 @@ def test_links_and_files_are_no_folders(tmp_path: Path) -> None:
     """A link is refused even if it leads to a folder of ours; a file is an error, too."""
     make_folder(tmp_path / "real")
     (tmp_path / "link").symlink_to("real")
-    with pytest.raises(UnsafeFolder, match="symbolic link"):
+    with pytest.raises(UnsafeFolderError, match="symbolic link"):
         make_folder(tmp_path / "link")
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
@@ -105,7 +107,7 @@ def test_a_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(process.os, "geteuid", lambda: owner + 1)
     assert run_folder(tmp_path, "rings") == tmp_path / "rings"
     (tmp_path / "exits").symlink_to("rings")
-    with pytest.raises(UnsafeFolder, match="symbolic link"):
+    with pytest.raises(UnsafeFolderError, match="symbolic link"):
         run_folder(tmp_path, "exits")
 
 
@@ -115,9 +117,9 @@ def test_what_is_read_is_a_regular_file(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("secret")
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "pipe"):
-        with pytest.raises(UnsafeFolder):
+        with pytest.raises(UnsafeFolderError):
             open_file(tmp_path / name)
-        with pytest.raises(UnsafeFolder):
+        with pytest.raises(UnsafeFolderError):
             check_file(tmp_path / name)
     with open_file(tmp_path / "secret") as file:
         assert file.read() == b"x"

@@ -59,7 +59,7 @@ def test_what_is_no_hook_is_refused() -> None:
 def test_without_torch_it_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The module can be imported; registering names what is missing."""
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(rankcall.TorchMissing, match="needs torch"):
+    with pytest.raises(rankcall.errors.TorchMissingError, match="needs torch"):
         getattr(hooks, f"register_{kind}_hook")(print)
 
 

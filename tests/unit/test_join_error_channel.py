@@ -13,12 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from rankcall._requests import Steps
-from rankcall.errors import PeerError, UnevenInputs
+from rankcall.errors import PeerError, UnevenInputsError
 from rankcall.join import error_channel
 from rankcall.join.error_channel import ErrorChannel
 from rankcall.join.shared_log import SharedLog
 from rankcall.process import Process
-from rankcall.store import StoreLost
+from rankcall.store import StoreLostError
 from rankcall.store.parts import perform
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def test_the_rank_that_left_is_the_cause(two_ranks: TwoRanks) -> None:
     two_ranks.report("left", at=2)
     two_ranks.report_error()
     two_ranks.wake()
-    with pytest.raises(UnevenInputs, match="rank 1 left the loop after 2 batches"):
+    with pytest.raises(UnevenInputsError, match="rank 1 left the loop after 2 batches"):
         two_ranks.channel.check()
 
 
@@ -173,7 +173,7 @@ def test_the_store_may_end_once_the_cause_is_known(
     """If the failed rank hosted the store, its report is still the cause."""
 
     def lose(*arguments: Any) -> Any:
-        raise StoreLost("the store's host is gone")
+        raise StoreLostError("the store's host is gone")
 
     two_ranks.report_error()
     two_ranks.wake()

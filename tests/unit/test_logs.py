@@ -17,7 +17,7 @@ from nccl_logs import OLD, WORDINGS, Call, Wording, log_of
 
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.verdicts import Diagnosis
-from rankcall.errors import CorruptRun, RankcallError
+from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.report import diagnosis_text as report
 
 REAL = Path(__file__).parents[1] / "logs"
@@ -397,7 +397,7 @@ def test_compressed_logs(tmp_path: Path, form: str) -> None:
     path.write_bytes(packed)
     assert cause(diagnosed(path)) == ("dead", (2,))
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(CorruptRun, match=r"old\.log\.1") if form == "gzip" else _either():
+    with pytest.raises(CorruptRunError, match=r"old\.log\.1") if form == "gzip" else _either():
         diagnosed(path)
 
 
@@ -408,7 +408,7 @@ class _either:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
-        return kind is not None and issubclass(kind, CorruptRun)
+        return kind is not None and issubclass(kind, CorruptRunError)
 
 
 def test_messages_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +449,7 @@ def test_a_log_with_no_end_of_messages_is_cut(
 def test_logs_that_cannot_be_read(tmp_path: Path) -> None:
     """A missing log is named; with another one that can be read, the verdict rests on that."""
     missing = tmp_path / "gone.log"
-    with pytest.raises(CorruptRun, match=r"gone\.log"):
+    with pytest.raises(CorruptRunError, match=r"gone\.log"):
         diagnosed(missing)
     diagnosis = diagnosed(missing, REAL / "gloo-raise.log")
     assert cause(diagnosis) == ("dead", (2,))

@@ -11,7 +11,7 @@ import pytest
 
 from rankcall import _native, process
 from rankcall._native import NativeModule
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import CaptureUnavailableError
 
 _COMPILER = """#!/bin/sh
 {before}
@@ -28,7 +28,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NativeModule:
     use_compiler(tmp_path, monkeypatch)
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "x.cpp").write_text("")
-    return NativeModule("x", tmp_path / "sources", "x.cpp", CaptureUnavailable, uses_torch=False)
+    return NativeModule(
+        "x", tmp_path / "sources", "x.cpp", CaptureUnavailableError, uses_torch=False
+    )
 
 
 def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str = "") -> None:
@@ -57,10 +59,12 @@ def test_a_cache_that_others_can_write(module: NativeModule) -> None:
     """Any user could have put code into it: it is refused, whether the module is there or not."""
     target = module.prebuild()
     target.parent.chmod(0o777)
-    with pytest.raises(CaptureUnavailable, match=r"can be written by other users.*RANKCALL_CACHE"):
+    with pytest.raises(
+        CaptureUnavailableError, match=r"can be written by other users.*RANKCALL_CACHE"
+    ):
         module.prebuild()
     target.unlink()
-    with pytest.raises(CaptureUnavailable, match="can be written by other users"):
+    with pytest.raises(CaptureUnavailableError, match="can be written by other users"):
         module.load()
 
 
@@ -72,10 +76,10 @@ def test_a_cache_of_another_user(module: NativeModule, monkeypatch: pytest.Monke
         module.prebuild()  # root may have built it for all users
         target = module.path()
         os.chown(target, 54322, 54322)
-        with pytest.raises(CaptureUnavailable, match="belongs to user 54322"):
+        with pytest.raises(CaptureUnavailableError, match="belongs to user 54322"):
             module.prebuild()
         os.chown(target.parent, 54322, 54322)
-    with pytest.raises(CaptureUnavailable, match="belongs to user"):
+    with pytest.raises(CaptureUnavailableError, match="belongs to user"):
         module.prebuild()
 
 
@@ -83,11 +87,11 @@ def test_a_planted_module(module: NativeModule, tmp_path: Path) -> None:
     """A link, or a file that others can write, is not loaded in a module's place."""
     target = module.prebuild()
     target.chmod(0o775)
-    with pytest.raises(CaptureUnavailable, match="can be written by other users"):
+    with pytest.raises(CaptureUnavailableError, match="can be written by other users"):
         module.load()
     target.unlink()
     target.symlink_to(tmp_path / "evil.so")
-    with pytest.raises(CaptureUnavailable, match="is a link"):
+    with pytest.raises(CaptureUnavailableError, match="is a link"):
         module.load()
 
 

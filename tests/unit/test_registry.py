@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from rankcall import BackendNotFound, DuplicateBackend, registry
+from rankcall import registry
+from rankcall.errors import BackendNotFoundError, DuplicateBackendError
 from rankcall.registry import Registry
 from rankcall.rpc import backend_registry
 from rankcall.rpc.backend_registry import (
@@ -72,19 +73,19 @@ def test_a_name_twice(mine: BackendType) -> None:
     for name in ("MINE", "ZMQ"):
         with pytest.raises(RuntimeError, match=f"{name}: already registered") as caught:
             register_backend(name, _nothing, _nothing)
-        assert isinstance(caught.value, DuplicateBackend)
+        assert isinstance(caught.value, DuplicateBackendError)
     assert mine.value.init_backend_handler is _nothing
 
 
 def test_unknown_names_list_the_known(mine: BackendType) -> None:
     """The error is a KeyError, ValueError or AttributeError, depending on the kind of access."""
     assert not backend_registered("NONE")
-    for kind in (KeyError, ValueError, BackendNotFound):
+    for kind in (KeyError, ValueError, BackendNotFoundError):
         with pytest.raises(kind, match=r"^there is no RPC backend 'NONE'; known: .*ZMQ, MINE$"):
             BackendType["NONE"]
     with pytest.raises(AttributeError, match="known: TENSORPIPE, ZMQ, MINE"):
         _ = BackendType.NONE
-    with pytest.raises(BackendNotFound):
+    with pytest.raises(BackendNotFoundError):
         unregister_backend("NONE")
 
 

@@ -20,7 +20,7 @@ import golden
 from rankcall.analysis.details import Details, detail
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli import main
-from rankcall.errors import ExtraMissing
+from rankcall.errors import ExtraMissingError
 from rankcall.report.html import environment, render
 from rankcall.report.html.charts import ABSENT, levels, picture
 from rankcall.ring.tables import CallSite, Group
@@ -441,7 +441,7 @@ def test_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """The extra is named."""
     details = detail(load(write_world(tmp_path / "run", late(1, PAIR))))
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[report\]'"):
+    with pytest.raises(ExtraMissingError, match=r"pip install 'rankcall\[report\]'"):
         render(details)
 
 

@@ -1,4 +1,4 @@
-"""Reading a ring file with any damage returns its sound records or raises CorruptRun."""
+"""Reading a ring file with any damage returns its sound records or raises CorruptRunError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ring_fuzz import apply, damages, sound_bytes
 
 from rankcall.analysis.summary import summarise
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.record import OPS, RECORD
 from rankcall.report import json as json_report
 from rankcall.report import summary_text
@@ -26,13 +26,13 @@ _many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Hea
 @_many
 @given(changes=st.lists(damages, min_size=1, max_size=6))
 def test_a_damaged_ring_reads_or_is_corrupt(tmp_path: Path, changes: list) -> None:
-    """read_ring returns sound records or raises CorruptRun, and no more memory than bounded."""
+    """read_ring returns sound records or raises CorruptRunError; its memory is bounded."""
     path = tmp_path / "x.ring"
     data = apply(changes)
     path.write_bytes(data)
     tracemalloc.start()
     try:
-        with contextlib.suppress(CorruptRun):
+        with contextlib.suppress(CorruptRunError):
             ring = read_ring(path)
             assert len(ring.records) * RECORD.itemsize <= len(data)
             assert ring.dropped >= 0
@@ -45,10 +45,10 @@ def test_a_damaged_ring_reads_or_is_corrupt(tmp_path: Path, changes: list) -> No
 @_many
 @given(changes=st.lists(damages, min_size=1, max_size=6))
 def test_a_damaged_run_loads_or_is_corrupt(tmp_path: Path, changes: list) -> None:
-    """Tables, the analysis and both reports of a damaged ring come out, or CorruptRun does."""
+    """Tables, the analysis and both reports of a damaged ring come out, or CorruptRunError does."""
     path = tmp_path / "x.ring"
     path.write_bytes(apply(changes))
-    with contextlib.suppress(CorruptRun):
+    with contextlib.suppress(CorruptRunError):
         run = load(path)
         assert len(run.ranks) == 1
         assert run.groups.height >= 0

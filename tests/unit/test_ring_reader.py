@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ring_fuzz import COMPLETED, SHAPE, Damage, apply, body, sound_bytes, write_sound
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.ranks import MAX_RANKS, compress_ranks, expand_ranks
 from rankcall.record import COMMIT_CLOSING, COMMIT_WRITING, FLAG_ANY_SOURCE, OPS, RECORD
 from rankcall.ring.layout import HEADER, Geometry, Header, make_header, offset_of, parse_header
@@ -144,19 +144,19 @@ def test_a_record_in_another_ones_slot_is_not_read(written: Written) -> None:
     ],
 )
 def test_foreign_files(tmp_path: Path, changes: list[Damage], words: str) -> None:
-    """CorruptRun names a file that is not a ring, has another schema or impossible sizes."""
+    """CorruptRunError names a file that is not a ring, has another schema or impossible sizes."""
     path = tmp_path / "foreign.ring"
     path.write_bytes(apply(changes))
-    with pytest.raises(CorruptRun, match=words) as caught:
+    with pytest.raises(CorruptRunError, match=words) as caught:
         read_ring(path)
     assert str(path) in str(caught.value)
 
 
 def test_an_absent_file(tmp_path: Path) -> None:
-    """A file that was removed raises CorruptRun with the system's reason."""
-    with pytest.raises(CorruptRun, match="No such file"):
+    """A file that was removed raises CorruptRunError with the system's reason."""
+    with pytest.raises(CorruptRunError, match="No such file"):
         read_ring(tmp_path / "gone.ring")
-    with pytest.raises(CorruptRun, match="cannot be read"):
+    with pytest.raises(CorruptRunError, match="cannot be read"):
         read_head(tmp_path)
 
 

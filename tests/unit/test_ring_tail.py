@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.record import RECORD
 from rankcall.ring.layout import Geometry
 from rankcall.ring.reader import read_ring
@@ -83,9 +83,9 @@ def test_the_tail_of_a_tail(tmp_path: Path) -> None:
 def test_what_is_no_ring(tmp_path: Path) -> None:
     """A damaged file has no tail."""
     (tmp_path / "x.ring").write_bytes(b"RANKCALL" + b"\xff" * 5_000)
-    with pytest.raises(CorruptRun):
+    with pytest.raises(CorruptRunError):
         tail_of(tmp_path / "x.ring")
-    with pytest.raises(CorruptRun):
+    with pytest.raises(CorruptRunError):
         tail_of(tmp_path / "none.ring")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rankcall import InvalidDeviceMap
+from rankcall.errors import DeviceMapError
 from rankcall.rpc.device_maps import Node, as_device_map, device_list, reverse_maps, validate
 
 
@@ -81,7 +81,7 @@ BROKEN = [
 def test_a_broken_rule_is_named(nodes: list[Node], says: str, dynamic: bool) -> None:
     """With the node, its devices, its device count and the map; in any order of the nodes."""
     for order in permutations(nodes):
-        with pytest.raises(InvalidDeviceMap) as caught:
+        with pytest.raises(DeviceMapError) as caught:
             validate(order, static=True)
         assert isinstance(caught.value, ValueError)
         message = str(caught.value)
@@ -90,7 +90,7 @@ def test_a_broken_rule_is_named(nodes: list[Node], says: str, dynamic: bool) -> 
         assert f"device count = {nodes[0].device_count}" in message
         assert "device map" in message
         if dynamic:
-            with pytest.raises(InvalidDeviceMap):
+            with pytest.raises(DeviceMapError):
                 validate(order, static=False)
         else:
             validate(order, static=False)
@@ -118,7 +118,7 @@ def test_absent_targets_are_left_for_later() -> None:
     """A dynamic group checks the target's side of a map when the target has joined."""
     early = node("a", 1, {"late": {0: 5}})
     validate([early], static=False)
-    with pytest.raises(InvalidDeviceMap, match="target devices with invalid indices"):
+    with pytest.raises(DeviceMapError, match="target devices with invalid indices"):
         validate([early, node("late", 1)], static=False)
 
 
@@ -149,5 +149,5 @@ def test_maps_may_be_written_in_short() -> None:
     """Indices, names and devices mean the same; two sources for one target are refused at once."""
     wanted = {torch.device("cuda:0"): torch.device("cuda:1")}
     assert as_device_map({0: 1}) == as_device_map({"cuda:0": torch.device("cuda", 1)}) == wanted
-    with pytest.raises(InvalidDeviceMap, match="two devices are mapped to cuda:1"):
+    with pytest.raises(DeviceMapError, match="two devices are mapped to cuda:1"):
         as_device_map({0: 1, 2: "cuda:1"})

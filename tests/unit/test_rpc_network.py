@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rankcall import BackendUnavailable
+from rankcall.errors import BackendUnavailableError
 from rankcall.process import Process
 from rankcall.rpc.backends import addresses
 from rankcall.rpc.backends.addresses import endpoints, is_loopback, own_address
@@ -94,7 +94,9 @@ def test_loopback_is_not_advertised_to_another_host(at: str) -> None:
     )
     record = {"node": {"name": "w1"}, "network": f"tcp://{at}:2", "host": "node-b other 1"}
     assert is_loopback(record["network"])  # type: ignore[arg-type]
-    with pytest.raises(BackendUnavailable, match=r"'w1' listens at .* RANKCALL_RPC_HOST there"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"'w1' listens at .* RANKCALL_RPC_HOST there"
+    ):
         Worker._check_way(here, record, process("other"))
     Worker._check_way(here, record, process("boot"))  # two containers on one machine
 
@@ -114,7 +116,7 @@ def test_without_libzmq(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "zmq", raising=False)
     importlib.invalidate_caches()
-    with pytest.raises(BackendUnavailable, match=rf"pip install 'rankcall\[rpc\]'.*{said}"):
+    with pytest.raises(BackendUnavailableError, match=rf"pip install 'rankcall\[rpc\]'.*{said}"):
         zmq_library()
 
 

@@ -12,7 +12,7 @@ import pytest
 from ring_fuzz import SHAPE, sound_bytes, write_sound
 from worlds import MS, Call, group_of, together, write_world
 
-from rankcall.errors import CorruptRun, RunNotFound
+from rankcall.errors import CorruptRunError, RunNotFoundError
 from rankcall.ranks import format_ranks
 from rankcall.ring.layout import offset_of
 from rankcall.ring.reader import read_ring
@@ -67,14 +67,14 @@ def test_default_run_dir() -> None:
 
 
 def test_find_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a path the latest run is loaded; a missing one is RunNotFound, with advice."""
+    """Without a path the latest run is loaded; a missing one is RunNotFoundError, with advice."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunNotFound, match=r"rankcall run script\.py"):
+    with pytest.raises(RunNotFoundError, match=r"rankcall run script\.py"):
         find_run()
-    with pytest.raises(RunNotFound, match="no such run: nope"):
+    with pytest.raises(RunNotFoundError, match="no such run: nope"):
         find_run("nope")
     Path("loop").symlink_to("loop")
-    with pytest.raises(RunNotFound, match="no such run: loop"):
+    with pytest.raises(RunNotFoundError, match="no such run: loop"):
         find_run("loop")
     created = create_run(Path("rankcall-runs/one"), {})
     assert find_run() == created.resolve()
@@ -86,7 +86,7 @@ def test_find_run_that_was_never_made(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = make_live_dir(tmp_path / "run")
     assert find_run(tmp_path / "run") == folder
     folder.chmod(0o777)  # another user could have written there
-    with pytest.raises(RunNotFound, match="no such run"):
+    with pytest.raises(RunNotFoundError, match="no such run"):
         find_run(tmp_path / "run")
 
 
@@ -225,11 +225,11 @@ def test_problems_are_listed(tmp_path: Path) -> None:
 
 
 def test_nothing_readable(tmp_path: Path) -> None:
-    """A directory without rings, and one with a bad one only, are CorruptRun."""
-    with pytest.raises(CorruptRun, match="no ring files"):
+    """A directory without rings, and one with a bad one only, are CorruptRunError."""
+    with pytest.raises(CorruptRunError, match="no ring files"):
         load(tmp_path)
     (tmp_path / "bad.ring").write_bytes(b"nothing")
-    with pytest.raises(CorruptRun, match="not a rankcall ring"):
+    with pytest.raises(CorruptRunError, match="not a rankcall ring"):
         load(tmp_path)
 
 

@@ -14,7 +14,7 @@ import typer
 
 from rankcall.cli import run
 from rankcall.cli.torchrun import BOOT, Job, arming, environment, parse
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import CaptureUnavailableError
 
 JOB = Job(("train.py",), "train.py", True, 1, 4, None, None)
 
@@ -171,10 +171,10 @@ def test_capture_that_cannot_be_built(
     from rankcall._native import NativeModule
 
     def fail(module: NativeModule) -> Path:
-        raise CaptureUnavailable("no compiler")
+        raise CaptureUnavailableError("no compiler")
 
     monkeypatch.setattr(NativeModule, "prebuild", fail)
     assert run.prepare("auto") == "python"
     assert "no compiler; recording with the slower Python capture" in capsys.readouterr().err
-    with pytest.raises(CaptureUnavailable):
+    with pytest.raises(CaptureUnavailableError):
         run.prepare("native")

@@ -11,7 +11,7 @@ import pytest
 import rankcall
 from rankcall.capture import session
 from rankcall.capture.native import recorder_module
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import CaptureUnavailableError
 from rankcall.events.statuses import Record, StatusMaker
 from rankcall.hooks import CollectiveStatus
 from rankcall.record import OPS, RECORD, STATUSES
@@ -23,7 +23,7 @@ def built_recorder() -> Any:
     """Return the recorder, or skip the test if it cannot be built."""
     try:
         return recorder_module()
-    except CaptureUnavailable as why:
+    except CaptureUnavailableError as why:
         pytest.skip(str(why))
 
 

@@ -64,7 +64,7 @@ def test_world_sizes_that_differ(clients: list[Store]) -> None:
     sizes = {0: 4, 1: 4, 2: 3}
     errors = come(lambda rank: ours.barrier(clients[rank], sizes[rank], "p", 0.3, rank), range(3))
     for error in errors:
-        assert isinstance(error, rankcall.WorldMismatch)
+        assert isinstance(error, rankcall.errors.WorldMismatchError)
         assert {claim[:2] for claim in error.claims} == {(0, 4), (1, 4), (2, 3)}
         assert re.search(r"rank 2 \(\S+\) expects 3 ranks", str(error))
         assert re.search(r"ranks 0-1 \(\S+\) expect 4 ranks", str(error))
@@ -73,7 +73,7 @@ def test_world_sizes_that_differ(clients: list[Store]) -> None:
 def test_world_sizes_that_differ_without_ranks(clients: list[Store]) -> None:
     """The same without ranks, by process."""
     errors = come(lambda rank: ours.barrier(clients[rank], 3 + rank, "p", 0.3), range(2))
-    assert [type(error) for error in errors] == [rankcall.WorldMismatch] * 2
+    assert [type(error) for error in errors] == [rankcall.errors.WorldMismatchError] * 2
     for error in errors:
         assert "1 process without a rank expects 3 ranks" in str(error)
         assert "1 process without a rank expects 4 ranks" in str(error)
@@ -84,7 +84,9 @@ def test_a_rank_in_two_threads() -> None:
     store = HashStore()
     with meanwhile(lambda: ours.barrier(store, 2, "p", 5, 0)):
         until_key(store, "/log")
-        with pytest.raises(rankcall.WorldMismatch, match="in another thread of this process"):
+        with pytest.raises(
+            rankcall.errors.WorldMismatchError, match="in another thread of this process"
+        ):
             ours.barrier(store, 2, "p", 5, 0)
         ours.barrier(store, 2, "p", 5, 1)
 
@@ -139,7 +141,7 @@ def test_hosts_are_known_from_an_earlier_round(monkeypatch: pytest.MonkeyPatch) 
     shared = HashStore()
     for rank in range(2):
         monkeypatch.setenv("RANKCALL_HOST", f"node-{rank}")
-        with pytest.raises(rankcall.BarrierTimeout):
+        with pytest.raises(rankcall.errors.BarrierTimeout):
             ours.barrier(shared, 3, "p", 0.001, rank)
     monkeypatch.setenv("RANKCALL_HOST", "node-2")
     ours.barrier(shared, 3, "p", 5, 2)
@@ -192,7 +194,7 @@ def test_what_stands_in_every_error() -> None:
     assert error.what == "checkpoint 1200"
     error, _ = timed(lambda: ours.synchronize(store, b"", 0, 2, "p", 0.1, what="saving"))
     assert "synchronize 'p' (saving) timed out" in str(error)
-    with pytest.raises(rankcall.WorldMismatch, match="saving"):
+    with pytest.raises(rankcall.errors.WorldMismatchError, match="saving"):
         ours.barrier(store, 3, "p", 0.1, 0, what="saving")
 
 

@@ -66,7 +66,7 @@ def test_the_stores_timeout_is_never_touched(clients: list[Store]) -> None:
         while not outcome:
             assert store.timeout == timedelta(seconds=77)
             time.sleep(0.001)
-    assert isinstance(outcome[0], rankcall.BarrierTimeout)
+    assert isinstance(outcome[0], rankcall.errors.BarrierTimeout)
     assert store.timeout == timedelta(seconds=77)
 
 
@@ -87,7 +87,7 @@ def test_the_timeout_is_what_it_was_after_any_outcome(clients: list[Store]) -> N
         lambda: ours.rollcall(store, 0, 2, timeout=0.05),
         lambda: ours.clean_up(store, "q", 2),
     ):
-        with contextlib.suppress(rankcall.BarrierTimeout):
+        with contextlib.suppress(rankcall.errors.BarrierTimeout):
             call()
         assert store.timeout == timedelta(seconds=77)
 

@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 from tracing import Clock, no_file_beyond, origin, some
 
-from rankcall.errors import ExtraMissing
+from rankcall.errors import ExtraMissingError
 from rankcall.trace import (
     JsonLines,
     MemorySink,
@@ -277,7 +277,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(sinks.importlib, "import_module", gone)
-    with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[prometheus\]'"):
+    with pytest.raises(ExtraMissingError, match=r"pip install 'rankcall\[prometheus\]'"):
         Prometheus()
-    with pytest.raises(ExtraMissing, match=r"pip install 'rankcall\[otel\]'"):
+    with pytest.raises(ExtraMissingError, match=r"pip install 'rankcall\[otel\]'"):
         OpenTelemetry()

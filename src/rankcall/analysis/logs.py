@@ -194,7 +194,7 @@ def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
         paths: The logs, which may be compressed; ``-`` is stdin, and a folder stands for its files.
 
     Raises:
-        CorruptRun: No log can be read.
+        CorruptRunError: No log can be read.
     """
     facts = read_logs(paths)
     case = Case(facts)

@@ -24,7 +24,7 @@ from rankcall.capture import phases
 from rankcall.capture.own_ring import OwnRing
 from rankcall.capture.source_lines import SourceLines
 from rankcall.capture.training_thread import TrainingThread
-from rankcall.errors import CaptureUnavailable, local_rank, warn_once
+from rankcall.errors import CaptureUnavailableError, local_rank, warn_once
 from rankcall.process import host_name
 from rankcall.registry import Scoped
 from rankcall.ring.layout import CAPTURES, Geometry
@@ -155,7 +155,7 @@ class Recording(Scoped):
                     version = sys.version.split()[0]
                     warn_once(f"call sites are off: Python {version} is not known")
                 return native
-            except CaptureUnavailable as error:
+            except CaptureUnavailableError as error:
                 if wanted == "native":
                     raise
                 warn_once(f"the native recorder is not available, recording in Python: {error}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rankcall import background
 from rankcall.capture import phases
 from rankcall.capture.recording import Recording
-from rankcall.errors import TorchMissing
+from rankcall.errors import TorchMissingError
 
 if TYPE_CHECKING:
     pass
@@ -117,18 +117,18 @@ def place(recording: Recording, run_dir: Path, attempt: int) -> None:
 
 
 def check_torch() -> None:
-    """Raise ``TorchMissing`` if torch is absent, too old, or built without torch.distributed."""
+    """Raise ``TorchMissingError`` if torch is absent, too old, or without torch.distributed."""
     try:
         import torch
     except ImportError as error:
-        raise TorchMissing(
+        raise TorchMissingError(
             "recording needs torch: pip install 'rankcall[torch]', or torch>=2.11 of your own"
         ) from error
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
-        raise TorchMissing(f"recording needs torch>=2.11; this is torch {torch.__version__}")
+        raise TorchMissingError(f"recording needs torch>=2.11; this is torch {torch.__version__}")
     if not torch.distributed.is_available():
-        raise TorchMissing("this torch was built without torch.distributed")
+        raise TorchMissingError("this torch was built without torch.distributed")
 
 
 def _power_of_two(capacity: int | None) -> int | None:

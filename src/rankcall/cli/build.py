@@ -8,7 +8,7 @@ import typer
 
 from rankcall.capture.session import check_torch
 from rankcall.cli.common import say
-from rankcall.errors import BackendUnavailable, CaptureUnavailable
+from rankcall.errors import BackendUnavailableError, CaptureUnavailableError
 
 
 def command() -> None:
@@ -27,6 +27,6 @@ def command() -> None:
             from rankcall.rpc.backends.zmq_worker import AGENT
 
             typer.echo(f"native RPC agent: {AGENT.prebuild()}")
-    except (CaptureUnavailable, BackendUnavailable) as error:
+    except (CaptureUnavailableError, BackendUnavailableError) as error:
         say(str(error))
         raise typer.Exit(1) from error

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rankcall.cli.common import say
-from rankcall.errors import CorruptRun, RankcallError
+from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.files import open_file
 from rankcall.process import boot_id
 from rankcall.ranks import format_ranks
@@ -65,7 +65,7 @@ def _folder(place: Path, extracted: list[Path]) -> Path:
         settle(place)
         return place
     if not is_archive(place):
-        raise CorruptRun(f"{place}: neither a run directory nor an archive of one")
+        raise CorruptRunError(f"{place}: neither a run directory nor an archive of one")
     extracted.append(unpack(place))
     return extracted[-1]
 
@@ -77,7 +77,7 @@ def _collect(folders: list[Path], first: Path, target: Path, scratch: Path) -> N
         files += _files(folder, scratch / f"run-{number}.json", left)
     headers = _headers([path for inside, path in files if inside.startswith("rings/")])
     if not headers:
-        raise CorruptRun(f"{first}: no ring files: not a run, or nothing was recorded in it")
+        raise CorruptRunError(f"{first}: no ring files: not a run, or nothing was recorded in it")
     on_this_host = [header for header in headers if header.boot_id == boot_id()]
     if on_this_host:
         name = f"{STATES}/{states_name()}"
@@ -139,7 +139,7 @@ def _headers(rings: list[Path]) -> list[Header]:
     for ring in rings:
         try:
             headers.append(read_head(ring).header)
-        except CorruptRun as error:
+        except CorruptRunError as error:
             say(str(error))
     return headers
 

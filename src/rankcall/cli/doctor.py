@@ -17,7 +17,7 @@ from pathlib import Path
 import typer
 
 from rankcall.capture.session import check_torch
-from rankcall.errors import CaptureUnavailable, CorruptRun, RankcallError
+from rankcall.errors import CaptureUnavailableError, CorruptRunError, RankcallError
 from rankcall.files import file_system, is_local
 from rankcall.ring.layout import Geometry
 from rankcall.run.load import load
@@ -108,7 +108,7 @@ def _recorder() -> Iterator[Finding]:
     try:
         was_built = RECORDER.path().exists()
         path = RECORDER.prebuild()
-    except CaptureUnavailable as error:
+    except CaptureUnavailableError as error:
         yield Finding("recorder", WEAK, f"recording in Python, which is slower: {error}")
         return
     how = "built before" if was_built else "has just been built"
@@ -226,7 +226,7 @@ def _judged(done: subprocess.CompletedProcess[str], run_dir: Path) -> Finding:
         (ring,) = run.rings
         (op,) = run.frame(ring)["op"]
         site = next(iter(ring.tables.sites.values()), None)
-    except (CorruptRun, RankcallError, OSError, ValueError) as error:
+    except (CorruptRunError, RankcallError, OSError, ValueError) as error:
         return Finding("trial", BAD, f"a job of one rank left no records ({error}): {last}")
     if site is None or site.line != 5:
         text = f"{op} was recorded, but not the line that issued it: Python "

@@ -34,7 +34,7 @@ from rankcall.cli.torchrun import (
     torchrun,
     tracing,
 )
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import CaptureUnavailableError
 from rankcall.job.bundles import check_url
 from rankcall.job.evidence import COLLECT_TO
 from rankcall.process import host_name
@@ -207,7 +207,7 @@ def prepare(capture: str) -> str:
         if not RECORDER.path().exists():
             say("building the native recorder, once for this torch and Python")
         RECORDER.prebuild()
-    except CaptureUnavailable as error:
+    except CaptureUnavailableError as error:
         if capture == "native":
             raise
         say(f"{error}; recording with the slower Python capture")

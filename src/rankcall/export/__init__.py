@@ -54,7 +54,7 @@ def export(
 
     Raises:
         ValueError: The format is unknown, or it needs the path of a folder.
-        ExportFailed: The file cannot be written.
+        ExportError: The file cannot be written.
     """
     if to not in FORMATS and to not in FOLDERS:
         raise ValueError(f"no format {to!r}: one of {', '.join([*FORMATS, *FOLDERS])}")

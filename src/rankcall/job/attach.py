@@ -64,9 +64,9 @@ def enable(
         The recording, a context manager. If recording is on already, the one that is on.
 
     Raises:
-        TorchMissing: torch is absent or too old.
+        TorchMissingError: torch is absent or too old.
         ValueError: The capture is unknown, or the capacity out of range.
-        CaptureUnavailable: ``native`` was chosen by name, and cannot be built.
+        CaptureUnavailableError: ``native`` was chosen by name, and cannot be built.
     """
     return claim("user", run_dir, capture, capacity, call_sites)
 

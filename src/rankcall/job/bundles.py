@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankcall.errors import CorruptRun, RankcallError, warn_once
+from rankcall.errors import CorruptRunError, RankcallError, warn_once
 from rankcall.files import open_file, replacing, run_folder
 from rankcall.process import host_name
 from rankcall.ring.layout import Header, read_header
@@ -106,7 +106,7 @@ def _files(
 ) -> Iterator[tuple[str, Path]]:
     for ring in rings:
         tail = scratch / tail_name(ring.name)
-        with contextlib.suppress(CorruptRun):  # for example, it was moved meanwhile
+        with contextlib.suppress(CorruptRunError):  # for example, it was moved meanwhile
             tail.write_bytes(tail_of(_where(ring, run_dir), newest))
             yield f"rings/{tail.name}", tail
     states = scratch / "states.json"
@@ -141,7 +141,7 @@ def keep_bundles(run_dir: Path, bundles: Sequence[bytes]) -> list[str]:
     for data in bundles:
         try:
             _keep(run_dir, data)
-        except (OSError, CorruptRun, ValueError) as error:
+        except (OSError, CorruptRunError, ValueError) as error:
             problems.append(f"the records of another node cannot be kept: {error}")
     return problems
 

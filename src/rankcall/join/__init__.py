@@ -58,7 +58,7 @@ class Join:
     Raises:
         ValueError: An argument is invalid, or ranks use different settings.
         TypeError: An argument has the wrong type.
-        UnevenInputs: The policy is ``raise`` and a rank ran dry, or ranks are out of step.
+        UnevenInputsError: The policy is ``raise`` and a rank ran dry, or ranks are out of step.
         PeerError: Another rank failed inside the block.
     """
 

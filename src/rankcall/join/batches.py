@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from rankcall.errors import UnevenInputs
+from rankcall.errors import UnevenInputsError
 from rankcall.join.block import Block, agreed_error
 from rankcall.ranks import format_ranks
 
@@ -167,7 +167,7 @@ class Batches(Generic[T]):
             return
         counts = [row[0] for row in shared.begin_exchange([count]).table()]
         if len(set(counts)) > 1:
-            raise UnevenInputs(
+            raise UnevenInputsError(
                 f"ranks {format_ranks(shared.ranks)} share their data and must run dry together, "
                 f"but have {', '.join(map(str, counts))} batches"
             )
@@ -202,7 +202,7 @@ class Batches(Generic[T]):
         try:
             return next(self._source)
         except StopIteration:
-            raise UnevenInputs(
+            raise UnevenInputsError(
                 f"rank {self._block.rank}'s loader ended after {self._taken} of the {self._length} "
                 "batches that its length promised: pass batches(..., length=...) the true number"
             ) from None
@@ -232,8 +232,8 @@ class Batches(Generic[T]):
         """Whether this rank has yielded as many batches as ``length`` says."""
         return self._given_length is not None and self._known and self._taken == self._length
 
-    def _too_many(self) -> UnevenInputs:
-        return UnevenInputs(
+    def _too_many(self) -> UnevenInputsError:
+        return UnevenInputsError(
             f"rank {self._block.rank}'s loader goes on after the {self._length} batches that its "
             "length promised: pass batches(..., length=...) the true number"
         )

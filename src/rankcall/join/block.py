@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from rankcall.errors import PeerError, UnevenInputs
+from rankcall.errors import PeerError, UnevenInputsError
 from rankcall.join.error_channel import ErrorChannel
 from rankcall.join.joinables import Joined
 from rankcall.join.rank_group import DETECTED, RankGroup
@@ -170,7 +170,7 @@ class Block:
         if _is_from_a_collective(error):
             cause = self._channel.explain(error)
             if cause is not None:
-                if isinstance(cause, UnevenInputs):
+                if isinstance(cause, UnevenInputsError):
                     self._channel.publish(cause)
                 raise cause from error
         self._channel.publish(error)
@@ -220,9 +220,9 @@ class Block:
             hook.post_hook(is_last_joiner)
 
 
-def agreed_error(message: str) -> UnevenInputs:
+def agreed_error(message: str) -> UnevenInputsError:
     """Return an error that every rank raises here; no rank has to send it to the others."""
-    error = UnevenInputs(message)
+    error = UnevenInputsError(message)
     error.agreed = True  # type: ignore[attr-defined]
     return error
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from rankcall._requests import Now, Sleep, Steps
-from rankcall.errors import PeerError, UnevenInputs
+from rankcall.errors import PeerError, UnevenInputsError
 from rankcall.join.connections import abort_devices, break_connections, endpoints
 from rankcall.join.shared_log import SharedLog
 from rankcall.process import DEAD, Process, host_name
@@ -125,7 +125,7 @@ class ErrorChannel:
     def _perform(self, steps: Steps[T], waits_s: float = 0.0) -> T:
         """Make requests to the store; ``waits_s`` is how long they may wait for other ranks.
 
-        Raises ``StoreLost`` if the store is gone or does not answer.
+        Raises ``StoreLostError`` if the store is gone or does not answer.
         """
         return perform(self._store, _STORE_S + waits_s, steps)
 
@@ -175,7 +175,7 @@ class ErrorChannel:
     def leave(self) -> None:
         """Leave the loop early; return once all ranks have left it at the same step.
 
-        Raises ``UnevenInputs`` or ``PeerError`` if another rank goes on or fails.
+        Raises ``UnevenInputsError`` or ``PeerError`` if another rank goes on or fails.
         """
         if self._thread is None:
             return
@@ -189,12 +189,12 @@ class ErrorChannel:
                 f"the other ranks: {problem}"
             ) from problem
         if step != own_step:
-            raise UnevenInputs(
+            raise UnevenInputsError(
                 f"rank {self.rank} left the loop after {own_step} batches, rank {rank} after "
                 f"{step}: all ranks must leave it at the same step, or run it to its end"
             )
         if not self._settled.wait(default_pg_timeout.total_seconds()):
-            raise UnevenInputs(
+            raise UnevenInputsError(
                 f"rank {self.rank} left the loop after {own_step} batches; other ranks neither "
                 f"left it nor failed within {default_pg_timeout}"
             )
@@ -374,8 +374,8 @@ class ErrorChannel:
             cause="ended without an error report" if gone_ranks else "does not answer",
         )
 
-    def _left_behind(self, rank: int, step: int) -> UnevenInputs:
-        return UnevenInputs(
+    def _left_behind(self, rank: int, step: int) -> UnevenInputsError:
+        return UnevenInputsError(
             f"rank {rank} left the loop after {step} batches, rank {self.rank} went on to its "
             f"batch {self._steps()}: all ranks must leave it at the same step, or run it to its end"
         )

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.files import open_regular
 from rankcall.process import Process, Viewpoint
 from rankcall.ranks import MAX_RANKS
@@ -257,12 +257,12 @@ def make_header(geometry: Geometry, values: Mapping[str, Any]) -> bytes:
 
 
 def parse_header(raw: bytes, name: str) -> Header:
-    """Check and decode a header. ``name`` is the file's name in the message of ``CorruptRun``."""
+    """Check and decode a header. ``name`` is the file's name in ``CorruptRunError``."""
     if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
-        raise CorruptRun(f"{name}: not a rankcall ring file")
+        raise CorruptRunError(f"{name}: not a rankcall ring file")
     header = dict(zip(_NAMES_BY_OFFSET, _FAST_HEADER.unpack_from(raw), strict=True))
     if header["schema"] != SCHEMA:
-        raise CorruptRun(
+        raise CorruptRunError(
             f"{name}: ring schema {header['schema']}; this rankcall reads schema {SCHEMA}: "
             "read it with the rankcall version that wrote it"
         )
@@ -279,9 +279,9 @@ def parse_header(raw: bytes, name: str) -> Header:
         and shape.records_offset <= header["file_bytes"] <= shape.file_bytes
     )
     if not sizes_ok:
-        raise CorruptRun(f"{name}: the ring's header is damaged (impossible sizes)")
+        raise CorruptRunError(f"{name}: the ring's header is damaged (impossible sizes)")
     if not (-1 <= header["rank"] < MAX_RANKS and -1 <= header["world_size"] <= MAX_RANKS):
-        raise CorruptRun(f"{name}: the ring's header is damaged (impossible rank)")
+        raise CorruptRunError(f"{name}: the ring's header is damaged (impossible rank)")
     values = {column: header[column] for column in _DIRECT}
     for column in _TEXTS:
         values[column] = values[column].partition(b"\0")[0].decode("utf-8", "replace")
@@ -294,5 +294,5 @@ def read_header(path: Path) -> Header | None:
     try:
         with open_regular(path) as file:
             return parse_header(file.read(HEADER_BYTES), str(path))
-    except (OSError, CorruptRun):
+    except (OSError, CorruptRunError):
         return None

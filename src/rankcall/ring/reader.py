@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.files import open_regular
 from rankcall.record import (
     CODED,
@@ -79,25 +79,25 @@ def read_ring(
             changed since is not decoded again: the result shares it.
 
     Raises:
-        CorruptRun: The file is not a ring, has another schema, or its header is damaged.
+        CorruptRunError: The file is not a ring, has another schema, or its header is damaged.
     """
     path = path if isinstance(path, Path) else Path(path)
     try:
         with open_regular(path) as file:
             return _read(path, file.fileno(), newest, before)
     except OSError as error:
-        raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
+        raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def read_head(path: str | os.PathLike[str]) -> Head:
-    """Read a ring's header and side tables. Raises ``CorruptRun`` as ``read_ring`` does."""
+    """Read a ring's header and side tables. Raises ``CorruptRunError`` as ``read_ring`` does."""
     path = path if isinstance(path, Path) else Path(path)
     try:
         with open_regular(path) as file:
             fd = file.fileno()
             return _read_head(path, fd, os.fstat(fd).st_size)[0]
     except OSError as error:
-        raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
+        raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _read_head(path: Path, fd: int, size: int, before: Ring | None = None) -> tuple[Head, bytes]:

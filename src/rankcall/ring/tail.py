@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.files import open_regular
 from rankcall.record import (
     COMMIT_DONE,
@@ -30,7 +30,7 @@ NEWEST = 256  # records of a tail, a power of two
 
 
 def tail_of(path: Path, newest: int = NEWEST) -> bytes:
-    """Return the tail of a ring file, also of a living process. Raises ``CorruptRun``.
+    """Return the tail of a ring file, also of a living process. Raises ``CorruptRunError``.
 
     Args:
         path: The ring.
@@ -55,9 +55,9 @@ def _read(path: Path, offset: int, length: int) -> bytes:
             file.seek(offset)
             data = file.read(length)
     except OSError as error:
-        raise CorruptRun(f"{path}: cannot be read: {error.strerror}") from error
+        raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
     if offset == 0 and len(data) < length:
-        raise CorruptRun(f"{path}: not a rankcall ring file")
+        raise CorruptRunError(f"{path}: not a rankcall ring file")
     return data
 
 

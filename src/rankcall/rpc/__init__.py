@@ -72,7 +72,7 @@ def init_rpc(
         rpc_backend_options: The options, of the back end's own type.
 
     Raises:
-        BackendNotFound, TypeError, InvalidDeviceMap: An argument is wrong.
+        BackendNotFoundError, TypeError, DeviceMapError: An argument is wrong.
         RpcTimeout: Workers are missing; the error names them.
         RuntimeError: RPC is on already, or ranks, sizes or names disagree.
     """

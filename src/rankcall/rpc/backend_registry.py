@@ -92,7 +92,7 @@ class _Members(type):
 class BackendType(metaclass=_Members):
     """A back end by its name: ``BackendType.ZMQ``, ``BackendType["ZMQ"]``.
 
-    Raises ``BackendNotFound``, which lists the back ends there are, for any other name.
+    Raises ``BackendNotFoundError``, which lists the back ends there are, for any other name.
     """
 
     __slots__ = ("name",)
@@ -142,8 +142,8 @@ def register_backend(
 ) -> BackendType:
     """Register a back end and return its member; see ``BackendValue`` for the two functions.
 
-    Raises ``DuplicateBackend`` (a ``RuntimeError``) if the name is taken, and ``TypeError`` if a
-    handler cannot be called.
+    Raises ``DuplicateBackendError`` (a ``RuntimeError``) if the name is taken, and ``TypeError``
+    if a handler cannot be called.
     """
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
     _registrations[backend_name] = _backends.register(backend_name, value)
@@ -151,7 +151,7 @@ def register_backend(
 
 
 def unregister_backend(backend_name: str) -> None:
-    """Take back a ``register_backend``. Raises ``BackendNotFound`` if there is none."""
+    """Take back a ``register_backend``. Raises ``BackendNotFoundError`` if there is none."""
     registration = _registrations.pop(backend_name, None)
     if registration is None:
         _backends.get(backend_name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rankcall.errors import InvalidDeviceMap
+from rankcall.errors import DeviceMapError
 
 DeviceMap = dict[torch.device, torch.device]
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ class Node:
 
 
 def validate(nodes: Iterable[Node], static: bool) -> None:
-    """Check every node's devices and maps. Raises ``InvalidDeviceMap`` (a ``ValueError``).
+    """Check every node's devices and maps. Raises ``DeviceMapError`` (a ``ValueError``).
 
     In a dynamic group a map may name a worker that has not joined yet; what depends on that
     worker's own devices is checked when it joins.
@@ -113,7 +113,7 @@ def _index(device: torch.device) -> int:
 def _fail(node: Node, problem: str, **shown: Any) -> None:
     shown = {"devices": list(node.devices), "device_count": node.device_count, **shown}
     facts = "\n".join(f"{name.replace('_', ' ')} = {value}" for name, value in shown.items())
-    raise InvalidDeviceMap(f"Node {node.name} {problem}\n{facts}")
+    raise DeviceMapError(f"Node {node.name} {problem}\n{facts}")
 
 
 def reverse_maps(me: str, nodes: Iterable[Node]) -> dict[str, DeviceMap]:
@@ -142,11 +142,11 @@ def as_device(given: Any) -> torch.device:
 
 
 def as_device_map(given: Mapping[Any, Any]) -> DeviceMap:
-    """Return a map of indices, names or devices as one of devices. Raises ``InvalidDeviceMap``."""
+    """Return a map of indices, names or devices as one of devices. Raises ``DeviceMapError``."""
     made: DeviceMap = {}
     for here, there in given.items():
         source, target = as_device(here), as_device(there)
         if target in made.values():
-            raise InvalidDeviceMap(f"two devices are mapped to {target} in {dict(given)}")
+            raise DeviceMapError(f"two devices are mapped to {target} in {dict(given)}")
         made[source] = target
     return made

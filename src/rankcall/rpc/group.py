@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.rpc import _is_current_rpc_agent_set, api
 
 from rankcall.background import BackgroundCall
-from rankcall.errors import RpcTimeout, StoreLost
+from rankcall.errors import RpcTimeout, StoreLostError
 
 # The RPC group of this process, and what all back ends need to join and leave one.
 
@@ -51,13 +51,14 @@ def current_group() -> Group | None:
 def bounded(call: Callable[[], T], deadline: float, doing: str) -> T:
     """Return what ``call()`` returns or raise what it raises; it runs on a helper thread.
 
-    None of a TCPStore's timeouts applies while its host is stopped, so this raises ``StoreLost`` if
+    None of a TCPStore's timeouts applies while its host is stopped, so this raises
+    ``StoreLostError`` if
     the call has not ended by the deadline (monotonic seconds). The thread is left behind then.
     """
     helper = BackgroundCall(call, "rankcall-rpc-store")
     if not helper.ended(max(0.0, deadline - time.monotonic()) + _GRACE_S):
         helper.give_up()
-        raise StoreLost(
+        raise StoreLostError(
             f"RPC {doing}: the store does not answer: the process that hosts it is stopped, or "
             "cut off from this one. Look at that process"
         )

@@ -39,7 +39,7 @@ class MemberLog:
 
     A log that has grown long is closed by a last line; the next log begins with the members at that
     point, and a worker that wrote behind the last line writes again. Every call ends by its
-    deadline (monotonic seconds) or raises ``StoreLost``.
+    deadline (monotonic seconds) or raises ``StoreLostError``.
     """
 
     def __init__(self, store: dist.Store) -> None:

@@ -18,7 +18,7 @@ from rankcall._requests import CompareSet, Read, Set, Steps, Until, Wait
 from rankcall.errors import RpcTimeout
 from rankcall.process import DEAD, Process
 from rankcall.rpc.group import bounded, seconds_left, wait_idle
-from rankcall.store import BarrierTimeout, StoreLost, synchronize
+from rankcall.store import BarrierTimeout, StoreLostError, synchronize
 from rankcall.store.parts import perform, publish_once
 
 _ASK_S = 1.0  # how often a waiting worker looks for peers that died or started again
@@ -60,7 +60,7 @@ class StaticMembership:
         """Give this worker's record to all; return the records of all, in rank order.
 
         ``worker["node"]["name"]`` is the worker's name. Raises ``RuntimeError`` if two workers have
-        the same name, ``RpcTimeout`` that names the missing workers, ``StoreLost``.
+        the same name, ``RpcTimeout`` that names the missing workers, ``StoreLostError``.
         """
         own_record = {**worker, "process": _process_record()}
         records: list[dict[str, Any]] = self.exchange("init", own_record, deadline)
@@ -74,7 +74,7 @@ class StaticMembership:
         """Give ``value``, which JSON can carry, to all; return the values of all, in rank order.
 
         Raises ``RpcTimeout`` that names the missing workers, also before the deadline if one of
-        them is known to be gone; ``StoreLost``.
+        them is known to be gone; ``StoreLostError``.
         """
         data = json.dumps(value).encode()
         patience = _ASK_S
@@ -85,7 +85,7 @@ class StaticMembership:
                     self._store, data, self.rank, self.world_size, self._key(label), left
                 )  # called again after a timeout, it goes on waiting
                 return [json.loads(encoded) for encoded in values]
-            except StoreLost as lost:
+            except StoreLostError as lost:
                 if not lost.is_silent or time.monotonic() >= deadline:
                     raise
                 patience *= 2  # the line to the store may be busy, or lose packets
@@ -211,7 +211,7 @@ def form_group(
 
     If another worker begins again in the meantime, so does this one. A rank or world size of -1 is
     taken from the group. Raises ``RuntimeError`` if either disagrees with the group, ``RpcTimeout``
-    if no worker says how many there are, ``StoreLost``.
+    if no worker says how many there are, ``StoreLostError``.
     """
     while True:
         membership = StaticMembership(PrefixStore("static", store), name, rank, world_size)

@@ -32,8 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
-from rankcall.errors import CorruptRun
-from rankcall.files import UnsafeFolder, create_file, open_file, open_regular, replacing
+from rankcall.errors import CorruptRunError
+from rankcall.files import UnsafeFolderError, create_file, open_file, open_regular, replacing
 from rankcall.ring.layout import HEADER_BYTES, offset_of, parse_header
 from rankcall.run.exits import EXITS, STATES
 from rankcall.run.paths import HANGS
@@ -160,7 +160,7 @@ def pack(files: Sequence[tuple[str, Path]], target: Path, name: str) -> list[str
                     seen.add(inside)
                 except FileNotFoundError:
                     left_out.append(f"{inside}: it was removed meanwhile")
-                except UnsafeFolder as error:
+                except UnsafeFolderError as error:
                     left_out.append(f"{inside}: {error.strerror}")
     return left_out
 
@@ -186,7 +186,7 @@ def _used(ring: IO[bytes], size: int) -> tuple[bytes, int]:
     raw = ring.read(HEADER_BYTES)
     try:
         used = parse_header(raw, "").used_bytes
-    except CorruptRun:
+    except CorruptRunError:
         return raw, size
     if used >= size:
         return raw, size
@@ -228,22 +228,26 @@ def unpack(archive: Path, *, dumps: bool = False) -> Path:
     ``dumps``: it holds files of other tools, which are extracted side by side; the folders that
     they were in become parts of their names.
 
-    Raises ``CorruptRun`` if the file is not an archive of a run, is damaged, is larger than any
-    run, or does not fit into the temporary folder.
+    Raises ``CorruptRunError`` if the file is not an archive of a run, is damaged, is larger than
+    any run, or does not fit into the temporary folder.
     """
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
         with open_regular(archive) as raw, _members(raw) as members:
             rings_or_dumps = _extract_all(members, folder, _flat_name if dumps else _name_in_run)
         if not rings_or_dumps:
-            raise CorruptRun(f"{archive}: this archive holds no run")
+            raise CorruptRunError(f"{archive}: this archive holds no run")
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, _Refused):
-            raise CorruptRun(f"{archive}: not an archive of a run: it holds {error}") from error
+            raise CorruptRunError(
+                f"{archive}: not an archive of a run: it holds {error}"
+            ) from error
         damaged = isinstance(error, _DAMAGES)
         if damaged or _is_zstd(error):
-            raise CorruptRun(f"{archive}: not an archive of a run, or damaged: {error}") from error
+            raise CorruptRunError(
+                f"{archive}: not an archive of a run, or damaged: {error}"
+            ) from error
         raise
     return folder
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankcall.errors import CorruptRun, RunNotFound
+from rankcall.errors import CorruptRunError, RunNotFoundError
 from rankcall.ranks import format_ranks
 from rankcall.ring.decode import decode_ring
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
@@ -94,7 +94,7 @@ class Run:
         try:
             moved = self.path / "rings" / head.path.name
             return read_ring(head.path if head.path.exists() else moved, newest)
-        except CorruptRun as error:
+        except CorruptRunError as error:
             self._note(str(error))
             return None
 
@@ -103,11 +103,11 @@ class Run:
             self.problems.append(problem)
 
     def only(self, attempt: int) -> Run:
-        """Return this run with the rings of one attempt; raise ``RunNotFound`` without any."""
+        """Return this run with the rings of one attempt; raise ``RunNotFoundError`` without any."""
         heads = [head for head in self.heads if head.header.attempt == attempt]
         if not heads:
             known = sorted({head.header.attempt for head in self.heads})
-            raise RunNotFound(
+            raise RunNotFoundError(
                 f"{self.source or self.path} has no attempt {attempt}: "
                 f"its attempts are {format_ranks(known)}"
             )
@@ -300,8 +300,8 @@ def load(
         read: Reads the head of one ring file.
 
     Raises:
-        RunNotFound: The path does not exist.
-        CorruptRun: No ring, and no dump, can be read.
+        RunNotFoundError: The path does not exist.
+        CorruptRunError: No ring, and no dump, can be read.
     """
     source = where = find_run(path)
     scratch: list[Path] = []
@@ -330,7 +330,7 @@ def _unpacked(archive: Path) -> Path:
     """Extract an archive of a run, or of dumps."""
     try:
         return unpack(archive)
-    except CorruptRun as no_run:
+    except CorruptRunError as no_run:
         folder = unpack(archive, dumps=True)
         if _source_of(folder) is not None:
             return folder
@@ -369,8 +369,10 @@ def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
 def _run_of(heads: list[Head], where: Path, source: Path, problems: list[str]) -> Run:
     if not heads:
         if problems:
-            raise CorruptRun(problems[0])
-        raise CorruptRun(f"{source}: no ring files: nothing was recorded yet, or this is not a run")
+            raise CorruptRunError(problems[0])
+        raise CorruptRunError(
+            f"{source}: no ring files: nothing was recorded yet, or this is not a run"
+        )
     heads.sort(key=lambda head: (head.header.attempt, head.header.rank, head.header.pid))
     run = Run(where, read_about(where, problems), heads, problems, source)
     if run.missing_ranks:
@@ -405,7 +407,7 @@ def _read_heads(
     for done, path in enumerate(paths, 1):
         try:
             head = read(path)
-        except CorruptRun as error:
+        except CorruptRunError as error:
             problems.append(str(error))
         else:
             if head.problem:

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from rankcall._version import __version__
-from rankcall.errors import RunNotFound
+from rankcall.errors import RunNotFoundError
 from rankcall.files import (
-    UnsafeFolder,
+    UnsafeFolderError,
     check_file,
     check_folder,
     make_folder,
@@ -90,7 +90,9 @@ def create_run(path: Path, about: dict[str, Any]) -> Path:
     ``run.json`` is kept: every rank calls this, and the launcher may have been first.
     """
     if not path.is_dir():
-        with contextlib.suppress(UnsafeFolder):  # another rank was first; "rings" is checked below
+        with contextlib.suppress(
+            UnsafeFolderError
+        ):  # another rank was first; "rings" is checked below
             make_folder(path, private=False)
     run_folder(path, "rings")
     meta = path / "run.json"
@@ -161,12 +163,12 @@ def find_run(path: str | os.PathLike[str] | None = None) -> Path:
 
     If the run directory could not be made, this is the folder of the run's live rings.
 
-    Raises ``RunNotFound``, which names the path that does not exist.
+    Raises ``RunNotFoundError``, which names the path that does not exist.
     """
     if path is None:
         latest = Path(RUNS) / "latest"
         if not latest.exists():
-            raise RunNotFound(
+            raise RunNotFoundError(
                 f"no run given and no {latest} here ({Path.cwd()}): "
                 "start one with 'rankcall run script.py', or name a run directory"
             )
@@ -175,7 +177,7 @@ def find_run(path: str | os.PathLike[str] | None = None) -> Path:
     if not run.exists():
         for rings in trusted_live_dirs(run):
             return rings
-        raise RunNotFound(f"no such run: {run}")
+        raise RunNotFoundError(f"no such run: {run}")
     return run
 
 

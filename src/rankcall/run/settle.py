@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from rankcall.errors import CorruptRun
-from rankcall.files import UnsafeFolder, check_folder, open_file, replacing, run_folder
+from rankcall.errors import CorruptRunError
+from rankcall.files import UnsafeFolderError, check_folder, open_file, replacing, run_folder
 from rankcall.process import ALIVE, DEAD, UNKNOWN
 from rankcall.ring.layout import HEADER_BYTES, Header, offset_of, parse_header, read_header
 from rankcall.ring.lock import try_lock
@@ -57,7 +57,7 @@ def settle(path: Path, wait_s: float = _MOVER_SECONDS) -> list[Path]:
         return moved
     deadline = time.monotonic() + wait_s
     for ring in files_in(source, ".ring"):
-        with contextlib.suppress(OSError, CorruptRun):
+        with contextlib.suppress(OSError, CorruptRunError):
             target = _move(ring, path, deadline)
             if target is not None:
                 moved.append(target)
@@ -73,7 +73,7 @@ def settle_ring(ring: Path, run_dir: Path) -> None:
     The rings of other ranks that ended without moving theirs, because they were killed or forked,
     are moved as well.
     """
-    with contextlib.suppress(OSError, CorruptRun):
+    with contextlib.suppress(OSError, CorruptRunError):
         if _move(ring, run_dir, time.monotonic() + _MOVER_SECONDS) is not None:
             settle(run_dir, wait_s=0.0)
             _remove_empty(ring.parent)
@@ -90,7 +90,7 @@ def keep_tails(run_dir: Path) -> None:
         return
     rings = files_in(folder, ".ring")
     for ring in rings:
-        with contextlib.suppress(CorruptRun):  # for example, it was moved meanwhile
+        with contextlib.suppress(CorruptRunError):  # for example, it was moved meanwhile
             keep_tail(run_dir, ring.name, tail_of(ring))
     headers = [header for header in map(read_header, rings) if header is not None]
     with replacing(run_folder(run_dir, STATES) / states_name()) as file:
@@ -132,7 +132,7 @@ def _claim(
     _check_own(file, ring)
     try:
         header = parse_header(file.read(HEADER_BYTES), str(ring))
-    except CorruptRun:
+    except CorruptRunError:
         return (file, None) if try_lock(file.fileno()) else (None, None)
     state = DEAD if header.closed_ns else header.process.liveness()
     if state == ALIVE:
@@ -153,7 +153,7 @@ def _claim(
 def _check_own(file: BinaryIO, ring: Path) -> None:
     owner = os.fstat(file.fileno()).st_uid
     if owner != os.geteuid():
-        raise UnsafeFolder(ring, f"belongs to user {owner}, not to user {os.geteuid()}")
+        raise UnsafeFolderError(ring, f"belongs to user {owner}, not to user {os.geteuid()}")
 
 
 def _move(ring: Path, run_dir: Path, deadline: float) -> Path | None:
@@ -229,7 +229,7 @@ def _clean_folder(folder: Path, rings: list[Path], everything: bool) -> list[str
     removed, freed, run_dir = 0, 0, Path()
     is_over = all(map(_is_over, rings))
     for ring in rings:
-        with contextlib.suppress(OSError, CorruptRun), contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, CorruptRunError), contextlib.ExitStack() as held:
             file, header = _claim(ring, held, deadline=0.0)
             has_run = header is not None and header.run_dir and _is_run(Path(header.run_dir))
             may_go = everything or _is_old(ring, header) or (is_over and has_run)
@@ -240,7 +240,7 @@ def _clean_folder(folder: Path, rings: list[Path], everything: bool) -> list[str
                 run_dir = Path(header.run_dir)
                 try:
                     _copy(file, ring, run_folder(run_dir, "rings") / ring.name)
-                except (OSError, CorruptRun):
+                except (OSError, CorruptRunError):
                     continue  # for example, the disk is full: the ring stays, and can be read
                 moved[header.run_dir] = moved.get(header.run_dir, 0) + 1
             else:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rankcall.errors import ExtraMissing, RankcallError
+from rankcall.errors import ExtraMissingError, RankcallError
 from rankcall.serve.live_run import LiveRun
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8088
@@ -36,7 +36,7 @@ class PageServer:
         parent: End when the process with this id is not this process's parent any more.
 
     Raises:
-        ExtraMissing: starlette, uvicorn or jinja2 is not installed.
+        ExtraMissingError: starlette, uvicorn or jinja2 is not installed.
         RankcallError: The address cannot be listened on.
     """
 
@@ -105,13 +105,13 @@ async def _close_when(server: Any, closing: asyncio.Event, parent: int | None) -
 
 
 def check_extra() -> None:
-    """Raise ``ExtraMissing`` if a package that the page needs is not installed."""
+    """Raise ``ExtraMissingError`` if a package that the page needs is not installed."""
     try:
         import jinja2
         import starlette
         import uvicorn
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             f"the live page needs {error.name}: pip install 'rankcall[serve]'"
         ) from error
     del jinja2, starlette, uvicorn

@@ -86,7 +86,7 @@ class LiveRun:
         return look
 
     def place(self) -> Path:
-        """Return the run's path. Raises ``RunNotFound``."""
+        """Return the run's path. Raises ``RunNotFoundError``."""
         return find_run(self.path)
 
     def take_stacks(self) -> Stacks:

@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import Store
 
 from rankcall._requests import ReadMany, Set, Steps, Until
-from rankcall.errors import WorldMismatch
+from rankcall.errors import WorldMismatchError
 from rankcall.process import host_name
 from rankcall.registry import Removable
 from rankcall.store import _errors
@@ -24,7 +24,7 @@ from rankcall.store._calls import barrier, clean_up, get_all, store_timeout, syn
 from rankcall.store._client import Call, clock, local_state, run
 from rankcall.store._errors import (
     BarrierTimeout,
-    StoreLost,
+    StoreLostError,
     check_prefix,
     check_rank,
     check_seconds,
@@ -153,7 +153,7 @@ def rollcall(
         attempt: Keeps the keys of a restarted job apart; by default torchrun's restart count.
 
     Raises:
-        StoreLost: The store's host is gone, or does not answer.
+        StoreLostError: The store's host is gone, or does not answer.
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
@@ -220,8 +220,8 @@ __all__ = [
     "Failover",
     "Installed",
     "Rollcall",
-    "StoreLost",
-    "WorldMismatch",
+    "StoreLostError",
+    "WorldMismatchError",
     "barrier",
     "clean_up",
     "failover",

@@ -21,7 +21,7 @@ from rankcall.store import _errors, _protocol
 from rankcall.store._client import Call, LocalState, clock, local_state, on_fork, run
 from rankcall.store._errors import (
     Decoder,
-    StoreLost,
+    StoreLostError,
     check_prefix,
     check_rank,
     check_seconds,
@@ -187,8 +187,10 @@ class _Request:
         if isinstance(error, _protocol.Unconfirmed):
             reason = f"{self.name}: requests to arrive were not answered; use another key_prefix"
             return lost(where(store), reason)
-        if isinstance(error, StoreLost):
-            return StoreLost(f"{self.name}: {error}", host=error.host, is_silent=error.is_silent)
+        if isinstance(error, StoreLostError):
+            return StoreLostError(
+                f"{self.name}: {error}", host=error.host, is_silent=error.is_silent
+            )
         return error
 
 
@@ -249,7 +251,7 @@ def _perform(
         if not member.lock.acquire(False):
             try:
                 _wait_for_earlier_call(member, keys, store, deadline)
-            except StoreLost as error:
+            except StoreLostError as error:
                 raise request.explained(error, member, store) from None
         member.call = call
         try:
@@ -270,7 +272,7 @@ def _perform(
             _protocol.Unconfirmed,
         ) as error:
             raise request.explained(error, member, store) from None
-        except StoreLost as error:
+        except StoreLostError as error:
             raise request.explained(error, member, store) from error.__cause__
         finally:
             if call.has_helper:
@@ -315,8 +317,8 @@ def barrier(
 
     Raises:
         BarrierTimeout: Not all ranks came in time.
-        WorldMismatch: Other ranks wait in a world of another size, or another process is this rank.
-        StoreLost: The store's host is gone, or does not answer.
+        WorldMismatchError: Other ranks wait in a world of another size, or another process is this
+        rank. StoreLostError: The store's host is gone, or does not answer.
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
@@ -377,8 +379,8 @@ def _barrier_without_ranks(store: Store, keys: Keys, timeout: float, what: str |
             )
         if isinstance(error, _protocol.WorldsDiffer):
             return _errors.worlds_differ("barrier", keys, None, error.claims, what)
-        if isinstance(error, StoreLost):
-            return StoreLost(f"{name}: {error}", host=error.host, is_silent=error.is_silent)
+        if isinstance(error, StoreLostError):
+            return StoreLostError(f"{name}: {error}", host=error.host, is_silent=error.is_silent)
         reason = f"{name}: a request to arrive was not answered; use another key_prefix, or rank="
         return lost(where(store), reason)
 
@@ -388,7 +390,7 @@ def _barrier_without_ranks(store: Store, keys: Keys, timeout: float, what: str |
         TooFew,
         _protocol.WorldsDiffer,
         _protocol.Unconfirmed,
-        StoreLost,
+        StoreLostError,
     ) as error:
         # The next call of this process waits with the same ticket.
         call.when_over(lambda: tickets.unused.extend(drawn))
@@ -425,8 +427,8 @@ def synchronize(
 
     Raises:
         BarrierTimeout: Not all ranks came in time; it has the complete list, on every rank.
-        WorldMismatch: As for ``barrier``.
-        StoreLost: The store's host is gone, or does not answer.
+        WorldMismatchError: As for ``barrier``.
+        StoreLostError: The store's host is gone, or does not answer.
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
@@ -493,8 +495,8 @@ def get_all(
     Raises:
         BarrierTimeout: ``missing_ranks`` have not set their key, or, on ``host_rank``, have not
             read.
-        WorldMismatch: Another process is this rank.
-        StoreLost: The store's host is gone, or does not answer.
+        WorldMismatchError: Another process is this rank.
+        StoreLostError: The store's host is gone, or does not answer.
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
@@ -536,7 +538,7 @@ def clean_up(
     Without ``rank``, the keys are removed at once: no process may be using the prefix. Keys that
     others made are never touched.
 
-    Raises ``StoreLost``, ``WorldMismatch``, ``ValueError`` and ``TypeError``.
+    Raises ``StoreLostError``, ``WorldMismatchError``, ``ValueError`` and ``TypeError``.
     """
     state = local_state(store)
     check_prefix(key_prefix)

@@ -35,7 +35,7 @@ from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 from rankcall import background
 from rankcall._requests import METHODS, Arrive, Steps, Until, Wait
 from rankcall.process import open_sockets
-from rankcall.store._errors import StoreLost, check_store, lost
+from rankcall.store._errors import StoreLostError, check_store, lost
 from rankcall.store._keys import Keys, attempt_of_this_process, keys_of
 from rankcall.store._location import (
     Address,
@@ -169,7 +169,7 @@ class Connection:
             return False
         return True
 
-    def lost(self, error: Exception) -> StoreLost:
+    def lost(self, error: Exception) -> StoreLostError:
         """Return the error for a request that failed; the connection is of no more use."""
         self.is_broken = True
         return lost(self.where, str(error))
@@ -442,7 +442,8 @@ def run(
 ) -> T:
     """Run a protocol on a store; return what it returns, or raise what it raises.
 
-    Raises ``StoreLost`` if it has not ended ``BEYOND_S`` after the timeout; or what ``unnamed``
+    Raises ``StoreLostError`` if it has not ended ``BEYOND_S`` after the timeout; or what
+    ``unnamed``
     returns, if the store was there a moment ago and is only too slow to name the missing ranks.
     """
     state = state or local_state(store)
@@ -569,7 +570,7 @@ def own_connection(store: Store, state: LocalState, seconds: float) -> Connectio
             return None
     try:
         call.helper.outcome()
-    except StoreLost:
+    except StoreLostError:
         raise
     except Exception as error:
         raise lost(place, str(error)) from error
@@ -580,7 +581,9 @@ def own_connection(store: Store, state: LocalState, seconds: float) -> Connectio
 
 
 def separate_connection(store: Store, seconds: float) -> Connection:
-    """Make a connection of our own on this thread, however long that takes; or raise ``StoreLost``.
+    """Make a connection of our own on this thread, or raise ``StoreLostError``.
+
+    Connecting takes as long as it takes.
 
     Answers over it take ``seconds`` at most.
     """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from rankcall import errors
-from rankcall.errors import WorldMismatch
+from rankcall.errors import WorldMismatchError
 from rankcall.ranks import format_ranks
 from rankcall.store._keys import Keys
 from rankcall.store._protocol import Claim, NotAllArrived
@@ -27,8 +27,8 @@ class BarrierTimeout(errors.BarrierTimeout, DistStoreError):
     __doc__ = errors.BarrierTimeout.__doc__
 
 
-class StoreLost(errors.StoreLost, DistNetworkError):
-    __doc__ = errors.StoreLost.__doc__
+class StoreLostError(errors.StoreLostError, DistNetworkError):
+    __doc__ = errors.StoreLostError.__doc__
 
 
 def check_store(store: Store) -> None:
@@ -76,11 +76,11 @@ def check_seconds(seconds: float, name: str, least: float = 0.0, positive: bool 
     return float(seconds)
 
 
-def lost(place: str, reason: str) -> StoreLost:
+def lost(place: str, reason: str) -> StoreLostError:
     """Return the error that says that the store's host is gone."""
     is_silent = "Timeout" in reason or "no answer" in reason
     state = "does not answer (its host is stopped, or cut off)" if is_silent else "is gone"
-    return StoreLost(
+    return StoreLostError(
         f"the store {place} {state}: {reason.splitlines()[0]}. Look at the process that hosts it; "
         "with rankcall.store.failover() a job goes on without it",
         host=place.removeprefix("at "),
@@ -189,10 +189,10 @@ def clean_up_pending(
 
 def claimed_twice(
     kind: str, keys: Keys, claims: Sequence[Claim], what: str | None
-) -> WorldMismatch:
+) -> WorldMismatchError:
     """Return the error that says which processes are one and the same rank."""
     rank = claims[0].rank
-    return WorldMismatch(
+    return WorldMismatchError(
         f"{name_of(kind, keys.prefix, what)}: rank {rank} of {keys.world_size} is claimed by "
         f"{len(claims)} processes: {' and '.join(map(_process, claims))}. Check how they get their "
         "rank (RANK). If the first one has ended and this one replaces it, use another key_prefix "
@@ -201,9 +201,9 @@ def claimed_twice(
     )
 
 
-def claimed_by_a_thread(keys: Keys, claim: Claim) -> WorldMismatch:
+def claimed_by_a_thread(keys: Keys, claim: Claim) -> WorldMismatchError:
     """Return the error for two threads of one process that are the same rank."""
-    return WorldMismatch(
+    return WorldMismatchError(
         f"rank {claim.rank} of {keys.world_size} is in {keys.prefix!r} already, in another "
         f"thread of this process ({_process(claim)}): give each thread a rank, or a key_prefix, "
         "of its own",
@@ -213,7 +213,7 @@ def claimed_by_a_thread(keys: Keys, claim: Claim) -> WorldMismatch:
 
 def worlds_differ(
     kind: str, keys: Keys, rank: int | None, claims: Sequence[Claim], what: str | None
-) -> WorldMismatch:
+) -> WorldMismatchError:
     """Return the error that says which rank expects which world size."""
     parts = []
     for size in sorted({claim.world_size for claim in claims}):
@@ -228,7 +228,7 @@ def worlds_differ(
         verb = "expects" if len(same) == 1 else "expect"
         parts.append(f"{names} {verb} {size} ranks")
     here = "this process" if rank is None else f"rank {rank}"
-    return WorldMismatch(
+    return WorldMismatchError(
         f"{name_of(kind, keys.prefix, what)}: {here} expects {keys.world_size} ranks, but the "
         f"world sizes differ: {'; '.join(parts)}. All of them wait. Check how WORLD_SIZE is set",
         claims=[_plain(claim) for claim in claims],

@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore
 from rankcall._requests import Check, Read, Set, Steps
 from rankcall.store import _calls
 from rankcall.store._client import Call, clock, connect_to, run
-from rankcall.store._errors import BarrierTimeout, StoreLost, check_rank, check_seconds
+from rankcall.store._errors import BarrierTimeout, StoreLostError, check_rank, check_seconds
 from rankcall.store._protocol import frame, unframe
 
 _SLICE_S = 0.5  # the time after which a rank that makes up for a barrier asks whether others passed
@@ -42,7 +42,7 @@ def failover(
 
     Raises:
         ValueError: The list is empty, or a host is not ``"address:port"``.
-        StoreLost: No host answers.
+        StoreLostError: No host answers.
     """
     places = [_place_of(host) for host in hosts]
     if not places:
@@ -83,7 +83,8 @@ class _Hosts:
     def connect(self, reason: str, seconds: float) -> Store:
         """Connect to the host in use, or to the next that answers.
 
-        Raises ``StoreLost``, with the ``reason`` why the last one was left, if none does in time.
+        Raises ``StoreLostError``, with the ``reason`` why the last one was left, if none does in
+        time.
         """
         until = clock.monotonic() + seconds
         while not self.is_over:
@@ -94,10 +95,10 @@ class _Hosts:
                 return store
             self._tried += left
             if self._tried < self.timeout:
-                raise StoreLost(f"{reason}. No time was left to connect to the next host")
+                raise StoreLostError(f"{reason}. No time was left to connect to the next host")
             self.index, self._tried = self.index + 1, 0.0
         names = ", ".join(f"{address}:{port}" for address, port in self._places)
-        raise StoreLost(f"no store is left of {names}: {reason}", host=names)
+        raise StoreLostError(f"no store is left of {names}: {reason}", host=names)
 
     def later_has(self, key: str, seconds: float) -> bool:
         """Return whether the store of a later host has a key."""
@@ -112,7 +113,7 @@ class _Hosts:
                 left = max(_LEAST_S, until - clock.monotonic())
                 if run(store, left, _check(key), Call()):
                     return True
-            except StoreLost:
+            except StoreLostError:
                 del self._ahead[index]
         return False
 
@@ -194,7 +195,7 @@ class Failover:
             try:
                 result = self._piece(kind, prefix, turn, left, call, passed)
                 break
-            except StoreLost as error:
+            except StoreLostError as error:
                 if self._lost is None:
                     self._leave(str(error))
                 if clock.monotonic() >= deadline or self._hosts.is_over:
@@ -261,7 +262,7 @@ class Failover:
 
         try:
             run(store, max(_LEAST_S, until - clock.monotonic()), steps(), Call())
-        except StoreLost as error:
+        except StoreLostError as error:
             self._leave(str(error))
             raise
         self.store, self._lost = store, None

@@ -46,7 +46,7 @@ _LEASE_POLLS = 20  # looks at another holder's lease, while it lasts
 
 
 def perform(store: Store, timeout: float, steps: Steps[T]) -> T:
-    """Run a protocol on a store; raises ``StoreLost`` if it has not ended within a second more."""
+    """Run a protocol on a store. Raises ``StoreLostError`` a second after the timeout."""
     return run(store, timeout, steps, Call())
 
 
@@ -57,7 +57,7 @@ def perform_shared(store: Store, timeout: float, steps: Steps[T]) -> T:
     connection, as ``perform`` does, can take seconds and print torch's warnings.
 
     Raises:
-        StoreLost: The store has failed, or has not answered shortly after ``timeout``.
+        StoreLostError: The store has failed, or has not answered shortly after ``timeout``.
     """
     call, connection = Call(), Connection(store)
     until = clock.monotonic() + timeout
@@ -84,7 +84,7 @@ class Standby:
         self._call = Call()
 
     def perform(self, store: Store, timeout: float, steps: Steps[T]) -> T:
-        """Run a protocol. Raises ``StoreLost`` if the store has failed, or was released."""
+        """Run a protocol. Raises ``StoreLostError`` if the store has failed, or was released."""
         call = self._call
         connection = call.connection = separate_connection(store, timeout)
         try:

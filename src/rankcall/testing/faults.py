@@ -192,8 +192,8 @@ class FaultPlan:
         """Plant this rank's faults in this process; ``remove()`` of the result removes them.
 
         ``rank`` is by default the rank that the environment or torch says. This starts recording
-        with the Python capture if nothing is recording. Raises ``CaptureUnavailable`` if the native
-        capture is recording (set ``RANKCALL_CAPTURE=python``) or another plan is armed.
+        with the Python capture if nothing is recording. Raises ``CaptureUnavailableError`` if the
+        native capture is recording (set ``RANKCALL_CAPTURE=python``) or another plan is armed.
         """
         return Injection(self.faults, rank)
 

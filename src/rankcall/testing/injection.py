@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import CaptureUnavailableError
 from rankcall.record import OPS
 from rankcall.registry import Removable
 
@@ -108,7 +108,7 @@ class Injection(Removable):
             reason = "the native capture is recording: set RANKCALL_CAPTURE=python"
             if isinstance(capture, FallbackCapture):
                 reason = "another plan is armed"
-            raise CaptureUnavailable(f"faults cannot be planted: {reason}")
+            raise CaptureUnavailableError(f"faults cannot be planted: {reason}")
         own_rank = recording.rank() if rank is None else rank
         self._pending = [
             _Pending(fault)

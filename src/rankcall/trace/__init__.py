@@ -12,7 +12,7 @@ from typing import Any
 
 from rankcall.capture import session
 from rankcall.capture.hosts import HostNames, Hosts, ranks_of_this_node
-from rankcall.errors import CaptureUnavailable, warn_once
+from rankcall.errors import CaptureUnavailableError, warn_once
 from rankcall.trace.describe import Mode, describe
 from rankcall.trace.descriptions import NOTHING, Description, Descriptions
 from rankcall.trace.sinks import MemorySink, Origin, RecordSink, Sink, make_sink
@@ -72,8 +72,8 @@ def enable(
     Raises:
         ValueError: The mode or the name of a sink is unknown.
         TypeError: An element of ``sinks`` is neither a sink nor a name.
-        ExtraMissing: A sink needs a package that is not installed.
-        TorchMissing: torch is absent or too old.
+        ExtraMissingError: A sink needs a package that is not installed.
+        TorchMissingError: torch is absent or too old.
     """
     switches = settle(mode, print_)
     chosen = _chosen(switches, sinks)
@@ -157,7 +157,7 @@ def _nvtx_sinks() -> list[Sink]:
     sink = Nvtx()
     try:
         sink.functions()
-    except CaptureUnavailable as error:
+    except CaptureUnavailableError as error:
         warn_once(f"no NVTX marks: {error}")
         return []
     return [sink]

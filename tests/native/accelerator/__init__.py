@@ -22,13 +22,13 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from rankcall._native import NativeModule
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import CaptureUnavailableError
 
 MODULE = NativeModule(
     "rankcall_test_accelerator",
     Path(__file__).parent,
     "accelerator.cpp",
-    CaptureUnavailable,
+    CaptureUnavailableError,
     defines=("USE_DISTRIBUTED", "USE_C10D_GLOO"),
 )
 

@@ -20,7 +20,7 @@ from rankcall._native import NativeModule
 from rankcall.capture import interface
 from rankcall.capture.device_status import DeviceOp, device_times_wanted
 from rankcall.capture.marks import Marks, span_of
-from rankcall.errors import CaptureUnavailable, warn_once
+from rankcall.errors import CaptureUnavailableError, warn_once
 from rankcall.record import (
     BATCH,
     DTYPES,
@@ -104,19 +104,22 @@ RECORDER = NativeModule(
     "rankcall_recorder",
     Path(__file__).parent,
     "recorder.cpp",
-    CaptureUnavailable,
+    CaptureUnavailableError,
     {"layout.h": layout_header},
     ("USE_DISTRIBUTED", "USE_C10D_GLOO"),
 )
 
 
 def nvtx_bridge() -> NativeModule:
-    """Return the bridge to NVTX. Raises ``CaptureUnavailable`` if its headers are not installed."""
+    """Return the bridge to NVTX.
+
+    Raises ``CaptureUnavailableError`` if its headers are not installed.
+    """
     return NativeModule(
         "rankcall_nvtx",
         RECORDER.sources,
         "nvtx_bridge.cpp",
-        CaptureUnavailable,
+        CaptureUnavailableError,
         includes=(nvtx_headers(),),
         uses_torch=False,
     )
@@ -127,13 +130,16 @@ def nvtx_headers() -> Path:
     for entry in sys.path:
         for header in sorted(Path(entry or ".").glob("nvidia/*/include/nvtx3/nvToolsExt.h")):
             return header.parents[1]
-    raise CaptureUnavailable(
+    raise CaptureUnavailableError(
         "NVTX's headers are not installed: pip install 'rankcall[nvtx]' (it brings nvidia-nvtx)"
     )
 
 
 def recorder_module() -> ModuleType:
-    """Return the loaded recorder, building it first if need be. Raises ``CaptureUnavailable``."""
+    """Return the loaded recorder, building it first if need be.
+
+    Raises ``CaptureUnavailableError``.
+    """
     global _module
     if _module is None:
         _module = RECORDER.load()

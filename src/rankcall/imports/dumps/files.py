@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.files import clean
 from rankcall.imports.dumps.records import DumpRecords, records_of
 from rankcall.ranks import MAX_RANKS
@@ -54,7 +54,7 @@ def contents_of_dump(path: Path, *, isolated: bool = False) -> DumpAnswer:
     problems: list[str] = []
     try:
         return DumpAnswer(_contents(path, read_dump(path, problems, isolated=isolated)), problems)
-    except CorruptRun as error:
+    except CorruptRunError as error:
         problems.append(str(error))
     except OSError as error:
         problems.append(f"{path}: cannot be read: {error.strerror}")
@@ -138,11 +138,11 @@ def find_dumps(sources: Sequence[Path]) -> list[tuple[int, Path]]:
         sources: Files, or folders that are searched with the folders in them.
 
     Raises:
-        CorruptRun: There are too many dumps, or the names do not tell the ranks.
+        CorruptRunError: There are too many dumps, or the names do not tell the ranks.
     """
     paths = list(_candidates(sources))
     if len(paths) > MOST_FILES:
-        raise CorruptRun(f"{sources[0]}: more than {MOST_FILES:,} dumps")
+        raise CorruptRunError(f"{sources[0]}: more than {MOST_FILES:,} dumps")
     return sorted(_ranks_of(paths).items())
 
 
@@ -205,11 +205,11 @@ def _newest_of_each(choices: Sequence[Sequence[str]], paths: Sequence[Path]) -> 
     for number, path in zip(choices[0] if choices else (), paths, strict=False):
         first_path = first.setdefault(int(number), path)
         if first_path is not path:
-            raise CorruptRun(
+            raise CorruptRunError(
                 f"{path}: its name gives rank {int(number):,}, like that of {first_path}: name one "
                 "dump for each rank, of one job"
             )
-    raise CorruptRun(f"{paths[0]}: its name does not tell which rank wrote it")
+    raise CorruptRunError(f"{paths[0]}: its name does not tell which rank wrote it")
 
 
 def _stem(path: Path) -> str:
@@ -227,18 +227,18 @@ def read_dump(path: Path, problems: list[str], *, isolated: bool = False) -> dic
             check that is slow is left out then.
 
     Raises:
-        CorruptRun: The file is damaged, too large, or no dump. The message names it.
+        CorruptRunError: The file is damaged, too large, or no dump. The message names it.
     """
     size = path.stat().st_size
     if size > _MOST_BYTES:
-        raise CorruptRun(f"{path}: {size:,} bytes, more than any dump of Flight Recorder")
+        raise CorruptRunError(f"{path}: {size:,} bytes, more than any dump of Flight Recorder")
     raw = path.read_bytes()
     content = _unpickle(path, raw, isolated) if raw[:1] == b"\x80" else _from_json(path, raw)
     if not isinstance(content, dict) or not isinstance(content.get("entries"), (list, tuple)):
-        raise CorruptRun(f"{path}: not a dump of Flight Recorder: it has no list of entries")
+        raise CorruptRunError(f"{path}: not a dump of Flight Recorder: it has no list of entries")
     entries = content["entries"]
     if len(entries) > _MOST_ENTRIES or not all(isinstance(entry, dict) for entry in entries):
-        raise CorruptRun(f"{path}: not a dump of Flight Recorder: damaged entries")
+        raise CorruptRunError(f"{path}: not a dump of Flight Recorder: damaged entries")
     _check_version(path, content.get("version"), problems)
     return content
 
@@ -247,7 +247,7 @@ def _check_version(path: Path, version: Any, problems: list[str]) -> None:
     match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
     if match is None or int(match[1]) != _NEWEST[0]:
         shown_version = clean(version[:40]) if isinstance(version, str) else "none"
-        raise CorruptRun(
+        raise CorruptRunError(
             f"{path}: version {shown_version} of Flight Recorder's format; this rankcall reads 2.0 "
             f"to {_NEWEST[0]}.{_NEWEST[1]}"
         )
@@ -263,9 +263,9 @@ def _check_version(path: Path, version: Any, problems: list[str]) -> None:
 def _unpickle(path: Path, raw: bytes, isolated: bool) -> Any:
     # Each container takes a byte or more, so a small file needs no count.
     if len(raw) > _MOST_CONTAINERS and sum(map(raw.count, _CONTAINERS)) > _MOST_CONTAINERS:
-        raise CorruptRun(f"{path}: more objects than any dump of Flight Recorder")
+        raise CorruptRunError(f"{path}: more objects than any dump of Flight Recorder")
     if not _is_plain(raw) or not (isolated or _has_flat_tuples(raw)):
-        raise CorruptRun(
+        raise CorruptRunError(
             f"{path}: not a dump of Flight Recorder, or damaged: this pickle does not only hold "
             "plain data"
         )
@@ -273,7 +273,9 @@ def _unpickle(path: Path, raw: bytes, isolated: bool) -> Any:
         return _PlainUnpickler(io.BytesIO(raw), encoding="utf-8", errors="replace").load()
     except Exception as error:  # a damaged pickle raises almost anything
         why = clean(str(error)[:200])
-        raise CorruptRun(f"{path}: not a dump of Flight Recorder, or damaged: {why}") from error
+        raise CorruptRunError(
+            f"{path}: not a dump of Flight Recorder, or damaged: {why}"
+        ) from error
 
 
 def _is_plain(raw: bytes) -> bool:
@@ -329,9 +331,11 @@ def _has_flat_tuples(raw: bytes) -> bool:
 
 def _from_json(path: Path, raw: bytes) -> Any:
     if len(raw) > _MOST_JSON_BYTES or raw.count(b"[") + raw.count(b"{") > _MOST_CONTAINERS:
-        raise CorruptRun(f"{path}: {len(raw):,} bytes, more than any dump of Flight Recorder")
+        raise CorruptRunError(f"{path}: {len(raw):,} bytes, more than any dump of Flight Recorder")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
         why = clean(str(error)[:200])
-        raise CorruptRun(f"{path}: not a dump of Flight Recorder, or damaged: {why}") from error
+        raise CorruptRunError(
+            f"{path}: not a dump of Flight Recorder, or damaged: {why}"
+        ) from error

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.files import clean
 from rankcall.imports.dumps.files import (
     DumpContents,
@@ -72,7 +72,7 @@ def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[Rin
         problems: Gets a line for each file that is left out, and for each limit of the evidence.
 
     Raises:
-        CorruptRun: There is no dump that can be read.
+        CorruptRunError: There is no dump that can be read.
     """
     with _without_gc():
         every = _read(sources, problems)
@@ -100,13 +100,13 @@ def _read(sources: Sequence[Path], problems: list[str]) -> list[_Rank]:
             continue
         count += len(rank.content.records)
         if count > _MOST_RECORDS:
-            raise CorruptRun(f"{path}: more than {_MOST_RECORDS:,} entries in all dumps")
+            raise CorruptRunError(f"{path}: more than {_MOST_RECORDS:,} entries in all dumps")
         ranks.append(rank)
     for number, _ in files:
         problems += [text for text in problems_of[number] if text not in problems]
     if not ranks:
         why = problems[0] if problems else f"{sources[0]}: there is no dump of Flight Recorder"
-        raise CorruptRun(why)
+        raise CorruptRunError(why)
     return sorted(ranks, key=lambda rank: rank.rank)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.imports.logs.lines import Line, Log, Source, logs_of
 from rankcall.imports.logs.messages import (
     TROUBLE,
@@ -149,7 +149,7 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
     """Read the logs of one job, and return what they say; a folder stands for the files in it.
 
     Raises:
-        CorruptRun: No log can be read.
+        CorruptRunError: No log can be read.
     """
     logs = logs_of(paths)
     log_facts = LogFacts(logs)
@@ -162,7 +162,7 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
                 if log_facts.size > _MOST_RANKS:
                     log.cut = True
                     break
-        except CorruptRun as error:
+        except CorruptRunError as error:
             log_facts.problems.append(str(error))
             unreadable += 1
         reader.end()
@@ -171,7 +171,9 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
                 f"{log.name}: not read beyond line {log.count:,}: too many lines about failures"
             )
     if unreadable == len(logs):
-        raise CorruptRun(log_facts.problems[0] if log_facts.problems else "there is no log to read")
+        raise CorruptRunError(
+            log_facts.problems[0] if log_facts.problems else "there is no log to read"
+        )
     return log_facts
 
 

@@ -20,7 +20,7 @@ from typing import IO, NamedTuple, cast
 
 import zstandard
 
-from rankcall.errors import CorruptRun
+from rankcall.errors import CorruptRunError
 from rankcall.files import clean
 from rankcall.ranks import MAX_RANKS
 
@@ -121,7 +121,7 @@ class Log:
         """Yield the lines of interest.
 
         Raises:
-            CorruptRun: The log cannot be read, or is no text.
+            CorruptRunError: The log cannot be read, or is no text.
         """
         try:
             with _opened(self.path) as file:
@@ -133,7 +133,9 @@ class Log:
                     yield _line(raw, number, self.index)
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             why = getattr(error, "strerror", None) or str(error)
-            raise CorruptRun(f"{clean(str(self.path))}: cannot be read: {clean(why)}") from error
+            raise CorruptRunError(
+                f"{clean(str(self.path))}: cannot be read: {clean(why)}"
+            ) from error
 
     def _of_interest(self, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         """Yield lines with their numbers; ``left`` counts the lines that a message still has."""
@@ -175,7 +177,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         return
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-        raise CorruptRun(f"{clean(str(path))}: not a file")
+        raise CorruptRunError(f"{clean(str(path))}: not a file")
     with path.open("rb") as file:
         head = file.peek(4)[:4] if isinstance(file, io.BufferedReader) else b""
         if head[:2] == b"\x1f\x8b":

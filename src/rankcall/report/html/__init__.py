@@ -20,7 +20,7 @@ from rankcall._version import __version__
 from rankcall.analysis.details import Details
 from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.errors import ExtraMissing
+from rankcall.errors import ExtraMissingError
 from rankcall.files import clean
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import percent, plural, rate, size, time
@@ -48,7 +48,7 @@ def render(details: Details, findings: Sequence[Finding] = ()) -> str:
         findings: The diagnosis, root cause first. One that stops the run comes before the figures.
 
     Raises:
-        ExtraMissing: jinja2 is not installed.
+        ExtraMissingError: jinja2 is not installed.
     """
     template = environment().get_template("page.html.j2")
     script, style = asset("page.js"), asset("page.css")
@@ -66,12 +66,13 @@ def digest(script: str) -> str:
 def environment(**templates: str) -> Any:
     """Return jinja2's environment for this folder's templates and ``templates``, by name.
 
-    Names from records are escaped, and their control characters replaced. Raises ``ExtraMissing``.
+    Names from records are escaped, and their control characters replaced. Raises
+    ``ExtraMissingError``.
     """
     try:
         import jinja2
     except ImportError as error:
-        raise ExtraMissing(
+        raise ExtraMissingError(
             "the HTML report needs jinja2: pip install 'rankcall[report]'"
         ) from error
     shared = {name: asset(name) for name in ("parts.html.j2", "page.html.j2")}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlparse
 
-from rankcall.errors import AuthenticationFailed, BackendUnavailable
+from rankcall.errors import AuthenticationError, BackendUnavailableError
 
 _SHORTEST_SECRET = 16
 _LOOPBACK = "127.0.0.1"
@@ -31,7 +31,7 @@ def find_secret(secret_file: str | os.PathLike[str] | None) -> bytes | None:
     """Return the job's secret, from the file or from the environment.
 
     ``RANKCALL_RPC_SECRET_FILE`` names a file, ``RANKCALL_RPC_SECRET`` is the secret itself; None if
-    neither is set. Raises ``AuthenticationFailed`` if the file is missing or others can read it,
+    neither is set. Raises ``AuthenticationError`` if the file is missing or others can read it,
     and if the secret is too short.
     """
     file = secret_file or os.environ.get("RANKCALL_RPC_SECRET_FILE")
@@ -47,7 +47,7 @@ def derive_keys(secret: bytes) -> Keys:
     from zmq.utils import z85
 
     if not zmq.has("curve"):
-        raise BackendUnavailable(
+        raise BackendUnavailableError(
             "this pyzmq was built without CURVE, which the workers of several hosts need to trust "
             "each other: pip install --force-reinstall pyzmq"
         )
@@ -63,15 +63,15 @@ def _read(file: Path) -> bytes:
         mode = file.stat().st_mode & 0o077
         text = file.read_bytes().strip()
     except OSError as error:
-        raise AuthenticationFailed(f"the secret {file} cannot be read: {error}") from error
+        raise AuthenticationError(f"the secret {file} cannot be read: {error}") from error
     if mode:
-        raise AuthenticationFailed(f"others may read the secret {file}: chmod 600 {file}")
+        raise AuthenticationError(f"others may read the secret {file}: chmod 600 {file}")
     return text
 
 
 def _check_length(secret: bytes, source: str) -> bytes:
     if len(secret) < _SHORTEST_SECRET:
-        raise AuthenticationFailed(
+        raise AuthenticationError(
             f"the secret in {source} has {len(secret)} bytes; it must have at least "
             f"{_SHORTEST_SECRET}. Make one with: head -c 32 /dev/urandom | base64"
         )

@@ -67,7 +67,7 @@ def init_backend_handler(
 
     With a world size: every worker of a static group calls it, and returns when all can call each
     other. Ends within ``rpc_timeout`` seconds, and at least 5 s. Raises ``TypeError``,
-    ``InvalidDeviceMap``, ``RpcTimeout``, and ``RuntimeError`` for ranks, sizes or names that
+    ``DeviceMapError``, ``RpcTimeout``, and ``RuntimeError`` for ranks, sizes or names that
     disagree.
     """
     check_arguments(store, rpc_backend_options, TensorPipeRpcBackendOptions)

@@ -22,7 +22,7 @@ from torch.distributed.rpc import (
 
 from rankcall import background
 from rankcall.background import EXIT_S, exit_budget
-from rankcall.errors import AuthenticationFailed, RpcTimeout
+from rankcall.errors import AuthenticationError, RpcTimeout
 from rankcall.process import UNKNOWN, Process
 from rankcall.rpc.backends.zmq_worker import (
     Worker,
@@ -69,8 +69,9 @@ def init_backend_handler(
 ) -> Any:
     """Bring this worker's agent up and return it, in use; see TENSORPIPE's for the contract.
 
-    Also raises ``BackendUnavailable`` if pyzmq, a compiler, file descriptors or a usable address is
-    missing, and ``AuthenticationFailed`` if workers of several hosts have no common secret.
+    Also raises ``BackendUnavailableError`` if pyzmq, a compiler, file descriptors or a usable
+    address is
+    missing, and ``AuthenticationError`` if workers of several hosts have no common secret.
     """
     check_arguments(store, rpc_backend_options, ZmqRpcBackendOptions)
     library = zmq_library()
@@ -134,14 +135,14 @@ def _join_static(worker: Worker, membership: StaticMembership, deadline: float) 
 
 
 def _reach(records: Sequence[Mapping[str, Any]], agent: Any, deadline: float) -> None:
-    """Hear from every worker on another host. Raises ``AuthenticationFailed``."""
+    """Hear from every worker on another host. Raises ``AuthenticationError``."""
     names = [record["node"]["name"] for record in records]
     answers = [agent.control(name, "", seconds_left(deadline)) for name in names]
     for name, answer in zip(names, answers, strict=True):
         try:
             answer.wait()
         except RuntimeError as error:
-            raise AuthenticationFailed(
+            raise AuthenticationError(
                 f"worker {name!r} on another host cannot be reached, or refuses this worker; "
                 f"is RANKCALL_RPC_SECRET_FILE's content the same there? ({error})"
             ) from error

@@ -18,7 +18,7 @@ from torch.distributed.rpc import RpcBackendOptions
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
 from rankcall._native import NativeModule
-from rankcall.errors import AuthenticationFailed, BackendUnavailable
+from rankcall.errors import AuthenticationError, BackendUnavailableError
 from rankcall.process import Process
 from rankcall.rpc.backends.addresses import (
     derive_keys,
@@ -34,14 +34,17 @@ AGENT = NativeModule(
     "rankcall_rpc",
     Path(__file__).parents[1] / "native",
     "module.cpp",
-    BackendUnavailable,
+    BackendUnavailableError,
     defines=("USE_DISTRIBUTED", "USE_RPC", "TORCH_EXTENSION_NAME=rankcall_rpc"),
 )
 
 
 @cache
 def agent_module() -> Any:
-    """Return the loaded agent module, building it first if need be. Raises BackendUnavailable."""
+    """Return the loaded agent module, building it first if need be.
+
+    Raises BackendUnavailableError.
+    """
     return AGENT.load()
 
 
@@ -161,7 +164,7 @@ class Worker:
                 problem = str(error)
                 continue
             return next(iter(endpoints(address, bound.rpartition(":")[2])))
-        raise BackendUnavailable(
+        raise BackendUnavailableError(
             f"worker {self.name!r}: {problem}. Pass a free port= (or a range of ports), and as "
             "bind= an address of this machine"
         )
@@ -188,8 +191,8 @@ class Worker:
     def meet(self, record: Mapping[str, Any]) -> None:
         """Have the agent know another worker, or this one.
 
-        Raises ``AuthenticationFailed`` if there is no common secret, and ``BackendUnavailable`` if
-        one of the two has no address that the other can reach.
+        Raises ``AuthenticationError`` if there is no common secret, and
+        ``BackendUnavailableError`` if one of the two has no address that the other can reach.
         """
         name, process = record["node"]["name"], Process(**record["process"])
         is_local = self.shares_memory_with(record)
@@ -211,7 +214,7 @@ class Worker:
         name, host = record["node"]["name"], record["host"].split()[0]
         both = f"worker {name!r} ({host}) and worker {self.name!r} ({self.dir.host.split()[0]})"
         if not (record["network"] and self.network):
-            raise AuthenticationFailed(
+            raise AuthenticationError(
                 f"{both} are on different hosts, and not both were given a secret: "
                 "set RANKCALL_RPC_SECRET_FILE to a 0600 file with the same content on every host"
             )
@@ -219,7 +222,7 @@ class Worker:
             return  # containers on one machine
         for owner, endpoint in ((name, record["network"]), (self.name, self.network)):
             if is_loopback(endpoint):
-                raise BackendUnavailable(
+                raise BackendUnavailableError(
                     f"{both} are on different hosts, but {owner!r} listens at {endpoint}, which "
                     "only its own host can reach: pass host= to its options, or set "
                     "RANKCALL_RPC_HOST there, to an address that the other hosts can reach"
@@ -227,13 +230,13 @@ class Worker:
 
 
 def check_descriptors(name: str, peers: int) -> None:
-    """Raise ``BackendUnavailable`` if worker ``name`` cannot connect to so many more workers."""
+    """Raise ``BackendUnavailableError`` if worker ``name`` cannot connect to so many more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     open_now = len(list(Path("/proc/self/fd").iterdir()))
     needed = open_now + _DESCRIPTORS_A_PEER * peers + _SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and needed > soft:
         others = f"{peers} more workers" if peers != 1 else "another worker"
-        raise BackendUnavailable(
+        raise BackendUnavailableError(
             f"worker {name!r} needs {needed} file descriptors to talk to {others}, and the limit "
             f"of its process is {soft}: raise it with `ulimit -n {max(needed, 4096)}` before the "
             f"job starts (the hard limit is {hard})"
@@ -241,7 +244,7 @@ def check_descriptors(name: str, peers: int) -> None:
 
 
 def zmq_library() -> str:
-    """Return the path of the shared object that loads libzmq. Raises ``BackendUnavailable``.
+    """Return the path of the shared object that loads libzmq. Raises ``BackendUnavailableError``.
 
     It is pyzmq's own extension module. It is not imported: that takes as long as all the rest of a
     worker's start.
@@ -251,7 +254,7 @@ def zmq_library() -> str:
     spec = PathFinder.find_spec("_zmq", [f"{folder}/backend/cython" for folder in folders or ()])
     if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
         reason = "this pyzmq has no extension module" if package else "no module named zmq"
-        raise BackendUnavailable(
+        raise BackendUnavailableError(
             f"the RPC back end ZMQ needs pyzmq: pip install 'rankcall[rpc]' ({reason})"
         )
     return str(spec.origin)

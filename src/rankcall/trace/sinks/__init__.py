@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rankcall.capture.marks import Functions
-from rankcall.errors import ExtraMissing
+from rankcall.errors import ExtraMissingError
 from rankcall.ring.reader import Ring
 from rankcall.trace.descriptions import Description, Descriptions
 
@@ -146,11 +146,16 @@ def _own_sinks() -> dict[str, Callable[[], Any]]:
 
 
 def optional_module(module: str, extra: str) -> Any:
-    """Return a module of an optional package. Raises ``ExtraMissing``; it names the pip extra."""
+    """Return a module of an optional package.
+
+    Raises ``ExtraMissingError``; it names the pip extra.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ExtraMissing(f"this sink needs {module}: pip install 'rankcall[{extra}]'") from error
+        raise ExtraMissingError(
+            f"this sink needs {module}: pip install 'rankcall[{extra}]'"
+        ) from error
 
 
 def load_polars() -> None:

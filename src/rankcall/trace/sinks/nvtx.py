@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from rankcall.capture.marks import Functions
-from rankcall.errors import CaptureUnavailable
+from rankcall.errors import CaptureUnavailableError
 from rankcall.trace.descriptions import Descriptions
 from rankcall.trace.sinks import Origin, logger
 
@@ -25,7 +25,7 @@ class Nvtx:
     def functions(self) -> Functions | None:
         """Return the C functions to call at issue, or None if no tool listens.
 
-        Raises ``CaptureUnavailable`` if the bridge to NVTX cannot be built or loaded.
+        Raises ``CaptureUnavailableError`` if the bridge to NVTX cannot be built or loaded.
         """
         from rankcall.capture.native import nvtx_bridge
 
@@ -33,7 +33,7 @@ class Nvtx:
         try:
             bridge = ctypes.CDLL(str(path))
         except OSError as error:
-            raise CaptureUnavailable(f"{path} cannot be loaded: {error}") from error
+            raise CaptureUnavailableError(f"{path} cannot be loaded: {error}") from error
         if not bridge.rankcall_nvtx_open(_DOMAIN):
             logger.info("no tool listens to NVTX: there will be no marks")
             return None

@@ -44,7 +44,7 @@ class OpenTelemetry:
 
     Raises:
         ValueError: ``span_every`` is negative.
-        ExtraMissing: OpenTelemetry is not installed.
+        ExtraMissingError: OpenTelemetry is not installed.
     """
 
     sink_name = "otel"
@@ -219,7 +219,7 @@ def _exporter(module: str, name: str, endpoint: str | None, path: str) -> Any:
         path: The path of this kind of data below ``endpoint``.
 
     Raises:
-        ExtraMissing: The OTLP package is not installed.
+        ExtraMissingError: The OTLP package is not installed.
     """
     base = getattr(optional_module(f"{_OTLP}.{module}", "otel"), name)
     made = type(name, (_ReportsOnce, base), {})

@@ -84,7 +84,7 @@ class Prometheus:
 
     Raises:
         ValueError: ``port`` is not a port.
-        ExtraMissing: ``prometheus-client`` is not installed.
+        ExtraMissingError: ``prometheus-client`` is not installed.
     """
 
     sink_name = "prometheus"

@@ -44,7 +44,7 @@ class PrometheusNode:
 
     Raises:
         ValueError: ``port`` is not a port.
-        ExtraMissing: ``prometheus-client`` is not installed.
+        ExtraMissingError: ``prometheus-client`` is not installed.
     """
 
     sink_name = "prometheus-node"
