@@ -149,8 +149,7 @@ def _own(run: Run, node: int) -> Snapshot:
     """Return what a node knows: where its own ranks stand."""
     first = node * RANKS_PER_NODE
     own = range(first, first + RANKS_PER_NODE)
-    run.heads = [head for head in run.heads if head.header.rank in own]
-    snapshot = snapshot_of_run(run)
+    snapshot = snapshot_of_run(run.only(ranks=own))
     snapshot.problems = []
     snapshot.ranks = [
         replace(state, stack=STACK) if state.rank in own else state for state in snapshot.ranks

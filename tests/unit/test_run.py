@@ -17,7 +17,7 @@ from rankcall.ranks import format_ranks
 from rankcall.ring.layout import offset_of
 from rankcall.ring.reader import read_ring
 from rankcall.ring.tables import Group
-from rankcall.run.load import label_groups, load
+from rankcall.run.load import Run, label_groups, load
 from rankcall.run.paths import (
     create_run,
     default_run_dir,
@@ -199,6 +199,29 @@ def test_frames(tmp_path: Path) -> None:
     )
     assert run.ranks["records"].to_list() == [1, 1, 1, 1, 1, 3]
     assert run.dropped == dict.fromkeys(range(6), 0)
+
+
+def test_a_part_of_a_run(tmp_path: Path) -> None:
+    """``only`` keeps the rings of an attempt, a host or some ranks; the whole run keeps all."""
+    calls = [Call(rank, 1, MS, 2 * MS, attempt=n) for rank in range(2) for n in range(2)]
+    folder = write_world(tmp_path / "run", calls, hosts={1: "node-b"})
+    ring = next((folder / "rings").glob("rank-00001.attempt-1.*"))
+    ring.rename(ring.with_name(ring.name.replace(".ring", ".tail.ring")))
+    run = load(folder)
+
+    def rings(part: Run) -> list[tuple[int, int]]:
+        return [(head.header.attempt, head.header.rank) for head in part.heads]
+
+    assert rings(run.only(1)) == [(1, 0), (1, 1)]
+    assert rings(run.only(host="node-b")) == [(0, 1), (1, 1)]
+    assert rings(run.only(1, "node-b", tails_of=())) == []
+    assert rings(run.only(tails_of=())) == [(0, 0), (0, 1), (1, 0)]
+    assert rings(run.only(ranks=[1], tails_of=[1])) == [(0, 1), (1, 1)]
+    assert rings(run) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with pytest.raises(RunNotFoundError, match="has no attempt 7: its attempts are 0-1"):
+        run.only(7)
+    with pytest.raises(AttributeError):
+        run.heads = []  # type: ignore[misc]
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:

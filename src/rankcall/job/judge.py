@@ -51,7 +51,7 @@ from rankcall.run.hangs import (
     waits_that_ended,
 )
 from rankcall.run.load import load
-from rankcall.run.paths import HANGS, TAIL, make_live_dir
+from rankcall.run.paths import HANGS, make_live_dir
 from rankcall.run.settle import keep_tails
 from rankcall.run.stacks import request_stacks
 
@@ -200,13 +200,10 @@ class Judge:
     # --- looking ---
 
     def _snapshot(self, headers: dict[int, Header]) -> Snapshot:
-        run = load(self._run_dir)
         attempt = max(header.attempt for header in headers.values())
-        run.heads = [
-            head  # a tail is of a rank of another node, as it was at an earlier verdict
-            for head in run.heads
-            if head.header.attempt == attempt and not head.path.name.endswith(TAIL)
-        ]
+        run = load(self._run_dir).only(
+            attempt, tails_of=()
+        )  # other nodes say how their ranks stand
         snapshot = snapshot_of_run(run, window=_WINDOW)
         snapshot.problems = [text for text in snapshot.problems if _NO_RING not in text]
         return snapshot

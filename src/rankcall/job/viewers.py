@@ -33,7 +33,6 @@ from rankcall.analysis.node_snapshot import encode, node_snapshot_of
 from rankcall.analysis.run_reader import RunReader
 from rankcall.job.other_nodes import ASKED, BELL, Exchange, Unreachable
 from rankcall.ring.layout import Header
-from rankcall.run.paths import TAIL
 from rankcall.run.views import Answers, Member, NodeAnswer, ViewerFile
 
 logger = logging.getLogger("rankcall.watch")
@@ -207,13 +206,8 @@ class NodeViews:
         question = self._requests.perform(_ASK_S, self._questions.question())
         if question <= self._question:
             return False
-        run = self._reader.load(self._run_dir)
         attempt = max(head.attempt for head in headers.values())
-        run.heads = [
-            head  # tails are of ranks of other nodes
-            for head in run.heads
-            if head.header.attempt == attempt and not head.path.name.endswith(TAIL)
-        ]
+        run = self._reader.load(self._run_dir).only(attempt, tails_of=())
         snapshot = self._reader.snapshot(run, _WINDOW)
         data = encode(node_snapshot_of(snapshot))
         number = self._exchange.number

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from rankcall.ring.reader import Head, Ring, read_head, read_ring
 from rankcall.ring.tables import Group
 from rankcall.run.archive import is_archive, unpack
 from rankcall.run.joins import JoinSummary, read_joins
-from rankcall.run.paths import create_run, find_run, read_about, ring_name, ring_paths
+from rankcall.run.paths import create_run, find_run, is_tail, read_about, ring_name, ring_paths
 
 if TYPE_CHECKING:
     import polars as pl
@@ -53,7 +53,7 @@ class Run:
 
     path: Path  # the run directory; for an archive, the folder that it was extracted into
     about: dict[str, Any]
-    heads: list[Head]
+    _heads: Sequence[Head]
     problems: list[str] = field(default_factory=list)
     source: Path | None = None  # the path that was loaded: a run directory, a ring file, an archive
     # A part of a run keeps the whole, whose end removes what was unpacked.
@@ -102,16 +102,49 @@ class Run:
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def only(self, attempt: int) -> Run:
-        """Return this run with the rings of one attempt; raise ``RunNotFoundError`` without any."""
-        heads = [head for head in self.heads if head.header.attempt == attempt]
-        if not heads:
-            known = sorted({head.header.attempt for head in self.heads})
+    @property
+    def heads(self) -> Sequence[Head]:
+        """The header and the side tables of each ring, by attempt and rank. Read-only.
+
+        ``only`` makes a run of some of them.
+        """
+        return self._heads
+
+    def only(
+        self,
+        attempt: int | None = None,
+        host: str | None = None,
+        *,
+        ranks: Collection[int] | None = None,
+        tails_of: Collection[int] | None = None,
+    ) -> Run:
+        """Return this run with some of its rings. Arguments that are None leave nothing out.
+
+        Args:
+            attempt: Keep the rings of this attempt.
+            host: Keep the rings of this host.
+            ranks: Keep the rings of these ranks.
+            tails_of: Of tails, keep those of these ranks. A tail is what an earlier verdict left of
+                a ring that is on another node, so it is older than what that node says itself.
+
+        Raises:
+            RunNotFoundError: No ring is of this attempt.
+        """
+        known = {head.header.attempt for head in self._heads}
+        if attempt is not None and attempt not in known:
             raise RunNotFoundError(
                 f"{self.source or self.path} has no attempt {attempt}: "
-                f"its attempts are {format_ranks(known)}"
+                f"its attempts are {format_ranks(sorted(known))}"
             )
-        part = replace(self, heads=heads, _census={})
+        heads = [
+            head
+            for head in self._heads
+            if attempt in (None, head.header.attempt)
+            and host in (None, head.header.host)
+            and (ranks is None or head.header.rank in ranks)
+            and (tails_of is None or not is_tail(head.path) or head.header.rank in tails_of)
+        ]
+        part = replace(self, _heads=heads, _census={})
         part._whole = self
         return part
 
@@ -120,7 +153,7 @@ class Run:
         """All rings with their records, kept in memory."""
         rings = list(self.iter_rings())
         # A running job may have made groups since ``load``; these heads know the records' groups.
-        self.heads = [Head(ring.path, ring.header, ring.tables, ring.problem) for ring in rings]
+        self._heads = [Head(ring.path, ring.header, ring.tables, ring.problem) for ring in rings]
         for stale in ("hosts", "run_groups", "groups"):
             self.__dict__.pop(stale, None)
         return rings

@@ -301,6 +301,11 @@ def tail_name(name: str) -> str:
     return f"{whole_name(name).removesuffix('.ring')}{TAIL}"
 
 
+def is_tail(ring: Path) -> bool:
+    """Return whether a ring file has only the tail of a ring, by its name."""
+    return ring.name.endswith(TAIL)
+
+
 def whole_name(name: str) -> str:
     """Return the name of the ring that a file holds, whole or only its tail."""
     return f"{name.removesuffix(TAIL)}.ring" if name.endswith(TAIL) else name

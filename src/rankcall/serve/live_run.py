@@ -109,8 +109,7 @@ class LiveRun:
         finished = self._finished(where)
         if finished is not None:
             return self._as_look(where, ENDED, finished)
-        run = self._reader.load(where)
-        self._others.ask(run)
+        run = self._others.ask(self._reader.load(where))
         window = max(32, min(256, _WINDOW // max(1, len(run.heads))))
         snapshot = self._others.add_to(self._reader.snapshot(run, window))
         if not snapshot.live:

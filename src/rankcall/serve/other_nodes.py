@@ -17,7 +17,7 @@ from rankcall.analysis.verdicts.wording import duration
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import plural
 from rankcall.run.load import Run
-from rankcall.run.paths import TAIL
+from rankcall.run.paths import is_tail
 from rankcall.run.views import Answers, NodeAnswer, age_s, note_viewer, read_answers
 
 LATE_S = 10.0  # an answer that is older is late: nodes answer every five seconds at least
@@ -37,17 +37,18 @@ class OtherNodes:
         self.problem = ""  # what is missing in the last snapshot
         self._decoded: dict[bytes, NodeSnapshot] = {}
 
-    def ask(self, run: Run) -> None:
-        """Note that somebody looks, and read what has been answered so far.
+    def ask(self, run: Run) -> Run:
+        """Note that somebody looks, and read the answers so far.
 
-        Of ranks that have answered, the tails that an earlier verdict left in the run are left out:
-        they are older.
+        Returns:
+            The run without the tails of ranks that have answered: an earlier verdict left those in
+            the run, so they are older than the answers.
         """
         world = max((head.header.world_size for head in run.heads), default=0)
-        here = {head.header.rank for head in run.heads if not head.path.name.endswith(TAIL)}
+        here = {head.header.rank for head in run.heads if not is_tail(head.path)}
         self._answers = None
         if len(here) >= world or not run.path.is_dir():
-            return
+            return run
         note_viewer(run.path)
         answers = read_answers(run.path)
         attempt = max((head.header.attempt for head in run.heads), default=0)
@@ -58,11 +59,7 @@ class OtherNodes:
             if node.data and self._age_s(node) < KNOWN_S
             for rank, _, _ in node.members
         }
-        run.heads = [
-            head
-            for head in run.heads
-            if not (head.path.name.endswith(TAIL) and head.header.rank in fresh)
-        ]
+        return run.only(tails_of=set(run.hosts) - fresh)
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the ranks of the other nodes, and a line for what is missing."""

@@ -102,12 +102,7 @@ class PrometheusNode:
             run_dir, attempt = recording.run_dir, recording.identity.attempt
         if run_dir is None:
             return []
-        run = self._reader.load(run_dir)
-        run.heads = [
-            head
-            for head in run.heads
-            if head.header.attempt == attempt and head.header.host == origin.host
-        ]
+        run = self._reader.load(run_dir).only(attempt, origin.host)
         headers = [head.header for head in run.heads]
         snapshot = self._reader.snapshot(run, _WINDOW)
         figures = recent_figures(snapshot)
