@@ -106,10 +106,12 @@ def test_other_ops_and_sizes_at_one_number(tmp_path: Path, wording: Wording) -> 
     assert cause(verdict(tmp_path, two_sides)) == ("desync", ())
 
 
-def test_a_partial_log_names_no_side(tmp_path: Path) -> None:
+def test_a_partial_log_names_both_sides(tmp_path: Path) -> None:
     """Of eight ranks, four differ from four others; only three of them are in the log."""
     calls = {1: Call(9), 2: Call(9), 4: Call(9, "BROADCAST")}
-    assert cause(verdict(tmp_path, log_of(NEWEST, calls))) == ("desync", ())
+    finding = verdict(tmp_path, log_of(NEWEST, calls)).findings[0]
+    assert (finding.kind, finding.ranks, finding.confidence) == ("desync", (1, 2, 4), "possible")
+    assert "rank 4 in broadcast of 1,024 elements; ranks 1-2 in all_reduce" in finding.summary
 
 
 def test_groups_of_one_name_are_not_compared(tmp_path: Path) -> None:
@@ -415,7 +417,7 @@ def test_messages_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A log is read in blocks: wherever they end, the facts and their line numbers are equal."""
     whole = diagnosed(REAL / "gloo-raise.log").findings
     for size in (400, 401, 500, 1000, 4096):
-        monkeypatch.setattr("rankcall.imports.logs.lines._BLOCK", size)
+        monkeypatch.setattr("rankcall.imports.logs.reading._BLOCK", size)
         assert diagnosed(REAL / "gloo-raise.log").findings == whole
 
 
@@ -439,7 +441,7 @@ def test_a_log_with_no_end_of_messages_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only so many lines are parsed, and the report gives the number of the last one."""
-    monkeypatch.setattr("rankcall.imports.logs.lines._MOST_LINES", 100)
+    monkeypatch.setattr("rankcall.imports.logs.reading._MOST_LINES", 100)
     lines = ["[rank0]: RuntimeError: Connection closed by peer [::1]:1"] * 1000
     diagnosis = verdict(tmp_path, lines)
     assert any("not read beyond line" in problem for problem in diagnosis.snapshot.problems)
@@ -518,10 +520,15 @@ def mutated(lines: list[str], draw: st.DrawFn) -> bytes:
 
 @given(st.data())
 def test_a_damaged_log_never_names_another_rank(data: st.DataObject) -> None:
-    """If lines are lost or moved, no rank is named that the whole log does not name."""
+    """If lines are lost or moved, no rank is blamed that the whole log does not blame.
+
+    If so many lines are lost that nobody can tell which side of a desync is the smaller one, both
+    are named, and rank 2 is in one of them.
+    """
     name = data.draw(st.sampled_from(sorted(SAMPLES)))
     raw = mutated(SAMPLES[name], data.draw)
-    assert named_in(raw) <= {2}, name
+    named = named_in(raw)
+    assert named <= {2} or (name == "nccl-desync" and 2 in named), name
 
 
 @given(st.binary(max_size=3000) | st.text(max_size=3000).map(str.encode))

@@ -6,7 +6,7 @@
     run_tables, summary               one call from a run to all figures of a report or a page
     snapshot, run_snapshot            where every rank stands at one moment
     verdicts/                         one call from a run to its verdict; one class for each kind
-    logs, log_cases                   the verdict if there is nothing but logs
+    logs                              the verdict if there is nothing but logs
 """
 
 from __future__ import annotations

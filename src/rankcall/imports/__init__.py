@@ -6,9 +6,13 @@
     dumps.records     turns the entries of one dump into records
     dumps.readers     reads many dumps in several processes
     dumps.rings       makes the rings of one job of them
-    logs.lines        finds the lines of logs that are about a failure
-    logs.messages     turns each of these lines into a fact
-    logs.facts        collects the facts of all logs of a job, and the ranks that wrote them
+    logs.reading      finds the lines of logs that are about a failure
+    logs.prefixes     takes off what launchers and collectors put before a line
+    logs.wrapping     puts lines together that a terminal has wrapped
+    logs.sources      the table of messages: turns a line into facts
+    logs.tracebacks   messages of several lines
+    logs.blame        whose fault an error is, by its words
+    logs.job          collects the facts of all logs of a job, and the ranks that wrote them
 
 A run that is made of the evidence of another tool is read, judged and reported like every other
 run. To add a source, write its module and put it into ``SOURCES``. Logs have too little for a run:

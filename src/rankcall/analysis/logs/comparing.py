@@ -1,184 +1,30 @@
-"""One failed job as its logs show it: its facts, and the ranks that can be compared by them."""
+"""Ranks that can be compared by what they wrote.
+
+torch itself compares them in DETAIL mode, at barriers, and in reports on a desync. NCCL's watchdogs
+write how far each rank had come in a group, and what it timed out in. Numbers of ranks in messages
+are those within a process group: they are believed only if they are those of the job (``Ranks``).
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from rankcall.analysis.logs.case import SAME, Case, Ranks, minority, ranks_text
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.wording import begin_sentence, count_of, duration
-from rankcall.imports.logs.facts import LogFacts
-from rankcall.imports.logs.lines import Line
-from rankcall.imports.logs.messages import (
+from rankcall.imports.logs.facts import (
     BarrierFailed,
     BarrierReached,
     Fingerprint,
     GroupName,
-    Killed,
     Lagging,
     Mismatch,
     Progress,
     StoreBarrier,
     Timeout,
-    Trouble,
 )
-from rankcall.ranks import format_ranks
-
-SAME = (
-    "All members of a group must issue the same calls with the same sizes, in the same order: "
-    "compare what the ranks do before this call."
-)
-UNDECIDED, NOTHING = "undecided", "nothing_found"
-_SHOWN = 6  # lines of evidence
-
-_T = TypeVar("_T", bound=Any)
-
-
-@dataclass
-class Ranks:
-    """Whether the ranks in messages about one kind of thing are those of the whole job.
-
-    The members of a group are in ascending order. So if a rank has the same number in the group as
-    in the job, all ranks below it have, too.
-    """
-
-    proven: int = -1  # up to this rank, numbers in the group are those of the job
-    wrong: bool = False  # a rank has another number in the group
-
-    def note(self, in_job: int, in_group: int) -> None:
-        """Take both numbers of one process; the first is -1 if it is not known."""
-        if in_job >= 0:
-            self.wrong = self.wrong or in_job != in_group
-            self.proven = max(self.proven, in_group)
-
-    def confidence(self, ranks: Iterable[int]) -> str:
-        """Return how sure it is that numbers from such messages are ranks of the job."""
-        return "likely" if max(ranks, default=0) <= self.proven else "possible"
-
-
-class Case:
-    """One failed job: the facts of its logs, and the parts that all findings share."""
-
-    def __init__(self, facts: LogFacts) -> None:
-        self.all = facts
-        self.timeouts = self.facts(Timeout)
-        self.progress = self.facts(Progress)
-        killed = {fact.pid for fact in self.facts(Killed)}
-        self.failures = [failure for failure in facts.failures if failure.pid not in killed]
-        self.raised = [exception for exception in facts.raised if not exception.led_on]
-        self.waited = {self.rank(fact.line) for fact in self.timeouts}
-
-    def facts(self, kind: type[_T]) -> list[_T]:
-        """Return the facts of one kind, in the order of the logs."""
-        return [fact for fact in self.all.facts if isinstance(fact, kind)]
-
-    def lines(self, *kinds: type[Any]) -> list[Line]:
-        """Return the lines that facts of some kinds rest on."""
-        return [fact.line for kind in kinds for fact in self.facts(kind)]
-
-    def rank(self, line: Line) -> int:
-        """Return the rank that wrote a line, or -1 if it is not known."""
-        return self.all.rank_of(line.source)
-
-    def seen(self) -> set[int]:
-        """Return all ranks that the log mentions as ranks of the job."""
-        seen = {rank for ranks in self.all.ranks.values() for rank in ranks}
-        return seen | {failure.rank for failure in self.all.failures}
-
-    def problem(self, text: str) -> None:
-        """Add a limit of the evidence."""
-        if text not in self.all.problems:
-            self.all.problems.append(text)
-
-    def first(self) -> set[int]:
-        """Return the ranks that torchrun saw fail first."""
-        return {failure.rank for failure in self.failures if failure.first}
-
-    def victims(self, dead: set[int]) -> tuple[int, ...]:
-        """Return the other ranks that wrote about a broken connection or a time-out."""
-        ranks = {self.rank(line) for line in self.lines(Trouble)} | self.waited
-        ranks |= {self.rank(exception.line) for exception in self.raised if exception.follows}
-        return tuple(sorted(ranks - dead - {-1}))
-
-    def trouble(self) -> list[Line]:
-        """Return two lines that show what the victims saw."""
-        return self.lines(Timeout, Trouble)[:2]
-
-    def longest(self) -> float:
-        """Return for how long a call lasted before it timed out, s; 0 if that is not known."""
-        return max((timeout.seconds for timeout in self.timeouts), default=0.0)
-
-    def site(self, ranks: Iterable[int]) -> str:
-        """Return the line at which most of some ranks raised an exception; empty if not known."""
-        wanted = set(ranks)
-        sites = Counter(
-            exception.site
-            for exception in self.raised
-            if exception.site and self.rank(exception.line) in wanted
-        )
-        return sites.most_common(1)[0][0] if sites else ""
-
-    def finding(
-        self,
-        kind: str,
-        ranks: tuple[int, ...],
-        victims: tuple[int, ...],
-        summary: str,
-        lines: Iterable[Line],
-        advice: str,
-        confidence: str,
-        *,
-        hosts: tuple[str, ...] = (),
-        group: str = "",
-        seq: int = 0,
-        op: str = "",
-        since: float = 0.0,
-    ) -> Finding:
-        """Return a finding that quotes the lines it rests on."""
-        quoted = list({(line.source.file, line.number): line for line in lines}.values())
-        shown = [self.all.quote(line) for line in quoted[:_SHOWN]]
-        if len(quoted) > _SHOWN:
-            shown.append(f"and {count_of(len(quoted) - _SHOWN, 'more line')} of this kind")
-        return Finding(
-            kind,
-            tuple(sorted(ranks)),
-            victims,
-            hosts,
-            group,
-            seq,
-            op,
-            self.site(victims),
-            min(since, 1e9),
-            confidence,
-            summary,
-            tuple(shown),
-            advice,
-            is_fault=kind != NOTHING,
-        )
-
-
-def minority(sides: Sequence[set[int]]) -> tuple[int, ...]:
-    """Return the ranks outside the largest side, if that has more than half of all ranks."""
-    largest = max(sides, key=len)
-    everybody = {rank for side in sides for rank in side}
-    if 2 * len(largest) <= len(everybody):
-        return ()
-    return tuple(sorted(everybody - largest))
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Write ranks in a sentence: ``rank 2``, ``ranks 0-3,7``."""
-    distinct_ranks = sorted(set(ranks))
-    return f"rank{'' if len(distinct_ranks) == 1 else 's'} {format_ranks(distinct_ranks)}"
-
-
-# Ranks that can be compared by what they wrote.
-#
-# torch itself compares them in DETAIL mode, at barriers, and in reports on a desync. NCCL's
-# watchdogs write how far each rank had come in a group, and what it timed out in.
-
 
 # Ops whose members all have the same sizes.
 _SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
@@ -318,9 +164,6 @@ def lagging(case: Case) -> list[Finding]:
     ]
 
 
-# --- what NCCL's watchdogs wrote ---
-
-
 class Late(NamedTuple):
     """Ranks that had not come to a collective in which others timed out.
 
@@ -409,11 +252,11 @@ def _issued(seq: int) -> str:
 
 def different(case: Case) -> list[Finding]:
     """Return the collectives that have one number, and are not the same on all ranks."""
-    calls_of = {(timeout.line.source, timeout.seq): timeout for timeout in reversed(case.timeouts)}
+    calls_of = {(timeout.line.writer, timeout.seq): timeout for timeout in reversed(case.timeouts)}
     for name, states in _groups(case).items():
         by_seq: dict[int, dict[int, Timeout]] = defaultdict(dict)
         for state in states:
-            call = calls_of.get((state.line.source, state.failed))
+            call = calls_of.get((state.line.writer, state.failed))
             if call is not None and call.op and state.failed > 0:
                 by_seq[state.failed][state.group.rank] = call
         for seq, calls in by_seq.items():
@@ -432,8 +275,10 @@ def _differing(
         sides[call.op, call.sizes if call.op in _SIZED else ()].add(rank)
     if len(sides) < 2:
         return None
+    # If the calls of some ranks are not in the log, it is not known which side is the smaller one:
+    # both are named. Of two equal sides, neither is.
     known = set(range(max({*calls, *case.seen()}) + 1)) <= set(calls)
-    named = minority(list(sides.values())) if known else ()
+    named = minority(list(sides.values())) if known else tuple(sorted(calls))
     texts = [
         f"{ranks_text(ranks)} in {key[0]}" + (f" of {_sizes_text(key[1])}" if key[1] else "")
         for key, ranks in sorted(sides.items(), key=lambda item: (len(item[1]), min(item[1])))
@@ -446,7 +291,7 @@ def _differing(
         f"{_group_text(state.group)}: {'; '.join(texts[:4])}.",
         [call.line for call in calls.values()],
         SAME,
-        "likely",
+        "likely" if known else "possible",
         group=name,
         seq=seq,
         op=min(ops) if len(ops) == 1 else "",

@@ -1,0 +1,63 @@
+"""The next step for a cause that a log shows in plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_ADVICE = (
+    (
+        r"SIGBUS|shared memory segment|/dev/shm",
+        "A container's /dev/shm is too small in most such cases: start it with --shm-size=16g or "
+        "--ipc=host, or mount a larger emptyDir of medium Memory on Kubernetes.",
+    ),
+    (
+        r"SIGKILL|Killed process|oom",
+        "If it used much memory, the kernel may have killed it: look for oom-kill in dmesg{on}.",
+    ),
+    (
+        r"out of memory|OutOfMemory|c?alloc \d+ bytes",
+        "The device had no memory left: use a smaller batch or less of it for other processes; "
+        "`nvidia-smi` on that node shows who has it.",
+    ),
+    (
+        r"[Aa]ddress already in use|EADDRINUSE",
+        "Another process has this port{on}: end what is left of an earlier job (`ss -ltnp` shows "
+        "it), or choose another port.",
+    ),
+    (
+        r"Xid|fallen off the bus|uncorrectable|NVLink error",
+        "The device itself reports this: drain the node{on}, and run its diagnostics (dcgmi diag) "
+        "before it is used again.",
+    ),
+    (
+        r"launch failure|illegal memory access|device-side assert",
+        "Run once with CUDA_LAUNCH_BLOCKING=1 to see the kernel. If it is always the same node and "
+        "never the same line, suspect the device: look for Xid in dmesg{on}.",
+    ),
+    (
+        r"No space left|[Dd]isk quota",
+        "A disk is full: make room, or write checkpoints and caches elsewhere.",
+    ),
+    (
+        r"death signal|SIGTERM|CANCELLED|TIME LIMIT|[Pp]reempt|[Ee]vict|low on resource"
+        r"|NodeNotReady",
+        "Something outside the job ended it: look at the scheduler's and the launcher's own logs "
+        "of that time.",
+    ),
+)
+_PATTERNS = tuple((re.compile(words), text) for words, text in _ADVICE)
+
+
+def advice_for(what: str, hosts: Sequence[str]) -> str:
+    """Return the next step for a cause; empty if its words tell of none that is known here.
+
+    Args:
+        what: What the log says, or the name of a signal.
+        hosts: Where it happened; empty if that is not known.
+    """
+    place = f" on {', '.join(hosts[:3])}" if hosts else ""
+    for pattern, text in _PATTERNS:
+        if pattern.search(what):
+            return text.replace("{on}", place)
+    return ""

@@ -1,0 +1,228 @@
+"""Ranks that failed by themselves: their device, a signal or an exception of their own ended them.
+
+Most of what a failed job writes comes from victims. So a rank is named only if its words or its
+signal cannot follow from another rank (``rankcall.imports.logs.blame``), and if it did not write
+before that it waited for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rankcall.analysis.logs.advice import advice_for
+from rankcall.analysis.logs.case import Case, ranks_text
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.wording import begin_sentence
+from rankcall.imports.logs.blame import OWN_SIGNALS, signal_of
+from rankcall.imports.logs.facts import DeviceFault, Fatal, LauncherExit
+from rankcall.imports.logs.prefixes import Line
+from rankcall.imports.logs.tracebacks import Failure, Raised
+
+_SIGKILL = 9
+# Failures within this time are one set: their order is not known. Clocks of hosts differ by more.
+_SAME_MOMENT_S, _HOSTS_APART_S = 1.0, 5.0
+
+
+def dead(case: Case) -> list[Finding]:
+    """Return the ranks that were killed, or that their own device or exception ended."""
+    return _killed(case) or _by_device(case) or _by_launcher(case) or _raised(case)
+
+
+def _killed(case: Case) -> list[Finding]:
+    """Return the ranks that torchrun saw die first, by a signal that no failure sends.
+
+    A rank that timed out or lost a connection can crash while it shuts down. Ranks that died by the
+    same signal in the same second are one set: the first of torchrun's list is not special.
+    """
+    victims = set(case.victims(set()))
+    killed = [
+        failure
+        for failure in case.failures
+        if signal_of(failure.code) in OWN_SIGNALS and failure.rank not in victims
+    ]
+    roots = [failure for failure in killed if failure.first]
+    if not roots:
+        return []
+    first = min(failure.time for failure in roots)
+    signals = {signal_of(failure.code) for failure in roots if failure.time == first}
+    together = {
+        failure.rank: failure
+        for failure in killed
+        if failure.time == first and signal_of(failure.code) in signals
+    }
+    by_signal: dict[int, list[Failure]] = {}
+    for rank in sorted(together):
+        by_signal.setdefault(signal_of(together[rank].code), []).append(together[rank])
+    return [_dead_by_signal(case, failures) for failures in by_signal.values()]
+
+
+def _dead_by_signal(case: Case, failures: Sequence[Failure]) -> Finding:
+    name = OWN_SIGNALS[signal_of(failures[0].code)]
+    ranks = {failure.rank for failure in failures}
+    hosts = tuple(dict.fromkeys(failure.host for failure in failures))
+    when = failures[0].time.replace("_", " ")
+    if len(ranks) == 1:
+        summary = (
+            f"Rank {failures[0].rank} was ended by {name} at {when}, before any other rank failed "
+            "on its node."
+        )
+        told = f"Find out what ended process {failures[0].pid}."
+    else:
+        summary = (
+            f"{begin_sentence(ranks_text(ranks))} were ended by {name} in the same second, {when}. "
+            "The log does not show which was first."
+        )
+        told = "Find out what ended these processes."
+    return case.finding(
+        "dead",
+        tuple(ranks),
+        case.victims(ranks),
+        summary,
+        [*(failure.line for failure in failures), *case.trouble()],
+        " ".join(filter(None, [told, advice_for(name, hosts)])),
+        "likely",
+        hosts=hosts,
+    )
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """One rank that says that its own device or process failed."""
+
+    rank: int
+    line: Line
+    what: str
+    host: str
+
+
+def _by_device(case: Case) -> list[Finding]:
+    """Return the ranks whose device failed, or that ran out of memory."""
+    waited_at = {(line.writer.file, case.rank(line)): line.number for line in _waits(case)}
+    faults: dict[int, _Fault] = {}
+    for fact in case.all.facts:
+        if not isinstance(fact, DeviceFault) and not (
+            isinstance(fact, Fatal) and fact.blame == "own"
+        ):
+            continue
+        rank = case.rank_of_fact(fact)
+        # A watchdog that ends a process can make calls to its device fail.
+        waited = waited_at.get((fact.line.writer.file, rank))
+        if rank >= 0 and (waited is None or fact.line.number < waited):
+            host = fact.host or fact.line.writer.host
+            faults.setdefault(rank, _Fault(rank, fact.line, fact.what, host))
+    first = _first(list(faults.values()))
+    if not first:
+        return []
+    ranks = {fault.rank for fault in first}
+    hosts = tuple(dict.fromkeys(fault.host for fault in first if fault.host))
+    what = first[0].what[:200]
+    be = "its" if len(ranks) == 1 else "their"
+    return [
+        case.finding(
+            "dead",
+            tuple(ranks),
+            case.victims(ranks),
+            f"{begin_sentence(ranks_text(ranks))} failed with {be} own error: {what}",
+            [*(fault.line for fault in first), *case.trouble()],
+            advice_for(what, hosts)
+            or f"Look at the log of {ranks_text(ranks)}, and at that node's device and memory.",
+            "likely" if len(ranks) == 1 else "possible",
+            hosts=hosts,
+        )
+    ]
+
+
+def _waits(case: Case) -> Iterable[Line]:
+    return reversed([timeout.line for timeout in case.timeouts])
+
+
+def _first(faults: list[_Fault]) -> list[_Fault]:
+    """Return the faults that came first, as far as their times tell; all of them if they do not."""
+    if not faults or any(not fault.line.resolution for fault in faults):
+        return faults
+    start = min(fault.line.time for fault in faults)
+    host = next(fault.host for fault in faults if fault.line.time == start)
+    return [
+        fault
+        for fault in faults
+        if fault.line.time - start
+        <= max(_SAME_MOMENT_S if fault.host == host else _HOSTS_APART_S, fault.line.resolution)
+    ]
+
+
+def _by_launcher(case: Case) -> list[Finding]:
+    """Return the ranks that mpirun or srun saw die by a signal that no failure sends.
+
+    mpirun tells only of the process that died first. srun tells of all, and it kills the others
+    itself.
+    """
+    exits = [
+        ending
+        for ending in case.facts(LauncherExit)
+        if ending.signal in OWN_SIGNALS and (ending.signal != _SIGKILL or ending.is_first)
+    ]
+    if not exits or not case.all.tasks_are_ranks:
+        return []
+    ranks = {rank for ending in exits for rank in ending.tasks}
+    name = OWN_SIGNALS[exits[0].signal]
+    be = "was" if len(ranks) == 1 else "were"
+    return [
+        case.finding(
+            "dead",
+            tuple(ranks),
+            case.victims(ranks),
+            f"{begin_sentence(ranks_text(ranks))} {be} ended by {name}, says the launcher.",
+            [*(ending.line for ending in exits), *case.trouble()],
+            "Find out what ended that process: look for oom-kill in dmesg on its node, and for "
+            "a core dump.",
+            "likely",
+        )
+    ]
+
+
+def _raised(case: Case) -> list[Finding]:
+    """Return the ranks whose own exception ended them, and not the end of another rank."""
+    own = _own_exceptions(case)
+    if not own:
+        return []
+    files = {exception.line.writer.file for exception in own.values()}
+    first = min(own, key=lambda rank: (rank not in case.first(), own[rank].line.number))
+    kinds = {exception.kind for exception in own.values()}
+    if len(files) > 1 and len(kinds) > 1 and first not in case.first():
+        return []  # nothing tells which of them was first
+    alike = {rank for rank, exception in own.items() if exception.kind == own[first].kind}
+    raised = own[first]
+    where = f" at {raised.site}" if raised.site else ""
+    message = f": {raised.message[:200]}" if raised.message else ""
+    they = "its" if len(alike) == 1 else "their"
+    more = advice_for(f"{raised.kind} {raised.message}", ())
+    return [
+        case.finding(
+            "dead",
+            tuple(alike),
+            case.victims(alike),
+            f"{begin_sentence(ranks_text(alike))} failed with {they} own exception{where}: "
+            f"{raised.kind.rpartition('.')[2]}{message}",
+            [*(own[rank].line for rank in sorted(alike)[:3]), *case.trouble()],
+            " ".join(filter(None, [f"Look at the traceback of rank {first}.", more])),
+            "likely" if len(alike) == 1 else "possible",
+        )
+    ]
+
+
+def _own_exceptions(case: Case) -> dict[int, Raised]:
+    """Return the exception that ended each rank, of those that did not wait for another rank."""
+    failed = {failure.rank for failure in case.failures}
+    exceptions: dict[int, Raised] = {}
+    follows: set[int] = set(case.waited)
+    for raised in case.raised:
+        rank = case.rank(raised.line)
+        if raised.follows:
+            follows.add(rank)
+        elif rank >= 0 and (raised.unhandled or rank in failed):
+            exceptions.setdefault(rank, raised)
+    for failure in case.failures:
+        if failure.raised is not None and not failure.raised.follows:
+            exceptions.setdefault(failure.rank, failure.raised)
+    return {rank: raised for rank, raised in exceptions.items() if rank not in follows}

@@ -1,0 +1,264 @@
+"""Read the logs of one job: rejoin wrapped lines, collect the facts, find out who wrote each.
+
+The result says nothing about causes. ``rankcall.analysis.logs`` judges it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankcall.errors import CorruptRunError
+from rankcall.imports.logs.facts import (
+    Aborting,
+    AttemptEnded,
+    BarrierFailed,
+    Fact,
+    Lagging,
+    LauncherExit,
+    Member,
+    Restarted,
+)
+from rankcall.imports.logs.prefixes import Line, Prefixes, Writer
+from rankcall.imports.logs.reading import Log, RawLine, logs_of
+from rankcall.imports.logs.sources import facts_of, markers
+from rankcall.imports.logs.tracebacks import Failure, Raised, Report, StackOfCollective, Traceback
+from rankcall.imports.logs.wrapping import wrapping_of
+from rankcall.ranks import MAX_RANKS
+
+__all__ = ["LogFacts", "read_logs"]
+
+_MOST_RANKS = 1 << 22  # in all messages that list ranks
+_LAST = 5  # lines after the exception that ended a program
+_NEAR = 5  # lines between "failed to start" and its traceback
+_SHOWN = 170  # characters of a quoted line
+_NAMED_RANK = re.compile(r"rank[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
+_TENSOR_RANK = re.compile(r"TP(\d{1,7})$")
+
+
+@dataclass
+class LogFacts:
+    """All that the logs of a job say about its failure."""
+
+    logs: list[Log]
+    facts: list[Fact] = field(default_factory=list)
+    raised: list[Raised] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    size: int = 0  # ranks in all messages that list some
+    # The ranks that torch put before lines, and the task of srun or mpirun, by log and stream.
+    ranks: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    tasks: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def rank_of(self, writer: Writer) -> int:
+        """Return the rank of the process that wrote a line, or -1 if the log does not tell.
+
+        torch's own prefix decides. Without it, the pid that a framework wrote does, if another line
+        ties it to a rank; then a launcher's prefix or a file's name, unless lines with both say
+        otherwise: torchrun's prefix has a rank within a node, and a task of srun may be a launcher
+        of several ranks.
+        """
+        if writer.rank >= 0:
+            return writer.rank
+        known = self.rank_of_process(writer.host, writer.pid)
+        if known >= 0:
+            return known
+        if writer.worker:
+            return self._rank_of_worker(writer.worker)
+        if writer.stream:
+            ranks = self.ranks.get((writer.file, writer.stream), set())
+            if writer.task < 0 or ranks:
+                return next(iter(ranks)) if len(ranks) == 1 else -1
+            return writer.task if self.tasks_are_ranks else -1
+        named = self._named_rank(writer.file)
+        return named if self.ranks.get((writer.file, ""), set()) <= {named} else -1
+
+    def rank_of_process(self, host: str, pid: int) -> int:
+        """Return the rank of a process, if a line ties its pid to one; else -1.
+
+        The same pid can be on several hosts. So it counts only if the host is the same, or if no
+        other process of that pid is known.
+        """
+        if pid < 0:
+            return -1
+        ranks = self._pids.get(pid, {})
+        if host in ranks:
+            return ranks[host]
+        return next(iter(ranks.values())) if len(ranks) == 1 else -1
+
+    @functools.cached_property
+    def _pids(self) -> dict[int, dict[str, int]]:
+        """The rank of each process that a line ties to one: by pid and host."""
+        members = [fact for fact in self.facts if isinstance(fact, Member) and fact.pid >= 0]
+        # A process has a rank in each communicator; that in the largest one is its rank in the job,
+        # if that communicator has a member of each rank at most once.
+        size = max((member.size for member in members), default=0)
+        ranks: dict[int, dict[str, int]] = defaultdict(dict)
+        for member in members:
+            if member.size == size:
+                ranks[member.pid].setdefault(member.host, member.rank)
+        for failure in self.failures:
+            ranks[failure.pid].setdefault(failure.host, failure.rank)
+        return dict(ranks)
+
+    def _rank_of_worker(self, worker: str) -> int:
+        """Return the rank of a worker of vLLM named ``TP12``, if that is its rank in the world.
+
+        Its lines say "rank 8 in world size 16 is assigned as ... TP rank 8". A worker with another
+        kind of parallelism has that in its name, for example ``PP1_TP3``.
+        """
+        match = _TENSOR_RANK.match(worker)
+        sizes = {fact.size for fact in self.facts if isinstance(fact, Member) and fact.pid < 0}
+        if match is None or not sizes:
+            return -1
+        return int(match[1]) if int(match[1]) < max(sizes) else -1
+
+    def _named_rank(self, file: int) -> int:
+        """Return the rank in the name of a log, or -1."""
+        numbers = _NAMED_RANK.findall(self.logs[file].path.name)
+        return int(numbers[-1]) if numbers and int(numbers[-1]) < MAX_RANKS else -1
+
+    @functools.cached_property
+    def tasks_are_ranks(self) -> bool:
+        """Whether srun's or mpirun's numbers are ranks, as far as the log tells."""
+        if self.failures or any(isinstance(fact, AttemptEnded) for fact in self.facts):
+            return False  # the tasks are torchrun's, one on each node
+        return all({task} >= self.ranks.get(key, set()) for key, task in self.tasks.items())
+
+    def quote(self, line: Line) -> str:
+        """Return a line as evidence: its log, its number, and its text, shortened."""
+        text = " ".join(line.text.split())
+        text = text if len(text) <= _SHOWN else text[:_SHOWN].rstrip() + "…"
+        rank = f"[rank{line.writer.rank}] " if line.writer.rank >= 0 else ""
+        return f"{self.logs[line.writer.file].name}:{line.number}: {rank}{text}"
+
+
+def read_logs(paths: Sequence[Path]) -> LogFacts:
+    """Read the logs of one job, and return what they say; a folder stands for the files in it.
+
+    Raises:
+        CorruptRunError: No log can be read.
+    """
+    logs = logs_of(paths)
+    log_facts = LogFacts(logs)
+    unreadable = 0
+    for log in logs:
+        reader = _Reader(log_facts, log)
+        try:
+            for line in _lines_of(log):
+                reader.read(line)
+                if log_facts.size > _MOST_RANKS:
+                    log.cut = True
+                    break
+        except CorruptRunError as error:
+            log_facts.problems.append(str(error))
+            unreadable += 1
+        reader.end()
+        if log.cut:
+            log_facts.problems.append(
+                f"{log.name}: not read beyond line {log.count:,}: too many lines about failures"
+            )
+    if unreadable == len(logs):
+        raise CorruptRunError(
+            log_facts.problems[0] if log_facts.problems else "there is no log to read"
+        )
+    return log_facts
+
+
+def _lines_of(log: Log) -> Iterator[Line]:
+    """Yield the lines of interest of a log, without prefixes, wrapped ones rejoined.
+
+    All excerpts are read first, because the prefixes and the width of a terminal show only in many
+    lines. ``reading`` bounds what they take.
+    """
+    runs = list(log.excerpts(markers()))
+    prefixes = Prefixes(log.index, [*log.head, *(line.text for run in runs[:200] for line in run)])
+    wrapping = wrapping_of([[RawLine(0, text) for text in log.head], *runs], prefixes)
+    for run in runs:
+        for raw in wrapping.undone(run) if wrapping is not None else run:
+            yield from prefixes.read(raw.number, raw.text)
+
+
+class _Reader:
+    """Reads the lines of one log, in order."""
+
+    def __init__(self, log_facts: LogFacts, log: Log) -> None:
+        self._found, self._log = log_facts, log
+        self._tracebacks: dict[Writer, Traceback] = {}
+        self._stacks: dict[Writer, StackOfCollective] = {}
+        self._aborting: dict[Writer, int] = {}  # the line at which a process said that it ends
+        self._report = Report(log_facts.failures)
+        self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
+
+    def read(self, line: Line) -> None:
+        """Take one line."""
+        writer, log_facts = line.writer, self._found
+        key = writer.file, writer.stream
+        if writer.rank >= 0:
+            log_facts.ranks[key].add(writer.rank)
+        if writer.task >= 0:
+            log_facts.tasks[key] = writer.task
+        for fact in facts_of(line):
+            self._take(fact, line)
+        if self._report.take(line):
+            return
+        if "Stack trace of the failed collective" in line.text:
+            self._stacks[writer] = StackOfCollective()
+        elif writer in self._stacks:
+            issued = self._stacks[writer].take(line)
+            if issued is not None:
+                log_facts.facts.append(issued)
+                del self._stacks[writer]
+        self._read_traceback(line)
+
+    def _take(self, fact: Fact, line: Line) -> None:
+        log_facts = self._found
+        if isinstance(fact, Restarted):
+            self._forget(line.number)
+        if isinstance(fact, AttemptEnded):
+            # If an agent says so twice, it started all workers again in between.
+            self._forget(self._ended.get(fact.agent, 0))
+            self._ended[fact.agent] = line.number
+        if isinstance(fact, Aborting):
+            self._aborting[line.writer] = line.number
+        log_facts.facts.append(fact)
+        if isinstance(fact, (BarrierFailed, Lagging, LauncherExit)):
+            log_facts.size += len(fact[2] if isinstance(fact, BarrierFailed) else fact[1])
+
+    def _read_traceback(self, line: Line) -> None:
+        writer = line.writer
+        before = self._tracebacks.get(writer)
+        if line.text.startswith("Traceback (most recent call last)"):
+            chained = before if before is not None and before.chains else None
+            ends = line.number - self._aborting.get(writer, -_NEAR - 1) <= _NEAR
+            self._tracebacks[writer] = Traceback(line, chained, ends_program=ends)
+            return
+        raised = before.take(line) if before is not None else None
+        if before is not None and raised is not None:
+            if before.cause is not None:
+                before.cause.led_on = True
+            self._found.raised.append(raised)
+
+    def end(self) -> None:
+        """Note which exception is at the end of a log of one rank: it ended its program."""
+        for raised in self._found.raised:
+            writer = raised.line.writer
+            alone = not writer.stream and writer.rank < 0
+            if writer.file == self._log.index and alone:
+                is_last = raised.line.number > self._log.count - _LAST
+                raised.unhandled = raised.unhandled or is_last
+
+    def _forget(self, until: int) -> None:
+        """Drop what an earlier attempt wrote into this log, up to a line."""
+        log_facts, file = self._found, self._log.index
+
+        def is_newer(line: Line) -> bool:
+            return line.writer.file != file or line.number > until
+
+        if until:
+            log_facts.facts = [fact for fact in log_facts.facts if is_newer(fact.line)]
+            log_facts.raised = [raised for raised in log_facts.raised if is_newer(raised.line)]

@@ -1,0 +1,219 @@
+"""Messages of several lines: a Python traceback, torchrun's report, NCCL's stack of a collective.
+
+In a log of several ranks, lines of others stand between them. So each of these takes the lines of
+one stream only, one after the other.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rankcall.imports.logs.blame import blame_of
+from rankcall.imports.logs.facts import Blame, IssuedAt
+from rankcall.imports.logs.prefixes import Line, Writer
+from rankcall.ranks import MAX_RANKS
+from rankcall.record import op_of_variant
+
+__all__ = ["Failure", "Raised", "Report", "StackOfCollective", "Traceback"]
+
+_FRAME = re.compile(r'\s*File "(.{1,400})", line (\d{1,9}), in (.{1,200})')
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_BUILT_IN = re.compile(r"(?:Error|Exception|Interrupt|Exit|Warning|Iteration)$")
+_IN_C10D = re.compile(r"/torch/distributed/(?:distributed_c10d|c10d_logger)\.py$")
+_LIBRARY = re.compile(r"/(?:torch|rankcall)/|^<|/site-packages/|/dist-packages/|/lib/python")
+# Frames of the programs whose failures this package is about. A traceback without any of them may
+# be of any Python program: of pip, of a test, of an unrelated server.
+_OF_A_JOB = re.compile(
+    r"/(?:torch|torch_npu|deepspeed|accelerate|transformers|lightning|pytorch_lightning|vllm|sglang"
+    r"|ray|composer|megatron|rankcall)/"
+)
+_BLOCK = (
+    re.compile(r"\s*\[(\d{1,7})\]:\s*$"),
+    re.compile(r"\s*time\s*: (\S+)"),
+    re.compile(r"\s*host\s*: (\S{1,300})"),
+    re.compile(r"\s*rank\s*: (\d{1,7}) \(local_rank: \d+\)"),
+    re.compile(r"\s*exitcode\s*: (-?\d{1,10}) \(pid: (\d{1,10})\)"),
+    re.compile(r"\s*error_file\s*: "),
+    re.compile(r"\s*traceback\s*: (.*)"),
+)
+_CODE = 5  # lines of a block up to the one with the exit code
+_STACK_LINE = re.compile(r"\s*#\d{1,4} (\S{1,200}) from (\S{1,400}):(\d{1,9})")
+
+
+@dataclass
+class Raised:
+    """An exception that ended a program, or that its log shows.
+
+    Attributes:
+        line: The line that names the exception.
+        kind: The exception's type.
+        site: The nearest frame outside torch, as ``file:line``.
+        op: The collective that raised it; empty if it came from elsewhere.
+        blame: Whose fault it is, as far as its words and its place tell.
+        unhandled: Whether it ended its program.
+        led_on: Whether another exception came of it, which stands for both.
+        of_a_job: Whether it comes from a program that trains or serves, as far as its frames tell.
+    """
+
+    line: Line
+    kind: str
+    message: str
+    site: str = ""
+    op: str = ""
+    blame: Blame = "own"
+    unhandled: bool = False
+    led_on: bool = False
+    of_a_job: bool = True
+
+    @property
+    def follows(self) -> bool:
+        """Whether it follows from the end or the absence of another rank, or may do so."""
+        return self.blame != "own"
+
+
+class Traceback:
+    """One traceback. ``raised`` is its exception, once the line that names it has come."""
+
+    def __init__(self, line: Line, chained: Traceback | None, *, ends_program: bool) -> None:
+        # torch's own hook writes the rank before each line of it.
+        self._unhandled = line.writer.by_torch or ends_program
+        self._follows = chained is not None and (chained.raised is None or chained.raised.follows)
+        self.cause = chained.raised if chained is not None else None
+        self._frames: list[tuple[str, str, str]] = []
+        self._in_frames = True
+        self.raised: Raised | None = None
+        self.chains = False  # it says that another exception came of it
+
+    def take(self, line: Line) -> Raised | None:
+        """Take the next line of the same stream; return the exception if the line names it."""
+        text = line.text
+        if not self._in_frames:
+            self.chains = self.chains or text.startswith(_CHAINED)
+            raised = self.raised
+            if raised is not None and not self.chains and raised.blame == "own":
+                # The message goes on in this line: ``Last error:`` of NCCL, for example.
+                own = blame_of(f"{raised.message} {text}", raised.kind)
+                raised.blame = own if own != "own" else raised.blame
+            return None
+        if not text or text[0].isspace():
+            frame = _FRAME.match(text)
+            if frame:
+                self._frames.append((frame[1], frame[2], frame[3].strip()))
+            return None
+        self._in_frames = False
+        match = _EXCEPTION.match(text)
+        if match is None or not self._frames:
+            return None
+        self.raised = self._exception(line, match[1], match[2] or "")
+        return self.raised
+
+    def _exception(self, line: Line, kind: str, message: str) -> Raised:
+        frames = reversed(self._frames)
+        site = next((f"{file}:{at}" for file, at, _ in frames if not _LIBRARY.search(file)), "")
+        inside = [name for file, _, name in self._frames if _IN_C10D.search(file)]
+        last = self._frames[-1][0]
+        blame = blame_of(message, kind)
+        unknown_type = not (_BUILT_IN.search(kind) or "." in kind)
+        in_torch = kind.endswith("RuntimeError") and "/torch/distributed/" in last
+        if blame == "own" and (self._follows or unknown_type or in_torch):
+            blame = "victim"
+        op = next((name for name in reversed(inside) if name != "wrapper"), "")
+        known_op = op if op_of_variant(op.replace("all_", "all")) != "unknown" else ""
+        of_a_job = any(_OF_A_JOB.search(file) for file, _, _ in self._frames)
+        return Raised(
+            line, kind, message, site, known_op, blame, self._unhandled, of_a_job=of_a_job
+        )
+
+
+@dataclass
+class Failure:
+    """One worker in torchrun's report."""
+
+    line: Line
+    rank: int
+    host: str
+    time: str
+    code: int
+    pid: int
+    first: bool  # it is the failure that torchrun saw first on its node
+    raised: Raised | None = None  # if the program recorded its exception for torchrun
+
+
+class Report:
+    """torchrun's report of the workers that failed: blocks of seven lines with fixed names."""
+
+    def __init__(self, failures: list[Failure]) -> None:
+        self._failures = failures
+        self._writer: Writer | None = None
+        self._first = False
+        self._line = Line(Writer(0), 0, "")  # the one with the exit code
+        self._block: list[tuple[str, ...]] = []
+        self._failure: Failure | None = None
+
+    def take(self, line: Line) -> bool:
+        """Take a line; return whether it belongs to a report."""
+        text = line.text
+        if text.startswith(("Failures:", "Root Cause (first observed failure)")):
+            self._writer, self._first = line.writer, text.startswith("Root")
+            self._block, self._failure = [], None
+            return True
+        if self._writer is None or line.writer != self._writer:
+            return False
+        if text.startswith(("=====", "-----")):
+            self._writer = self._writer if text[0] == "-" else None
+            self._block, self._failure = [], None
+            return True
+        head = _BLOCK[0].match(text)
+        if head:
+            self._block, self._failure = [head.groups()], None
+            return True
+        if self._failure is not None:
+            self._message(line)
+            return True
+        if not self._block:
+            return True
+        match = _BLOCK[len(self._block)].match(text)
+        self._block = [*self._block, match.groups()] if match else []
+        if len(self._block) == _CODE:
+            self._line = line
+        if len(self._block) == len(_BLOCK):
+            self._add()
+        return True
+
+    def _add(self) -> None:
+        _, (time,), (host,), (rank,), (code, pid), _, _ = self._block
+        self._block = []
+        if int(rank) >= MAX_RANKS:
+            return
+        self._failure = Failure(self._line, int(rank), host, time, int(code), int(pid), self._first)
+        self._failures.append(self._failure)
+
+    def _message(self, line: Line) -> None:
+        """Take a line of the exception that the worker recorded; the last one names it."""
+        text = line.text[2:] if line.text.startswith("  ") else line.text
+        match = _EXCEPTION.match(text)
+        failure = self._failure
+        if failure is None or match is None or not _BUILT_IN.search(match[1]):
+            return
+        message = match[2] or ""
+        blame = blame_of(message, match[1])
+        if failure.raised is not None and failure.raised.follows:  # a chain of exceptions
+            blame = failure.raised.blame
+        failure.raised = Raised(line, match[1], message, blame=blame, unhandled=True)
+
+
+class StackOfCollective:
+    """NCCL's stack trace of a collective that failed: the user's line is in it."""
+
+    def __init__(self) -> None:
+        self._site = ""
+
+    def take(self, line: Line) -> IssuedAt | None:
+        """Take the next line of the same stream; return the user's line once it has come."""
+        match = _STACK_LINE.match(line.text)
+        if match is None or self._site or _LIBRARY.search(match[2]):
+            return None
+        self._site = f"{match[2]}:{match[3]}"
+        return IssuedAt(line, self._site)

@@ -1,0 +1,125 @@
+"""Put lines together again that a terminal or a collector wrapped at a fixed width.
+
+A terminal breaks at its last column, within a word if need be. Other programs break at the last
+space that fits. Either way, the rest of a message stands in a line of its own, without a prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rankcall.imports.logs.prefixes import Prefixes
+from rankcall.imports.logs.reading import RawLine
+from rankcall.imports.logs.sources import is_incomplete
+
+__all__ = ["Wrapping", "wrapping_of"]
+
+_NARROWEST, _WIDEST = 72, 400  # columns
+_PAIRS, _SHAPES = 4, 3  # of lines that go on below, if no message proves the wrapping
+_MOST_JOINED = 6  # lines of one message
+_DIGIT = re.compile(r"\d")
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How a log was wrapped: at which column, and whether only at spaces."""
+
+    width: int
+    at_words: bool
+    prefixes: Prefixes
+
+    def goes_on(self, text: str, following: str) -> bool:
+        """Whether the line below can be the rest of this one: its first word would not have fitted.
+
+        A line that begins like the one above, but for its digits, is a line of its own.
+        """
+        if not self.at_words and len(text) != self.width:
+            return False
+        text = text.rstrip()
+        word = len(following.split(None, 1)[0]) if following.strip() else 0
+        if not word or 2 * len(text) <= self.width or len(text) + 1 + word <= self.width:
+            return False
+        return _shape(text) != _shape(following) and not self.prefixes.has_prefix(following)
+
+    def joined(self, text: str, following: str) -> str:
+        """Return both parts of a line. A space at which it was broken may have been dropped."""
+        is_kept = text.endswith(" ") or following.startswith(" ")
+        return text + ("" if is_kept or not self.at_words else " ") + following
+
+    def undone(self, run: Sequence[RawLine]) -> Iterator[RawLine]:
+        """Yield the lines of a run, wrapped ones put together."""
+        whole, last = run[0], run[0].text
+        for line in run[1:]:
+            if self.goes_on(last, line.text):
+                whole = whole._replace(text=self.joined(whole.text, line.text))
+            else:
+                yield whole
+                whole = line
+            last = line.text
+        yield whole
+
+    def completes(self, run: Sequence[RawLine], at: int) -> bool:
+        """Whether a message that is incomplete in one line is complete with those below it."""
+        text = last = run[at].text
+        if not is_incomplete(text):
+            return False
+        for line in run[at + 1 : at + _MOST_JOINED]:
+            if not self.goes_on(last, line.text):
+                return False
+            text, last = self.joined(text, line.text), line.text
+            if not is_incomplete(text):
+                return True
+        return False
+
+
+def wrapping_of(runs: Iterable[Sequence[RawLine]], prefixes: Prefixes) -> Wrapping | None:
+    """Return how a log was wrapped; None if it was not.
+
+    A log is wrapped if its longest lines are followed, again and again, by a line without a prefix
+    whose first word would not have fitted, and these words are of several forms: a table or a
+    report repeats few. One message that is complete only with the line below it is proof enough.
+    """
+    runs = list(runs)
+    widest = max((len(line.text.rstrip()) for run in runs for line in run), default=0)
+    if not _NARROWEST <= widest <= _WIDEST:
+        return None
+    wrapping = Wrapping(widest, _breaks_at_words(runs, Wrapping(widest, True, prefixes)), prefixes)
+    return wrapping if _is_sure(runs, wrapping) else None
+
+
+def _breaks_at_words(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
+    """Whether lines that are not full go on below. Of a terminal's lines, only full ones do."""
+    full = others = 0
+    for run in runs:
+        for line, following in pairwise(run):
+            if following.text[:1].isspace() or not wrapping.goes_on(line.text, following.text):
+                continue
+            if len(line.text) == wrapping.width:
+                full += 1
+            else:
+                others += 1
+    return 4 * others > full  # at spaces, one line in six or so is full by chance
+
+
+def _is_sure(runs: Sequence[Sequence[RawLine]], wrapping: Wrapping) -> bool:
+    pairs, shapes = 0, set()
+    for run in runs:
+        for index, (line, following) in enumerate(pairwise(run)):
+            # At spaces, an indented line is not the rest of one: it belongs to a traceback.
+            if wrapping.at_words and following.text[:1].isspace():
+                continue
+            if not wrapping.goes_on(line.text, following.text):
+                continue
+            pairs += 1
+            shapes.add(_shape(following.text))
+            if (pairs >= _PAIRS and len(shapes) >= _SHAPES) or wrapping.completes(run, index):
+                return True
+    return False
+
+
+def _shape(text: str) -> str:
+    """Return the first word of a line with all digits alike."""
+    return _DIGIT.sub("0", text.split(None, 1)[0]) if text.strip() else ""
