@@ -19,7 +19,7 @@ from rankcall import background
 from rankcall.capture import session
 from rankcall.events.dispatch import AT_ENDS, AT_EVENTS, Delivery, Source, Subscription, dispatcher
 from rankcall.events.statuses import StatusMaker, unfinished
-from rankcall.registry import Registered
+from rankcall.handles import Registration
 from rankcall.ring.follower import Batch
 from rankcall.ring.tables import Group
 
@@ -77,11 +77,15 @@ COLLECTIVE_HOOK_TYPE = Callable[[CollectiveStatus], None]
 PG_HOOK_TYPE = Callable[["dist.ProcessGroup", str], None]
 
 
-class Handle(Registered):
-    """A registration. ``remove()`` ends it, and so does leaving it as a context manager.
+class Handle(Registration):
+    """A registered hook. ``stop()`` ends the registration, and so does the end of a ``with`` block.
 
     After that no call of the hook begins; a call that has begun may still run.
     """
+
+    def remove(self) -> None:
+        """Do the same as ``stop()``, under the name that handles of torch's hooks have."""
+        self.stop()
 
 
 def register_collective_start_hook(hook: COLLECTIVE_HOOK_TYPE) -> Handle:

@@ -1,63 +1,17 @@
-"""Registrations: handles that end them, and tables from names to registered values."""
+"""Tables from names to registered values, such as the back ends of RPC and the sinks of a trace."""
 
 from __future__ import annotations
 
 import importlib
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from rankcall.errors import BackendNotFoundError, DuplicateBackendError
+from rankcall.handles import Registration
 
-S = TypeVar("S", bound="Scoped")
 T = TypeVar("T")
-
-
-class Scoped(ABC):
-    """An object that ends at the end of its ``with`` block."""
-
-    @abstractmethod
-    def _end(self) -> object:
-        """End the object."""
-
-    def __enter__(self: S) -> S:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._end()
-
-
-class Removable(Scoped):
-    """An object that ``remove()`` ends. A second call does nothing."""
-
-    @abstractmethod
-    def remove(self) -> object:
-        """End the object."""
-
-    def _end(self) -> None:
-        self.remove()
-
-
-class Registered(Removable):
-    """A registration that a function ends."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove: Callable[[], None] | None = remove
-
-    def remove(self) -> None:
-        """End the registration. A second call does nothing."""
-        remove, self._remove = self._remove, None
-        if remove is not None:
-            remove()
-
-
-class Registration(Registered):
-    """One registered name. ``remove()`` ends it, and so does leaving it as a context manager.
-
-    A value that a caller has already got stays usable.
-    """
 
 
 class Registry(Generic[T]):
@@ -85,9 +39,10 @@ class Registry(Generic[T]):
         self._lock = threading.Lock()
 
     def register(self, name: str, value: Any) -> Registration:
-        """Add a value under a new name.
+        """Add a value under a new name, until the handle's ``stop()``.
 
-        Raises ``DuplicateBackendError`` if the name is taken, and any error of ``check``.
+        A value that a caller has already got stays usable after that. Raises
+        ``DuplicateBackendError`` if the name is taken, and any error of ``check``.
         """
         if not isinstance(name, str) or not name:
             raise TypeError(f"the name of an {self._kind} is a non-empty string; got {name!r}")

@@ -14,28 +14,14 @@ from collections.abc import Callable
 
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.errors import RankcallError, warn_once
+from rankcall.handles import Handle, Registration
 from rankcall.job import attach
 from rankcall.job.watcher import ABORT_STATUS, Watcher, is_watching
-from rankcall.registry import Scoped
 
 __all__ = ["ABORT_STATUS", "Handle", "arm", "start"]
 
 HANG_AFTER, ON_HANG = "RANKCALL_HANG_AFTER", "RANKCALL_ON_HANG"  # set by the launcher
 DEFAULT_S = 60.0
-
-
-class Handle(Scoped):
-    """A running watcher. ``stop()`` ends it, and so does the end of its ``with`` block."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    def stop(self) -> None:
-        """Stop watching. The recording also ends, unless something else in this process uses it."""
-        self._watcher.stop()
-
-    def _end(self) -> None:
-        self.stop()
 
 
 def start(
@@ -59,6 +45,10 @@ def start(
             rank, on the watcher's thread.
         run_dir: Where to record, if recording is off.
 
+    Returns:
+        The handle of the watcher. ``stop()`` ends it, and the recording as well, unless something
+        else in this process uses that.
+
     Raises:
         ValueError: An argument or an environment variable has a value that is not allowed.
         TypeError: ``on_hang`` is neither a string nor a function.
@@ -69,7 +59,7 @@ def start(
     recording = attach.claim("watch", run_dir)
     watcher = Watcher(recording, after, how)
     watcher.start()
-    return Handle(watcher)
+    return Registration(watcher.stop)
 
 
 def arm(rank: int = -1, world_size: int = -1) -> bool:

@@ -121,7 +121,7 @@ def _forked(rank: int, folder: str) -> Any:
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            handle.remove()
+            handle.stop()
             os.write(write, f"{len(live())} {len(sink.descriptions)} {sink.closed}".encode())
             os._exit(0)
         os.close(write)
@@ -156,8 +156,9 @@ def _put_back(rank: int) -> Any:
     with trace.enable("ALL", sinks=[inner]):
         dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1))
-    assert handle.remove()
-    assert handle.remove()
+    assert handle.stop()
+    with pytest.warns(DeprecationWarning, match="use Trace.stop"):
+        assert handle.remove()
     dist.all_reduce(torch.ones(1))
     assert (len(inner.descriptions), len(outer.descriptions)) == (1, 0)  # one host: none cross it
     assert outer.closed
@@ -196,7 +197,7 @@ def _everything(rank: int, world_size: int, folder: str) -> Any:
     dist.barrier()
     before = trace.enable(
         "ALL"
-    ).remove()  # makes the objects that are made once, such as dicts of torch's
+    ).stop()  # makes the objects that are made once, such as dicts of torch's
     outcomes = [_put_back(rank), _off(rank), _overdue(rank), _a_sink_that_raises(rank)]
     return [before, *outcomes, _forked(rank, folder)]
 

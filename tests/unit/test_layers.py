@@ -19,7 +19,7 @@ ROOT = Path(rankcall.__file__).parent
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
     # The ground, which everything may use.
-    ("errors", "background", "durations", "record", "ranks", "_requests", "_version"),
+    ("errors", "background", "durations", "handles", "record", "ranks", "_requests", "_version"),
     ("process", "registry"),
     ("files",),
     ("ring", "_native"),

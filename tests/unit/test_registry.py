@@ -164,9 +164,9 @@ def test_a_handle_removes_its_own_registration() -> None:
     """Removing twice does not take away what came after."""
     registry: Registry[int] = Registry("number", "rankcall.none", lambda name, value: int(value))
     first = registry.register("one", 1)
-    first.remove()
+    first.stop()
     registry.register("one", 2)
-    first.remove()
+    first.stop()
     assert registry.get("one") == 2
     with pytest.raises(TypeError, match="non-empty string"):
         registry.register("", 1)

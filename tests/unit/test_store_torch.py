@@ -118,7 +118,8 @@ def test_install_is_undone() -> None:
         assert [getattr(model, name) for name in names] == [getattr(ours, name) for name in names]
         with pytest.raises(RuntimeError, match="installed already"):
             ours.install()
-    handle.remove()
+    with pytest.warns(DeprecationWarning, match="use stop"):
+        handle.remove()
     assert [getattr(model, name) for name in names] + [distributed.barrier] == before
 
 

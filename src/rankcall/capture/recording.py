@@ -25,8 +25,8 @@ from rankcall.capture.own_ring import OwnRing
 from rankcall.capture.source_lines import SourceLines
 from rankcall.capture.training_thread import TrainingThread
 from rankcall.errors import CaptureUnavailableError, local_rank, warn_once
+from rankcall.handles import Handle
 from rankcall.process import host_name
-from rankcall.registry import Scoped
 from rankcall.ring.layout import CAPTURES, Geometry
 from rankcall.ring.tables import Group
 from rankcall.ring.writer import Identity, PythonRing, put, put_text
@@ -56,8 +56,8 @@ class Placement(Protocol):
         """Send nothing: the recording has ended before the process."""
 
 
-class Recording(Scoped):
-    """One process's recording. Also a context manager: ``with rankcall.enable(): ...``."""
+class Recording(Handle):
+    """The recording of one process. Also a context manager: ``with rankcall.enable(): ...``."""
 
     def __init__(
         self,
@@ -140,7 +140,8 @@ class Recording(Scoped):
         if self.identity.rank < 0 <= rank:
             self._own_ring.set_identity(_identity(rank, world_size, self._first_attempt))
 
-    def _end(self) -> None:
+    def stop(self) -> None:
+        """Do the same as ``rankcall.disable()``, if this is the recording that is on."""
         self._leave(self)
 
     def _make_capture(self, wanted: str, call_sites: bool) -> Capture:
@@ -173,7 +174,7 @@ class Recording(Scoped):
         self._heart.start()
         self._lines.start()
 
-    def stop(self) -> bool:
+    def end(self) -> bool:
         """Stop recording; return whether the ring is closed, or still awaits ends of ops in flight.
 
         The thread that waits for an op may run on before the op's end is written, so that is

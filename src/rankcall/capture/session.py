@@ -93,7 +93,7 @@ def drop(owner: str) -> None:
 
 def _stop(recording: Recording, *, process_ends: bool = False) -> None:
     _state.recording = None
-    if not recording.stop():
+    if not recording.end():
         _state.draining.append(recording)
     if not process_ends:
         recording.stay()

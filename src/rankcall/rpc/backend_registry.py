@@ -16,7 +16,8 @@ from torch.distributed.rpc import RpcAgent, RpcBackendOptions
 from torch.distributed.rpc import backend_registry as _torch_registry
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
-from rankcall.registry import Registration, Registry
+from rankcall.handles import Registration
+from rankcall.registry import Registry
 
 __all__ = [
     "BackendType",
@@ -156,7 +157,7 @@ def unregister_backend(backend_name: str) -> None:
     if registration is None:
         _backends.get(backend_name)
         raise ValueError(f"RPC backend {backend_name} was not registered by register_backend")
-    registration.remove()
+    registration.stop()
 
 
 def construct_rpc_backend_options(

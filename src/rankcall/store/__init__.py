@@ -16,9 +16,9 @@ from typing import Any
 from torch.distributed import Store
 
 from rankcall._requests import ReadMany, Set, Steps, Until
-from rankcall.errors import WorldMismatchError
+from rankcall.errors import WorldMismatchError, warn_renamed
+from rankcall.handles import Handle
 from rankcall.process import host_name
-from rankcall.registry import Removable
 from rankcall.store import _errors
 from rankcall.store._calls import barrier, clean_up, get_all, store_timeout, synchronize
 from rankcall.store._client import Call, clock, local_state, run
@@ -38,19 +38,24 @@ _lock = threading.Lock()
 _installed: list[Installed] = []
 
 
-class Installed(Removable):
-    """The handle that ``install`` returns; ``remove()`` ends it, as does its end as a context."""
+class Installed(Handle):
+    """The handle that ``install`` returns; ``stop()`` puts torch's functions back."""
 
     def __init__(self, before: list[tuple[Any, str, Any]]) -> None:
         self._before = before
 
-    def remove(self) -> None:
-        """Put torch's functions back."""
+    def stop(self) -> None:
+        """Put torch's functions back. A second call does nothing."""
         with _lock:
             if self in _installed:
                 _installed.remove(self)
                 for module, name, function in self._before:
                     setattr(module, name, function)
+
+    def remove(self) -> None:
+        """Call ``stop()``, by its name of version 0.1."""
+        warn_renamed("store.install().remove()", "stop()")
+        self.stop()
 
 
 def install() -> Installed:
@@ -75,7 +80,9 @@ def install() -> Installed:
     }
     with _lock:
         if _installed:
-            raise RuntimeError("rankcall.store is installed already: remove() it first")
+            raise RuntimeError(
+                "rankcall.store is installed already: stop() the handle that install() returned"
+            )
         handle = Installed([(module, name, getattr(module, name)) for module, name in ours])
         for (module, name), function in ours.items():
             setattr(module, name, function)

@@ -189,7 +189,7 @@ class FaultPlan:
     # --- applying it ---
 
     def arm(self, rank: int | None = None) -> Injection:
-        """Plant this rank's faults in this process; ``remove()`` of the result removes them.
+        """Plant this rank's faults in this process; ``stop()`` of the result removes them.
 
         ``rank`` is by default the rank that the environment or torch says. This starts recording
         with the Python capture if nothing is recording. Raises ``CaptureUnavailableError`` if the

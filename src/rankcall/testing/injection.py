@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankcall.errors import CaptureUnavailableError
+from rankcall.errors import CaptureUnavailableError, warn_renamed
+from rankcall.handles import Handle
 from rankcall.record import OPS
-from rankcall.registry import Removable
 
 if TYPE_CHECKING:
     from rankcall.capture.fallback.numbering import Numbered
@@ -91,8 +91,8 @@ class _Pending:
         return strikes
 
 
-class Injection(Removable):
-    """Faults armed in this process, until ``remove()`` or the end of the ``with`` block.
+class Injection(Handle):
+    """Faults armed in this process, until ``stop()`` or the end of the ``with`` block.
 
     ``rank`` is the rank whose faults strike here; None means the rank of the recording.
     """
@@ -121,13 +121,18 @@ class Injection(Removable):
         self._capture = capture
         capture.interposer = self._issue
 
-    def remove(self) -> None:
+    def stop(self) -> None:
         """Remove the faults. A second call does nothing."""
         from rankcall.capture import session
 
         if self._capture.interposer == self._issue:
             self._capture.interposer = None
             session.drop("faults")
+
+    def remove(self) -> None:
+        """Call ``stop()``, by its name of version 0.1."""
+        warn_renamed("FaultPlan.arm().remove()", "stop()")
+        self.stop()
 
     # --- on the thread that issues the op ---
 

@@ -22,8 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from rankcall.errors import warn_renamed
+from rankcall.handles import Handle
 from rankcall.process import host_name
-from rankcall.registry import Scoped
 from rankcall.run.exits import Exit, note_exit
 from rankcall.run.settle import settle
 from rankcall.testing.faults import FaultPlan
@@ -162,8 +163,8 @@ def start_ranks(
     return ranks
 
 
-class Ranks(Scoped):
-    """Ranks that run. ``results`` is filled at the end of the ``with`` statement."""
+class Ranks(Handle):
+    """Ranks that run, until ``stop()`` or the end of a ``with`` block, which fills ``results``."""
 
     def __init__(self, run_dir: Path | None) -> None:
         from torch.distributed import TCPStore
@@ -193,7 +194,7 @@ class Ranks(Scoped):
             for process in self._processes:
                 process.start()
         except BaseException:
-            self.end()
+            self.stop()
             raise
 
     @property
@@ -234,7 +235,7 @@ class Ranks(Scoped):
                     self.run_dir, Exit(rank, 0, host_name(), pid, code, time.time_ns(), by_us)
                 )
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Kill the ranks that still run and gather the results. A second call does nothing."""
         if self.results:
             return
@@ -245,6 +246,11 @@ class Ranks(Scoped):
         if self.run_dir is not None and self.run_dir.is_dir():
             settle(self.run_dir)
         self._folder.cleanup()
+
+    def end(self) -> None:
+        """Call ``stop()``, by its name of version 0.1."""
+        warn_renamed("Ranks.end()", "Ranks.stop()")
+        self.stop()
 
     def _result(self, rank: int, process: BaseProcess) -> RankResult:
         output = read_output(self.folder, rank)
@@ -260,9 +266,6 @@ class Ranks(Scoped):
         if process.pid:
             process.close()
         return result
-
-    def _end(self) -> None:
-        self.end()
 
 
 def _base(port: int) -> dict[str, str | None]:

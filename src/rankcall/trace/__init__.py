@@ -67,7 +67,7 @@ def enable(
             rankcall owns.
 
     Returns:
-        The trace; its ``remove()`` switches tracing off.
+        The trace; its ``stop()`` switches tracing off.
 
     Raises:
         ValueError: The mode or the name of a sink is unknown.
@@ -123,7 +123,7 @@ class _Off(Trace):
         """Return nothing."""
         return NOTHING
 
-    def remove(self, timeout: float = 2.0) -> bool:
+    def stop(self, timeout: float = 2.0) -> bool:
         """Do nothing."""
         return True
 

@@ -21,9 +21,10 @@ from rankcall import background
 from rankcall.capture import session
 from rankcall.capture.marks import Marks, Span
 from rankcall.capture.recording import Recording
+from rankcall.errors import warn_renamed
 from rankcall.events.dispatch import NO_HURRY, Delivery, Source, Subscription, dispatcher
+from rankcall.handles import Handle
 from rankcall.record import Rows, concat_rows, take_rows
-from rankcall.registry import Removable
 from rankcall.ring.follower import NO_ROWS, Batch, LiveTables, RingView
 from rankcall.ring.layout import HEADER_BYTES, parse_header
 from rankcall.ring.reader import Ring
@@ -65,8 +66,8 @@ def settle(mode: str | Mode | None, print_: bool | None) -> Switches:
     )
 
 
-class Trace(Removable):
-    """Tracing that is switched on. ``remove()`` ends it; leaving it as a context manager does too.
+class Trace(Handle):
+    """Tracing that is switched on. ``stop()`` ends it, and so does the end of a ``with`` block.
 
     ``mode`` says which ops are described.
     """
@@ -86,7 +87,7 @@ class Trace(Removable):
         self._guards = [Guarded(sink) for sink in sinks]
         self._span = span
         self._close = close
-        self._removed = False
+        self._is_stopped = False
         self._marks: Marks | None = None
         self._missed, self._complain_at = 0, 0.0
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
@@ -112,14 +113,14 @@ class Trace(Removable):
         """Wait until the sinks have every op that ended; return whether ``timeout`` was enough."""
         return self._subscription is None or self._subscription.flush(timeout)
 
-    def remove(self, timeout: float = 2.0) -> bool:
+    def stop(self, timeout: float = 2.0) -> bool:
         """Deliver the rest, close the sinks and stop; return whether ``timeout`` was enough.
 
         Recording goes on only if another user of it remains. A second call does nothing.
         """
-        if self._removed or self._subscription is None:
+        if self._is_stopped or self._subscription is None:
             return True
-        self._removed = True
+        self._is_stopped = True
         _forget(self)
         if self._marks is not None and self._recording is not None:
             others = [trace._marks for trace in _live if trace._marks is not None]
@@ -127,6 +128,11 @@ class Trace(Removable):
         ended = self._subscription.close(timeout)
         self._close()
         return ended
+
+    def remove(self, timeout: float = 2.0) -> bool:
+        """Call ``stop(timeout)``, by its name of version 0.1."""
+        warn_renamed("Trace.remove()", "Trace.stop()")
+        return self.stop(timeout)
 
     def in_flight(self) -> Descriptions:
         """Describe the ops that are in flight now. May be called from any thread."""
@@ -290,7 +296,7 @@ def _forget(trace: Trace) -> None:
 
 def _at_exit() -> None:
     for trace in list(_live):
-        trace.remove()
+        trace.stop()
 
 
 def _in_forked_child() -> None:
@@ -299,6 +305,6 @@ def _in_forked_child() -> None:
     The dispatcher keeps them alive, so that no destructor of a sink runs in the child.
     """
     for trace in _live:
-        trace._removed = True
+        trace._is_stopped = True
         trace._subscription = None
     _live.clear()

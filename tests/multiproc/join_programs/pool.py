@@ -51,7 +51,7 @@ class Pool:
         ranks, self._ranks, self._store = self._ranks, None, None
         if ranks is None:
             return []
-        ranks.end()
+        ranks.stop()
         return [f"rank {result.rank}: {result.stderr[-4000:]}" for result in ranks.results]
 
 
