@@ -24,8 +24,8 @@ def seconds(value: Duration, name: str, *, zero: bool = False) -> float:
         zero: Whether 0 is a duration here, for example for "do not wait".
 
     Raises:
-        TypeError: It is neither a number nor a ``timedelta``. A ``bool`` is refused as well, because
-            it is a flag in the wrong place.
+        TypeError: It is neither a number nor a ``timedelta``. A ``bool`` is refused as well,
+            because it is a flag in the wrong place.
         ValueError: It is negative, 0 (unless ``zero``), or NaN.
     """
     if isinstance(value, timedelta):
