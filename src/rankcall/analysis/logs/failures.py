@@ -67,20 +67,20 @@ def _dead_by_signal(case: Case, failures: Sequence[Failure]) -> Finding:
             f"Rank {failures[0].rank} was ended by {name} at {when}, before any other rank failed "
             "on its node."
         )
-        told = f"Find out what ended process {failures[0].pid}."
+        next_step = f"Find out what ended process {failures[0].pid}."
     else:
         summary = (
             f"{begin_sentence(ranks_text(ranks))} were ended by {name} in the same second, {when}. "
             "The log does not show which was first."
         )
-        told = "Find out what ended these processes."
+        next_step = "Find out what ended these processes."
     return case.finding(
         "dead",
         tuple(ranks),
         case.victims(ranks),
         summary,
         [*(failure.line for failure in failures), *case.trouble()],
-        " ".join(filter(None, [told, advice_for(name, hosts)])),
+        " ".join(filter(None, [next_step, advice_for(name, hosts)])),
         "likely",
         hosts=hosts,
     )

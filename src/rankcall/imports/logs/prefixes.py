@@ -78,11 +78,11 @@ class _Parts:
     time: float = 0.0
     resolution: float = 0.0
 
-    def take(self, match: re.Match[str], *, stream: bool = True, **told: Any) -> None:
+    def take(self, match: re.Match[str], *, stream: bool = True, **fields: Any) -> None:
         """Take a prefix off."""
         prefix = " ".join(match[0].split())
         names = f"{self.writer.stream} {prefix}".strip() if stream else self.writer.stream
-        self.writer = self.writer._replace(stream=names, **told)
+        self.writer = self.writer._replace(stream=names, **fields)
         self.text = self.text[match.end() :]
 
     def note_time(self, moment: tuple[float, float]) -> None:

@@ -180,10 +180,10 @@ class _Search:
         # All markers are ASCII. Latin-1 keeps every byte, but polars wants UTF-8, in which bytes
         # above 127 take two: so places are looked up in what polars saw.
         seen = block if block.isascii() else block.decode("latin-1").encode("ascii", "replace")
-        found = self._series([seen.decode("ascii")]).str.find_many(self._words)[0]
+        offsets = self._series([seen.decode("ascii")]).str.find_many(self._words)[0]
         hits: list[tuple[int, int]] = []
         end = -1
-        for at in found.to_list() if found is not None else ():
+        for at in offsets.to_list() if offsets is not None else ():
             if at < end:
                 continue
             start = seen.rfind(b"\n", 0, at) + 1

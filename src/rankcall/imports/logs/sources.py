@@ -820,11 +820,11 @@ _FRAGMENTS = (
 @functools.cache
 def markers() -> tuple[Marker, ...]:
     """Return what the reader searches for."""
-    found: dict[str, int] = {}
+    lines_after: dict[str, int] = {}
     for message in _MESSAGES:
         for words in message.markers:
-            found[words] = max(found.get(words, 0), message.follow)
-    return tuple(Marker(words, follow) for words, follow in found.items())
+            lines_after[words] = max(lines_after.get(words, 0), message.follow)
+    return tuple(Marker(words, follow) for words, follow in lines_after.items())
 
 
 def facts_of(line: Line) -> list[Fact]:
