@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 _PEER_RECORDS = 20_000
-_FORMATS = ("parquet", "perfetto", "jsonl", "csv", "html")
+_FORMATS = ("parquet", "perfetto", "jsonl", "html")
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def _figures(
 
     figures: dict[str, Any] = {
         f"export_{what}_records_per_s": round(records / middle(what, "seconds"))
-        for what in ("parquet", "perfetto", "jsonl", "csv")
+        for what in ("parquet", "perfetto", "jsonl")
     }
     figures["html_seconds"] = round(middle("html", "process_seconds"), 2)
     figures["html_mib"] = round(middle("html", "mib"), 3)

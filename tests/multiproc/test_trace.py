@@ -91,9 +91,9 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def _issue_everything(rank: int, world_size: int, run_dir: str) -> Any:
     import rankcall
     from rankcall import trace
-    from rankcall.trace import describe
+    from rankcall.trace import order
 
-    describe.OVERDUE_NS = (
+    order.OVERDUE_NS = (
         1 << 62
     )  # on a busy machine an op in flight for long would be described twice
     world = World.of(rank)

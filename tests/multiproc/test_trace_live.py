@@ -38,10 +38,10 @@ def _overdue(rank: int) -> list[Any]:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import describe
+    from rankcall.trace import order
 
-    normally, describe.OVERDUE_NS = (
-        describe.OVERDUE_NS,
+    normally, order.OVERDUE_NS = (
+        order.OVERDUE_NS,
         50_000_000 if rank == 0 else NEVER_NS,
     )
     sink, peer = trace.MemorySink(), 1 - rank
@@ -49,7 +49,7 @@ def _overdue(rank: int) -> list[Any]:
         work = dist.irecv(torch.ones(2), peer) if rank == 0 else None
         if rank == 0:
             until(lambda: len(sink.descriptions) == 1)
-            describe.OVERDUE_NS = NEVER_NS
+            order.OVERDUE_NS = NEVER_NS
         dist.all_reduce(torch.ones(1))
         if rank == 0:
             until(lambda: len(sink.descriptions) == 2)
@@ -61,7 +61,7 @@ def _overdue(rank: int) -> list[Any]:
         elif work is not None:
             work.wait()
         assert handle.flush(WAIT_S)
-    describe.OVERDUE_NS = normally
+    order.OVERDUE_NS = normally
     return [(op["name"], op["duration_ms"] is None) for op in sink.descriptions]
 
 
@@ -190,10 +190,10 @@ def _everything(rank: int, world_size: int, folder: str) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import describe
+    from rankcall.trace import order
 
     # On a busy machine an op may be in flight for long, and then be described twice.
-    describe.OVERDUE_NS = NEVER_NS
+    order.OVERDUE_NS = NEVER_NS
     dist.barrier()
     before = trace.enable(
         "ALL"
@@ -246,9 +246,9 @@ def _cross_host(rank: int, world_size: int) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import describe
+    from rankcall.trace import order
 
-    describe.OVERDUE_NS = NEVER_NS
+    order.OVERDUE_NS = NEVER_NS
     os.environ["RANKCALL_HOST"] = HOSTS[rank]
     sink = trace.MemorySink()
     with trace.enable("crossnode", sinks=[sink]) as handle:

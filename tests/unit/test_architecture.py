@@ -95,12 +95,3 @@ def test_the_threads_are_those_that_the_code_starts() -> None:
     started = {name for file in PACKAGE.rglob("*.py") for name in THREAD.findall(file.read_text())}
     missing = started - {name for name, _ in listed}
     assert not missing, f"threads that the table leaves out: {', '.join(sorted(missing))}"
-
-
-def test_the_glossary_is_sorted() -> None:
-    """A reader finds a term without a search; each term has one row."""
-    table = PAGE.partition("## Glossary")[2]
-    terms = [term.lower() for term in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)]
-    terms = [term for term in terms if term not in ("term", "---")]
-    assert len(terms) >= 30
-    assert terms == sorted(set(terms))

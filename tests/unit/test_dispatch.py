@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class Keeper:
         self._hurry = hurry
         self.events: list[tuple[int, str]] = []
         self.dropped = 0
+        self.deliveries = 0  # with events
         self.finished = False
         self.gate = threading.Event()
         self.gate.set()
@@ -47,6 +49,7 @@ class Keeper:
         """Keep the events, once the gate is open."""
         self.entered.set()
         assert self.gate.wait(WAIT_S)
+        self.deliveries += any(batches for _, batches, _ in deliveries)
         for _, batches, _ in deliveries:
             for batch in batches:
                 self.events += events(batch)
@@ -105,6 +108,24 @@ def test_a_blocked_subscriber_does_not_delay_the_others() -> None:
     assert all(subscription.close(WAIT_S) for subscription in subscriptions)
     assert quick.finished
     assert blocked.finished
+
+
+@pytest.mark.usefixtures("group")
+def test_a_burst_is_delivered_in_batches() -> None:
+    """A subscriber in a hurry takes the GIL from training once a millisecond at most.
+
+    The bound holds at any speed of the machine: what is slow leaves time for fewer deliveries.
+    """
+    keeper = Keeper("keeper", AT_EVENTS)
+    subscription = dispatcher.subscribe(keeper)
+    began = time.monotonic()
+    all_reduce(2000)
+    deliveries = keeper.deliveries
+    took_ms = (time.monotonic() - began) * 1e3
+    assert subscription.flush(WAIT_S)
+    assert len(keeper.events) + keeper.dropped == 2 * 2000
+    assert deliveries <= took_ms + 1
+    assert subscription.close(WAIT_S)
 
 
 @pytest.mark.usefixtures("group")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ring_fuzz import SHAPE, Damage, apply, body, damages, sound_bytes
 from torchless import without_torch
-from worlds import MS, PAIR, Call, group_of, together, write_world
+from worlds import MS, PAIR, Call, together, write_world
 
 import golden
 from rankcall.analysis.details import detail
@@ -31,7 +30,7 @@ from rankcall.run.load import load
 from rankcall.testing.model import Op
 from rankcall.testing.synthetic import EPOCH_NS, synthetic_run
 
-TABLES = ("parquet", "jsonl", "csv")
+TABLES = ("parquet", "jsonl")
 NASTY = Group('a,"b"\n</script>\x1b[31m', 0, "gloo", "tp\t'x'", (0, 1))
 
 
@@ -57,10 +56,9 @@ def written(run: Path, to: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("to", ["jsonl", "csv"])
-def test_golden(small: Path, to: str) -> None:
-    """The CSV and JSON lines equal their golden files."""
-    golden.check(f"export.{to}", written(small, to).read_text())
+def test_golden(small: Path) -> None:
+    """The JSON lines equal their golden file."""
+    golden.check("export.jsonl", written(small, "jsonl").read_text())
 
 
 def test_parquet_is_the_records(small: Path) -> None:
@@ -82,7 +80,7 @@ def test_duckdb_counts_the_same(tmp_path: Path, to: str) -> None:
     duckdb = pytest.importorskip("duckdb", reason="needs duckdb")
     synthetic_run(tmp_path / "run", 4, 90, hosts=2, program=(Op(), Op("exchange", 64)))
     path = written(tmp_path / "run", to)
-    reader = {"parquet": "read_parquet", "jsonl": "read_json", "csv": "read_csv"}[to]
+    reader = {"parquet": "read_parquet", "jsonl": "read_json"}[to]
     rows = duckdb.sql(
         f"select op, count(*), sum(message_bytes), count(peer) from {reader}('{path}') "
         "group by op order by op"
@@ -96,16 +94,13 @@ def test_duckdb_counts_the_same(tmp_path: Path, to: str) -> None:
 
 
 def test_absent_is_absent(small: Path) -> None:
-    """An unknown value is null, or empty in CSV, but never 0."""
+    """An unknown value is null, and never 0."""
     lines = [json.loads(line) for line in written(small, "jsonl").read_text().splitlines()]
-    with written(small, "csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
     open_ends = [row for row in lines if row["status"] == "started"]
     assert [row["completed_ns"] for row in open_ends] == [None, None]
     assert [row["peer"] for row in open_ends] == [None, None]
-    assert {row["device_ms"] for row in rows} == {""}
-    assert [row["completed_ns"] for row in rows if row["status"] == "started"] == ["", ""]
-    assert {row["group"] for row in rows} == {"0", NASTY.name}
+    assert {row["device_ms"] for row in lines} == {None}
+    assert {row["group"] for row in lines} == {"0", NASTY.name}
 
 
 def test_moments_are_on_one_clock(tmp_path: Path) -> None:
@@ -190,11 +185,11 @@ def test_half_a_file_is_never_left(small: Path, to: str, monkeypatch: pytest.Mon
 def test_wrong_usage(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown format lists those there are; so does a missing one, and a missing folder."""
     assert main(["export", str(small), "--to", "xls"]) == 2
-    assert "one of perfetto, parquet, jsonl, csv" in capsys.readouterr().err
+    assert "one of perfetto, parquet, jsonl" in capsys.readouterr().err
     assert main(["export", str(small)]) == 2
     assert "--to" in capsys.readouterr().err
-    assert main(["export", str(small), "--to", "csv", "-o", "/nowhere/x.csv"]) == 2
-    assert "/nowhere/x.csv: cannot be written: No such file" in capsys.readouterr().err
+    assert main(["export", str(small), "--to", "jsonl", "-o", "/nowhere/x.jsonl"]) == 2
+    assert "/nowhere/x.jsonl: cannot be written: No such file" in capsys.readouterr().err
     with pytest.raises(ValueError, match="parquet"):
         export(load(small), "xls", small)
 
@@ -204,15 +199,15 @@ def test_the_command(
 ) -> None:
     """Without -o the file is named after the run, and the output names it."""
     monkeypatch.chdir(small.parent)
-    assert main(["export", "--to", "csv", str(small)]) == 0
-    assert capsys.readouterr().out.startswith("run.csv: 9 records, ")
-    assert len(Path("run.csv").read_text().splitlines()) > 9
+    assert main(["export", "--to", "jsonl", str(small)]) == 0
+    assert capsys.readouterr().out.startswith("run.jsonl: 9 records, ")
+    assert len(Path("run.jsonl").read_text().splitlines()) == 9
 
 
 def test_problems_are_told(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A ring that cannot be read is left out and named on stderr, and the status is 1."""
     (small / "rings" / "bad.ring").write_bytes(b"nothing")
-    assert main(["export", "--to", "csv", "-o", str(small / "x.csv"), str(small)]) == 1
+    assert main(["export", "--to", "jsonl", "-o", str(small / "x.jsonl"), str(small)]) == 1
     out, err = capsys.readouterr()
     assert "9 records" in out
     assert "bad.ring: not a rankcall ring file" in err
@@ -235,9 +230,9 @@ def test_nothing_recorded(tmp_path: Path) -> None:
     """A run without records is a table without rows, with all columns."""
     run = write_world(tmp_path / "run", [], ranks=[0, 1])
     assert pl.read_parquet(written(run, "parquet")).shape[0] == 0
-    header = written(run, "csv").read_text().splitlines()
-    assert len(header) == 1
-    assert header[0].startswith("rank,attempt,host,enqueued_at,")
+    assert pl.read_parquet(written(run, "parquet")).columns[:4] == [
+        *("rank", "attempt", "host", "enqueued_at")
+    ]
     assert written(run, "jsonl").read_text() == ""
 
 
@@ -247,7 +242,8 @@ def test_hostile_text(tmp_path: Path) -> None:
     run = write_world(tmp_path / "run", together(1, [0, 1], MS, lone))
     for to in FORMATS:
         assert written(run, to).stat().st_size > 0
-    assert group_of(2).name not in written(run, "csv").read_text().splitlines()[1].split(",")[5]
+    line = json.loads(written(run, "jsonl").read_text().splitlines()[0])
+    assert line["group"] == "?xxx"
 
 
 @settings(suppress_health_check=list(HealthCheck), max_examples=20)

@@ -8,16 +8,14 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import polars  # noqa: F401  # sets an environment variable, which must not look like ours
 import pytest
 import torch
 import torch.distributed as dist
-from hooking import WAIT_S, Seen, all_reduce, capture, group, hook_threads
+from hooking import Seen, all_reduce, capture, group, hook_threads
 
 from rankcall import hooks
-from rankcall.events import dispatch
 
 __all__ = ["capture", "group"]  # fixtures
 
@@ -44,28 +42,6 @@ def test_an_idle_process_is_left_alone() -> None:
         assert 1 <= slept <= 5 * (time.monotonic() - began)
         assert [status.operation for status in hooks.pending()] == ["recv"]
         assert not receive.is_completed()
-
-
-@pytest.mark.usefixtures("group")
-def test_a_burst_is_delivered_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each delivery the thread naps for a millisecond; the next events form one batch."""
-    seen, over = Seen(), threading.Event()
-    naps: list[tuple[float, int]] = []
-
-    def nap(seconds: float) -> None:
-        naps.append((seconds, len(seen.statuses)))
-        if seen.statuses:
-            assert over.wait(WAIT_S)
-
-    clocks = {name: getattr(time, name) for name in ("monotonic", "monotonic_ns", "time_ns")}
-    monkeypatch.setattr(dispatch, "time", SimpleNamespace(sleep=nap, **clocks))
-    with hooks.register_collective_end_hook(seen):
-        all_reduce()
-        seen.wait(1)
-        all_reduce(100)
-        over.set()
-        seen.wait(101)
-    assert set(naps) - {(0.001, 0), (0.001, 101)} == {(0.001, 1)}
 
 
 def run_script(text: str, timeout: float = 240) -> tuple[str, float]:

@@ -10,7 +10,7 @@ import numpy as np
 from rankcall.record import COMMIT_DONE, COMMIT_OPEN, DTYPES, OPS, RECORD, STATUSES
 from rankcall.ring.follower import index_of
 from rankcall.ring.tables import CallSite, Group, Tables
-from rankcall.trace.describe import OVERDUE_NS, Order
+from rankcall.trace.order import OVERDUE_NS, Order
 
 S = 1_000_000_000
 TABLES = Tables(

@@ -26,7 +26,7 @@ from rankcall.trace import (
 )
 from rankcall.trace.descriptions import Descriptions, Kind, Teller
 from rankcall.trace.sinks import RETRY_SECONDS, Guarded, make_sink
-from rankcall.trace.tracing import settle
+from rankcall.trace.switches import settle
 
 
 @pytest.mark.parametrize("text", ["all", "All", " ALL ", Mode.ALL])

@@ -248,11 +248,11 @@ def unpacked(trace: bytes) -> bytes:
 
 
 def test_exports_keep_the_users_line(tmp_path: Path) -> None:
-    """CSV, Parquet, Perfetto and Kineto have it."""
+    """JSON lines, Parquet, Perfetto and Kineto have it."""
     run = load(write_world(tmp_path / "run", together(1, [0, 0], MS, PAIR, user_line=5)))
-    for kind in ("csv", "parquet", "perfetto", "kineto"):
+    for kind in ("jsonl", "parquet", "perfetto", "kineto"):
         export(run, kind, tmp_path / kind)
-    for frame in (pl.read_csv(tmp_path / "csv"), pl.read_parquet(tmp_path / "parquet")):
+    for frame in (pl.read_ndjson(tmp_path / "jsonl"), pl.read_parquet(tmp_path / "parquet")):
         assert frame["user_line"].to_list() == ["/u/main.py:5"] * 2
     assert b"/u/main.py:5" in unpacked((tmp_path / "perfetto").read_bytes())
     paths = sorted((tmp_path / "kineto").iterdir())

@@ -20,7 +20,7 @@ _COMMANDS = {
     "exec": "Run any command, and record every rank that it starts.",
     "report": "Report which ranks came last, which waited, and how fast the collectives were.",
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
-    "export": "Write a run's records for Perfetto, as Parquet, JSON lines or CSV.",
+    "export": "Write a run's records for Perfetto, as Parquet or JSON lines.",
     "top": "Show the state of every rank, live.",
     "serve": "Show every rank of a job on a page, to all who have the link.",
     "collect": "Put a run that is spread over nodes into one file.",

@@ -36,7 +36,7 @@ def command(
         bool, typer.Option("--json", help="With flight-recorder: JSON instead of pickles.")
     ] = False,
 ) -> None:
-    """Write all records of a run as a Perfetto trace, Parquet, JSON lines or CSV.
+    """Write all records of a run as a Perfetto trace, Parquet or JSON lines.
 
     Or write a file for each rank: Flight Recorder's dumps, or the traces of torch.profiler.
 

@@ -1,6 +1,6 @@
 """Write a run for other tools.
 
-As one file: Parquet, CSV, JSON lines, or a Perfetto trace. As a folder with one file for each rank:
+As one file: Parquet, JSON lines, or a Perfetto trace. As a folder with one file for each rank:
 Flight Recorder's dumps, or the traces of torch.profiler.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from rankcall.export.tables import write_csv, write_jsonl, write_parquet
+from rankcall.export.tables import write_jsonl, write_parquet
 from rankcall.files import new_file
 from rankcall.run.load import Progress, Run
 
@@ -23,7 +23,6 @@ FORMATS = {
     "perfetto": "perfetto-trace",
     "parquet": "parquet",
     "jsonl": "jsonl",
-    "csv": "csv",
 }
 # The same for formats that have a file for each rank, in a folder.
 FOLDERS = {"flight-recorder": "dumps", "kineto": "traces"}
@@ -90,6 +89,5 @@ def _writer(to: str) -> Writer:
     writers: dict[str, Writer] = {
         "parquet": write_parquet,
         "jsonl": write_jsonl,
-        "csv": write_csv,
     }
     return writers[to]

@@ -25,12 +25,6 @@ def write_parquet(run: Run, out: IO[bytes], progress: Progress | None = None) ->
         _stream(run, progress).sink_parquet(file, compression="zstd", compression_level=1)
 
 
-def write_csv(run: Run, out: IO[bytes], progress: Progress | None = None) -> None:
-    """Write CSV with a header line; an absent value is an empty field."""
-    with _watched(out) as file:
-        _stream(run, progress).sink_csv(file, datetime_format=_TIME_FORMAT)
-
-
 def write_jsonl(run: Run, out: IO[bytes], progress: Progress | None = None) -> None:
     """Write one JSON object per record and line; an absent value is null."""
     text = pl.col("enqueued_at").dt.strftime(_TIME_FORMAT)

@@ -13,7 +13,7 @@ from typing import Any
 from rankcall.capture import session
 from rankcall.capture.hosts import HostNames, Hosts, ranks_of_this_node
 from rankcall.errors import CaptureUnavailableError, warn_once
-from rankcall.trace.describe import Mode, describe
+from rankcall.trace.describer import describe
 from rankcall.trace.descriptions import NOTHING, Description, Descriptions
 from rankcall.trace.sinks import MemorySink, Origin, RecordSink, Sink, make_sink
 from rankcall.trace.sinks.nvtx import Nvtx
@@ -23,7 +23,8 @@ from rankcall.trace.sinks.prometheus import Prometheus
 from rankcall.trace.sinks.prometheus_node import PrometheusNode
 from rankcall.trace.sinks.steps import StepTotals
 from rankcall.trace.sinks.text import JsonLines, Stdout
-from rankcall.trace.tracing import Switches, Trace, live, settle
+from rankcall.trace.switches import Mode, Switches, settle
+from rankcall.trace.tracing import Trace, live
 
 __all__ = [
     "Description",

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +28,15 @@ from rankcall.ring.follower import NO_ROWS, Batch, LiveTables, RingView
 from rankcall.ring.layout import HEADER_BYTES, parse_header
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import Tables
-from rankcall.trace.describe import Describer, Mode, Order, mode_of
+from rankcall.trace.describer import Describer
 from rankcall.trace.descriptions import NOTHING, Descriptions, Teller
+from rankcall.trace.order import Order
 from rankcall.trace.sinks import AtIssue, Guarded, Origin, RecordSink, Sink
+from rankcall.trace.switches import Switches
 
 logger = logging.getLogger("rankcall.trace")
 
 _REPEAT_SECONDS = 60.0
-PRINT_VARIABLE = "TORCH_DISTRIBUTED_TRACING_PRINT"
-_YES = ("true", "1", "t", "y", "yes")
-
-
-@dataclass(frozen=True)
-class Switches:
-    """The settings of one call of ``enable``."""
-
-    mode: Mode
-    print_: bool
-    gpu_serial: str
-    vm_id: str
-
-
-def settle(mode: str | Mode | None, print_: bool | None) -> Switches:
-    """Return the settings; arguments win over variables.
-
-    Raises ``ValueError`` for an unknown mode; the message names the argument or the variable.
-    """
-    if print_ is not None and not isinstance(print_, bool):
-        raise TypeError(f"print_ must be True, False or None; got {print_!r}")
-    variable = os.environ.get(PRINT_VARIABLE, "").strip().lower()
-    return Switches(
-        mode=mode_of(mode),
-        print_=variable in _YES if print_ is None else print_,
-        gpu_serial=os.environ.get("GPU_SERIAL") or "unknown",
-        vm_id=os.environ.get("VM_ID") or "unknown",
-    )
 
 
 class Trace(Handle):

@@ -1,17 +1,9 @@
-"""Turn records into descriptions: names, sizes, bandwidths, and the rank that prints each.
-
-``Order`` first puts ended ops into issue order per group, and merges the ops of one call of an
-object function. An op that ended waits there while an earlier op of its group is in flight. An op
-that has been in flight for ``OVERDUE_NS`` is described as issued, and no longer blocks the later
-ones.
-"""
+"""Turn records into descriptions: names, sizes, bandwidths, and the rank that prints each."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,190 +17,29 @@ from rankcall.record import (
     OBJECT_CALLS,
     OPS,
     PICKLE_DTYPE,
-    RECORD,
     ROOT_DESCRIBES,
     STATUSES,
     Rows,
     bandwidth_sizes,
     bus_factor,
-    concat_rows,
     has_duration,
     public_name,
     take_rows,
 )
-from rankcall.ring.follower import Flags, index_of
+from rankcall.ring.follower import Flags
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import Group, Tables
 from rankcall.trace.descriptions import Descriptions, Kind, Teller
-
-if TYPE_CHECKING:
-    pass
-
+from rankcall.trace.order import Order
+from rankcall.trace.switches import Mode, mode_of
 
 Column = npt.NDArray[Any]
 
-OVERDUE_NS = 5_000_000_000
-_STALE_NS = 1_000_000_000  # a call with fewer ops than expected counts as complete after that
-_MOST_WAITING = 1 << 16
-
-_STARTED, _FAILED = STATUSES.index("started"), STATUSES.index("failed")
+_FAILED = STATUSES.index("failed")
 _P2P = KINDS.index("p2p")
 _NO_GROUP = Group("unknown", 0, "", "", ())
 _MANY = 1 << 15
-MODE_VARIABLE = "TORCH_DISTRIBUTED_TRACING"
 _SIZED = ("op", "message_bytes", "in_bytes", "out_bytes")
-_NONE: Rows = np.empty(0, RECORD)
-
-
-def _in_order(rows: Rows) -> Rows:
-    """Return records in issue order; an earlier op may have ended while later ones were read."""
-    commits = rows["commit"]
-    if not np.any(commits[1:] < commits[:-1]):
-        return rows
-    return take_rows(rows, np.argsort(commits, kind="stable"))
-
-
-class Order:
-    """Holds back the ops that must wait. Each recording has its own; use it from one thread."""
-
-    def __init__(self) -> None:
-        self._waiting = _NONE
-        self._described: set[int] = set()  # ops in flight that were described as issued
-        self._tables: Tables | None = None
-        self._object_sites: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
-        self._calls: dict[int, int] = {}
-
-    @property
-    def waiting(self) -> int:
-        """How many ended ops are held back."""
-        return len(self._waiting)
-
-    def take(
-        self, ended: Rows, awaited: Rows, tables: Tables, now_ns: int, last: bool = False
-    ) -> tuple[Rows, Flags]:
-        """Return the rows to describe now, in issue order, and which of them are still in flight.
-
-        Args:
-            ended: The ops that ended since the last call.
-            awaited: The ops that are in flight.
-            tables: The side tables of the recording.
-            now_ns: The monotonic clock.
-            last: Whether to return everything that waits.
-        """
-        self._learn(tables)
-        objects = self._are_objects(ended)
-        if not (len(awaited) or len(self._waiting) or objects.any()):
-            self._described.clear()
-            return _in_order(ended), np.zeros(len(ended), np.bool_)
-        rows = _in_order(concat_rows([self._waiting, ended]))
-        overdue, blocking = self._split(awaited, now_ns)
-        rows, held = self._hold(rows, awaited, blocking, now_ns)
-        if last or np.count_nonzero(held) > _MOST_WAITING:
-            held[:] = False
-        self._waiting = take_rows(rows, held)
-        ready = self._merged(take_rows(rows, ~held))
-        issued = np.concatenate([np.zeros(len(ready), np.bool_), np.ones(len(overdue), np.bool_)])
-        ready = concat_rows([ready, overdue])
-        order = np.argsort(ready["commit"], kind="stable")
-        return take_rows(ready, order), issued[order]
-
-    def _learn(self, tables: Tables) -> None:
-        """Note the call sites of functions that send pickles."""
-        if tables is self._tables:
-            return
-        self._tables = tables
-        self._calls = {
-            number: OBJECT_CALLS[site.api]
-            for number, site in tables.sites.items()
-            if site.api in OBJECT_CALLS
-        }
-        self._object_sites = np.array(list(self._calls), np.uint32)
-
-    def _are_objects(self, rows: Rows) -> Flags:
-        if not len(self._object_sites):
-            return np.zeros(len(rows), np.bool_)
-        return np.isin(rows["call_site"], self._object_sites)
-
-    def _split(self, awaited: Rows, now_ns: int) -> tuple[Rows, Rows]:
-        """Return the ops in flight to describe as issued now, and the ops that block later ones."""
-        index = index_of(awaited)
-        self._described &= set(index.tolist())
-        described = np.isin(index, list(self._described))
-        overdue = ~described & (awaited["enqueued_ns"] < now_ns - OVERDUE_NS)
-        self._described.update(index[overdue].tolist())
-        return take_rows(awaited, overdue), take_rows(awaited, ~described & ~overdue)
-
-    def _hold(self, rows: Rows, awaited: Rows, blocking: Rows, now_ns: int) -> tuple[Rows, Flags]:
-        """Return the rows, and a mask of those that have to wait."""
-        held = np.zeros(len(rows), np.bool_)
-        first: dict[int, int] = {}  # group -> its earliest record that has not ended
-        for group, index in zip(blocking["group"].tolist(), index_of(blocking), strict=True):
-            first[group] = min(first.get(group, int(index)), int(index))
-        calls = self._calls_in(rows)
-        for parts in calls:
-            if not self._is_whole(take_rows(rows, np.array(parts)), awaited, now_ns):
-                held[parts] = True
-                group, index = int(rows["group"][parts[0]]), int(index_of(rows[parts])[0])
-                first[group] = min(first.get(group, index), index)
-        index = index_of(rows)
-        for group, blocker in first.items():
-            held |= (rows["group"] == group) & (index > blocker)
-        for parts in calls:
-            held[parts] = held[parts].any()
-        return rows, held
-
-    def _calls_in(self, rows: Rows) -> list[list[int]]:
-        """Return the indexes of the ops of each call of an object function."""
-        calls: dict[int, list[int]] = {}
-        for at in np.flatnonzero(self._are_objects(rows)).tolist():
-            calls.setdefault(int(rows["correlation"][at]), []).append(at)
-        return list(calls.values())
-
-    def _is_whole(self, parts: Rows, awaited: Rows, now_ns: int) -> bool:
-        if len(parts) >= self._calls[int(parts["call_site"][0])]:
-            return True
-        if (parts["status"] == _FAILED).any():
-            return True
-        more = (awaited["correlation"] == parts["correlation"][0]).any()
-        return not more and int(parts["completed_ns"].max()) < now_ns - _STALE_NS
-
-    def _merged(self, rows: Rows) -> Rows:
-        """Merge each call into the row of its pickles, from the first start to the last end."""
-        calls = self._calls_in(rows)
-        if not calls:
-            return rows
-        kept = np.ones(len(rows), np.bool_)
-        for parts in calls:
-            pickles = [at for at in parts if rows["dtype"][at] == PICKLE_DTYPE]
-            chosen = (pickles or parts)[-1]
-            kept[parts], kept[chosen] = False, True
-            ends = rows["completed_ns"][parts]
-            for name in ("enqueued_ns", "started_ns"):
-                rows[name][chosen] = rows[name][parts[0]]
-            rows["completed_ns"][chosen] = ends.max() if ends.all() else 0
-            if (rows["status"][parts] == _FAILED).any():
-                rows["status"][chosen] = _FAILED
-        return take_rows(rows, kept)
-
-
-class Mode(str, Enum):
-    """Which ops are described."""
-
-    ALL = "ALL"
-    CROSSNODE = "CROSSNODE"
-    NONE = "NONE"
-
-
-def mode_of(given: str | Mode | None) -> Mode:
-    """Return the mode of a name, in any case; for None the variable's, or else ``CROSSNODE``."""
-    where, text = "mode", given
-    if given is None:
-        where, text = MODE_VARIABLE, os.environ.get(MODE_VARIABLE) or Mode.CROSSNODE
-    name = text.value if isinstance(text, Mode) else str(text).strip().upper()
-    if name not in Mode.__members__:
-        names = ", ".join(Mode.__members__)
-        raise ValueError(f"{where} must be one of {names} (in any case); got {text!r}")
-    return Mode(name)
 
 
 class _Known(NamedTuple):
