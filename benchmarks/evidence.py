@@ -11,7 +11,9 @@ the analyser was ended after ``--peer-seconds``.
 
 ``log_seconds`` and ``log_peak_mib`` are those of ``rankcall diagnose --log`` on a log of
 ``--log-bytes``: what the ranks of a job print while they train, with the time-outs of 1,023 of them
-near its end. ``log_right`` says whether the verdict names the one that had not come.
+near its end. ``log_right`` says whether the verdict names the one that had not come. The figures
+that begin with ``log_json`` are those of a log of the same size that a collector wrote, with each
+line in a JSON object.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def main() -> int:
         for path in folder.iterdir():
             path.unlink()
         figures |= _log(folder / "job.log", options.log_bytes)
+        figures |= _log(folder / "job.jsonl", options.log_bytes, as_json=True)
     print(json.dumps(figures, indent=1))
     return 0
 
@@ -162,22 +165,32 @@ def _resident_kib(pid: str) -> int:
     return 0
 
 
-def _log(path: Path, size: int) -> dict[str, Any]:
+def _log(path: Path, size: int, *, as_json: bool = False) -> dict[str, Any]:
     """Return how long ``rankcall diagnose --log`` took on a log of so many bytes."""
+
+    def line_of(text: str) -> str:
+        if not as_json:
+            return text
+        record = {"log": text, "stream": "stderr", "time": "2026-12-06T18:44:12.715298746Z"}
+        return json.dumps(record) + "\n"
+
     lines = [
         f"[rank{rank}]: 2026-11-22 18:44:{rank % 60:02d},715 INFO train.py:123 step {number:7d} "
         f"loss 2.3{rank} lr 1.2e-4 tokens/s 12345 memory 60.1 GiB\n"
         for number in range(64)
         for rank in range(1024)
     ]
-    block = "".join([*lines, *_LOGGED]).encode()
-    end = "".join(_time_outs()).encode()
+    block = "".join(map(line_of, [*lines, *_LOGGED])).encode()
+    end = "".join(map(line_of, _time_outs())).encode()
     with path.open("wb") as file:
         while file.tell() < size - len(end):
             file.write(block)
         file.write(end)
-    figures = {f"log_{name}": value for name, value in _diagnosed(["--log", str(path)]).items()}
-    return {"log_bytes": path.stat().st_size, **figures}
+    prefix = "log_json" if as_json else "log"
+    figures = _diagnosed(["--log", str(path)]).items()
+    counted = path.stat().st_size
+    path.unlink()
+    return {f"{prefix}_bytes": counted, **{f"{prefix}_{name}": value for name, value in figures}}
 
 
 _LOGGED = [  # an exception that the program caught

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import log_messages
 import pytest
+from generated_logs import made
 from nccl_logs import WORDINGS, Call, log_of
 
 from rankcall.analysis.logs import diagnose_logs
@@ -372,3 +374,20 @@ def test_a_truncated_log_is_never_called_healthy(tmp_path: Path, name: str) -> N
         kind, ranks = judged(path)
         assert kind != "nothing_found", text[:end][-80:]
         assert set(ranks) <= {2} or (kind == "desync" and 2 in ranks)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_generated_logs(tmp_path: Path, seed: int) -> None:
+    """The verdict on a whole log is the plan's; on a truncated one, nobody else is blamed."""
+    names = sorted(COLLECTORS)
+    plan = made(seed, COLLECTORS[names[seed % len(names)]])
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(plan.lines) + "\n")
+    assert judged(path) == (plan.kind, (plan.culprit,)), plan.fault
+    chance = random.Random(seed)
+    for _ in range(3):
+        end = chance.randint(plan.shown + 1, len(plan.lines))
+        path.write_text("\n".join(plan.lines[:end]) + "\n")
+        kind, ranks = judged(path)
+        assert kind != "nothing_found"
+        assert set(ranks) <= {plan.culprit} or (kind == "desync" and plan.culprit in ranks)

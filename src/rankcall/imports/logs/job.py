@@ -18,6 +18,7 @@ from rankcall.imports.logs.facts import (
     AttemptEnded,
     BarrierFailed,
     Fact,
+    Fragment,
     Lagging,
     LauncherExit,
     Member,
@@ -236,6 +237,8 @@ class _Reader:
             chained = before if before is not None and before.chains else None
             ends = line.number - self._aborting.get(writer, -_NEAR - 1) <= _NEAR
             self._tracebacks[writer] = Traceback(line, chained, ends_program=ends)
+            if writer.by_torch:  # the line that names the exception may be cut off
+                self._found.facts.append(Fragment(line))
             return
         raised = before.take(line) if before is not None else None
         if before is not None and raised is not None:

@@ -820,11 +820,11 @@ _FRAGMENTS = (
 @functools.cache
 def markers() -> tuple[Marker, ...]:
     """Return what the reader searches for."""
-    lines_after: dict[str, int] = {}
+    follow_of: dict[str, int] = {}
     for message in _MESSAGES:
         for words in message.markers:
-            lines_after[words] = max(lines_after.get(words, 0), message.follow)
-    return tuple(Marker(words, follow) for words, follow in lines_after.items())
+            follow_of[words] = max(follow_of.get(words, 0), message.follow)
+    return tuple(Marker(words, follow) for words, follow in follow_of.items())
 
 
 def facts_of(line: Line) -> list[Fact]:
