@@ -22,6 +22,7 @@ from worlds import MS, Call, group_of, write_world
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
 from rankcall.errors import CorruptRunError
+from rankcall.problems import texts
 from rankcall.ring.layout import offset_of
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.load import load
@@ -71,7 +72,7 @@ def test_two_files_of_one_rank(tmp_path: Path) -> None:
     other.write_bytes(data)
     snapshot = diagnose(load(run)).snapshot
     assert snapshot.ranks[2].pid == 77
-    assert any("several processes left a ring as rank 2" in text for text in snapshot.problems)
+    assert any("several processes left a ring as rank 2" in str(p) for p in snapshot.problems)
 
 
 def test_files_of_jobs_of_two_sizes(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_files_of_jobs_of_two_sizes(tmp_path: Path) -> None:
         path.rename(tmp_path / "b/rings" / f"a.{path.name}")
     diagnosis = diagnose(load(tmp_path / "b"))
     assert causes(diagnosis) == [("missing", (5,))]
-    (problem,) = diagnosis.snapshot.problems
+    (problem,) = texts(diagnosis.snapshot.problems)
     assert "rings of a job of 4 ranks (rank 0-3) lie beside those of one of 8" in problem
 
 
@@ -96,7 +97,9 @@ def test_files_of_two_jobs(tmp_path: Path) -> None:
     (tmp_path / "a/rings" / name).replace(tmp_path / "b/rings" / name)
     diagnosis = diagnose(load(tmp_path / "b"))
     assert {finding.confidence for finding in diagnosis.findings} == {"possible"}
-    assert any("rank 1 was last seen before others began" in p for p in diagnosis.snapshot.problems)
+    assert any(
+        "rank 1 was last seen before others began" in str(p) for p in diagnosis.snapshot.problems
+    )
 
 
 def test_records_dropped_at_the_decisive_moment(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rankcall.errors import CorruptRunError
 from rankcall.imports.dumps import readers
 from rankcall.imports.dumps.files import contents_of_dump, find_dumps, read_dump
 from rankcall.imports.dumps.readers import File, read_contents
+from rankcall.problems import texts
 from rankcall.run.load import load
 
 RANKS = 8
@@ -78,12 +79,12 @@ def test_a_file_that_ends_its_process_is_left_out(tmp_path: Path) -> None:
     (folder / "nccl_trace_rank_1").write_bytes(DEEP)
     answers = {rank: answer for (rank, _), answer in read_contents(find_dumps([folder]))}
     assert [rank for rank, answer in answers.items() if answer.contents is None] == [1]
-    (problem,) = answers[1].problems
+    (problem,) = texts(answers[1].problems)
     assert "nccl_trace_rank_1: damaged" in problem
     assert f"status {-signal.SIGSEGV}" in problem
     diagnosis = diagnose(load(folder))
     assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("missing", (3,))]
-    assert any("nccl_trace_rank_1" in line for line in diagnosis.snapshot.problems)
+    assert any("nccl_trace_rank_1" in line for line in texts(diagnosis.snapshot.problems))
 
 
 @pytest.mark.slow
@@ -97,7 +98,7 @@ def test_a_file_that_holds_its_process_up_is_left_out(
     (folder / "nccl_trace_rank_1").write_bytes(SHARED)
     answers = {rank: answer for (rank, _), answer in read_contents(find_dumps([folder]))}
     assert answers[1].contents is None
-    assert "it takes too long to read" in answers[1].problems[0]
+    assert "it takes too long to read" in answers[1].problems[0].text
     assert sorted(answers) == list(range(RANKS))
 
 

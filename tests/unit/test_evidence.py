@@ -22,6 +22,7 @@ from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.imports.dumps.files import read_dump
 from rankcall.imports.dumps.records import op_of_entry, records_of
+from rankcall.problems import texts
 from rankcall.run.load import load
 
 
@@ -121,14 +122,16 @@ def test_the_age_is_that_of_the_files_if_they_may_be_right(tmp_path: Path) -> No
     """Files that are a minute younger than the last call show that it lasted a minute."""
     diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), written_ns=T0 + 60 * 10**9)
     assert 59 < diagnosis.findings[0].since_s < 60
-    assert not any("not known" in problem for problem in diagnosis.snapshot.problems)
+    assert not any("not known" in problem for problem in texts(diagnosis.snapshot.problems))
 
 
 def test_the_age_is_a_lower_bound_if_the_files_were_copied(tmp_path: Path) -> None:
     """Files of another day say nothing; the problem says that ages are lower bounds."""
     diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140))
     assert diagnosis.findings[0].since_s < 1
-    assert any("the least that it can be" in problem for problem in diagnosis.snapshot.problems)
+    assert any(
+        "the least that it can be" in problem for problem in texts(diagnosis.snapshot.problems)
+    )
 
 
 def test_a_rank_without_a_dump_is_possibly_missing(tmp_path: Path) -> None:
@@ -136,7 +139,9 @@ def test_a_rank_without_a_dump_is_possibly_missing(tmp_path: Path) -> None:
     diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), without=[5])
     assert causes(diagnosis) == {("missing", (5,))}
     assert diagnosis.findings[0].confidence == "possible"
-    assert any("no dump for rank 5 of 16" in problem for problem in diagnosis.snapshot.problems)
+    assert any(
+        "no dump for rank 5 of 16" in problem for problem in texts(diagnosis.snapshot.problems)
+    )
 
 
 def test_ranks_without_a_dump_that_do_not_matter_are_not_named(tmp_path: Path) -> None:
@@ -342,7 +347,7 @@ def test_one_bad_file_beside_good_ones_is_stated(tmp_path: Path) -> None:
     (folder / "nccl_trace_rank_6").write_bytes(BAD["truncated"])
     run = load(folder)
     assert run.missing_ranks == [6]
-    assert any("nccl_trace_rank_6" in problem for problem in run.problems)
+    assert any("nccl_trace_rank_6" in problem for problem in texts(run.problems))
     assert [finding.ranks for finding in diagnose(run).findings] == [(3,)]
 
 
@@ -351,7 +356,7 @@ def test_a_newer_version_is_read_and_stated(tmp_path: Path) -> None:
     job = simulate(8, 60, [Fault("missing", 3, 42)])
     run = load(write_dumps(tmp_path / "d", job, version="2.11"))
     assert causes(diagnose(run)) == {("missing", (3,))}
-    assert [problem for problem in run.problems if "2.11" in problem]
+    assert [problem for problem in texts(run.problems) if "2.11" in problem]
 
 
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
@@ -370,7 +375,7 @@ def test_a_file_under_another_ranks_name_is_left_out(tmp_path: Path) -> None:
     (folder / "rank_2").write_bytes((folder / "rank_9").read_bytes())
     run = load(folder)
     assert run.missing_ranks == [2]
-    assert any("rank_2: its name says rank 2" in problem for problem in run.problems)
+    assert any("rank_2: its name says rank 2" in problem for problem in texts(run.problems))
     assert [finding.ranks for finding in diagnose(run).findings] == [(3,)]
 
 
@@ -385,7 +390,7 @@ def test_dumps_of_an_older_job_are_left_out(tmp_path: Path) -> None:
     (folder / "rank_5").write_bytes(pickle.dumps(old))
     run = load(folder)
     assert run.missing_ranks == [5]
-    assert any("of another job" in problem for problem in run.problems)
+    assert any("of another job" in problem for problem in texts(run.problems))
 
 
 def test_a_directory_without_dumps_is_no_run(tmp_path: Path) -> None:

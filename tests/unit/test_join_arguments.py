@@ -194,6 +194,6 @@ def test_the_list_of_joins_is_read_as_hostile(tmp_path: Path) -> None:
     joins, problems = read_joins(tmp_path)
     assert joins == [good, good]
     assert len(problems) == len(damaged)
-    assert "line 2 is damaged" in problems[0]
+    assert "line 2 is damaged" in problems[0].text
     assert [total.batches for total in total_by_rank(joins)] == [14, 10]
     assert read_joins(tmp_path / "nowhere") == ([], [])

@@ -19,7 +19,17 @@ ROOT = Path(rankcall.__file__).parent
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
     # The ground, which everything may use.
-    ("errors", "background", "durations", "handles", "record", "ranks", "_requests", "_version"),
+    (
+        "errors",
+        "background",
+        "durations",
+        "handles",
+        "problems",
+        "record",
+        "ranks",
+        "_requests",
+        "_version",
+    ),
     ("process", "registry"),
     ("files",),
     ("ring", "_native"),
@@ -48,7 +58,18 @@ ADAPTERS = {
     },
 }
 TORCHLESS = (
-    *("errors", "durations", "_requests", "record", "ranks", "process", "files", "ring", "run"),
+    *(
+        "errors",
+        "durations",
+        "_requests",
+        "problems",
+        "record",
+        "ranks",
+        "process",
+        "files",
+        "ring",
+        "run",
+    ),
     "imports",
     *("analysis", "report", "export", "trace", "serve"),
 )

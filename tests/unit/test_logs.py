@@ -18,6 +18,7 @@ from nccl_logs import OLD, WORDINGS, Call, Wording, log_of
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.verdicts import Diagnosis
 from rankcall.errors import CorruptRunError, RankcallError
+from rankcall.problems import texts
 from rankcall.report import diagnosis_text as report
 
 REAL = Path(__file__).parents[1] / "logs"
@@ -156,7 +157,7 @@ def test_two_attempts_in_one_log_are_not_mixed(tmp_path: Path) -> None:
     again = log_of(NEWEST, {0: Call(500)}) + log_of(NEWEST, {0: Call(20), 1: Call(20)}, {2: (9, 9)})
     diagnosis = verdict(tmp_path, again)
     assert cause(diagnosis) == ("undecided", ())
-    assert any("several attempts" in problem for problem in diagnosis.snapshot.problems)
+    assert any("several attempts" in problem for problem in texts(diagnosis.snapshot.problems))
 
 
 def test_desync_debug_names_the_ranks(tmp_path: Path) -> None:
@@ -444,7 +445,7 @@ def test_a_log_with_no_end_of_messages_is_cut(
     monkeypatch.setattr("rankcall.imports.logs.reading._MOST_LINES", 100)
     lines = ["[rank0]: RuntimeError: Connection closed by peer [::1]:1"] * 1000
     diagnosis = verdict(tmp_path, lines)
-    assert any("not read beyond line" in problem for problem in diagnosis.snapshot.problems)
+    assert any("not read beyond line" in problem for problem in texts(diagnosis.snapshot.problems))
     assert "not read beyond line" in report.diagnosis_text(diagnosis)
 
 
@@ -455,7 +456,7 @@ def test_logs_that_cannot_be_read(tmp_path: Path) -> None:
         diagnosed(missing)
     diagnosis = diagnosed(missing, REAL / "gloo-raise.log")
     assert cause(diagnosis) == ("dead", (2,))
-    assert any("gone.log" in problem for problem in diagnosis.snapshot.problems)
+    assert any("gone.log" in problem for problem in texts(diagnosis.snapshot.problems))
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rankcall.cli import main
+from rankcall.problems import Problem, texts
 from rankcall.process import Process
 from rankcall.ring.layout import Geometry
 from rankcall.ring.lock import WriterLock, try_lock
@@ -212,13 +213,13 @@ def test_a_live_folder_that_others_can_write(run_dir: Path) -> None:
     (kept_hang,) = kept_hangs(run_dir)
     assert text_of(kept_hang) == "\ufffd]0;owned\ufffd forged\n"
     folder.chmod(0o777)
-    problems: list[str] = []
+    problems: list[Problem] = []
     assert ring_paths(run_dir, problems) == []
     assert kept_hangs(run_dir) == []
     assert settle(run_dir) == []
     assert names(folder) == ["hangs", "x.ring"]
-    assert [str(folder) in problem for problem in problems] == [True]
-    assert "can be written by other users" in problems[0]
+    assert [str(folder) in problem.text for problem in problems] == [True]
+    assert "can be written by other users" in problems[0].text
 
 
 def test_a_live_folder_that_is_a_link(run_dir: Path, tmp_path: Path) -> None:
@@ -228,9 +229,9 @@ def test_a_live_folder_that_is_a_link(run_dir: Path, tmp_path: Path) -> None:
     base = live_dir(run_dir).parent
     base.rename(tmp_path / "trap")
     base.symlink_to(tmp_path / "trap")
-    problems: list[str] = []
+    problems: list[Problem] = []
     assert ring_paths(run_dir, problems) == []
-    assert "symbolic link" in problems[0]
+    assert "symbolic link" in problems[0].text
     assert settle(run_dir) == []
 
 
@@ -241,9 +242,9 @@ def test_a_ring_of_another_user(run_dir: Path) -> None:
     lock.release()
     ring = live_dir(run_dir) / "x.ring"
     os.chown(ring, 54321, 54321)
-    problems: list[str] = []
+    problems: list[Problem] = []
     assert ring_paths(run_dir, problems) == []
-    assert problems == [f"{ring} belongs to user 54321, not to user 0: it is ignored"]
+    assert texts(problems) == [f"{ring} belongs to user 54321, not to user 0: it is ignored"]
     assert settle(run_dir) == []
     os.chown(run_dir, 54321, 54321)  # the owner of the run: root reads it, and leaves it there
     assert ring_paths(run_dir) == [ring]

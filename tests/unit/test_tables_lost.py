@@ -14,6 +14,7 @@ from rankcall.analysis.node_snapshot import decode, encode, merge, node_snapshot
 from rankcall.analysis.summary import summarise
 from rankcall.analysis.verdicts import find
 from rankcall.cli import main
+from rankcall.problems import texts
 from rankcall.report import json as json_report
 from rankcall.ring.layout import offset_of
 from rankcall.run.load import load
@@ -38,7 +39,7 @@ def test_a_run_says_which_ranks_lost_names(run: Path) -> None:
     """``tables_lost`` has the counts, and ``problems`` has one sentence about them."""
     loaded = load(run)
     assert loaded.tables_lost == {1: 5, 3: 7}
-    (problem,) = loaded.problems
+    (problem,) = texts(loaded.problems)
     assert PROBLEM in problem
     assert "rankcall.disable() and enable()" in problem
 

@@ -19,6 +19,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.job import viewers
 from rankcall.job.other_nodes import Exchange, Unreachable
 from rankcall.job.viewers import LINGER_S, NodeViews, Questions
+from rankcall.problems import texts
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.load import load
 from rankcall.run.paths import live_dir, make_live_dir
@@ -298,9 +299,12 @@ def test_a_node_that_does_not_answer_is_named(
         snapshot = look.diagnosis.snapshot
         assert [state.blind for state in snapshot.ranks] == [False] * 4 + [not known] * 4
         assert {state.host for state in snapshot.ranks[4:]} == {"node-1"}
-        assert any(f"has not asked the other nodes for {at:.0f} s" in p for p in snapshot.problems)
         assert any(
-            f"node-1 (rank 4-7) has not answered for {at:.0f} s" in p for p in snapshot.problems
+            f"has not asked the other nodes for {at:.0f} s" in p for p in texts(snapshot.problems)
+        )
+        assert any(
+            f"node-1 (rank 4-7) has not answered for {at:.0f} s" in p
+            for p in texts(snapshot.problems)
         )
         assert look.diagnosis.findings[0].ranks == (2,)
 
@@ -318,8 +322,8 @@ def test_a_node_that_has_not_answered_yet(nodes: list[Node]) -> None:
     snapshot = look.diagnosis.snapshot
     assert [state.blind for state in snapshot.ranks] == [False] * 4 + [True] * 4
     assert not any(state.unheard for state in snapshot.ranks)
-    assert "node-1 (rank 4-7) has not answered yet" in snapshot.problems[0]
-    assert "every 30 s" in snapshot.problems[0]
+    assert "node-1 (rank 4-7) has not answered yet" in snapshot.problems[0].text
+    assert "every 30 s" in snapshot.problems[0].text
 
 
 def test_a_store_that_is_gone(nodes: list[Node]) -> None:
@@ -333,7 +337,7 @@ def test_a_store_that_is_gone(nodes: list[Node]) -> None:
     look = page.look()
     assert look.state == LIVE
     assert look.diagnosis is not None
-    (problem,) = look.diagnosis.snapshot.problems
+    (problem,) = texts(look.diagnosis.snapshot.problems)
     assert problem.startswith("the other nodes cannot be asked: the job's store does not answer")
     assert not any(state.blind for state in look.diagnosis.snapshot.ranks)
 
@@ -367,7 +371,7 @@ def test_no_watcher_on_this_node(nodes: list[Node]) -> None:
     now[0] = 12.0
     look = page.look()
     assert look.diagnosis is not None
-    (problem,) = look.diagnosis.snapshot.problems
+    (problem,) = texts(look.diagnosis.snapshot.problems)
     assert "rank 4-7, on other nodes" in problem
     assert "has not answered for 12 s" in problem
 

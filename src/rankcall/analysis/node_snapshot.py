@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.snapshot import CALL, RankState, Snapshot, labels_of, no_calls
+from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import compress_ranks, expand_ranks
 from rankcall.record import KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, site_from, site_object
 
 Calls = npt.NDArray[Any]
 
-SCHEMA = 2
+SCHEMA = 3
 _MOST_BYTES = 1 << 28  # once it is decoded
 _MOST_RANKS = 1 << 20
 _MOST_NUMBER = 1 << 62
@@ -38,7 +39,7 @@ class NodeSnapshot:
     calls: Calls
     groups: list[Group] = field(default_factory=list)
     sites: list[CallSite] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
@@ -67,7 +68,7 @@ def encode(node: NodeSnapshot) -> bytes:
                 ],
                 "sites": [site_object(site) for site in node.sites],
                 "calls": base64.b64encode(node.calls.tobytes()).decode(),
-                "problems": node.problems,
+                "problems": [(problem.kind, problem.text) for problem in node.problems],
             }
         ).encode()
     )
@@ -135,7 +136,7 @@ def _decoded(document: dict[str, Any]) -> NodeSnapshot:
     }
     if any(np.any((calls[name] < 0) | (calls[name] >= most)) for name, most in limits.items()):
         raise ValueError("a call refers to what is not there")
-    problems = [str(text) for text in document["problems"]]
+    problems = [Problem(ProblemKind(kind), str(text)) for kind, text in document["problems"]]
     return NodeSnapshot(world, list(known.values()), calls, groups, sites, problems)
 
 
@@ -167,7 +168,7 @@ def merge(nodes: Sequence[NodeSnapshot]) -> Snapshot:
         mine["group"] = groups.translate(node.groups, mine["group"])
         mine["site"] = sites.translate(node.sites, mine["site"])
         calls.append(mine)
-    problems = list(dict.fromkeys(text for node in nodes for text in node.problems))
+    problems = list(dict.fromkeys(problem for node in nodes for problem in node.problems))
     ranks = [best.get(rank) or RankState(rank, blind=True) for rank in range(world)]
     return Snapshot(
         ranks,

@@ -32,6 +32,7 @@ from rankcall.analysis.snapshot import (
     labels_of,
     no_calls,
 )
+from rankcall.problems import Problem, ProblemKind
 from rankcall.process import Viewpoint
 from rankcall.ranks import format_ranks
 from rankcall.record import FLAG_DEVICE
@@ -133,7 +134,7 @@ class SnapshotBuilder:
     def finish(self) -> Snapshot:
         """Return the snapshot, once all rings have been added."""
         run, problems = self._run, list(self._problems)
-        problems += [text for text in run.problems if text not in problems]
+        problems += [problem for problem in run.problems if problem not in problems]
         world = max((head.header.world_size for head in self._heads), default=0)
         exits = read_exits(run.path) if run.path.is_dir() else []
         ended = waits_that_ended(kept_hangs(run.path))
@@ -306,7 +307,7 @@ class _RingWindows:
             self._of_object[id(group)] = known
         return known
 
-    def finish(self, world_size: int, exits: list[Exit], problems: list[str]) -> Snapshot:
+    def finish(self, world_size: int, exits: list[Exit], problems: list[Problem]) -> Snapshot:
         """Turn times into ages, and overlay the states with the noted ends of processes."""
         self.stops = {stop.host: stop for stop in exits if stop.rank == LAUNCHER}
         ends = self._ends(exits)
@@ -472,7 +473,7 @@ def _kept(records: Calls, window: int) -> npt.NDArray[np.bool_]:
     return wanted
 
 
-def select_rings(heads: Iterable[Head], problems: list[str]) -> list[Head]:
+def select_rings(heads: Iterable[Head], problems: list[Problem]) -> list[Head]:
     """Choose one ring for each rank: in the last attempt of one job, the one that began last."""
     by_start = sorted(heads, key=lambda head: head.header.anchor_epoch_ns)
     attempt = max((head.header.attempt for head in by_start), default=0)
@@ -480,7 +481,8 @@ def select_rings(heads: Iterable[Head], problems: list[str]) -> list[Head]:
     ranked = [head for head in by_start if head.header.rank >= 0]
     if len(ranked) < len(by_start):
         left = len(by_start) - len(ranked)
-        problems.append(f"{left} processes left a ring without a rank: they are left out")
+        text = f"{left} processes left a ring without a rank: they are left out"
+        problems.append(Problem(ProblemKind.LEFT_OUT, text))
     newest: dict[int, Head] = {}
     copies = set()
     for head in _of_one_size(ranked, problems):
@@ -489,14 +491,15 @@ def select_rings(heads: Iterable[Head], problems: list[str]) -> list[Head]:
             copies.add(head.header.rank)
         newest[head.header.rank] = head
     if copies:
-        problems.append(
+        text = (
             f"several processes left a ring as rank {format_ranks(sorted(copies))}: "
             "the one that started last counts"
         )
+        problems.append(Problem(ProblemKind.LEFT_OUT, text))
     return list(newest.values())
 
 
-def _of_one_size(heads: Sequence[Head], problems: list[str]) -> list[Head]:
+def _of_one_size(heads: Sequence[Head], problems: list[Problem]) -> list[Head]:
     """Keep the rings of the job that started last, if others are of a job of another size.
 
     An elastic job that grew or shrank leaves such rings. So do files that were mixed up.
@@ -508,14 +511,15 @@ def _of_one_size(heads: Sequence[Head], problems: list[str]) -> list[Head]:
     if others:
         sizes = format_ranks(sorted({head.header.world_size for head in others}))
         ranks = format_ranks(sorted({head.header.rank for head in others}))
-        problems.append(
+        text = (
             f"rings of a job of {sizes} ranks (rank {ranks}) lie beside those of one of {size}, "
             "which started last: they are left out"
         )
+        problems.append(Problem(ProblemKind.LEFT_OUT, text))
     return [head for head in heads if head not in others]
 
 
-def lived_apart(heads: Sequence[Head], problems: list[str]) -> bool:
+def lived_apart(heads: Sequence[Head], problems: list[Problem]) -> bool:
     """Tell whether some rings are of different jobs, most likely: their processes never met."""
     if not heads:
         return False
@@ -524,10 +528,11 @@ def lived_apart(heads: Sequence[Head], problems: list[str]) -> bool:
         head.header.rank for head in heads if (began - _last_seen_ns(head.header)) / 1e9 > _APART_S
     ]
     if gone:
-        problems.append(
+        text = (
             f"rank {format_ranks(sorted(gone))} was last seen before others began: these files "
             "may be of several jobs, mixed up"
         )
+        problems.append(Problem(ProblemKind.MIXED_JOBS, text))
     return bool(gone)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.problems import Problem
 from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, both_lines
 from rankcall.run.load import label_groups
@@ -122,7 +123,7 @@ class Snapshot:
     groups: list[Group] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)  # of the groups, unique
     sites: list[CallSite] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     mixed: bool = False  # the records may be of several jobs
     # By line: the longest hang there, in s, that the watcher saw pass.
     waited_before: dict[str, float] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from rankcall.analysis.waiting import (
     measure_collectives,
     measure_messages,
 )
+from rankcall.problems import Problem
 from rankcall.record import BYTES_PER_GB, OPS, bus_factor
 from rankcall.run.joins import JoinSummary
 from rankcall.run.load import Progress, Run, RunGroup, label_groups
@@ -184,7 +185,7 @@ class Summary:
     comm_share: float | None
     steps: list[StepShare]
     joins: list[JoinSummary]
-    problems: list[str]
+    problems: list[Problem]
 
     @property
     def records(self) -> int:

@@ -14,6 +14,7 @@ import typer
 from rankcall.cli.common import say
 from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.files import open_file
+from rankcall.problems import Problem, texts
 from rankcall.process import boot_id
 from rankcall.ranks import format_ranks
 from rankcall.ring.layout import Header
@@ -99,7 +100,9 @@ def _files(folder: Path, run_json: Path, left: list[str]) -> list[tuple[str, Pat
             of this user.
     """
     files: list[tuple[str, Path]] = []
-    rings = ring_paths(folder, left)
+    problems: list[Problem] = []
+    rings = ring_paths(folder, problems)
+    left += texts(problems)
     for ring in rings:
         if ring.is_symlink() or ring.parent.is_symlink():
             left.append(f"{ring}: it is a link")

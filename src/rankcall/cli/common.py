@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from rankcall import files
+from rankcall.problems import Problem
 from rankcall.run.load import Progress, Run, load
 from rankcall.run.paths import find_run
 from rankcall.run.settle import settle
@@ -80,7 +81,7 @@ def output(path: Path) -> Path | IO[bytes]:
     return sys.stdout.buffer if str(path) == "-" else path
 
 
-def report_problems(problems: Sequence[str]) -> None:
+def report_problems(problems: Sequence[Problem]) -> None:
     """Print each problem as a line on stderr; exit with 1 if there is any."""
     for problem in problems:
         say(f"problem: {problem}")

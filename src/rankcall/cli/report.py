@@ -15,6 +15,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.cli.common import Attempt, bar, console_for_result, open_run, output, report_problems
 from rankcall.errors import RankcallError
 from rankcall.files import new_file
+from rankcall.problems import Problem
 from rankcall.report import json as json_report
 from rankcall.report import summary_text
 from rankcall.report.formatting import size
@@ -75,7 +76,7 @@ def _read(run: Run) -> tuple[Summary, list[Finding]]:
     return summary, [finding for finding in findings if finding.stops]
 
 
-def _write_page(path: Path | None, target: Path, attempt: int | None) -> list[str]:
+def _write_page(path: Path | None, target: Path, attempt: int | None) -> list[Problem]:
     """Write the HTML report, print its path, and return the run's problems."""
     from rankcall.analysis.details import detail
     from rankcall.report.html import render

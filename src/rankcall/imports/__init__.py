@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from rankcall.imports.dumps.files import looks_like_dumps
 from rankcall.imports.dumps.rings import rings_of_dumps
+from rankcall.problems import Problem
 from rankcall.ring.spec import RingSpec
 
 __all__ = ["SOURCES", "Source", "source_of"]
@@ -38,13 +39,13 @@ class Source(NamedTuple):
     Attributes:
         name: The name of the tool.
         looks_like: Tells whether a file, or a folder, begins like evidence of that tool.
-        rings: Yields a ring for each rank of the evidence in some files and folders. It adds a line
-            to a list of problems for what it leaves out, and for what the tool cannot know.
+        rings: Yields a ring for each rank of the evidence in some files and folders. It adds
+            a problem to a list for each file that it leaves out, and for what the tool cannot know.
     """
 
     name: str
     looks_like: Callable[[Path], bool]
-    rings: Callable[[Sequence[Path], list[str]], Iterator[RingSpec]]
+    rings: Callable[[Sequence[Path], list[Problem]], Iterator[RingSpec]]
 
 
 SOURCES: tuple[Source, ...] = (Source("Flight Recorder", looks_like_dumps, rings_of_dumps),)

@@ -33,6 +33,7 @@ from rankcall.job.choice import evidence_store
 from rankcall.job.evidence import EvidenceSender
 from rankcall.job.other_nodes import Exchange, Unreachable
 from rankcall.job.viewers import NodeViews
+from rankcall.problems import Problem, ProblemKind, without
 from rankcall.process import boot_id, host_name
 from rankcall.report.json import diagnosis_object
 from rankcall.ring.layout import Header
@@ -61,7 +62,6 @@ _WINDOW = 64  # calls kept of each rank
 _PAUSE_S = (1.0, 15.0)  # between two looks at overdue calls without a verdict; it doubles
 MOST_POLL_S = 30.0  # a viewer waits for so long until the other nodes notice
 _VERDICT_PAUSE_S = 60.0  # between two looks at a hang with a verdict: a cause may be added
-_NO_RING = "no ring for rank"  # not a problem here: other nodes' rings are on those nodes
 
 
 class Judge:
@@ -205,7 +205,8 @@ class Judge:
             attempt, tails_of=()
         )  # other nodes say how their ranks stand
         snapshot = snapshot_of_run(run, window=_WINDOW)
-        snapshot.problems = [text for text in snapshot.problems if _NO_RING not in text]
+        # Other nodes' rings are on those nodes.
+        snapshot.problems = without(snapshot.problems, ProblemKind.MISSING_RANKS)
         return snapshot
 
     def _hangs(self, snapshot: Snapshot) -> list[Finding]:
@@ -261,10 +262,11 @@ class Judge:
             return self._exchange.agree(mine, len(mine.ranks), self._judge_all)
         except Unreachable as why:
             place = _place()
-            mine.problems.append(
+            text = (
                 f"the job's store{place} cannot be reached ({why}): nothing is known of other "
                 f"nodes{'. See first whether that host is up' if ' at ' in place else ''}"
             )
+            mine.problems.append(Problem(ProblemKind.OTHER_NODES, text))
             return self._judge(mine), True
 
     def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:

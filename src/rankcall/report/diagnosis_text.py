@@ -21,6 +21,7 @@ from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.analysis.verdicts.wording import duration, numbered
 from rankcall.files import clean
+from rankcall.problems import texts
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import (
     as_text,
@@ -125,7 +126,7 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     if diagnosis.snapshot.ranks:  # a log does not tell where they stand
         yield from _places(diagnosis, width)
     yield from _kept(diagnosis.kept[-_MOST_KEPT:], width)
-    problems = diagnosis.snapshot.problems
+    problems = texts(diagnosis.snapshot.problems)
     if problems:
         yield Text()
         yield Text("What is not known", "bold")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rankcall.analysis.snapshot import RankPosition, rank_positions
 from rankcall.analysis.verdicts import Diagnosis, Kept
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.problems import texts
 from rankcall.run.frames import stack_classes
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "joins": [asdict(join) for join in summary.joins],
         "findings": [_finding(finding) for finding in findings],
         "dropped": summary.dropped,
-        "problems": summary.problems,
+        "problems": texts(summary.problems),
     }
     return {key: _finite(value) for key, value in report.items()}
 
@@ -175,7 +176,7 @@ def diagnosis_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = No
         "ranks": [_rank(position) for position in rank_positions(diagnosis.snapshot)],
         "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
         "stack_classes": stack_objects(stacks or {}),
-        "problems": diagnosis.snapshot.problems,
+        "problems": texts(diagnosis.snapshot.problems),
         "hangs": [_hang(verdict) for verdict in diagnosis.kept],
     }
 

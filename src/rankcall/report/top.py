@@ -18,6 +18,7 @@ from rankcall.analysis.verdicts import Diagnosis
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.analysis.verdicts.wording import duration, numbered
 from rankcall.files import clean
+from rankcall.problems import texts
 from rankcall.report.diagnosis_text import LONG, named, ranks_cell, world
 from rankcall.report.formatting import as_text, cut, digits, line_names, percent, plural, wrapped
 
@@ -58,7 +59,7 @@ def view(diagnosis: Diagnosis, width: int, note: str = "") -> RenderableType:
         left = sum(len(line.places) for line in lines[_ROWS:])
         more = f"and {plural(left, 'more rank')} at {plural(len(lines) - _ROWS, 'other line')}"
         parts.append(Padding(Text(more, "dim"), (0, 0, 0, 2)))
-    problems = diagnosis.snapshot.problems
+    problems = texts(diagnosis.snapshot.problems)
     if problems:
         text = clean(problems[0]) + (f" (and {len(problems) - 1:,} more)" if problems[1:] else "")
         parts += [Text(), Text(wrapped(text, width), "yellow")]

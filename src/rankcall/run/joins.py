@@ -13,6 +13,7 @@ from rankcall.files import (
     append_line,
     open_regular,
 )
+from rankcall.problems import Problem, ProblemKind
 
 FILE = "joins.jsonl"
 
@@ -64,21 +65,23 @@ def append_join(run_dir: Path, join: JoinSummary) -> None:
         append_line(run_dir / FILE, line.encode())
 
 
-def read_joins(run_dir: Path) -> tuple[list[JoinSummary], list[str]]:
-    """Return a run's joins in the order in which they ended, and a line for each damaged one."""
-    path, joins, problems = run_dir / FILE, [], []  # type: tuple[Path, list[JoinSummary], list[str]]
+def read_joins(run_dir: Path) -> tuple[list[JoinSummary], list[Problem]]:
+    """Return a run's joins in the order in which they ended, and the damaged lines as problems."""
+    path = run_dir / FILE
+    joins: list[JoinSummary] = []
+    problems: list[Problem] = []
     try:
         with open_regular(path) as file:
             lines = file.read().decode(errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         lines = []
     except OSError as error:
-        return [], [f"{path}: cannot be read: {error}"]
+        return [], [Problem(ProblemKind.UNREADABLE, f"{path}: cannot be read: {error}")]
     for number, line in enumerate(lines, 1):
         try:
             joins.append(_parse(json.loads(line)))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            problems.append(f"{path}: line {number} is damaged")
+            problems.append(Problem(ProblemKind.UNREADABLE, f"{path}: line {number} is damaged"))
     return joins, problems
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall.errors import CorruptRunError, RunNotFoundError
+from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import format_ranks
 from rankcall.ring.decode import decode_ring
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
@@ -54,7 +55,7 @@ class Run:
     path: Path  # the run directory; for an archive, the folder that it was extracted into
     about: dict[str, Any]
     _heads: Sequence[Head]
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     source: Path | None = None  # the path that was loaded: a run directory, a ring file, an archive
     # A part of a run keeps the whole, whose end removes what was unpacked.
     _whole: Run | None = field(default=None, repr=False)
@@ -95,10 +96,10 @@ class Run:
             moved = self.path / "rings" / head.path.name
             return read_ring(head.path if head.path.exists() else moved, newest)
         except CorruptRunError as error:
-            self._note(str(error))
+            self._note(Problem(ProblemKind.UNREADABLE, str(error)))
             return None
 
-    def _note(self, problem: str) -> None:
+    def _note(self, problem: Problem) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -338,7 +339,7 @@ def load(
     """
     source = where = find_run(path)
     scratch: list[Path] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     try:
         if source.is_file() and is_archive(source):
             where = _unpacked(source)
@@ -383,7 +384,7 @@ def _source_of(path: Path) -> Source | None:
     return source_of(path)
 
 
-def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
+def _rings_from(source: Source, evidence: Path, problems: list[Problem]) -> Path:
     """Write the rings of another tool's evidence to a new temporary folder, and return its path."""
     from rankcall.ring.spec import write_ring
 
@@ -399,10 +400,10 @@ def _rings_from(source: Source, evidence: Path, problems: list[str]) -> Path:
     return folder
 
 
-def _run_of(heads: list[Head], where: Path, source: Path, problems: list[str]) -> Run:
+def _run_of(heads: list[Head], where: Path, source: Path, problems: list[Problem]) -> Run:
     if not heads:
         if problems:
-            raise CorruptRunError(problems[0])
+            raise CorruptRunError(problems[0].text)
         raise CorruptRunError(
             f"{source}: no ring files: nothing was recorded yet, or this is not a run"
         )
@@ -410,12 +411,13 @@ def _run_of(heads: list[Head], where: Path, source: Path, problems: list[str]) -
     run = Run(where, read_about(where, problems), heads, problems, source)
     if run.missing_ranks:
         left = "dump" if "evidence" in run.about else "ring"
-        problems.append(
+        text = (
             f"{source}: no {left} for rank {format_ranks(run.missing_ranks)} of "
             f"{run.world_size}: the results cover the other ranks only"
         )
+        problems.append(Problem(ProblemKind.MISSING_RANKS, text))
     if run.tables_lost:
-        problems.append(_names_lost(run))
+        problems.append(Problem(ProblemKind.NAMES_LOST, _names_lost(run)))
     return run
 
 
@@ -433,7 +435,7 @@ def _names_lost(run: Run) -> str:
 
 def _read_heads(
     paths: Sequence[Path],
-    problems: list[str],
+    problems: list[Problem],
     progress: Progress | None,
     read: Callable[[Path], Head],
 ) -> Iterator[Head]:
@@ -441,10 +443,10 @@ def _read_heads(
         try:
             head = read(path)
         except CorruptRunError as error:
-            problems.append(str(error))
+            problems.append(Problem(ProblemKind.UNREADABLE, str(error)))
         else:
             if head.problem:
-                problems.append(head.problem)
+                problems.append(Problem(ProblemKind.UNREADABLE, head.problem))
             yield head
         if progress is not None:
             progress(done, len(paths))

@@ -46,6 +46,7 @@ from rankcall.files import (
     run_folder,
     scratch_beside,
 )
+from rankcall.problems import Problem, ProblemKind
 from rankcall.process import host_name
 from rankcall.run.redaction import redact_command
 
@@ -125,10 +126,10 @@ def about_job(command: Sequence[str], torch: str, **more: Any) -> dict[str, Any]
     }
 
 
-def read_about(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_about(path: Path, problems: list[Problem]) -> dict[str, Any]:
     """Return the content of ``run.json``; empty if there is none.
 
-    If the file cannot be read, the result is empty, and ``problems`` gets a line that says why.
+    If the file cannot be read, the result is empty, and ``problems`` gets one that says why.
     """
     try:
         if not path.is_dir():
@@ -141,7 +142,8 @@ def read_about(path: Path, problems: list[str]) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path / 'run.json'}: cannot be read: {error}")
+        text = f"{path / 'run.json'}: cannot be read: {error}"
+        problems.append(Problem(ProblemKind.UNREADABLE, text))
         return {}
 
 
@@ -213,10 +215,10 @@ def _owners(path: Path) -> set[int]:
         return {os.geteuid()}
 
 
-def trusted_live_dirs(path: Path, problems: list[str] | None = None) -> list[Path]:
+def trusted_live_dirs(path: Path, problems: list[Problem] | None = None) -> list[Path]:
     """Return the folders of a run's live rings that no other user could have written to.
 
-    ``problems`` gets a line for each folder that is left out.
+    ``problems`` gets one for each folder that is left out.
     """
     owners, folders = _owners(path), []
     for owner in sorted(owners):
@@ -228,7 +230,8 @@ def trusted_live_dirs(path: Path, problems: list[str] | None = None) -> list[Pat
             continue
         except OSError as error:
             if problems is not None:
-                problems.append(f"{reason(error)}: live rings and verdicts in it are ignored")
+                text = f"{reason(error)}: live rings and verdicts in it are ignored"
+                problems.append(Problem(ProblemKind.UNTRUSTED, text))
             continue
         folders.append(folder)
     return folders
@@ -252,7 +255,7 @@ def unused_ring(name: str, *folders: Path) -> str:
     return candidate
 
 
-def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
+def ring_paths(path: Path, problems: list[Problem] | None = None) -> list[Path]:
     """Return the ring files of a run, both moved and live ones; if ``path`` is a file, that file.
 
     The tail of a ring counts only if the whole ring is in neither place. A live ring that another
@@ -273,7 +276,8 @@ def ring_paths(path: Path, problems: list[str] | None = None) -> list[Path]:
                 continue  # it was moved meanwhile
             except OSError as error:
                 if problems is not None:
-                    problems.append(f"{reason(error)}: it is ignored")
+                    text = f"{reason(error)}: it is ignored"
+                    problems.append(Problem(ProblemKind.UNTRUSTED, text))
             else:
                 rings.setdefault(ring.name, ring)
     return [

@@ -14,6 +14,7 @@ from rankcall.analysis.node_snapshot import NodeSnapshot, decode, merge, node_sn
 from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.wording import duration
+from rankcall.problems import Problem, ProblemKind, without
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import plural
 from rankcall.run.load import Run
@@ -23,7 +24,6 @@ from rankcall.run.views import Answers, NodeAnswer, age_s, note_viewer, read_ans
 LATE_S = 10.0  # an answer that is older is late: nodes answer every five seconds at least
 KNOWN_S = 30.0  # and then nothing is known; at a verdict, a leader does not answer for so long
 _EXCHANGE_S = 1.0  # from the snapshot of a node to its arrival
-_NO_RING = "no ring for rank"
 _SHOWN = 3
 
 
@@ -88,9 +88,8 @@ class OtherNodes:
         merged = merge(nodes)
         ranks = [silent.get(state.rank, state) if state.blind else state for state in merged.ranks]
         missing = {state.rank for state in ranks if state.blind}
-        problems = list(self._problems(answers, missing))
-        self.problem = "; ".join(problems)
-        kept = [text for text in merged.problems if _NO_RING not in text]
+        silence = list(self._problems(answers, missing))
+        self.problem = "; ".join(silence)
         return replace(
             snapshot,
             ranks=ranks,
@@ -98,7 +97,7 @@ class OtherNodes:
             groups=merged.groups,
             labels=merged.labels,
             sites=merged.sites,
-            problems=[*problems, *kept],
+            problems=_with_silence(silence, merged.problems),
         )
 
     def is_outdated(self, finding: Finding, snapshot: Snapshot) -> bool:
@@ -122,8 +121,7 @@ class OtherNodes:
             f"watcher on this one has not answered for {duration(waited)}"
         )
         self.problem = text
-        kept = [problem for problem in snapshot.problems if _NO_RING not in problem]
-        return replace(snapshot, problems=[text, *kept])
+        return replace(snapshot, problems=_with_silence([text], snapshot.problems))
 
     def _snapshot_of(self, node: NodeAnswer) -> NodeSnapshot | None:
         """Return a node's answer, unless it is too old or cannot be read."""
@@ -165,6 +163,12 @@ class OtherNodes:
                 f"nothing is known of rank {format_ranks(sorted(unnamed))}: no watcher has "
                 "registered there"
             )
+
+
+def _with_silence(silence: Iterable[str], problems: Iterable[Problem]) -> list[Problem]:
+    """Put the lines about silent nodes first. They say more than that ranks left no ring here."""
+    ours = [Problem(ProblemKind.OTHER_NODES, text) for text in silence]
+    return [*ours, *without(problems, ProblemKind.MISSING_RANKS)]
 
 
 def _named(nodes: Sequence[NodeAnswer]) -> str:

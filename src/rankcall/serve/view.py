@@ -13,6 +13,7 @@ from typing import Any
 
 from rankcall.analysis.verdicts import Diagnosis
 from rankcall.files import clean
+from rankcall.problems import texts
 from rankcall.report import diagnosis_text as words
 from rankcall.report import top
 from rankcall.report.formatting import digits, percent, plural
@@ -185,7 +186,7 @@ def _title(look: Look) -> Verdict:
 
 
 def _problems(diagnosis: Diagnosis) -> list[str]:
-    problems = diagnosis.snapshot.problems
+    problems = texts(diagnosis.snapshot.problems)
     shown = [clean(problem) for problem in problems[:_MOST_PROBLEMS]]
     more = len(problems) - len(shown)
     return [*shown, f"and {more:,} more (in /api/diagnosis)"] if more else shown

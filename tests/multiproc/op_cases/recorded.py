@@ -13,6 +13,7 @@ from world import World, plain, run_cases
 
 from op_cases import functional, gather, p2p, reduce, rooted
 from rankcall import load
+from rankcall.problems import Problem
 
 RANKS = 4
 CAPTURES = ("native", "python")
@@ -32,7 +33,7 @@ class Recorded:
     parts: list[list[dict[str, Any]]]
     rows: list[list[dict[str, Any]]]
     torch_saw: list[dict[str, list[witness.Seen]]]
-    problems: list[str]
+    problems: list[Problem]
     dropped: dict[int, int]
     capture: str
 

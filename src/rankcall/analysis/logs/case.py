@@ -12,6 +12,7 @@ from rankcall.analysis.verdicts.wording import count_of
 from rankcall.imports.logs.facts import IssuedAt, Killed, Progress, Timeout, Trouble
 from rankcall.imports.logs.job import LogFacts
 from rankcall.imports.logs.prefixes import Line
+from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import format_ranks
 
 SAME = (
@@ -82,8 +83,9 @@ class Case:
 
     def problem(self, text: str) -> None:
         """Add a limit of the evidence."""
-        if text not in self.all.problems:
-            self.all.problems.append(text)
+        problem = Problem(ProblemKind.LIMITED, text)
+        if problem not in self.all.problems:
+            self.all.problems.append(problem)
 
     def first(self) -> set[int]:
         """Return the ranks that torchrun saw fail first."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from rankcall.errors import CorruptRunError
 from rankcall.files import clean
 from rankcall.imports.dumps.records import DumpRecords, records_of
+from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
 
 # Read one Flight Recorder dump: its records, and what it says about its groups.
@@ -43,23 +44,27 @@ class DumpContents:
 
 
 class DumpAnswer(NamedTuple):
-    """The contents of a dump, or None if it is left out, and the lines that say so."""
+    """The contents of a dump, or None if it is left out, and the problems that say so."""
 
     contents: DumpContents | None
-    problems: list[str]
+    problems: list[Problem]
 
 
 def contents_of_dump(path: Path, *, isolated: bool = False) -> DumpAnswer:
     """Return what a file contains. ``isolated``: see ``read_dump``."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     try:
         return DumpAnswer(_contents(path, read_dump(path, problems, isolated=isolated)), problems)
     except CorruptRunError as error:
-        problems.append(str(error))
+        problems.append(Problem(ProblemKind.UNREADABLE, str(error)))
     except OSError as error:
-        problems.append(f"{path}: cannot be read: {error.strerror}")
+        problems.append(
+            Problem(ProblemKind.UNREADABLE, f"{path}: cannot be read: {error.strerror}")
+        )
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
-        problems.append(f"{path}: damaged: {clean(str(error)[:200])}")
+        problems.append(
+            Problem(ProblemKind.UNREADABLE, f"{path}: damaged: {clean(str(error)[:200])}")
+        )
     return DumpAnswer(None, problems)
 
 
@@ -217,12 +222,12 @@ def _stem(path: Path) -> str:
     return re.sub(r"\.(?:json|pkl|pickle|bin|dump|txt|trace|p)$", "", path.name, flags=re.I)
 
 
-def read_dump(path: Path, problems: list[str], *, isolated: bool = False) -> dict[str, Any]:
+def read_dump(path: Path, problems: list[Problem], *, isolated: bool = False) -> dict[str, Any]:
     """Return the content of one dump, with its entries as a list of dicts.
 
     Args:
         path: The file.
-        problems: Gets a line if the file may be misread.
+        problems: Gets one if the file may be misread.
         isolated: This process may hang or be ended by the file, because another one watches it. A
             check that is slow is left out then.
 
@@ -243,7 +248,7 @@ def read_dump(path: Path, problems: list[str], *, isolated: bool = False) -> dic
     return content
 
 
-def _check_version(path: Path, version: Any, problems: list[str]) -> None:
+def _check_version(path: Path, version: Any, problems: list[Problem]) -> None:
     match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
     if match is None or int(match[1]) != _NEWEST[0]:
         shown_version = clean(version[:40]) if isinstance(version, str) else "none"
@@ -256,8 +261,9 @@ def _check_version(path: Path, version: Any, problems: list[str]) -> None:
             f"dumps of version {version} are newer than the newest that this rankcall knows "
             f"({_NEWEST[0]}.{_NEWEST[1]}): fields that have changed since may be misread"
         )
-        if text not in problems:
-            problems.append(text)
+        problem = Problem(ProblemKind.LIMITED, text)
+        if problem not in problems:
+            problems.append(problem)
 
 
 def _unpickle(path: Path, raw: bytes, isolated: bool) -> Any:

@@ -29,6 +29,7 @@ from rankcall.imports.dumps.files import (
     DumpAnswer,
     contents_of_dump,
 )
+from rankcall.problems import Problem, ProblemKind
 
 _SMALL_BYTES = 2 << 20  # of all dumps: a process takes as long to start as these to read
 _MOST_WORKERS = 8
@@ -121,7 +122,7 @@ def _read_in_workers(
 
 
 def _left_out(file: File, why: str) -> DumpAnswer:
-    return DumpAnswer(None, [f"{file[1]}: {why}"])
+    return DumpAnswer(None, [Problem(ProblemKind.LEFT_OUT, f"{file[1]}: {why}")])
 
 
 class _Worker:

@@ -22,6 +22,7 @@ from rankcall.imports.dumps.files import (
 )
 from rankcall.imports.dumps.readers import read_contents
 from rankcall.imports.dumps.records import DumpRecords, GroupKey
+from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS, format_ranks
 from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES, SYNCHRONISING
 from rankcall.ring.spec import RingSpec
@@ -64,12 +65,12 @@ class _Rank:
         return 0 if self.content.lost else self.first_ns
 
 
-def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[RingSpec]:
+def rings_of_dumps(sources: Sequence[Path], problems: list[Problem]) -> Iterator[RingSpec]:
     """Yield a ring for each dump.
 
     Args:
         sources: Dumps, or folders of them.
-        problems: Gets a line for each file that is left out, and for each limit of the evidence.
+        problems: Gets one for each file that is left out, and for each limit of the evidence.
 
     Raises:
         CorruptRunError: There is no dump that can be read.
@@ -88,9 +89,9 @@ def rings_of_dumps(sources: Sequence[Path], problems: list[str]) -> Iterator[Rin
         yield _ring(rank, world_size, now_ns, began_ns)
 
 
-def _read(sources: Sequence[Path], problems: list[str]) -> list[_Rank]:
+def _read(sources: Sequence[Path], problems: list[Problem]) -> list[_Rank]:
     ranks: list[_Rank] = []
-    problems_of: dict[int, list[str]] = {}
+    problems_of: dict[int, list[Problem]] = {}
     count = 0
     files = find_dumps(sources)
     for (number, path), (contents, dump_problems) in read_contents(files):
@@ -103,9 +104,9 @@ def _read(sources: Sequence[Path], problems: list[str]) -> list[_Rank]:
             raise CorruptRunError(f"{path}: more than {_MOST_RECORDS:,} entries in all dumps")
         ranks.append(rank)
     for number, _ in files:
-        problems += [text for text in problems_of[number] if text not in problems]
+        problems += [problem for problem in problems_of[number] if problem not in problems]
     if not ranks:
-        why = problems[0] if problems else f"{sources[0]}: there is no dump of Flight Recorder"
+        why = problems[0].text if problems else f"{sources[0]}: there is no dump of Flight Recorder"
         raise CorruptRunError(why)
     return sorted(ranks, key=lambda rank: rank.rank)
 
@@ -122,7 +123,9 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _rank_of(number: int, path: Path, contents: DumpContents, problems: list[str]) -> _Rank | None:
+def _rank_of(
+    number: int, path: Path, contents: DumpContents, problems: list[Problem]
+) -> _Rank | None:
     """Return the rank that wrote a dump; None if the dump is left out."""
     listed, descriptions = {}, {}
     for name, (description, text) in contents.groups.items():
@@ -130,14 +133,16 @@ def _rank_of(number: int, path: Path, contents: DumpContents, problems: list[str
         if members:
             listed[name], descriptions[name] = members, description
     if sum(map(len, listed.values())) > _MOST_MEMBERS:
-        problems.append(f"{path}: damaged: its groups have more members than any job")
+        text = f"{path}: damaged: its groups have more members than any job"
+        problems.append(Problem(ProblemKind.LEFT_OUT, text))
         return None
     outside = [name for name, members in listed.items() if number not in members]
     if outside:
-        problems.append(
+        text = (
             f"{path}: its name says rank {number}, but its group {clean(outside[0])} "
             f"has ranks {format_ranks(listed[outside[0]])[:80]}: it is left out"
         )
+        problems.append(Problem(ProblemKind.LEFT_OUT, text))
         return None
     return _Rank(
         path,
@@ -160,32 +165,34 @@ def _listed_ranks(text: str) -> tuple[int, ...]:
     return ranks if sound else ()
 
 
-def _of_one_job(ranks: list[_Rank], problems: list[str]) -> list[_Rank]:
+def _of_one_job(ranks: list[_Rank], problems: list[Problem]) -> list[_Rank]:
     """Leave out dumps of processes that had ended before others began: those of another job."""
     began = max(rank.begun_ns for rank in ranks)
     older = [rank for rank in ranks if 0 < rank.content.last_ns < began - _APART_NS]
     if older:
-        problems.append(
+        text = (
             f"{older[0].path}: the dump of rank {format_ranks([r.rank for r in older])} ends "
             "before other ranks began: it is of another job, and left out"
         )
+        problems.append(Problem(ProblemKind.LEFT_OUT, text))
     return [rank for rank in ranks if rank not in older]
 
 
-def _world_size(ranks: Sequence[_Rank], problems: list[str]) -> int:
+def _world_size(ranks: Sequence[_Rank], problems: list[Problem]) -> int:
     listed = (
         max((max(members) for rank in ranks for members in rank.listed.values()), default=-1) + 1
     )
     seen = max(rank.rank for rank in ranks) + 1
     if not listed:
-        problems.append(
+        text = (
             f"the dumps do not list the members of any group: the job is taken to have {seen} "
             "ranks, and a group to have the ranks that have used it"
         )
+        problems.append(Problem(ProblemKind.LIMITED, text))
     return max(listed, seen)
 
 
-def _find_groups(ranks: Sequence[_Rank], world_size: int, problems: list[str]) -> None:
+def _find_groups(ranks: Sequence[_Rank], world_size: int, problems: list[Problem]) -> None:
     """Give each rank its groups. Groups of one name and different ranks are different groups."""
     users: dict[GroupKey, set[int]] = {}
     for rank in ranks:
@@ -247,7 +254,7 @@ def _number_messages(ranks: Sequence[_Rank]) -> None:
 _END = ("group", "peer", "op")
 
 
-def _set_times(ranks: Sequence[_Rank], problems: list[str]) -> int:
+def _set_times(ranks: Sequence[_Rank], problems: list[Problem]) -> int:
     """Find out when the dumps were written, and return the last moment that is known.
 
     A call that had only just begun then is no hang: no verdict rests on it.
@@ -264,10 +271,11 @@ def _set_times(ranks: Sequence[_Rank], problems: list[str]) -> int:
         begun = records["enqueued_ns"] > rank.written_ns - _JUST_BEGUN_NS
         records["flags"][begun & (records["status"] < _COMPLETED)] |= FLAG_ABANDONED
     if unknown:
-        problems.append(
+        text = (
             f"the time at which rank {format_ranks(unknown)} wrote its dump is not known: each age "
             "is the least that it can be"
         )
+        problems.append(Problem(ProblemKind.LIMITED, text))
     return max(last, *(rank.written_ns for rank in ranks))
 
 

@@ -29,6 +29,7 @@ from rankcall.imports.logs.reading import Log, RawLine, logs_of
 from rankcall.imports.logs.sources import facts_of, markers
 from rankcall.imports.logs.tracebacks import Failure, Raised, Report, StackOfCollective, Traceback
 from rankcall.imports.logs.wrapping import wrapping_of
+from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
 
 __all__ = ["LogFacts", "read_logs"]
@@ -49,7 +50,7 @@ class LogFacts:
     facts: list[Fact] = field(default_factory=list)
     raised: list[Raised] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     size: int = 0  # ranks in all messages that list some
     # The ranks that torch put before lines, and the task of srun or mpirun, by log and stream.
     ranks: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
@@ -156,16 +157,15 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
                     log.cut = True
                     break
         except CorruptRunError as error:
-            log_facts.problems.append(str(error))
+            log_facts.problems.append(Problem(ProblemKind.UNREADABLE, str(error)))
             unreadable += 1
         reader.end()
         if log.cut:
-            log_facts.problems.append(
-                f"{log.name}: not read beyond line {log.count:,}: too many lines about failures"
-            )
+            text = f"{log.name}: not read beyond line {log.count:,}: too many lines about failures"
+            log_facts.problems.append(Problem(ProblemKind.LIMITED, text))
     if unreadable == len(logs):
         raise CorruptRunError(
-            log_facts.problems[0] if log_facts.problems else "there is no log to read"
+            log_facts.problems[0].text if log_facts.problems else "there is no log to read"
         )
     return log_facts
 

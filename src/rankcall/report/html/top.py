@@ -14,6 +14,7 @@ from rankcall.analysis.details import Details
 from rankcall.analysis.late_lines import LateLine
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.wording import numbered
+from rankcall.problems import ProblemKind, texts, without
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import line_names, percent, plural, time
 from rankcall.report.headline import headline
@@ -193,6 +194,5 @@ def _gaps(details: Details) -> Iterator[Item]:
     live = [row.rank for row in summary.ranks if not row.closed]
     if live:
         yield Item("gap", f"rank {format_ranks(live)}: still running, or killed")
-    for problem in summary.problems:
-        if "no ring for rank" not in problem:
-            yield Item("gap", problem)
+    for text in texts(without(summary.problems, ProblemKind.MISSING_RANKS)):
+        yield Item("gap", text)
