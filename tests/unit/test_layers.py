@@ -30,7 +30,7 @@ LEVELS = (
         "_requests",
         "_version",
     ),
-    ("process", "registry"),
+    ("process",),
     ("files",),
     ("ring", "_native"),
     ("imports",),  # other tools' evidence becomes rings, which a run loads

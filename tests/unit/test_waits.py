@@ -29,8 +29,6 @@ job/attach.py: lock: _starting
     sets an attribute
 job/placement.py: lock: self._lock
     sets an attribute
-registry.py: lock: self._lock
-    looks up and sets dictionary entries
 ring/writer.py: lock: self._lock
     writes a record into a mapped file
 store/__init__.py: lock: _lock

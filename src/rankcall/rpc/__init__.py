@@ -33,6 +33,7 @@ from rankcall.capture.session import check_torch
 from rankcall.errors import RpcTimeout
 from rankcall.rpc import backend_registry
 from rankcall.rpc.backend_registry import (
+    Backend,
     BackendType,
     BackendValue,
     backend_registered,
@@ -118,13 +119,13 @@ def _member(backend: Any, options: RpcBackendOptions | None) -> Any:
     if backend is None:
         return BackendType.TENSORPIPE if options is None else _of_options(options)
     if isinstance(backend, str):
-        return BackendType(backend)
+        return BackendType[backend]
     if not isinstance(backend, torch_rpc.backend_registry.BackendType):
         raise TypeError(f"backend must be a member of BackendType or a name; got {backend!r}")
-    return BackendType(backend.name) if backend.name in BackendType.__members__ else backend
+    return BackendType.__members__.get(backend.name, backend)
 
 
-def _of_options(options: RpcBackendOptions) -> BackendType:
+def _of_options(options: RpcBackendOptions) -> Backend:
     for member in BackendType:
         made = getattr(member.value.construct_rpc_backend_options_handler, "__annotations__", {})
         if type(options).__name__ == _name(made.get("return")):

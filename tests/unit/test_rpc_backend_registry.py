@@ -1,4 +1,4 @@
-"""The table of back ends: names, duplicates, entry points, and torch's own init_rpc beside it."""
+"""The RPC back ends by name: duplicates, entry points, and torch's own init_rpc beside it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rankcall import registry
 from rankcall.errors import BackendNotFoundError, DuplicateBackendError
-from rankcall.registry import Registry
 from rankcall.rpc import backend_registry
 from rankcall.rpc.backend_registry import (
+    Backend,
     BackendType,
     BackendValue,
     backend_registered,
@@ -35,13 +33,13 @@ def _nothing(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.fixture
-def mine() -> Iterator[BackendType]:
+def mine() -> Iterator[Backend]:
     """A back end that gives back what it is called with."""
     yield register_backend("MINE", _nothing, _nothing)
     unregister_backend("MINE")
 
 
-def test_members_are_as_an_enums(mine: BackendType) -> None:
+def test_members_are_as_an_enums(mine: Backend) -> None:
     """By attribute, by index, in a loop; equal, hashable, and the same after a round of pickle."""
     assert BackendType.MINE == BackendType["MINE"] == mine
     assert mine in set(BackendType)
@@ -51,14 +49,19 @@ def test_members_are_as_an_enums(mine: BackendType) -> None:
     assert repr(mine) == "BackendType.MINE"
     assert mine.name == "MINE"
     assert mine.value == BackendValue(_nothing, _nothing)
-    assert pickle.loads(pickle.dumps(mine)) == mine == copy.deepcopy(mine)
+    assert pickle.loads(pickle.dumps(mine)) is mine is copy.deepcopy(mine)
     assert mine != BackendType.ZMQ
-    assert isinstance(mine, BackendType)
+    assert isinstance(mine, BackendType)  # type: ignore[arg-type]
+    assert mine in BackendType
+    assert "MINE" not in BackendType
+    assert "MINE" in dir(BackendType)
+    assert BackendType.MINE is mine
+    assert pickle.loads(pickle.dumps(BackendType)) is BackendType is copy.deepcopy(BackendType)
     with pytest.raises(AttributeError, match="does not change"):
         mine.name = "THEIRS"
 
 
-def test_handlers_get_what_they_are_called_with(mine: BackendType) -> None:
+def test_handlers_get_what_they_are_called_with(mine: Backend) -> None:
     """Options and agent come from the two functions, as torch calls them."""
     assert construct_rpc_backend_options(mine, 7, "tcp://x:1", more=1) == (
         (7, "tcp://x:1"),
@@ -68,7 +71,7 @@ def test_handlers_get_what_they_are_called_with(mine: BackendType) -> None:
     assert init_backend(mine, 1, store=2) == ((1,), {"store": 2})
 
 
-def test_a_name_twice(mine: BackendType) -> None:
+def test_a_name_twice(mine: Backend) -> None:
     """Refused as torch refuses it, whether registered or built in."""
     for name in ("MINE", "ZMQ"):
         with pytest.raises(RuntimeError, match=f"{name}: already registered") as caught:
@@ -77,7 +80,7 @@ def test_a_name_twice(mine: BackendType) -> None:
     assert mine.value.init_backend_handler is _nothing
 
 
-def test_unknown_names_list_the_known(mine: BackendType) -> None:
+def test_unknown_names_list_the_known(mine: Backend) -> None:
     """The error is a KeyError, ValueError or AttributeError, depending on the kind of access."""
     assert not backend_registered("NONE")
     for kind in (KeyError, ValueError, BackendNotFoundError):
@@ -96,7 +99,7 @@ def test_what_cannot_be_called_is_refused() -> None:
     assert not backend_registered("BROKEN")
 
 
-def test_registering_leaves_torch_alone(mine: BackendType) -> None:
+def test_registering_leaves_torch_alone(mine: Backend) -> None:
     """Members made before a registration stay torch's too; torch's default is what it was."""
     import torch.distributed.rpc as torch_rpc
 
@@ -136,8 +139,8 @@ def test_entry_points_are_loaded_when_asked_for(monkeypatch: pytest.MonkeyPatch)
             return self._value
 
     points = [Point("THEIRS", BackendValue(_nothing, _nothing)), Point("BAD", SimpleNamespace())]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
-    monkeypatch.setattr(backend_registry._backends, "_values", {})
+    monkeypatch.setattr(backend_registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(BackendType, "_members", dict(BackendType._members))
     assert [member.name for member in BackendType] == ["TENSORPIPE", "ZMQ", "BAD", "THEIRS"]
     assert not loaded
     for _ in range(2):
@@ -152,45 +155,56 @@ def test_a_real_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     info = tmp_path / "theirs-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[rankcall.test]\nTHEIRS = string:digits\n")
+    text = "[rankcall.rpc_backends]\nTHEIRS = rankcall.rpc.backends.tensorpipe\n"
+    (info / "entry_points.txt").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry: Registry[str] = Registry("thing", "rankcall.test", lambda name, value: str(value))
-    assert list(registry) == ["THEIRS"]
-    assert registry.get("THEIRS") == "0123456789"
-    assert EntryPoint("THEIRS", "string:digits", "rankcall.test").load() == "0123456789"
+    monkeypatch.setattr(BackendType, "_members", dict(BackendType._members))
+    assert [member.name for member in BackendType] == ["TENSORPIPE", "ZMQ", "THEIRS"]
+    assert backend_registered("THEIRS")
+    assert BackendType["THEIRS"].value == BackendType.TENSORPIPE.value
+    with pytest.raises(DuplicateBackendError):
+        register_backend("THEIRS", _nothing, _nothing)
+    with pytest.raises(ValueError, match="was not registered by register_backend"):
+        unregister_backend("THEIRS")
 
 
-def test_a_handle_removes_its_own_registration() -> None:
-    """Removing twice does not take away what came after."""
-    registry: Registry[int] = Registry("number", "rankcall.none", lambda name, value: int(value))
-    first = registry.register("one", 1)
-    first.stop()
-    registry.register("one", 2)
-    first.stop()
-    assert registry.get("one") == 2
+def test_a_name_can_be_registered_again_after_its_end() -> None:
+    """The member from before keeps its own functions."""
+    before = register_backend("AGAIN", _nothing, _nothing)
+    unregister_backend("AGAIN")
+    assert not backend_registered("AGAIN")
+    register_backend("AGAIN", print, print)  # type: ignore[arg-type]
+    try:
+        assert BackendType.AGAIN.value == BackendValue(print, print)  # type: ignore[arg-type]
+        assert before != BackendType.AGAIN
+        assert before.value == BackendValue(_nothing, _nothing)
+    finally:
+        unregister_backend("AGAIN")
     with pytest.raises(TypeError, match="non-empty string"):
-        registry.register("", 1)
+        register_backend("", _nothing, _nothing)
 
 
-def test_a_value_that_is_slow_to_load_holds_nobody_up() -> None:
-    """Other names are found while one is loaded: that runs code of other people."""
+def test_a_back_end_that_is_slow_to_load_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are found and loaded while one is loaded: that runs code of other people."""
     loading, release = threading.Event(), threading.Event()
+    value = BackendValue(_nothing, _nothing)
 
-    def check(name: str, value: Any) -> Any:
-        if name == "slow":
-            loading.set()
-            release.wait(60)
+    def load() -> BackendValue:
+        loading.set()
+        assert release.wait(60)
         return value
 
-    values = Registry("thing", "rankcall.no-such-group", check, {"slow": "json", "quick": "csv"})
-    thread = threading.Thread(target=values.get, args=("slow",))
+    slow, quick = Backend("SLOW", load), Backend("QUICK", lambda: value)
+    members = {**BackendType._members, "SLOW": slow, "QUICK": quick}
+    monkeypatch.setattr(BackendType, "_members", members)
+    thread = threading.Thread(target=lambda: BackendType.SLOW.value)
     thread.start()
     assert loading.wait(60)
     loaded: list[Any] = []
-    other_thread = threading.Thread(target=lambda: loaded.append(values.get("quick")))
+    other_thread = threading.Thread(target=lambda: loaded.append(BackendType.QUICK.value))
     other_thread.start()
     other_thread.join(60)
-    assert [module.__name__ for module in loaded] == ["csv"]
+    assert loaded == [value]
     release.set()
     thread.join(60)
-    assert values.get("slow").__name__ == "json"
+    assert BackendType.SLOW.value == value
