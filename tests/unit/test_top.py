@@ -9,11 +9,9 @@ from diagnosing import RANK_2_MISSING, diagnose_calls, diagnose_parallel_job
 from worlds import write_world
 
 import golden
-import rankcall
 from rankcall.cli import main
 from rankcall.cli.top import look as look_once
 from rankcall.report.top import bar, render
-from rankcall.run.stacks import OWN_FILES, tidy
 from rankcall.testing.model import Planted
 
 
@@ -60,36 +58,3 @@ def test_ranks_that_have_issued_nothing(tmp_path: Path) -> None:
 def test_bars() -> None:
     """A small share is visible, and a full share fills the bar."""
     assert [bar(0), bar(0.0001), bar(1), len(bar(0.5))] == ["", "▏", "█" * 12, 6]
-
-
-def test_stacks_begin_with_the_users() -> None:
-    """The main thread comes first; the recorder's own threads are left out."""
-    ours = "\n\n".join(
-        f'Thread 0x{n}:\n  File "/x/rankcall/{name}.py", line 83 in _run'
-        for n, name in enumerate(OWN_FILES, 4)
-    )
-    pool = 'Thread 0x2:\n  File "/x/pool.py", line 1 in run'
-    main_thread = 'Current thread 0x3:\n  File "/tmp/loop.py", line 8 in <module>'
-    assert tidy("\n\n".join([ours, pool, main_thread])) == f"{main_thread}\n\n{pool}"
-
-
-def test_the_main_thread_is_shown_wherever_it_stands() -> None:
-    """It may hang in a file whose threads only observe, for example in ``watch.start``."""
-    main_thread = (
-        'Current thread 0x3:\n  File "/x/rankcall/job/watcher.py", line 78 in start\n'
-        '  File "/tmp/loop.py", line 8 in <module>'
-    )
-    pool = 'Thread 0x2:\n  File "/x/pool.py", line 1 in run'
-    assert tidy(f"{pool}\n\n{main_thread}") == f"{main_thread}\n\n{pool}"
-
-
-def test_the_files_of_our_own_threads_are_known() -> None:
-    """Every file that starts a thread which only observes is in the list, and no other."""
-    root = Path(rankcall.__file__).parent
-    starting = {
-        path.relative_to(root).with_suffix("").as_posix()
-        for path in root.rglob("*.py")
-        if "threading.Thread(" in path.read_text()
-    }
-    # These two do what the user's code asks for: a stack that waits in them is worth showing.
-    assert starting - {"background", "join/error_channel"} == set(OWN_FILES)

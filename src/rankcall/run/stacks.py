@@ -1,4 +1,4 @@
-"""Python stacks of ranks: read from another process, and the user's line at which a rank stands.
+"""Get the Python stacks of ranks from outside: from the ranks themselves, or by py-spy.
 
 A rank that the watcher observes has a memory file. On ``STACK_SIGNAL``, ``faulthandler`` writes the
 stack of the thread that gets the signal into it. A process that may read the rank's memory may read
@@ -7,7 +7,7 @@ is another one. The signal handler is C code, so a rank that holds the GIL or wa
 answers, too. A stopped rank does not. py-spy, if it is installed, needs no such answer.
 
 The stack of the thread that trains comes first and has ``TRAINS`` in its first line, if it is not
-the main thread.
+the main thread. ``frames`` says where a rank stands by such a text.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rankcall.files import clean
 from rankcall.ring.layout import Header
 from rankcall.ring.writer import put
 from rankcall.run.load import load
@@ -45,18 +46,11 @@ _PY_SPY_TIMEOUT_S = 30.0
 _MOST_SPIED = 8
 _MOST_PY_SPY_CHARS = 1 << 16
 _THREADS = re.compile(r"\n(?=Thread |Current thread )")
-_MAIN = re.compile(r"<module>|^Thread .*\"MainThread\"$", re.MULTILINE)
+_MAIN = re.compile(r"<module>|^(?:Current t|T)hread .*\"MainThread\"$", re.MULTILINE)
 _WHOLE = re.compile(r"Stack \(most recent call first\):\n +File ")
-# The files whose functions are the outermost of rankcall's own threads, which only observe.
-OWN_FILES = (
-    "job/watcher",
-    "capture/recording",
-    "capture/source_lines",
-    "capture/own_ring",
-    "events/dispatch",
-    "cli/exits",
-)
-_OURS = re.compile(rf"rankcall/({'|'.join(OWN_FILES)})\.py")
+OWN_THREADS = "rankcall-"  # the names of all threads that rankcall starts begin with it
+_OURS = re.compile(rf'(?:Current t|T)hread [^\n]*"{OWN_THREADS}[^"\n]*"(?:\n|$)')
+_HEADING = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+) .*:$", re.MULTILINE)
 
 _fd = 0
 
@@ -184,7 +178,7 @@ class _Dump:
         texts = [*self._texts, self._read()] if self._until else self._texts
         main, *others = texts
         if self._pid == os.getpid():
-            return mark_training_thread(main, _pthread_id(self._trains))
+            return mark_training_thread(_with_names(main), _pthread_id(self._trains))
         # An answer does not name its thread. If the main thread was late, this may be its answer.
         trains = next((text for text in others if main and _WHOLE.match(text)), "")
         if not trains:
@@ -242,6 +236,21 @@ def _pthread_id(thread: int) -> str:
     return next((f"{ident:#018x}" for ident in idents if thread and ident), "")
 
 
+def _with_names(text: str) -> str:
+    """Write the name of each thread behind its heading, as py-spy does.
+
+    ``faulthandler`` writes only a thread's number. Names tell rankcall's own threads from others,
+    also if a thread of the user's is inside a function of rankcall.
+    """
+    names = {f"{thread.ident or 0:#018x}": thread.name for thread in threading.enumerate()}
+
+    def named(heading: re.Match[str]) -> str:
+        name = names.get(heading[1])
+        return f'{heading[0]} "{clean(name)}"' if name else heading[0]
+
+    return _HEADING.sub(named, text)
+
+
 def mark_training_thread(text: str, thread: str) -> str:
     """Write ``TRAINS`` into the first line of a thread's stack; ``thread`` is its name there."""
     if not thread:
@@ -282,15 +291,14 @@ def stacks_of(where: Path, ranks: Sequence[int]) -> dict[int, str]:
 
 
 def tidy(text: str) -> str:
-    """Put the training and the main thread first; leave out rankcall's, which only watch."""
-    threads = [stack.rstrip() for stack in _THREADS.split(text) if not _only_watches(stack)]
+    """Put the training and the main thread first, and leave out rankcall's own.
+
+    None of these runs the training loop. If a thread of the user's waits for one of them, for
+    example in a barrier of ``rankcall.store``, its own stack says so.
+    """
+    threads = [stack.rstrip() for stack in _THREADS.split(text) if not _OURS.match(stack.strip())]
     threads.sort(key=lambda stack: (not is_training(stack), _MAIN.search(stack) is None))
     return "\n\n".join(threads) or text
-
-
-def _only_watches(stack: str) -> bool:
-    """Whether a thread is one of rankcall's own. The main thread never is, also in these files."""
-    return bool(_OURS.search(stack)) and not _MAIN.search(stack)
 
 
 def _py_spy() -> str | None:
