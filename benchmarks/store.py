@@ -34,8 +34,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.utils import store as model
 
 from rankcall import store as ours
+from rankcall.c10d.own_connections import state_of
 from rankcall.errors import BarrierTimeout
-from rankcall.store._client import local_state
 
 Figures = dict[str, Any]
 TIMEOUT_S = 300.0
@@ -138,13 +138,13 @@ class Counted:
 
 def count(rank: Rank) -> None:
     """Count the round trips of this rank's own connections from now on."""
-    for link in local_state(rank.store).idle:
+    for link in state_of(rank.store).idle:
         link._client = Counted(link._client)
 
 
 def sent(rank: Rank) -> int:
     """Return the round trips of this rank's own connections."""
-    return sum(link._client.round_trips for link in local_state(rank.store).idle)
+    return sum(link._client.round_trips for link in state_of(rank.store).idle)
 
 
 def clean(rank: Rank, size: int, prefix: str) -> None:

@@ -19,11 +19,11 @@ from ranks import run_ranks, try_ranks
 from world import wait_until
 
 from rankcall import store
-from rankcall._requests import Read
 from rankcall.background import BackgroundCall
+from rankcall.c10d import location, own_connections
+from rankcall.c10d.client import Standby
+from rankcall.c10d.requests import Read
 from rankcall.errors import StoreLostError
-from rankcall.store import _client, _location
-from rankcall.store.parts import Standby
 
 pytestmark = pytest.mark.multiproc
 
@@ -134,10 +134,10 @@ def test_a_host_that_dies_while_a_call_connects(monkeypatch: pytest.MonkeyPatch)
     looks: list[bool] = []
 
     def look(*store_and_addresses: Any) -> bool:
-        looks.append(len(looks) > 0 and _location.is_closed(*store_and_addresses))
+        looks.append(len(looks) > 0 and location.is_closed(*store_and_addresses))
         return looks[-1]
 
-    monkeypatch.setattr(_client, "is_closed", look)
+    monkeypatch.setattr(own_connections, "is_closed", look)
     with hosted() as (port, pid):
         client = connect(port)
         client.set_timeout(timedelta(seconds=8))  # so long torch goes on trying, on a thread
@@ -223,9 +223,9 @@ CONNECTS = """
 import sys, threading
 from hosting import connect
 from rankcall import store
-from rankcall._requests import Read
+from rankcall.c10d.requests import Read
 from rankcall.background import BackgroundCall
-from rankcall.store.parts import Standby
+from rankcall.c10d.client import Standby
 
 def read():
     yield Read("key")

@@ -52,7 +52,7 @@ def test_a_late_rank_lets_all_pass_when_they_retry(tmp_path: Path) -> None:
 
 def _killed_when_it_waits(client: Any) -> None:
     """Let this process die when it has arrived and waits for the others."""
-    from rankcall.store._client import Connection
+    from rankcall.c10d.connection import Connection
 
     arrive = Connection.arrive
 

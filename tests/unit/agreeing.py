@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
-from rankcall._requests import Steps
+from rankcall.c10d.requests import Steps
 from rankcall.store import _protocol as protocol
 from rankcall.store._keys import BARRIER, EXCHANGE, GET_ALL, Keys
 from rankcall.testing.simulated_store import (

@@ -15,7 +15,7 @@ from lag import stopwatch
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import rankcall
-from rankcall.store import _client
+from rankcall.c10d import client as c10d_client
 
 KINDS = ("tcp", "tcp-without-libuv", "prefix", "file", "hash")
 N = 4
@@ -35,7 +35,7 @@ def clients(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     The store is sound. So if a call waits long for its answer, the machine is busy: the call must
     not say that the store is lost.
     """
-    monkeypatch.setattr(_client, "BEYOND_S", WAIT_S)
+    monkeypatch.setattr(c10d_client, "BEYOND_S", WAIT_S)
     return stores_of(kind, N, tmp_path)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from stores import kind, ranks, stores_of
 
-from rankcall._requests import Steps
+from rankcall.c10d.client import perform_shared
+from rankcall.c10d.requests import Steps
 from rankcall.capture.recording import cause_of
 from rankcall.job.choice import (
     KEY,
@@ -24,7 +25,6 @@ from rankcall.job.choice import (
     store_and_key,
     withdraw,
 )
-from rankcall.store.parts import perform_shared
 from rankcall.testing.simulated_store import LostAnswer, Mark, Process, Simulation, World
 
 __all__ = ["kind"]  # fixture

@@ -67,7 +67,7 @@ def test_import_has_no_side_effects() -> None:
 def test_a_watched_rank_loads_only_what_it_uses() -> None:
     """What every rank loads costs each of them memory: no tables, no other tools' evidence."""
     code = """
-import sys, rankcall.job.attach, rankcall.watch, rankcall.watch, rankcall.store.parts
+import sys, rankcall.job.attach, rankcall.watch, rankcall.watch, rankcall.c10d.parts
 unused = ("rich", "polars", "jinja2", "rankcall.imports", "rankcall.export", "rankcall.cli",
           "rankcall.analysis.summary", "rankcall.report.formatting", "rankcall.rpc")
 print([name for name in unused if name in sys.modules])

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from rankcall._requests import Steps
+from rankcall.c10d.client import perform
+from rankcall.c10d.requests import Steps
 from rankcall.errors import PeerError, UnevenInputsError
 from rankcall.join import error_channel
 from rankcall.join.error_channel import ErrorChannel
 from rankcall.join.shared_log import SharedLog
 from rankcall.process import Process
 from rankcall.store import StoreLostError
-from rankcall.store.parts import perform
 
 T = TypeVar("T")
 CLOSED = RuntimeError("Connection closed by peer")

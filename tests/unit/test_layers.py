@@ -27,11 +27,10 @@ LEVELS = (
         "problems",
         "record",
         "ranks",
-        "_requests",
         "_version",
     ),
     ("process",),
-    ("files",),
+    ("files", "c10d"),
     ("ring", "_native"),
     ("imports",),  # other tools' evidence becomes rings, which a run loads
     ("run",),
@@ -61,7 +60,6 @@ TORCHLESS = (
     *(
         "errors",
         "durations",
-        "_requests",
         "problems",
         "record",
         "ranks",

@@ -12,7 +12,7 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 
 import rankcall
 from rankcall import store as ours
-from rankcall.store import _client
+from rankcall.c10d.connection import clock
 from rankcall.store._keys import Keys, line_of
 
 __all__ = ["clients", "kind"]  # fixtures
@@ -217,8 +217,8 @@ def test_a_roll_call_compares_no_clocks(monkeypatch: pytest.MonkeyPatch) -> None
         now += 0.001
         return now
 
-    monkeypatch.setattr(_client.clock, "monotonic", monotonic, raising=False)
-    monkeypatch.setattr(_client.clock, "sleep", lambda seconds: None, raising=False)
+    monkeypatch.setattr(clock, "monotonic", monotonic, raising=False)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: None, raising=False)
 
     def call(rank: int) -> ours.Rollcall:
         return ours.rollcall(stores[rank], rank, 2, timeout=0.05, doing="here")

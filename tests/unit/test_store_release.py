@@ -18,8 +18,9 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from rankcall import store
-from rankcall.store import _client, _location
-from rankcall.store._location import addresses_of, shut_down_connections_to
+from rankcall.c10d import calls, location, own_connections
+from rankcall.c10d import client as c10d_client
+from rankcall.c10d.location import addresses_of, shut_down_connections_to
 
 CALLS: dict[str, Callable[[Store], Any]] = {
     "barrier": lambda client: store.barrier(client, 2, "p", 0.1, 0),
@@ -101,15 +102,15 @@ def test_no_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store's repr asks a name server, which may not answer for seconds. No call needs it."""
     asked: list[Store] = []
 
-    monkeypatch.setattr(_location, "_socket_by_repr", asked.append)
+    monkeypatch.setattr(location, "_socket_by_repr", asked.append)
     client = server()
     store.barrier(client, 1, "p", 300, 0)
     store.barrier(client, 1, "p", 1, 0)
-    (own,) = _client.local_state(client).idle
+    (own,) = own_connections.state_of(client).idle
     assert own._socket is not None
     assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
     assert {port for _, port in addresses_of(client)} == {client.port}
-    separate = _client.separate_connection(server(), 5)  # as the watcher's first connection
+    separate = own_connections.separate_connection(server(), 5)  # as the watcher's first connection
     assert separate._socket is not None
     assert asked == []
 
@@ -126,7 +127,7 @@ class Crowded(TCPStore):
 def test_two_threads_that_connect_at_once() -> None:
     """Each finds its own socket: a wrong one would be shut down in the other's place."""
     client = Crowded("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    own = _client._cloned(client, _client.local_state(client), "here")
+    own = own_connections._cloned(client, own_connections.state_of(client), "here")
     assert own._socket is not None
     assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
     client.other.close()
@@ -134,10 +135,10 @@ def test_two_threads_that_connect_at_once() -> None:
 
 def test_sockets_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without /proc, a connection of our own has a time limit all the same: the repr names it."""
-    for module in (_client, _location):
+    for module in (own_connections, location):
         monkeypatch.setattr(module, "open_sockets", dict)
     client = server()
-    own = _client._cloned(client, _client.local_state(client), "here")
+    own = own_connections._cloned(client, own_connections.state_of(client), "here")
     assert own._socket is not None
     assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
 
@@ -146,25 +147,25 @@ def test_a_call_that_was_given_up_leaves_the_next_calls_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caller gives the call up just as its helper returns the connection for the next call."""
-    return_connection, is_known = _client.give_back, threading.Event()
+    return_connection, is_known = c10d_client.give_back, threading.Event()
 
-    class Running(weakref.WeakSet[_client.Call]):
-        def add(self, item: _client.Call) -> None:
+    class Running(weakref.WeakSet[calls.Call]):
+        def add(self, item: calls.Call) -> None:
             super().add(item)
             is_known.set()
 
     def give_back(state: Any, connection: Any) -> None:
         return_connection(state, connection)
         assert is_known.wait(60)  # the helper may be done before its caller has noted the call
-        for call in list(_client._running):
+        for call in list(calls._running):
             call.abandon()
 
-    monkeypatch.setattr(_client, "_running", Running())
-    monkeypatch.setattr(_client, "give_back", give_back)
+    monkeypatch.setattr(calls, "_running", Running())
+    monkeypatch.setattr(c10d_client, "give_back", give_back)
     client = server()
     with pytest.raises(RuntimeError, match="was given up"):
         store.barrier(client, 1, "p", 1, 0)
-    (own,) = _client.local_state(client).idle
+    (own,) = own_connections.state_of(client).idle
     assert not own.is_broken
 
 
@@ -172,7 +173,7 @@ def test_a_forked_child_can_give_a_call_up() -> None:
     """A thread that the child does not have may have held the lock at the fork."""
     with suppress(RuntimeError):
         store.barrier(HashStore(), 2, "p", 0.01, 0)
-    with _client._deciding_lock:
+    with calls._deciding_lock:
         holder = threading.Thread(target=fork_and_abandon, args=(statuses := [],))
         holder.start()
         holder.join(60)
@@ -184,7 +185,7 @@ def fork_and_abandon(statuses: list[int]) -> None:
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
-        _client.Call().abandon()
+        calls.Call().abandon()
         os._exit(0)
     statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 

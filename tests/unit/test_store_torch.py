@@ -15,8 +15,8 @@ from torch.distributed.elastic.utils import store as model
 
 import rankcall
 from rankcall import store as ours
-from rankcall._requests import METHODS, Add, Append, Arrive, ListKeys, Read, Set, Steps, Wait
-from rankcall.store import _client
+from rankcall.c10d.connection import Connection
+from rankcall.c10d.requests import METHODS, Add, Append, Arrive, ListKeys, Read, Set, Steps, Wait
 from rankcall.testing.simulated_store import Mark, Process, Simulation
 
 __all__ = ["clients", "kind"]  # fixtures
@@ -161,7 +161,7 @@ def test_the_simulated_store_counts_as_torchs(name: str) -> None:
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     if not hasattr(host, "barrier"):
         pytest.skip("this torch has no request that counts")
-    clients = [_client.Connection(host.clone()) for _ in range(2)]  # type: ignore[attr-defined]
+    clients = [Connection(host.clone()) for _ in range(2)]  # type: ignore[attr-defined]
     wait_s = WAIT_S if lets_pass else 0.5
     with meanwhile(lambda: clients[0].arrive(Arrive([], "in", 2), wait_s)) as passed:
         until_key(host, "in")

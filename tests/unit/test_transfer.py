@@ -17,8 +17,9 @@ import pytest
 import torch.distributed as dist
 from stores import kind, stores_of
 
-from rankcall._requests import Steps
 from rankcall.analysis.verdicts import diagnose
+from rankcall.c10d.client import perform
+from rankcall.c10d.requests import Steps
 from rankcall.errors import RankcallError
 from rankcall.job import bundles as bundle_module
 from rankcall.job import departure, evidence
@@ -33,7 +34,6 @@ from rankcall.run.exits import Exit, note_exit, read_exits, read_states
 from rankcall.run.hangs import kept_hangs, kept_stacks
 from rankcall.run.load import load
 from rankcall.run.paths import ring_paths
-from rankcall.store.parts import perform
 from rankcall.testing.model import Planted
 from rankcall.testing.simulated_store import Mark, Process, Simulation, World
 from rankcall.testing.synthetic import synthetic_run

@@ -33,7 +33,7 @@ ring/writer.py: lock: self._lock
     writes a record into a mapped file
 store/__init__.py: lock: _lock
     sets attributes of two modules
-store/_client.py: lock: _deciding_lock
+c10d/calls.py: lock: _deciding_lock
     sets a flag, swaps a tuple or shuts a socket down
 events/dispatch.py: lock: self._lock
     copies the newest records out of a mapped file
@@ -132,12 +132,12 @@ join/shadow.py: collective: dist.all_reduce
     the job's own collective: it ends as that of any program, by the group's timeout
 join/shadow.py: wait: future.wait
     the job's own collective: it ends as that of any program, by the group's timeout
-store/_client.py: store: self._client.add | self._client.append | self._client.check
-store/_client.py: store: self._client.compare_set | self._client.delete_key
-store/_client.py: store: self._client.list_keys | self._client.multi_get | self._client.set
+c10d/connection.py: store: self._client.add | self._client.append | self._client.check
+c10d/connection.py: store: self._client.compare_set | self._client.delete_key
+c10d/connection.py: store: self._client.list_keys | self._client.multi_get | self._client.set
     on a connection whose socket has a time limit, or on a helper thread: the caller waits
     for it with a deadline
-store/_client.py: store: store.clone
+c10d/own_connections.py: store: store.clone
     on a helper thread: the caller waits for it with a deadline
 testing/injection.py: sleep: math.isinf(fault.seconds)
     a planned fault: the test asked for a hang
@@ -152,7 +152,7 @@ rpc/backends/worker_dir.py: flock: fcntl.flock
     its own new file, which others hold only while they remove what a killed worker left
 rpc/backends/addresses.py: socket: probe.connect
     a datagram socket: it sends nothing
-store/_client.py: resolver: socket.getaddrinfo
+c10d/own_connections.py: resolver: socket.getaddrinfo
     on a helper thread, for which the caller waits so many seconds
 rpc/native/process_state.h: read: read
     a file of /proc: the kernel answers at once

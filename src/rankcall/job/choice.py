@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankcall._requests import Read, Steps, Until
+from rankcall.c10d.requests import Read, Steps, Until
 from rankcall.files import run_folder
 from rankcall.process import boot_seconds, process_start
 from rankcall.run.paths import ATTEMPTS, about_job, default_run_dir, new_run_dir
@@ -65,7 +65,7 @@ def agree(key: str, propose: Callable[[], Choice] | None) -> Steps[Choice | None
     else:
         published = yield Read(key)
         if published is None:
-            from rankcall.store.parts import publish_once
+            from rankcall.c10d.parts import publish_once
 
             mine = propose()
             published = yield from publish_once(key, mine.encode())

@@ -63,7 +63,7 @@ class Departure:
         self._find_store = find_store
         self._wake = threading.Event()
         self._is_leaving = self._has_failed = False
-        from rankcall.store.parts import Standby  # here: the launcher imports this without torch
+        from rankcall.c10d.client import Standby  # here: the launcher imports this without torch
 
         self._standby = Standby()
         self._pid = os.getpid()

@@ -352,7 +352,7 @@ def _is_one_node(world_size: int) -> bool:
 
 def _place() -> str:
     """Return the address of the job's store, without a request to it; empty without a store."""
-    from rankcall.store._location import where  # here, because it imports torch
+    from rankcall.c10d.location import where  # here, because it imports torch
 
     store = _job_store()
     return f" {where(store)}" if store is not None else ""

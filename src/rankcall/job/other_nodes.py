@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from rankcall._requests import (
+from rankcall.analysis.node_snapshot import NodeSnapshot, decode, encode, merge, node_snapshot_of
+from rankcall.analysis.snapshot import RankState, Snapshot, no_calls
+from rankcall.c10d.requests import (
     Add,
     Check,
     CompareSet,
@@ -20,8 +22,6 @@ from rankcall._requests import (
     Sleep,
     Steps,
 )
-from rankcall.analysis.node_snapshot import NodeSnapshot, decode, encode, merge, node_snapshot_of
-from rankcall.analysis.snapshot import RankState, Snapshot, no_calls
 from rankcall.run.views import Member
 
 # Agree with the other nodes on one verdict, through the job's store.
@@ -121,7 +121,7 @@ class Exchange:
 
     def perform(self, limit_s: float, steps: Steps[T]) -> T:
         """Make requests to the job's store. Raises ``Unreachable`` like ``agree``."""
-        from rankcall.store.parts import perform  # here: the launcher imports this without torch
+        from rankcall.c10d.client import perform  # here: the launcher imports this without torch
 
         if time.monotonic() < self._lost_until:
             raise Unreachable("the store did not answer a moment ago")
@@ -150,7 +150,7 @@ class Exchange:
         return self._is_open
 
     def steps(self, mine: Snapshot, world_size: int, judge: JudgeAll) -> Steps[Agreed]:
-        """Do as ``agree`` does, as requests (``rankcall._requests``)."""
+        """Do as ``agree`` does, as requests (``rankcall.c10d.requests``)."""
         own = node_snapshot_of(mine)
         while True:
             number = (yield from self._latest()) + 1
@@ -169,7 +169,7 @@ class Exchange:
         self, number: int, own: NodeSnapshot, world_size: int, judge: JudgeAll
     ) -> Steps[tuple[bytes | None, bytes]]:
         """Return what this node proposed, if it judged, and the verdict of the round, packed."""
-        from rankcall.store.parts import publish_once
+        from rankcall.c10d.parts import publish_once
 
         post = yield Add(self._key(f"{number}/posts"), 1)
         yield Add(self._key(BELL), 1)

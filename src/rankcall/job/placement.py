@@ -114,7 +114,7 @@ class Placement:
 
     def _ask(self, propose: Any, seconds: float) -> Choice | None:
         """Ask the store for the job's choice. Raises whatever the store raises."""
-        from rankcall.store.parts import perform_shared
+        from rankcall.c10d.client import perform_shared
 
         group = self._c10d._world.default_pg
         if group is None:

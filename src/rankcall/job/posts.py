@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from rankcall._requests import Add, CompareSet, Delete, Now, Read, Set, Sleep, Steps
+from rankcall.c10d.requests import Add, CompareSet, Delete, Now, Read, Set, Sleep, Steps
 
 if TYPE_CHECKING:
     pass

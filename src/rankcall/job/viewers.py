@@ -21,7 +21,9 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from rankcall._requests import (
+from rankcall.analysis.node_snapshot import encode, node_snapshot_of
+from rankcall.analysis.run_reader import RunReader
+from rankcall.c10d.requests import (
     Add,
     Now,
     Read,
@@ -29,8 +31,6 @@ from rankcall._requests import (
     Set,
     Steps,
 )
-from rankcall.analysis.node_snapshot import encode, node_snapshot_of
-from rankcall.analysis.run_reader import RunReader
 from rankcall.job.other_nodes import ASKED, BELL, Exchange, Unreachable
 from rankcall.ring.layout import Header
 from rankcall.run.views import Answers, Member, NodeAnswer, ViewerFile

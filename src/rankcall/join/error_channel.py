@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from rankcall._requests import Now, Sleep, Steps
+from rankcall.c10d.client import perform
+from rankcall.c10d.requests import Now, Sleep, Steps
 from rankcall.errors import PeerError, UnevenInputsError
 from rankcall.join.connections import abort_devices, break_connections, endpoints
 from rankcall.join.shared_log import SharedLog
 from rankcall.process import DEAD, Process, host_name
 from rankcall.ranks import format_ranks
-from rankcall.store.parts import perform
 
 Entry = dict[str, Any]
 

@@ -1,9 +1,9 @@
 """The log that the ranks of one ``Join`` share, as keys of the job's store.
 
-This module alone knows the keys. Its methods are protocols: ``rankcall.store.parts.perform``
+This module alone knows the keys. Its methods are protocols: ``rankcall.c10d.client.perform``
 makes their requests. Below one prefix for each ``Join``:
 
-   log/<i>         the entries (``rankcall.store.parts.Log``)
+   log/<i>         the entries (``rankcall.c10d.parts.Log``)
    wake/<rank>     wakes that rank, which then removes the key
    answer/<rank>   that rank's answer to the first failure: the local ends of its connections
    process/<rank>  the process of that rank
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rankcall._requests import Add, CompareSet, Delete, Read, ReadMany, Set, Steps, Wait
+from rankcall.c10d.parts import Log, publish_once
+from rankcall.c10d.requests import Add, CompareSet, Delete, Read, ReadMany, Set, Steps, Wait
 from rankcall.process import Process
-from rankcall.store.parts import Log, publish_once
 
 Entry = dict[str, Any]
 

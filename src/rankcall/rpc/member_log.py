@@ -13,16 +13,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankcall._requests import Append, Read, Set, Steps
+from rankcall.c10d.client import perform
+from rankcall.c10d.parts import publish_once
+from rankcall.c10d.requests import Append, Read, Set, Steps
 from rankcall.process import DEAD, Process
 from rankcall.rpc.group import seconds_left
-from rankcall.store.parts import perform, publish_once
 
 # The members of a dynamic group: a log in the store, to which workers add that they come and go.
 #
 # Adding a line is one atomic request, so joining takes no lock, and a worker that dies while it
 # joins blocks no other. The order of the log says who was there before whom. Unlike the entries of
-# ``rankcall.store.parts.Log``, all lines are in one key: one request reads them, and a log can be
+# ``rankcall.c10d.parts.Log``, all lines are in one key: one request reads them, and a log can be
 # closed and begun anew.
 
 

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rpc import _delete_all_user_and_unforked_owner_rrefs
 
-from rankcall._requests import CompareSet, Read, Set, Steps, Until, Wait
+from rankcall.c10d.client import perform
+from rankcall.c10d.parts import publish_once
+from rankcall.c10d.requests import CompareSet, Read, Set, Steps, Until, Wait
 from rankcall.errors import RpcTimeout
 from rankcall.process import DEAD, Process
 from rankcall.rpc.group import bounded, seconds_left, wait_idle
 from rankcall.store import BarrierTimeout, StoreLostError, synchronize
-from rankcall.store.parts import perform, publish_once
 
 _ASK_S = 1.0  # how often a waiting worker looks for peers that died or started again
 _NAMING_S = 2.0  # of shutdown's time: kept to find out who is missing

@@ -15,21 +15,24 @@ from typing import Any
 
 from torch.distributed import Store
 
-from rankcall._requests import ReadMany, Set, Steps, Until
+from rankcall.c10d.calls import Call
+from rankcall.c10d.client import run
+from rankcall.c10d.connection import clock
+from rankcall.c10d.errors import StoreLostError
+from rankcall.c10d.requests import ReadMany, Set, Steps, Until
+from rankcall.durations import Duration, seconds
 from rankcall.errors import WorldMismatchError, warn_renamed
 from rankcall.handles import Handle
 from rankcall.process import host_name
 from rankcall.store import _errors
 from rankcall.store._calls import barrier, clean_up, get_all, store_timeout, synchronize
-from rankcall.store._client import Call, clock, local_state, run
 from rankcall.store._errors import (
     BarrierTimeout,
-    StoreLostError,
     check_prefix,
     check_rank,
-    check_seconds,
 )
 from rankcall.store._failover import Failover, failover
+from rankcall.store.local import local_store
 
 # ``install``: make torch's own elastic code use these functions.
 
@@ -137,7 +140,7 @@ def rollcall(
     rank: int,
     world_size: int,
     key_prefix: str = "rollcall",
-    timeout: float = 1.0,
+    timeout: Duration = 1.0,
     *,
     doing: str | None = None,
     attempt: int | None = None,
@@ -164,10 +167,10 @@ def rollcall(
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
-    state = local_state(store)
+    state = local_store(store)
     check_prefix(key_prefix)
     check_rank(rank, world_size)
-    seconds = check_seconds(timeout, "timeout")
+    timeout_s = seconds(timeout, "timeout")
     keys = state.keys(key_prefix, attempt, world_size)
     names = [keys.answer(member) for member in range(world_size)]
     own = asdict(Answer(rank, host_name(), os.getpid(), newest() if doing is None else doing))
@@ -192,7 +195,7 @@ def rollcall(
             lines = yield ReadMany(names)
         return list(lines)
 
-    lines = run(store, seconds, steps(), Call())
+    lines = run(store, timeout_s, steps(), Call())
     answers = []
     for line, age in zip(lines, ages(lines), strict=True):
         if line is not None and age is not None:

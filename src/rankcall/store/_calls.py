@@ -15,22 +15,22 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store
 
-from rankcall._requests import Add, Check, Delete, Read, Set, Steps, Wait
+from rankcall.c10d.calls import Call, on_fork
+from rankcall.c10d.client import run
+from rankcall.c10d.connection import clock
+from rankcall.c10d.errors import StoreLostError, check_store, lost
+from rankcall.c10d.location import where
+from rankcall.c10d.requests import Add, Check, Delete, Read, Set, Steps, Wait
+from rankcall.durations import Duration, seconds
 from rankcall.process import host_name
 from rankcall.store import _errors, _protocol
-from rankcall.store._client import Call, LocalState, clock, local_state, on_fork, run
 from rankcall.store._errors import (
     Decoder,
-    StoreLostError,
     check_prefix,
     check_rank,
-    check_seconds,
-    check_store,
     check_world,
-    lost,
 )
 from rankcall.store._keys import BARRIER, CLEAN_UP, EXCHANGE, GET_ALL, Keys
-from rankcall.store._location import where
 from rankcall.store._protocol import (
     Claim,
     NotAllArrived,
@@ -39,6 +39,7 @@ from rankcall.store._protocol import (
     announce,
     registered_sizes,
 )
+from rankcall.store.local import LocalStore, local_store
 
 # Barriers without ranks: a counter gives out tickets, ``world_size`` of them to a generation.
 #
@@ -209,7 +210,7 @@ def _neighbours(world_size: int, rank: int, known: Mapping[int, str]) -> dict[in
     }
 
 
-def _local_member(state: LocalState, keys: Keys, rank: int) -> LocalMember:
+def _local_member(state: LocalStore, keys: Keys, rank: int) -> LocalMember:
     """Return this process as a rank of a world, on this store object."""
     place = keys.prefix, keys.attempt, keys.world_size, rank
     member: LocalMember | None = state.members.get(place)
@@ -237,17 +238,16 @@ def _perform(
     steps: Callable[[LocalMember], Steps[T]],
     unnamed: Callable[[], Exception] | None = None,
     kind: str | None = None,
-    state: LocalState | None = None,
 ) -> T:
     """Run a protocol for one rank; ``kind`` goes on to the next generation when it has passed."""
     keys = request.keys
-    state = state or local_state(store)
+    local = local_store(store)
     deadline = clock.monotonic() + request.timeout
     left = request.timeout
     while True:
         member, call = request.member, Call()
         if member is None or member.is_retired:
-            member = request.member = _local_member(state, keys, request.rank)
+            member = request.member = _local_member(local, keys, request.rank)
         if not member.lock.acquire(False):
             try:
                 _wait_for_earlier_call(member, keys, store, deadline)
@@ -255,13 +255,13 @@ def _perform(
                 raise request.explained(error, member, store) from None
         member.call = call
         try:
-            result = run(store, left, steps(member), call, unnamed, state)
+            result = run(store, left, steps(member), call, unnamed)
             if kind is not None:
                 member.progress[kind].advance()
             return result
         except _protocol.SameProcess as same:
             # This process is this rank already, by way of another store object.
-            state.members[keys.prefix, keys.attempt, keys.world_size, request.rank] = same.member
+            local.members[keys.prefix, keys.attempt, keys.world_size, request.rank] = same.member
             request.member = None
             left = max(0.001, deadline - clock.monotonic())
         except (
@@ -285,10 +285,10 @@ def barrier(
     store: Store,
     world_size: int,
     key_prefix: str,
-    barrier_timeout: float = 300,
+    barrier_timeout: Duration = 300,
     rank: int | None = None,
     rank_tracing_decoder: Callable[[int], str] | None = None,
-    trace_timeout: float = 10,
+    trace_timeout: Duration = 10,
     *,
     what: str | None = None,
     hosts: Mapping[int, str] | None = None,
@@ -322,40 +322,31 @@ def barrier(
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
-    state = local_state(store)
-    arguments = world_size, key_prefix, barrier_timeout, rank, trace_timeout, attempt, what
-    is_plain = hosts is None and rank_tracing_decoder is None
-    request = state.checked.get(arguments) if is_plain else None
-    if request is None:
-        check_prefix(key_prefix)
-        check_world(world_size)
-        check_seconds(barrier_timeout, "barrier_timeout")
-        check_seconds(trace_timeout, "trace_timeout", positive=False)
-        keys = state.keys(key_prefix, attempt, world_size)
-        if rank is None:
-            if rank_tracing_decoder is not None:
-                raise ValueError("rank_tracing_decoder names ranks: give rank as well")
-            _barrier_without_ranks(store, keys, barrier_timeout, what)
-            return
-        check_rank(rank, world_size)
-        request = _Request(
-            "barrier", keys, rank, barrier_timeout, what, hosts, rank_tracing_decoder
-        )
-        if is_plain:
-            state.remember(arguments, request)
+    state = local_store(store)
+    check_prefix(key_prefix)
+    check_world(world_size)
+    timeout_s = seconds(barrier_timeout, "barrier_timeout")
+    trace_s = seconds(trace_timeout, "trace_timeout", zero=True)
+    keys = state.keys(key_prefix, attempt, world_size)
+    if rank is None:
+        if rank_tracing_decoder is not None:
+            raise ValueError("rank_tracing_decoder names ranks: give rank as well")
+        _barrier_without_ranks(store, keys, timeout_s, what)
+        return
+    check_rank(rank, world_size)
+    request = _Request("barrier", keys, rank, timeout_s, what, hosts, rank_tracing_decoder)
     _perform(
         store,
         request,
-        lambda member: _protocol.meet(request.keys, member, trace_timeout > 0),
+        lambda member: _protocol.meet(keys, member, trace_s > 0),
         request.unnamed,
         BARRIER,
-        state,
     )
 
 
 def _barrier_without_ranks(store: Store, keys: Keys, timeout: float, what: str | None) -> None:
     """Wait until ``world_size`` processes are here."""
-    state, call = local_state(store), Call()
+    state, call = local_store(store), Call()
     place = keys.prefix, keys.attempt, keys.world_size
     tickets: Tickets = state.members.setdefault(place, Tickets())
     drawn: list[int] = []
@@ -403,7 +394,7 @@ def synchronize(
     rank: int,
     world_size: int,
     key_prefix: str,
-    timeout: float = 300,
+    timeout: Duration = 300,
     *,
     host_rank: int = 0,
     what: str | None = None,
@@ -432,25 +423,20 @@ def synchronize(
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
-    state = local_state(store)
-    arguments = rank, world_size, key_prefix, timeout, host_rank, attempt, what
-    request = state.checked.get(arguments)
-    if request is None:
-        check_prefix(key_prefix)
-        check_rank(rank, world_size)
-        check_rank(host_rank, world_size, "host_rank")
-        seconds = check_seconds(timeout, "timeout")
-        keys = state.keys(key_prefix, attempt, world_size)
-        request = _Request("synchronize", keys, rank, seconds, what)
-        state.remember(arguments, request)
+    state = local_store(store)
+    check_prefix(key_prefix)
+    check_rank(rank, world_size)
+    check_rank(host_rank, world_size, "host_rank")
+    timeout_s = seconds(timeout, "timeout")
+    keys = state.keys(key_prefix, attempt, world_size)
+    request = _Request("synchronize", keys, rank, timeout_s, what)
     value = data if data.__class__ is bytes and len(data) <= LARGEST else _data(data, rank)
     return _perform(
         store,
         request,
-        lambda member: _protocol.exchange(request.keys, member, value, host_rank),
+        lambda member: _protocol.exchange(keys, member, value, host_rank),
         request.unnamed,
         EXCHANGE,
-        state,
     )
 
 
@@ -475,7 +461,7 @@ def get_all(
     world_size: int,
     *,
     host_rank: int = 0,
-    timeout: float | None = None,
+    timeout: Duration | None = None,
     what: str | None = None,
     attempt: int | None = None,
 ) -> list[bytes]:
@@ -500,21 +486,20 @@ def get_all(
         ValueError: An argument is out of its range.
         TypeError: An argument is of the wrong type.
     """
-    state = local_state(store)
+    state = local_store(store)
     check_prefix(prefix)
     check_rank(rank, world_size)
     check_rank(host_rank, world_size, "host_rank")
     own: Any = store  # torch's types leave ``timeout`` out
-    seconds = check_seconds(own.timeout.total_seconds() if timeout is None else timeout, "timeout")
+    timeout_s = seconds(own.timeout if timeout is None else timeout, "timeout")
     keys = state.keys(prefix, attempt, world_size)
     names = [f"{prefix}{index}" for index in range(world_size)]
-    request = _Request("get_all", keys, rank, seconds, what, did="have set their key")
+    request = _Request("get_all", keys, rank, timeout_s, what, did="have set their key")
     values, unread = _perform(
         store,
         request,
         lambda member: _protocol.gather(keys, member, names, host_rank),
         kind=GET_ALL,
-        state=state,
     )
     if unread:
         request.did = "have read the values"
@@ -529,7 +514,7 @@ def clean_up(
     rank: int | None = None,
     *,
     attempt: int | None = None,
-    timeout: float = 60,
+    timeout: Duration = 60,
 ) -> None:
     """Remove all keys that this package made under ``key_prefix``, also those of earlier attempts.
 
@@ -540,21 +525,20 @@ def clean_up(
 
     Raises ``StoreLostError``, ``WorldMismatchError``, ``ValueError`` and ``TypeError``.
     """
-    state = local_state(store)
+    state = local_store(store)
     check_prefix(key_prefix)
     check_world(world_size)
-    seconds = check_seconds(timeout, "timeout")
+    timeout_s = seconds(timeout, "timeout")
     keys = state.keys(key_prefix, attempt, world_size)
     place = keys.prefix, keys.attempt, keys.world_size
     if rank is None:
         call = Call()
-        run(store, seconds, _protocol.remove_all(keys), call)
+        run(store, timeout_s, _protocol.remove_all(keys), call)
         for key in [key for key in state.members if key[:3] == place]:
             del state.members[key]
-        state.checked.clear()
         return
     check_rank(rank, world_size)
-    request = _Request("clean_up", keys, rank, seconds)
+    request = _Request("clean_up", keys, rank, timeout_s)
     cleaned: LocalMember | None = state.members.get((*place, rank))
     if cleaned is not None and cleaned.is_retired:
         cleaned.is_retired = False
@@ -575,7 +559,7 @@ def _retire(keys: Keys, member: LocalMember) -> Steps[bool]:
 
 
 @contextmanager
-def store_timeout(store: Store, timeout: float) -> Iterator[None]:
+def store_timeout(store: Store, timeout: Duration) -> Iterator[None]:
     """Set the store's timeout to ``timeout`` seconds; put the old one back on every way out.
 
     The timeout is the store object's: all threads that use it see it, and those that use the same
@@ -583,10 +567,10 @@ def store_timeout(store: Store, timeout: float) -> Iterator[None]:
     ``ValueError`` for a timeout that is not positive.
     """
     check_store(store)
-    seconds = check_seconds(timeout, "timeout")
+    timeout_s = seconds(timeout, "timeout")
     known: Any = store  # torch's types leave ``timeout`` out
     before: timedelta = known.timeout
-    known.set_timeout(timedelta(seconds=seconds))
+    known.set_timeout(timedelta(seconds=timeout_s))
     try:
         yield
     finally:

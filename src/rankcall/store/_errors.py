@@ -8,10 +8,9 @@ errors as well, so that existing ``except`` clauses catch them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch.distributed import DistNetworkError, DistStoreError, Store
+from torch.distributed import DistStoreError
 
 from rankcall import errors
 from rankcall.errors import WorldMismatchError
@@ -25,16 +24,6 @@ UNKNOWN = "host unknown"
 
 class BarrierTimeout(errors.BarrierTimeout, DistStoreError):
     __doc__ = errors.BarrierTimeout.__doc__
-
-
-class StoreLostError(errors.StoreLostError, DistNetworkError):
-    __doc__ = errors.StoreLostError.__doc__
-
-
-def check_store(store: Store) -> None:
-    """Raise ``TypeError`` if this is not a store."""
-    if not isinstance(store, Store):
-        raise TypeError(f"store must be a torch.distributed.Store; got {type(store).__name__}")
 
 
 def check_prefix(key_prefix: str) -> None:
@@ -64,28 +53,6 @@ def check_rank(rank: int, world_size: int, name: str = "rank") -> None:
         raise ValueError(
             f"{name} {rank} is outside a world of {world_size} (0 to {world_size - 1})"
         )
-
-
-def check_seconds(seconds: float, name: str, least: float = 0.0, positive: bool = True) -> float:
-    """Return seconds as a float; raise ``TypeError`` or ``ValueError`` if this is not a time."""
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"{name} is in seconds; got {seconds!r}")
-    if math.isnan(seconds) or seconds < least or (positive and seconds <= 0):
-        wanted = "positive" if positive else f"at least {least:g}"
-        raise ValueError(f"{name} must be {wanted} seconds; got {seconds}")
-    return float(seconds)
-
-
-def lost(place: str, reason: str) -> StoreLostError:
-    """Return the error that says that the store's host is gone."""
-    is_silent = "Timeout" in reason or "no answer" in reason
-    state = "does not answer (its host is stopped, or cut off)" if is_silent else "is gone"
-    return StoreLostError(
-        f"the store {place} {state}: {reason.splitlines()[0]}. Look at the process that hosts it; "
-        "with rankcall.store.failover() a job goes on without it",
-        host=place.removeprefix("at "),
-        is_silent=is_silent,
-    )
 
 
 def name_of(kind: str, prefix: str, what: str | None) -> str:

@@ -14,10 +14,15 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store, TCPStore
 
-from rankcall._requests import Check, Read, Set, Steps
+from rankcall.c10d.calls import Call
+from rankcall.c10d.client import run
+from rankcall.c10d.connection import clock
+from rankcall.c10d.errors import StoreLostError
+from rankcall.c10d.own_connections import connect_to
+from rankcall.c10d.requests import Check, Read, Set, Steps
+from rankcall.durations import Duration, seconds
 from rankcall.store import _calls
-from rankcall.store._client import Call, clock, connect_to, run
-from rankcall.store._errors import BarrierTimeout, StoreLostError, check_rank, check_seconds
+from rankcall.store._errors import BarrierTimeout, check_rank
 from rankcall.store._protocol import frame, unframe
 
 _SLICE_S = 0.5  # the time after which a rank that makes up for a barrier asks whether others passed
@@ -30,7 +35,7 @@ T = TypeVar("T")
 
 
 def failover(
-    hosts: Sequence[str], serve: int | None = None, *, connect_timeout: float = 10.0
+    hosts: Sequence[str], serve: int | None = None, *, connect_timeout: Duration = 10.0
 ) -> Failover:
     """Use the stores at ``hosts`` (``"address:port"``), one after the other.
 
@@ -49,7 +54,7 @@ def failover(
         raise ValueError("failover needs at least one host")
     if serve is not None:
         check_rank(serve, len(places), "serve")
-    return Failover(_Hosts(places, check_seconds(connect_timeout, "connect_timeout")), serve)
+    return Failover(_Hosts(places, seconds(connect_timeout, "connect_timeout")), serve)
 
 
 def _place_of(text: str) -> tuple[str, int]:
@@ -80,13 +85,13 @@ class _Hosts:
         address, port = self._places[index]
         return TCPStore(address, port, is_master=True, wait_for_workers=False)
 
-    def connect(self, reason: str, seconds: float) -> Store:
+    def connect(self, reason: str, within_s: float) -> Store:
         """Connect to the host in use, or to the next that answers.
 
         Raises ``StoreLostError``, with the ``reason`` why the last one was left, if none does in
         time.
         """
-        until = clock.monotonic() + seconds
+        until = clock.monotonic() + within_s
         while not self.is_over:
             left = max(0.0, min(self.timeout - self._tried, until - clock.monotonic()))
             store = self._ahead.get(self.index) or connect_to(*self._places[self.index], left)
@@ -100,9 +105,9 @@ class _Hosts:
         names = ", ".join(f"{address}:{port}" for address, port in self._places)
         raise StoreLostError(f"no store is left of {names}: {reason}", host=names)
 
-    def later_has(self, key: str, seconds: float) -> bool:
+    def later_has(self, key: str, within_s: float) -> bool:
         """Return whether the store of a later host has a key."""
-        until = clock.monotonic() + seconds
+        until = clock.monotonic() + within_s
         for index in range(self.index + 1, len(self._places)):
             left = max(_LEAST_S, until - clock.monotonic())
             store = self._ahead.get(index) or connect_to(*self._places[index], left)
@@ -145,7 +150,7 @@ class Failover:
         self,
         world_size: int,
         key_prefix: str,
-        barrier_timeout: float = 300,
+        barrier_timeout: Duration = 300,
         rank: int | None = None,
         **named: Any,
     ) -> None:
@@ -153,7 +158,7 @@ class Failover:
         self._call(
             "b",
             key_prefix,
-            check_seconds(barrier_timeout, "barrier_timeout"),
+            seconds(barrier_timeout, "barrier_timeout"),
             lambda store, name, left: _calls.barrier(store, world_size, name, left, rank, **named),
             lambda blob: None,
         )
@@ -164,14 +169,14 @@ class Failover:
         rank: int,
         world_size: int,
         key_prefix: str,
-        timeout: float = 300,
+        timeout: Duration = 300,
         **named: Any,
     ) -> list[bytes]:
         """Do as ``rankcall.store.synchronize``, on the host in use."""
         values = self._call(
             "s",
             key_prefix,
-            check_seconds(timeout, "timeout"),
+            seconds(timeout, "timeout"),
             lambda store, name, left: _calls.synchronize(
                 store, data, rank, world_size, name, left, **named
             ),
@@ -247,10 +252,10 @@ class Failover:
         self._lost = reason
         self._settled.clear()
 
-    def _move(self, seconds: float) -> None:
+    def _move(self, within_s: float) -> None:
         """Go on to the next host, and write there how much this rank has passed."""
-        until = clock.monotonic() + seconds
-        store = self._hosts.connect(self._lost or "", seconds)
+        until = clock.monotonic() + within_s
+        store = self._hosts.connect(self._lost or "", within_s)
 
         def steps() -> Steps[bool]:
             yield Set(_MOVED, b"1")

@@ -4,7 +4,7 @@ docs/design/store.md lists the keys and says why the promises hold. A rank arriv
 line to a log. Then it waits until all have arrived: the store counts them, or the rank reads the
 log. At its deadline any rank reads the log itself, so it needs no other rank to name the missing.
 
-This module makes no request. It yields them: see ``rankcall._requests``.
+This module makes no request. It yields them: see ``rankcall.c10d.requests``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rankcall._requests import (
+from rankcall.c10d.requests import (
     Add,
     Append,
     Arrive,

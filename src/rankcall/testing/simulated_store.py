@@ -46,7 +46,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rankcall._requests import (
+from rankcall.c10d.requests import (
     Add,
     Append,
     Arrive,

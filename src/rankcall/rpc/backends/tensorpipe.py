@@ -20,6 +20,8 @@ from torch.distributed.rpc import (
 )
 from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
+from rankcall.c10d.client import perform
+from rankcall.c10d.parts import publish_once
 from rankcall.rpc.device_maps import Node, device_list, reverse_maps, validate
 from rankcall.rpc.group import (
     bounded,
@@ -30,7 +32,6 @@ from rankcall.rpc.group import (
     undone_on_error,
 )
 from rankcall.rpc.static_membership import StaticGroup, StaticMembership, form_group
-from rankcall.store.parts import perform, publish_once
 
 __all__ = ["construct_rpc_backend_options_handler", "init_backend_handler"]
 

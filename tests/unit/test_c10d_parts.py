@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from stores import kind, ranks, stores_of
 
-from rankcall._requests import Steps
-from rankcall.store.parts import HostNames, Lease, Log, perform, publish_once
+from rankcall.c10d.client import perform
+from rankcall.c10d.parts import HostNames, Lease, Log, publish_once
+from rankcall.c10d.requests import Steps
 from rankcall.testing.simulated_store import (
     LostAnswer,
     Mark,

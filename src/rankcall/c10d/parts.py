@@ -1,9 +1,9 @@
-"""Small parts of protocols, on the same layer as barriers: a log, a lease, a value of one of many.
+"""Small protocols from which others are built: a log, a lease, a value of one of many.
 
 Each is a class or a function whose methods are protocols: generators of requests
-(``rankcall._requests``). ``perform`` runs one on a store, with a deadline. So the same code is
-tried in all orders by ``rankcall.testing.simulated_store``, and a caller with a protocol of its own
-can build it from these.
+(``rankcall.c10d.requests``). ``rankcall.c10d.client.perform`` runs one on a store, with a deadline.
+So the same code is tried in all orders by ``rankcall.testing.simulated_store``, and a caller with a
+protocol of its own can build it from these.
 
 No part compares the clocks of two processes, and none waits for a key that another process may have
 removed. A process that dies at any point leaves nothing behind on which another one waits for ever.
@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
-from torch.distributed import Store
-
-from rankcall._requests import (
+from rankcall.c10d.requests import (
     Check,
     CompareSet,
     Delete,
@@ -29,78 +26,8 @@ from rankcall._requests import (
     Steps,
     Until,
 )
-from rankcall.background import BackgroundCall
-from rankcall.store._client import (
-    Call,
-    Connection,
-    clock,
-    drive,
-    polling,
-    run,
-    separate_connection,
-)
 
-T = TypeVar("T")
-_SLOW_S = 0.5  # for the answer to a request that was made just before the deadline
 _LEASE_POLLS = 20  # looks at another holder's lease, while it lasts
-
-
-def perform(store: Store, timeout: float, steps: Steps[T]) -> T:
-    """Run a protocol on a store. Raises ``StoreLostError`` a second after the timeout."""
-    return run(store, timeout, steps, Call())
-
-
-def perform_shared(store: Store, timeout: float, steps: Steps[T]) -> T:
-    """Run a protocol over the caller's own connection, on a helper thread, with a deadline.
-
-    For a few requests that a store answers at once, soon after the caller has used it: to make a
-    connection, as ``perform`` does, can take seconds and print torch's warnings.
-
-    Raises:
-        StoreLostError: The store has failed, or has not answered shortly after ``timeout``.
-    """
-    call, connection = Call(), Connection(store)
-    until = clock.monotonic() + timeout
-    helper = BackgroundCall(
-        lambda: drive(steps, connection, polling(connection, call, until), call)[1],
-        "rankcall-store",
-    )
-    if not helper.ended(timeout + _SLOW_S):
-        call.is_abandoned = True
-        helper.give_up()
-        raise connection.lost(TimeoutError("no answer in time"))
-    result: T = helper.outcome()
-    return result
-
-
-class Standby:
-    """Runs a protocol on the calling thread, over a connection that it makes for it.
-
-    For a thread that was started beforehand: Python 3.12 starts none while the interpreter exits.
-    Another thread waits for it with a deadline, and then calls ``release``.
-    """
-
-    def __init__(self) -> None:
-        self._call = Call()
-
-    def perform(self, store: Store, timeout: float, steps: Steps[T]) -> T:
-        """Run a protocol. Raises ``StoreLostError`` if the store has failed, or was released."""
-        call = self._call
-        connection = call.connection = separate_connection(store, timeout)
-        try:
-            until = clock.monotonic() + timeout
-            result: T = drive(steps, connection, polling(connection, call, until), call)[1]
-            return result
-        finally:
-            call.connection = None
-            connection.close()
-
-    def release(self) -> None:
-        """Let the thread go on, with an error, unless it still connects.
-
-        Only its own connection ends: the job may still need the others.
-        """
-        self._call.abandon()
 
 
 def publish_once(key: str, value: bytes) -> Steps[bytes]:
