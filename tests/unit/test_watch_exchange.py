@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import Store
 
 from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, no_calls
+from rankcall.c10d import parts
 from rankcall.job import other_nodes
 from rankcall.job.other_nodes import Agreed, Exchange, Unreachable
-from rankcall.store import parts
 from rankcall.testing.simulated_store import (
     Mark,
     Process,
