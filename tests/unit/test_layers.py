@@ -29,7 +29,7 @@ LEVELS = (
         "ranks",
         "_version",
     ),
-    ("process",),
+    ("process", "interpreter"),
     ("files", "c10d"),
     ("ring", "_native"),
     ("imports",),  # other tools' evidence becomes rings, which a run loads

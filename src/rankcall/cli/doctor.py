@@ -19,6 +19,7 @@ import typer
 from rankcall.capture.session import check_torch
 from rankcall.errors import CaptureUnavailableError, CorruptRunError, RankcallError
 from rankcall.files import file_system, is_local
+from rankcall.interpreter import run_command
 from rankcall.ring.layout import Geometry
 from rankcall.run.load import load
 from rankcall.run.paths import live_base
@@ -197,7 +198,7 @@ def _trial() -> Iterator[Finding]:
         folder = Path(scratch)
         (folder / "trial.py").write_text(_TRIAL)
         job = {name: value for name, value in os.environ.items() if name not in _JOB}
-        command = [sys.executable, "-m", "rankcall", "exec", "--run-dir=run", "--"]
+        command = run_command("exec", "--run-dir=run", "--")
         try:
             done = subprocess.run(
                 [*command, sys.executable, "trial.py"],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rankcall.cli.common import say
 from rankcall.errors import RankcallError
+from rankcall.interpreter import run_command
 
 _END_S = 5.0
 
@@ -40,11 +41,11 @@ def page_of(run: Path, address: str, hang_after: float) -> Iterator[None]:
 
         check_extra()
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "rankcall", "serve", str(run.absolute())),
+            run_command(
+                *("serve", str(run.absolute())),
                 *("--host", host, "--port", str(port), "--end-with-parent"),
                 *(["--hang-after", f"{hang_after:g}"] if hang_after else []),
-            ],
+            ),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             start_new_session=True,

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from rankcall.errors import RankcallError
 from rankcall.files import clean
+from rankcall.interpreter import run_command
 
 LIMIT_S = 600.0
 _KEPT_S = 15.0  # a file is offered again without being made anew
@@ -62,7 +61,7 @@ class Downloads:
     def _run(self, kind: Kind, run: Path) -> Path:
         target = Path(tempfile.mkdtemp(dir=self._folder)) / kind.name
         filled = {"RUN": str(run), "FILE": str(target)}
-        command = [sys.executable, "-m", "rankcall", *(filled.get(a, a) for a in kind.arguments)]
+        command = run_command(*(filled.get(a, a) for a in kind.arguments))
         with contextlib.ExitStack() as stack:
             out = None
             if "FILE" not in kind.arguments:
@@ -75,7 +74,6 @@ class Downloads:
                     stderr=subprocess.PIPE,
                     timeout=LIMIT_S,
                     check=False,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise RankcallError(f"{kind.name} cannot be made: {error}") from error

@@ -29,6 +29,7 @@ from rankcall.imports.dumps.files import (
     DumpAnswer,
     contents_of_dump,
 )
+from rankcall.interpreter import run_function
 from rankcall.problems import Problem, ProblemKind
 
 _SMALL_BYTES = 2 << 20  # of all dumps: a process takes as long to start as these to read
@@ -38,10 +39,6 @@ _SECONDS, _SECONDS_OF_BYTE = 60.0, 2e-6  # for a file: far more than it takes on
 _MOST_ENDED = 8  # files that end a worker, before the rest is left out
 _COLLECT_EVERY = 64  # files; in between, the garbage collector is off
 _CHUNK = 1 << 20
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rankcall.imports.dumps.readers import answer_parent; answer_parent(int(sys.argv[2]))"
-)
 
 File = tuple[int, Path]  # a rank, and its dump
 
@@ -139,7 +136,7 @@ class _Worker:
                 listed.write(json.dumps([str(path) for _, path in files]).encode())
                 listed.seek(0)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _CODE, json.dumps(sys.path), str(theirs)],
+                    run_function(__name__, answer_parent.__name__, str(theirs)),
                     stdin=listed,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -207,11 +204,12 @@ class _Worker:
             self.pipe = -1
 
 
-def answer_parent(pipe: int) -> None:
+def answer_parent(descriptor: str) -> None:
     """Read the files that are listed on stdin, and write the answers to a pipe: a worker's program.
 
-    The first answer is None: this process can run the package.
+    The first answer is None: this process can run the package. ``descriptor`` is the pipe's number.
     """
+    pipe = int(descriptor)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.disable()  # it would visit all new objects again and again
     with open(pipe, "wb", buffering=0) as out:
