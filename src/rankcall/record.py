@@ -1,4 +1,4 @@
-"""What one collective is: the table of ops, the ranks that take part, and the fields of its record.
+"""What one collective is: the table of ops, the fields of its record, and the name of each fact.
 
 This is the only definition of the record. The native recorder is built against a header generated
 from it and asserts every offset; the Python recorder and all readers use ``RECORD`` directly.
@@ -197,6 +197,113 @@ COMMIT_WRITING = 0  # the body is being written: nothing in it may be read
 COMMIT_OPEN = 1  # issued; the completion fields are not set
 COMMIT_CLOSING = 2  # the completion fields are being written: all others may be read
 COMMIT_DONE = 3  # nothing more will change
+
+# The vocabulary: each fact about an op has one name, in the ring, in tables (``Run.records``,
+# Parquet, JSON lines), in a hook's ``status.record``, in descriptions' columns, as the label of a
+# metric, in traces and in the documents. The table in docs/records.md is this one: a test compares
+# them. Two interfaces that rankcall replaces have names of their own, and keep them:
+# ``drop_in.py`` has these, and the facts behind them.
+FACTS = {
+    "rank": "The rank that made the record.",
+    "attempt": "torchrun's restart count, from 0.",
+    "host": "The rank's host.",
+    "index": "The index of the record among this rank's records, from 0.",
+    "group": (
+        "torch's name for the process group; `0#2` after a second `init_process_group`. "
+        "Hooks and dumps call it `pg_name`."
+    ),
+    "group_ranks": "The global ranks of the group: `0-3,8` in tables, a list in `status.record`.",
+    "kind": "`collective` or `p2p`.",
+    "seq": (
+        "Counts from 1, in issue order. Collectives are counted per group, so the number is equal "
+        "on all members. p2p ops are counted per (group, source, destination, tag), so the number "
+        "is equal at both ends."
+    ),
+    "op": (
+        "`all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`, `reduce`, `all_to_all`, "
+        "`gather`, `scatter`, `barrier`, `send`, `recv`. Descriptions and metrics also tell apart "
+        "`all_to_all_single`, `monitored_barrier` and the functions that send pickles."
+    ),
+    "variant": (
+        "The name of the c10d op: `allreduce_`, `_allgather_base_`, `recv_any_source_`, ..."
+    ),
+    "message_bytes": "The size of the message: see below.",
+    "in_bytes": "Bytes of the tensors that the op reads on this rank.",
+    "out_bytes": "Bytes of the tensors that the op writes on this rank; `in_bytes` if in place.",
+    "dtype": "Of the first input tensor, or of the output if the op has no input.",
+    "shape": "Of the same tensor.",
+    "tensors": "The number of input tensors (of output tensors, if the op has no input).",
+    "shape_hash": (
+        "Distinguishes the shapes of several tensors, and split sizes; 0 for one tensor or none."
+    ),
+    "reduce_op": (
+        "`sum`, `avg`, `product`, `min`, `max`, `band`, `bor`, `bxor`, `premul_sum`, or null."
+    ),
+    "root": "The global rank of the root, or null.",
+    "peer": (
+        "The global rank at the other end of a message, or null. A receive from any source gets "
+        "its peer and its `seq` when it completes."
+    ),
+    "tag": "The tag of a send or receive.",
+    "async_op": "The caller's argument; null if the op does not have one (sends and receives).",
+    "device": "`cpu`, `cuda:0`, ...",
+    "call_site": (
+        "`file:line` of the nearest frame outside torch and rankcall; if DDP issues the op, the "
+        "line of `backward()`."
+    ),
+    "user_line": (
+        "`file:line` of the nearest frame of the user's own code, if `call_site` is in an "
+        "installed package or in Python's standard library (Lightning, Accelerate, DeepSpeed); "
+        "otherwise null."
+    ),
+    "function": "The function that contains `call_site`.",
+    "api": (
+        "The public function that this line called: `all_reduce`, `batch_isend_irecv`, `backward`."
+    ),
+    "correlation": (
+        "One number for all ops of a call that issues several (`batch_isend_irecv`, the object "
+        "collectives)."
+    ),
+    "thread": "The kernel's id of the issuing thread.",
+    "step": (
+        "The number of optimizer steps that finished before the op was issued (compiled optimizers "
+        "are not counted)."
+    ),
+    "status": "`enqueued` (on a device), `started`, `completed`, `failed`.",
+    "error": "The error message of a failed op.",
+    "abandoned": (
+        "True if the end of the op cannot be known. Its Work was dropped without `wait()` and the "
+        "back end reports the end in no other way; or the op was captured into a graph; or the "
+        "device's back end keeps no status."
+    ),
+    "enqueued_ns": "When the op was issued, in ns of this host's monotonic clock.",
+    "started_ns": (
+        "When the op started, on the same clock. On CPU back ends an op starts when it is issued. "
+        "On a device the start is not known (null)."
+    ),
+    "completed_ns": (
+        "When the op ended, on the same clock; null while it is in flight. On a device, this is "
+        "when rankcall noticed the end, up to two seconds late."
+    ),
+    "device_ms": (
+        "How long the device worked on it, with `RANKCALL_DEVICE_TIMES=1` (experimental, see "
+        "[safety](design/safety.md)); otherwise null."
+    ),
+}
+# What descriptions and exports have beside the columns of a record.
+DERIVED_FACTS = {
+    "enqueued_at": "When the op was issued, in UTC, on the clock that all hosts share.",
+    "enqueued_epoch_ns": "The same by this host's clock, in ns since the epoch.",
+    "device_index": "The index of the device; -1 for the CPU.",
+    "duration_ms": (
+        "How long the op took on this rank, in ms. Null if that is not known: the op is in flight, "
+        "failed, was never waited for, or runs on a device without device times."
+    ),
+    "algbw_gbps": "S / t of nccl-tests, with this rank's own duration, in GB/s.",
+    "busbw_gbps": "`algbw_gbps` times f.",
+    "gpu_serial": "The serial number of the rank's device: the variable `GPU_SERIAL`.",
+    "vm_id": "The name of the rank's machine: the variable `VM_ID`.",
+}
 
 MAX_DIMS = 6
 NO_RANK = -1  # root or peer: does not apply, or not known (an any-source receive in flight)

@@ -217,6 +217,8 @@ def test_nvtx_marks(told: Told) -> None:
             assert len(marks[group]) == len(described)
             for mark, described_later in zip(marks[group], described, strict=True):
                 later = {**described_later, **dict.fromkeys(times)}
+                anywhere = later["name"] == "recv" and "peer_rank" not in mark
+                assert list(mark) == [f for f in later if not (anywhere and f == "peer_rank")]
                 if later["name"] == "recv" and "peer_rank" not in mark:  # from any source
                     later = {**later, "seq": 0}
                     del later["peer_rank"]

@@ -20,13 +20,7 @@ ROOT = Path(rankcall.__file__).parent
 LEVELS = (
     # The ground, which everything may use.
     (
-        "errors",
-        "background",
-        "durations",
-        "handles",
-        "problems",
-        "record",
-        "ranks",
+        *("errors", "background", "durations", "handles", "problems", "record", "drop_in", "ranks"),
         "_version",
     ),
     ("process", "interpreter"),
@@ -57,17 +51,8 @@ ADAPTERS = {
     },
 }
 TORCHLESS = (
-    *(
-        "errors",
-        "durations",
-        "problems",
-        "record",
-        "ranks",
-        "process",
-        "files",
-        "ring",
-        "run",
-    ),
+    *("errors", "durations", "problems", "record", "drop_in", "ranks", "process", "files"),
+    *("ring", "run"),
     "imports",
     *("analysis", "report", "export", "trace", "serve"),
 )

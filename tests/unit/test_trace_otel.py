@@ -31,7 +31,7 @@ def test_otel_metrics_and_spans_in_memory() -> None:
     tracers.add_span_processor(SimpleSpanProcessor(spans))
     meters = MeterProvider([reader], shutdown_on_exit=False)
     sink = OpenTelemetry(meters, tracers, span_every=20)
-    flying = some(1, issued_ns=np.array([0]), in_flight=np.array([True]))
+    flying = some(1, enqueued_epoch_ns=np.array([0]), in_flight=np.array([True]))
     sink.open(Origin(3, 4, 3, 1, "node-a", None, lambda: flying))
     for first in range(0, COUNT, 100):
         sink.write(some(100, first))

@@ -24,7 +24,7 @@ from rankcall.trace.sinks.metrics import OTHER, Keys
 def prometheus() -> Iterator[Prometheus]:
     """Return an endpoint on a free port that has some ops, one of them in flight."""
     sink = Prometheus(0)
-    flying = some(1, issued_ns=np.array([0]), in_flight=np.array([True]))
+    flying = some(1, enqueued_epoch_ns=np.array([0]), in_flight=np.array([True]))
     rank_origin = Origin(3, 4, 3, 1, 'node "a"\n', None, lambda: flying)
     sink.open(rank_origin)
     sink.write(some(200))
@@ -81,7 +81,7 @@ def test_prometheus_tells_what_failed_and_what_was_dropped(prometheus: Prometheu
     pytest.importorskip("prometheus_client")
     before = scrape(prometheus)
     failed = np.array([True, False, True, False])
-    batch = some(4, failed=failed, message_size=np.full(4, 64))
+    batch = some(4, failed=failed, message_bytes=np.full(4, 64))
     prometheus.write(replace(batch, dropped=7))
     after = scrape(prometheus)
 

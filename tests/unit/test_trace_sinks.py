@@ -24,7 +24,7 @@ from rankcall.trace import (
     Stdout,
     sinks,
 )
-from rankcall.trace.descriptions import Descriptions, Kind, Teller
+from rankcall.trace.descriptions import DescribedCall, Descriptions, Teller
 from rankcall.trace.sinks import RETRY_SECONDS, Guarded, make_sink
 from rankcall.trace.switches import settle
 
@@ -76,22 +76,41 @@ def test_lines_are_what_json_makes_of_the_dicts() -> None:
     for first in range(8):  # columns in which nothing differs are written another way
         single = some(1, first)
         columns = {name: np.repeat(column, 3) for name, column in single.columns.items()}
-        alike = Descriptions(single.teller, single.kinds, columns)
+        alike = Descriptions(single.teller, single.calls, columns)
         assert [json.loads(line) for line in alike.lines().splitlines()] == list(alike)
         alike.columns["seq"][1] += 1
         assert [json.loads(line) for line in alike.lines().splitlines()] == list(alike)
 
 
 def test_the_frame_says_the_same() -> None:
-    """As a table: text for devices and ranks, null if a field does not apply."""
-    kinds = (Kind("send", "a.py:1", "0", (0, 1, 2, 5)),) * 2
-    batch = Descriptions(Teller(3), kinds, some(50).columns)
-    for row, description in zip(batch.frame().to_dicts(), batch, strict=True):
+    """As a table: the facts, and the fields of a description; null if one does not apply."""
+    calls = (DescribedCall("send", "a.py:1", "0", (0, 1, 2, 5)),) * 2
+    batch = Descriptions(Teller(3), calls, some(50).columns)
+    rows = batch.frame().to_dicts()
+    for row, facts, description in zip(rows, batch.facts(), batch, strict=True):
         assert row.pop("group_ranks") == "0-2,5"
-        description.pop("group_ranks")
+        del facts["group_ranks"], description["group_ranks"]
+        assert {name: row[name] for name in facts if name in row} == {
+            name: value for name, value in facts.items() if name in row
+        }
+        assert facts.keys() - row.keys() == {"in_flight", "failed", "prints", "first"}
         assert row.pop("device") == str(description.pop("device"))
         assert {name: value for name, value in row.items() if name in description} == description
-        assert all(row[name] is None for name in row.keys() - description.keys())
+        assert all(row[name] is None for name in row.keys() - description.keys() - facts.keys())
+
+
+def test_names_of_version_0_1() -> None:
+    """They give the same values, and warn."""
+    batch = some(5)
+    for old, new in (("kind", "call"), ("message_size", "message_bytes"), ("peer_rank", "peer")):
+        with pytest.warns(DeprecationWarning, match=f'columns."{old}".* use columns."{new}"'):
+            assert batch.columns[old] is batch.columns[new]
+    with pytest.raises(KeyError):
+        batch.columns["size"]
+    with pytest.warns(DeprecationWarning, match="use Descriptions.calls"):
+        (first, *_) = batch.kinds
+    with pytest.warns(DeprecationWarning, match="use DescribedCall"):
+        assert (first.name, first.source_line) == (first.op, first.call_site)
 
 
 def test_stdout_prints_what_is_its_to_print(capsys: pytest.CaptureFixture[str]) -> None:

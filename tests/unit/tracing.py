@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rankcall.trace import Origin
-from rankcall.trace.descriptions import Descriptions, Kind, Teller
+from rankcall.trace.descriptions import Columns, DescribedCall, Descriptions, Teller
 
 COUNT = 500
 HOSTILE = 'a "quoted" </script>\n\\ \u2028 \x07 é.py:1'
@@ -21,13 +21,13 @@ def some(count: int = 3, first: int = 0, **columns: Any) -> Descriptions:
     """Make descriptions with every kind of value in them."""
     at = np.arange(first, first + count)
     known: dict[str, Any] = {
-        "kind": at % 2,
-        "message_size": at * 1000,
-        "device": np.where(at % 3 == 0, -1, at % 3).astype(np.int16),
-        "issued_ns": 1_700_000_000_000_000_000 + at * 400_000_000,
-        "peer_rank": np.where(at % 4 == 1, at % 5, -1),
-        "root_rank": np.where(at % 4 == 2, at % 5, -1),
-        "correlation_id": np.where(at % 4 == 3, at + 7, 0),
+        "call": at % 2,
+        "message_bytes": at * 1000,
+        "device_index": np.where(at % 3 == 0, -1, at % 3).astype(np.int16),
+        "enqueued_epoch_ns": 1_700_000_000_000_000_000 + at * 400_000_000,
+        "peer": np.where(at % 4 == 1, at % 5, -1),
+        "root": np.where(at % 4 == 2, at % 5, -1),
+        "correlation": np.where(at % 4 == 3, at + 7, 0),
         "seq": at + 1,
         "dtype": (at % 26).astype(np.uint8),
         "duration_ms": np.where(at % 7 == 6, np.nan, at * 1e-6),
@@ -39,11 +39,11 @@ def some(count: int = 3, first: int = 0, **columns: Any) -> Descriptions:
         "prints": at % 2 == 0,
         "first": np.ones(count, np.bool_),
     }
-    kinds = (
-        Kind("all_reduce", HOSTILE, "0", (0, 1, 2)),
-        Kind("send", "b.py:2", HOSTILE, tuple(range(100))),
+    calls = (
+        DescribedCall("all_reduce", HOSTILE, "0", (0, 1, 2)),
+        DescribedCall("send", "b.py:2", HOSTILE, tuple(range(100))),
     )
-    return Descriptions(Teller(3, 'g"p', "vm"), kinds, {**known, **columns})
+    return Descriptions(Teller(3, 'g"p', "vm"), calls, Columns({**known, **columns}))
 
 
 def origin(tmp_path: Path | None = None, rank: int = 3) -> Origin:

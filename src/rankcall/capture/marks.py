@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from rankcall.record import BATCH, DTYPES, OBJECT_CALLS, PICKLE_DTYPE, ROOT_DESCRIBES
+from rankcall.drop_in import description
+from rankcall.record import BATCH, DTYPES, NO_RANK, OBJECT_CALLS, PICKLE_DTYPE, ROOT_DESCRIBES
 from rankcall.ring.tables import CallSite, Group
 
 
@@ -43,10 +44,6 @@ class Marks:
     vm_id: str
     span: Span | None
 
-    def about(self) -> str:
-        """Return the fields that are the same in every description, as JSON without braces."""
-        return json.dumps({"gpu_serial": self.gpu_serial, "vm_id": self.vm_id})[1:-1]
-
 
 def span_of(marks: Marks, group: Group) -> tuple[bool, bytes]:
     """Return whether a group crosses hosts, and of each member whether it is elsewhere."""
@@ -60,7 +57,8 @@ class FallbackMarks:
     """Calls the tool at the issue of each op, on the issuing thread."""
 
     def __init__(self, marks: Marks) -> None:
-        self._only_across, self._about = marks.span is not None, marks.about()
+        self._only_across = marks.span is not None
+        self._gpu_serial, self._vm_id = marks.gpu_serial, marks.vm_id
         self._spans: dict[Group, tuple[bool, bytes]] = {}
         self._mark = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(marks.functions.mark)
         self._begin = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_char_p)(marks.functions.begin)
@@ -117,30 +115,29 @@ class FallbackMarks:
         group: Group,
         me: int,
     ) -> str:
-        ranks = group.ranks
-        known = {
-            "peer_rank": ranks[fields["peer"]] if 0 <= fields["peer"] < len(ranks) else None,
-            "root_rank": ranks[fields["root"]] if 0 <= fields["root"] < len(ranks) else None,
-            "correlation_id": fields["correlation"] if together else None,
-        }
-        device = fields["device"]
-        head = {
-            "name": name,
-            "rank": ranks[me] if ranks else -1,
-            "source_line": str(site or "unknown"),
-            "message_size": size,
-            "device": "cpu" if device < 0 else device,
-            "timestamp": int(time.time()),
-        }
-        tail = {
-            "group_ranks": list(ranks),
-            **{field: value for field, value in known.items() if value is not None},
+        facts = {
+            "op": name,
+            "rank": group.ranks[me] if group.ranks else NO_RANK,
+            "call_site": str(site or "unknown"),
+            "message_bytes": size,
+            "device_index": fields["device"],
+            "enqueued_epoch_ns": time.time_ns(),
+            "gpu_serial": self._gpu_serial,
+            "vm_id": self._vm_id,
+            "group_ranks": list(group.ranks),
+            "peer": _global_rank(group, fields["peer"]),
+            "root": _global_rank(group, fields["root"]),
+            "correlation": fields["correlation"] if together else None,
             "seq": fields["seq"],
             "group": group.label,
             "dtype": DTYPES[fields["dtype"]],
-            "duration_ms": None,
+            "duration_ms": None,  # known when the op ends
             "algbw_gbps": None,
             "busbw_gbps": None,
             "step": fields["step"],
         }
-        return f"{json.dumps(head)[:-1]}, {self._about}, {json.dumps(tail)[1:]}"
+        return json.dumps(description(facts))
+
+
+def _global_rank(group: Group, local: int) -> int | None:
+    return group.ranks[local] if 0 <= local < len(group.ranks) else None

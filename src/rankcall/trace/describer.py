@@ -29,7 +29,7 @@ from rankcall.record import (
 from rankcall.ring.follower import Flags
 from rankcall.ring.reader import Ring
 from rankcall.ring.tables import Group, Tables
-from rankcall.trace.descriptions import Descriptions, Kind, Teller
+from rankcall.trace.descriptions import Columns, DescribedCall, Descriptions, Teller
 from rankcall.trace.order import Order
 from rankcall.trace.switches import Mode, mode_of
 
@@ -45,7 +45,7 @@ _SIZED = ("op", "message_bytes", "in_bytes", "out_bytes")
 class _Known(NamedTuple):
     """The fields that all records of one (variant, call site, group) share."""
 
-    kind: Kind
+    call: DescribedCall
     group: Group
     is_object: bool
     correlates: bool
@@ -114,13 +114,13 @@ class Describer:
         ).astype(np.bool_)
         p2p, root = rows["kind"] == _P2P, rows["root"]
         columns: dict[str, Column] = {
-            "kind": which,
-            "message_size": np.where(lengths, 0, rows["message_bytes"]).astype(np.int64),
-            "device": rows["device_index"].copy(),
-            "issued_ns": rows["enqueued_ns"] + self.epoch_ns,
-            "peer_rank": _global(rows["peer"], known, which),
-            "root_rank": _global(root, known, which),
-            "correlation_id": np.where(together, rows["correlation"], 0).astype(np.int64),
+            "call": which,
+            "message_bytes": np.where(lengths, 0, rows["message_bytes"]).astype(np.int64),
+            "device_index": rows["device_index"].copy(),
+            "enqueued_epoch_ns": rows["enqueued_ns"] + self.epoch_ns,
+            "peer": _global(rows["peer"], known, which),
+            "root": _global(root, known, which),
+            "correlation": np.where(together, rows["correlation"], 0).astype(np.int64),
             "seq": rows["seq"].astype(np.int64),
             "dtype": rows["dtype"].copy(),
             "duration_ms": duration,
@@ -132,10 +132,10 @@ class Describer:
             "prints": p2p | np.where(root >= 0, root == place, place <= 0),
             "first": np.ones(len(rows), np.bool_),
         }
-        kinds = tuple(meaning.kind for meaning in known)
+        calls = tuple(meaning.call for meaning in known)
         if (coalesced & (rows["tensors"] > 1)).any():
             columns = _each_tensor(columns, rows, coalesced, tables)
-        return Descriptions(self.teller, kinds, columns, dropped)
+        return Descriptions(self.teller, calls, Columns(columns), dropped)
 
 
 def describe(ring: Ring, mode: str | Mode = Mode.ALL, span: Span | None = None) -> Descriptions:
@@ -186,8 +186,10 @@ def _meaning(row: Rows, tables: Tables) -> _Known:
     api = site.api if site is not None else ""
     is_object = api in OBJECT_CALLS
     name = api if is_object else public_name(variant) or "unknown"
-    kind = Kind(name, str(site) if site is not None else "unknown", group.label, group.ranks)
-    return _Known(kind, group, is_object, api == BATCH, "coalesced" in variant)
+    call = DescribedCall(
+        name, str(site) if site is not None else "unknown", group.label, group.ranks
+    )
+    return _Known(call, group, is_object, api == BATCH, "coalesced" in variant)
 
 
 def _by(known: list[_Known], which: Column, value: object) -> Column:
@@ -248,7 +250,7 @@ def _each_tensor(
         numels = tables.numels.get(int(rows["shape_hash"][at]), ())
         total = sum(numels)
         if len(numels) == int(rows["tensors"][at]) and total:
-            size = int(columns["message_size"][at])
+            size = int(columns["message_bytes"][at])
             shares[at] = [size * numel // total for numel in numels]
             times[at] = len(numels)
     place = np.repeat(np.arange(len(rows)), times)
@@ -256,6 +258,6 @@ def _each_tensor(
     begins = np.cumsum(times) - times
     for at, parts in shares.items():
         here = slice(int(begins[at]), int(begins[at]) + len(parts))
-        spread["message_size"][here] = parts
+        spread["message_bytes"][here] = parts
         spread["first"][here][1:] = False
     return spread

@@ -1,4 +1,8 @@
-"""From records to descriptions: names, sizes, bandwidths, and the batches that sinks get."""
+"""The batches that sinks get: descriptions as columns, as a table, as dictionaries and as lines.
+
+Columns and tables use the names of ``record.FACTS``. The dictionaries and lines have the names of
+``drop_in.DESCRIPTION``, which also gives the marks that are made at issue their fields.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,16 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.record import (
-    DTYPES,
-    NO_RANK,
-)
+from rankcall.drop_in import DESCRIPTION, NS_PER_S, Field, description
+from rankcall.errors import warn_renamed
+from rankcall.ranks import format_ranks
+from rankcall.record import DTYPES, NO_RANK
 
 if TYPE_CHECKING:
     import polars as pl
@@ -24,15 +29,31 @@ Description = dict[str, Any]
 Part = Union[str, "pl.Series"]
 Column = npt.NDArray[Any]
 
+# The values in columns that stand for "does not apply"; a dictionary has None instead.
+_ABSENT = {"peer": NO_RANK, "root": NO_RANK, "correlation": 0}
+_REALS = ("duration_ms", "algbw_gbps", "busbw_gbps")
+
 
 @dataclass(frozen=True)
-class Kind:
-    """The fields that all descriptions of one op, from one source line, in one group share."""
+class DescribedCall:
+    """The facts that all descriptions of one op, from one call site, in one group share."""
 
-    name: str
-    source_line: str
+    op: str
+    call_site: str
     group: str
     group_ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Deprecated: ``op``."""
+        warn_renamed("Kind.name", "DescribedCall.op")
+        return self.op
+
+    @property
+    def source_line(self) -> str:
+        """Deprecated: ``call_site``."""
+        warn_renamed("Kind.source_line", "DescribedCall.call_site")
+        return self.call_site
 
 
 @dataclass(frozen=True)
@@ -44,100 +65,118 @@ class Teller:
     vm_id: str = "unknown"
 
 
+class Columns(dict[str, Column]):
+    """Arrays by name. A name of version 0.1 finds the same array, with a ``DeprecationWarning``."""
+
+    def __missing__(self, name: str) -> Column:
+        new = _OLD_COLUMNS.get(name)
+        if new is None:
+            raise KeyError(name)
+        warn_renamed(f'columns["{name}"]', f'columns["{new}"]')
+        return self[new]
+
+
+_OLD_COLUMNS = {
+    "kind": "call",
+    "issued_ns": "enqueued_epoch_ns",
+    "message_size": "message_bytes",
+    "device": "device_index",
+    "peer_rank": "peer",
+    "root_rank": "root",
+    "correlation_id": "correlation",
+}
+
+
 @dataclass(frozen=True)
 class Descriptions:
     """Some descriptions of one rank, in issue order per group. Iterating yields them as dicts.
 
     Attributes:
         teller: The rank that describes.
-        kinds: The distinct kinds, to which the column ``kind`` refers.
-        columns: Arrays with one element for each description: ``kind`` (an index into ``kinds``),
-            ``message_size``, ``device`` (-1: cpu), ``issued_ns`` (since the epoch), ``peer_rank``
-            and ``root_rank`` (-1: no such rank), ``correlation_id`` (0: not correlated), ``seq``,
-            ``dtype`` (a code), ``duration_ms``, ``algbw_gbps``, ``busbw_gbps`` (NaN: unknown),
-            ``step``, ``in_flight``, ``failed``, ``prints`` (whether this rank prints it) and
-            ``first`` (false for the second and later tensors of one coalesced op).
+        calls: The distinct calls, to which the column ``call`` refers.
+        columns: Arrays with one element for each description: ``call`` (an index into ``calls``),
+            ``message_bytes``, ``device_index`` (-1: the CPU), ``enqueued_epoch_ns``, ``peer`` and
+            ``root`` (-1: no such rank), ``correlation`` (0: not correlated), ``seq``, ``dtype`` (a
+            code), ``duration_ms``, ``algbw_gbps``, ``busbw_gbps`` (NaN: unknown), ``step``,
+            ``in_flight``, ``failed``, ``prints`` (whether this rank prints it) and ``first`` (false
+            for the second and later tensors of one coalesced op).
         dropped: How many ops were missed before the first of these.
     """
 
     teller: Teller
-    kinds: tuple[Kind, ...]
-    columns: dict[str, Column]
+    calls: tuple[DescribedCall, ...]
+    columns: Columns
     dropped: int = 0
 
+    @property
+    def kinds(self) -> tuple[DescribedCall, ...]:
+        """Deprecated: ``calls``."""
+        warn_renamed("Descriptions.kinds", "Descriptions.calls")
+        return self.calls
+
     def __len__(self) -> int:
-        return len(self.columns["kind"])
+        return len(self.columns["call"])
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Descriptions:
         """Return the descriptions whose element of ``wanted`` is true."""
         if wanted.all():
             return self
-        columns = {name: column[wanted] for name, column in self.columns.items()}
-        return Descriptions(self.teller, self.kinds, columns, self.dropped)
+        columns = Columns({name: column[wanted] for name, column in self.columns.items()})
+        return Descriptions(self.teller, self.calls, columns, self.dropped)
 
     def __iter__(self) -> Iterator[Description]:
+        return map(description, self.facts())
+
+    def facts(self) -> Iterator[dict[str, Any]]:
+        """Yield each op's facts, by the names that records have. What does not apply is None."""
+        shared = [self._of_call(call) for call in self.calls]
         lists = {name: column.tolist() for name, column in self.columns.items()}
         for at in range(len(self)):
-            yield self._describe({name: values[at] for name, values in lists.items()})
+            row = {name: values[at] for name, values in lists.items()}
+            yield {
+                **shared[row.pop("call")],
+                **row,
+                **{name: _known(row[name], absent) for name, absent in _ABSENT.items()},
+                **{name: _number(row[name]) for name in _REALS},
+                "dtype": DTYPES[row["dtype"]],
+            }
 
-    def _describe(self, row: dict[str, Any]) -> Description:
-        kind, teller = self.kinds[row["kind"]], self.teller
-        applies = {
-            "peer_rank": row["peer_rank"] != NO_RANK,
-            "root_rank": row["root_rank"] != NO_RANK,
-            "correlation_id": row["correlation_id"] != 0,
-        }
-        return {
-            "name": kind.name,
-            "rank": teller.rank,
-            "source_line": kind.source_line,
-            "message_size": row["message_size"],
-            "device": "cpu" if row["device"] < 0 else row["device"],
-            "timestamp": row["issued_ns"] // 1_000_000_000,
-            "gpu_serial": teller.gpu_serial,
-            "vm_id": teller.vm_id,
-            "group_ranks": list(kind.group_ranks),
-            **{name: row[name] for name, has_value in applies.items() if has_value},
-            "seq": row["seq"],
-            "group": kind.group,
-            "dtype": DTYPES[row["dtype"]],
-            **{name: _number(row[name]) for name in ("duration_ms", "algbw_gbps", "busbw_gbps")},
-            "step": row["step"],
-        }
+    def _of_call(self, call: DescribedCall) -> dict[str, Any]:
+        """Return the facts that do not differ within a call, from the whole batch or from it."""
+        return {**vars(self.teller), **vars(call), "group_ranks": list(call.group_ranks)}
 
     # --- as a table and as text, made by Polars, which does not hold the GIL while it works ---
 
     def frame(self) -> pl.DataFrame:
-        """Return a table with a column for each field (``device`` as text, ranks as ``0-3,8``)."""
+        """Return a table with a column for each fact (ranks as ``0-3,8``).
+
+        Until version 0.3 it also has the columns of version 0.1, by the names of a description.
+        """
         import polars as pl
 
-        from rankcall.ranks import format_ranks
-
         columns, count = self.columns, len(self)
-        device = pl.Series(columns["device"])
-        return pl.DataFrame(
-            {
-                "name": self._of_kind(lambda kind: kind.name),
-                "rank": pl.repeat(self.teller.rank, count, dtype=pl.Int32, eager=True),
-                "source_line": self._of_kind(lambda kind: kind.source_line),
-                "message_size": columns["message_size"],
-                "device": device.cast(pl.String).set(device < 0, "cpu"),
-                "timestamp": columns["issued_ns"] // 1_000_000_000,
-                "gpu_serial": pl.repeat(self.teller.gpu_serial, count, eager=True),
-                "vm_id": pl.repeat(self.teller.vm_id, count, eager=True),
-                "group_ranks": self._of_kind(lambda kind: format_ranks(kind.group_ranks)),
-                **{name: _absent(columns[name], NO_RANK) for name in ("peer_rank", "root_rank")},
-                "correlation_id": _absent(columns["correlation_id"], 0),
-                "seq": columns["seq"],
-                "group": self._of_kind(lambda kind: kind.group),
-                "dtype": pl.Series(DTYPES).gather(columns["dtype"].astype(np.uint32)),
-                **{
-                    name: pl.Series(columns[name]).fill_nan(None)
-                    for name in ("duration_ms", "algbw_gbps", "busbw_gbps")
-                },
-                "step": columns["step"],
-            }
-        )
+        device, seconds = pl.Series(columns["device_index"]), columns["enqueued_epoch_ns"]
+        facts: dict[str, Any] = {
+            "op": self._text(lambda call: call.op),
+            "rank": pl.repeat(self.teller.rank, count, dtype=pl.Int32, eager=True),
+            "call_site": self._text(lambda call: call.call_site),
+            "message_bytes": columns["message_bytes"],
+            "device_index": device,
+            "enqueued_epoch_ns": columns["enqueued_epoch_ns"],
+            "gpu_serial": pl.repeat(self.teller.gpu_serial, count, eager=True),
+            "vm_id": pl.repeat(self.teller.vm_id, count, eager=True),
+            "group_ranks": self._text(lambda call: format_ranks(call.group_ranks)),
+            **{name: _absent(columns[name], absent) for name, absent in _ABSENT.items()},
+            "seq": columns["seq"],
+            "group": self._text(lambda call: call.group),
+            "dtype": pl.Series(DTYPES).gather(columns["dtype"].astype(np.uint32)),
+            **{name: pl.Series(columns[name]).fill_nan(None) for name in _REALS},
+            "step": columns["step"],
+        }
+        old = {field.name: facts[field.fact] for field in DESCRIPTION if field.name not in facts}
+        old["device"] = device.cast(pl.String).set(device < 0, "cpu")
+        old["timestamp"] = seconds // NS_PER_S
+        return pl.DataFrame({**facts, **old})
 
     def lines(self) -> bytes:
         """Return one JSON object per line, with the same text as ``json.dumps`` of each dict."""
@@ -154,48 +193,56 @@ class Descriptions:
         return text.getvalue()
 
     def _parts(self) -> Iterator[Part]:
-        """Yield the parts of a line from left to right."""
-        columns = self.columns
-        yield self._shared(self._head)
-        yield from (', "message_size": ', _numbers(columns["message_size"]))
-        yield from (', "device": ', _devices(columns["device"]))
-        yield from (', "timestamp": ', _numbers(columns["issued_ns"] // 1_000_000_000))
-        yield self._shared(self._ranks)
-        yield _where_it_applies("peer_rank", columns["peer_rank"], NO_RANK)
-        yield _where_it_applies("root_rank", columns["root_rank"], NO_RANK)
-        yield _where_it_applies("correlation_id", columns["correlation_id"], 0)
-        yield from (', "seq": ', _numbers(columns["seq"]))
-        yield self._shared(lambda kind: f', "group": {json.dumps(kind.group)}')
-        yield from (', "dtype": ', _chosen([f'"{name}"' for name in DTYPES], columns["dtype"]))
-        for name in ("duration_ms", "algbw_gbps", "busbw_gbps"):
-            yield from (f', "{name}": ', _reals(columns[name]))
-        yield from (', "step": ', _numbers(columns["step"]), "}")
+        """Yield the parts of a line from left to right.
 
-    def _head(self, kind: Kind) -> str:
-        head = {"name": kind.name, "rank": self.teller.rank, "source_line": kind.source_line}
-        return json.dumps(head)[:-1]
+        Neighbouring fields that are the same within a call become one part, because a column of
+        strings costs time.
+        """
+        shared = [self._of_call(call) for call in self.calls]
+        separator = "{"
+        for is_column, group in groupby(DESCRIPTION, lambda field: field.fact in self.columns):
+            fields = list(group)
+            if is_column:
+                for field in fields:
+                    yield from self._column(field, separator)
+            else:
+                texts = [_text_of(fields, facts) for facts in shared]
+                yield _chosen([separator + text for text in texts], self.columns["call"])
+            separator = ", "
+        yield "}"
 
-    def _ranks(self, kind: Kind) -> str:
-        teller = self.teller
-        part = {
-            "gpu_serial": teller.gpu_serial,
-            "vm_id": teller.vm_id,
-            "group_ranks": kind.group_ranks,
-        }
-        return f", {json.dumps(part)[1:-1]}"
+    def _column(self, field: Field, separator: str) -> Iterator[Part]:
+        """Yield the parts of a field that differs within a call: its key and its values."""
+        key, column = f'{separator}"{field.name}": ', self.columns[field.fact]
+        if field.is_optional:
+            yield _where_it_applies(key, column, _ABSENT[field.fact])
+            return
+        yield key
+        if field.fact == "dtype":
+            yield _chosen([f'"{name}"' for name in DTYPES], column)
+        elif field.fact == "device_index":
+            yield _devices(column)
+        elif field.fact == "enqueued_epoch_ns":
+            yield _numbers(column // NS_PER_S)
+        elif field.fact in _REALS:
+            yield _reals(column)
+        else:
+            yield _numbers(column)
 
-    def _shared(self, text: Callable[[Kind], str]) -> Part:
-        return _chosen([text(kind) for kind in self.kinds], self.columns["kind"])
-
-    def _of_kind(self, text: Callable[[Kind], str]) -> pl.Series:
-        """Return a text for each description that depends only on its kind."""
+    def _text(self, text: Callable[[DescribedCall], str]) -> pl.Series:
+        """Return a text for each description that depends only on its call."""
         import polars as pl
 
-        texts = pl.Series([text(kind) for kind in self.kinds], dtype=pl.String)
-        return texts.gather(self.columns["kind"].astype(np.uint32))
+        texts = pl.Series([text(call) for call in self.calls], dtype=pl.String)
+        return texts.gather(self.columns["call"].astype(np.uint32))
 
 
-NOTHING = Descriptions(Teller(NO_RANK), (), {"kind": np.empty(0, np.int64)})
+NOTHING = Descriptions(Teller(NO_RANK), (), Columns({"call": np.empty(0, np.int64)}))
+
+
+def _text_of(fields: Iterable[Field], facts: dict[str, Any]) -> str:
+    return json.dumps({field.name: facts[field.fact] for field in fields})[1:-1]
+
 
 # --- Parts of lines. A part that is the same in the whole batch is one string, because a column of
 # --- strings costs time.
@@ -245,21 +292,25 @@ def _devices(column: Column) -> Part:
     return texts.set(pl.Series(column < 0), '"cpu"')
 
 
-def _where_it_applies(name: str, column: Column, nothing: int) -> Part:
+def _where_it_applies(key: str, column: Column, absent: int) -> Part:
     import polars as pl
 
-    if (column == nothing).all():
+    if (column == absent).all():
         return ""
-    texts: pl.Series = f', "{name}": ' + pl.Series(column).cast(pl.String)
-    return texts.set(pl.Series(column == nothing), "")
+    texts: pl.Series = key + pl.Series(column).cast(pl.String)
+    return texts.set(pl.Series(column == absent), "")
+
+
+def _known(value: int, absent: int) -> int | None:
+    return None if value == absent else value
 
 
 def _number(value: float) -> float | None:
     return value if value == value else None
 
 
-def _absent(column: Column, nothing: int) -> pl.Series:
+def _absent(column: Column, absent: int) -> pl.Series:
     import polars as pl
 
     series = pl.Series(column)
-    return series.set(series == nothing, None)
+    return series.set(series == absent, None)

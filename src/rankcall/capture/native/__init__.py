@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rankcall import record
+from rankcall import drop_in, record
 from rankcall._native import NativeModule
 from rankcall.capture import interface
 from rankcall.capture.device_status import DeviceOp, device_times_wanted
@@ -39,7 +39,7 @@ _module: ModuleType | None = None
 
 
 def layout_header() -> str:
-    """Return ``layout.h``: codes, the table of ops, header offsets, and checks of the record."""
+    """Return ``layout.h``: codes, the table of ops, offsets, names of fields, and checks."""
     codes = {f"k{_camel(name)}": code for code, name in enumerate(record.OPS)}
     messages = {f"kMessage{_camel(name)}": code for code, name in enumerate(record.MESSAGES)}
     constants = {
@@ -73,15 +73,16 @@ def layout_header() -> str:
         "kNativeHeartbeat": layout.offset_of("native_heartbeat_ns"),
     }
     lines = [
-        "// Generated from record.py and ring/layout.py by layout_header.",
+        "// Generated from record.py, drop_in.py and ring/layout.py by layout_header.",
         "#pragma once",
         "#include <cstddef>",
         "namespace rankcall::layout {",
         *(f"constexpr unsigned {name} = {value};" for name, value in constants.items()),
-        "// By op code: the columns of rankcall/ops.py that the recorder needs.",
+        "// By op code: the columns of record.py's table that the recorder needs.",
         _array("kMessages", [record.MESSAGES.index(op.message) for op in record.TABLE]),
         _array("kP2pOps", [op.waits == "peer" for op in record.TABLE]),
         _array("kRootDescribes", [op.root_describes for op in record.TABLE]),
+        *_names_of_others(),
         "}",
         "#define RANKCALL_ASSERT_LAYOUT(R) \\",
         f'  static_assert(sizeof(R) == {record.RECORD.itemsize}, "record size"); \\',
@@ -89,6 +90,22 @@ def layout_header() -> str:
     for name, (_, offset) in (record.RECORD.fields or {}).items():  # type: ignore[misc]
         lines.append(f'  static_assert(offsetof(R, {name}) == {offset}, "{name}"); \\')
     return "\n".join(lines) + "\n\n"
+
+
+def _names_of_others() -> list[str]:
+    """Return the fields of descriptions and of statuses, in their order: see ``drop_in.py``."""
+    facts = [f"k{_camel(field.fact)}" for field in drop_in.DESCRIPTION]
+    fields = [
+        f'{{"\\"{field.name}\\": ", Fact::{fact}}}'
+        for field, fact in zip(drop_in.DESCRIPTION, facts, strict=True)
+    ]
+    names = [f'"{name}"' for name in drop_in.STATUS]
+    return [
+        f"enum class Fact {{ {', '.join(facts)} }};",
+        "struct Field { const char* key; Fact fact; };",
+        f"constexpr Field kDescription[] = {{{', '.join(fields)}}};",
+        f"constexpr const char* kStatusFields[] = {{{', '.join(names)}}};",
+    ]
 
 
 def _array(name: str, values: Sequence[int]) -> str:
@@ -264,7 +281,8 @@ class NativeCapture:
         self._native.marks(
             self._recorder,
             tuple(marks.functions),
-            marks.about(),
+            json.dumps(marks.gpu_serial),
+            json.dumps(marks.vm_id),
             list(DTYPES),
             variants,
             [public_name(variant) for variant in variants],

@@ -1,5 +1,6 @@
-// Call a tool at the issue of each op, on the issuing thread. FallbackMarks in capture/interface.py does
-// the same for the fallback capture.
+// Call a tool at the issue of each op, on the issuing thread. FallbackMarks in capture/marks.py does
+// the same for the fallback capture. The fields of a mark, their names and their order are generated
+// from drop_in.py; a test compares both captures' marks with the descriptions that follow them.
 //
 // The tool's C functions come from outside (nvtx_bridge.cpp), so the recorder needs no header of
 // theirs. Off, it costs a load. On, a text is made of parts that Python has prepared, under a lock;
@@ -29,7 +30,7 @@ class Marks {
     void (*end)(uint64_t) = nullptr;
   };
   struct Settings {
-    std::string about;                           // JSON fields that never change
+    std::string gpu_serial, vm_id;               // JSON
     std::vector<std::string> dtypes;             // by code
     std::unordered_map<std::string, std::string> names;  // public ones, by c10d op
     std::unordered_set<std::string> object_calls;
@@ -124,44 +125,85 @@ class Marks {
     return group.elsewhere[peer] != 0;
   }
 
+  // What the fields of a mark are made of.
+  struct Marked {
+    const Record& record;
+    const std::string& name;
+    const Site& site;
+    const GroupText& group;
+    int32_t rank;
+    uint64_t bytes;
+    bool together;  // the op is one of several that a call has issued
+  };
+
   // One mark, or one for each tensor of a coalesced op.
   void mark_each(const Record& record, const std::string& name, const Site& site, const GroupText& group,
                  int32_t rank) {
     const auto numels = record.tensors > 1 ? numels_.find(record.shape_hash) : numels_.end();
     if (numels == numels_.end() || numels->second.size() != record.tensors) {
-      mark(record, name, site, group, rank, record.message_bytes, site.api == settings_.batch);
+      mark({record, name, site, group, rank, record.message_bytes, site.api == settings_.batch});
       return;
     }
     int64_t total = 0;
     for (const int64_t numel : numels->second) total += numel;
     for (const int64_t numel : numels->second) {
       const auto size = static_cast<unsigned __int128>(record.message_bytes) * static_cast<uint64_t>(numel);
-      mark(record, name, site, group, rank, static_cast<uint64_t>(size / static_cast<uint64_t>(total ? total : 1)), true);
+      const auto share = static_cast<uint64_t>(size / static_cast<uint64_t>(total ? total : 1));
+      mark({record, name, site, group, rank, share, true});
     }
   }
 
-  void mark(const Record& record, const std::string& name, const Site& site, const GroupText& group, int32_t rank,
-            uint64_t size, bool together) {
+  void mark(const Marked& op) {
     thread_local std::string text;
-    text.assign("{\"name\": \"").append(name).append("\", \"rank\": ");
-    number(text, rank);
-    text.append(", \"source_line\": ").append(site.source).append(", \"message_size\": ");
-    number(text, size);
-    text.append(", \"device\": ");
-    if (record.device_index < 0) text.append("\"cpu\"");
-    else number(text, record.device_index);
-    text.append(", \"timestamp\": ");
-    number(text, static_cast<int64_t>(std::time(nullptr)));
-    text.append(", ").append(settings_.about).append(", \"group_ranks\": ").append(group.ranks_text);
-    global(text, ", \"peer_rank\": ", record.peer, group);
-    global(text, ", \"root_rank\": ", record.root, group);
-    if (together) number(text.append(", \"correlation_id\": "), record.correlation);
-    number(text.append(", \"seq\": "), record.seq);
-    text.append(", \"group\": ").append(group.label).append(", \"dtype\": \"");
-    if (record.dtype < settings_.dtypes.size()) text.append(settings_.dtypes[record.dtype]);
-    text.append("\", \"duration_ms\": null, \"algbw_gbps\": null, \"busbw_gbps\": null, \"step\": ");
-    number(text, record.step);
+    text.assign("{");
+    for (const auto& field : layout::kDescription) {
+      if (!applies(field.fact, op)) continue;
+      if (text.size() > 1) text.append(", ");
+      value(text.append(field.key), field.fact, op);
+    }
     functions_.mark(text.append("}").c_str());
+  }
+
+  static bool applies(layout::Fact fact, const Marked& op) {
+    switch (fact) {
+      case layout::Fact::kPeer: return is_member(op.record.peer, op.group);
+      case layout::Fact::kRoot: return is_member(op.record.root, op.group);
+      case layout::Fact::kCorrelation: return op.together;
+      default: return true;
+    }
+  }
+
+  // Append the JSON of a fact. Without a default, the compiler warns of a fact that has no case.
+  void value(std::string& text, layout::Fact fact, const Marked& op) const {
+    const Record& record = op.record;
+    switch (fact) {
+      case layout::Fact::kOp: text.append("\"").append(op.name).append("\""); return;
+      case layout::Fact::kRank: return number(text, op.rank);
+      case layout::Fact::kCallSite: text.append(op.site.source); return;
+      case layout::Fact::kMessageBytes: return number(text, op.bytes);
+      case layout::Fact::kDeviceIndex:
+        if (record.device_index < 0) text.append("\"cpu\"");
+        else number(text, record.device_index);
+        return;
+      case layout::Fact::kEnqueuedEpochNs: return number(text, static_cast<int64_t>(std::time(nullptr)));  // in s
+      case layout::Fact::kGpuSerial: text.append(settings_.gpu_serial); return;
+      case layout::Fact::kVmId: text.append(settings_.vm_id); return;
+      case layout::Fact::kGroupRanks: text.append(op.group.ranks_text); return;
+      case layout::Fact::kPeer: return number(text, op.group.ranks[static_cast<size_t>(record.peer)]);
+      case layout::Fact::kRoot: return number(text, op.group.ranks[static_cast<size_t>(record.root)]);
+      case layout::Fact::kCorrelation: return number(text, record.correlation);
+      case layout::Fact::kSeq: return number(text, record.seq);
+      case layout::Fact::kGroup: text.append(op.group.label); return;
+      case layout::Fact::kDtype:
+        text.append("\"");
+        if (record.dtype < settings_.dtypes.size()) text.append(settings_.dtypes[record.dtype]);
+        text.append("\"");
+        return;
+      case layout::Fact::kDurationMs:  // known when the op ends
+      case layout::Fact::kAlgbwGbps:
+      case layout::Fact::kBusbwGbps: text.append("null"); return;
+      case layout::Fact::kStep: return number(text, record.step);
+    }
   }
 
   template <typename Integer>
@@ -169,9 +211,8 @@ class Marks {
     char digits[24];
     text.append(digits, std::to_chars(digits, digits + sizeof(digits), value).ptr);
   }
-  static void global(std::string& text, const char* field, int32_t local, const GroupText& group) {
-    if (local < 0 || static_cast<size_t>(local) >= group.ranks.size()) return;
-    number(text.append(field), group.ranks[static_cast<size_t>(local)]);
+  static bool is_member(int32_t local, const GroupText& group) {
+    return local >= 0 && static_cast<size_t>(local) < group.ranks.size();
   }
 
   static constexpr size_t kMostGroups = 4096;  // a program may make groups without end

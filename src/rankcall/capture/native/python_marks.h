@@ -28,10 +28,10 @@ std::vector<std::string> texts_of(PyObject* list) {
 PyObject* py_marks(PyObject*, PyObject* args) {
   PyObject *capsule, *dtypes, *variants, *names, *calls;
   unsigned long long mark, begin, end;
-  const char *about, *batch;
+  const char *gpu_serial, *vm_id, *batch;
   int pickles, across_only;
-  if (!PyArg_ParseTuple(args, "O(KKK)sO!O!O!O!sip", &capsule, &mark, &begin, &end, &about, &PyList_Type, &dtypes,
-                        &PyList_Type, &variants, &PyList_Type, &names, &PyList_Type, &calls, &batch, &pickles,
+  if (!PyArg_ParseTuple(args, "O(KKK)ssO!O!O!O!sip", &capsule, &mark, &begin, &end, &gpu_serial, &vm_id, &PyList_Type,
+                        &dtypes, &PyList_Type, &variants, &PyList_Type, &names, &PyList_Type, &calls, &batch, &pickles,
                         &across_only))
     return nullptr;
   Marks::Functions functions;
@@ -39,7 +39,8 @@ PyObject* py_marks(PyObject*, PyObject* args) {
   functions.begin = reinterpret_cast<decltype(functions.begin)>(begin);
   functions.end = reinterpret_cast<decltype(functions.end)>(end);
   Marks::Settings settings;
-  settings.about = about;
+  settings.gpu_serial = gpu_serial;
+  settings.vm_id = vm_id;
   settings.dtypes = texts_of(dtypes);
   const auto ops = texts_of(variants), called = texts_of(names);
   for (size_t i = 0; i < ops.size() && i < called.size(); i++) settings.names[ops[i]] = called[i];

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -25,7 +26,8 @@ using Owned = std::unique_ptr<PyObject, Unref>;
 class Slotted {
  public:
   // False, with an exception set, if a name is not a slot of the class.
-  bool open(PyObject* cls, std::initializer_list<const char*> names) {
+  template <typename Names>
+  bool open(PyObject* cls, const Names& names) {
     type_ = reinterpret_cast<PyTypeObject*>(cls);
     for (const char* name : names) {
       Owned found(PyObject_GetAttrString(cls, name));
@@ -61,9 +63,8 @@ class Statuses {
   bool open(PyObject* status_class, PyObject* record_class, const Names& names, int64_t epoch_ns) {
     names_ = names;
     epoch_ns_ = epoch_ns;
-    return status_.open(status_class, {"pg_name", "backend", "sequence_number", "operation", "timestamp", "duration",
-                                       "drop_count", "status", "error", "record"}) &&
-           record_.open(record_class, {"_maker", "_rows", "_at"});
+    static constexpr const char* kRecordSlots[] = {"_maker", "_rows", "_at"};
+    return status_.open(status_class, layout::kStatusFields) && record_.open(record_class, kRecordSlots);
   }
 
   // The status of an op's start or end; null with an exception set.
@@ -72,7 +73,7 @@ class Statuses {
     if (!status) return nullptr;
     const int64_t began = row.started_ns ? row.started_ns : row.enqueued_ns;
     const int64_t completed = ended ? row.completed_ns : 0;
-    PyObject* fields[] = {
+    PyObject* fields[] = {  // in the order of layout::kStatusFields
         of_list(names_.labels, row.group),
         of_list(names_.backends, row.group),
         PyLong_FromUnsignedLongLong(row.seq),
@@ -84,6 +85,7 @@ class Statuses {
         error(row, ended),
         record(at),
     };
+    static_assert(std::size(fields) == std::size(layout::kStatusFields));
     bool whole = true;
     size_t slot = 0;
     for (PyObject* field : fields) {

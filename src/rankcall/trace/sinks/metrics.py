@@ -57,20 +57,20 @@ class Keys:
         self._most = most
         self._groups: set[str] = set()
 
-    def of(self, name: str, group: str) -> Key:
+    def of(self, op: str, group: str) -> Key:
         """Return the key of an op on a group."""
         if group not in self._groups:
             if len(self._groups) >= self._most:
-                return Key(name, OTHER)
+                return Key(op, OTHER)
             self._groups.add(group)
-        return Key(name, group)
+        return Key(op, group)
 
     def split(self, descriptions: Descriptions) -> Iterator[tuple[Key, Batch]]:
         """Yield the figures that a batch adds to each key, without ops in flight."""
         columns = descriptions.columns
-        keys = [self.of(kind.name, kind.group) for kind in descriptions.kinds]
+        keys = [self.of(call.op, call.group) for call in descriptions.calls]
         different = sorted(set(keys))
-        code = np.array([different.index(key) for key in keys], np.int64)[columns["kind"]]
+        code = np.array([different.index(key) for key in keys], np.int64)[columns["call"]]
         done = ~columns["in_flight"]
         for number, key in enumerate(different):
             of_key = done & (code == number)
@@ -83,7 +83,7 @@ class Keys:
                     Batch(
                         calls,
                         int(np.count_nonzero(columns["failed"] & whole)),
-                        columns["message_size"][of_key],
+                        columns["message_bytes"][of_key],
                         took[~np.isnan(took)],
                     ),
                 )

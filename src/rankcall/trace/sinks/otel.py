@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from rankcall.trace.descriptions import Description, Descriptions
+from rankcall.drop_in import description
+from rankcall.trace.descriptions import Descriptions
 from rankcall.trace.sinks import Origin, logger, optional_module
 from rankcall.trace.sinks.metrics import Keys
 
 _SCOPE = "rankcall"
 _DURATIONS_PER_SECOND = 1000
 _SPANS_PER_STEP = 2000
+# What the span itself says, and what is no fact about the op.
+_NO_ATTRIBUTES = ("enqueued_epoch_ns", "in_flight", "failed", "prints", "first")
 _LATE = 2  # a step is complete once this many later steps have begun
 _SHUTDOWN_MS = 1000
 _OTLP = "opentelemetry.exporter.otlp.proto.http"
@@ -70,7 +73,7 @@ class OpenTelemetry:
         self._endpoint = endpoint
         self._every = span_every
         self._keys = Keys()
-        self._steps: dict[int, list[tuple[Description, int]]] = defaultdict(list)
+        self._steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self._newest = -1
         self._clock = clock
         self._budget, self._budget_at = float(_DURATIONS_PER_SECOND), clock()
@@ -141,9 +144,10 @@ class OpenTelemetry:
         descriptions, now = self._origin.in_flight(), time.time_ns()
         oldest: dict[Any, int] = {}
         columns = descriptions.columns
-        for at, issued in zip(columns["kind"].tolist(), columns["issued_ns"].tolist(), strict=True):
-            kind = descriptions.kinds[at]
-            key = self._keys.of(kind.name, kind.group)
+        issue_times = columns["enqueued_epoch_ns"].tolist()
+        for at, issued in zip(columns["call"].tolist(), issue_times, strict=True):
+            call = descriptions.calls[at]
+            key = self._keys.of(call.op, call.group)
             oldest[key] = min(oldest.get(key, issued), issued)
         for key, issued in oldest.items():
             labels = {"op": key.op, "group": key.group, **self._common}
@@ -164,24 +168,23 @@ class OpenTelemetry:
             chosen = np.zeros(len(wanted), np.bool_)
             chosen[of_step[: _SPANS_PER_STEP - len(kept)]] = True
             more = descriptions.only(chosen)
-            kept += zip(more, more.columns["issued_ns"].tolist(), strict=True)
+            kept += more.facts()
 
     def _end_spans(self, last: int) -> None:
         for step in sorted(step for step in self._steps if step <= last):
             self._span_of_step(step, self._steps.pop(step))
 
-    def _span_of_step(self, step: int, ops: list[tuple[Description, int]]) -> None:
-        times = [(issued, issued + int((op["duration_ms"] or 0) * 1e6)) for op, issued in ops]
+    def _span_of_step(self, step: int, ops: list[dict[str, Any]]) -> None:
+        times = [_span_of_op(op) for op in ops]
         parent = self._tracer.start_span(
             f"step {step}",
             start_time=min(begin for begin, _ in times),
             attributes={"rankcall.step": step, **self._common},
         )
         within = self._traces.set_span_in_context(parent)
-        for (op, _), (begin, end) in zip(ops, times, strict=True):
-            values = {f"rankcall.{name}": value for name, value in op.items() if value is not None}
+        for op, (begin, end) in zip(ops, times, strict=True):
             span = self._tracer.start_span(
-                op["name"], context=within, start_time=begin, attributes=values
+                op["op"], context=within, start_time=begin, attributes=_attributes(op)
             )
             span.end(end_time=end)
         parent.end(end_time=max(end for _, end in times))
@@ -207,6 +210,25 @@ class OpenTelemetry:
         )
         meters = sdk_metrics.MeterProvider([reader], resource, shutdown_on_exit=False)
         return [meters, spans]
+
+
+def _span_of_op(op: dict[str, Any]) -> tuple[int, int]:
+    """Return when an op was issued and when it ended, in ns since the epoch."""
+    begin: int = op["enqueued_epoch_ns"]
+    return begin, begin + int((op["duration_ms"] or 0) * 1e6)
+
+
+def _attributes(op: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of an op's span: each fact that is known, by its name.
+
+    Until version 0.3, the names of version 0.1, which are those of a description, are there, too.
+    """
+    facts = {name: value for name, value in op.items() if name not in _NO_ATTRIBUTES}
+    return {
+        f"rankcall.{name}": value
+        for name, value in {**description(op), **facts}.items()
+        if value is not None
+    }
 
 
 def _exporter(module: str, name: str, endpoint: str | None, path: str) -> Any:

@@ -172,9 +172,10 @@ class Prometheus:
         ages_by_key: dict[Key, list[float]] = {}
         descriptions = self._origin.in_flight()
         columns = descriptions.columns
-        for at, issued in zip(columns["kind"].tolist(), columns["issued_ns"].tolist(), strict=True):
-            kind = descriptions.kinds[at]
-            key = self._keys.of(kind.name, kind.group)
+        issue_times = columns["enqueued_epoch_ns"].tolist()
+        for at, issued in zip(columns["call"].tolist(), issue_times, strict=True):
+            call = descriptions.calls[at]
+            key = self._keys.of(call.op, call.group)
             ages_by_key.setdefault(key, []).append((now - issued) / 1e9)
         for key, ages in ages_by_key.items():
             count.add_metric(self._labels(key), len(ages))

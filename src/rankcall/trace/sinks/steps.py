@@ -50,8 +50,8 @@ class StepTotals:
 
     def _add(self, done: Descriptions) -> None:
         columns = done.columns
-        names = sorted({kind.name for kind in done.kinds})
-        codes = np.array([names.index(kind.name) for kind in done.kinds])[columns["kind"]]
+        names = sorted({call.op for call in done.calls})
+        codes = np.array([names.index(call.op) for call in done.calls])[columns["call"]]
         self._newest = max(self._newest, int(columns["step"].max()))
         # An op of a step that is written already counts in the oldest step that is still open.
         step = np.maximum(columns["step"], min(self._open, default=0))
@@ -61,7 +61,7 @@ class StepTotals:
         sums = {
             "calls": np.bincount(which, first),
             "ms": np.bincount(which, np.nan_to_num(columns["duration_ms"]) * first),
-            "mib": np.bincount(which, columns["message_size"] / (1 << 20)),
+            "mib": np.bincount(which, columns["message_bytes"] / (1 << 20)),
         }
         for at, value in enumerate(values.tolist()):
             totals = self._open.setdefault(value // len(names), defaultdict(float))
