@@ -43,7 +43,7 @@ demo: export OMP_NUM_THREADS := 1
 demo: $(INSTALLED)
 	$(BIN)/rankcall run --nproc-per-node 4 examples/train_digits.py --slow-rank 2 --slow-ms 20
 	$(BIN)/rankcall report
-	$(BIN)/rankcall report --html report.html
+	$(BIN)/rankcall report -o report.html
 
 # What is compiled is compiled first: no test's time-out is for a compiler. If Python must write no bytecode, each of
 # the processes that the tests start would compile all modules again, and pytest would rewrite every test file.

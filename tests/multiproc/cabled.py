@@ -20,7 +20,7 @@ import pytest
 from launch import Launch
 from ports import free_port
 
-from rankcall.cli.torchrun import BOOT
+from rankcall.cli.environment import BOOT
 
 PYTHON = sys.executable
 

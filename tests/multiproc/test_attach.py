@@ -16,7 +16,7 @@ from launch import RANKCALL, Ended, Launch, launch, run_program
 from launchers import Launcher, both, digests, free_port, run_of
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.cli.torchrun import BOOT
+from rankcall.cli.environment import BOOT
 from rankcall.run.exits import read_exits
 from rankcall.run.load import load
 

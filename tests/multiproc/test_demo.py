@@ -25,7 +25,7 @@ def test_the_report_names_the_straggler(tmp_path: Path) -> None:
     report = json.loads(reported.out)
     assert report["stragglers"][0]["rank"] == 2
     assert report["stragglers"][0]["share"] > 0.5
-    page = launch("report", "--html", "report.html", cwd=tmp_path)
+    page = launch("report", "-o", "report.html", cwd=tmp_path)
     assert page.status == 0, page.err
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.search(r"<h1>Rank 2 on \S+ makes the others wait</h1>", html)

@@ -32,7 +32,7 @@ from framework_programs import (
 from launch import RANKCALL, Ended, launch, run_program
 from launchers import digests, free_port, line_of, run_of
 
-from rankcall.cli.torchrun import BOOT
+from rankcall.cli.environment import BOOT
 from rankcall.run.load import load
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from world import wait_until
 
-from rankcall.cli.diagnose import read
+from rankcall.analysis.looks import diagnose_asking
+from rankcall.run.opening import open_run
 from rankcall.testing import Ranks, start_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -45,7 +46,7 @@ def check(run: Path, ranks: Ranks, absent: int, function: str) -> None:
     """Wait for the watcher's verdict; ``diagnose`` must agree with it."""
     wait_until(lambda: bool(verdicts(run)), 200)
     (finding,) = verdicts(run)[0]["findings"]
-    (now,) = read(run, HANG_AFTER_S).findings
+    (now,) = diagnose_asking(open_run(run), HANG_AFTER_S).findings
     for kind, ranks_, sure, summary in (
         (finding["kind"], finding["ranks"], finding["confidence"], finding["summary"]),
         (now.kind, list(now.ranks), now.confidence, now.summary),

@@ -12,7 +12,7 @@ from framework_programs import KERNEL, NOTEBOOK
 from launch import Ended, launch, run_program
 from launchers import digests, line_of
 
-from rankcall.cli.torchrun import BOOT
+from rankcall.cli.environment import BOOT
 from rankcall.run.load import load
 
 pytestmark = [

@@ -14,6 +14,7 @@ from world import wait_until
 
 from rankcall.ring.layout import HEADER_BYTES, Header, parse_header, read_header
 from rankcall.run.frames import code_place
+from rankcall.run.load import load
 from rankcall.run.paths import ring_paths
 from rankcall.run.stacks import register_stack_dump, request_stacks
 from rankcall.testing import FaultPlan, Ranks, start_ranks
@@ -184,7 +185,7 @@ def test_py_spy(tmp_path: Path) -> None:
         stacks: dict[int, str] = {}
 
         def looked() -> bool:
-            stacks.update(stacks_of(run, [0, 1, 2]))
+            stacks.update(stacks_of(load(run), [0, 1, 2]))
             return "_carry_out" in stacks.get(1, "") and "all_reduce" in stacks.get(0, "")
 
         wait_until(looked)

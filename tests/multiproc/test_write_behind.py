@@ -13,7 +13,7 @@ from scenario_programs import HANG_AFTER_S, plain
 from world import wait_until
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.cli.torchrun import BOOT
+from rankcall.cli.environment import BOOT
 from rankcall.run.load import load
 from rankcall.run.paths import ring_paths
 from rankcall.testing import FaultPlan, start_ranks

@@ -64,7 +64,7 @@ def test_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["report"], True, 0),
         (["report"], False, 0),
         (["report", "--json"], False, 0),
-        (["report", "--html", "page.html"], False, 1),  # rank 1's, for the line it came late from
+        (["report", "-o", "page.html"], False, 1),  # rank 1's, for the line it came late from
         (["diagnose"], False, 0),
         (["export", "--to=parquet"], False, 0),
     ],

@@ -44,7 +44,7 @@ def said(path: Path) -> list[tuple[str, tuple[int, ...]]]:
 def test_an_archive_reads_as_the_run(run: Path, suffix: str) -> None:
     """The archive gives the same ranks, records and verdict, and reading it leaves no files."""
     target = run.parent / f"all{suffix}"
-    assert main(["collect", str(run), "--to", str(target)]) == 0
+    assert main(["collect", str(run), "-o", str(target)]) == 0
     assert target.stat().st_mode & 0o777 == 0o600
     archived, whole = load(target), load(run)
     assert archived.records.equals(whole.records)
@@ -59,7 +59,7 @@ def test_an_archive_reads_as_the_run(run: Path, suffix: str) -> None:
 def test_the_commands_take_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Report and diagnose read an archive, and name it instead of its temporary directory."""
     target = run.parent / "all.tar.zst"
-    main(["collect", str(run), "--to", str(target)])
+    main(["collect", str(run), "-o", str(target)])
     assert f"4 of 4 ranks in {target}" in capsys.readouterr().err
     assert main(["diagnose", "--json", str(target)]) == 1
     assert f'"run": "{target}"' in capsys.readouterr().out
@@ -78,10 +78,10 @@ def test_nodes_without_a_shared_file_system(run: Path, capsys: pytest.CaptureFix
         for file in (run / "exits").glob(f"{node}.*"):
             os.link(file, place / "exits" / file.name)
         archives.append(place.with_suffix(".tar.gz"))
-        assert main(["collect", str(place), "--to", str(archives[-1])]) == 0
+        assert main(["collect", str(place), "-o", str(archives[-1])]) == 0
     assert "no records of rank 2-3 here" in capsys.readouterr().err
     both = run.parent / "both.tar.zst"
-    assert main(["collect", *map(str, archives), "--to", str(both)]) == 0
+    assert main(["collect", *map(str, archives), "-o", str(both)]) == 0
     assert "no records" not in capsys.readouterr().err
     assert said(both) == [("dead", (2,))]
 
@@ -90,7 +90,7 @@ def test_states_of_living_processes_are_kept(tmp_path: Path) -> None:
     """The archive says that a process was alive, and a reader on another host believes it."""
     run = live_run(tmp_path, 4, os.getpid())
     target = tmp_path / "live.tar.zst"
-    assert main(["collect", str(run), "--to", str(target)]) == 0
+    assert main(["collect", str(run), "-o", str(target)]) == 0
     snapshot = diagnose(load(target), state_of=lambda header: "unknown").snapshot
     assert {rank.state for rank in snapshot.ranks} == {"alive"}
 
@@ -145,7 +145,7 @@ def test_names_are_not_the_archives_to_choose(run: Path) -> None:
 def test_damaged(run: Path, suffix: str, left: float) -> None:
     """A cut archive is one clear error, and leaves nothing behind."""
     target = run.parent / f"all{suffix}"
-    main(["collect", str(run), "--to", str(target)])
+    main(["collect", str(run), "-o", str(target)])
     whole = target.read_bytes()
     target.write_bytes(whole[: int(left * len(whole))])
     with pytest.raises(CorruptRunError, match="all"):
@@ -155,9 +155,9 @@ def test_damaged(run: Path, suffix: str, left: float) -> None:
 def test_no_run_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that cannot be collected is one line on stderr, and no file is written."""
     (tmp_path / "empty").mkdir()
-    assert main(["collect", str(tmp_path / "empty"), "--to", str(tmp_path / "x.tar.gz")]) == 2
+    assert main(["collect", str(tmp_path / "empty"), "-o", str(tmp_path / "x.tar.gz")]) == 2
     assert "no ring files" in capsys.readouterr().err
-    assert main(["collect", str(tmp_path / "empty"), "--to", str(tmp_path / "x.zip")]) == 2
+    assert main(["collect", str(tmp_path / "empty"), "-o", str(tmp_path / "x.zip")]) == 2
     assert "ends with one of" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
@@ -175,7 +175,7 @@ def test_links_are_not_packed(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     (run / "hangs" / "0001").symlink_to(private)
     (run / "states").symlink_to(private)
     target = run.parent / "all.tar"
-    assert main(["collect", str(run), "--to", str(target)]) == 0
+    assert main(["collect", str(run), "-o", str(target)]) == 0
     assert b"PRIVATE KEY" not in target.read_bytes()
     err = capsys.readouterr().err
     assert [
@@ -194,7 +194,7 @@ def test_secrets_are_not_packed(run: Path) -> None:
     about["command"] = ["train.py", "--hf-token=hf_SECRET", "--lr", "1"]
     (run / "run.json").write_text(json.dumps(about))
     target = run.parent / "all.tar"
-    assert main(["collect", str(run), "--to", str(target)]) == 0
+    assert main(["collect", str(run), "-o", str(target)]) == 0
     assert b"hf_SECRET" not in target.read_bytes()
     assert load(target).about["command"] == ["train.py", "--hf-token=[redacted]", "--lr", "1"]
 
@@ -202,7 +202,7 @@ def test_secrets_are_not_packed(run: Path) -> None:
 def test_names_are_printed_clean(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Characters in a file name that act on a terminal are replaced in messages."""
     (run / "rings" / "\x1b]0;owned\x07.ring").write_bytes(b"no ring")
-    assert main(["collect", str(run), "--to", str(run.parent / "all.tar")]) == 0
+    assert main(["collect", str(run), "-o", str(run.parent / "all.tar")]) == 0
     err = capsys.readouterr().err
     assert "\x1b" not in err
     assert "owned" in err
@@ -220,7 +220,7 @@ def test_no_scratch_file_is_left(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("rankcall.run.archive._add", fail)
-    assert main(["collect", str(run), "--to", str(target)]) == 2
+    assert main(["collect", str(run), "-o", str(target)]) == 2
     assert [path.name for path in target.parent.iterdir()] == ["all.tar"]
     assert target.read_text() == "old"
 
@@ -234,7 +234,7 @@ def test_a_live_ring_is_packed_without_its_unused_end(
     ring = make_live_dir(run_dir) / "x.ring"
     _, lock = create_locked(ring, Identity(rank=0, world_size=1, host="h"), Geometry(1 << 12))
     target = tmp_path / "all.tar"
-    assert main(["collect", str(run_dir), "--to", str(target)]) == 0
+    assert main(["collect", str(run_dir), "-o", str(target)]) == 0
     archived = load(target)
     assert archived.problems == []
     assert archived.heads[0].path.stat().st_size < ring.stat().st_size / 1.5

@@ -112,7 +112,7 @@ def test_a_description_that_is_nested_deeply(
     """Functions that call themselves for each level would fail; the description is left out."""
     (run / "run.json").write_text('{"a": ' + "[" * depth + "]" * depth + "}")
     ends_well(run, capsys)
-    assert main(["collect", str(run), "--to", str(tmp_path / "all.tar.zst")]) == 0
+    assert main(["collect", str(run), "-o", str(tmp_path / "all.tar.zst")]) == 0
 
 
 def test_folders_beside_those_of_verdicts(tmp_path: Path) -> None:

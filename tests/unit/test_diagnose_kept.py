@@ -48,7 +48,7 @@ def test_a_kept_verdict_is_shown(
     entry = "2026-11-21 03:41:30 missing: rank 2; desync (with 2 stacks), in"
     assert f"What the job's own watcher said {entry} {run}/hangs/0001" in printed
     target = tmp_path / "all.tar.zst"
-    assert main(["collect", str(run), "--to", str(target)]) == 0
+    assert main(["collect", str(run), "-o", str(target)]) == 0
     assert main(["diagnose", str(target)]) == 1
     assert f"{entry} hangs/0001" in " ".join(capsys.readouterr().out.split())
     main(["diagnose", "--json", str(target)])

@@ -1,4 +1,4 @@
-"""``rankcall top`` and ``diagnose --watch`` in a terminal, as a person uses them."""
+"""``rankcall top`` in a terminal, as a person uses it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from liveruns import live_run
 from terminal import ALTERNATE, HIDDEN, NORMAL, SHOWN, Terminal, frames
 
-COMMANDS = {"top": ["top"], "diagnose": ["diagnose", "--watch"]}
-
 
 @pytest.fixture
 def someone() -> Iterator[subprocess.Popen[bytes]]:
@@ -24,13 +22,10 @@ def someone() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("leave", [b"q", b"\x03"])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_leaving(
-    tmp_path: Path, someone: subprocess.Popen[bytes], command: str, leave: bytes
-) -> None:
+def test_leaving(tmp_path: Path, someone: subprocess.Popen[bytes], leave: bytes) -> None:
     """q and Ctrl-C leave it; the last look stays, the terminal is as it was."""
     run = live_run(tmp_path, 8, someone.pid)
-    with Terminal(*COMMANDS[command], run) as terminal:
+    with Terminal("top", run) as terminal:
         terminal.read_until(lambda text: "missing" in text)
         terminal.type(b"xyz" + leave)
         assert terminal.status() == 1
@@ -66,22 +61,6 @@ def test_a_thousand_ranks_on_a_screen(tmp_path: Path, someone: subprocess.Popen[
         widest = max(len(line.rstrip()) for line in frame.splitlines())
         assert widest <= columns
     assert max(len(line.rstrip()) for line in last.splitlines()) > 80
-
-
-def test_without_a_terminal(tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:
-    """Into a pipe, changes are printed as they come; nothing is drawn over."""
-    run = live_run(tmp_path, 8, someone.pid)
-    command = [str(Path(sys.executable).with_name("rankcall")), "diagnose", "--watch", str(run)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
-    assert process.stdout is not None
-    head = process.stdout.readline()
-    someone.kill()
-    someone.wait()
-    rest = process.stdout.read()
-    process.stdout.close()
-    assert process.wait(240) == 1
-    assert "missing: Rank 2 (" in head
-    assert "\x1b" not in head + rest
 
 
 def test_a_pipe_gets_one_snapshot(tmp_path: Path, someone: subprocess.Popen[bytes]) -> None:

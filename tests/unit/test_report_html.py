@@ -424,15 +424,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """The command names its output, and reports a full disk, a bad ring and wrong options."""
     run = write_world(tmp_path / "run", late(1, PAIR))
     target = tmp_path / "r.html"
-    assert main(["report", str(run), "--html", str(target)]) == 0
+    assert main(["report", str(run), "-o", str(target)]) == 0
     assert capsys.readouterr().out.startswith(f"{target}: ")
     assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert main(["report", str(run), "--html", "/dev/full"]) == 2
+    assert main(["report", str(run), "--to", "html", "-o", "/dev/full"]) == 2
     assert "/dev/full: cannot be written: No space left" in capsys.readouterr().err
-    assert main(["report", str(run), "--json", "--html", str(target)]) == 2
-    assert "--json and --html: one of them" in capsys.readouterr().err
+    assert main(["report", str(run), "--json", "--to", "html"]) == 2
+    assert "html and json: one form" in capsys.readouterr().err
     (run / "rings" / "bad.ring").write_bytes(b"nothing")
-    assert main(["report", str(run), "--html", str(target)]) == 1
+    assert main(["report", str(run), "-o", str(target)]) == 1
     assert "bad.ring" in capsys.readouterr().err
     assert "bad.ring: not a rankcall ring file" in target.read_text(encoding="utf-8")
 
@@ -448,6 +448,6 @@ def test_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_torch(tmp_path: Path) -> None:
     """The page is made where torch is not."""
     run = write_world(tmp_path / "run", late(1, PAIR))
-    done = without_torch("report", run, "--html", tmp_path / "r.html")
+    done = without_torch("report", run, "-o", tmp_path / "r.html")
     assert (done.returncode, done.stderr) == (0, b"")
     assert (tmp_path / "r.html").read_text(encoding="utf-8").endswith("</html>")

@@ -13,7 +13,9 @@ import pytest
 import typer
 
 from rankcall.cli import run
-from rankcall.cli.torchrun import BOOT, Job, arming, environment, parse
+from rankcall.cli.environment import BOOT, environment
+from rankcall.cli.job_options import Capture, JobOptions, prepare
+from rankcall.cli.torchrun import Job, arming, parse
 from rankcall.errors import CaptureUnavailableError
 
 JOB = Job(("train.py",), "train.py", True, 1, 4, None, None)
@@ -129,7 +131,7 @@ def test_mistakes_are_one_line(
     """Wrong arguments: one line, exit 2, before anything is made or started."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(typer.Exit) as caught:
-        run.command(arguments, capture=run.Capture.python)
+        run.command(arguments, capture=Capture.python)
     assert caught.value.exit_code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rankcall: ")
@@ -160,7 +162,7 @@ def test_a_run_dir_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     """--run-dir must not be a file."""
     (tmp_path / "file").touch()
     with pytest.raises(typer.Exit):
-        run._run_dir(tmp_path / "file", JOB, 60.0)
+        JobOptions(run_dir=tmp_path / "file").check()
     assert "is not a directory" in capsys.readouterr().err
 
 
@@ -174,7 +176,7 @@ def test_capture_that_cannot_be_built(
         raise CaptureUnavailableError("no compiler")
 
     monkeypatch.setattr(NativeModule, "prebuild", fail)
-    assert run.prepare("auto") == "python"
+    assert prepare("auto") == "python"
     assert "no compiler; recording with the slower Python capture" in capsys.readouterr().err
     with pytest.raises(CaptureUnavailableError):
-        run.prepare("native")
+        prepare("native")

@@ -172,7 +172,7 @@ def test_an_archive(tmp_path: Path) -> None:
     synthetic_run(tmp_path / "run", 4, 40, planted=Planted("dead", (1,), 20))
     archive = tmp_path / "run.tar.zst"
     subprocess.run(
-        [str(RANKCALL), "collect", str(tmp_path / "run"), "--to", str(archive)],
+        [str(RANKCALL), "collect", str(tmp_path / "run"), "-o", str(archive)],
         check=True,
         timeout=DEADLINE_S,
         capture_output=True,

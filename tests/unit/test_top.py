@@ -9,9 +9,10 @@ from diagnosing import RANK_2_MISSING, diagnose_calls, diagnose_parallel_job
 from worlds import write_world
 
 import golden
+from rankcall.analysis.looks import look
 from rankcall.cli import main
-from rankcall.cli.top import look as look_once
 from rankcall.report.top import bar, render
+from rankcall.run.load import load
 from rankcall.testing.model import Planted
 
 
@@ -49,7 +50,7 @@ def test_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_ranks_that_have_issued_nothing(tmp_path: Path) -> None:
     """A job that has only begun is healthy, in every view."""
     run = write_world(tmp_path / "run", [], ranks=range(4))
-    diagnosis = look_once(run, 60.0)
+    diagnosis = look(load(run), 60.0)
     assert diagnosis.verdict == "healthy"
     assert "nothing yet" in render(diagnosis)
     assert main(["diagnose", str(run)]) == 0

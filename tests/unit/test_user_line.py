@@ -233,7 +233,7 @@ def test_a_report_shows_both_lines(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["report", str(folder)]) == 0
     both = "/u/main.py:5 (through train.py:1)"
     assert "main.py:5 (train.py:1)" in " ".join(capsys.readouterr().out.split())
-    assert main(["report", str(folder), "--html", str(tmp_path / "page.html")]) == 0
+    assert main(["report", str(folder), "-o", str(tmp_path / "page.html")]) == 0
     assert both in (tmp_path / "page.html").read_text(encoding="utf-8")
     (entry,) = json_report.as_object(summarise(load(folder)))["call_sites"]
     assert (entry["call_site"], entry["user_line"]) == ("train.py:1", "/u/main.py:5")

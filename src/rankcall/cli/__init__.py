@@ -6,8 +6,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand
 
 from rankcall import files
 from rankcall.errors import RankcallError
@@ -22,7 +24,7 @@ _COMMANDS = {
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
     "export": "Write a run's records for Perfetto, as Parquet or JSON lines.",
     "top": "Show the state of every rank, live.",
-    "serve": "Show every rank of a job on a page, to all who have the link.",
+    "serve": "Serve a live page of a job, which everyone who has the link can read.",
     "collect": "Put a run that is spread over nodes into one file.",
     "clean": "Free the memory that the records of killed jobs take on this host.",
     "doctor": "Say whether recording will work here.",
@@ -102,10 +104,29 @@ def _application(chosen: str | None) -> typer.Typer:
         if name == chosen:
             module = importlib.import_module(f"rankcall.cli.{name}")
             settings = getattr(module, "CONTEXT_SETTINGS", None)
-            app.command(name, help=None, context_settings=settings)(module.command)
+            app.command(name, cls=_Command, help=None, context_settings=settings)(module.command)
         else:
             app.command(name, help=about)(_not_chosen)
     return app
+
+
+class _Command(TyperCommand):
+    """A command whose help shows a positional argument by its name alone.
+
+    Newer versions of typer add the Python type, such as ``<list[str]>``, also behind a metavar.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            if isinstance(parameter, TyperArgument) and parameter.metavar:
+                # An attribute of the instance hides the method. Older versions of typer do not
+                # call it.
+                vars(parameter)["display_type_rich"] = _no_type
+
+
+def _no_type(ctx: object) -> None:
+    """Stand in for the method that names the type of an argument."""
 
 
 def _without_command(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli.common import say
+from rankcall.cli.common import say, say_moved
 from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.files import open_file
 from rankcall.problems import Problem, texts
@@ -34,11 +34,22 @@ def command(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="RUN...",
-            help="A run directory, or the run directories or archives of several nodes of one run.",
+            metavar="RUN",
+            help="A run directory, or the run directories or archives of several nodes of one run. "
+            "Without it: the latest run here.",
         ),
     ] = None,
-    to: Annotated[Path | None, typer.Option(help="The archive: .tar.zst, .tar.gz or .tar.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="The archive: .tar.zst, .tar.gz or .tar. Without it: one named after the run, "
+            "here.",
+        ),
+    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", metavar="FILE", hidden=True)] = None,
 ) -> None:
     """Put a run into one file, which report and diagnose read like a run directory.
 
@@ -46,7 +57,9 @@ def command(
     archives. A job that still runs is collected in its current state.
     """
     places = [find_run(path) for path in runs] if runs else [find_run(None)]
-    target = to or Path(f"{places[0].name.partition('.tar')[0]}.tar.zst")
+    if to is not None:
+        say_moved(f"--to {to}", f"-o {to}")
+    target = file or to or Path(f"{places[0].name.partition('.tar')[0]}.tar.zst")
     try:
         check_name(target)
     except ValueError as error:
@@ -159,5 +172,5 @@ def _summarise(headers: list[Header], target: Path) -> None:
     if missing:
         say(
             f"no records of rank {format_ranks(missing)} here: collect on their nodes as well, "
-            f"then merge the archives: rankcall collect {target} OTHERS... --to ALL.tar.zst"
+            f"then merge the archives: rankcall collect {target} OTHERS... -o ALL.tar.zst"
         )

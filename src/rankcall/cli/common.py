@@ -1,14 +1,9 @@
-"""What several commands share: messages, opening a run, progress, and the keys of a live view."""
+"""What several commands share: options, messages, opening a run, and progress."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import sys
-import termios
-import time
-import tty
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
@@ -17,25 +12,42 @@ import typer
 
 from rankcall import files
 from rankcall.problems import Problem
-from rankcall.run.load import Progress, Run, load
-from rankcall.run.paths import find_run
-from rankcall.run.settle import settle
+from rankcall.run import opening
+from rankcall.run.load import Progress, Run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rankcall.analysis.verdicts import Diagnosis
 
+
+RunPath = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, an archive, a ring file, or Flight Recorder's dumps. Without it: "
+        "the latest run here.",
+    ),
+]
+Attempt = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Read one attempt only: a restart of the job, or a job that was recorded into the "
+        "same directory.",
+    ),
+]
 HangAfter = Annotated[
     float | None,
     typer.Option(
         envvar="RANKCALL_HANG_AFTER",
         min=0.0,
+        metavar="SECONDS",
         help="Seconds that a call may be in flight before it counts as hung. Without it, or with "
         "0: the value that the job was started with, or 60.",
     ),
 ]
-LEAVE = "q or Ctrl-C leaves; the job goes on"
-_QUITS = frozenset(b"qQ")
 _SHOW_FROM = 32  # rings; fewer are read before a bar appears
 
 
@@ -44,27 +56,22 @@ def say(text: str) -> None:
     typer.echo(f"rankcall: {files.clean(text)}", err=True)
 
 
-Attempt = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Read one attempt only: a restart of the job, or a job that was recorded into the "
-        "same directory.",
-    ),
-]
-
-
 def open_run(path: Path | None, attempt: int | None = None) -> Run:
-    """Move the rings of this host's ended processes into the run, then load the run.
-
-    With ``attempt``, the run has only the rings of that attempt.
-    """
-    where = find_run(path)
-    if where.is_dir():
-        settle(where)
+    """Settle and load a run, with a progress bar."""
     with bar("reading names") as progress:
-        run = load(where, progress)
-    return run if attempt is None else run.only(attempt)
+        return opening.open_run(path, attempt, progress)
+
+
+def say_moved(old: str, new: str) -> None:
+    """Say on stderr that an option has a new spelling. The old one works for one version."""
+    say(f"{old} is now {new}; the old spelling works until rankcall 0.3")
+
+
+def exit_with(diagnosis: Diagnosis) -> None:
+    """Exit with 1 if a diagnosis has a finding that is a fault."""
+    sys.stdout.flush()
+    if any(finding.is_fault for finding in diagnosis.findings):
+        raise typer.Exit(1)
 
 
 def console_for_result() -> Console:
@@ -107,43 +114,3 @@ def _follow(task: int, update: Callable[..., None]) -> Progress:
         update(task, completed=done, total=total, visible=total >= _SHOW_FROM)
 
     return progress
-
-
-# --- the keys of a live view ---
-
-
-@contextlib.contextmanager
-def keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits some seconds, and returns whether the user pressed ``q``.
-
-    If this process may use a terminal, the block reads keys at once and does not echo them. At the
-    end it restores the terminal. Without a terminal the function only waits.
-    """
-    try:
-        fd = sys.stdin.fileno()
-        before = termios.tcgetattr(fd)
-        in_foreground = os.tcgetpgrp(fd) == os.getpgrp()
-    except (OSError, ValueError, AttributeError, termios.error):
-        in_foreground = False
-    if not in_foreground:  # a background process that changes the terminal is stopped
-        yield _sleeps
-        return
-    try:
-        tty.setcbreak(fd)
-        yield lambda seconds: _pressed(fd, seconds)
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
-
-
-def _sleeps(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
-
-def _pressed(fd: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        typed = os.read(fd, 64)
-        if not typed or not _QUITS.isdisjoint(typed):  # no bytes: the terminal is gone
-            return True
-    return False

@@ -18,22 +18,14 @@ import typer
 
 from rankcall._native import cache_dir
 from rankcall.cli.common import open_run, say
+from rankcall.cli.environment import environment, hooking
+from rankcall.cli.job_options import JobOptions, prepare, takes_job_options
 from rankcall.cli.outcome import explain_failure, note_own_exit
-from rankcall.cli.run import (
-    HANG_AFTER_S,
-    Capture,
-    CaptureOption,
-    CollectToOption,
-    HangAfterOption,
-    OnHang,
-    OnHangOption,
-    collecting,
-    prepare,
-    watching,
-)
-from rankcall.cli.torchrun import Outcome, environment, hooking
+from rankcall.cli.page import page_of
+from rankcall.cli.torchrun import Outcome
 from rankcall.errors import RankcallError
 from rankcall.ranks import with_noun
+from rankcall.run.paths import default_run_dir, new_run_dir
 
 __all__ = ["CONTEXT_SETTINGS", "command"]
 
@@ -45,36 +37,20 @@ _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)  # the command gets these from 
 _MOST_PLACES = 1 << 20  # bytes of the file in which ranks note their runs
 
 
-def command(
-    args: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="The command and its arguments.")
-    ],
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="The directory for the records. Without it: rankcall-runs/<UTC time>-<program> "
-            "in rank 0's working directory."
-        ),
-    ] = None,
-    capture: CaptureOption = Capture.auto,
-    hang_after: HangAfterOption = HANG_AFTER_S,
-    on_hang: OnHangOption = OnHang.report,
-    collect_to: CollectToOption = "",
-) -> None:
+def _command(args: list[str], options: JobOptions) -> None:
     """Run a command, and record and watch every rank that it starts.
 
     The command may be any launcher or a Python script: rankcall exec -- accelerate launch train.py.
     Each process below it that creates a process group is recorded. The command keeps its terminal
     and its exit status, and gets the signals that this process gets.
     """
-    if run_dir is not None and run_dir.exists() and not run_dir.is_dir():
-        say(f"--run-dir {run_dir} is not a directory")
-        raise typer.Exit(2)
+    options.check()
     _check(args[0])
-    recorder = capture.value
+    recorder = options.capture.value
     if not _has_recorder():
         with contextlib.suppress(RankcallError):  # without torch here, the ranks say what is wrong
             recorder = prepare(recorder)
+    run_dir = _served_run_dir(args, options) if options.serve else options.run_dir
     with tempfile.NamedTemporaryFile(prefix="rankcall-exec-") as places:
         variables = {
             **hooking(),
@@ -83,18 +59,45 @@ def command(
             "RANKCALL_RUN_DIR": str(run_dir.absolute()) if run_dir else None,
             "RANKCALL_WORKER": None,
             "RANKCALL_SETTLES": None,
-            **watching(hang_after, on_hang),
-            **collecting(collect_to),
+            **options.variables(),
         }
         if run_dir is None and os.environ.get("RANKCALL_RUN_DIR"):
             del variables["RANKCALL_RUN_DIR"]
-        with environment(variables):
+        with _page(run_dir, options), environment(variables):
             pid, status = _run(args)
         with _ignoring(*_FROM_TERMINAL, *_FORWARDED):
-            _report(_places(Path(places.name)), pid, status, hang_after or HANG_AFTER_S)
+            _report(_places(Path(places.name)), pid, status, options.judged_after)
     if status < 0:
         _end_like(-status)
     raise typer.Exit(status)
+
+
+command = takes_job_options(
+    _command,
+    Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command and its arguments.")],
+)
+
+
+def _served_run_dir(args: list[str], options: JobOptions) -> Path:
+    """Make the run directory that a live page shows, and return its path.
+
+    Without a page, the ranks choose the run, because only they know who is rank 0 and where it
+    works. A page begins before there is a rank, so the run is chosen here.
+    """
+    asked = options.run_dir or os.environ.get("RANKCALL_RUN_DIR")
+    if not asked:
+        script = next((word for word in args if word.endswith(".py")), args[0])
+        return new_run_dir(default_run_dir(script))
+    path = Path(asked)
+    with contextlib.suppress(OSError):  # the ranks say why it cannot be made
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def _page(run_dir: Path | None, options: JobOptions) -> contextlib.AbstractContextManager[None]:
+    if run_dir is None:
+        return contextlib.nullcontext()
+    return page_of(run_dir, options.serve, options.hang_after)
 
 
 def _has_recorder() -> bool:

@@ -1,4 +1,9 @@
-"""Watch the workers of a launcher, and note in the run how each of them ended."""
+"""Watch the workers of a launcher, and note in the run how each of them ended.
+
+A worker is a child of the launcher to which torchrun gave a RANK. A pidfd of each worker wakes one
+thread when the worker ends. The thread reads the exit status and leaves it there for torchrun,
+which reaps the worker. If torchrun was faster, the status is gone, and it is noted as unknown.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankcall.cli.torchrun import _TERMINATED
+from rankcall.cli.torchrun import TERMINATED
 from rankcall.run.exits import LAUNCHER, Exit, note_exit
 
 _POLL_S = 0.1  # a worker needs longer than that to import torch
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
-_ENDED_BY_TORCHRUN = (_TERMINATED, -9)
+_ENDED_BY_TORCHRUN = (TERMINATED, -9)
 _TO_STOP = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rankcall.cli.common import bar, open_run, output, report_problems
+from rankcall.cli.common import Attempt, RunPath, bar, open_run, output, report_problems
 from rankcall.errors import RankcallError
 from rankcall.export import FOLDERS, FORMATS, export
 from rankcall.files import clean
@@ -19,15 +19,14 @@ _NAMES = ", ".join(_SUFFIXES)
 
 def command(
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {_NAMES}.")],
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="A run directory or a ring file. Without it: the latest run here."),
-    ] = None,
+    run: RunPath = None,
+    attempt: Attempt = None,
     file: Annotated[
         Path | None,
         typer.Option(
             "-o",
             "--output",
+            metavar="FILE",
             help="The file to write, or the folder if the format has a file for each rank; - is "
             "stdout. Without it: one named after the run, here.",
         ),
@@ -45,7 +44,7 @@ def command(
     """
     if to not in _SUFFIXES:
         raise RankcallError(f"--to {clean(to)}: no such format; one of {_NAMES}")
-    opened = open_run(run)
+    opened = open_run(run, attempt)
     path = file or Path(f"{opened.path.resolve().name}.{_SUFFIXES[to]}")
     if to in FOLDERS and str(path) == "-":
         raise RankcallError(f"--to {to} has a file for each rank: give -o the path of a folder")

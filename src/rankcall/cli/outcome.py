@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rankcall.analysis.verdicts import diagnose
-from rankcall.cli.torchrun import _TERMINATED, Outcome
+from rankcall.cli.torchrun import TERMINATED, Outcome
 from rankcall.errors import RankcallError
 from rankcall.job.watcher import ABORT_STATUS
 from rankcall.report import diagnosis_text as diagnosis_report
@@ -31,11 +31,11 @@ def note_failures(run_dir: Path, outcome: Outcome, headers: Sequence[Header]) ->
         OSError: The run directory cannot be written.
     """
     noted = {(known.rank, known.pid) for known in read_exits(run_dir) if known.code is not None}
-    others_failed = any(code != _TERMINATED for code in outcome.failed.values())
+    others_failed = any(code != TERMINATED for code in outcome.failed.values())
     for header in headers:
         code = outcome.failed.get((header.rank, header.pid))
         if code is not None and (header.rank, header.pid) not in noted:
-            by_launcher = others_failed and code == _TERMINATED
+            by_launcher = others_failed and code == TERMINATED
             process = header.rank, header.attempt, header.host, header.pid
             note_exit(run_dir, Exit(*process, code, header.last_sign_epoch_ns, by_launcher))
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rankcall.analysis.run_snapshot import SnapshotBuilder
-from rankcall.analysis.summary import Summary, summarise
-from rankcall.analysis.verdicts import diagnose, find, judge
-from rankcall.analysis.verdicts.finding import Finding
-from rankcall.cli.common import Attempt, bar, console_for_result, open_run, output, report_problems
+from rankcall.analysis.report_reading import read_page, read_report
+from rankcall.cli.common import (
+    Attempt,
+    RunPath,
+    bar,
+    console_for_result,
+    open_run,
+    output,
+    report_problems,
+    say_moved,
+)
 from rankcall.errors import RankcallError
 from rankcall.files import new_file
 from rankcall.problems import Problem
@@ -21,81 +28,94 @@ from rankcall.report import summary_text
 from rankcall.report.formatting import size
 from rankcall.run.load import Run
 
+_PAGE = Path("report.html")
+_FILE_WIDTH = 100  # columns of a text that goes into a file
+
+
+class Format(str, Enum):
+    """The forms of a report."""
+
+    text = "text"
+    html = "html"
+    json = "json"
+
 
 def command(
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="A run directory or a ring file. Without it: the latest run here."),
-    ] = None,
+    run: RunPath = None,
     attempt: Attempt = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    html: Annotated[
+    to: Annotated[
+        Format | None,
+        typer.Option(help="The form; without it, html if the file's name ends so, or else text."),
+    ] = None,
+    file: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="FILE", help="Write the report as one HTML page without other files."
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="The file to write; - is stdout. Without it: stdout, or report.html for html.",
         ),
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The same as --to json.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", hidden=True)] = None,
 ) -> None:
     """Report which ranks came last, how long the others waited, and how fast the collectives were.
 
-    Exits with 1 if part of the run could not be read; the report then covers the rest.
+    An HTML report is one page without other files. Exits with 1 if part of the run could not be
+    read; the report then covers the rest.
     """
     if html is not None:
-        if json:
-            raise RankcallError("--json and --html: one of them")
-        report_problems(_write_page(run, html, attempt))
-        return
+        say_moved(f"--html {html}", f"-o {html}")
+    wanted = {Format.json} if json else set()
+    wanted |= {to} if to else set()
+    wanted |= {Format.html} if html is not None else set()
+    if len(wanted) > 1:
+        raise RankcallError(f"{' and '.join(sorted(wanted))}: one form of the report at a time")
+    target = html or file
+    form = next(iter(wanted), Format.html if _is_page(target) else Format.text)
     opened = open_run(run, attempt)
-    summary, findings = _read(opened)
-    if json:
-        sys.stdout.write(json_report.render(summary, findings))
+    if form is Format.html:
+        problems = _write_page(opened, target or _PAGE)
     else:
-        _print(summary, findings)
-    sys.stdout.flush()
-    report_problems(summary.problems)
+        problems = _write(opened, form, target)
+    report_problems(problems)
 
 
-def _read(run: Run) -> tuple[Summary, list[Finding]]:
-    """Return the summary of a run, and the findings that explain why it stopped, if it did.
+def _is_page(target: Path | None) -> bool:
+    return target is not None and target.suffix.lower() in (".html", ".htm")
 
-    If all processes have closed their rings and all collectives have ended, the run most likely
-    ended normally. The findings are then those that made its results wrong. They come from the same
-    reading of the rings.
-    """
-    builder = SnapshotBuilder(run)
-    with bar("reading records") as progress:
-        summary = summarise(run, progress, builder.add)
-    closed = all(head.header.closed_ns for head in run.heads)
-    if closed and any(row.unfinished for row in summary.collectives):
-        with bar("diagnosing") as progress:
-            findings = diagnose(run, progress=progress).findings
-    elif closed:
-        findings = find(builder.finish())
+
+def _write(run: Run, form: Format, target: Path | None) -> list[Problem]:
+    """Write the report as text or JSON, and return the run's problems."""
+    summary, findings = read_report(run, bar)
+    to_stdout = target is None or str(target) == "-"
+    if form is Format.json:
+        text = json_report.render(summary, findings)
+    elif to_stdout:
+        console = console_for_result()
+        if console.is_terminal:
+            summary_text.show(summary, console, findings)
+            return summary.problems
+        text = summary_text.render(summary, console.width, findings)
     else:
-        findings = judge(run, builder.finish()).findings
-    return summary, [finding for finding in findings if finding.stops]
+        text = summary_text.render(summary, _FILE_WIDTH, findings)
+    if target is None or to_stdout:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        with new_file(target) as out:
+            out.write(text.encode("utf-8", "replace"))
+        typer.echo(f"{target}: {size(target.stat().st_size)}")
+    return summary.problems
 
 
-def _write_page(path: Path | None, target: Path, attempt: int | None) -> list[Problem]:
+def _write_page(run: Run, target: Path) -> list[Problem]:
     """Write the HTML report, print its path, and return the run's problems."""
-    from rankcall.analysis.details import detail
     from rankcall.report.html import render
 
-    run = open_run(path, attempt)
-    builder = SnapshotBuilder(run)
-    with bar("reading records") as progress:
-        details = detail(run, progress, builder.add)
-    findings = judge(run, builder.finish()).findings
+    details, findings = read_page(run, bar)
     with new_file(output(target)) as out:
         out.write(render(details, findings).encode("utf-8", "replace"))
     if str(target) != "-":
         typer.echo(f"{target}: {size(target.stat().st_size)}; open it in a browser")
     return details.summary.problems
-
-
-def _print(summary: Summary, findings: list[Finding]) -> None:
-    console = console_for_result()
-    if console.is_terminal:
-        summary_text.show(summary, console, findings)
-    else:
-        sys.stdout.write(summary_text.render(summary, console.width, findings))

@@ -11,17 +11,16 @@ import contextlib
 import re
 import signal
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rankcall import watch
-from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
 from rankcall.capture.session import check_torch
 from rankcall.cli.common import say
+from rankcall.cli.environment import environment
 from rankcall.cli.exits import noting_exits
+from rankcall.cli.job_options import JobOptions, prepare, takes_job_options
 from rankcall.cli.outcome import explain_failure, note_failures, verdict_ids
 from rankcall.cli.page import page_of
 from rankcall.cli.torchrun import (
@@ -29,14 +28,9 @@ from rankcall.cli.torchrun import (
     Job,
     Outcome,
     arming,
-    environment,
     parse,
     torchrun,
-    tracing,
 )
-from rankcall.errors import CaptureUnavailableError
-from rankcall.job.bundles import check_url
-from rankcall.job.evidence import COLLECT_TO
 from rankcall.process import host_name
 from rankcall.ranks import format_ranks, with_noun
 from rankcall.ring.layout import Header, read_header
@@ -51,104 +45,14 @@ from rankcall.run.paths import (
 )
 from rankcall.run.settle import settle
 
-__all__ = ["CONTEXT_SETTINGS", "HANG_AFTER_S", "command"]
+__all__ = ["CONTEXT_SETTINGS", "command"]
 
 # rankcall's options come first. torchrun gets all unknown options, and everything after the first
 # word that is not an option.
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-class OnHang(str, Enum):
-    """The watcher's action after a verdict."""
-
-    report = "report"
-    abort = "abort"
-
-
-class Trace(str, Enum):
-    """The collectives that are described while the job runs."""
-
-    all = "ALL"
-    crossnode = "CROSSNODE"
-    none = "NONE"
-
-
-class Capture(str, Enum):
-    """The recorder that the workers use."""
-
-    auto = "auto"
-    native = "native"
-    python = "python"
-
-
-CaptureOption = Annotated[
-    Capture,
-    typer.Option(
-        envvar="RANKCALL_CAPTURE", help="The recorder; auto: the native one if it can be built."
-    ),
-]
-HangAfterOption = Annotated[
-    float,
-    typer.Option(
-        envvar="RANKCALL_HANG_AFTER",
-        min=0.0,
-        help="Seconds in flight before a collective counts as hung; 0: do not watch.",
-    ),
-]
-OnHangOption = Annotated[
-    OnHang,
-    typer.Option(
-        envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
-    ),
-]
-
-CollectToOption = Annotated[
-    str,
-    typer.Option(
-        envvar=COLLECT_TO,
-        metavar="URL",
-        help="Write the newest records of each node there at a verdict and at the end, by fsspec.",
-    ),
-]
-
-
-def command(
-    args: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT", help="The arguments for torchrun.")
-    ],
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="The directory for the records. Without it: rankcall-runs/<UTC time>-<script>."
-        ),
-    ] = None,
-    capture: CaptureOption = Capture.auto,
-    hang_after: HangAfterOption = HANG_AFTER_S,
-    on_hang: OnHangOption = OnHang.report,
-    collect_to: CollectToOption = "",
-    trace: Annotated[
-        Trace | None,
-        typer.Option(
-            case_sensitive=False,
-            help="Describe collectives while the job runs, in trace/ of the run directory; "
-            "RANKCALL_TRACE_SINKS names other sinks.",
-        ),
-    ] = None,
-    history: Annotated[
-        bool,
-        typer.Option(
-            "--history", help="Keep every record, as Parquet in history/ of the run directory."
-        ),
-    ] = False,
-    serve: Annotated[
-        str,
-        typer.Option(
-            envvar="RANKCALL_SERVE",
-            metavar="[HOST:]PORT",
-            help="Show the job on a live page while it runs; port 0 takes a free one.",
-        ),
-    ] = "",
-) -> None:
+def _command(args: list[str], options: JobOptions) -> None:
     """Run a script as torchrun does, and record and watch every collective of every rank.
 
     The options below come first. After them come torchrun's options
@@ -163,64 +67,36 @@ def command(
         if job.is_file and not Path(job.script).exists():
             say(f"no such script: {job.script} (for a module: -m, for a program: --no-python)")
             raise typer.Exit(USAGE_ERROR)
-        recorder = prepare(capture.value)
-        chosen_dir = _run_dir(run_dir, job, hang_after)
+        options.check()
+        recorder = prepare(options.capture.value)
+        chosen_dir = _run_dir(options.run_dir, job, options.hang_after)
         rings_before = {path.name for path in ring_paths(chosen_dir)}
         verdicts_before = verdict_ids(chosen_dir)
         outcome = Outcome(1)
-        variables = {
-            **arming(chosen_dir, recorder, job),
-            **watching(hang_after, on_hang),
-            **collecting(collect_to),
-            **tracing(trace.value if trace else None, history),
-        }
-        with page_of(chosen_dir, serve, hang_after), environment(variables):
+        variables = {**arming(chosen_dir, recorder, job), **options.variables()}
+        with page_of(chosen_dir, options.serve, options.hang_after), environment(variables):
             try:
                 with noting_exits(chosen_dir, host_name()):
                     outcome = torchrun(job.argv)
             finally:
                 with _undisturbed():
                     _finish(chosen_dir, job, rings_before, outcome)
-                    _say_why(chosen_dir, outcome, hang_after or HANG_AFTER_S, verdicts_before)
+                    _say_why(chosen_dir, outcome, options.judged_after, verdicts_before)
     raise typer.Exit(outcome.status)
 
 
-def watching(hang_after: float, on_hang: OnHang) -> dict[str, str]:
-    """Return the environment variables for the watchers of the ranks."""
-    return {watch.HANG_AFTER: f"{hang_after:g}", watch.ON_HANG: on_hang.value}
-
-
-def collecting(url: str) -> dict[str, str]:
-    """Return the environment variable for a URL to write to. Exits if that is not possible."""
-    if url:
-        check_url(url)
-    return {COLLECT_TO: url} if url else {}
-
-
-def prepare(capture: str) -> str:
-    """Build the native recorder once for all workers; return the capture that they use."""
-    if capture == "python":
-        return capture
-    try:
-        from rankcall.capture.native import RECORDER
-
-        if not RECORDER.path().exists():
-            say("building the native recorder, once for this torch and Python")
-        RECORDER.prebuild()
-    except CaptureUnavailableError as error:
-        if capture == "native":
-            raise
-        say(f"{error}; recording with the slower Python capture")
-        return "python"
-    return capture
+command = takes_job_options(
+    _command,
+    Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT", help="torchrun's options, the script and its arguments."),
+    ],
+)
 
 
 def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
     """Make the run directory and return its path. The job starts even if that fails."""
     path = asked or _default(job)
-    if path.exists() and not path.is_dir():
-        say(f"--run-dir {path} is not a directory")
-        raise typer.Exit(USAGE_ERROR)
     if job.max_nodes == 1 and ring_paths(path):
         say(f"{path} already has a run: this job becomes a new attempt of it")
     import torch

@@ -5,31 +5,34 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rankcall.analysis.run_snapshot import snapshot_of_run
-from rankcall.analysis.verdicts import Diagnosis, judge
-from rankcall.cli.common import LEAVE, HangAfter, console_for_result, keys
+from rankcall.analysis.looks import look
+from rankcall.analysis.verdicts import Diagnosis
+from rankcall.cli.common import (
+    Attempt,
+    HangAfter,
+    RunPath,
+    console_for_result,
+    exit_with,
+    open_run,
+)
+from rankcall.cli.keys import LEAVE, keys
 from rankcall.report import top
-from rankcall.run.load import load
-from rankcall.run.paths import find_run
+from rankcall.run.load import Run, load
 
 __all__ = ["command"]
 
-_NEWEST = 1024  # records read from the end of each ring
-_WINDOW = 1 << 16  # calls kept of all ranks together
-
 
 def command(
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="A run directory. Without it: the latest run here."),
-    ] = None,
+    run: RunPath = None,
+    attempt: Attempt = None,
     hang_after: HangAfter = None,
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two updates.")] = 0.5,
+    interval: Annotated[
+        float, typer.Option(min=0.05, metavar="SECONDS", help="Seconds between two updates.")
+    ] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,
 ) -> None:
     """Show the state of every rank, until the job ends or you leave (q, Ctrl-C).
@@ -38,23 +41,13 @@ def command(
     the view is printed once. Exits as diagnose does: with 0 if the last update shows a healthy job,
     with 1 if it has findings.
     """
-    run_dir = find_run(run)
-    diagnosis = look(run_dir, hang_after)
+    opened = open_run(run, attempt)
+    diagnosis = look(opened, hang_after)
     if once or not sys.stdout.isatty():
         _print(diagnosis)
     else:
-        diagnosis = _follow(run_dir, hang_after, interval, diagnosis)
-    sys.stdout.flush()
-    if any(finding.is_fault for finding in diagnosis.findings):
-        raise typer.Exit(1)
-
-
-def look(run_dir: Path, hang_after: float | None) -> Diagnosis:
-    """Read the newest records of every rank and judge them."""
-    run = load(run_dir)
-    window = max(32, min(256, _WINDOW // max(1, len(run.heads))))
-    snapshot = snapshot_of_run(run, window=window, newest=_NEWEST)
-    return judge(run, snapshot, hang_after or None)
+        diagnosis = _follow(opened, attempt, hang_after, interval, diagnosis)
+    exit_with(diagnosis)
 
 
 def _print(diagnosis: Diagnosis) -> None:
@@ -66,9 +59,16 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _follow(
-    run_dir: Path, hang_after: float | None, interval: float, diagnosis: Diagnosis
+    run: Run,
+    attempt: int | None,
+    hang_after: float | None,
+    interval: float,
+    diagnosis: Diagnosis,
 ) -> Diagnosis:
-    """Redraw the view until the job ends or the user leaves; leave the last view on the screen."""
+    """Redraw the view until the job ends or the user leaves; leave the last view on the screen.
+
+    The run is loaded anew for each view, because ranks come and go. It is not settled again.
+    """
     from rich.console import Console
     from rich.live import Live
 
@@ -78,7 +78,8 @@ def _follow(
         while diagnosis.snapshot.live:
             live.update(top.view(diagnosis, console.width, LEAVE), refresh=True)
             began = time.monotonic()
-            diagnosis = look(run_dir, hang_after)
+            again = load(run.source)
+            diagnosis = look(again if attempt is None else again.only(attempt), hang_after)
             if left_within(max(0.0, interval - (time.monotonic() - began))):
                 break
     _print(diagnosis)

@@ -1,15 +1,9 @@
-"""Run torchrun in this process, and note how each of its workers ends.
-
-A worker is a child of the launcher to which torchrun gave a RANK. A pidfd of each worker wakes one
-thread when the worker ends. The thread reads the exit status and leaves it there for torchrun,
-which reaps the worker. If torchrun was faster, the status is gone, and it is noted as unknown.
-"""
+"""Run torchrun in this process: parse its arguments, and tell how its workers ended."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -17,22 +11,11 @@ from typing import NoReturn
 import typer
 
 from rankcall.cli.common import say
+from rankcall.cli.environment import hooking
+from rankcall.cli.job_options import OPTIONS
 
-# Run torchrun in this process: parse its arguments, set the environment, keep its exit status.
-
-
-BOOT = Path(__file__).resolve().parents[1] / "_boot"
-OPTIONS = (
-    "--run-dir",
-    "--capture",
-    "--trace",
-    "--history",
-    "--hang-after",
-    "--on-hang",
-    "--collect-to",
-    "--serve",
-)  # rankcall's own options; all others are torchrun's
 USAGE_ERROR = 2  # the exit status that argparse and click use
+TERMINATED = -15  # torchrun ends the remaining workers with SIGTERM, and some with SIGKILL
 
 
 @dataclass(frozen=True)
@@ -114,44 +97,6 @@ def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
     return variables
 
 
-def hooking() -> dict[str, str]:
-    """Return the environment variables that load the hook in every Python below this process.
-
-    If ``RANKCALL`` is 0, it stays so: that switches recording off everywhere.
-    """
-    path = os.environ.get("PYTHONPATH")
-    return {
-        # An empty entry would put the working directory on every worker's path.
-        "PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else str(BOOT),
-        "RANKCALL": os.environ.get("RANKCALL") or "1",
-    }
-
-
-def tracing(mode: str | None, history: bool) -> dict[str, str]:
-    """Return the environment variables that make every worker trace, or keep its history."""
-    variables = {} if mode is None else {"RANKCALL_TRACE": "1", "TORCH_DISTRIBUTED_TRACING": mode}
-    return {**variables, **({"RANKCALL_HISTORY": "1"} if history else {})}
-
-
-@contextlib.contextmanager
-def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables (None removes one), and restore them at the end."""
-    before = {name: os.environ.get(name) for name in variables}
-    try:
-        _set(variables)
-        yield
-    finally:
-        _set(before)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How torchrun ended. ``failed``: this node's workers that failed, by (rank, pid)."""
@@ -181,6 +126,3 @@ def torchrun(argv: Sequence[str]) -> Outcome:
         reason = " ".join(str(error).split())
         say(f"torchrun could not run the job: {type(error).__name__}: {reason}")
     return Outcome(1)
-
-
-_TERMINATED = -15  # torchrun ends the remaining workers with SIGTERM, and some with SIGKILL

@@ -30,7 +30,7 @@ from pathlib import Path
 from rankcall.files import clean
 from rankcall.ring.layout import Header
 from rankcall.ring.writer import put
-from rankcall.run.load import load
+from rankcall.run.load import Run
 
 # The number is fixed: a ring file, which any user may have written, does not choose the signal. It
 # is in the middle of the real-time signals, because glibc uses the first ones. Schedulers use
@@ -277,16 +277,18 @@ def mark_training_thread(text: str, thread: str) -> str:
 # --- from py-spy, or else from the rank itself ---
 
 
-def stacks_of(where: Path, ranks: Sequence[int]) -> dict[int, str]:
+def stacks_of(run: Run, ranks: Sequence[int]) -> dict[int, str]:
     """Return the stacks of those of the ranks that run on this host and can be inspected.
+
+    An archive gives none: what its ranks do now says nothing about the time when it was made.
 
     py-spy, if it is installed, inspects the first ranks; it takes a second for each. The others
     dump their stacks themselves.
     """
-    if not where.is_dir():
+    if run.source is not None and not run.source.is_dir():
         return {}
     wanted = set(ranks)
-    headers = [head.header for head in load(where).heads if head.header.rank in wanted]
+    headers = [head.header for head in run.heads if head.header.rank in wanted]
     here = [header for header in headers if header.process_state() in ("alive", "stopped")]
     stacks: dict[int, str] = {}
     spy = _py_spy()

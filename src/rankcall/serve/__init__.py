@@ -34,6 +34,7 @@ class PageServer:
         names: Further names under which browsers may reach the page.
         hang_after: See ``judge``.
         parent: End when the process with this id is not this process's parent any more.
+        attempt: Show this attempt only; None: the last one.
 
     Raises:
         ExtraMissingError: starlette, uvicorn or jinja2 is not installed.
@@ -48,13 +49,14 @@ class PageServer:
         names: Iterable[str] = (),
         hang_after: float | None = None,
         parent: int | None = None,
+        attempt: int | None = None,
     ) -> None:
         check_extra()
         from rankcall.serve.access import Access
 
         self._socket = _listen(host, port)
         self.access = Access.of(host, self._socket.getsockname()[1], names)
-        self._run = LiveRun(run, hang_after)
+        self._run = LiveRun(run, hang_after, attempt)
         self._parent = parent
 
     def serve(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -31,13 +32,15 @@ from rankcall.serve.shared_look import SharedLook
 from rankcall.serve.view import login_page, page, policy
 
 KINDS = {
-    "report": Kind("report.html", "text/html", ("report", "RUN", "--html", "FILE"), shown=True),
+    "report": Kind("report.html", "text/html", ("report", "RUN", "-o", "FILE"), shown=True),
     "timeline": Kind(
         "timeline.pftrace",
         "application/octet-stream",
         ("export", "RUN", "--to", "perfetto", "-o", "FILE"),
     ),
-    "archive": Kind("run.tar.zst", "application/zstd", ("collect", "RUN", "--to", "FILE")),
+    "archive": Kind(
+        "run.tar.zst", "application/zstd", ("collect", "RUN", "-o", "FILE"), takes_attempt=False
+    ),
     "summary": Kind("report.json", "application/json", ("report", "RUN", "--json")),
 }
 
@@ -232,7 +235,9 @@ class Page:
     # --- files ---
 
     def _download(self, name: str) -> Handler:
-        kind = KINDS[name]
+        kind, attempt = KINDS[name], self.shared.run.attempt
+        if attempt is not None and kind.takes_attempt:
+            kind = replace(kind, arguments=(*kind.arguments, "--attempt", str(attempt)))
 
         async def send(request: Request) -> Response:
             run: Path = await asyncio.to_thread(self.shared.run.place)

@@ -33,6 +33,7 @@ class Kind:
     media_type: str
     arguments: tuple[str, ...]
     shown: bool = False  # in the browser, not saved
+    takes_attempt: bool = True  # the command reads one attempt if it is asked to
 
 
 class Downloads:

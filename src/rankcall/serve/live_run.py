@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rankcall.analysis.looks import live_window
 from rankcall.analysis.recent_figures import Figures, recent_figures
 from rankcall.analysis.run_reader import RunReader
 from rankcall.analysis.verdicts import Diagnosis, diagnose, judge, kept_verdict, with_stacks
@@ -19,7 +20,6 @@ from rankcall.serve.other_nodes import OtherNodes
 
 WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"
 _NEWEST = 512  # records read from the end of each ring of a live job
-_WINDOW = 1 << 16  # calls kept of all ranks together
 _MOST_STACKS = 4096
 
 
@@ -61,11 +61,12 @@ class LiveRun:
     """Looks at a run again and again, on one thread at a time.
 
     ``path`` None is the latest run below the working directory, so the page follows a job that is
-    started again.
+    started again. ``attempt`` None is the last attempt of the run.
     """
 
     path: Path | None = None
     hang_after: float | None = None
+    attempt: int | None = None
     clock: Callable[[], float] = time.time
     _reader: RunReader = field(default_factory=lambda: RunReader(_NEWEST), repr=False)
     _others: OtherNodes = field(default_factory=OtherNodes, repr=False)
@@ -109,9 +110,11 @@ class LiveRun:
         finished = self._finished(where)
         if finished is not None:
             return self._as_look(where, ENDED, finished)
-        run = self._others.ask(self._reader.load(where))
-        window = max(32, min(256, _WINDOW // max(1, len(run.heads))))
-        snapshot = self._others.add_to(self._reader.snapshot(run, window))
+        run = self._reader.load(where)
+        if self.attempt is not None:
+            run = run.only(self.attempt)
+        run = self._others.ask(run)
+        snapshot = self._others.add_to(self._reader.snapshot(run, live_window(run)))
         if not snapshot.live:
             ended = diagnose(run, self.hang_after or None)
             self._over = _fingerprint(where), ended

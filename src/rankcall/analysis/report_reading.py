@@ -1,0 +1,53 @@
+"""Read a run for a report: its figures, and the findings that a report shows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+from rankcall.analysis.details import Details, detail
+from rankcall.analysis.run_snapshot import SnapshotBuilder
+from rankcall.analysis.summary import Summary, summarise
+from rankcall.analysis.verdicts import diagnose, find, judge
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.run.load import Progress, Run
+
+
+@contextlib.contextmanager
+def _silent(what: str) -> Iterator[Progress]:
+    yield lambda done, total: None
+
+
+# Makes the progress of one pass over the rings, from its name.
+Bars = Callable[[str], AbstractContextManager[Progress]]
+
+
+def read_report(run: Run, bars: Bars = _silent) -> tuple[Summary, list[Finding]]:
+    """Return the summary of a run, and the findings that explain why it stopped, if it did.
+
+    If all processes have closed their rings and all collectives have ended, the run most likely
+    ended normally. Then only findings count that made its results wrong, and they come from the
+    same reading of the rings. If collectives are unfinished although the processes have ended, the
+    rings are read once more, with the verdicts that the job's own watcher kept.
+    """
+    builder = SnapshotBuilder(run)
+    with bars("reading records") as progress:
+        summary = summarise(run, progress, builder.add)
+    closed = all(head.header.closed_ns for head in run.heads)
+    if closed and any(row.unfinished for row in summary.collectives):
+        with bars("diagnosing") as progress:
+            findings = diagnose(run, progress=progress).findings
+    elif closed:
+        findings = find(builder.finish())
+    else:
+        findings = judge(run, builder.finish()).findings
+    return summary, [finding for finding in findings if finding.stops]
+
+
+def read_page(run: Run, bars: Bars = _silent) -> tuple[Details, list[Finding]]:
+    """Return what the HTML report shows: details, and all findings, also of what only slows."""
+    builder = SnapshotBuilder(run)
+    with bars("reading records") as progress:
+        details = detail(run, progress, builder.add)
+    return details, judge(run, builder.finish()).findings

@@ -1,0 +1,191 @@
+"""The options that ``rankcall run`` and ``rankcall exec`` share: defined once, as ``JobOptions``.
+
+``takes_job_options`` gives them to a command. ``variables`` turns them into the environment
+variables that the ranks read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from rankcall import watch
+from rankcall.analysis.verdicts.evidence import HANG_AFTER_S
+from rankcall.cli.common import say
+from rankcall.errors import CaptureUnavailableError
+from rankcall.job.bundles import check_url
+from rankcall.job.evidence import COLLECT_TO
+
+
+class OnHang(str, Enum):
+    """The watcher's action after a verdict."""
+
+    report = "report"
+    abort = "abort"
+
+
+class Trace(str, Enum):
+    """The collectives that are described while the job runs."""
+
+    all = "ALL"
+    crossnode = "CROSSNODE"
+    none = "NONE"
+
+
+class Capture(str, Enum):
+    """The recorder that the ranks use."""
+
+    auto = "auto"
+    native = "native"
+    python = "python"
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The options of a command that starts a job, with their help texts."""
+
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The directory for the records. Without it: rankcall-runs/<UTC time>-<script>. "
+            "With exec, rank 0 chooses it in its own working directory.",
+        ),
+    ] = None
+    capture: Annotated[
+        Capture,
+        typer.Option(
+            envvar="RANKCALL_CAPTURE", help="The recorder; auto: the native one if it can be built."
+        ),
+    ] = Capture.auto
+    hang_after: Annotated[
+        float,
+        typer.Option(
+            envvar="RANKCALL_HANG_AFTER",
+            metavar="SECONDS",
+            min=0.0,
+            help="Seconds in flight before a collective counts as hung; 0: do not watch.",
+        ),
+    ] = HANG_AFTER_S
+    on_hang: Annotated[
+        OnHang,
+        typer.Option(
+            envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
+        ),
+    ] = OnHang.report
+    collect_to: Annotated[
+        str,
+        typer.Option(
+            envvar=COLLECT_TO,
+            metavar="URL",
+            help="Write the newest records of each node there at a verdict and at the end, by "
+            "fsspec.",
+        ),
+    ] = ""
+    trace: Annotated[
+        Trace | None,
+        typer.Option(
+            case_sensitive=False,
+            help="Describe collectives while the job runs, in trace/ of the run directory; "
+            "RANKCALL_TRACE_SINKS names other sinks.",
+        ),
+    ] = None
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history", help="Keep every record, as Parquet in history/ of the run directory."
+        ),
+    ] = False
+    serve: Annotated[
+        str,
+        typer.Option(
+            envvar="RANKCALL_SERVE",
+            metavar="[HOST:]PORT",
+            help="Show the job on a live page while it runs; port 0 takes a free one.",
+        ),
+    ] = ""
+
+    @property
+    def judged_after(self) -> float:
+        """The threshold for a verdict after the job, s: without a watcher, the usual one."""
+        return self.hang_after or HANG_AFTER_S
+
+    def check(self) -> None:
+        """Exit with 2, or raise ``RankcallError``, if the job could not be started like this."""
+        if self.run_dir is not None and self.run_dir.exists() and not self.run_dir.is_dir():
+            say(f"--run-dir {self.run_dir} is not a directory")
+            raise typer.Exit(2)
+        if self.collect_to:
+            check_url(self.collect_to)
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables for the ranks, except the run's directory."""
+        variables = {
+            watch.HANG_AFTER: f"{self.hang_after:g}",
+            watch.ON_HANG: self.on_hang.value,
+        }
+        if self.collect_to:
+            variables[COLLECT_TO] = self.collect_to
+        if self.trace is not None:
+            variables["RANKCALL_TRACE"] = "1"
+            variables["TORCH_DISTRIBUTED_TRACING"] = self.trace.value
+        if self.history:
+            variables["RANKCALL_HISTORY"] = "1"
+        return variables
+
+
+# torchrun gets all other options.
+OPTIONS = tuple(f"--{field.name.replace('_', '-')}" for field in fields(JobOptions))
+
+
+def takes_job_options(
+    command: Callable[[list[str], JobOptions], None], argument: Any
+) -> Callable[..., None]:
+    """Return a command that takes the shared options one by one, as typer needs them.
+
+    typer reads a command's options from the signature and the annotations of its function, and has
+    no way to share a list of options between functions.
+
+    Args:
+        command: The command. It gets the words after the options, and the options.
+        argument: The annotation of the words: ``Annotated[list[str], typer.Argument(...)]``.
+    """
+
+    def with_options(args: list[str], **values: Any) -> None:
+        command(args, JobOptions(**values))
+
+    hints = get_type_hints(JobOptions, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("args", keyword, annotation=argument)]
+    parameters += [
+        inspect.Parameter(field.name, keyword, default=field.default, annotation=hints[field.name])
+        for field in fields(JobOptions)
+    ]
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {item.name: item.annotation for item in parameters}
+    with_options.__doc__ = command.__doc__
+    return with_options
+
+
+def prepare(capture: str) -> str:
+    """Build the native recorder once for all ranks; return the capture that they use."""
+    if capture == "python":
+        return capture
+    try:
+        from rankcall.capture.native import RECORDER
+
+        if not RECORDER.path().exists():
+            say("building the native recorder, once for this torch and Python")
+        RECORDER.prebuild()
+    except CaptureUnavailableError as error:
+        if capture == "native":
+            raise
+        say(f"{error}; recording with the slower Python capture")
+        return "python"
+    return capture
