@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup setup-integrations browser fuzzer demo test test-long test-upstream lint prose bench gpu docs clean
+.PHONY: setup setup-integrations browser fuzzer demo test test-long test-upstream lint prose bench gpu docs dist clean
 
 setup: $(INSTALLED)
 
@@ -76,6 +76,10 @@ docs: $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "the site: build/site/index.html"
+
+# The wheel and the sdist are in dist/. Each is tried in a fresh environment; nothing is downloaded.
+dist: $(INSTALLED)
+	$(BIN)/python tools/try_dist.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/overhead.py --json

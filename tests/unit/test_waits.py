@@ -112,7 +112,6 @@ job/departure.py: wait: self._wake.wait
     a daemon thread of its own, woken when the process ends
 cli/exec.py: wait: child[0].wait
     the user's command, which takes as long as it takes
-    the user asked to watch until Ctrl-C
 serve/app.py: lock: self._stacks_turn
     a coroutine's lock; its owner waits for the ranks' stacks, which has a deadline
 serve/app.py: wait: self.closing.wait

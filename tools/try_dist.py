@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Build the wheel and the sdist, and try each in a fresh environment.
+
+The environment is a new virtual environment with one file installed into it. Its other packages,
+torch above all, are those of the environment that runs this program: they are found below the
+installed rankcall, so nothing is downloaded. In it, ``rankcall run`` records a job of two ranks,
+``rankcall report`` and ``rankcall diagnose --json`` read it, and the figures are compared with what
+the job did.
+
+Each step is one line, with its seconds. The exit status is 1 if a step fails; its output follows
+then. ``make dist`` runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# A step takes seconds on an idle machine. The first job compiles the native recorder, which can
+# take minutes on a busy one.
+STEP_S = 300.0
+RANKS, STEPS = 2, 5
+JOB = f"""\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+gradients = torch.ones(1000)
+for step in range({STEPS}):
+    dist.all_reduce(gradients)
+dist.destroy_process_group()
+"""
+
+
+class Failed(Exception):
+    """A step failed; the text says which, and has its output."""
+
+
+@contextlib.contextmanager
+def step(name: str) -> Iterator[None]:
+    """Print what is done, and how long it took."""
+    print(f"{name:<44}", end="", flush=True)
+    began = time.monotonic()
+    try:
+        yield
+    except BaseException:
+        print("FAILED", flush=True)
+        raise
+    print(f"{time.monotonic() - began:6.1f} s", flush=True)
+
+
+def call(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:
+    """Run a program and return its stdout.
+
+    Raises:
+        Failed: It has another exit status than 0, or takes more than ``STEP_S`` seconds.
+    """
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(
+            words, cwd=cwd, env=env, capture_output=True, text=True, timeout=STEP_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"{' '.join(words)}\nit did not end in {STEP_S:.0f} s") from error
+    if done.returncode:
+        raise Failed(
+            f"{' '.join(words)}\nexit status {done.returncode}\n{done.stdout}{done.stderr}"
+        )
+    return done.stdout
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """Build both files into a folder, and return the paths of the wheel and the sdist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("rankcall-*.whl"), *folder.glob("rankcall-*.tar.gz")]:
+        old.unlink()
+    call(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=ROOT)
+    (wheel,), (sdist,) = folder.glob("rankcall-*.whl"), folder.glob("rankcall-*.tar.gz")
+    return wheel, sdist
+
+
+def wheel_of(sdist: Path, folder: Path) -> Path:
+    """Build a wheel from the sdist, as pip does, and return its path. Nothing is downloaded."""
+    pip(sys.executable, "wheel", "--no-build-isolation", "-w", str(folder), str(sdist), cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def pip(python: str | Path, *arguments: str, cwd: Path) -> None:
+    """Run this environment's pip for another one; only files that are given are used."""
+    first, *rest = arguments
+    call(
+        *(sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"),
+        *(first, "--quiet", "--no-deps", "--no-index", *rest),
+        cwd=cwd,
+    )
+
+
+def fresh_environment(folder: Path, wheel: Path) -> Path:
+    """Make a virtual environment with a wheel in it, and return the folder of its programs."""
+    call(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    pip(folder / "bin/python", "install", str(wheel), cwd=folder.parent)
+    # A plain path in a .pth file comes after the environment's own packages, and .pth files below
+    # it are not read. So the rankcall that this environment has, which is the working tree, is
+    # hidden by the installed one.
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(call(folder / "bin/python", "-c", code, cwd=folder).strip())
+    (site / "zz_shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return folder / "bin"
+
+
+def bare_environment() -> dict[str, str]:
+    """Return the environment variables without those that change what is imported or recorded."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "RANKCALL", "VIRTUAL_ENV", "TORCHELASTIC"))
+    } | {"OMP_NUM_THREADS": "1"}
+
+
+def try_job(programs: Path, folder: Path) -> None:
+    """Record a job of two ranks with the installed rankcall, and read it.
+
+    Raises:
+        Failed: A command fails, or what it reads is not what the job did.
+    """
+    env, rankcall = bare_environment(), programs / "rankcall"
+    place = call(
+        programs / "python", "-c", "import rankcall; print(rankcall.__file__)", cwd=folder, env=env
+    )
+    if not Path(place.strip()).is_relative_to(programs.parent):
+        raise Failed(f"rankcall was imported from {place.strip()}, not from {programs.parent}")
+    (folder / "train.py").write_text(JOB)
+    with step("  rankcall run, two ranks"):
+        call(rankcall, "run", "--nproc-per-node", str(RANKS), "train.py", cwd=folder, env=env)
+    with step("  rankcall report"):
+        call(rankcall, "report", cwd=folder, env=env)
+        report = json.loads(call(rankcall, "report", "--json", cwd=folder, env=env))
+        calls = {row["op"]: row["count"] for row in report["collectives"]}
+        seen = len(report["ranks"]), calls.get("all_reduce"), report["problems"]
+        if seen != (RANKS, STEPS, []):
+            raise Failed(f"ranks, all_reduce calls and problems in the report: {seen}")
+    with step("  rankcall diagnose --json"):
+        verdict = json.loads(call(rankcall, "diagnose", "--json", cwd=folder, env=env))["verdict"]
+        if verdict != "healthy":
+            raise Failed(f"the verdict on a job that ended well is {verdict}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build and try both files, print the steps, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="try_dist.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=ROOT / "dist", help="the folder for both files"
+    )
+    output = parser.parse_args(arguments).output.absolute()
+    try:
+        with tempfile.TemporaryDirectory(prefix="rankcall-dist-") as scratch:
+            with step("build the wheel and the sdist"):
+                wheel, sdist = build(output)
+            for kind, made in (("wheel", wheel), ("sdist", sdist)):
+                folder = Path(scratch) / kind
+                folder.mkdir()
+                with step(f"install {made.name}"):
+                    source = made if kind == "wheel" else wheel_of(made, folder)
+                    programs = fresh_environment(folder / "venv", source)
+                try_job(programs, folder)
+    except Failed as failed:
+        print(f"try_dist.py: {failed}", file=sys.stderr)
+        return 1
+    for made in (wheel, sdist):
+        print(f"{made}: {made.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
