@@ -149,7 +149,7 @@ def sent(rank: Rank) -> int:
 
 def clean(rank: Rank, size: int, prefix: str) -> None:
     """Say that this rank has no more use for a prefix."""
-    ours.clean_up(rank.store, prefix, size, rank.rank)
+    ours.clean_up(rank.store, rank.rank, size, prefix)
 
 
 JOBS: dict[str, Callable[..., Any]] = {

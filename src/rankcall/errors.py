@@ -95,7 +95,7 @@ class BarrierTimeout(_Explained, RuntimeError):
         hosts: The host of each missing rank whose host is known.
         key_prefix: The prefix of the caller's keys in the store.
         rank: The caller's rank, or None if the barrier was called without ranks.
-        timeout: The caller's timeout, in seconds.
+        timeout_s: The caller's timeout, in seconds.
         what: The caller's name for the barrier or exchange, or None.
     """
 
@@ -109,7 +109,7 @@ class BarrierTimeout(_Explained, RuntimeError):
         hosts: Mapping[int, str] | None = None,
         key_prefix: str = "",
         rank: int | None = None,
-        timeout: float = 0.0,
+        timeout_s: float = 0.0,
         what: str | None = None,
     ) -> None:
         super().__init__(message)
@@ -119,8 +119,14 @@ class BarrierTimeout(_Explained, RuntimeError):
         self.hosts = dict(hosts or {})
         self.key_prefix = key_prefix
         self.rank = rank
-        self.timeout = timeout
+        self.timeout_s = timeout_s
         self.what = what
+
+    @property
+    def timeout(self) -> float:
+        """``timeout_s``, by its name of version 0.1."""
+        warn_renamed("BarrierTimeout.timeout", "timeout_s")
+        return self.timeout_s
 
 
 class CaptureUnavailableError(RankcallError, RuntimeError):

@@ -148,5 +148,5 @@ def test_agents_meet_at_our_exit_barrier(tmp_path: Path) -> None:
                 agent.kill()
     for agent, text in zip(agents, outputs, strict=True):
         assert agent.returncode == 0, text
-        assert "exit barrier rankcall.store._calls torchelastic/agent/terminal_state" in text
+        assert "exit barrier rankcall.store.barriers torchelastic/agent/terminal_state" in text
         assert "Error waiting on exit barrier" not in text

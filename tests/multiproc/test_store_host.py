@@ -21,7 +21,8 @@ from world import wait_until
 from rankcall import store
 from rankcall.background import BackgroundCall
 from rankcall.c10d import location, own_connections
-from rankcall.c10d.client import Standby
+from rankcall.c10d.calls import Call
+from rankcall.c10d.client import Over, perform
 from rankcall.c10d.requests import Read
 from rankcall.errors import StoreLostError
 
@@ -43,7 +44,7 @@ def _host_stops(rank: int, world_size: int, port: int, pid: int, folder: str) ->
         lambda: store.synchronize(client, b"", rank, world_size, "p", 1.0, what="a test"),
         lambda: store.get_all(client, rank, "x", world_size, timeout=1.0, what="a test"),
         lambda: store.rollcall(client, rank, world_size, timeout=1.0),
-        lambda: store.clean_up(client, "p", world_size, rank, timeout=1.0),
+        lambda: store.clean_up(client, rank, world_size, "p", timeout=1.0),
     ]
     outcomes = [attempt(call) for call in calls]
     all_at(folder, "told", rank, world_size)
@@ -192,8 +193,8 @@ print(*(attempt(lambda: store.barrier(client, 2, "p", t, 0))[0] for t in (0.5, 1
 """
 
 
-def test_a_released_standby_leaves_the_jobs_connection() -> None:
-    """``Standby.release`` ends its thread; the job's connection goes on once the host does."""
+def test_an_abandoned_call_leaves_the_jobs_connection() -> None:
+    """``Call.abandon`` ends its thread; the job's connection goes on once the host does."""
     asked, stopped = threading.Event(), threading.Event()
 
     def ask_twice() -> Any:
@@ -205,14 +206,16 @@ def test_a_released_standby_leaves_the_jobs_connection() -> None:
     with hosted() as (port, pid):
         client = connect(port)
         client.set("key", b"value")
-        standby = Standby()
-        helper = BackgroundCall(lambda: standby.perform(client, LONG, ask_twice()), "standby")
+        call = Call()
+        helper = BackgroundCall(
+            lambda: perform(client, LONG, ask_twice(), over=Over.NEW, call=call), "standby"
+        )
         assert asked.wait(LONG)
         stop(pid)
         stopped.set()
         assert not helper.ended(0.2)
-        standby.release()
-        assert helper.ended(LONG / 2), "the standby was not released"
+        call.abandon()
+        assert helper.ended(LONG / 2), "the call was not given up"
         with pytest.raises(StoreLostError):
             helper.outcome()
         os.kill(pid, signal.SIGCONT)
@@ -225,17 +228,18 @@ from hosting import connect
 from rankcall import store
 from rankcall.c10d.requests import Read
 from rankcall.background import BackgroundCall
-from rankcall.c10d.client import Standby
+from rankcall.c10d.calls import Call
+from rankcall.c10d.client import Over, perform
 
 def read():
     yield Read("key")
 
-client, standby = connect(int(sys.argv[1])), Standby()
+client, call = connect(int(sys.argv[1])), Call()
 print("connected", flush=True)
 sys.stdin.readline()
-helper = BackgroundCall(lambda: standby.perform(client, 60, read()), "standby")
+helper = BackgroundCall(lambda: perform(client, 60, read(), over=Over.NEW, call=call), "standby")
 print(helper.ended(1), flush=True)
-standby.release()
+call.abandon()
 """
 
 

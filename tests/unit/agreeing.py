@@ -21,8 +21,8 @@ from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 from rankcall.c10d.requests import Steps
-from rankcall.store import _protocol as protocol
-from rankcall.store._keys import BARRIER, EXCHANGE, GET_ALL, Keys
+from rankcall.store import protocol
+from rankcall.store.keys import BARRIER, EXCHANGE, GET_ALL, Keys
 from rankcall.testing.simulated_store import (
     Append,
     Arrive,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from stores import kind, ranks, stores_of
 
-from rankcall.c10d.client import perform_shared
+from rankcall.c10d.client import Over, perform
 from rankcall.c10d.requests import Steps
 from rankcall.capture.recording import cause_of
 from rankcall.job.choice import (
@@ -74,7 +74,7 @@ def test_real_stores(kind: str, tmp_path: Path) -> None:
 
     def choose(rank: int) -> Choice | None:
         propose = None if rank else (lambda: Choice(tmp_path / "run", 7))
-        return perform_shared(clients[rank], 20, agree(KEY, propose))
+        return perform(clients[rank], 20, agree(KEY, propose), over=Over.CALLERS)
 
     assert ranks(choose, 2) == [Choice(tmp_path / "run", 7)] * 2
     assert choose(2) == Choice(tmp_path / "run", 7)
@@ -83,7 +83,7 @@ def test_real_stores(kind: str, tmp_path: Path) -> None:
 def test_a_wait_for_rank_0_has_an_end(kind: str, tmp_path: Path) -> None:
     """Without a proposal there is no choice at the deadline."""
     (client,) = stores_of(kind, 1, tmp_path)
-    assert perform_shared(client, 0.2, agree(KEY, None)) is None
+    assert perform(client, 0.2, agree(KEY, None), over=Over.CALLERS) is None
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def test_other_mistakes() -> None:
         (lambda s: ours.get_all(s, 0, "p", 2, timeout=-1), "timeout must be positive"),
         (lambda s: ours.rollcall(s, 5, 2), "rank 5 is outside a world of 2"),
         (lambda s: ours.rollcall(s, 0, 2, timeout=0), "timeout must be positive"),
-        (lambda s: ours.clean_up(s, "p", -1), "world_size must be at least 1"),
-        (lambda s: ours.clean_up(s, "p", 2, 2), "rank 2 is outside a world of 2"),
+        (lambda s: ours.clean_up(s, 0, -1, "p"), "world_size must be at least 1"),
+        (lambda s: ours.clean_up(s, 2, 2, "p"), "rank 2 is outside a world of 2"),
         (lambda s: ours.barrier(s, 2, "p", attempt=-1), "attempt counts restarts from 0"),
     ],
 )

@@ -102,7 +102,7 @@ def test_clean_up_leaves_nothing(clients: list[Store]) -> None:
             ours.barrier(clients[rank], N, "p", 20, rank)
             ours.barrier(clients[rank], N, "p", 20)
             ours.synchronize(clients[rank], b"x", rank, N, "p", 20)
-        ours.clean_up(clients[rank], "p", N, rank)
+        ours.clean_up(clients[rank], rank, N, "p")
 
     for _ in range(2):
         assert ranks(use, N) == [None] * N
@@ -114,9 +114,9 @@ def test_clean_up_waits_for_all_ranks(clients: list[Store]) -> None:
     timed(lambda: ours.barrier(clients[0], 2, "p", 0.05, 0))
     ours.barrier(clients[1], 2, "p", 5, 1)
     for _ in range(2):
-        ours.clean_up(clients[1], "p", 2, 1)
+        ours.clean_up(clients[1], 1, 2, "p")
     ours.barrier(clients[0], 2, "p", 5, 0)
-    ours.clean_up(clients[0], "p", 2, 0)
+    ours.clean_up(clients[0], 0, 2, "p")
     assert keys_of(clients[0]) == []
 
 
@@ -125,7 +125,7 @@ def test_clean_up_without_a_rank_removes_at_once() -> None:
     store = HashStore()
     for prefix in ("p", "p2"):
         timed(lambda p=prefix: ours.barrier(store, 2, p, 0.05, 0))
-    ours.clean_up(store, "p", 2)
+    ours.clean_up(store, None, 2, "p")
     assert {key.partition("/")[0] for key in keys_of(store)} == {"p2"}
 
 
@@ -137,3 +137,22 @@ def test_a_new_attempt_removes_what_the_last_one_left() -> None:
     left = [key for key in keys_of(store) if key.startswith("p")]
     assert left
     assert all("rankcall.4/" in key for key in left)
+
+
+def test_clean_up_takes_the_arguments_of_version_0_1() -> None:
+    """The old order works until 0.3, with a warning; the new one gives none."""
+    store = HashStore()
+    for old in (
+        lambda: ours.clean_up(store, "p", 1, 0),  # type: ignore[arg-type]
+        lambda: ours.clean_up(store, "p", 1, rank=0),  # type: ignore[arg-type, misc, call-arg]
+        lambda: ours.clean_up(store, "p", 1),  # type: ignore[arg-type, call-arg]
+        lambda: ours.clean_up(store, "p", world_size=1),  # type: ignore[arg-type, call-arg]
+        lambda: ours.clean_up(store, key_prefix="p", world_size=1),  # type: ignore[call-arg]
+    ):
+        ours.barrier(store, 1, "p", 5, 0)
+        with pytest.warns(DeprecationWarning, match="store, rank, world_size, key_prefix"):
+            old()
+        assert keys_of(store) == []
+    ours.barrier(store, 1, "p", 5, 0)
+    ours.clean_up(store, key_prefix="p", world_size=1, rank=0)
+    assert keys_of(store) == []

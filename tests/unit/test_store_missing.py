@@ -13,7 +13,7 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore, Store
 import rankcall
 from rankcall import store as ours
 from rankcall.c10d.connection import clock
-from rankcall.store._keys import Keys, line_of
+from rankcall.store.keys import Keys, line_of
 
 __all__ = ["clients", "kind"]  # fixtures
 LATE_S = {"file": 2.0}

@@ -14,7 +14,7 @@ import agreeing
 import pytest
 from agreeing import Checks, Plan, mixed, ranks
 
-from rankcall.store import _protocol
+from rankcall.store import protocol
 from rankcall.testing.simulated_store import Violation
 
 BARRIERS, EXCHANGES, READS = ("barrier",) * 2, ("exchange",) * 2, ("get_all",) * 2
@@ -255,7 +255,7 @@ MUTANTS = {
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug planted in the protocol breaks a promise, and the schedule that shows it replays."""
     original, planted, case = MUTANTS[name]
-    source = Path(_protocol.__file__).read_text()
+    source = Path(protocol.__file__).read_text()
     assert source.count(original) == 1, "the protocol has changed: plant this bug anew"
     mutant: Any = types.ModuleType("mutant")
     monkeypatch.setitem(sys.modules, "mutant", mutant)

@@ -29,7 +29,7 @@ CALLS: dict[str, Callable[[Store], Any]] = {
     "synchronize": lambda client: store.synchronize(client, b"", 0, 2, "s", 0.1),
     "get_all": lambda client: store.get_all(client, 0, "x", 2, timeout=0.1),
     "rollcall": lambda client: store.rollcall(client, 0, 2, timeout=0.1),
-    "clean_up": lambda client: store.clean_up(client, "p", 2, 0, timeout=0.1),
+    "clean_up": lambda client: store.clean_up(client, 0, 2, "p", timeout=0.1),
 }
 
 
@@ -127,7 +127,7 @@ class Crowded(TCPStore):
 def test_two_threads_that_connect_at_once() -> None:
     """Each finds its own socket: a wrong one would be shut down in the other's place."""
     client = Crowded("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    own = own_connections._cloned(client, own_connections.state_of(client), "here")
+    own = own_connections._cloned(client, own_connections.state_of(client))
     assert own._socket is not None
     assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
     client.other.close()
@@ -138,7 +138,7 @@ def test_sockets_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (own_connections, location):
         monkeypatch.setattr(module, "open_sockets", dict)
     client = server()
-    own = own_connections._cloned(client, own_connections.state_of(client), "here")
+    own = own_connections._cloned(client, own_connections.state_of(client))
     assert own._socket is not None
     assert os.fstat(own._socket.fileno()).st_ino == inode_of(own._client)
 

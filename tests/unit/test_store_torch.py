@@ -85,7 +85,7 @@ def test_the_timeout_is_what_it_was_after_any_outcome(clients: list[Store]) -> N
         lambda: ours.get_all(store, 1, "x", 2, timeout=20),
         lambda: ours.get_all(store, 1, "y", 2, timeout=0.05),
         lambda: ours.rollcall(store, 0, 2, timeout=0.05),
-        lambda: ours.clean_up(store, "q", 2),
+        lambda: ours.clean_up(store, None, 2, "q"),
     ):
         with contextlib.suppress(rankcall.errors.BarrierTimeout):
             call()

@@ -31,7 +31,7 @@ job/placement.py: lock: self._lock
     sets an attribute
 ring/writer.py: lock: self._lock
     writes a record into a mapped file
-store/__init__.py: lock: _lock
+store/installing.py: lock: _lock
     sets attributes of two modules
 c10d/calls.py: lock: _deciding_lock
     sets a flag, swaps a tuple or shuts a socket down

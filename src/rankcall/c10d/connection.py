@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import DistStoreError, HashStore, Store
 
 from rankcall.c10d.errors import StoreLostError, lost
-from rankcall.c10d.location import root_of, where
+from rankcall.c10d.location import has_ended, root_of, where
 from rankcall.c10d.requests import Arrive
 
 LONGEST_S = 1e6  # a wait goes down to poll(), which takes milliseconds as an int
@@ -126,10 +126,17 @@ class Connection:
             return False
         return True
 
-    def lost(self, error: Exception) -> StoreLostError:
-        """Return the error for a request that failed; the connection is of no more use."""
+    def lost(self, error: Exception, name: str = "") -> StoreLostError:
+        """Return the error for a request that failed; the connection is of no more use.
+
+        ``name`` is the call for which the request was made.
+        """
         self.is_broken = True
-        return lost(self.where, str(error))
+        # torch raises one type for a timed-out answer and for a closed connection, and tells them
+        # apart in its text only. The socket knows: if the other end has not closed it, the receive
+        # timeout has expired. Without a socket of our own there is no receive timeout.
+        is_silent = self._socket is not None and not has_ended(self._socket)
+        return lost(self.where, str(error), is_silent=is_silent, name=name)
 
     def shut_down(self) -> None:
         """Let a thread that waits for an answer go on, with an error."""

@@ -1,4 +1,4 @@
-"""The errors of a store itself: it is not one, it is gone, or it does not answer."""
+"""The errors of a store itself: the argument is not a store, or the store is gone or silent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ class StoreLostError(errors.StoreLostError, DistNetworkError):
 
     ``rankcall.errors.StoreLostError``, which says what ``host`` and ``is_silent`` hold, and torch's
     own error, so that an ``except`` clause for either catches it.
+
+    ``answered_lately`` says that the store had answered a moment before the caller's time was over.
+    Then it is there, and it or this machine is only too busy.
     """
+
+    answered_lately = False
 
 
 def check_store(store: Store) -> None:
@@ -21,13 +26,30 @@ def check_store(store: Store) -> None:
         raise TypeError(f"store must be a torch.distributed.Store; got {type(store).__name__}")
 
 
-def lost(place: str, reason: str) -> StoreLostError:
-    """Return the error that says that the store's host is gone."""
-    is_silent = "Timeout" in reason or "no answer" in reason
+def lost(
+    place: str,
+    reason: str,
+    *,
+    is_silent: bool = False,
+    answered_lately: bool = False,
+    name: str = "",
+) -> StoreLostError:
+    """Return the error that says that the store is gone, or does not answer.
+
+    Args:
+        place: The place of the store, as ``rankcall.c10d.location.where`` names it.
+        reason: What happened; its first line stands in the message.
+        is_silent: Whether the store gave no answer in time, but did not close the connection. The
+            code that raises knows it; the text of torch's errors is not searched.
+        answered_lately: Whether the store had answered a moment before.
+        name: The call for which the store is lost, for example ``barrier 'epoch'``.
+    """
     state = "does not answer (its host is stopped, or cut off)" if is_silent else "is gone"
-    return StoreLostError(
-        f"the store {place} {state}: {reason.splitlines()[0]}. Look at the process that hosts it; "
-        "with rankcall.store.failover() a job goes on without it",
+    error = StoreLostError(
+        f"{name + ': ' if name else ''}the store {place} {state}: {reason.splitlines()[0]}. Look "
+        "at the process that hosts it; with rankcall.store.failover() a job goes on without it",
         host=place.removeprefix("at "),
         is_silent=is_silent,
     )
+    error.answered_lately = answered_lately
+    return error

@@ -55,9 +55,9 @@ def is_closed(store: Store, addresses: Collection[Address]) -> bool:
     the store had earlier, is left, it is closed, too. False if it is not known.
     """
     if addresses:
-        return all(map(_has_ended, _connections(addresses.__contains__)))
+        return all(map(_has_ended_once, _connections(addresses.__contains__)))
     own = _socket_by_repr(store) if _port(store) else None
-    return own is not None and _has_ended(own)
+    return own is not None and _has_ended_once(own)
 
 
 def own_socket(client: Store, open_before: Collection[int]) -> socket.socket | None:
@@ -81,15 +81,20 @@ def shut_down_connections_to(addresses: Collection[Address]) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _has_ended(connection: socket.socket) -> bool:
-    """Return whether no more data can come over a connection; close this handle on it."""
+def has_ended(connection: socket.socket) -> bool:
+    """Return whether no more data can come over a connection. Never waits, and takes no data."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:  # reset
+        return True
+
+
+def _has_ended_once(connection: socket.socket) -> bool:
+    """Return whether a connection has ended; close this handle on it."""
     with connection:
-        try:
-            return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:  # reset
-            return True
+        return has_ended(connection)
 
 
 def _connections(

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rankcall.background import BackgroundCall, exit_budget
+from rankcall.c10d.requests import Steps
 from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings, upload
 from rankcall.job.posts import ENDED, Posts
 from rankcall.ring.layout import Header
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 
 Rings = dict[Path, Header]
+T = TypeVar("T")
 
 logger = logging.getLogger("rankcall")
 
@@ -63,9 +65,9 @@ class Departure:
         self._find_store = find_store
         self._wake = threading.Event()
         self._is_leaving = self._has_failed = False
-        from rankcall.c10d.client import Standby  # here: the launcher imports this without torch
+        from rankcall.c10d.calls import Call  # here: the launcher imports this without torch
 
-        self._standby = Standby()
+        self._call = Call("the newest records of this rank")
         self._pid = os.getpid()
         self._helper = BackgroundCall(self._run, "rankcall-leave")
 
@@ -81,7 +83,7 @@ class Departure:
         most = LEAVE_S + (_UPLOAD_S if self._url else 0.0)
         if not exit_budget.spend(self._helper.ended, most):
             with contextlib.suppress(Exception):
-                self._standby.release()
+                self._call.abandon()
             logger.debug("the newest records of this rank have not been sent in time")
 
     def stay(self) -> None:
@@ -114,13 +116,19 @@ class Departure:
         if place.rank == 0:
             wait_s = _STORE_S if self._has_failed else 0.0
             steps = posts.collect(mine, place.world_size, wait_s)
-            bundles = self._standby.perform(store, _STORE_S, steps)
+            bundles = self._perform(store, steps)
             for problem in keep_bundles(place.run_dir, bundles):
                 logger.warning(problem)
         else:
             bundle = make_bundle(place.run_dir, ended, place.world_size, rings)
             ranks = {header.rank for header in ended.values()}
-            self._standby.perform(store, _STORE_S, posts.post(ranks, bundle))
+            self._perform(store, posts.post(ranks, bundle))
+
+    def _perform(self, store: Store, steps: Steps[T]) -> T:
+        """Make requests to the job's store on this thread: none can be started at exit."""
+        from rankcall.c10d.client import Over, perform
+
+        return perform(store, _STORE_S, steps, over=Over.NEW, call=self._call)
 
 
 def _ended(rings: Rings, rank: int) -> Rings:

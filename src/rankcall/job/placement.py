@@ -114,13 +114,13 @@ class Placement:
 
     def _ask(self, propose: Any, seconds: float) -> Choice | None:
         """Ask the store for the job's choice. Raises whatever the store raises."""
-        from rankcall.c10d.client import perform_shared
+        from rankcall.c10d.client import Over, perform
 
         group = self._c10d._world.default_pg
         if group is None:
             raise RuntimeError("the default process group is gone")
         store, key = store_and_key(self._c10d._world.pg_map[group][1])
-        return perform_shared(store, seconds, agree(key, propose))
+        return perform(store, seconds, agree(key, propose), over=Over.CALLERS)
 
     # --- on other threads ---
 

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import Store
 
-from rankcall.c10d.calls import on_fork
+from rankcall.c10d.calls import Call, on_fork
 from rankcall.c10d.own_connections import state_of
-from rankcall.store._keys import Keys, attempt_of_this_process, keys_of
+from rankcall.process import host_name
+from rankcall.store.keys import Keys, attempt_of_this_process, keys_of
+from rankcall.store.protocol import Claim, Member
+from rankcall.store.tickets import Tickets
+
+# Clean-ups that a process remembers. A claim that it finds in the store is its own old one if it is
+# among these; a process that has cleaned up a thousand prefixes since meets none of the first.
+_RETIRED = 1024
+
+
+@dataclass(eq=False)
+class LocalMember(Member):
+    """A member of this process, which one call at a time may use."""
+
+    lock: Any = field(default_factory=threading.Lock)
+    call: Call | None = None  # the last one
+    is_retired: bool = False  # it has cleaned up: the next use of the prefix needs another one
+
+
+# Of all store objects: a process may be one rank by way of two objects for one store, for example
+# two PrefixStores. Weak, because a member belongs to its store object, and ends with it.
+_members_here: weakref.WeakValueDictionary[str, Member] = weakref.WeakValueDictionary()
+_retired: deque[str] = deque(maxlen=_RETIRED)  # nonces of members that have cleaned up
+on_fork(_members_here.clear)
 
 
 @dataclass
@@ -20,13 +47,55 @@ class LocalStore:
     appends: bool  # whether the store can append to a key
     counts: bool  # whether the store takes ``Arrive``
     attempt: int  # of the job, when this process first agreed over the store
-    members: dict[Any, Any] = field(default_factory=dict)
+    members: dict[tuple[str, int, int, int], LocalMember] = field(default_factory=dict)
+    tickets: dict[tuple[str, int, int], Tickets] = field(default_factory=dict)
     seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)  # of roll calls
 
     def keys(self, prefix: str, attempt: int | None, world_size: int) -> Keys:
         """Return the keys of a world under a prefix."""
         which = self.attempt if attempt is None else attempt
         return keys_of(prefix, which, world_size, self.appends, self.counts)
+
+    def member(self, keys: Keys, rank: int) -> LocalMember:
+        """Return this process as a rank of a world, on this store object."""
+        place = *place_of(keys), rank
+        member = self.members.get(place)
+        if member is None or member.is_retired:
+            new = LocalMember(_new_claim(rank, keys.world_size), _members_here, _retired)
+            if member is not None:
+                self.members.pop(place, None)
+            member = self.members.setdefault(place, new)  # another thread may have been faster
+            _members_here[member.claim.nonce] = member
+        return member
+
+    def adopt(self, member: LocalMember, keys: Keys, rank: int) -> None:
+        """Use a member that this process has by way of another object for the same store."""
+        place = *place_of(keys), rank
+        self.members[place] = member
+
+    def forget(self, keys: Keys) -> None:
+        """Forget the members of a world, whose keys have been removed."""
+        for place in [place for place in self.members if place[:3] == place_of(keys)]:
+            del self.members[place]
+        self.tickets.pop(place_of(keys), None)
+
+
+def place_of(keys: Keys) -> tuple[str, int, int]:
+    """Return what tells a world apart from all others in one store."""
+    return keys.prefix, keys.attempt, keys.world_size
+
+
+def retire(member: LocalMember) -> None:
+    """Note that a member has cleaned up."""
+    member.is_retired = True
+    if member.claim.nonce not in _retired:
+        _retired.append(member.claim.nonce)
+
+
+def _new_claim(rank: int, world_size: int) -> Claim:
+    """Return a claim of this process, with a nonce of its own."""
+    host = re.sub(r"\s+", "_", host_name()) or "unknown"  # a claim's fields end at a blank
+    return Claim(rank, world_size, os.urandom(6).hex(), os.getpid(), host)
 
 
 # Weak, because rankcall keeps no store of the user's alive.

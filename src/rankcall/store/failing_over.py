@@ -14,16 +14,17 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store, TCPStore
 
-from rankcall.c10d.calls import Call
-from rankcall.c10d.client import run
+from rankcall.c10d import client
 from rankcall.c10d.connection import clock
 from rankcall.c10d.errors import StoreLostError
 from rankcall.c10d.own_connections import connect_to
 from rankcall.c10d.requests import Check, Read, Set, Steps
 from rankcall.durations import Duration, seconds
-from rankcall.store import _calls
-from rankcall.store._errors import BarrierTimeout, check_rank
-from rankcall.store._protocol import frame, unframe
+from rankcall.store.arguments import check_rank
+from rankcall.store.barriers import barrier
+from rankcall.store.errors import BarrierTimeout
+from rankcall.store.exchanges import synchronize
+from rankcall.store.protocol import frame, unframe
 
 _SLICE_S = 0.5  # the time after which a rank that makes up for a barrier asks whether others passed
 _PIECE_S = 20.0  # how long a stopped host may go unnoticed
@@ -116,7 +117,7 @@ class _Hosts:
             self._ahead[index] = store
             try:
                 left = max(_LEAST_S, until - clock.monotonic())
-                if run(store, left, _check(key), Call()):
+                if client.perform(store, left, _check(key)):
                     return True
             except StoreLostError:
                 del self._ahead[index]
@@ -159,7 +160,7 @@ class Failover:
             "b",
             key_prefix,
             seconds(barrier_timeout, "barrier_timeout"),
-            lambda store, name, left: _calls.barrier(store, world_size, name, left, rank, **named),
+            lambda store, name, left: barrier(store, world_size, name, left, rank, **named),
             lambda blob: None,
         )
 
@@ -177,7 +178,7 @@ class Failover:
             "s",
             key_prefix,
             seconds(timeout, "timeout"),
-            lambda store, name, left: _calls.synchronize(
+            lambda store, name, left: synchronize(
                 store, data, rank, world_size, name, left, **named
             ),
             lambda blob: unframe(blob, world_size),
@@ -233,12 +234,8 @@ class Failover:
         is_certain = not self.moves or (kind, prefix) in self._settled
         if not is_certain:
             left = max(_LEAST_S, deadline - clock.monotonic())
-            blob = run(
-                self.store,
-                min(left, self._hosts.timeout),
-                _read(_passed_key(kind, prefix, turn)),
-                Call(),
-            )
+            key = _passed_key(kind, prefix, turn)
+            blob = client.perform(self.store, min(left, self._hosts.timeout), _read(key))
             if blob is not None:
                 return passed(blob)
         # On a new host the generations count from this turn, not from the first.
@@ -266,7 +263,7 @@ class Failover:
             return bool((yield Check((_MOVED,))))  # an answer: the store has all of it
 
         try:
-            run(store, max(_LEAST_S, until - clock.monotonic()), steps(), Call())
+            client.perform(store, max(_LEAST_S, until - clock.monotonic()), steps())
         except StoreLostError as error:
             self._leave(str(error))
             raise

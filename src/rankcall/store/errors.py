@@ -1,7 +1,5 @@
 """The errors that a store raises, and their texts: who, what, where, and what to do next.
 
-Errors of arguments come first: the checks run before any request is made.
-
 ``rankcall.errors`` defines the errors without torch. Those that are raised here derive from torch's
 errors as well, so that existing ``except`` clauses catch them.
 """
@@ -13,46 +11,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch.distributed import DistStoreError
 
 from rankcall import errors
+from rankcall.c10d.errors import StoreLostError
 from rankcall.errors import WorldMismatchError
 from rankcall.ranks import format_ranks
-from rankcall.store._keys import Keys
-from rankcall.store._protocol import Claim, NotAllArrived
+from rankcall.store.keys import Keys
+from rankcall.store.protocol import Claim, NotAllArrived
 
 Decoder = Callable[[int], str]
 UNKNOWN = "host unknown"
 
 
 class BarrierTimeout(errors.BarrierTimeout, DistStoreError):
-    __doc__ = errors.BarrierTimeout.__doc__
+    """Raised if a rank did not arrive at a barrier or an exchange in time; it names the missing.
 
-
-def check_prefix(key_prefix: str) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if this is not a prefix of keys."""
-    if not isinstance(key_prefix, str):
-        raise TypeError(f"key_prefix must be a str; got {type(key_prefix).__name__}")
-    try:
-        key_prefix.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"key_prefix {key_prefix!r} cannot be written as UTF-8") from error
-
-
-def check_world(world_size: int) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if this is not a positive integer."""
-    if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"world_size must be an int; got {world_size!r}")
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1; got {world_size}")
-
-
-def check_rank(rank: int, world_size: int, name: str = "rank") -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the rank is outside the world."""
-    check_world(world_size)
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"{name} must be an int; got {rank!r}")
-    if not 0 <= rank < world_size:
-        raise ValueError(
-            f"{name} {rank} is outside a world of {world_size} (0 to {world_size - 1})"
-        )
+    ``rankcall.errors.BarrierTimeout``, which lists the attributes, and torch's own error, so that
+    an ``except`` clause for either catches it.
+    """
 
 
 def name_of(kind: str, prefix: str, what: str | None) -> str:
@@ -78,7 +52,7 @@ def timed_out(
     error: NotAllArrived,
     *,
     rank: int | None,
-    timeout: float,
+    timeout_s: float,
     hosts: Mapping[int, str],
     decoder: Decoder | None = None,
     what: str | None = None,
@@ -93,7 +67,7 @@ def timed_out(
     names, failure = _decoded(missing, decoder)
     arrived = size - len(missing) if arrived is None else arrived
     here = "" if rank is None else f" on rank {rank} ({hosts.get(rank, UNKNOWN)})"
-    text = f"{name_of(kind, keys.prefix, what)} timed out after {timeout:g} s{here}: "
+    text = f"{name_of(kind, keys.prefix, what)} timed out after {timeout_s:g} s{here}: "
     if error.named:
         text += f"{arrived:,} of {size:,} {'processes' if rank is None else 'ranks'} {did}"
         text += f"; missing {ranks_with_hosts(missing, {**hosts, **names})}" if missing else ""
@@ -110,7 +84,7 @@ def timed_out(
     searched = "Timed out waiting on barrier" if kind == "barrier" else f"Timed out on {kind}"
     text += (
         f" {searched} on rank {rank}, for key prefix: {keys.prefix} "
-        f"(world_size={size}, missing_ranks=[{listed}], timeout={timeout}"
+        f"(world_size={size}, missing_ranks=[{listed}], timeout={timeout_s:g}"
     )
     if rank and decoder is not None and 0 not in missing:  # torch's other ranks have no list
         known, _ = _decoded([0], decoder)
@@ -126,13 +100,13 @@ def timed_out(
         },
         key_prefix=keys.prefix,
         rank=rank,
-        timeout=timeout,
+        timeout_s=timeout_s,
         what=what,
     )
 
 
 def clean_up_pending(
-    kind: str, keys: Keys, missing: Sequence[int], rank: int, timeout: float, what: str | None
+    kind: str, keys: Keys, missing: Sequence[int], rank: int, timeout_s: float, what: str | None
 ) -> BarrierTimeout:
     """Return the error for a rank that uses a prefix again before its clean-up is over."""
     waits_for = (
@@ -141,16 +115,34 @@ def clean_up_pending(
         else "the rank that removes the keys has not finished"
     )
     return BarrierTimeout(
-        f"{name_of(kind, keys.prefix, what)} timed out after {timeout:g} s on rank {rank}: this "
+        f"{name_of(kind, keys.prefix, what)} timed out after {timeout_s:g} s on rank {rank}: this "
         f"rank has called clean_up for the prefix, but {waits_for}. Call it on all ranks; if one "
-        "of them is gone, call clean_up(store, key_prefix, world_size) without a rank",
+        "of them is gone, call clean_up(store, None, world_size, key_prefix)",
         missing_ranks=missing,
         arrived=keys.world_size - len(missing),
         world_size=keys.world_size,
         key_prefix=keys.prefix,
         rank=rank,
-        timeout=timeout,
+        timeout_s=timeout_s,
         what=what,
+    )
+
+
+def unconfirmed(name: str, place: str, or_use: str = "") -> StoreLostError:
+    """Return the error for a process that does not know whether it has arrived.
+
+    The store may be there again, but to arrive twice could let the other ranks pass too early.
+
+    Args:
+        name: The call, as ``name_of`` names it.
+        place: The place of the store.
+        or_use: What the caller can use instead of another prefix.
+    """
+    return StoreLostError(
+        f"{name}: the store {place} did not answer when this process arrived, in an earlier call "
+        f"or in this one, so it may have arrived or not: use another key_prefix"
+        f"{', or ' + or_use if or_use else ''}",
+        host=place.removeprefix("at "),
     )
 
 
@@ -163,7 +155,7 @@ def claimed_twice(
         f"{name_of(kind, keys.prefix, what)}: rank {rank} of {keys.world_size} is claimed by "
         f"{len(claims)} processes: {' and '.join(map(_process, claims))}. Check how they get their "
         "rank (RANK). If the first one has ended and this one replaces it, use another key_prefix "
-        "or attempt, or call clean_up without a rank first",
+        "or attempt, or call clean_up with rank=None first",
         claims=[_plain(claim) for claim in claims],
     )
 

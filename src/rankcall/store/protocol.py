@@ -30,7 +30,7 @@ from rankcall.c10d.requests import (
     Until,
     Wait,
 )
-from rankcall.store._keys import (
+from rankcall.store.keys import (
     BARRIER,
     CLEAN_UP,
     EXCHANGE,
@@ -115,7 +115,11 @@ class Member:
         return self.progress.setdefault(kind, Progress()) if progress is None else progress
 
 
-class NotAllArrived(Exception):
+class ProtocolError(Exception):
+    """Raised in a protocol; ``store.calls`` says the same to the user, with names and hosts."""
+
+
+class NotAllArrived(ProtocolError):
     """The deadline came before all ranks. ``missing`` is complete unless ``named`` is false."""
 
     def __init__(
@@ -133,7 +137,7 @@ class NotAllArrived(Exception):
         self.named = named
 
 
-class WorldsDiffer(Exception):
+class WorldsDiffer(ProtocolError):
     """Other processes wait in a world of another size."""
 
     def __init__(self, claims: Sequence[Claim]) -> None:
@@ -141,7 +145,7 @@ class WorldsDiffer(Exception):
         self.claims = tuple(claims)
 
 
-class RankTaken(Exception):
+class RankTaken(ProtocolError):
     """Another process is this rank."""
 
     def __init__(self, holder: Claim) -> None:
@@ -150,14 +154,14 @@ class RankTaken(Exception):
 
 
 class SameProcess(Exception):
-    """This process is this rank already, through another store object."""
+    """This process is this rank already, through another store object. It goes on as ``member``."""
 
     def __init__(self, member: Member) -> None:
         super().__init__(member)
         self.member = member
 
 
-class CleanUpPending(Exception):
+class CleanUpPending(ProtocolError):
     """This rank has cleaned the prefix up, and others have not."""
 
     def __init__(self, missing: Sequence[int]) -> None:
@@ -165,7 +169,7 @@ class CleanUpPending(Exception):
         self.missing = tuple(missing)
 
 
-class Unconfirmed(Exception):
+class Unconfirmed(ProtocolError):
     """The answer to a request was lost that must not be made twice."""
 
 

@@ -1,0 +1,154 @@
+"""One call of one rank: its errors, and the member of this process that makes it.
+
+The functions that users call are in ``barriers``, ``exchanges`` and ``cleaning``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from torch.distributed import Store
+
+from rankcall.c10d import client
+from rankcall.c10d.calls import Call
+from rankcall.c10d.connection import LONGEST_S, clock
+from rankcall.c10d.errors import StoreLostError, lost
+from rankcall.c10d.location import where
+from rankcall.c10d.requests import Steps
+from rankcall.process import host_name
+from rankcall.store import errors, protocol
+from rankcall.store.errors import Decoder
+from rankcall.store.keys import Keys
+from rankcall.store.local import LocalMember, local_store
+
+T = TypeVar("T")
+
+
+@dataclass
+class RankCall:
+    """One call of a public function by one rank, with all that its errors say.
+
+    ``names_missing``: if the time is over and the store is only too slow to name the missing ranks,
+    the error is a ``BarrierTimeout`` that names none, and no ``StoreLostError``.
+    """
+
+    kind: str
+    keys: Keys
+    rank: int
+    timeout_s: float
+    what: str | None = None
+    hosts: Mapping[int, str] | None = None
+    decoder: Decoder | None = None
+    did: str = "arrived"
+    names_missing: bool = False
+
+    @property
+    def name(self) -> str:
+        """The call in the words of its errors: ``barrier 'epoch' (checkpoint 1200)``."""
+        return errors.name_of(self.kind, self.keys.prefix, self.what)
+
+    def timed_out(self, error: protocol.NotAllArrived) -> Exception:
+        """Return the error for a timeout."""
+        known = {**error.hosts, **_neighbours(self.keys.world_size, self.rank, error.hosts)}
+        return errors.timed_out(
+            self.kind,
+            self.keys,
+            error,
+            rank=self.rank,
+            timeout_s=self.timeout_s,
+            hosts={**known, self.rank: host_name(), **(self.hosts or {})},
+            decoder=self.decoder,
+            what=self.what,
+            did=self.did,
+        )
+
+    def explained(
+        self, error: protocol.ProtocolError, member: LocalMember, store: Store
+    ) -> Exception:
+        """Return the public error for an error of the protocol."""
+        if isinstance(error, protocol.NotAllArrived):
+            return self.timed_out(error)
+        if isinstance(error, protocol.WorldsDiffer):
+            return errors.worlds_differ(self.kind, self.keys, self.rank, error.claims, self.what)
+        if isinstance(error, protocol.RankTaken):
+            claims = [error.holder, member.claim]
+            return errors.claimed_twice(self.kind, self.keys, claims, self.what)
+        if isinstance(error, protocol.CleanUpPending):
+            return errors.clean_up_pending(
+                self.kind, self.keys, error.missing, self.rank, self.timeout_s, self.what
+            )
+        assert isinstance(error, protocol.Unconfirmed), error
+        return errors.unconfirmed(self.name, where(store))
+
+
+def _neighbours(world_size: int, rank: int, known: Mapping[int, str]) -> dict[int, str]:
+    """Return the hosts of the ranks beside those known: torchrun numbers ranks host by host."""
+    size = os.environ.get("LOCAL_WORLD_SIZE") or "0"
+    if os.environ.get("WORLD_SIZE") != str(world_size) or not size.isdecimal() or int(size) < 1:
+        return {}
+    by_host = {
+        known_rank // int(size): host for known_rank, host in {**known, rank: host_name()}.items()
+    }
+    return {
+        unknown_rank: by_host[unknown_rank // int(size)]
+        for unknown_rank in range(world_size)
+        if unknown_rank // int(size) in by_host and unknown_rank not in known
+    }
+
+
+def perform(
+    store: Store,
+    request: RankCall,
+    steps: Callable[[LocalMember], Steps[T]],
+    advances: str | None = None,
+) -> T:
+    """Run a protocol for one rank, and translate its errors.
+
+    Args:
+        store: The user's store.
+        request: The call.
+        steps: Makes the protocol for a member. It is called again if this process turns out to be
+            this rank already, by way of another store object.
+        advances: The kind of call whose generation ends when the protocol returns. Only the
+            caller's thread goes on to the next one: a helper that was given up may end later.
+    """
+    keys, local = request.keys, local_store(store)
+    deadline = clock.monotonic() + request.timeout_s
+    left_s = request.timeout_s
+    while True:
+        member, call = local.member(keys, request.rank), Call(request.name)
+        if not member.lock.acquire(False):
+            _wait_for_earlier_call(member, request, store, deadline)
+        member.call = call
+        try:
+            result = client.perform(store, left_s, steps(member), call=call)
+            if advances is not None:
+                member.progress[advances].advance()
+            return result
+        except protocol.SameProcess as same:
+            local.adopt(cast("LocalMember", same.member), keys, request.rank)
+            left_s = max(0.001, deadline - clock.monotonic())
+        except protocol.ProtocolError as error:
+            raise request.explained(error, member, store) from None
+        except StoreLostError as error:
+            if request.names_missing and error.answered_lately:
+                raise request.timed_out(protocol.NotAllArrived((), named=False)) from None
+            raise
+        finally:
+            # A helper that was given up may still be making requests for this member.
+            call.when_over(member.lock.release)
+
+
+def _wait_for_earlier_call(
+    member: LocalMember, request: RankCall, store: Store, deadline: float
+) -> None:
+    """Reserve a member for one call when a call that its caller has given up has ended."""
+    earlier_call = member.call
+    if earlier_call is not None and not earlier_call.is_abandoned:
+        raise errors.claimed_by_a_thread(request.keys, member.claim)
+    if not member.lock.acquire(timeout=max(0.0, min(deadline - clock.monotonic(), LONGEST_S))):
+        reason = "no answer to an earlier call yet"
+        raise lost(where(store), reason, is_silent=True, name=request.name)
