@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/trace_sinks.py [--folder trace-demo] [--steps 30]
 
 Sinks whose packages are not installed are left out, and said so. To see what Prometheus would see:
-``curl http://127.0.0.1:9464/metrics`` (rank 1 is on 9465) while it runs.
+``curl http://127.0.0.1:9463/metrics`` while it runs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def sinks(folder: Path, rank: int, port: int) -> list[Any]:
         SlowestLines(),
     ]
     made: dict[str, Any] = {
-        "prometheus": lambda: trace.Prometheus(port),
+        "prometheus": lambda: trace.PrometheusNode(port),
         "otel": lambda: trace.OpenTelemetry(span_every=10),
     }
     for name, make in made.items():
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("trace-demo"))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--port", type=int, default=9464, help="of Prometheus; 0: a free one")
+    parser.add_argument("--port", type=int, default=9463, help="of Prometheus; 0: a free one")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     rank = int(os.environ.get("RANK", "0"))

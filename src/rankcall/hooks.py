@@ -17,7 +17,14 @@ from weakref import WeakKeyDictionary
 
 from rankcall import background
 from rankcall.capture import session
-from rankcall.events.dispatch import AT_ENDS, AT_EVENTS, Delivery, Source, Subscription, dispatcher
+from rankcall.events.dispatch import (
+    AT_ENDS,
+    AT_EVENTS,
+    Delivery,
+    EventSource,
+    Subscription,
+    dispatcher,
+)
 from rankcall.events.statuses import StatusMaker, unfinished
 from rankcall.handles import Registration
 from rankcall.ring.follower import Batch
@@ -196,7 +203,7 @@ class Hooks:
         self.end_hooks: tuple[FailureLog, ...] = ()
         self._lock = threading.RLock()
         self._subscription: Subscription | None = None
-        self._makers: WeakKeyDictionary[Source, StatusMaker] = WeakKeyDictionary()
+        self._makers: WeakKeyDictionary[EventSource, StatusMaker] = WeakKeyDictionary()
         self._dropped = 0
         self._is_registered = False
 

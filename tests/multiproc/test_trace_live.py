@@ -87,13 +87,13 @@ def _a_sink_that_raises(rank: int) -> Any:
     import torch.distributed as dist
 
     from rankcall import trace
-    from rankcall.trace import sinks
+    from rankcall.trace.sinks import guard
 
-    sinks.RETRY_SECONDS = (0.01, 0.01)
+    guard.RETRY_SECONDS = (0.01, 0.01)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    sinks.logger.addHandler(handler)
+    guard.logger.addHandler(handler)
     sink, bad = trace.MemorySink(), Raises()
     with trace.enable("ALL", sinks=[bad, sink]) as handle:
         for _ in range(5):
@@ -103,7 +103,7 @@ def _a_sink_that_raises(rank: int) -> Any:
             dist.all_reduce(torch.ones(1))
         assert handle.flush(WAIT_S)
         assert len(sink.descriptions) == 10
-    sinks.logger.removeHandler(handler)
+    guard.logger.removeHandler(handler)
     return [bad.calls, len(messages), "Raises failed 3 times and is dropped" in messages[0]]
 
 
@@ -361,7 +361,7 @@ import resource
 import torch
 import torch.distributed as dist
 from rankcall import trace
-from rankcall.trace import live
+from rankcall.trace.tracing import live
 
 dist.init_process_group("gloo")
 for number in range(300):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall.export import export
-from rankcall.export.perfetto_packets import Rows, number, text, track_numbers
+from rankcall.export.perfetto_packets import Messages, number, text, track_numbers
 from rankcall.record import FLAG_ANY_SOURCE
 from rankcall.ring.tables import Group
 from rankcall.run.load import load
@@ -64,8 +64,10 @@ def test_rows_are_protobuf(values: list[int], tag: int) -> None:
     proto = pytest.importorskip("google.protobuf.unknown_fields")
     from google.protobuf.empty_pb2 import Empty
 
-    inner = Rows(len(values)).numbers(tag, np.array(values)).constant(text(3, "x") + number(4, 300))
-    rows = Rows(len(values)).messages(tag + 1, inner).fixed64(5, np.array(values, np.uint64))
+    inner = (
+        Messages(len(values)).numbers(tag, np.array(values)).constant(text(3, "x") + number(4, 300))
+    )
+    rows = Messages(len(values)).messages(tag + 1, inner).fixed64(5, np.array(values, np.uint64))
     for value, raw in zip(values, rows.matrix(), strict=True):
         message, fixed = proto.UnknownFieldSet(Empty.FromString(raw.tobytes()))
         assert (message.field_number, fixed.data) == (tag + 1, value)

@@ -185,7 +185,7 @@ def test_drops_wait_for_the_next_event_that_is_wanted(tmp_path: Path) -> None:
     """A count that comes with starts only is kept for the end that comes after them."""
     with rankcall.enable(tmp_path / "run") as recording:
         all_reduce()
-        source = dispatch.Source.of(recording)
+        source = dispatch.EventSource.of(recording)
         rows = source.follower.poll(1).rows  # type: ignore[union-attr]
         seen, subscriber = Seen(), hooks.Hooks()
         subscriber.end_hooks = (hooks.FailureLog("end hook", seen),)

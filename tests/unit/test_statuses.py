@@ -12,7 +12,7 @@ import rankcall
 from rankcall.capture import session
 from rankcall.capture.native import recorder_module
 from rankcall.errors import CaptureUnavailableError
-from rankcall.events.statuses import Record, StatusMaker
+from rankcall.events.statuses import LazyRecord, StatusMaker
 from rankcall.hooks import CollectiveStatus
 from rankcall.record import OPS, RECORD, STATUSES
 from rankcall.ring.follower import Batch
@@ -85,4 +85,6 @@ def test_what_is_no_class_of_slots_is_refused() -> None:
     with pytest.raises(AttributeError, match="pg_name"):
         module.statuses((dict, dict), names, 0, rows.view(np.uint8), at, at == 0)
     with pytest.raises(IndexError, match="no such row"):
-        module.statuses((CollectiveStatus, Record), names, 0, rows.view(np.uint8), at + 1, at == 0)
+        module.statuses(
+            (CollectiveStatus, LazyRecord), names, 0, rows.view(np.uint8), at + 1, at == 0
+        )

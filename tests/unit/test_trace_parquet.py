@@ -11,7 +11,7 @@ from worlds import MS, Call, write_world
 
 from rankcall.run.load import load
 from rankcall.trace import Parquet
-from rankcall.trace.sinks import Guarded
+from rankcall.trace.sinks.guard import Guarded
 
 
 def world(folder: Path, ranks: int, count: int) -> Path:

@@ -16,8 +16,17 @@ from ports import bound
 from tracing import COUNT, Clock, finished, origin, some
 
 from rankcall.trace import Origin, Prometheus
-from rankcall.trace.sinks import Guarded
-from rankcall.trace.sinks.metrics import OTHER, Keys
+from rankcall.trace.sinks.guard import Guarded
+from rankcall.trace.sinks.metrics import OTHER, MetricKeys
+
+pytestmark = pytest.mark.filterwarnings("ignore:trace.Prometheus is deprecated")
+
+
+def test_it_is_deprecated() -> None:
+    """The warning names what to use, at the line that makes the sink."""
+    with pytest.warns(DeprecationWarning, match=r"use trace\.PrometheusNode or") as warned:
+        Prometheus(0)
+    assert warned[0].filename == __file__
 
 
 @pytest.fixture
@@ -142,6 +151,6 @@ def test_each_rank_of_a_host_has_its_port() -> None:
 
 def test_label_sets_are_bounded() -> None:
     """Groups beyond the first ones share a name."""
-    keys = Keys(most=2)
+    keys = MetricKeys(most=2)
     groups = [keys.of("all_reduce", str(group)).group for group in (1, 2, 3, 1, 4)]
     assert groups == ["1", "2", OTHER, "1", OTHER]

@@ -20,12 +20,13 @@ from rankcall.trace import (
     Mode,
     OpenTelemetry,
     Origin,
-    Prometheus,
+    PrometheusNode,
     Stdout,
-    sinks,
 )
 from rankcall.trace.descriptions import DescribedCall, Descriptions, Teller
-from rankcall.trace.sinks import RETRY_SECONDS, Guarded, make_sink
+from rankcall.trace.sinks import by_name, optional
+from rankcall.trace.sinks.by_name import make_sink
+from rankcall.trace.sinks.guard import RETRY_SECONDS, Guarded
 from rankcall.trace.switches import settle
 
 
@@ -279,8 +280,8 @@ class Offered:
 def test_sinks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours, and what installed packages offer; an unknown name lists them all."""
     installed = [Offered("mine", MemorySink), Offered("no-sink", dict)]
-    offered = {sinks.ENTRY_POINTS: installed}
-    monkeypatch.setattr(sinks, "entry_points", lambda group: offered.get(group, []))
+    offered = {by_name.ENTRY_POINTS: installed}
+    monkeypatch.setattr(by_name, "entry_points", lambda group: offered.get(group, []))
     assert isinstance(make_sink("jsonl"), JsonLines)
     assert isinstance(make_sink("mine"), MemorySink)
     with pytest.raises(ValueError, match="'csv': one of jsonl, mine, no-sink, nvtx, otel"):
@@ -295,8 +296,8 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     def gone(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(sinks.importlib, "import_module", gone)
+    monkeypatch.setattr(optional.importlib, "import_module", gone)
     with pytest.raises(ExtraMissingError, match=r"pip install 'rankcall\[prometheus\]'"):
-        Prometheus()
+        PrometheusNode()
     with pytest.raises(ExtraMissingError, match=r"pip install 'rankcall\[otel\]'"):
         OpenTelemetry()

@@ -143,7 +143,7 @@ testing/injection.py: wait: work.wait
     the faulty op would have waited for it, too
 trace/sinks/otel.py: shutdown: provider.shutdown
     on the trace thread: callers wait for it with a deadline
-trace/sinks/prometheus.py: shutdown: server.shutdown
+trace/sinks/prometheus_endpoint.py: shutdown: server.shutdown
     on the trace thread: callers wait for it with a deadline; the server looks twice
     a second
 rpc/backends/worker_dir.py: flock: fcntl.flock

@@ -1,1 +1,1 @@
-"""From the ring to whoever subscribes: the dispatcher and the statuses of ops."""
+"""Tell this process what happens in it: from the ring to hooks and to sinks of traces."""

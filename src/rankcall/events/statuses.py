@@ -1,4 +1,7 @@
-"""Make the statuses that hooks get from records: a ``CollectiveStatus`` for each event."""
+"""Make the statuses that hooks get from records: one for each start or end of an op.
+
+The order of a status's fields is that of ``drop_in.STATUS``, here and in ``native/statuses.h``.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,16 @@ Fields = tuple[Any, ...]
 _UNKNOWN = "unknown"
 _OP_NAMES, _STATUS_NAMES = np.array(OPS, object), np.array(STATUSES, object)
 _STARTED = STATUSES.index("started")
-_AT_A_TIME = 128  # a list of thousands is gone through by the garbage collector, too
+# Statuses that are made at once. A list of thousands of new objects sets off the garbage collector
+# in the middle, which then goes through all of them; these few are gone before it runs.
+_AT_A_TIME = 128
 
 
-class Record(Mapping[str, Any]):
-    """Every column of one record, by name; decoded when it is read."""
+class LazyRecord(Mapping[str, Any]):
+    """Every column of one record, by name; decoded when it is read.
+
+    So a hook that reads none of them does not pay for the decoding.
+    """
 
     __slots__ = ("_at", "_maker", "_rows")
 
@@ -52,7 +60,7 @@ class Record(Mapping[str, Any]):
         return len(self._decoded())
 
     def __repr__(self) -> str:
-        return f"Record({self._decoded()!r})"
+        return f"LazyRecord({self._decoded()!r})"
 
 
 class StatusMaker:
@@ -94,7 +102,7 @@ class StatusMaker:
         names = self, rows, *self._names, OPS, STATUSES, self._tables.strings
         raw: Rows = rows.view(np.uint8)
         return chain.from_iterable(
-            make_statuses((make, Record), names, self._epoch_ns, raw, at[some], ended[some])
+            make_statuses((make, LazyRecord), names, self._epoch_ns, raw, at[some], ended[some])
             for some in (
                 slice(first, first + _AT_A_TIME) for first in range(0, len(at), _AT_A_TIME)
             )
@@ -117,7 +125,7 @@ class StatusMaker:
             repeat(0),
             _STATUS_NAMES[np.where(ended, rows["status"][at], _STARTED)].tolist(),
             map(self._tables.strings.get, error.tolist()) if error.any() else repeat(None),
-            map(Record, repeat(self), repeat(rows), at.tolist()),
+            map(LazyRecord, repeat(self), repeat(rows), at.tolist()),
         )
         return starmap(make, fields)
 
@@ -137,7 +145,7 @@ class StatusMaker:
                 0,
                 STATUSES[row["status"]],
                 None,
-                Record(self, rows, at),
+                LazyRecord(self, rows, at),
             )
 
     def decode(self, row: Any) -> dict[str, Any]:

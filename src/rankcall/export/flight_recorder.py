@@ -1,12 +1,10 @@
-"""One file for each rank: dumps as Flight Recorder writes them, traces as torch.profiler does.
+"""One dump for each rank, as PyTorch's Flight Recorder writes them.
 
-Each op is a ``record_param_comms`` event at the time of its issue. If its duration is known, it is
-also a kernel with a name like NCCL's, on a stream of its own for each group, because tools such as
-HolisticTraceAnalysis and TraceLens look at kernels. For a rank on Gloo this kernel is the time from
-the start to the end of the op on the CPU. An op on a device without device times, and an op that
-has not ended, has no kernel. Times of all ranks are on one clock.
+torch's ``torchfrtrace`` reads them, and so does rankcall: the verdict is that of the run. A dump
+has no place for roots, reduce ops, splits and tags, nor for how a process ended. Sizes are those of
+the first tensor, or the number of all elements if the op has several.
 
-Source of the names: ``torch/csrc/profiler/util.h``, and traces that torch.profiler wrote.
+Source of the format: torch's ``FlightRecorderDetail.hpp``, and dumps that torch wrote.
 """
 
 from __future__ import annotations
@@ -34,17 +32,8 @@ from rankcall.record import (
     has_duration,
 )
 from rankcall.ring.reader import Ring
-from rankcall.ring.tables import CallSite, Group
+from rankcall.ring.tables import UNKNOWN_GROUP, CallSite, Group
 from rankcall.run.load import Progress, Run
-
-# One dump for each rank, as PyTorch's Flight Recorder writes them.
-#
-# torch's ``torchfrtrace`` reads them, and so does rankcall: the verdict is that of the run. A dump
-# has no place for roots, reduce ops, splits and tags, nor for how a process ended. Sizes are those
-# of the first tensor, or the number of all elements if the op has several.
-#
-# Source of the format: torch's ``FlightRecorderDetail.hpp``, and dumps that torch wrote.
-
 
 Object = dict[str, Any]
 
@@ -59,7 +48,6 @@ _NAMES = {  # ours -> torch's, if they differ
 }
 _FLAT = {"all_gather": "_all_gather_base", "reduce_scatter": "_reduce_scatter_base"}
 _API_FILE = "torch/distributed/distributed_c10d.py"
-_UNKNOWN_GROUP = Group("unknown", 0, "", "", ())
 
 
 def write_dumps(
@@ -151,7 +139,7 @@ def _entries(ring: Ring, clocks: RunClocks, names: dict[int, str]) -> list[Objec
     entries = []
     for place, record in enumerate(records):
         number = int(record["group"])
-        group = groups.get(number, _UNKNOWN_GROUP)
+        group = groups.get(number, UNKNOWN_GROUP)
         is_p2p = bool(record["kind"] == _P2P)
         messages[number] += is_p2p
         ops[number] += 1

@@ -1,4 +1,13 @@
-"""One trace for each rank, in the format of torch.profiler, for the tools that read it."""
+"""One trace for each rank, in the format of torch.profiler, for the tools that read it.
+
+Each op is a ``record_param_comms`` event at the time of its issue. If its duration is known, it is
+also a kernel with a name like NCCL's, on a stream of its own for each group, because tools such as
+HolisticTraceAnalysis and TraceLens look at kernels. For a rank on Gloo this kernel is the time from
+the start to the end of the op on the CPU. An op on a device without device times, and an op that
+has not ended, has no kernel. Times of all ranks are on one clock.
+
+Source of the names: ``torch/csrc/profiler/util.h``, and traces that torch.profiler wrote.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.clocks import RunClocks, align
-from rankcall.export.flight_recorder import _COMPLETED, _UNKNOWN_GROUP
 from rankcall.export.perfetto_packets import track_numbers
 from rankcall.files import make_output_folder, new_file
 from rankcall.imports.dumps.records import TORCH_DTYPES
@@ -20,16 +28,18 @@ from rankcall.record import (
     DTYPES,
     OPS,
     REDUCE_OPS,
+    STATUSES,
     has_duration,
 )
 from rankcall.ring.reader import Ring
-from rankcall.ring.tables import Group
+from rankcall.ring.tables import UNKNOWN_GROUP, Group
 from rankcall.run.load import Progress, Run
 
 Object = dict[str, Any]
 
 Ints = npt.NDArray[np.int64]
 
+_COMPLETED = STATUSES.index("completed")
 _FIRST_STREAM = 7  # torch's first stream from its pool; 0 is the default stream
 # Our op -> the name of NCCL's kernel.
 _KERNELS = {
@@ -117,7 +127,7 @@ def _events(ring: Ring, clocks: RunClocks, base: int) -> Iterator[Object]:
     streams = _streams(ring, began, ended, timed)
     yield _name(header.pid, f"python (rank {header.rank}, {header.host})")
     for place, record in enumerate(records):
-        group = ring.tables.groups.get(int(record["group"]), _UNKNOWN_GROUP)
+        group = ring.tables.groups.get(int(record["group"]), UNKNOWN_GROUP)
         about = _arguments(ring, record, group)
         number = place + 1
         ids = {"External id": number, "Record function id": 0}

@@ -25,7 +25,7 @@ from rankcall.analysis.collectives import Session, sessions_of
 from rankcall.export.perfetto_packets import (
     _PACKET,
     Interned,
-    Rows,
+    Messages,
     Tracks,
     message,
     number,
@@ -33,7 +33,7 @@ from rankcall.export.perfetto_packets import (
 )
 from rankcall.record import DTYPES, KINDS, OPS, REDUCE_OPS, STATUSES, has_duration
 from rankcall.ring.reader import Records, Ring
-from rankcall.ring.tables import Group
+from rankcall.ring.tables import UNKNOWN_GROUP, Group
 from rankcall.run.load import Progress, Run
 
 Ints = npt.NDArray[np.int64]
@@ -54,7 +54,6 @@ _HEAD = number(_SEQUENCE, 1) + number(_FLAGS, _NEEDED)
 _CHUNK = 1 << 15  # records encoded at once; they take about 5 MiB
 _NEVER = np.iinfo(np.int64).max
 _P2P, _SEND, _FAILED = KINDS.index("p2p"), OPS.index("send"), STATUSES.index("failed")
-_UNKNOWN_GROUP = Group("unknown", 0, "", "", ())
 _PLAIN = ("seq", "step", "message_bytes")
 
 
@@ -120,7 +119,7 @@ class Events:
         self._track, self._flow = np.zeros(len(records), np.int64), np.zeros(len(records), "<u8")
         for key in np.unique(records["group"]):
             rows = np.flatnonzero(records["group"] == key)
-            group = ring.tables.groups.get(int(key), _UNKNOWN_GROUP)
+            group = ring.tables.groups.get(int(key), UNKNOWN_GROUP)
             self._track[rows] = self._tracks(group, rows, tracks)
             self._flow[rows] = _flows(records[rows], group, ring.header.rank, session)
 
@@ -148,15 +147,15 @@ class Events:
     def _encode(self, records: Records, at: npt.NDArray[np.intp], fields: list[str]) -> bytes:
         both = _packet(self._begin[at], self._slice(records, at, fields))
         if "end" in fields:
-            event = Rows(len(at)).constant(number(_TYPE, _END)).numbers(_TRACK, self._track[at])
+            event = Messages(len(at)).constant(number(_TYPE, _END)).numbers(_TRACK, self._track[at])
             end = _packet(self._end[at], event)
             return np.concatenate([both.matrix(), end.matrix()], axis=1).tobytes()
         return both.matrix().tobytes()
 
-    def _slice(self, records: Records, at: npt.NDArray[np.intp], fields: list[str]) -> Rows:
+    def _slice(self, records: Records, at: npt.NDArray[np.intp], fields: list[str]) -> Messages:
         """Return the TrackEvents that begin slices."""
         names, tables = self._names, self._ring.tables
-        event = Rows(len(at)).constant(number(_TYPE, _BEGIN)).numbers(_TRACK, self._track[at])
+        event = Messages(len(at)).constant(number(_TYPE, _BEGIN)).numbers(_TRACK, self._track[at])
         event.numbers(_NAME, _codes(records["op"], lambda code: names.events[OPS[code]]))
         event.numbers(
             _CATEGORY, _codes(records["kind"], lambda code: names.categories[KINDS[code]])
@@ -166,7 +165,7 @@ class Events:
             sites = _codes(records["call_site"], lambda key: names.site(tables.sites[key]))
             event.numbers(_SITE, sites)
         for name, value_field, values in self._annotations(records, fields):
-            inner = Rows(len(at)).constant(number(_ANNOTATION_NAME, names.annotations[name]))
+            inner = Messages(len(at)).constant(number(_ANNOTATION_NAME, names.annotations[name]))
             event.messages(_ANNOTATION, inner.numbers(value_field, values))
         return event
 
@@ -217,10 +216,10 @@ def _optional(records: Records, ring: Ring) -> dict[str, npt.NDArray[np.bool_]]:
     }
 
 
-def _packet(times: Ints, event: Rows) -> Rows:
+def _packet(times: Ints, event: Messages) -> Messages:
     """Return TracePackets with one TrackEvent each, as entries of a Trace."""
-    inner = Rows(len(times)).numbers(_TIMESTAMP, times).constant(_HEAD).messages(_EVENT, event)
-    return Rows(len(times)).messages(_PACKET, inner)
+    inner = Messages(len(times)).numbers(_TIMESTAMP, times).constant(_HEAD).messages(_EVENT, event)
+    return Messages(len(times)).messages(_PACKET, inner)
 
 
 def _codes(column: npt.NDArray[np.generic], number_of: Callable[[int], int]) -> Hashes:

@@ -57,18 +57,18 @@ def text(tag: int, value: str) -> bytes:
 
 
 @dataclass
-class Rows:
+class Messages:
     """Messages of one layout, one per row. Each method adds a field to all of them."""
 
     count: int
     _parts: list[Bytes] = field(default_factory=list)
     width: int = 0
 
-    def constant(self, raw: bytes) -> Rows:
+    def constant(self, raw: bytes) -> Messages:
         """Add the same bytes to each message."""
         return self._add(np.broadcast_to(np.frombuffer(raw, np.uint8), (self.count, len(raw))))
 
-    def numbers(self, tag: int, values: npt.NDArray[Any]) -> Rows:
+    def numbers(self, tag: int, values: npt.NDArray[Any]) -> Messages:
         """Add a number to each message; all have as many bytes as the largest needs."""
         values = values.astype(np.uint64)
         bits = int(values.max()).bit_length() if len(values) else 0
@@ -79,12 +79,12 @@ class Rows:
         self.constant(varint(tag << 3 | _VARINT))
         return self._add((values[:, None] >> shifts).astype(np.uint8) & np.uint8(0x7F) | more)
 
-    def fixed64(self, tag: int, values: npt.NDArray[np.uint64]) -> Rows:
+    def fixed64(self, tag: int, values: npt.NDArray[np.uint64]) -> Messages:
         """Add eight bytes to each message."""
         raw = np.ascontiguousarray(values, dtype="<u8").view(np.uint8).reshape(-1, 8)
         return self.constant(varint(tag << 3 | _FIXED64))._add(raw)
 
-    def messages(self, tag: int, inner: Rows) -> Rows:
+    def messages(self, tag: int, inner: Messages) -> Messages:
         """Add an inner message to each message."""
         self.constant(varint(tag << 3 | _LENGTH) + varint(inner.width))
         for part in inner._parts:
@@ -95,7 +95,7 @@ class Rows:
         """Return the bytes of all messages as ``[row, byte]``."""
         return np.concatenate(self._parts, axis=1)
 
-    def _add(self, part: Bytes) -> Rows:
+    def _add(self, part: Bytes) -> Messages:
         self._parts.append(part)
         self.width += part.shape[1]
         return self

@@ -166,7 +166,9 @@ def _distinct_rows(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
     """Return the distinct rows, and for each row the index of its equal among them.
 
-    Sorting one hash per row is ten times as fast as sorting the rows.
+    Sorting one hash per row is ten times as fast as sorting the rows. Two different rows with the
+    same hash are possible, if unlikely, so the result is compared, and if it is wrong the rows are
+    sorted after all.
     """
     odd = np.cumprod(np.full(rows.shape[1], 0x5851F42D4C957F2D, np.uint64))
     hashes = (rows.view(np.uint64) * odd).sum(axis=1, dtype=np.uint64)

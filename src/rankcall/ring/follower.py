@@ -35,15 +35,25 @@ from rankcall.ring.tables import Tables, parse_tables
 
 Indexes = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+# How long an end is held back for an earlier op. A back end may end a small op before a large one
+# that was issued earlier. But an op that hangs must not hide the ends of others.
 HOLD_NS = 50_000_000
 NO_ROWS: Rows = np.empty(0, RECORD)
 _ENQUEUED = STATUSES.index("enqueued")
-_NEVER_WRITTEN_NS = 100_000_000  # after this, an index that was taken is not going to be written
-# More records than fit the processor's caches are slow to go through. And for arrays of 500
-# elements or more, numpy lets go of the GIL and then waits for it, several times in each look.
+# A writer takes an index and writes the record right after it, within nanoseconds unless the kernel
+# takes the processor away in between. A reader that waited longer for one record than this would
+# deliver none of those behind it, so the record is counted as missed.
+_NEVER_WRITTEN_NS = 100_000_000
+# Records in one look. More than fit the processor's caches are slow to go through. And for arrays
+# of 500 elements or more, numpy lets go of the GIL and then waits for it, several times in each
+# look, while the training thread holds it.
 _CHUNK = 448
+# Finding out which ends overtook others is a loop in Python. With more candidates than this, order
+# is given up, because the ring might lap the reader meanwhile.
 _MOST_HELD = 2048
-_TRIES = 20  # a record is in change for nanoseconds
+# A record is in change for nanoseconds, so the second try finds it steady. If its writer was
+# stopped in the middle, it counts as not written yet, and the next look finds it.
+_TRIES = 20
 _UNWRITTEN, _FOUND, _LOST = 0, 1, 2
 _NO_INDEXES: Indexes = np.empty(0, np.int64)
 _NO_FLAGS: Flags = np.empty(0, np.bool_)
@@ -83,7 +93,11 @@ class LiveTables:
 
 
 class RingView:
-    """Copies single records out of a mapped ring."""
+    """Copies single records out of a mapped ring.
+
+    Each copy is checked: the commit word is read before and after it, and a record whose word has
+    changed meanwhile, or belongs to another index, is looked for again.
+    """
 
     def __init__(self, ring: mmap.mmap, geometry: Geometry) -> None:
         self._capacity = geometry.capacity

@@ -50,6 +50,7 @@ class WriterLock:
         fd, self._fd = self._fd, -1
         _held.discard(self)
         # A program that closes all descriptors, as daemons do, may have reused the number since.
+        # Then it is a file of the user's, and must stay open.
         with contextlib.suppress(OSError):
             if fd >= 0 and _identity(fd) == self._file:
                 os.close(fd)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,6 @@ from rankcall.record import (
 )
 from rankcall.ring.layout import AHEAD, HEADER_BYTES, Header, parse_header
 from rankcall.ring.tables import Tables, parse_tables
-
-if TYPE_CHECKING:
-    pass
-
 
 Records = npt.NDArray[Any]
 

@@ -1,4 +1,8 @@
-"""Write a whole ring file at once: for evidence that other tools left, and for synthetic runs."""
+"""Write a whole ring file at once, from records in memory.
+
+Readers of other tools' evidence make such files, and so do synthetic runs. The result is a ring
+like one that a process wrote, so everything that reads rings reads it.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +102,7 @@ def write_ring(path: Path, spec: RingSpec, capacity: int | None = None) -> Path:
             By default it holds all of them.
     """
     count, tables = len(spec.records), spec.tables()
-    fitting = 1 << max(count - 1, 63).bit_length()
+    fitting = 1 << max(count - 1, 63).bit_length()  # a power of two, and 64 at least
     shape = Geometry(capacity or fitting, 0, (len(tables) + 4095) // 4096 * 4096)
     records = spec.records
     first = spec.lost + 1
@@ -108,6 +112,7 @@ def write_ring(path: Path, spec: RingSpec, capacity: int | None = None) -> Path:
         records = np.zeros(shape.capacity, RECORD)
         records[((kept["commit"] >> 2).astype(np.int64) - 1) % shape.capacity] = kept
     header = _ring_header(spec, shape, len(records))
+    # Mode 0600 from the start, as a ring that is recorded: it holds paths and error texts.
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(header)
         file.write(tables.ljust(shape.tables_bytes, b"\0"))

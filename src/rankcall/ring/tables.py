@@ -48,6 +48,10 @@ class Group:
         return self.name + (f"#{era + 1}" if era else "") + (f".{again}" if again else "")
 
 
+# Of a record whose group is not in the side tables: there was no room, or the file is damaged.
+UNKNOWN_GROUP = Group("unknown", 0, "", "", ())
+
+
 @dataclass(frozen=True)
 class UserLine:
     """A line of the user's own code: neither installed nor Python's."""

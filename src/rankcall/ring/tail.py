@@ -26,7 +26,10 @@ from rankcall.ring.layout import (
 )
 from rankcall.ring.reader import read_ring
 
-NEWEST = 256  # records of a tail, a power of two
+# Records of a tail, a power of two; they are 48 KiB. Verdicts need the ops in flight, which are
+# kept however old they are, and the last ops of each group, to see who is behind. The tails of all
+# ranks of a node go through the job's store, so they hold no more.
+NEWEST = 256
 
 
 def tail_of(path: Path, newest: int = NEWEST) -> bytes:

@@ -28,7 +28,7 @@ from rankcall.record import (
 )
 from rankcall.ring.follower import Flags
 from rankcall.ring.reader import Ring
-from rankcall.ring.tables import Group, Tables
+from rankcall.ring.tables import UNKNOWN_GROUP, Group, Tables
 from rankcall.trace.descriptions import Columns, DescribedCall, Descriptions, Teller
 from rankcall.trace.order import Order
 from rankcall.trace.switches import Mode, mode_of
@@ -37,8 +37,7 @@ Column = npt.NDArray[Any]
 
 _FAILED = STATUSES.index("failed")
 _P2P = KINDS.index("p2p")
-_NO_GROUP = Group("unknown", 0, "", "", ())
-_MANY = 1 << 15
+_MANY = 1 << 15  # ids up to this are multiplied; the product of three must fit 64 bits
 _SIZED = ("op", "message_bytes", "in_bytes", "out_bytes")
 
 
@@ -181,7 +180,7 @@ def _known(rows: Rows, tables: Tables) -> tuple[list[_Known], Column]:
 
 def _meaning(row: Rows, tables: Tables) -> _Known:
     variant = tables.strings.get(int(row["variant"]), "")
-    group = tables.groups.get(int(row["group"]), _NO_GROUP)
+    group = tables.groups.get(int(row["group"]), UNKNOWN_GROUP)
     site = tables.sites.get(int(row["call_site"]))
     api = site.api if site is not None else ""
     is_object = api in OBJECT_CALLS

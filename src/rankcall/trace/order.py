@@ -22,9 +22,13 @@ from rankcall.record import (
 from rankcall.ring.follower import Flags, index_of
 from rankcall.ring.tables import Tables
 
+# After this time in flight, an op is described as issued, and delays the descriptions of later ops
+# no more. Most ops of a healthy job are shorter, so few of them are described twice.
 OVERDUE_NS = 5_000_000_000
-_STALE_NS = 1_000_000_000  # a call with fewer ops than expected counts as complete after that
-_MOST_WAITING = 1 << 16
+# A call that sends pickles issues two or three ops, one right after the other. If one of them does
+# not come within this time, it never will, for example because the call has raised.
+_STALE_NS = 1_000_000_000
+_MOST_WAITING = 1 << 16  # bounds the memory if a group's first op hangs and others end by millions
 
 _FAILED = STATUSES.index("failed")
 _NONE: Rows = np.empty(0, RECORD)

@@ -21,7 +21,7 @@ from rankcall.capture import session
 from rankcall.capture.marks import Marks, Span
 from rankcall.capture.recording import Recording
 from rankcall.errors import warn_renamed
-from rankcall.events.dispatch import NO_HURRY, Delivery, Source, Subscription, dispatcher
+from rankcall.events.dispatch import NO_HURRY, Delivery, EventSource, Subscription, dispatcher
 from rankcall.handles import Handle
 from rankcall.record import Rows, concat_rows, take_rows
 from rankcall.ring.follower import NO_ROWS, Batch, LiveTables, RingView
@@ -31,12 +31,13 @@ from rankcall.ring.tables import Tables
 from rankcall.trace.describer import Describer
 from rankcall.trace.descriptions import NOTHING, Descriptions, Teller
 from rankcall.trace.order import Order
-from rankcall.trace.sinks import AtIssue, Guarded, Origin, RecordSink, Sink
+from rankcall.trace.sinks import AtIssue, Origin, RecordSink, Sink
+from rankcall.trace.sinks.guard import Guarded
 from rankcall.trace.switches import Switches
 
 logger = logging.getLogger("rankcall.trace")
 
-_REPEAT_SECONDS = 60.0
+_REPEAT_SECONDS = 60.0  # between two warnings that tracing fell behind
 
 
 class Trace(Handle):
@@ -63,8 +64,9 @@ class Trace(Handle):
         self._is_stopped = False
         self._marks: Marks | None = None
         self._missed, self._complain_at = 0, 0.0
+        # Read once: if the wall clock is set while the job runs, times of one trace still agree.
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
-        self._orders: dict[Source, Order] = {}
+        self._orders: dict[EventSource, Order] = {}
         self._recording: Recording | None = None
         self._subscription: Subscription | None = None
 

@@ -11,19 +11,21 @@ import numpy.typing as npt
 
 from rankcall.trace.descriptions import Descriptions
 
+# Upper bounds of the buckets: 10 us to 50 s, and 16 B to 4 GiB, which is the range of collectives.
+# Each bucket is a series for every op and group, so there are not more.
 SECONDS = tuple(base * 10.0**power for power in range(-5, 2) for base in (1.0, 2.5, 5.0))
 BYTES = tuple(4.0**power for power in range(2, 17))
 OTHER = "other"
 
 
-class Key(NamedTuple):
+class MetricKey(NamedTuple):
     """The labels by which metrics are counted."""
 
     op: str
     group: str
 
 
-class Batch(NamedTuple):
+class Added(NamedTuple):
     """The figures that one batch adds to one key. ``seconds`` leaves out unknown durations."""
 
     calls: int
@@ -50,22 +52,23 @@ class Histogram:
         self.total += float(values.sum())
 
 
-class Keys:
+class MetricKeys:
     """Makes a bounded number of keys: groups after the first ``most`` share the name ``other``."""
 
+    # 64: every op has a series for each group, and a program may make groups without end.
     def __init__(self, most: int = 64) -> None:
         self._most = most
         self._groups: set[str] = set()
 
-    def of(self, op: str, group: str) -> Key:
+    def of(self, op: str, group: str) -> MetricKey:
         """Return the key of an op on a group."""
         if group not in self._groups:
             if len(self._groups) >= self._most:
-                return Key(op, OTHER)
+                return MetricKey(op, OTHER)
             self._groups.add(group)
-        return Key(op, group)
+        return MetricKey(op, group)
 
-    def split(self, descriptions: Descriptions) -> Iterator[tuple[Key, Batch]]:
+    def split(self, descriptions: Descriptions) -> Iterator[tuple[MetricKey, Added]]:
         """Yield the figures that a batch adds to each key, without ops in flight."""
         columns = descriptions.columns
         keys = [self.of(call.op, call.group) for call in descriptions.calls]
@@ -80,7 +83,7 @@ class Keys:
             if calls:
                 yield (
                     key,
-                    Batch(
+                    Added(
                         calls,
                         int(np.count_nonzero(columns["failed"] & whole)),
                         columns["message_bytes"][of_key],

@@ -7,7 +7,8 @@ import ctypes
 from rankcall.capture.marks import Functions
 from rankcall.errors import CaptureUnavailableError
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks import Origin, logger
+from rankcall.trace.sinks.guard import logger
+from rankcall.trace.sinks.protocols import Origin
 
 _DOMAIN = b"rankcall"
 

@@ -13,16 +13,22 @@ import numpy as np
 
 from rankcall.drop_in import description
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks import Origin, logger, optional_module
-from rankcall.trace.sinks.metrics import Keys
+from rankcall.trace.sinks.guard import logger
+from rankcall.trace.sinks.metrics import MetricKeys
+from rankcall.trace.sinks.optional import optional_module
+from rankcall.trace.sinks.protocols import Origin
 
 _SCOPE = "rankcall"
+# The SDK takes durations one by one, and holds the GIL for some microseconds each. More than a
+# thousand a second would cost training some thousandths of its time.
 _DURATIONS_PER_SECOND = 1000
-_SPANS_PER_STEP = 2000
+_SPANS_PER_STEP = 2000  # the batch processor's queue holds 2,048 spans, and drops the others
 # What the span itself says, and what is no fact about the op.
 _NO_ATTRIBUTES = ("enqueued_epoch_ns", "in_flight", "failed", "prints", "first")
+# Descriptions come when ops end, and in order per group only, so ops of a step come after the first
+# ones of the next.
 _LATE = 2  # a step is complete once this many later steps have begun
-_SHUTDOWN_MS = 1000
+_SHUTDOWN_MS = 1000  # of the two seconds in which all of rankcall must be over at exit
 _OTLP = "opentelemetry.exporter.otlp.proto.http"
 _TIMEOUT_SECONDS = 2
 _TRIES = 3  # then the collector is not asked any more
@@ -72,7 +78,7 @@ class OpenTelemetry:
             optional_module(_OTLP, "otel")
         self._endpoint = endpoint
         self._every = span_every
-        self._keys = Keys()
+        self._keys = MetricKeys()
         self._steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self._newest = -1
         self._clock = clock

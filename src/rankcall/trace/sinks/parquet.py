@@ -13,7 +13,8 @@ from pathlib import Path
 from rankcall.record import concat_rows
 from rankcall.ring.reader import Head, Ring
 from rankcall.run.load import Run
-from rankcall.trace.sinks import Origin, load_polars
+from rankcall.trace.sinks.optional import load_polars
+from rankcall.trace.sinks.protocols import Origin
 
 
 class Parquet:

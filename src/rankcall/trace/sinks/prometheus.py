@@ -1,4 +1,8 @@
-"""Prometheus: durations, bytes, counts and ops in flight, for a scraper to fetch."""
+"""Prometheus, an endpoint for each rank: deprecated, and replaced by ``prometheus_node.py``.
+
+A job of thousands of ranks has as many endpoints, and series for each of them. The histograms of
+durations and bytes are also in ``otel.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankcall.errors import warn_renamed
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks import Origin, optional_module
-from rankcall.trace.sinks.metrics import BYTES, SECONDS, Histogram, Key, Keys
+from rankcall.trace.sinks.metrics import BYTES, SECONDS, Histogram, MetricKey, MetricKeys
+from rankcall.trace.sinks.optional import optional_module
+from rankcall.trace.sinks.prometheus_endpoint import Endpoint
+from rankcall.trace.sinks.protocols import Origin
 
-_CLOSE_SECONDS = 1.0
 _LABELS = ("op", "group", "host", "rank")
 
 
@@ -24,55 +30,10 @@ class _Sums:
     sizes: Histogram = field(default_factory=lambda: Histogram(BYTES))
 
 
-class Endpoint:
-    """A collector of metrics in a registry, and the server that answers with it.
-
-    Args:
-        port: The first port; 0 takes a free one.
-        address: The address to listen on.
-        registry: A registry of the caller's own; then nothing is served.
-    """
-
-    def __init__(self, port: int, address: str, registry: Any = None) -> None:
-        if not 0 <= port < 1 << 16:
-            raise ValueError(f"port must be from 0 to 65535; got {port}")
-        self._client = optional_module("prometheus_client", "prometheus")
-        self._asked, self._address, self._registry = port, address, registry
-        self._serves = registry is None
-        self._collector: Any = None
-        self._server: Any = None
-        self.port: int | None = None
-
-    def open(self, collector: Any, local_rank: int) -> None:
-        """Register the collector, and listen on the port of a local rank."""
-        if self._serves:
-            registry = self._client.CollectorRegistry()
-            port = self._asked + local_rank if self._asked else 0
-            try:
-                self._server = self._client.start_http_server(port, self._address, registry)
-            except OSError as error:
-                text = f"port {port} on {self._address}: {error.strerror}"
-                raise OSError(error.errno, text) from error
-            self.port = self._server[0].server_port
-            self._registry = registry
-        self._registry.register(collector)
-        self._collector = collector
-
-    def close(self) -> None:
-        """Remove the collector and stop listening."""
-        if self._collector is not None:
-            self._registry.unregister(self._collector)
-            self._collector = None
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join(_CLOSE_SECONDS)
-            self._server = None
-
-
 class Prometheus:
-    """Serves metrics over HTTP; each rank of a host listens on ``port`` + its local rank.
+    """Deprecated until version 0.3: use ``PrometheusNode``, or ``OpenTelemetry`` for histograms.
+
+    Serves metrics over HTTP; each rank of a host listens on ``port`` + its local rank.
 
     The labels are op, group (a bounded number of values), host and rank.
 
@@ -92,10 +53,11 @@ class Prometheus:
     def __init__(
         self, port: int = 9464, address: str = "127.0.0.1", *, registry: Any = None
     ) -> None:
+        warn_renamed("trace.Prometheus", "trace.PrometheusNode or trace.OpenTelemetry")
         self._endpoint = Endpoint(port, address, registry)
         self._lock = threading.Lock()
-        self._sums: dict[Key, _Sums] = {}
-        self._keys = Keys()
+        self._sums: dict[MetricKey, _Sums] = {}
+        self._keys = MetricKeys()
         self._dropped = 0
         self._origin: Origin | None = None
 
@@ -169,7 +131,7 @@ class Prometheus:
             "rankcall_in_flight_age_seconds", "Age of the oldest op in flight.", labels=_LABELS
         )
         now = time.time_ns()
-        ages_by_key: dict[Key, list[float]] = {}
+        ages_by_key: dict[MetricKey, list[float]] = {}
         descriptions = self._origin.in_flight()
         columns = descriptions.columns
         issue_times = columns["enqueued_epoch_ns"].tolist()
@@ -182,7 +144,7 @@ class Prometheus:
             age.add_metric(self._labels(key), max(ages))
         return [count, age]
 
-    def _labels(self, key: Key) -> list[str]:
+    def _labels(self, key: MetricKey) -> list[str]:
         assert self._origin is not None
         return [key.op, key.group, self._origin.host, str(self._origin.rank)]
 

@@ -22,11 +22,14 @@ from rankcall.background import holding
 from rankcall.capture import session
 from rankcall.errors import RankcallError
 from rankcall.ring.reader import Ring
-from rankcall.trace.sinks import Origin, optional_module
-from rankcall.trace.sinks.prometheus import Endpoint
+from rankcall.trace.sinks.optional import optional_module
+from rankcall.trace.sinks.prometheus_endpoint import Endpoint
+from rankcall.trace.sinks.protocols import Origin
 
+# Records that a scrape reads of each rank, and those of them that figures are computed from. So the
+# cost of a scrape does not depend on how long the job has run.
 _NEWEST, _WINDOW = 512, 256
-_FRESH_S = 1.0  # scrapes within that time get the same figures
+_FRESH_S = 1.0  # scrapes within that time get the same figures: several scrapers cost one read
 _READ_S = 5.0  # a scrape that waits longer for another one gets the figures before
 _STATES = (ALIVE, STOPPED, GONE, UNKNOWN)
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks import Origin
+from rankcall.trace.sinks.protocols import Origin
 
+# A scalar that is written cannot be corrected, so a step waits for the ops that end late.
 _LATE = 2  # a step is complete once this many later steps have begun
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TextIO
 
 from rankcall.trace.descriptions import Descriptions
-from rankcall.trace.sinks import Origin, load_polars
+from rankcall.trace.sinks.optional import load_polars
+from rankcall.trace.sinks.protocols import Origin
 
 _MIB = 1 << 20
 
