@@ -50,9 +50,11 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
         api,
     )
 
-    from rankcall.rpc import static_membership
-    from rankcall.rpc.backends import zmq
-    from rankcall.rpc.backends.zmq_worker import Worker, agent_module, zmq_library
+    from rankcall.rpc import rank_claims
+    from rankcall.rpc.backends.zmq import static_start
+    from rankcall.rpc.backends.zmq.agent_module import agent_module, zmq_library
+    from rankcall.rpc.backends.zmq.worker import ZmqWorker
+    from rankcall.rpc.static_group import StaticMembership
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -71,20 +73,20 @@ def crowd(ranks: range, count: int, port: int, pipe: Connection) -> None:
         def get(self, *_: Any) -> None:  # type: ignore[override]
             return None
 
-    static_membership._last_epochs = OwnEpochs()
+    rank_claims._last_epochs = OwnEpochs()
     api._init_rpc_states = start
-    zmq._reach = lambda *_: None  # only the real worker reaches every other
+    static_start._reach = lambda *_: None  # only the real worker reaches every other
     workers, errors = [], []
 
     def join(rank: int) -> None:
         try:
             store = PrefixStore("rpc/static", TCPStore("127.0.0.1", port, is_master=False))
             deadline = time.monotonic() + START_S
-            membership = static_membership.StaticMembership(store, f"w{rank}", rank, count)
+            membership = StaticMembership(store, f"w{rank}", rank, count)
             membership.claim_rank(deadline)
-            worker = Worker(f"w{rank}", rank, zmq_library(), options(port))
+            worker = ZmqWorker(f"w{rank}", rank, zmq_library(), options(port))
             workers.append(worker)
-            zmq._join_static(worker, membership, deadline)
+            static_start.join_static(worker, membership, deadline)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
             # At once: the real worker may wait for this one until its own deadline.
@@ -121,7 +123,7 @@ def real_worker(count: int, port: int, pipe: Connection) -> None:
     import torch
 
     from rankcall import rpc
-    from rankcall.rpc.backends.zmq_worker import agent_module
+    from rankcall.rpc.backends.zmq.agent_module import agent_module
 
     torch.set_num_threads(1)
     agent_module()

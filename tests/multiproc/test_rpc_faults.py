@@ -48,7 +48,7 @@ def survivors(results: list[Result], killed: int) -> list[Any]:
 def _killed_in_init(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 dies when the others have its name and wait for it to be ready."""
     from rankcall.errors import RpcTimeout
-    from rankcall.rpc.static_membership import StaticMembership
+    from rankcall.rpc.static_group import StaticMembership
 
     if rank == 1:
         exchange = StaticMembership.exchange
@@ -76,11 +76,11 @@ def _killed_in_shutdown(rank: int, world_size: int, backend: str) -> Any:
     """Rank 1 dies when all have come to shutdown, before it is sure that no call is under way."""
     from rankcall import rpc
     from rankcall.errors import RpcTimeout
-    from rankcall.rpc import static_membership
+    from rankcall.rpc import static_group
 
     come_up(rank, world_size, backend)
     if rank == 1:
-        static_membership.wait_idle = die  # type: ignore[assignment]
+        static_group.wait_idle = die  # type: ignore[assignment]
     with pytest.raises(RpcTimeout) as caught:
         rpc.shutdown(timeout=6)
     return str(caught.value), caught.value.missing_ranks
@@ -97,7 +97,7 @@ def test_a_worker_that_dies_in_shutdown(backend: str) -> None:
 def _killed_in_joining(rank: int, world_size: int) -> Any:
     """Rank 1 dies when it has added itself to the log and is about to introduce itself."""
     from rankcall import rpc
-    from rankcall.rpc.backends.zmq import DynamicGroup
+    from rankcall.rpc.backends.zmq.dynamic_group import DynamicGroup
 
     store = aside()
     if rank == 1:
@@ -231,7 +231,7 @@ def test_the_stores_host_is_stopped(backend: str, dynamic: bool) -> None:
 def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
     """The store's host is stopped during shutdown, until a request has gone unanswered."""
     from rankcall import rpc
-    from rankcall.rpc import static_membership
+    from rankcall.rpc import static_group
     from rankcall.store import StoreLostError
 
     come_up(rank, world_size, "ZMQ", init_method=f"tcp://127.0.0.1:{port}")
@@ -245,7 +245,7 @@ def _store_answers_late(rank: int, world_size: int, port: int, pid: int) -> int:
             os.kill(pid, signal.SIGCONT)
             raise
 
-    synchronize, static_membership.synchronize = static_membership.synchronize, observed  # type: ignore[assignment]
+    synchronize, static_group.synchronize = static_group.synchronize, observed  # type: ignore[assignment]
     if rank == 0:
         stop(pid)
     rpc.shutdown(timeout=60)
@@ -369,12 +369,12 @@ def _strangers(rank: int, world_size: int, secret: str) -> Any:
     import zmq
 
     from rankcall import rpc
-    from rankcall.rpc.backends.addresses import derive_keys
-    from rankcall.rpc.backends.zmq_worker import Worker
+    from rankcall.rpc.backends.zmq.secret import derive_keys
+    from rankcall.rpc.backends.zmq.worker import ZmqWorker
 
     os.environ.update(RANKCALL_HOST=f"node-{rank}", RANKCALL_RPC_SECRET=secret)
-    doors, bind = [], Worker._bind_network
-    Worker._bind_network = lambda self: (doors.append(bind(self)), doors[-1])[1]  # type: ignore[method-assign,func-returns-value]
+    doors, bind = [], ZmqWorker._bind_network
+    ZmqWorker._bind_network = lambda self: (doors.append(bind(self)), doors[-1])[1]  # type: ignore[method-assign,func-returns-value]
     come_up(rank, world_size, "ZMQ", max_message_bytes=1 << 20)
     right, wrong = derive_keys(secret.encode()), derive_keys(b"another secret, as long")
     beside = aside()

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.multiproc
 
 def check(folder: Path, size: int, seconds: float, seed: int, monkeypatch) -> None:
     """Run a group, and hold its logs against the rules."""
-    from rankcall.rpc.backends.worker_dir import WorkerDir
-    from rankcall.rpc.backends.zmq_worker import AGENT
+    from rankcall.rpc.backends.zmq.agent_module import AGENT
+    from rankcall.rpc.backends.zmq.worker_dir import WorkerDir
 
     AGENT.prebuild()  # not at the cost of a worker's deadline
     late = list(play(folder, size, seconds, seed))

@@ -278,7 +278,7 @@ def _given_up(rank: int, world_size: int, backend: str) -> Any:
 
     from rankcall import rpc
     from rankcall.errors import RpcTimeout
-    from rankcall.rpc.static_membership import StaticMembership
+    from rankcall.rpc.static_group import StaticMembership
 
     hurry()
     store = aside()
@@ -313,7 +313,7 @@ def _dies_first(rank: int, world_size: int) -> Any:
     from rankcall import rpc
     from rankcall.errors import RpcTimeout
     from rankcall.process import process_start
-    from rankcall.rpc.static_membership import StaticMembership
+    from rankcall.rpc.static_group import StaticMembership
 
     store = aside()
     if rank == 1:
@@ -473,12 +473,12 @@ def test_a_stranger_gets_little_memory_and_time(
 
 def _stranger(rank: int, world_size: int) -> Any:
     from rankcall import rpc
-    from rankcall.rpc.backends import zmq_worker
+    from rankcall.rpc.backends.zmq.worker import ZmqWorker
 
     os.environ.update(RANKCALL_RPC_SECRET="a secret of the tests")
     bound: list[str] = []
-    bind = zmq_worker.Worker._bind_network
-    zmq_worker.Worker._bind_network = lambda self: (bound.append(bind(self)), bound[0])[1]  # type: ignore[method-assign,func-returns-value]
+    bind = ZmqWorker._bind_network
+    ZmqWorker._bind_network = lambda self: (bound.append(bind(self)), bound[0])[1]  # type: ignore[method-assign,func-returns-value]
     come_up(rank, world_size, "ZMQ")
     host, port = bound[0].removeprefix("tcp://").rsplit(":", 1)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)

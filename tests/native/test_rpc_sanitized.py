@@ -14,7 +14,7 @@ from sanitized import RACE_REPORT, build_module, races_in, run_to_end, runtime_l
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "rpc_agent_stress.py"
-BUILD = "from rankcall.rpc.backends.zmq_worker import AGENT; print(AGENT.prebuild())"
+BUILD = "from rankcall.rpc.backends.zmq.agent_module import AGENT; print(AGENT.prebuild())"
 
 
 def drive(sanitizer: str, library: str, options: dict[str, str], folder: Path) -> None:

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from rankcall.errors import DeviceMapError
-from rankcall.rpc.device_maps import Node, as_device_map, device_list, reverse_maps, validate
+from rankcall.rpc.device_maps import (
+    WorkerDevices,
+    as_device_map,
+    device_list,
+    reverse_maps,
+    validate,
+)
 
 
 def devices(*names: Any) -> list[torch.device]:
@@ -17,13 +23,15 @@ def devices(*names: Any) -> list[torch.device]:
     return [torch.device(f"cuda:{name}" if isinstance(name, int) else name) for name in names]
 
 
-def node(name: str, count: int, maps: dict[str, dict[Any, Any]] | None = None, *own: Any) -> Node:
+def node(
+    name: str, count: int, maps: dict[str, dict[Any, Any]] | None = None, *own: Any
+) -> WorkerDevices:
     """Return a node whose maps are given by CUDA index or name."""
     made = {
         to: dict(zip(devices(*device_map), devices(*device_map.values()), strict=True))
         for to, device_map in (maps or {}).items()
     }
-    return Node(name, count, made, devices(*own))
+    return WorkerDevices(name, count, made, devices(*own))
 
 
 # The broken rule, the nodes, the message, and whether a dynamic group checks the rule, too.
@@ -78,7 +86,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("nodes", "says", "dynamic"), [b[1:] for b in BROKEN], ids=lambda v: "")
-def test_a_broken_rule_is_named(nodes: list[Node], says: str, dynamic: bool) -> None:
+def test_a_broken_rule_is_named(nodes: list[WorkerDevices], says: str, dynamic: bool) -> None:
     """With the node, its devices, its device count and the map; in any order of the nodes."""
     for order in permutations(nodes):
         with pytest.raises(DeviceMapError) as caught:
@@ -107,11 +115,11 @@ GOOD = [
 
 
 @pytest.mark.parametrize("nodes", GOOD, ids=range(len(GOOD)))
-def test_good_maps_pass(nodes: list[Node]) -> None:
+def test_good_maps_pass(nodes: list[WorkerDevices]) -> None:
     """In both kinds of group, and after the trip through JSON that they take."""
     for static in (True, False):
         validate(nodes, static)
-        validate([Node.from_json(worker.to_json()) for worker in nodes], static)
+        validate([WorkerDevices.from_json(worker.to_json()) for worker in nodes], static)
 
 
 def test_absent_targets_are_left_for_later() -> None:

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import HashStore
 
 from rankcall.process import Process
-from rankcall.rpc import member_log
-from rankcall.rpc.member_log import MemberLog, is_dead
+from rankcall.rpc.backends.zmq import member_log
+from rankcall.rpc.backends.zmq.member_log import MemberLog, is_dead
 from rankcall.testing.simulated_store import Mark, Simulation, Steps, World
 from rankcall.testing.simulated_store import Process as Simulated
 

@@ -13,9 +13,9 @@ import pytest
 
 from rankcall.errors import BackendUnavailableError
 from rankcall.process import Process
-from rankcall.rpc.backends import addresses
-from rankcall.rpc.backends.addresses import endpoints, is_loopback, own_address
-from rankcall.rpc.backends.zmq_worker import zmq_library
+from rankcall.rpc.backends.zmq import addresses
+from rankcall.rpc.backends.zmq.addresses import endpoints, is_loopback, own_address
+from rankcall.rpc.backends.zmq.agent_module import zmq_library
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_ports() -> None:
 @pytest.mark.parametrize("at", ["127.0.0.1", "127.0.1.1", "[::1]"])
 def test_loopback_is_not_advertised_to_another_host(at: str) -> None:
     """The error names both workers, and says what to set where."""
-    from rankcall.rpc.backends.zmq_worker import Worker
+    from rankcall.rpc.backends.zmq.worker import ZmqWorker
 
     def process(boot: str) -> Process:
         return Process(boot, 1, 2, 3)
@@ -97,8 +97,8 @@ def test_loopback_is_not_advertised_to_another_host(at: str) -> None:
     with pytest.raises(
         BackendUnavailableError, match=r"'w1' listens at .* RANKCALL_RPC_HOST there"
     ):
-        Worker._check_way(here, record, process("other"))
-    Worker._check_way(here, record, process("boot"))  # two containers on one machine
+        ZmqWorker._check_way(here, record, process("other"))
+    ZmqWorker._check_way(here, record, process("boot"))  # two containers on one machine
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_libzmq_is_the_one_that_pyzmq_loads() -> None:
     """The library is found without importing pyzmq, and is the module that pyzmq itself loads."""
     code = """
 import sys
-from rankcall.rpc.backends.zmq_worker import zmq_library
+from rankcall.rpc.backends.zmq.agent_module import zmq_library
 found = zmq_library()
 assert "zmq" not in sys.modules
 from zmq.backend.cython import _zmq

@@ -12,7 +12,7 @@ from rpcwire import CHUNK, PACKED, PART, RETURNED, SHARED, build, cut
 def decode():
     """Return the native decoder: ZeroMQ messages in, the messages that are whole out."""
     pytest.importorskip("zmq")
-    from rankcall.rpc.backends.zmq_worker import agent_module
+    from rankcall.rpc.backends.zmq.agent_module import agent_module
 
     return agent_module().decode
 

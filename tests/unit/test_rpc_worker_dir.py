@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankcall.rpc.backends.worker_dir import WorkerDir
+from rankcall.rpc.backends.zmq.worker_dir import WorkerDir
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_directory_that_is_swept_before_it_is_locked(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker sees that its lock is of a file that is gone, and makes the directory again."""
-    from rankcall.rpc.backends import worker_dir
+    from rankcall.rpc.backends.zmq import worker_dir
 
     flock, sweeps = worker_dir.fcntl.flock, []
 

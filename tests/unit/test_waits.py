@@ -57,7 +57,7 @@ capture/native/ring.h: lock: tables_mutex_
     copies an entry
 capture/native/ring.h: lock: late_mutex_
     adds an end, or takes them all
-rpc/backends/zmq.py: lock: self._lock
+rpc/backends/zmq/dynamic_group.py: lock: self._lock
     updates a dictionary of members
 rpc/native/agent.cpp: lock: devices_mutex_
     reads or swaps a map
@@ -146,17 +146,19 @@ trace/sinks/otel.py: shutdown: provider.shutdown
 trace/sinks/prometheus_endpoint.py: shutdown: server.shutdown
     on the trace thread: callers wait for it with a deadline; the server looks twice
     a second
-rpc/backends/worker_dir.py: flock: fcntl.flock
+rpc/backends/zmq/worker_dir.py: flock: fcntl.flock
     its own new file, which others hold only while they remove what a killed worker left
-rpc/backends/addresses.py: socket: probe.connect
+rpc/backends/zmq/addresses.py: socket: probe.connect
     a datagram socket: it sends nothing
 c10d/own_connections.py: resolver: socket.getaddrinfo
     on a helper thread, for which the caller waits so many seconds
 rpc/native/process_state.h: read: read
     a file of /proc: the kernel answers at once
-rpc/backends/addresses.py: resolver: socket.getaddrinfo
+rpc/backends/zmq/addresses.py: resolver: socket.getaddrinfo
     inside init_rpc; the resolver has its own timeouts
-rpc/backends/zmq.py: wait: answer.wait
+rpc/backends/zmq/dynamic_group.py: wait: answer.wait
+    a call with a timeout
+rpc/backends/zmq/static_start.py: wait: answer.wait
     a call with a timeout
 rpc/native/agent.cpp: gil: gil_scoped_acquire
     without a lock, to tell of a lost worker, and in setting up and taking down

@@ -160,7 +160,7 @@ def main() -> None:
     fixtures = {fixture.name: fixture for fixture in (Fixture, TensorPipeFixture, TorchFixture)}
     classes = suites(fixtures[options.backend])
     if options.backend == "ZMQ":
-        from rankcall.rpc.backends.zmq_worker import agent_module
+        from rankcall.rpc.backends.zmq.agent_module import agent_module
 
         agent_module()  # once, not in each worker
     run(chosen(options.only or [], classes), options.jobs, options.out)

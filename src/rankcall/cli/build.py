@@ -24,7 +24,7 @@ def command() -> None:
     try:
         typer.echo(f"native recorder: {RECORDER.prebuild()}")
         if importlib.util.find_spec("zmq") is not None:
-            from rankcall.rpc.backends.zmq_worker import AGENT
+            from rankcall.rpc.backends.zmq.agent_module import AGENT
 
             typer.echo(f"native RPC agent: {AGENT.prebuild()}")
     except (CaptureUnavailableError, BackendUnavailableError) as error:

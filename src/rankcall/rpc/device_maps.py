@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Node:
+class WorkerDevices:
     """The devices of one worker, as it describes them; ``devices`` is empty without a list."""
 
     name: str
@@ -41,7 +41,7 @@ class Node:
         }
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Node:
+    def from_json(cls, record: Mapping[str, Any]) -> WorkerDevices:
         """Return the node of a ``to_json``."""
         maps = {
             to: {torch.device(k): torch.device(v) for k, v in device_map.items()}
@@ -51,7 +51,7 @@ class Node:
         return cls(record["name"], record["device_count"], maps, devices)
 
 
-def validate(nodes: Iterable[Node], static: bool) -> None:
+def validate(nodes: Iterable[WorkerDevices], static: bool) -> None:
     """Check every node's devices and maps. Raises ``DeviceMapError`` (a ``ValueError``).
 
     In a dynamic group a map may name a worker that has not joined yet; what depends on that
@@ -74,14 +74,16 @@ def validate(nodes: Iterable[Node], static: bool) -> None:
             _validate_map(node, target, by_name.get(target), device_map)
 
 
-def _validate_devices(node: Node) -> None:
+def _validate_devices(node: WorkerDevices) -> None:
     if len(set(node.devices)) != len(node.devices):
         _fail(node, "has duplicated devices", device_maps=dict(node.maps))
     if not _exist(node.devices, node.device_count):
         _fail(node, "has devices with invalid indices", device_maps=dict(node.maps))
 
 
-def _validate_map(node: Node, to: str, target: Node | None, device_map: DeviceMap) -> None:
+def _validate_map(
+    node: WorkerDevices, to: str, target: WorkerDevices | None, device_map: DeviceMap
+) -> None:
     where = f"in its device map for {to}"
     if len(set(device_map.values())) != len(device_map):
         _fail(node, f"has duplicated target devices {where}", device_map=device_map)
@@ -110,13 +112,13 @@ def _index(device: torch.device) -> int:
     return -1 if device.index is None else device.index
 
 
-def _fail(node: Node, problem: str, **shown: Any) -> None:
+def _fail(node: WorkerDevices, problem: str, **shown: Any) -> None:
     shown = {"devices": list(node.devices), "device_count": node.device_count, **shown}
     facts = "\n".join(f"{name.replace('_', ' ')} = {value}" for name, value in shown.items())
     raise DeviceMapError(f"Node {node.name} {problem}\n{facts}")
 
 
-def reverse_maps(me: str, nodes: Iterable[Node]) -> dict[str, DeviceMap]:
+def reverse_maps(me: str, nodes: Iterable[WorkerDevices]) -> dict[str, DeviceMap]:
     """Return the inverse of each node's map to ``me``, by node: answers go back by it."""
     return {
         node.name: {there: here for here, there in node.maps[me].items()}
@@ -125,7 +127,7 @@ def reverse_maps(me: str, nodes: Iterable[Node]) -> dict[str, DeviceMap]:
     }
 
 
-def device_list(node: Node, reverse: Mapping[str, DeviceMap]) -> list[torch.device]:
+def device_list(node: WorkerDevices, reverse: Mapping[str, DeviceMap]) -> list[torch.device]:
     """Return the devices a worker's agent handles, sorted by index.
 
     Its own list if it gave one; otherwise all that its maps and the reverse maps mention, but CPU.

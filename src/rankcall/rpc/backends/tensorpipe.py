@@ -22,16 +22,11 @@ from torch.distributed.rpc.constants import DEFAULT_NUM_WORKER_THREADS
 
 from rankcall.c10d.client import perform
 from rankcall.c10d.parts import publish_once
-from rankcall.rpc.device_maps import Node, device_list, reverse_maps, validate
-from rankcall.rpc.group import (
-    bounded,
-    check_arguments,
-    init_deadline,
-    seconds_left,
-    set_group,
-    undone_on_error,
-)
-from rankcall.rpc.static_membership import StaticGroup, StaticMembership, form_group
+from rankcall.rpc.backends import check_arguments
+from rankcall.rpc.current_group import set_group, undone_on_error
+from rankcall.rpc.deadlines import bounded, init_deadline, seconds_left
+from rankcall.rpc.device_maps import WorkerDevices, device_list, reverse_maps, validate
+from rankcall.rpc.static_group import StaticGroup, StaticMembership, form_group
 
 __all__ = ["construct_rpc_backend_options_handler", "init_backend_handler"]
 
@@ -88,9 +83,9 @@ def init_backend_handler(
 def _join_static(
     membership: StaticMembership, name: str, options: TensorPipeRpcBackendOptions, deadline: float
 ) -> TensorPipeAgent:
-    mine = Node(name, torch.cuda.device_count(), options.device_maps, options.devices)
+    mine = WorkerDevices(name, torch.cuda.device_count(), options.device_maps, options.devices)
     records = membership.introduce({"node": mine.to_json()}, deadline)
-    nodes = [Node.from_json(record["node"]) for record in records]
+    nodes = [WorkerDevices.from_json(record["node"]) for record in records]
     validate(nodes, static=True)
     reverse = reverse_maps(name, nodes)
     devices = device_list(mine, reverse)

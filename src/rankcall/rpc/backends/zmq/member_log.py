@@ -1,8 +1,9 @@
-"""The workers of a group: a fixed number that come up together, or a log of who came and went.
+"""The members of a dynamic group: a log in the store, to which workers add that they come and go.
 
-All keys are below an epoch: ``epoch-<n>/rank/<rank>`` says which process has a rank. A process that
-calls ``init_rpc`` again moves the group to the next epoch, and workers that have not come up in the
-previous one begin again there. So workers that retry meet, whenever each of them began.
+Adding a line is one atomic request, so joining takes no lock, and a worker that dies while it
+joins blocks no other. The order of the log says who was there before whom. Unlike the entries of
+``rankcall.c10d.parts.Log``, all lines are in one key: one request reads them, and a log can be
+closed and begun anew.
 """
 
 from __future__ import annotations
@@ -17,15 +18,7 @@ from rankcall.c10d.client import perform
 from rankcall.c10d.parts import publish_once
 from rankcall.c10d.requests import Append, Read, Set, Steps
 from rankcall.process import DEAD, Process
-from rankcall.rpc.group import seconds_left
-
-# The members of a dynamic group: a log in the store, to which workers add that they come and go.
-#
-# Adding a line is one atomic request, so joining takes no lock, and a worker that dies while it
-# joins blocks no other. The order of the log says who was there before whom. Unlike the entries of
-# ``rankcall.c10d.parts.Log``, all lines are in one key: one request reads them, and a log can be
-# closed and begun anew.
-
+from rankcall.rpc.deadlines import seconds_left
 
 WorkerRecord = Mapping[str, Any]
 Present = dict[int, WorkerRecord]

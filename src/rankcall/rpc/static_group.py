@@ -1,11 +1,9 @@
-"""The members of a static group: every worker has a rank, and comes once in an epoch."""
+"""A static group: a fixed number of workers that come up together, exchange values, and leave."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -15,18 +13,15 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rpc import _delete_all_user_and_unforked_owner_rrefs
 
 from rankcall.c10d.client import perform
-from rankcall.c10d.parts import publish_once
-from rankcall.c10d.requests import CompareSet, Read, Set, Steps, Until, Wait
+from rankcall.c10d.requests import Set, Steps, Wait
 from rankcall.errors import RpcTimeout
 from rankcall.process import DEAD, Process
-from rankcall.rpc.group import bounded, seconds_left, wait_idle
+from rankcall.rpc.deadlines import bounded, seconds_left, wait_idle
+from rankcall.rpc.rank_claims import claiming, current_epoch, key_in_epoch, process_record
 from rankcall.store import BarrierTimeout, StoreLostError, synchronize
 
 _ASK_S = 1.0  # how often a waiting worker looks for peers that died or started again
 _NAMING_S = 2.0  # of shutdown's time: kept to find out who is missing
-
-# The last epoch that this process took part in, by the identity of the store.
-_last_epochs: dict[str, int] = {}
 
 T = TypeVar("T")
 
@@ -63,7 +58,7 @@ class StaticMembership:
         ``worker["node"]["name"]`` is the worker's name. Raises ``RuntimeError`` if two workers have
         the same name, ``RpcTimeout`` that names the missing workers, ``StoreLostError``.
         """
-        own_record = {**worker, "process": _process_record()}
+        own_record = {**worker, "process": process_record()}
         records: list[dict[str, Any]] = self.exchange("init", own_record, deadline)
         names = [record["node"]["name"] for record in records]
         check_names(names)
@@ -96,7 +91,7 @@ class StaticMembership:
                     raise self._timeout(label, late, "; ".join(gone.values()), list(gone)) from late
                 if time.monotonic() >= deadline:
                     raise self._timeout(label, late, "", late.missing_ranks) from late
-                if perform(self._store, seconds_left(deadline), _current_epoch()) != self._epoch:
+                if perform(self._store, seconds_left(deadline), current_epoch()) != self._epoch:
                     if not self.is_up:
                         raise _BeginAgain from late
                     reason = "a worker has called init_rpc again; do the same here"
@@ -147,57 +142,12 @@ class StaticMembership:
 
     def claim_rank(self, deadline: float) -> None:
         """Enter the current epoch and claim the rank there; -1 claims the first that is free."""
-        perform(self._store, seconds_left(deadline), self._claim())
-
-    def _claim(self) -> Steps[None]:
-        record = {"name": self._name, **_process_record()}
-        while True:
-            self._epoch = yield from _enter_epoch()
-            size = yield from self._agree_on_size()
-            self._check_size(size)
-            holder: dict[str, Any] = {}
-            for rank in range(size) if self.rank == -1 else [self.rank]:
-                claim = json.dumps(record).encode()
-                text = yield from publish_once(self._key(f"rank/{rank}"), claim)
-                if text == claim:
-                    self.rank, self.world_size = rank, size
-                    return
-                holder = json.loads(text)
-            name = holder.pop("name")
-            if Process(**holder).liveness() != DEAD:
-                break
-            yield from _end_epoch(self._epoch)  # it died in its init_rpc
-        if self.rank == -1:
-            raise RuntimeError(f"all {size} ranks of the group are taken: none for {self._name!r}")
-        raise RuntimeError(
-            f"rank argument {self.rank} of worker {self._name!r} is not unique: "
-            f"worker {name!r} has rank {self.rank}"
-        )
-
-    def _agree_on_size(self) -> Steps[int]:
-        key = self._key("size")
-        if self.world_size != -1:
-            return int((yield from publish_once(key, b"%d" % self.world_size)))
-        # Not a Wait: a TCPStore without libuv does not wake one for a key made by compare_set.
-        size = yield Until(Read(key), bool)
-        if size is None:
-            raise RpcTimeout("no worker of the group has said how many workers there are")
-        return int(size)
+        claim = claiming(self._name, self.rank, self.world_size)
+        left = seconds_left(deadline)
+        self._epoch, self.rank, self.world_size = perform(self._store, left, claim)
 
     def _key(self, name: str) -> str:
-        return f"epoch-{self._epoch}/{name}"
-
-    def _check_size(self, size: int) -> None:
-        if self.world_size not in (-1, size):
-            raise RuntimeError(
-                f"world_size argument {self.world_size} of worker {self._name!r} doesn't match "
-                f"group size {size}"
-            )
-        if not -1 <= self.rank < size:
-            raise RuntimeError(
-                f"rank argument {self.rank} of worker {self._name!r} doesn't match "
-                f"group size {size}"
-            )
+        return key_in_epoch(self._epoch, name)
 
 
 def form_group(
@@ -262,27 +212,3 @@ def check_names(names: Iterable[str]) -> None:
         if len(owners) > 1:
             shared = " and ".join(map(str, owners))
             raise RuntimeError(f"worker name {name!r} is not unique: ranks {shared} have it")
-
-
-def _process_record() -> dict[str, Any]:
-    return dataclasses.asdict(Process.current())
-
-
-def _current_epoch() -> Steps[int]:
-    return int((yield from publish_once("epoch", b"0")))
-
-
-def _end_epoch(epoch: int) -> Steps[None]:
-    """Move the group on, unless another worker has done so already."""
-    yield CompareSet("epoch", b"%d" % epoch, b"%d" % (epoch + 1))
-
-
-def _enter_epoch() -> Steps[int]:
-    """Return the current epoch; a process takes part in each epoch once."""
-    identity = (yield from publish_once("identity", secrets.token_hex(8).encode())).decode()
-    epoch = yield from _current_epoch()
-    if epoch == _last_epochs.get(identity):
-        yield from _end_epoch(epoch)
-        epoch = yield from _current_epoch()
-    _last_epochs[identity] = epoch
-    return epoch
