@@ -31,9 +31,9 @@ def come_up(rank: int, world_size: int | None, backend: str, name: str = "", **k
 
 def hurry() -> None:
     """Let init_rpc fail sooner than its shortest deadline."""
-    from rankcall.rpc import group
+    from rankcall.rpc import deadlines
 
-    group._SHORTEST_INIT_S = 1.0
+    deadlines._SHORTEST_INIT_S = 1.0
 
 
 def aside() -> Any:
