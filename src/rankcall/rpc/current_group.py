@@ -1,4 +1,7 @@
-"""The RPC group that this process is in, and how a start that failed is undone."""
+"""The RPC group that this process is in, and how a start that failed is undone.
+
+torch allows one agent in a process, so there is at most one group.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ def undone_on_error() -> Iterator[None]:
             try:
                 api._finalize_shutdown()  # type: ignore[no-untyped-call]
             except Exception as another:
+                # The first error is the cause, and is the one to raise. Python 3.10 has no notes.
                 note = f"taking the agent down failed as well: {another}"
                 getattr(error, "add_note", lambda _: None)(note)
         raise

@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 from rankcall.background import BackgroundCall
 from rankcall.errors import RpcTimeout, StoreLostError
 
-_DEFAULT_INIT_S = 60.0
+_DEFAULT_INIT_S = 60.0  # torch's default for the timeout of a call
+# A user who gives calls a short timeout does not mean the start: other workers may still be
+# importing torch, which takes seconds.
 _SHORTEST_INIT_S = 5.0
 _GRACE_S = 0.5  # lets the call's own timeout fire first: its error is clearer
+_IDLE_POLL_S = 0.005  # the agent has no event for its last answer, and a shutdown is rare
 
 T = TypeVar("T")
 
@@ -19,9 +22,9 @@ T = TypeVar("T")
 def bounded(call: Callable[[], T], deadline: float, doing: str) -> T:
     """Return what ``call()`` returns or raise what it raises; it runs on a helper thread.
 
-    None of a TCPStore's timeouts applies while its host is stopped, so this raises
-    ``StoreLostError`` if
-    the call has not ended by the deadline (monotonic seconds). The thread is left behind then.
+    Raises ``StoreLostError`` if the call has not ended by the deadline, and leaves the thread
+    behind. A thread is needed because none of a TCPStore's timeouts applies while its host is
+    stopped.
     """
     helper = BackgroundCall(call, "rankcall-rpc-store")
     if not helper.ended(max(0.0, deadline - time.monotonic()) + _GRACE_S):
@@ -42,7 +45,11 @@ def init_deadline(rpc_timeout: float) -> float:
 
 
 def seconds_left(deadline: float, least: float = 0.1) -> float:
-    """Return the time to a deadline, but no less than ``least``."""
+    """Return the time to a deadline, but no less than ``least``.
+
+    What comes after a deadline still gets a moment. torch takes a timeout of 0
+    for none at all, and a store that is well answers within that moment.
+    """
     return max(least, deadline - time.monotonic())
 
 
@@ -54,4 +61,4 @@ def wait_idle(agent: Any, deadline: float) -> None:
                 f"worker {agent.get_worker_info().name!r} still waits for the answers to "
                 f"{calls} of its calls"
             )
-        time.sleep(0.005)
+        time.sleep(_IDLE_POLL_S)

@@ -1,4 +1,4 @@
-"""Device maps: the device that a tensor is put on at another worker, and the rules for that.
+"""Device maps: which device a tensor lands on at another worker, and the rules for that.
 
 Pure functions over the workers' descriptions of themselves. A worker's *map* to a target says,
 for devices here, the device there that an argument lands on; answers go back by the inverse.
@@ -113,6 +113,7 @@ def _index(device: torch.device) -> int:
 
 
 def _fail(node: WorkerDevices, problem: str, **shown: Any) -> None:
+    """Raise the error, in the words of torch's TensorPipe back end, with all facts below them."""
     shown = {"devices": list(node.devices), "device_count": node.device_count, **shown}
     facts = "\n".join(f"{name.replace('_', ' ')} = {value}" for name, value in shown.items())
     raise DeviceMapError(f"Node {node.name} {problem}\n{facts}")

@@ -13,12 +13,14 @@ import torch.distributed.rpc as torch_rpc
 from torch.distributed.rendezvous import _rendezvous_helper
 from torch.distributed.rpc import RpcBackendOptions, api
 
+from rankcall.durations import Duration, seconds
 from rankcall.errors import RpcTimeout
 from rankcall.rpc.backend_registry import Backend, BackendType, construct_rpc_backend_options
 from rankcall.rpc.current_group import current_group, set_group
 from rankcall.rpc.deadlines import bounded, init_deadline
 
-# A rendezvous ends with its iterator, and other workers may still be on their way to it.
+# torch's rendezvous is a generator, and the store that it has made ends with it. Other workers may
+# still be on their way to that store, so the generators are kept until shutdown.
 _rendezvous: list[Iterator[Any]] = []
 
 
@@ -60,23 +62,30 @@ def init_rpc(
     torch_rpc._init_rpc_backend(member, store, name, rank, world_size, options)  # type: ignore[no-untyped-call]
 
 
-def shutdown(graceful: bool = True, timeout: float = 60.0) -> None:
-    """Leave the group and take this worker down, within ``timeout`` seconds.
+def shutdown(graceful: bool = True, timeout: Duration = 60.0) -> None:
+    """Leave the group and take this worker down, within ``timeout``.
 
-    If ``graceful``, first wait until the other workers of a static group shut down too and no call
-    is in flight; a member of a dynamic group tells the others and leaves. The worker is taken down
-    in every case. Raises ``RpcTimeout`` that names the missing workers, and ``RuntimeError`` if RPC
-    is not on.
+    Args:
+        graceful: Whether to wait first until the other workers of a static group shut down too and
+            no call is in flight. A member of a dynamic group tells the others and leaves.
+        timeout: How long that may take, in seconds or as a ``timedelta``.
+
+    Raises:
+        RpcTimeout: Workers did not shut down in time; the error names them. This worker is taken
+            down all the same.
+        RuntimeError: RPC is not on.
     """
+    timeout_s = seconds(timeout, "timeout", zero=True)
     if not torch_rpc._is_current_rpc_agent_set():
         raise RuntimeError("RPC has not been initialized: call rankcall.rpc.init_rpc() first")
     group = current_group()
-    if graceful and group is None:  # another package's back end
-        api.shutdown(graceful=True, timeout=timeout)
+    if graceful and group is None:
+        # Another package's back end, or torch's own dynamic group: torch knows how it ends.
+        api.shutdown(graceful=True, timeout=timeout_s)
         return
     try:
         if graceful and group is not None:
-            group.leave(time.monotonic() + timeout)
+            group.leave(time.monotonic() + timeout_s)
     finally:
         set_group(None)
         api._finalize_shutdown()  # type: ignore[no-untyped-call]
@@ -97,6 +106,11 @@ def _member(backend: Any, options: RpcBackendOptions | None) -> Any:
 
 
 def _of_options(options: RpcBackendOptions) -> Backend:
+    """Return the back end whose options have this type.
+
+    The type is compared by the name in the handler's annotation: that is a string if its module
+    postpones annotations, and to resolve it could fail in another package's module.
+    """
     for member in BackendType:
         made = getattr(member.value.construct_rpc_backend_options_handler, "__annotations__", {})
         if type(options).__name__ == _name(made.get("return")):

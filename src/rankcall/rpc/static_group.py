@@ -21,7 +21,9 @@ from rankcall.rpc.rank_claims import claiming, current_epoch, key_in_epoch, proc
 from rankcall.store import BarrierTimeout, StoreLostError, synchronize
 
 _ASK_S = 1.0  # how often a waiting worker looks for peers that died or started again
-_NAMING_S = 2.0  # of shutdown's time: kept to find out who is missing
+# torch's join says only that it ran out of time. This part of shutdown's time is kept for an
+# exchange that finds out which workers are missing.
+_NAMING_S = 2.0
 
 T = TypeVar("T")
 
@@ -84,7 +86,9 @@ class StaticMembership:
             except StoreLostError as lost:
                 if not lost.is_silent or time.monotonic() >= deadline:
                     raise
-                patience *= 2  # the line to the store may be busy, or lose packets
+                # The line to the store may be busy, or lose packets: ask again, for longer. A
+                # store that is gone is not asked again.
+                patience *= 2
             except BarrierTimeout as late:
                 if gone := self._reasons_gone(late.missing_ranks):
                     # The others may only be late, and are not blamed.
@@ -92,13 +96,20 @@ class StaticMembership:
                 if time.monotonic() >= deadline:
                     raise self._timeout(label, late, "", late.missing_ranks) from late
                 if perform(self._store, seconds_left(deadline), current_epoch()) != self._epoch:
+                    # A worker that has not come up can follow into the new epoch by itself. One
+                    # that has is known to its peers by the session of this epoch, and torch's
+                    # distributed autograd allows one rank in a process: its user must act.
                     if not self.is_up:
                         raise _BeginAgain from late
                     reason = "a worker has called init_rpc again; do the same here"
                     raise self._timeout(label, late, reason, late.missing_ranks) from late
 
     def farewell(self, deadline: float) -> None:
-        """Let rank 0 leave last: it may host the store that the others still read."""
+        """Let rank 0 leave last: it may host the store that the others still read.
+
+        Not an exchange, because its answer would be read from the store as well, and rank 0 would
+        have to wait again. Errors are ignored: everybody has agreed to leave already.
+        """
         gone = [self._key(f"gone/{rank}") for rank in range(1, self.world_size)]
 
         def steps() -> Steps[None]:
@@ -190,7 +201,10 @@ class StaticGroup:
         self._membership.farewell(deadline)
 
     def _join(self, deadline: float) -> None:
-        """Have the agent wait until no call is in flight; torch's waits in the store."""
+        """Have the agent wait until no call is in flight.
+
+        torch's agent waits in the store, with the store's own timeout, and not always within it.
+        """
         join_until = deadline - min(_NAMING_S, seconds_left(deadline) / 2)
         left = seconds_left(join_until)
         self._store.set_timeout(timedelta(seconds=left))

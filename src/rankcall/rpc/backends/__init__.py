@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 
 def check_arguments(store: dist.Store, options: Any, wanted: type) -> None:
-    """Raise ``TypeError`` if a back end got something else than a store and its own options."""
+    """Raise ``TypeError`` if a back end got something else than a store and its own options.
+
+    The texts are those of torch's back ends: its tests, and users', look for them.
+    """
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store; got {type(store).__name__} {store!r}")
     if not isinstance(options, wanted):

@@ -93,7 +93,8 @@ def _join_static(
         # Others may send to a device before this process has used one.
         torch.cuda.init()  # type: ignore[no-untyped-call]
     rank, world_size = membership.rank, membership.world_size
-    # torch's agent waits for all others: one of them may have given this attempt up.
+    # The constructor of torch's agent waits for all others, and cannot be told to begin again.
+    # So first make sure that all are in this epoch: one may have given this attempt up.
     membership.exchange("introduced", None, deadline)
     agent = bounded(
         lambda: TensorPipeAgent(
@@ -127,7 +128,11 @@ def _refuse_a_mix(store: dist.Store, name: str, deadline: float) -> None:
 
 
 def _warm_up(deadline: float) -> RuntimeError | None:
-    """Have the agents connect now, so that the user's first call does not pay for it."""
+    """Have the agents connect now, so that the user's first call does not pay for it.
+
+    The error is returned and not raised: the exchange after it finds out which workers died, which
+    is the better error. A fifth of the time is kept for that exchange.
+    """
     try:
         api._all_gather(None, timeout=max(0.1, 0.8 * (deadline - time.monotonic())))
     except RuntimeError as error:

@@ -47,12 +47,12 @@ def init_backend_handler(
     """Bring this worker's agent up and return it, in use; see TENSORPIPE's for the contract.
 
     Also raises ``BackendUnavailableError`` if pyzmq, a compiler, file descriptors or a usable
-    address is
-    missing, and ``AuthenticationError`` if workers of several hosts have no common secret.
+    address is missing, and ``AuthenticationError`` if workers of several hosts have no common
+    secret.
     """
     check_arguments(store, rpc_backend_options, ZmqRpcBackendOptions)
     library = zmq_library()
-    agent_module()  # built before the deadline counts
+    agent_module()  # built before the deadline counts: the compiler takes longer than an init
     deadline = init_deadline(rpc_backend_options.rpc_timeout)
 
     def join(membership: StaticMembership) -> Any:
@@ -76,6 +76,10 @@ def init_backend_handler(
 def _new_worker(
     name: str, rank: int, library: str, options: ZmqRpcBackendOptions
 ) -> Iterator[ZmqWorker]:
+    """Return a worker, and remove its directory if it does not come up.
+
+    After that, the agent itself removes the directory, when it is shut down.
+    """
     worker = ZmqWorker(name, rank, library, options)
     try:
         yield worker

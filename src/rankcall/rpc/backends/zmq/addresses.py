@@ -76,8 +76,13 @@ def _is_plain_loopback(host: str | None) -> bool:
 
 
 def _source_address(host: str) -> str:
-    """Return the address that packets to a host would come from, or an empty string."""
+    """Return the address that packets to a host would come from, or an empty string.
+
+    The kernel chooses it when a UDP socket is connected, by the routing table. ``hostname -i`` and
+    its like ask the resolver instead, which often says 127.0.1.1.
+    """
     try:
+        # Port 9 is that of the discard service; any would do.
         family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing

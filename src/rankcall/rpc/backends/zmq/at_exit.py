@@ -16,7 +16,11 @@ _close: Callable[[], None] | None = None
 
 
 def end_at_exit() -> None:
-    """Close the agent at exit, before what the program has registered until now."""
+    """Close the agent at exit, before what the program has registered until now.
+
+    Functions of ``atexit`` run in reverse order, so this one is registered anew by each
+    ``init_rpc``: a program's own functions may free what the agent's threads use.
+    """
     global _close
     if _close is not None:
         atexit.unregister(_close)

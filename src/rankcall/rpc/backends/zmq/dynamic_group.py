@@ -1,4 +1,4 @@
-"""A dynamic group, from the side of one ZMQ worker: how it joins, and learns who comes and goes."""
+"""A dynamic group, as one ZMQ worker sees it: how it joins, and learns who comes and goes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,25 @@ from rankcall.rpc.current_group import undone_on_error
 from rankcall.rpc.deadlines import seconds_left, wait_idle
 from rankcall.rpc.device_maps import WorkerDevices, device_list, reverse_maps, validate
 
-_CONFLICT_POLL_S = 0.2
+_CONFLICT_POLL_S = 0.2  # each look is a request to the store
 
 
 class DynamicGroup:
     """This worker's view of a group whose workers join and leave, and are lost, at any time.
 
-    A newcomer adds itself to the log, and introduces itself to all members in it at once. The
-    agent's threads call ``_on_control`` and ``_on_lost``. No call of the agent or the store is made
-    with the lock held.
+    A newcomer first adds itself to the log, and then introduces itself to all members that were in
+    it before, at once. So of two workers that join at the same time, the one that is later in the
+    log introduces itself to the other one.
+
+    The agent's threads call ``_on_control`` and ``_on_lost``. No call of the agent or the store is
+    made with the lock held: both may wait for a thread that needs the lock.
     """
 
     def __init__(self, worker: ZmqWorker, log: MemberLog) -> None:
         self._worker, self._agent, self._log = worker, worker.agent, log
         self._members: dict[str, tuple[int, WorkerDevices]] = {}  # session and devices, by name
+        # Counts the changes of the members. Threads may pass their lists of devices to the agent in
+        # another order than they made them; the agent ignores those that are older than its own.
         self._version = 0
         self._lock = threading.Lock()
 
@@ -50,6 +55,7 @@ class DynamicGroup:
         try:
             self._start(record, self._living(record, before, deadline), deadline)
         except BaseException:
+            # Else later newcomers would try to reach this worker.
             with suppress(RuntimeError):
                 self._log.leave(record["session"])
             raise
@@ -120,12 +126,17 @@ class DynamicGroup:
 
     def _on_control(self, payload: bytes) -> str:
         """Take note of a newcomer. Its ``init_rpc`` raises what is raised here."""
-        self._meet(json.loads(payload))  # first, as only a peer is sent an answer
+        # The order matters: only a peer is sent an answer, and the error below is one.
+        self._meet(json.loads(payload))
         check_descriptors(self._worker.name, 1)
         return ""
 
     def _on_lost(self, name: str, session: int, must_be_logged: bool) -> None:
-        """Take note of a member that has left or was lost."""
+        """Take note of a member that has left or was lost.
+
+        A member that leaves takes itself off the log; one that was lost cannot, so
+        ``must_be_logged``. The others do the same, which is harmless.
+        """
         with self._lock:
             if self._members.get(name, (None,))[0] == session:
                 del self._members[name]

@@ -24,8 +24,10 @@ WorkerRecord = Mapping[str, Any]
 Present = dict[int, WorkerRecord]
 _LOG, _NEWEST = "members", "members/newest"
 _END = {"end": True}
-_LINES = 256  # a longer log, most of it about workers that have left, is closed
-_LEAVE_S = 5.0  # for the line that a worker has left
+# A log of more lines than this, and most of them about workers that have left, is closed. Every
+# newcomer reads the whole log: 256 lines of some 600 bytes are one request of 150 KB.
+_LINES = 256
+_LEAVE_S = 5.0  # for the line that a worker has left: nobody should wait longer for a courtesy
 
 
 class MemberLog:

@@ -9,10 +9,14 @@ from typing import Any
 from torch.distributed.rpc import RpcBackendOptions
 from torch.distributed.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
+from rankcall.durations import Duration, seconds
 from rankcall.rpc.backends.zmq.addresses import endpoints
 from rankcall.rpc.device_maps import as_device, as_device_map
 
 _GIB = 1 << 30
+# Heartbeats are sent four times in this time, and the agent's threads look five times a second, so
+# a shorter time than 0.1 s would call workers dead that are only late. The longest, a day, fits
+# into libzmq's int of milliseconds.
 _HEARTBEATS_S = (0.1, 86_400.0)
 
 
@@ -20,7 +24,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     """The options of the ZMQ back end.
 
     Args:
-        rpc_timeout: Seconds until a call without an answer fails; 0 for never.
+        rpc_timeout: How long until a call without an answer fails, in seconds or as a
+            ``timedelta``; 0 for never.
         init_method: Where the group's store is, as for torch.
         num_worker_threads: How many requests run at once.
         device_maps: For each worker, which of its devices a device here is sent to.
@@ -30,7 +35,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         bind: The address to listen at, if it is not ``host``; ``"0.0.0.0"`` for all.
         port: The port to listen at, or a range of them as ``"29600-29700"``; 0 for any.
         secret_file: The file with the common secret. Without one, nothing listens on the network.
-        heartbeat_timeout: Seconds of silence after which a worker is given up.
+        heartbeat_timeout: The silence after which a worker is given up, in seconds or as a
+            ``timedelta``. The attribute of this name is in seconds.
         max_message_bytes: The largest message head or tensor that this worker accepts.
         arena_bytes: The most shared memory to send in; 0 for none.
     """
@@ -38,7 +44,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     def __init__(
         self,
         *,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        rpc_timeout: Duration = DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str = DEFAULT_INIT_METHOD,
         num_worker_threads: int = 16,
         device_maps: Mapping[str, Mapping[Any, Any]] | None = None,
@@ -47,11 +53,12 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         bind: str | None = None,
         port: int | str = 0,
         secret_file: str | os.PathLike[str] | None = None,
-        heartbeat_timeout: float = 10.0,
+        heartbeat_timeout: Duration = 10.0,
         max_message_bytes: int = 8 * _GIB,
         arena_bytes: int = 2 * _GIB,
     ) -> None:
-        super().__init__(rpc_timeout, init_method)
+        super().__init__(seconds(rpc_timeout, "rpc_timeout", zero=True), init_method)
+        heartbeat_timeout_s = seconds(heartbeat_timeout, "heartbeat_timeout", zero=True)
         for name, value, least in (
             ("num_worker_threads", num_worker_threads, 1),
             ("max_message_bytes", max_message_bytes, 1 << 16),
@@ -61,7 +68,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
                 raise TypeError(f"{name} must be an int; got {value!r}")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}; got {value}")
-        if not _HEARTBEATS_S[0] <= heartbeat_timeout <= _HEARTBEATS_S[1]:
+        if not _HEARTBEATS_S[0] <= heartbeat_timeout_s <= _HEARTBEATS_S[1]:
             raise ValueError(
                 f"heartbeat_timeout must be from {_HEARTBEATS_S[0]} to {_HEARTBEATS_S[1]:.0f} "
                 f"seconds; got {heartbeat_timeout}"
@@ -74,7 +81,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self.devices = [as_device(device) for device in devices or ()]
         self.host, self.bind, self.port = host, bind, port
         self.secret_file = secret_file
-        self.heartbeat_timeout = heartbeat_timeout
+        self.heartbeat_timeout = heartbeat_timeout_s
         self.max_message_bytes = max_message_bytes
         self.arena_bytes = arena_bytes
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from rankcall.errors import AuthenticationError, BackendUnavailableError
 
+# 16 bytes of base64 have 96 bits. BLAKE2b is fast, so a shorter secret could be guessed from one
+# handshake that somebody has listened to.
 _SHORTEST_SECRET = 16
 
 
@@ -36,7 +38,10 @@ def find_secret(secret_file: str | os.PathLike[str] | None) -> bytes | None:
 
 
 def derive_keys(secret: bytes) -> CurveKeys:
-    """Return the keys that follow from a secret (BLAKE2b; one key for each role)."""
+    """Return the keys that follow from a secret (BLAKE2b; one key for each role).
+
+    All workers derive the same keys, so none has to be sent, through the store or otherwise.
+    """
     import zmq
     from zmq.utils import z85
 

@@ -16,7 +16,8 @@ from rankcall.rpc.deadlines import seconds_left
 from rankcall.rpc.device_maps import WorkerDevices, device_list, reverse_maps, validate
 from rankcall.rpc.static_group import StaticGroup, StaticMembership
 
-_FOREVER_S = 1e9
+_FOREVER_S = 1e9  # not infinity, of which no timedelta can be made
+_COUNTS_POLL_S = 0.001
 
 
 def join_static(worker: ZmqWorker, membership: StaticMembership, deadline: float) -> None:
@@ -35,17 +36,22 @@ def join_static(worker: ZmqWorker, membership: StaticMembership, deadline: float
         worker.meet(record)
     membership.gone = agent.gone
     agent.on_join(Quiescence(agent, membership).wait)
-    agent.on_control(lambda payload: "")
+    agent.on_control(lambda payload: "")  # nobody joins later; _reach only asks for an answer
     with undone_on_error():
         api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
+        # First, so that a worker that died meanwhile is named as missing.
         membership.exchange("started", None, deadline)
+        # Workers of this host use no secret, about which they could disagree.
         _reach([peer for peer in records if not worker.shares_memory_with(peer)], agent, deadline)
         membership.exchange("ready", None, deadline)
     set_group(StaticGroup(agent, membership, membership.store))
 
 
 def _reach(records: Sequence[Mapping[str, Any]], agent: Any, deadline: float) -> None:
-    """Hear from every worker on another host. Raises ``AuthenticationError``."""
+    """Hear from every worker on another host. Raises ``AuthenticationError``.
+
+    Without this, a wrong secret or a firewall would fail the user's first call, with less to say.
+    """
     names = [record["node"]["name"] for record in records]
     answers = [agent.control(name, "", seconds_left(deadline)) for name in names]
     for name, answer in zip(names, answers, strict=True):
@@ -67,8 +73,9 @@ class Quiescence:
     def wait(self, shutdown: bool, timeout: float) -> None:
         """Return on all workers at once; ``timeout`` in seconds, 0 for none.
 
-        Two rounds in a row must find as many calls ended as started, and the same number
-        (Mattern's four counters, 1987): a call that starts another is then in neither round.
+        One round of counts is not enough: the workers count at different times, and a call may
+        start another one in between. Two rounds in a row must find as many calls ended as started,
+        and the same number as in the round before (Mattern's method of four counters, 1987).
         """
         deadline = time.monotonic() + (timeout or _FOREVER_S)
         before = None
@@ -87,4 +94,4 @@ class Quiescence:
                 return
             if time.monotonic() > deadline:
                 raise RpcTimeout(f"{started - ended} calls of this worker were not answered")
-            time.sleep(0.001)
+            time.sleep(_COUNTS_POLL_S)

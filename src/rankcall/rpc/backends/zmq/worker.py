@@ -29,6 +29,8 @@ class ZmqWorker:
 
     def __init__(self, name: str, rank: int, library: str, options: ZmqRpcBackendOptions) -> None:
         self.name, self.rank, self.options = name, rank, options
+        # One for each life of a worker: messages to a former life are told apart by it. Random, so
+        # that workers need not agree on it.
         self.session = secrets.randbits(63)
         self.process = Process.current()
         self.dir = WorkerDir(self.session)
@@ -43,7 +45,7 @@ class ZmqWorker:
                 options.max_message_bytes,
                 int(options.heartbeat_timeout * 1000),
             )
-            self.agent.on_close(self.dir.close)
+            self.agent.on_close(self.dir.close)  # after the agent's last use of the files in it
             self.local = f"ipc://{self.dir.path}/in"
             self.agent.bind_local(self.local)
             self.agent.open_slabs(f"{self.dir.path}/", options.arena_bytes)

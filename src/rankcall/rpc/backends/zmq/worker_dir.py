@@ -2,7 +2,9 @@
 
    /dev/shm/rankcall-<uid>/rpc/<session>/   0700; lock (held while it lives), in, 1, 2, ...
 
-A worker that starts on the host removes the directories of workers that were killed.
+``in`` is the socket, and the numbers are the slabs. A worker that starts on the host removes the
+directories of workers that were killed: nobody holds their locks, which the kernel gives up with
+the process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ class WorkerDir:
 
     @property
     def host(self) -> str:
-        """The name of this host: workers with the same one can share memory."""
+        """The name of this host: workers with the same one can share memory.
+
+        Two containers on one machine may have the same host name and boot id. The device number
+        tells whether they see the same tmpfs.
+        """
         return f"{host_name()} {boot_id()} {self.path.stat().st_dev}"
 
     def close(self) -> None:
@@ -34,6 +40,7 @@ class WorkerDir:
         fd, self._lock = self._lock, -1
         if fd < 0:
             return
+        # A forked child shares the lock with its parent, which goes on with the files.
         if os.getpid() == self._pid:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(fd)
@@ -45,9 +52,10 @@ class WorkerDir:
 def _make(name: str) -> tuple[Path, int]:
     """Make and lock a directory; remove those of killed workers. Return it and the lock.
 
-    Other workers may remove the directory before it is locked, and the base before it has any.
+    Other workers may remove the directory before it is locked, and the base before it has any. So
+    this compares the locked file with the one that has the name, and tries again.
     """
-    for _ in range(100):
+    for _ in range(100):  # each try fails only if another worker came in between
         base = _own_base()
         with suppress(FileNotFoundError, FileExistsError):
             _sweep(base)
