@@ -66,6 +66,13 @@ WORDINGS = (
         _NEW_STATE.replace(", last completed", ", last started work: {seq}, last completed"),
         _DUMP,
     ),
+    Wording(
+        "torch-2.14.1",  # as it wrote on simulated devices
+        _WORK,
+        "[PG ID 0 PG GUID {name}({desc}) Rank {number}]",
+        _NEW_STATE.replace(", last completed", ", last started work: -1 (), last completed"),
+        _DUMP,
+    ),
 )
 OLD = (  # no state of a group: such a log never tells which rank is at fault
     Wording(

@@ -151,6 +151,13 @@ LOGS: dict[str, tuple[list[str], str, tuple[int, ...]]] = {
         "desync",
         (2,),
     ),
+    "nccl-2.14-raise": ((REAL / "nccl-2.14-raise.log").read_text().splitlines(), "dead", (1,)),
+    "nccl-2.14-oom": ((REAL / "nccl-2.14-oom.log").read_text().splitlines(), "dead", (1,)),
+    "nccl-2.14-missing": (
+        (REAL / "nccl-2.14-missing.log").read_text().splitlines(),
+        "undecided",  # the rank that did not come wrote nothing
+        (),
+    ),
     "healthy": ([f"step {step} loss 0.{step}" for step in range(60)], "nothing_found", ()),
 }
 
@@ -363,7 +370,9 @@ def test_a_writer_without_a_prefix_is_nobody() -> None:
     assert line == Line(Writer(0), 1, "step 10")
 
 
-@pytest.mark.parametrize("name", [name for name in LOGS if name.startswith("nccl")])
+@pytest.mark.parametrize(
+    "name", [name for name in LOGS if name.startswith(("nccl-m", "nccl-o", "nccl-d"))]
+)
 def test_a_truncated_log_is_never_called_healthy(tmp_path: Path, name: str) -> None:
     """Wherever a log ends, one that shows a time-out is not ``nothing_found``."""
     text = "\n".join(LOGS[name][0])
@@ -391,3 +400,59 @@ def test_generated_logs(tmp_path: Path, seed: int) -> None:
         kind, ranks = judged(path)
         assert kind != "nothing_found"
         assert set(ranks) <= {plan.culprit} or (kind == "desync" and plan.culprit in ranks)
+
+
+def test_models_that_differ(tmp_path: Path) -> None:
+    """DDP compares with rank 0: if all others report, it is rank 0 that differs."""
+    text = (
+        "[rank{0}]: RuntimeError: [{0}]: params[0] in this process with sizes [11, 10] appears not "
+        "to match sizes of the same param in process 0."
+    )
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(text.format(rank) for rank in (1, 2, 3)))
+    assert judged(path) == ("mismatch", (0,))
+    path.write_text("\n".join([text.format(2), *(f"[rank{rank}]: waits" for rank in (0, 1, 3))]))
+    assert judged(path)[0] == "mismatch"
+    assert 2 in judged(path)[1]
+
+
+def test_a_traceback_whose_lines_have_no_prefix(tmp_path: Path) -> None:
+    """SGLang writes its prefix before the first line of a message only."""
+    lines = [
+        "[2026-03-14 09:02:18] server_args=ServerArgs(model_path='m', tp_size=8, mem=0.9)",
+        "[2026-03-14 09:02:36 TP3] Scheduler hit an exception: Traceback (most recent call last):",
+        '  File "/sgl/python/sglang/srt/managers/scheduler.py", line 2748, in run_scheduler',
+        "    scheduler.event_loop()",
+        '  File "/sgl/python/sglang/srt/model_runner.py", line 12, in forward',
+        "    return self.model(batch)",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "",
+        "[2026-03-14 09:02:36] Received sigquit from a child process.",
+    ]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(lines))
+    finding = diagnose_logs([path]).findings[0]
+    assert (finding.kind, finding.ranks) == ("dead", (3,))
+    assert "no memory left" in finding.advice
+
+
+def test_a_spawned_process(tmp_path: Path) -> None:
+    """The index of a spawned process may not be its rank: it is told, and no rank is named."""
+    path = tmp_path / "job.log"
+    path.write_text(
+        "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with signal "
+        "SIGKILL\n"
+    )
+    finding = diagnose_logs([path]).findings[0]
+    assert (finding.kind, finding.ranks) == ("undecided", ())
+    assert (
+        "Process 2 of those that torch.multiprocessing started ended by SIGKILL" in finding.summary
+    )
+
+
+def test_what_torch_wrote_on_simulated_devices() -> None:
+    """Two watchdogs tell the op, its number and the line that issued it; nobody is blamed."""
+    (finding,) = diagnose_logs([REAL / "nccl-2.14-missing.log"]).findings
+    assert (finding.op, finding.seq, finding.call_site) == ("all_reduce", 6, "/job/job.py:9")
+    assert finding.victims == (0, 2)
+    assert finding.since_s == pytest.approx(8.0, abs=0.5)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case
-from rankcall.analysis.logs.comparing import absent, behind, different, lagging, mismatch
+from rankcall.analysis.logs.comparing import absent, behind, different, lagging, mismatch, models
 from rankcall.analysis.logs.failures import dead
 from rankcall.analysis.logs.undecided import undecided
 from rankcall.analysis.snapshot import Snapshot, no_calls
@@ -30,7 +30,7 @@ from rankcall.imports.logs.job import read_logs
 
 __all__ = ["NOTHING", "UNDECIDED", "diagnose_logs"]
 
-_REASONS = (mismatch, different, dead, absent, lagging, behind)  # the surest first
+_REASONS = (mismatch, models, different, dead, absent, lagging, behind)  # the surest first
 
 
 def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:

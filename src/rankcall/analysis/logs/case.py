@@ -56,7 +56,12 @@ class Case:
         self.progress = self.facts(Progress)
         killed = {fact.pid for fact in self.facts(Killed)}
         self.failures = [failure for failure in facts.failures if failure.pid not in killed]
-        self.raised = [exception for exception in facts.raised if not exception.led_on]
+        # A launcher's exception stands in the stream of its workers, and says nothing of its own.
+        self.raised = [
+            exception
+            for exception in facts.raised
+            if not exception.led_on and not exception.by_launcher
+        ]
         self.waited = {self.rank(fact.line) for fact in self.timeouts}
 
     def facts(self, kind: type[_T]) -> list[_T]:

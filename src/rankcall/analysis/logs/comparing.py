@@ -21,6 +21,7 @@ from rankcall.imports.logs.facts import (
     GroupName,
     Lagging,
     Mismatch,
+    ModelsDiffer,
     Progress,
     StoreBarrier,
     Timeout,
@@ -67,6 +68,33 @@ def mismatch(case: Case) -> list[Finding]:
             ranks.confidence(calls),
             op=call.op if len(ops) == 1 else "",
             seq=max(call.seq, 0),
+        )
+    ]
+
+
+def models(case: Case) -> list[Finding]:
+    """Return the ranks whose models DDP found to differ; it compares each rank with rank 0."""
+    reports, ranks = case.facts(ModelsDiffer), Ranks()
+    for report in reports:
+        ranks.note(case.rank(report.line), report.rank)
+    if not reports or ranks.wrong:
+        return []
+    differing = {report.rank for report in reports}
+    others = {report.other for report in reports} | (case.seen() - differing)
+    known = set(range(max(differing | others) + 1)) <= differing | others
+    named = minority([differing, others]) if known else tuple(sorted(differing | others))
+    first = reports[0]
+    return [
+        case.finding(
+            "mismatch",
+            named,
+            tuple(sorted((differing | others) - set(named))) if named else (),
+            f"The ranks wrap different models: rank {first.rank} has {first.what}, and rank "
+            f"{first.other} has not.",
+            [report.line for report in reports],
+            "Build the same model on all ranks: compare what depends on the rank, on the number of "
+            "devices or on a checkpoint before DDP wraps it.",
+            "likely" if known else "possible",
         )
     ]
 

@@ -7,6 +7,7 @@ from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case, ranks_text
 from rankcall.analysis.logs.comparing import late_ranks
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.wording import begin_sentence, count_of
+from rankcall.imports.logs.blame import OWN_SIGNALS
 from rankcall.imports.logs.facts import (
     Aborting,
     AttemptEnded,
@@ -18,6 +19,7 @@ from rankcall.imports.logs.facts import (
     Mismatch,
     Outside,
     Progress,
+    SpawnedExit,
     StoreBarrier,
     Timeout,
     Trouble,
@@ -44,6 +46,7 @@ _TELLING = (
     StoreBarrier,
     LauncherExit,
     WorkerExit,
+    SpawnedExit,
     AttemptEnded,
     Trouble,
     Aborting,
@@ -124,6 +127,9 @@ def _causes(case: Case) -> list[str]:
         process = f"process {pid}" if pid >= 0 else "a process"
         where = f" on {host or line.writer.host}" if host or line.writer.host else ""
         texts.append(f"{begin_sentence(process)}{where} failed with {what[:160].rstrip('.')}")
+    for spawned in case.facts(SpawnedExit)[:1]:
+        how = f"ended by {OWN_SIGNALS[spawned.signal]}" if spawned.signal > 0 else "failed"
+        texts.append(f"Process {spawned.process} of those that torch.multiprocessing started {how}")
     for ending in case.facts(WorkerExit)[:1]:
         worker = f"local rank {ending.local_rank}" if ending.local_rank >= 0 else "a worker"
         host = ending.line.writer.host

@@ -69,6 +69,23 @@ class Mismatch(NamedTuple):
     others: Fingerprint
 
 
+class ModelsDiffer(NamedTuple):
+    """DDP found that two ranks wrap different models. Ranks are those within its group."""
+
+    line: Line
+    rank: int
+    other: int
+    what: str
+
+
+class SpawnedExit(NamedTuple):
+    """torch.multiprocessing says how one of its processes ended. ``signal`` -1: not by one."""
+
+    line: Line
+    process: int  # in the order of their start
+    signal: int
+
+
 class BarrierFailed(NamedTuple):
     """Rank 0 of a group says which ranks have not come to a monitored barrier."""
 
@@ -217,6 +234,8 @@ Fact = (
     Timeout
     | Progress
     | Mismatch
+    | ModelsDiffer
+    | SpawnedExit
     | BarrierFailed
     | BarrierReached
     | StoreBarrier

@@ -35,6 +35,7 @@ from rankcall.ranks import MAX_RANKS
 __all__ = ["LogFacts", "read_logs"]
 
 _MOST_RANKS = 1 << 22  # in all messages that list ranks
+_TRACEBACK = "Traceback (most recent call last)"
 _LAST = 5  # lines after the exception that ended a program
 _NEAR = 5  # lines between "failed to start" and its traceback
 _SHOWN = 170  # characters of a quoted line
@@ -190,8 +191,9 @@ class _Reader:
     def __init__(self, log_facts: LogFacts, log: Log) -> None:
         self._found, self._log = log_facts, log
         self._tracebacks: dict[Writer, Traceback] = {}
-        self._stacks: dict[Writer, StackOfCollective] = {}
+        self._stack: StackOfCollective | None = None
         self._aborting: dict[Writer, int] = {}  # the line at which a process said that it ends
+        self._open: Writer | None = None  # whose traceback goes on without a prefix
         self._report = Report(log_facts.failures)
         self._ended: dict[str, int] = {}  # by agent: the line at which its last attempt ended
 
@@ -207,14 +209,18 @@ class _Reader:
             self._take(fact, line)
         if self._report.take(line):
             return
-        if "Stack trace of the failed collective" in line.text:
-            self._stacks[writer] = StackOfCollective()
-        elif writer in self._stacks:
-            issued = self._stacks[writer].take(line)
-            if issued is not None:
-                log_facts.facts.append(issued)
-                del self._stacks[writer]
+        self._read_stack(line)
         self._read_traceback(line)
+
+    def _read_stack(self, line: Line) -> None:
+        """Take a line of NCCL's stack of a collective; only its first one has the rank."""
+        if "Stack trace of the failed collective" in line.text:
+            self._stack = StackOfCollective(line.writer)
+        elif self._stack is not None:
+            issued = self._stack.take(line)
+            if issued is not None:
+                self._found.facts.append(issued)
+                self._stack = None
 
     def _take(self, fact: Fact, line: Line) -> None:
         log_facts = self._found
@@ -232,19 +238,25 @@ class _Reader:
 
     def _read_traceback(self, line: Line) -> None:
         writer = line.writer
+        # Some programs write only the first line of a message with their prefix.
+        if not writer.stream and writer.rank < 0 and self._open is not None:
+            writer = self._open
         before = self._tracebacks.get(writer)
-        if line.text.startswith("Traceback (most recent call last)"):
+        begins = line.text.startswith(_TRACEBACK) or line.text.rstrip().endswith(f"{_TRACEBACK}:")
+        if begins:
+            self._open = writer if not line.text.startswith(_TRACEBACK) else None
             chained = before if before is not None and before.chains else None
             ends = line.number - self._aborting.get(writer, -_NEAR - 1) <= _NEAR
             self._tracebacks[writer] = Traceback(line, chained, ends_program=ends)
             if writer.by_torch:  # the line that names the exception may be cut off
                 self._found.facts.append(Fragment(line))
             return
-        raised = before.take(line) if before is not None else None
+        raised = before.take(line._replace(writer=writer)) if before is not None else None
         if before is not None and raised is not None:
             if before.cause is not None:
                 before.cause.led_on = True
             self._found.raised.append(raised)
+            self._open = None
 
     def end(self) -> None:
         """Note which exception is at the end of a log of one rank: it ended its program."""

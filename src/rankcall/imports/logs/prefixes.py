@@ -125,6 +125,7 @@ _RAY = re.compile(
     r"\(([\w.<>-]{1,200}(?:\([^)]{0,80}\))?)?\s?pid=(\d{1,10})(?:, ip=([\w.:-]{1,100}))?\) ?"
 )
 _WORKER = re.compile(r"\((?:Worker_|worker_|Worker)([A-Za-z0-9_]{0,40})(?: pid=(\d{1,10}))?\) ?")
+_SGLANG = re.compile(rf"\[\d{{4}}-(\d\d)-(\d\d) {_CLOCK} ((?:[DPE]P\d{{1,7}} )*TP\d{{1,7}})\] ?")
 _COMPOSER = re.compile(r"rank(\d{1,7})\[(\d{1,10})\]\[\w{1,80}\]: (?:[A-Z]{4,8}: )?")
 _LEVEL = re.compile(
     r"\[?(?:ERROR|WARNING|WARN|INFO|DEBUG|CRITICAL|FATAL|TRACE)\]?"
@@ -348,6 +349,16 @@ class Prefixes:
         parts.take(match, worker=match[1].lstrip("_"), pid=int(match[2] or -1))
         return True
 
+    def _sglang(self, parts: _Parts) -> bool:
+        match = _SGLANG.match(parts.text)
+        if match is None:
+            return False
+        parts.note_time(_seconds(match[1], match[2], match.groups()[2:6]))
+        worker = match[7].replace(" ", "_")
+        parts.take(match, stream=False, worker=worker)
+        parts.writer = parts.writer._replace(stream=f"{parts.writer.stream} {worker}".strip())
+        return True
+
     def _ray(self, parts: _Parts) -> bool:
         match = _RAY.match(parts.text)
         if match is None:
@@ -400,6 +411,7 @@ _Step = Callable[[Prefixes, _Parts], bool]
 # and mpirun's numbers before srun's, and a learnt host last.
 _STEPS: tuple[_Step, ...] = (
     Prefixes._json,
+    Prefixes._sglang,
     Prefixes._cri,
     Prefixes._syslog,
     Prefixes._iso,

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rankcall.imports.logs.blame import blame_of
+from rankcall.imports.logs.blame import OWN_SIGNALS, blame_of
 from rankcall.imports.logs.facts import (
     Aborting,
     AttemptEnded,
@@ -33,9 +33,11 @@ from rankcall.imports.logs.facts import (
     LauncherExit,
     Member,
     Mismatch,
+    ModelsDiffer,
     Outside,
     Progress,
     Restarted,
+    SpawnedExit,
     StoreBarrier,
     Timeout,
     Trouble,
@@ -128,8 +130,10 @@ _GROUP = re.compile(
     r"Rank (\d{1,7})\]"
 )
 _NUMBER = r"(-?\d{1,18})"
+# torch 2.14 writes the name of an op behind some of the numbers: ``last started work: -1 ()``.
+_NAMED_NUMBER = rf"{_NUMBER}(?: \([^()]{{0,80}}\))?"
 _STATE = re.compile(
-    rf"[Ll]ast enqueued (?:NCCL )?work: {_NUMBER}(?:, last started [^:,]*: {_NUMBER})?"
+    rf"[Ll]ast enqueued (?:NCCL )?work: {_NAMED_NUMBER}(?:, last started [^:,]*: {_NAMED_NUMBER})?"
     rf", last completed (?:NCCL )?work: {_NUMBER}"
 )
 _FAILED = re.compile(
@@ -193,6 +197,14 @@ _MISMATCH = re.compile(
     rf"{_FINGERPRINT}, ?but Rank (\d{{1,7}}) is running collective: {_FINGERPRINT}"
     r"(?:Collectives differ|$)"
 )
+_MODELS = re.compile(
+    r"\[(\d{1,7})\]: params\[\d{1,9}\] in this process with (\w{1,20} \[[\d, ]{0,400}\]) "
+    r"appears not to match \w{1,20} of the same param in process (\d{1,7})"
+)
+_PARAMETERS = re.compile(
+    r"DDP expects same model across all ranks, but Rank (\d{1,7}) has (\d{1,9}) params, while rank "
+    r"(\d{1,7}) has inconsistent (\d{1,9}) params"
+)
 _BARRIER_FAILED = re.compile(
     r"\[Rank (\d{1,7})\]: Ranks? ((?:\d{1,7}, ?)*\d{1,7}) failed to pass monitoredBarrier in "
     r"(\d{1,12}) ms"
@@ -223,6 +235,16 @@ def _fingerprint(text: str) -> Fingerprint:
         op_name(op[1]) if op else "",
         f"[{shape[1]}]" if shape else "",
         dtype[1] if dtype else "",
+    )
+
+
+def _models(line: Line, match: re.Match[str]) -> Fact:
+    return ModelsDiffer(line, int(match[1]), int(match[3]), f"a parameter with {match[2]}")
+
+
+def _parameters(line: Line, match: re.Match[str]) -> Fact:
+    return ModelsDiffer(
+        line, int(match[3]), int(match[1]), f"{match[4]} parameters, not {match[2]}"
     )
 
 
@@ -322,6 +344,17 @@ def _outside(line: Line, match: re.Match[str]) -> Fact:
     return Outside(line, " ".join(match[0].split()))
 
 
+_SPAWNED = re.compile(
+    r"process (\d{1,7}) terminated with (?:signal SIG(\w{1,10})|exit code (\d{1,5}))"
+    r"|-- Process (\d{1,7}) terminated with the following error"
+)
+
+
+def _spawned_exit(line: Line, match: re.Match[str]) -> Fact:
+    numbers = {name.removeprefix("SIG"): number for number, name in OWN_SIGNALS.items()}
+    return SpawnedExit(line, int(match[1] or match[4]), numbers.get(match[2] or "", -1))
+
+
 # NCCL and its relatives, the kernel, and frameworks
 
 _NCCL_HEAD = r"([\w.-]{1,253}):(\d{1,10}):\d{1,10} \[\d{1,3}\] "
@@ -342,6 +375,10 @@ _OOM = re.compile(
 _CPP = re.compile(r"^\s*what\(\): +(.{1,1000})")
 _SIGNAL_TEXT = re.compile(r"(?:\*\*\* |Fatal Python error: |Caught signal )(.{1,200})")
 _VLLM_RANK = re.compile(r"\brank (\d{1,7}) in world size (\d{1,7}) is assigned as ")
+_SGLANG_SIZE = re.compile(
+    r"ServerArgs\((?!.{0,4000}\b(?:pp|dp)_size=[2-9]).{0,4000}?\btp_size=(\d{1,7})\b"
+)
+_SGLANG_FATAL = re.compile(r"Scheduler hit an exception|TokenizerManager hit an exception")
 _VLLM_FATAL = re.compile(
     r"(WorkerProc (?:failed to start|hit an exception)"
     r"|EngineCore (?:failed to start|encountered a fatal))"
@@ -409,6 +446,11 @@ def _aborting(line: Line, match: re.Match[str]) -> Fact:
 def _vllm_rank(line: Line, match: re.Match[str]) -> Fact | None:
     rank, size = int(match[1]), int(match[2])
     return Member(line, line.writer.host, -1, rank, size) if rank < size <= MAX_RANKS else None
+
+
+def _sglang_size(line: Line, match: re.Match[str]) -> Fact | None:
+    size = int(match[1])
+    return Member(line, line.writer.host, -1, 0, size) if 0 < size <= MAX_RANKS else None
 
 
 def _several(*markers: str) -> re.Pattern[str]:
@@ -507,6 +549,24 @@ SOURCES: tuple[Source, ...] = (
                 "2 is running collective: CollectiveFingerPrint(SequenceNumber=2, "
                 "OpType=BROADCAST)",
                 "torch 1.9 to 2.15",
+            ),
+            Message(
+                "DDP: a parameter of a rank has another shape than on rank 0",
+                ("appears not to match",),
+                _MODELS,
+                _models,
+                "[rank1]: RuntimeError: [1]: params[0] in this process with sizes [11, 10] appears "
+                "not to match sizes of the same param in process 0.",
+                "torch 1.8 to 2.15",
+            ),
+            Message(
+                "DDP: a rank has another number of parameters",
+                ("expects same model across all ranks",),
+                _PARAMETERS,
+                _parameters,
+                "[rank0]: RuntimeError: DDP expects same model across all ranks, but Rank 0 has 10 "
+                "params, while rank 1 has inconsistent 8 params.",
+                "torch 1.11 to 2.15",
             ),
             Message(
                 "monitored barrier: the ranks that did not come",
@@ -622,6 +682,29 @@ SOURCES: tuple[Source, ...] = (
                 "W0330 12:13:49.388000 12432 torch/distributed/elastic/agent/server/api.py:723] "
                 "Received 15 death signal, shutting down workers",
                 "torch 1.10 to 2.15",
+            ),
+        ),
+    ),
+    Source(
+        "torch.multiprocessing",
+        "none; the number of a process is its index among those that were spawned",
+        (
+            Message(
+                "how a spawned process ended",
+                ("terminated with signal", "terminated with exit code"),
+                _SPAWNED,
+                _spawned_exit,
+                "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with "
+                "signal SIGKILL",
+                "torch 1.5 to 2.15",
+            ),
+            Message(
+                "the error of a spawned process follows",
+                ("terminated with the following error",),
+                _SPAWNED,
+                _spawned_exit,
+                "-- Process 2 terminated with the following error:",
+                "torch 1.0 to 2.15",
             ),
         ),
     ),
@@ -762,7 +845,7 @@ SOURCES: tuple[Source, ...] = (
         ),
     ),
     Source(
-        "vLLM, Ray",
+        "vLLM, SGLang, Ray",
         "`(Worker_TP12 pid=114)`, and Ray's `(name pid=…, ip=…)`; `rank 8 in world size 16` ties "
         "them to ranks",
         (
@@ -783,6 +866,23 @@ SOURCES: tuple[Source, ...] = (
                 "(Worker_TP12 pid=114) ERROR 03-14 09:02:36 [multiproc_executor.py:898] WorkerProc "
                 "failed to start.",
                 "vLLM 0.8 and newer",
+            ),
+            Message(
+                "SGLang: how many workers there are",
+                ("server_args=ServerArgs(",),
+                _SGLANG_SIZE,
+                _sglang_size,
+                "[2026-03-14 09:02:18] server_args=ServerArgs(model_path='m', tp_size=8, mem=0.9)",
+                "SGLang 0.4 and newer",
+            ),
+            Message(
+                "SGLang: a worker ended; its traceback follows",
+                ("Scheduler hit an exception",),
+                _SGLANG_FATAL,
+                _aborting,
+                "[2026-03-14 09:02:36 TP3] Scheduler hit an exception: Traceback (most recent call "
+                "last):",
+                "SGLang 0.4 and newer",
             ),
             Message(
                 "Ray says that an actor or a worker is gone",
@@ -848,10 +948,12 @@ def facts_of(line: Line) -> list[Fact]:
 
 def is_incomplete(text: str) -> bool:
     """Whether a line has a marker of a message and not the whole message: it may go on below."""
-    for words, message in _READERS:
-        if words in text and message.pattern is not None and not message.pattern.search(text):
-            return True
-    return False
+    patterns = [
+        message.pattern
+        for words, message in _READERS
+        if words in text and message.pattern is not None
+    ]
+    return bool(patterns) and not any(pattern.search(text) for pattern in patterns)
 
 
 def lines_of(source: Source) -> Sequence[str]:

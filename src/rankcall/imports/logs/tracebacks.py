@@ -39,6 +39,12 @@ _BLOCK = (
     re.compile(r"\s*traceback\s*: (.*)"),
 )
 _CODE = 5  # lines of a block up to the one with the exit code
+_OF_LAUNCHERS = (
+    "ChildFailedError",
+    "SignalException",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+)
 _STACK_LINE = re.compile(r"\s*#\d{1,4} (\S{1,200}) from (\S{1,400}):(\d{1,9})")
 
 
@@ -71,6 +77,11 @@ class Raised:
     def follows(self) -> bool:
         """Whether it follows from the end or the absence of another rank, or may do so."""
         return self.blame != "own"
+
+    @property
+    def by_launcher(self) -> bool:
+        """Whether a launcher raised it because of its workers: it is no rank's exception."""
+        return self.kind.endswith(_OF_LAUNCHERS)
 
 
 class Traceback:
@@ -205,15 +216,17 @@ class Report:
 
 
 class StackOfCollective:
-    """NCCL's stack trace of a collective that failed: the user's line is in it."""
+    """NCCL's stack trace of a collective that failed: the user's line is in it.
 
-    def __init__(self) -> None:
-        self._site = ""
+    torch writes the stack as one message, so that other ranks' lines seldom stand in between.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
 
     def take(self, line: Line) -> IssuedAt | None:
-        """Take the next line of the same stream; return the user's line once it has come."""
+        """Take the next line; return the user's line once it has come."""
         match = _STACK_LINE.match(line.text)
-        if match is None or self._site or _LIBRARY.search(match[2]):
+        if match is None or _LIBRARY.search(match[2]):
             return None
-        self._site = f"{match[2]}:{match[3]}"
-        return IssuedAt(line, self._site)
+        return IssuedAt(line._replace(writer=self._writer), f"{match[2]}:{match[3]}")
