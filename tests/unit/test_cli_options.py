@@ -13,7 +13,7 @@ from worlds import MS, Call, write_world
 from rankcall.cli import _COMMANDS, main
 from rankcall.cli import exec as exec_command
 from rankcall.cli import run as run_command
-from rankcall.cli.job_options import OPTIONS, JobOptions, OnHang, Trace
+from rankcall.cli.job_options import OPTIONS, JobOptions, Reaction, TraceMode
 
 READERS = ("report", "diagnose", "export", "top", "serve")
 TYPES = re.compile(r"<(?:list|int|float|str|path|bool|Path)\b")
@@ -71,7 +71,7 @@ def test_the_variables_of_options() -> None:
     bare = JobOptions(hang_after=0).variables()
     assert bare == {"RANKCALL_HANG_AFTER": "0", "RANKCALL_ON_HANG": "report"}
     assert JobOptions(
-        on_hang=OnHang.abort, trace=Trace.crossnode, history=True, collect_to="/tmp/x"
+        on_hang=Reaction.abort, trace=TraceMode.crossnode, history=True, collect_to="/tmp/x"
     ).variables() == {
         "RANKCALL_HANG_AFTER": "60",
         "RANKCALL_ON_HANG": "abort",

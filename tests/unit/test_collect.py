@@ -20,9 +20,9 @@ from rankcall.cli import main
 from rankcall.errors import CorruptRunError
 from rankcall.ring.layout import Geometry
 from rankcall.ring.writer import Identity, create_locked
-from rankcall.run.archive import unpack
 from rankcall.run.load import load
 from rankcall.run.paths import create_run, make_live_dir
+from rankcall.run.unpack import unpack
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
 
@@ -268,7 +268,7 @@ def of_type(kind: bytes) -> tarfile.TarInfo:
 _UNPACK = """
 import re, sys
 from pathlib import Path
-from rankcall.run.archive import unpack
+from rankcall.run.unpack import unpack
 from rankcall.errors import CorruptRunError
 import zstandard
 def peak():
@@ -349,7 +349,7 @@ def test_limits(
 ) -> None:
     """The sum, the ratio, the number of members, each member and the free space are limited."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(f"rankcall.run.archive.{limit}", value)
+    monkeypatch.setattr(f"rankcall.run.unpack.{limit}", value)
     part = of_type(tarfile.REGTYPE), 64 << 20
     target = bomb(tmp_path / "bomb.tar.zst", part, part, part)
     with pytest.raises(CorruptRunError, match=said):

@@ -16,10 +16,10 @@ from rankcall.analysis.node_snapshot import decode as decode_node
 from rankcall.analysis.snapshot import RankState
 from rankcall.cli import main
 from rankcall.errors import CorruptRunError
-from rankcall.run.archive import unpack
 from rankcall.run.exits import read_exits
 from rankcall.run.hangs import next_free
 from rankcall.run.load import load
+from rankcall.run.unpack import unpack
 from rankcall.run.views import _decoded as decode_answers
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run

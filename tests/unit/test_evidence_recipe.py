@@ -56,7 +56,7 @@ def rings_of_toy(sources: Sequence[Path], problems: list[Problem]) -> Iterator[R
 @pytest.fixture
 def toy_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Add the toy to the sources, and return a folder in which rank 1 does not come."""
-    toy = imports.Source("Toy", looks_like_toy, rings_of_toy)
+    toy = imports.EvidenceSource("Toy", looks_like_toy, rings_of_toy)
     monkeypatch.setattr(imports, "SOURCES", (*imports.SOURCES, toy))
     folder = tmp_path / "toys"
     folder.mkdir()

@@ -14,11 +14,11 @@ import typer
 
 from rankcall.cli import run
 from rankcall.cli.environment import BOOT, environment
-from rankcall.cli.job_options import Capture, JobOptions, prepare
-from rankcall.cli.torchrun import Job, arming, parse
+from rankcall.cli.job_options import JobOptions, Recorder, prepare
+from rankcall.cli.torchrun import TorchrunJob, arming, parse
 from rankcall.errors import CaptureUnavailableError
 
-JOB = Job(("train.py",), "train.py", True, 1, 4, None, None)
+JOB = TorchrunJob(("train.py",), "train.py", True, 1, 4, None, None)
 
 
 def header(rank: int, local_rank: int, attempt: int = 0) -> Any:
@@ -74,7 +74,7 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_run_is_named_after_what_runs(
-    job: Job, ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    job: TorchrunJob, ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A script's stem, a module's full name, a program's name; two in one second differ."""
     monkeypatch.chdir(tmp_path)
@@ -131,7 +131,7 @@ def test_mistakes_are_one_line(
     """Wrong arguments: one line, exit 2, before anything is made or started."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(typer.Exit) as caught:
-        run.command(arguments, capture=Capture.python)
+        run.command(arguments, capture=Recorder.python)
     assert caught.value.exit_code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rankcall: ")

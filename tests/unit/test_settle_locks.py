@@ -18,10 +18,12 @@ from rankcall.process import Process
 from rankcall.ring.layout import Geometry
 from rankcall.ring.lock import WriterLock, try_lock
 from rankcall.ring.writer import Identity, create_locked, put
+from rankcall.run.clean_up import clean_up
 from rankcall.run.hangs import kept_hangs, text_of
 from rankcall.run.load import load
 from rankcall.run.paths import create_run, live_dir, make_live_dir, ring_paths
-from rankcall.run.settle import clean_up, keep_tail, keep_tails, save_ring, settle, settle_ring
+from rankcall.run.settle import save_ring, settle, settle_ring
+from rankcall.run.tails import keep_tail, keep_tails
 
 DAY_NS = 86_400 * 10**9
 

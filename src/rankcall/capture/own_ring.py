@@ -32,6 +32,7 @@ from rankcall.ring.writer import (
     put_run_dir,
     set_identity,
 )
+from rankcall.run.clean_up import clean_up, has_old_rings
 from rankcall.run.exits import EXITS, exits_name
 from rankcall.run.paths import (
     about_job,
@@ -41,7 +42,7 @@ from rankcall.run.paths import (
     ring_name,
     unused_ring,
 )
-from rankcall.run.settle import clean_up, has_old_rings, save_ring, settle_ring
+from rankcall.run.settle import save_ring, settle_ring
 
 # Set by a launcher: the run directory into which it moves the rings itself.
 SETTLES = "RANKCALL_SETTLES"

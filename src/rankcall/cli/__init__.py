@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int:
 
 def _clean_up() -> None:
     """Free the memory of jobs that were killed more than a day ago."""
-    from rankcall.run.settle import clean_up
+    from rankcall.run.clean_up import clean_up
 
     for line in clean_up():
         print(f"rankcall: {files.clean(line)}", file=sys.stderr)

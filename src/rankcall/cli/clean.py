@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rankcall.cli.common import say
-from rankcall.run.settle import clean_up
+from rankcall.run.clean_up import clean_up
 
 __all__ = ["command"]
 

@@ -19,11 +19,12 @@ from rankcall.process import boot_id
 from rankcall.ranks import format_ranks
 from rankcall.ring.layout import Header
 from rankcall.ring.reader import read_head
-from rankcall.run.archive import FOLDERS, check_name, is_archive, pack, unpack
+from rankcall.run.archive import FOLDERS, check_name, is_archive, pack
 from rankcall.run.exits import STATES, describe_states, states_name
 from rankcall.run.paths import HANGS, find_run, ring_paths
 from rankcall.run.redaction import redact
 from rankcall.run.settle import settle
+from rankcall.run.unpack import unpack
 
 __all__ = ["command"]
 

@@ -23,14 +23,14 @@ from rankcall.job.bundles import check_url
 from rankcall.job.evidence import COLLECT_TO
 
 
-class OnHang(str, Enum):
+class Reaction(str, Enum):
     """The watcher's action after a verdict."""
 
     report = "report"
     abort = "abort"
 
 
-class Trace(str, Enum):
+class TraceMode(str, Enum):
     """The collectives that are described while the job runs."""
 
     all = "ALL"
@@ -38,7 +38,7 @@ class Trace(str, Enum):
     none = "NONE"
 
 
-class Capture(str, Enum):
+class Recorder(str, Enum):
     """The recorder that the ranks use."""
 
     auto = "auto"
@@ -59,11 +59,11 @@ class JobOptions:
         ),
     ] = None
     capture: Annotated[
-        Capture,
+        Recorder,
         typer.Option(
             envvar="RANKCALL_CAPTURE", help="The recorder; auto: the native one if it can be built."
         ),
-    ] = Capture.auto
+    ] = Recorder.auto
     hang_after: Annotated[
         float,
         typer.Option(
@@ -74,11 +74,11 @@ class JobOptions:
         ),
     ] = HANG_AFTER_S
     on_hang: Annotated[
-        OnHang,
+        Reaction,
         typer.Option(
             envvar="RANKCALL_ON_HANG", help="After a verdict: go on watching, or end the job."
         ),
-    ] = OnHang.report
+    ] = Reaction.report
     collect_to: Annotated[
         str,
         typer.Option(
@@ -89,7 +89,7 @@ class JobOptions:
         ),
     ] = ""
     trace: Annotated[
-        Trace | None,
+        TraceMode | None,
         typer.Option(
             case_sensitive=False,
             help="Describe collectives while the job runs, in trace/ of the run directory; "

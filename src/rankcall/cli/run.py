@@ -25,8 +25,8 @@ from rankcall.cli.outcome import explain_failure, note_failures, verdict_ids
 from rankcall.cli.page import page_of
 from rankcall.cli.torchrun import (
     USAGE_ERROR,
-    Job,
     Outcome,
+    TorchrunJob,
     arming,
     parse,
     torchrun,
@@ -94,7 +94,7 @@ command = takes_job_options(
 )
 
 
-def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
+def _run_dir(asked: Path | None, job: TorchrunJob, hang_after: float) -> Path:
     """Make the run directory and return its path. The job starts even if that fails."""
     path = asked or _default(job)
     if job.max_nodes == 1 and ring_paths(path):
@@ -115,7 +115,7 @@ def _run_dir(asked: Path | None, job: Job, hang_after: float) -> Path:
     return path
 
 
-def _default(job: Job) -> Path:
+def _default(job: TorchrunJob) -> Path:
     """Name a run by its rendezvous id if several nodes must agree on a name, else by the time."""
     path = default_run_dir(job.label)
     if job.max_nodes > 1 and job.rdzv_id:
@@ -152,7 +152,7 @@ def _say_why(
         typer.echo(f"\n{reason or outcome.table}", err=True)
 
 
-def _finish(run_dir: Path, job: Job, rings_before: set[str], outcome: Outcome) -> None:
+def _finish(run_dir: Path, job: TorchrunJob, rings_before: set[str], outcome: Outcome) -> None:
     """Move the records to the run directory; print their path and the ranks without records."""
     try:
         settle(run_dir)
@@ -169,7 +169,9 @@ def _headers(run_dir: Path, rings_before: set[str]) -> list[Header]:
     return [header for header in map(read_header, rings) if header and header.host == host_name()]
 
 
-def _summarise(run_dir: Path, job: Job, rings_before: set[str], headers: list[Header]) -> None:
+def _summarise(
+    run_dir: Path, job: TorchrunJob, rings_before: set[str], headers: list[Header]
+) -> None:
     rings = [path for path in ring_paths(run_dir) if path.name not in rings_before]
     stuck = any(path.parent == live_dir(run_dir) for path in rings)
     ranks = sorted({header.rank for header in headers})
@@ -184,7 +186,7 @@ def _summarise(run_dir: Path, job: Job, rings_before: set[str], headers: list[He
         )
 
 
-def _missing(job: Job, headers: list[Header]) -> str:
+def _missing(job: TorchrunJob, headers: list[Header]) -> str:
     """Name the workers of this node's last attempt that left no ring; "" if all left one."""
     attempt = max((header.attempt for header in headers), default=0)
     recorded = {header.rank for header in headers if header.attempt == attempt}

@@ -19,7 +19,7 @@ TERMINATED = -15  # torchrun ends the remaining workers with SIGTERM, and some w
 
 
 @dataclass(frozen=True)
-class Job:
+class TorchrunJob:
     """A job as torchrun's arguments describe it."""
 
     argv: tuple[str, ...]
@@ -46,7 +46,7 @@ def _refuse(message: str) -> NoReturn:
     raise typer.Exit(USAGE_ERROR)
 
 
-def parse(argv: Sequence[str]) -> Job:
+def parse(argv: Sequence[str]) -> TorchrunJob:
     """Parse torchrun's arguments with torchrun's own parser. Exits with 2 if they are wrong."""
     from torch.distributed import run
 
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> Job:
     except (ValueError, RuntimeError) as error:
         _refuse(f"--nproc-per-node {args.nproc_per_node}: {error}")
     _point_out_own_options(args.training_script, args.training_script_args)
-    return Job(
+    return TorchrunJob(
         argv=tuple(argv),
         script=args.training_script,
         is_file=not (args.module or args.no_python) or bool(args.run_path),
@@ -84,7 +84,7 @@ def _point_out_own_options(script: str, script_args: Sequence[str]) -> None:
             )
 
 
-def arming(run_dir: Path, capture: str, job: Job) -> dict[str, str]:
+def arming(run_dir: Path, capture: str, job: TorchrunJob) -> dict[str, str]:
     """Return the environment variables that make every worker of this process record."""
     variables = {
         **hooking(),

@@ -30,10 +30,10 @@ from rankcall.imports.dumps.rings import rings_of_dumps
 from rankcall.problems import Problem
 from rankcall.ring.spec import RingSpec
 
-__all__ = ["SOURCES", "Source", "source_of"]
+__all__ = ["SOURCES", "EvidenceSource", "source_of"]
 
 
-class Source(NamedTuple):
+class EvidenceSource(NamedTuple):
     """A tool that leaves evidence.
 
     Attributes:
@@ -48,9 +48,11 @@ class Source(NamedTuple):
     rings: Callable[[Sequence[Path], list[Problem]], Iterator[RingSpec]]
 
 
-SOURCES: tuple[Source, ...] = (Source("Flight Recorder", looks_like_dumps, rings_of_dumps),)
+SOURCES: tuple[EvidenceSource, ...] = (
+    EvidenceSource("Flight Recorder", looks_like_dumps, rings_of_dumps),
+)
 
 
-def source_of(path: Path) -> Source | None:
+def source_of(path: Path) -> EvidenceSource | None:
     """Return the source whose evidence a file or a folder holds; None if it holds none."""
     return next((source for source in SOURCES if source.looks_like(path)), None)

@@ -24,11 +24,12 @@ from rankcall.files import open_file, replacing, run_folder
 from rankcall.process import host_name
 from rankcall.ring.layout import Header, read_header
 from rankcall.ring.tail import tail_of
-from rankcall.run.archive import pack, unpack
+from rankcall.run.archive import pack
 from rankcall.run.exits import EXITS, STATES, describe_states, states_name
 from rankcall.run.hangs import STACKS, claim, id_of, kept_hangs, next_free, stacks_in
 from rankcall.run.paths import ATTEMPTS, HANGS, TAIL, files_in, ring_paths, tail_name
 from rankcall.run.redaction import redact_text
+from rankcall.run.unpack import unpack
 
 if TYPE_CHECKING:
     pass

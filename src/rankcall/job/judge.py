@@ -53,8 +53,8 @@ from rankcall.run.hangs import (
 )
 from rankcall.run.load import load
 from rankcall.run.paths import HANGS, make_live_dir
-from rankcall.run.settle import keep_tails
 from rankcall.run.stacks import request_stacks
+from rankcall.run.tails import keep_tails
 
 logger = logging.getLogger("rankcall.watch")
 

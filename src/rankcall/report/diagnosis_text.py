@@ -32,7 +32,7 @@ from rankcall.report.formatting import (
     plural,
     wrapped,
 )
-from rankcall.run.frames import StackClass, stack_classes, telling_frames
+from rankcall.run.stack_classes import StackClass, stack_classes, telling_frames
 
 _DIAGNOSIS_ROWS = 16
 _INDENT = 2

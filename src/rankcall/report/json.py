@@ -15,7 +15,7 @@ from rankcall.analysis.snapshot import RankPosition, rank_positions
 from rankcall.analysis.verdicts import Diagnosis, Kept
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.problems import texts
-from rankcall.run.frames import stack_classes
+from rankcall.run.stack_classes import stack_classes
 
 if TYPE_CHECKING:
     # A rank that is watched writes diagnoses, and does not load what summaries need.

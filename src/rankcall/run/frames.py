@@ -1,4 +1,4 @@
-"""Python stacks of ranks: the user's line at which a rank stands, and the ranks that stand alike.
+"""The frames of a dumped stack, and the user's line at which a rank stands.
 
 A rank can wait in torch without a record: while it makes a process group, or in its data loader.
 Its Python stack shows that (``code_place``). Stacks come from ``faulthandler`` (a rank's own
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path, PurePath
+from pathlib import Path
 
-from rankcall.run.stacks import _THREADS, is_training
+from rankcall.run.stack_text import THREADS, is_training
 
 # Functions of torch.distributed that return only after other ranks have called them as well, and
 # that leave no record before they return.
@@ -115,7 +115,7 @@ def code_place(stack: str) -> CodePlace:
     That is the main thread, unless the stack marks another one. If only the main thread of a Ray
     worker is known, and it waits for tasks, then nothing is known: Ray Train trains in a thread.
     """
-    frames = _training_frames(stack)
+    frames = training_frames(stack)
     if not frames or frames[0].is_ray_loop:
         return CodePlace()
     outer = next((n for n, frame in enumerate(frames) if not frame.is_internal), None)
@@ -139,14 +139,14 @@ def _inside(above: Sequence[Frame]) -> str:
     return next((name for name in public if name in SETUP), public[-1] if public else "")
 
 
-def _training_frames(stack: str) -> list[Frame]:
+def training_frames(stack: str) -> list[Frame]:
     """Return the Python frames of the training thread, the newest first."""
-    return [frame for frame in _all_training_frames(stack) if frame.line]
+    return [frame for frame in all_training_frames(stack) if frame.line]
 
 
-def _all_training_frames(stack: str) -> list[Frame]:
+def all_training_frames(stack: str) -> list[Frame]:
     """Return the training thread's frames, native ones too, the newest first."""
-    threads = _THREADS.split(stack)
+    threads = THREADS.split(stack)
     main = next((thread for thread in threads if _MAIN_THREAD.search(thread)), threads[0])
     frames = []
     for text in next(filter(is_training, threads), main).splitlines():
@@ -161,66 +161,3 @@ def _all_training_frames(stack: str) -> list[Frame]:
 def _is_native(file: str) -> bool:
     """Return whether a source file that py-spy names is a compiled one."""
     return file.endswith((".c", ".cc", ".cpp", ".cu", ".cxx", ".h", ".hpp", ".pyx", ".rs", ".S"))
-
-
-# --- ranks with equal stacks ---
-
-
-@dataclass(frozen=True)
-class StackClass:
-    """Ranks whose training threads stand at the same Python frames.
-
-    ``frames``: of the first rank, the newest first, with its native frames if they are known.
-    ``text``: the whole stack of the first rank, as it was dumped.
-    """
-
-    ranks: tuple[int, ...]
-    frames: tuple[Frame, ...]
-    text: str
-
-    @property
-    def line(self) -> str:
-        """The user's line at which the ranks stand, as ``file:line``; empty if it is not known."""
-        return code_place(self.text).line
-
-
-def stack_classes(stacks: Mapping[int, str]) -> list[StackClass]:
-    """Put ranks with equal stacks together: the smallest class first, then by the lowest rank.
-
-    Other threads do not count: in a healthy process they are at a different line each time. A text
-    without any frame is compared as it is.
-    """
-    alike: dict[object, list[int]] = {}
-    for rank in sorted(stacks):
-        alike.setdefault(_key(stacks[rank]), []).append(rank)
-    classes = [
-        StackClass(tuple(ranks), tuple(_all_training_frames(stacks[ranks[0]])), stacks[ranks[0]])
-        for ranks in alike.values()
-    ]
-    return sorted(classes, key=lambda stack_class: (len(stack_class.ranks), stack_class.ranks))
-
-
-def _key(stack: str) -> object:
-    """Return what equal stacks share, whether the rank itself or py-spy has dumped them.
-
-    py-spy shortens the names of files, and writes a method with its class.
-    """
-    frames = _training_frames(stack)
-    if not frames:
-        return stack.strip()
-    return tuple(
-        (PurePath(frame.file).name, frame.line, frame.name.rpartition(".")[2]) for frame in frames
-    )
-
-
-def telling_frames(frames: Sequence[Frame], most: int) -> list[Frame]:
-    """Return at most ``most`` frames in their order: the newest one, then those of the user's code.
-
-    If there is room, the newest of the others follow.
-    """
-    if len(frames) <= most:
-        return list(frames)
-    own = [n for n, frame in enumerate(frames) if frame.line and frame.is_users]
-    outer = [n for n, frame in enumerate(frames) if frame.line and not frame.is_internal]
-    order = dict.fromkeys([0, *own, *outer, *range(len(frames))])
-    return [frames[n] for n in sorted(list(order)[:most])]

@@ -1,4 +1,4 @@
-"""What a job notes about itself: the sums of each ``Join``, and the verdicts of its watcher.
+"""The verdicts that a job's own watcher kept in its run, each with the stacks of its ranks.
 
 ::
 

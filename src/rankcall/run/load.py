@@ -18,14 +18,15 @@ from rankcall.ranks import format_ranks
 from rankcall.ring.decode import decode_ring
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
 from rankcall.ring.tables import Group
-from rankcall.run.archive import is_archive, unpack
+from rankcall.run.archive import is_archive
 from rankcall.run.joins import JoinSummary, read_joins
 from rankcall.run.paths import create_run, find_run, is_tail, read_about, ring_name, ring_paths
+from rankcall.run.unpack import unpack
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from rankcall.imports import Source
+    from rankcall.imports import EvidenceSource
 
 Progress = Callable[[int, int], None]
 
@@ -377,14 +378,14 @@ def _remove(folders: Sequence[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _source_of(path: Path) -> Source | None:
+def _source_of(path: Path) -> EvidenceSource | None:
     """Return the source of evidence that is no run. Ranks that are watched do not load this."""
     from rankcall.imports import source_of
 
     return source_of(path)
 
 
-def _rings_from(source: Source, evidence: Path, problems: list[Problem]) -> Path:
+def _rings_from(source: EvidenceSource, evidence: Path, problems: list[Problem]) -> Path:
     """Write the rings of another tool's evidence to a new temporary folder, and return its path."""
     from rankcall.ring.spec import write_ring
 

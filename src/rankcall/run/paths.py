@@ -1,7 +1,6 @@
-"""A run: the directory that a job leaves, and everything that is read from it.
+"""Where each file of a run is: the run directory, and the live rings in shared memory.
 
-This module says where each file of a run is, and ``load`` reads a run as tables. Each of the other
-modules owns some kinds of files in the run directory.
+``load`` reads a run as tables. Each of the other modules of this package owns some kinds of files.
 
 ::
 
@@ -9,10 +8,10 @@ modules owns some kinds of files in the run directory.
     rankcall-runs/20261121T034130-train_digits/
         run.json                                    the command that was started, where and when
         rings/rank-00003.attempt-0.node-a.4711.ring one file per rank and attempt
-        rings/rank-00003....4711.tail.ring          its newest records, until it is moved here
-        exits/                                      how the workers ended: see ``settle``
-        hangs/0001/                                 a verdict of the watcher: see ``outcomes``
-        joins.jsonl                                 the sums of each ``Join``: see ``outcomes``
+        rings/rank-00003....4711.tail.ring          its newest records: see ``tails``
+        exits/                                      how the workers ended: see ``exits``
+        hangs/0001/                                 a verdict of the watcher: see ``hangs``
+        joins.jsonl                                 the sums of each ``Join``: see ``joins``
     /dev/shm/rankcall-<uid>/<run>-<hash>/           the rings of processes that still run
 
 A live ring is on tmpfs, because a page of a disk file can block its writer. ``settle`` moves a

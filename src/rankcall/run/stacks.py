@@ -27,17 +27,16 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rankcall.files import clean
 from rankcall.ring.layout import Header
 from rankcall.ring.writer import put
 from rankcall.run.load import Run
+from rankcall.run.stack_text import TRAINS, mark_training_thread, tidy, with_names
 
 # The number is fixed: a ring file, which any user may have written, does not choose the signal. It
 # is in the middle of the real-time signals, because glibc uses the first ones. Schedulers use
 # SIGUSR1 and SIGUSR2 to announce the end of a job.
 STACK_SIGNAL = signal.SIGRTMIN + 16
 WITHOUT_STACKS = -1  # in a ring's stack_fd: the process is watched, but cannot dump its stacks
-TRAINS = "(trains, "
 WAIT_S = 3.0  # on a machine with more processes than cores, some answer late
 _POLL_S = 0.01
 _MOST_BYTES = 1 << 18
@@ -45,12 +44,7 @@ _MOST_KEPT = 1 << 22
 _PY_SPY_TIMEOUT_S = 30.0
 _MOST_SPIED = 8
 _MOST_PY_SPY_CHARS = 1 << 16
-_THREADS = re.compile(r"\n(?=Thread |Current thread )")
-_MAIN = re.compile(r"<module>|^(?:Current t|T)hread .*\"MainThread\"$", re.MULTILINE)
 _WHOLE = re.compile(r"Stack \(most recent call first\):\n +File ")
-OWN_THREADS = "rankcall-"  # the names of all threads that rankcall starts begin with it
-_OURS = re.compile(rf'(?:Current t|T)hread [^\n]*"{OWN_THREADS}[^"\n]*"(?:\n|$)')
-_HEADING = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+) .*:$", re.MULTILINE)
 
 _fd = 0
 
@@ -192,7 +186,7 @@ class _Dump:
         texts = [*self._texts, self._read()] if self._until else self._texts
         main, *others = texts
         if self._pid == os.getpid():
-            return mark_training_thread(_with_names(main), _pthread_id(self._trains))
+            return mark_training_thread(with_names(main), _pthread_id(self._trains))
         # An answer does not name its thread. If the main thread was late, this may be its answer.
         trains = next((text for text in others if main and _WHOLE.match(text)), "")
         if not trains:
@@ -235,11 +229,6 @@ def _tgkill(pid: int, thread: int, number: int) -> None:
         raise OSError(ctypes.get_errno(), "tgkill")
 
 
-def is_training(stack: str) -> bool:
-    """Return whether the stack of one thread is marked as that of the training thread."""
-    return TRAINS in stack.partition("\n")[0]
-
-
 def _pthread_id(thread: int) -> str:
     """Return how ``faulthandler`` writes a thread of this process; empty if it is not known."""
     idents = (
@@ -248,30 +237,6 @@ def _pthread_id(thread: int) -> str:
         if python_thread.native_id == thread
     )
     return next((f"{ident:#018x}" for ident in idents if thread and ident), "")
-
-
-def _with_names(text: str) -> str:
-    """Write the name of each thread behind its heading, as py-spy does.
-
-    ``faulthandler`` writes only a thread's number. Names tell rankcall's own threads from others,
-    also if a thread of the user's is inside a function of rankcall.
-    """
-    names = {f"{thread.ident or 0:#018x}": thread.name for thread in threading.enumerate()}
-
-    def named(heading: re.Match[str]) -> str:
-        name = names.get(heading[1])
-        return f'{heading[0]} "{clean(name)}"' if name else heading[0]
-
-    return _HEADING.sub(named, text)
-
-
-def mark_training_thread(text: str, thread: str) -> str:
-    """Write ``TRAINS`` into the first line of a thread's stack; ``thread`` is its name there."""
-    if not thread:
-        return text
-    return re.sub(
-        rf"^((?:Current t|T)hread {thread}) \(", rf"\1 {TRAINS}", text, count=1, flags=re.M
-    )
 
 
 # --- from py-spy, or else from the rank itself ---
@@ -304,17 +269,6 @@ def stacks_of(run: Run, ranks: Sequence[int]) -> dict[int, str]:
                     stacks[header.rank] = mark_training_thread(text, str(thread or ""))
     stacks.update(request_stacks([header for header in here if header.rank not in stacks]))
     return {rank: tidy(stacks[rank]) for rank in ranks if rank in stacks}
-
-
-def tidy(text: str) -> str:
-    """Put the training and the main thread first, and leave out rankcall's own.
-
-    None of these runs the training loop. If a thread of the user's waits for one of them, for
-    example in a barrier of ``rankcall.store``, its own stack says so.
-    """
-    threads = [stack.rstrip() for stack in _THREADS.split(text) if not _OURS.match(stack.strip())]
-    threads.sort(key=lambda stack: (not is_training(stack), _MAIN.search(stack) is None))
-    return "\n\n".join(threads) or text
 
 
 def _py_spy() -> str | None:

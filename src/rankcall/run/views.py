@@ -30,8 +30,8 @@ Member = tuple[int, str, int]  # rank, host, pid
 class NodeAnswer:
     """The newest answer of another node.
 
-    ``age_s`` is how long the leader has had it, and ``asked_s`` for how long it has asked. An empty
-    ``data`` is no answer so far; else it is a snapshot of the node, encoded.
+    ``age_s`` is the time since the leader got the answer, and ``asked_s`` the time since it first
+    asked for one. ``data`` is a snapshot of the node, encoded; empty if the node has not answered.
     """
 
     members: tuple[Member, ...]
@@ -44,8 +44,9 @@ class NodeAnswer:
 class Answers:
     """The answers of all other nodes, as the leader of this one had them at ``mono_ns``.
 
-    ``attempt`` is that of the leader's job. ``notice_s`` is after how long a node whose ranks go on
-    notices a new viewer. ``problem`` says why the other nodes cannot be asked.
+    ``attempt`` is that of the leader's job. ``notice_s`` is the longest time, in seconds, until a
+    node whose ranks go on sees that somebody has opened the page. ``problem`` says why the other
+    nodes cannot be asked.
     """
 
     mono_ns: int

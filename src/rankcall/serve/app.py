@@ -26,22 +26,22 @@ from starlette.routing import Route
 from rankcall.errors import RankcallError
 from rankcall.report.json import diagnosis_object, stack_objects
 from rankcall.serve.access import Access
-from rankcall.serve.downloads import Downloads, Kind
+from rankcall.serve.downloads import Download, Downloads
 from rankcall.serve.live_run import LiveRun, Look
 from rankcall.serve.shared_look import SharedLook
 from rankcall.serve.view import login_page, page, policy
 
 KINDS = {
-    "report": Kind("report.html", "text/html", ("report", "RUN", "-o", "FILE"), shown=True),
-    "timeline": Kind(
+    "report": Download("report.html", "text/html", ("report", "RUN", "-o", "FILE"), shown=True),
+    "timeline": Download(
         "timeline.pftrace",
         "application/octet-stream",
         ("export", "RUN", "--to", "perfetto", "-o", "FILE"),
     ),
-    "archive": Kind(
+    "archive": Download(
         "run.tar.zst", "application/zstd", ("collect", "RUN", "-o", "FILE"), takes_attempt=False
     ),
-    "summary": Kind("report.json", "application/json", ("report", "RUN", "--json")),
+    "summary": Download("report.json", "application/json", ("report", "RUN", "--json")),
 }
 
 MOST_VIEWERS = 512  # event streams at once

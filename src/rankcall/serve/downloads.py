@@ -26,7 +26,7 @@ _LEFT_OUT = 1  # the exit status of a command that has done its work but met pro
 
 
 @dataclass(frozen=True)
-class Kind:
+class Download:
     """A file that viewers can ask for. ``arguments``: of rankcall; RUN and FILE are replaced."""
 
     name: str
@@ -44,7 +44,7 @@ class Downloads:
         self._turn = asyncio.Lock()
         self._made: dict[tuple[str, Path], tuple[float, Path]] = {}
 
-    async def make(self, kind: Kind, run: Path) -> Path:
+    async def make(self, kind: Download, run: Path) -> Path:
         """Return the file. Raises ``RankcallError`` if it cannot be made in ``LIMIT_S`` seconds."""
         try:
             await asyncio.wait_for(self._turn.acquire(), LIMIT_S)
@@ -59,7 +59,7 @@ class Downloads:
         finally:
             self._turn.release()
 
-    def _run(self, kind: Kind, run: Path) -> Path:
+    def _run(self, kind: Download, run: Path) -> Path:
         target = Path(tempfile.mkdtemp(dir=self._folder)) / kind.name
         filled = {"RUN": str(run), "FILE": str(target)}
         command = run_command(*(filled.get(a, a) for a in kind.arguments))

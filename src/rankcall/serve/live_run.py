@@ -15,7 +15,8 @@ from rankcall.errors import RankcallError
 from rankcall.run.hangs import Object, kept_hangs, kept_stacks
 from rankcall.run.load import Run, load
 from rankcall.run.paths import find_run, ring_paths
-from rankcall.run.stacks import request_stacks, tidy
+from rankcall.run.stack_text import tidy
+from rankcall.run.stacks import request_stacks
 from rankcall.serve.other_nodes import OtherNodes
 
 WAITING, LIVE, ENDED, LOST = "waiting", "live", "ended", "lost"

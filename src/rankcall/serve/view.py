@@ -19,7 +19,7 @@ from rankcall.report import top
 from rankcall.report.formatting import digits, percent, plural
 from rankcall.report.html import asset, digest, environment
 from rankcall.report.html.top import Verdict, item_of_finding, verdict_of_finding
-from rankcall.run.frames import StackClass, stack_classes
+from rankcall.run.stack_classes import StackClass, stack_classes
 from rankcall.serve.history import KEPT_S, History, Sample
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, Look
 

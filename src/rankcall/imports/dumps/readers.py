@@ -85,7 +85,7 @@ def _read_in_workers(
 
         def start(files: Sequence[File]) -> None:
             try:
-                worker = workers.enter_context(_Worker(files))
+                worker = workers.enter_context(_Reader(files))
             except (OSError, ValueError, TypeError):
                 unread.extend(files)  # no process can be made
                 return
@@ -122,7 +122,7 @@ def _left_out(file: File, why: str) -> DumpAnswer:
     return DumpAnswer(None, [Problem(ProblemKind.LEFT_OUT, f"{file[1]}: {why}")])
 
 
-class _Worker:
+class _Reader:
     """A process that reads some files, in order."""
 
     def __init__(self, files: Sequence[File]) -> None:
@@ -152,7 +152,7 @@ class _Worker:
         os.set_blocking(self.pipe, False)
         self._set_deadline()
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> _Reader:
         return self
 
     def __exit__(self, *_: object) -> None:

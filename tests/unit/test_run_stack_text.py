@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import rankcall
-from rankcall.run.stacks import OWN_THREADS, _with_names, tidy
+from rankcall.run.stack_text import OWN_THREADS, tidy, with_names
 
 MAIN = 'Current thread 0x3 (most recent call first):\n  File "/tmp/loop.py", line 8 in <module>'
 POOL = 'Thread 0x2 (most recent call first): "pool"\n  File "/x/pool.py", line 1 in run'
@@ -46,7 +46,7 @@ def test_the_own_dump_has_the_names_of_threads(tmp_path: Path) -> None:
         with (tmp_path / "stacks").open("w+") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
-            text = _with_names(file.read().strip())
+            text = with_names(file.read().strip())
     finally:
         release.set()
         for thread in threads:

@@ -1,0 +1,268 @@
+"""Extract an archive that any user may have made: ``unpack``.
+
+Nothing in an archive is executed, only names that a run can have are extracted, and reading it is
+limited in memory, in members, and in bytes on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import lzma
+import os
+import re
+import shutil
+import struct
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NamedTuple, cast
+
+from rankcall.errors import CorruptRunError
+from rankcall.files import create_file, open_regular
+from rankcall.run.archive import GZIP_MAGIC, NAME, ZIP_MAGIC, ZSTD_MAGIC
+
+_MOST_MEMBERS = 1 << 21
+_MOST_BYTES = 1 << 33  # of one member: twice the largest ring
+_MOST_TOTAL = 1 << 37  # of all members; the free space of the temporary folder is another limit
+_MOST_OF_FREE = 0.8
+_MOST_ZIP_LIST = 1 << 28  # bytes of the list of members, which ``zipfile`` reads into memory
+_ZIP_TAIL = 22 + (1 << 16)  # bytes that hold the end of a zip file's list
+_MOST_NAME = 200  # characters of the name of a foreign file; its end tells the rank
+_MOST_HEADER = 1 << 16  # of a member's extended header; our archives only have names there
+_MOST_WINDOW = 1 << 25  # bytes that zstd may keep in memory; level 19 needs 8 MiB
+# A new ring is mostly zeros: 560 kB compress to 1 kB. A decompression bomb is all zeros, and zstd
+# compresses 30,000 of them to 1 byte.
+_MOST_RATIO, _RATIO_FROM = 10_000, 1 << 30
+
+
+class _Refused(tarfile.ReadError):
+    """Raised for content that an archive of a run never has."""
+
+
+class _Member(tarfile.TarInfo):
+    """A member whose headers are checked first, because ``tarfile`` reads them into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        """Decode a header block, and refuse types and sizes that our archives never have."""
+        member = super().frombuf(buf, encoding, errors)
+        if member.size < 0:
+            raise _Refused("a member of negative size")
+        if member.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE):
+            raise _Refused("a global or a sparse header")
+        extended = (
+            tarfile.XHDTYPE,
+            tarfile.SOLARIS_XHDTYPE,
+            tarfile.GNUTYPE_LONGNAME,
+            tarfile.GNUTYPE_LONGLINK,
+        )
+        if member.type in extended and member.size > _MOST_HEADER:
+            raise _Refused(f"an extended header of {member.size:,} bytes")
+        return member
+
+    def _refuse_sparse(self, *_: object) -> None:
+        raise _Refused("a sparse member")
+
+    # tarfile would read the map of a sparse file, of any length, in each of its three formats.
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
+
+
+class _Limited:
+    """Reads decompressed data up to the limits."""
+
+    def __init__(self, data: IO[bytes], raw: IO[bytes]) -> None:
+        self._data, self._raw = data, raw
+        self._total = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._data.read(size)
+        self._total += len(data)
+        if self._total > _MOST_TOTAL:
+            raise _Refused(f"more than {_MOST_TOTAL >> 30:,} GiB")
+        if self._total > _RATIO_FROM and self._total > _MOST_RATIO * max(1, self._raw.tell()):
+            raise _Refused(f"data that was compressed to less than 1 in {_MOST_RATIO:,}")
+        return data
+
+
+def unpack(archive: Path, *, dumps: bool = False) -> Path:
+    """Extract an archive into a new temporary folder and return its path. The caller removes it.
+
+    ``dumps``: it holds files of other tools, which are extracted side by side; the folders that
+    they were in become parts of their names.
+
+    Raises ``CorruptRunError`` if the file is not an archive of a run, is damaged, is larger than
+    any run, or does not fit into the temporary folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
+    try:
+        with open_regular(archive) as raw, _members(raw) as members:
+            rings_or_dumps = _extract_all(members, folder, _flat_name if dumps else _name_in_run)
+        if not rings_or_dumps:
+            raise CorruptRunError(f"{archive}: this archive holds no run")
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, _Refused):
+            raise CorruptRunError(
+                f"{archive}: not an archive of a run: it holds {error}"
+            ) from error
+        damaged = isinstance(error, _DAMAGES)
+        if damaged or _is_zstd(error):
+            raise CorruptRunError(
+                f"{archive}: not an archive of a run, or damaged: {error}"
+            ) from error
+        raise
+    return folder
+
+
+# RuntimeError: a zip file is encrypted; NotImplementedError: it is compressed in a way that
+# ``zipfile`` does not know.
+_DAMAGES = (
+    *(tarfile.TarError, EOFError, gzip.BadGzipFile, RecursionError, zipfile.BadZipFile),
+    *(RuntimeError, NotImplementedError, lzma.LZMAError),
+)
+
+
+def _is_zstd(error: BaseException) -> bool:
+    return (
+        type(error).__module__.partition(".")[0] == "zstandard" or "zlib" in type(error).__module__
+    )
+
+
+class _Content(NamedTuple):
+    """A member of an archive. ``name`` is empty if it is no regular file."""
+
+    name: str
+    size: int
+    mtime: float
+    open: Callable[[], IO[bytes] | None]
+
+
+@contextlib.contextmanager
+def _members(raw: BinaryIO) -> Iterator[Iterable[_Content]]:
+    magic = raw.read(4)
+    raw.seek(0)
+    if magic == ZIP_MAGIC:
+        _check_zip_list(raw)
+        with _damage_named():
+            archive = zipfile.ZipFile(raw)
+        with archive:
+            yield map(partial(_zip_member, archive), archive.infolist())
+        return
+    with _plain(raw) as data:
+        limited = cast(Any, _Limited(data, raw))
+        with tarfile.open(fileobj=limited, mode="r|", tarinfo=_Member) as tar:
+            yield _tar_members(tar)
+
+
+def _tar_members(tar: tarfile.TarFile) -> Iterator[_Content]:
+    while (member := tar.next()) is not None:
+        cast(Any, tar).members = []  # a stream needs no list, and it would grow with the archive
+        name = member.name if member.isreg() else ""
+        yield _Content(name, member.size, member.mtime, partial(tar.extractfile, member))
+
+
+def _zip_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> _Content:
+    name = "" if member.filename.endswith("/") else member.filename
+    try:
+        mtime = time.mktime((*member.date_time, 0, 0, -1))  # zip files have local times
+    except (ValueError, OverflowError):
+        mtime = 0.0
+    return _Content(name, member.file_size, mtime, partial(_open_in_zip, archive, member))
+
+
+def _open_in_zip(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
+    with _damage_named():
+        return archive.open(member)
+
+
+@contextlib.contextmanager
+def _damage_named() -> Iterator[None]:
+    """Turn the errors of ``zipfile`` about impossible offsets and sizes into ``BadZipFile``."""
+    try:
+        yield
+    except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
+        raise zipfile.BadZipFile(str(error)) from error
+
+
+def _check_zip_list(raw: BinaryIO) -> None:
+    """Refuse a zip file whose list of members is too large to be read into memory."""
+    size = raw.seek(0, os.SEEK_END)
+    raw.seek(max(0, size - _ZIP_TAIL))
+    tail = raw.read()
+    raw.seek(0)
+    if b"PK\x06\x07" in tail:
+        raise _Refused("more than 65,535 files, or 4 GiB, as a zip file: make a tar file of them")
+    for match in re.finditer(rb"PK\x05\x06.{8}(.{4})", tail, re.DOTALL):
+        if int.from_bytes(match[1], "little") > _MOST_ZIP_LIST:
+            raise _Refused("a list of members that is too long")
+
+
+@contextlib.contextmanager
+def _plain(raw: IO[bytes]) -> Iterator[IO[bytes]]:
+    magic = raw.read(4)
+    raw.seek(0)
+    if magic == ZSTD_MAGIC:
+        import zstandard
+
+        with zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW).stream_reader(
+            raw, closefd=False
+        ) as data:
+            yield cast(IO[bytes], data)
+    elif magic.startswith(GZIP_MAGIC):
+        with gzip.GzipFile(fileobj=raw, mode="rb") as unzipped:
+            yield cast(IO[bytes], unzipped)
+    else:
+        yield raw
+
+
+Naming = Callable[[str], str]  # from a member's name to the name of its file; empty: skip it
+
+
+def _name_in_run(member: str) -> str:
+    inside = member.partition("/")[2]
+    return inside if NAME.fullmatch(inside) else ""
+
+
+def _flat_name(member: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "__", member.strip("./"))
+    return name[-_MOST_NAME:].lstrip(".")
+
+
+def _extract_all(members: Iterable[_Content], folder: Path, naming: Naming) -> int:
+    """Extract the members that have a name, and return the number of rings or dumps."""
+    room = shutil.disk_usage(folder).free * _MOST_OF_FREE
+    rings = 0
+    for count, member in enumerate(members, 1):
+        room -= member.size
+        if count > _MOST_MEMBERS:
+            raise _Refused(f"more than {_MOST_MEMBERS:,} members")
+        if member.size > _MOST_BYTES:
+            raise _Refused(f"a member of {member.size:,} bytes")
+        if room < 0:
+            raise _Refused(f"more than {folder.parent} has room for")
+        rings += _extract(member, folder, naming)
+    return rings
+
+
+def _extract(member: _Content, folder: Path, naming: Naming) -> bool:
+    """Extract a member if it gets a name; return whether it is a ring or a dump."""
+    inside = naming(member.name)
+    source = member.open() if inside else None
+    if source is None:
+        return False
+    target = folder / inside
+    try:
+        target.parent.mkdir(exist_ok=True, parents=True, mode=0o700)
+        out = open(create_file(target), "wb")  # noqa: SIM115
+    except (FileExistsError, NotADirectoryError):
+        return False  # the archive has two members of that name
+    with out:
+        shutil.copyfileobj(source, out, 1 << 20)
+    if naming is _flat_name and 0 < member.mtime < 1 << 33:
+        os.utime(target, (member.mtime, member.mtime))
+    return naming is _flat_name or inside.startswith("rings/")
