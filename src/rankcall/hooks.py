@@ -77,8 +77,8 @@ class CollectiveStatus:
 
 
 logger = logging.getLogger("rankcall.hooks")
-_REPEAT_SECONDS = 60.0
-_DRAIN_SECONDS = 2.0
+_REPEAT_SECONDS = 60.0  # between two log messages about a hook that keeps failing
+_DRAIN_SECONDS = background.EXIT_S  # all of rankcall together may hold up the exit for that long
 H = TypeVar("H", bound=Callable[..., Any])
 COLLECTIVE_HOOK_TYPE = Callable[[CollectiveStatus], None]
 PG_HOOK_TYPE = Callable[["dist.ProcessGroup", str], None]
@@ -198,7 +198,8 @@ class Hooks:
     wants_in_flight = False
 
     def __init__(self) -> None:
-        # Replaced, never changed: the thread reads them between any two calls.
+        # Replaced as a whole, never changed: the thread of hooks reads them between any two calls,
+        # and takes no lock, so that a hook may register and remove hooks.
         self.start_hooks: tuple[FailureLog, ...] = ()
         self.end_hooks: tuple[FailureLog, ...] = ()
         self._lock = threading.RLock()

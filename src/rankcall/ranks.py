@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
+# Of a world. A file that claims more is damaged or forged: without a bound, a few bytes of it could
+# expand to any amount of memory.
 MAX_RANKS = 1 << 20
 
 
@@ -46,6 +48,7 @@ def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
     """Undo ``compress_ranks``. Raises ``ValueError`` if the ranks cannot be real."""
     if not all(type(number) is int for run in runs for number in run):
         raise ValueError("a rank is an integer")
+    # Checked before anything is expanded: see ``MAX_RANKS``.
     if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
         raise ValueError(f"more than {MAX_RANKS:,} ranks, or a negative number of them")
     ranks = tuple(

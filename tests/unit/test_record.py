@@ -25,6 +25,9 @@ def test_the_page_has_the_table() -> None:
     """docs/records.md explains every column in the words of ``record.py``, in the same order."""
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", TABLE, re.MULTILINE)
     assert rows == list(FACTS.items())
+    derived = PAGE.read_text().partition("## Derived from records")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", derived, re.MULTILINE)
+    assert rows == list(DERIVED_FACTS.items())
 
 
 def test_the_page_has_the_names_of_others() -> None:

@@ -54,7 +54,12 @@ def span_of(marks: Marks, group: Group) -> tuple[bool, bytes]:
 
 
 class FallbackMarks:
-    """Calls the tool at the issue of each op, on the issuing thread."""
+    """Calls the tool at the issue of each op, on the issuing thread.
+
+    A mark is the description that ``trace.describer`` makes when the op ends, with null for what
+    is not known yet. It has to be made here all the same: a profiler shows a mark at the moment
+    and on the thread at which it was made.
+    """
 
     def __init__(self, marks: Marks) -> None:
         self._only_across = marks.span is not None
@@ -82,7 +87,7 @@ class FallbackMarks:
         api = site.api if site is not None else ""
         is_object = api in OBJECT_CALLS
         if is_object and fields["dtype"] != PICKLE_DTYPE:
-            return
+            return  # the lengths of the pickles, which the caller did not send
         if fields["op"] in ROOT_DESCRIBES and fields["root"] != me:
             return
         if self._only_across and not self._crosses(fields, group):

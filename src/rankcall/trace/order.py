@@ -147,7 +147,10 @@ class Order:
         return not more and int(parts["completed_ns"].max()) < now_ns - _STALE_NS
 
     def _merged(self, rows: Rows) -> Rows:
-        """Merge each call into the row of its pickles, from the first start to the last end."""
+        """Merge each call into the row of its pickles, from the first start to the last end.
+
+        The lengths that are sent beside the pickles are no messages of the user's.
+        """
         calls = self._calls_in(rows)
         if not calls:
             return rows
