@@ -121,7 +121,7 @@ def register_process_group_hook(hook: PG_HOOK_TYPE, *, existing: bool = True) ->
     ``TorchMissingError``.
     """
     session.check_torch()
-    from rankcall.capture.hosts import watch
+    from rankcall.capture.groups import watch
 
     failures = FailureLog("process-group hook", _checked(hook))
 

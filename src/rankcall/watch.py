@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.capture.settings import read_settings
 from rankcall.errors import RankcallError, warn_once
 from rankcall.handles import Handle, Registration
 from rankcall.job import attach
@@ -56,7 +57,7 @@ def start(
     It also raises the errors of ``rankcall.enable``.
     """
     after, how = _hang_after(hang_after), _on_hang(on_hang)
-    recording = attach.claim("watch", run_dir)
+    recording = attach.record("watch", read_settings(run_dir))
     watcher = Watcher(recording, after, how)
     watcher.start()
     return Registration(watcher.stop)

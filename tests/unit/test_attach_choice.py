@@ -13,7 +13,7 @@ from stores import kind, ranks, stores_of
 
 from rankcall.c10d.client import Over, perform
 from rankcall.c10d.requests import Steps
-from rankcall.capture.recording import cause_of
+from rankcall.capture.failure import cause_of
 from rankcall.job.choice import (
     KEY,
     Choice,

@@ -25,8 +25,6 @@ ROOT = Path(rankcall.__file__).parent
 LOCKS = """
 capture/phases.py: lock: _lock
     writes two fields of a mapped file
-job/attach.py: lock: _starting
-    sets an attribute
 job/placement.py: lock: self._lock
     sets an attribute
 ring/writer.py: lock: self._lock

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rankcall.capture import session
+from rankcall.capture.settings import read_settings
 from rankcall.job.watcher import Watcher
 from rankcall.ring.layout import read_header
 
@@ -36,7 +37,7 @@ def test_only_verdicts_to_act_on_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rank that sees a new count, and cannot read the verdict, ends itself on ``abort``."""
-    recording = session.claim("watch", tmp_path)
+    recording = session.claim("watch", read_settings(tmp_path))
     try:
         watcher = Watcher(recording, 5.0, on_hang)
         judge = watcher._make_judge()

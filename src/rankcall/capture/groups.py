@@ -129,3 +129,6 @@ class GroupWatch:
         """Tell whether torch has forgotten all groups that are known here."""
         table = c10d._world.pg_group_ranks
         return not any(known in table for known in list(self._known))
+
+
+watch = GroupWatch()

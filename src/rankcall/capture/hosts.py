@@ -15,13 +15,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rankcall.capture.groups import GroupWatch
+from rankcall.capture.groups import watch
 from rankcall.process import host_name
 from rankcall.ring.tables import Group
 
 logger = logging.getLogger("rankcall")
-
-watch = GroupWatch()
 
 _ASK_AGAIN_SECONDS = 0.2
 
@@ -88,7 +86,6 @@ class HostNames:
     """
 
     def __init__(self) -> None:
-
         self._world: tuple[int, ...] = ()
         self._names: dict[int, str] = {}
         self._group: weakref.ref[Any] | None = None

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankcall.background import exit_budget
+from rankcall.capture.settings import Settings
 from rankcall.errors import local_rank, warn_once
 from rankcall.files import check_folder, check_local, is_local, make_folder, reason
 from rankcall.ring.layout import Geometry
@@ -44,8 +45,6 @@ from rankcall.run.paths import (
 )
 from rankcall.run.settle import save_ring, settle_ring
 
-# Set by a launcher: the run directory into which it moves the rings itself.
-SETTLES = "RANKCALL_SETTLES"
 _SMALLER = (1, 4, 16, 64)  # a ring that finds no room is tried at these fractions of its size
 _MOVE_SECONDS = 10.0
 
@@ -61,15 +60,17 @@ class OwnRing:
         path: The file; None if it has no name, or is in memory only.
     """
 
-    def __init__(self, run_dir: Path | None, identity: Identity, geometry: Geometry) -> None:
+    def __init__(self, settings: Settings, identity: Identity) -> None:
         self.identity = identity
-        self.geometry = geometry
+        self.geometry = Geometry(settings.capacity)
+        self._settled_run = settings.settled_run
         self.run_dir: Path | None = None
         self._is_local = False  # the run; found out early: at the end, a network may not answer
         self.path: Path | None = None
         self._fd = -1
         self._lock = WriterLock(-1)
         self._mover: Mover | None = None
+        run_dir = settings.run_dir
         self.map = self._make_unnamed() if run_dir is None else self._make(run_dir)
 
     def _make_unnamed(self) -> mmap.mmap:
@@ -132,7 +133,7 @@ class OwnRing:
             unwritable = f"the run directory {run_dir} cannot be written ({error.strerror})"
         if local_rank() <= 0 and has_old_rings(run_dir):
             threading.Thread(target=clean_up, name="rankcall-clean", daemon=True).start()
-        if os.environ.get(SETTLES) != str(run_dir):
+        if self._settled_run != str(run_dir):
             self._mover = self._mover or Mover(run_dir)
         try:
             check_local(live_base())

@@ -1,82 +1,71 @@
-"""The recording of this process, from start to stop: its ring, capture, threads and claims.
-
-One of these threads writes the text of each line that issues ops into the ring, from the process's
-own source files (``SourceLines``). A reader of the run on another machine does not have the source,
-and must not open files that a run names. A file on a network may take long to read, and neither
-training nor the heartbeat may wait for it.
-"""
+"""One recording, from start to end: its ring, its capture, and the threads that keep it up."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rankcall import background
 from rankcall.capture import phases
+from rankcall.capture.failure import cause_of, one_line
+from rankcall.capture.identity import own_identity, restart_count
 from rankcall.capture.own_ring import OwnRing
+from rankcall.capture.settings import Settings
 from rankcall.capture.source_lines import SourceLines
-from rankcall.capture.training_thread import TrainingThread
-from rankcall.errors import CaptureUnavailableError, local_rank, warn_once
+from rankcall.capture.training_thread import TrainingThread, count_steps
+from rankcall.errors import CaptureUnavailableError, warn_once
 from rankcall.handles import Handle
-from rankcall.process import host_name
 from rankcall.ring.layout import CAPTURES, Geometry
 from rankcall.ring.tables import Group
 from rankcall.ring.writer import Identity, PythonRing, put, put_text
-from rankcall.run.redaction import redact_text
 
 if TYPE_CHECKING:
     from rankcall.capture.interface import Capture
 
 
+# A reader takes a rank whose heartbeat is 2.5 s old for one that is kept from the GIL, so that a
+# busy machine may delay a beat by four periods.
 _HEARTBEAT_SECONDS = 0.5
+# The thread that waits for an op runs on before the op's end is written: microseconds, on a busy
+# machine milliseconds. An op that is really in flight may take for ever, so nobody waits for that.
 _DRAIN_SECONDS = 0.1
+_JOIN_SECONDS = 2.0
 
 
-class Placement(Protocol):
-    """Gives a recording its run once the job has chosen one (``rankcall.job.attach``)."""
+@dataclass(frozen=True)
+class RecordingEnd:
+    """How a recording ended.
 
-    def name_in_time(self) -> None:
-        """Give the run a name also if no group is created for a while."""
+    Attributes:
+        process_ends: Whether the process ends. Otherwise recording was switched off.
+        has_failed: Whether an exception has ended the program.
+    """
 
-    def finish(self) -> None:
-        """Place the records now: the recording ends."""
-
-    def leave(self, failed: bool) -> None:
-        """Send the newest records to another node, because the process ends."""
-
-    def stay(self) -> None:
-        """Send nothing: the recording has ended before the process."""
+    process_ends: bool
+    has_failed: bool
 
 
 class Recording(Handle):
     """The recording of one process. Also a context manager: ``with rankcall.enable(): ...``."""
 
-    def __init__(
-        self,
-        run_dir: Path | None,
-        capture: str,
-        capacity: int | None,
-        call_sites: bool,
-        leave: Callable[[Recording], None],
-    ) -> None:
+    def __init__(self, settings: Settings, stop: Callable[[Recording], None]) -> None:
+        # Imported here, because it imports torch, and ``rankcall run`` imports this module without.
         from rankcall.capture.device_status import DeviceStatus
 
-        self._own_ring = OwnRing(run_dir, _identity(), Geometry(capacity or Geometry().capacity))
+        self._own_ring = OwnRing(settings, own_identity())
         try:
-            self.capture: Capture = self._make_capture(capture, call_sites)
+            self.capture: Capture = self._make_capture(settings)
         except BaseException:
             self._own_ring.discard()
             raise
         put(self.ring, "capture", CAPTURES.index(self.capture.name))
-        self._leave = leave
+        self._stop = stop
         self._devices = DeviceStatus(self.capture)
         self._stopped = threading.Event()
         self._left = self._has_failed = self._is_started = False
@@ -85,8 +74,9 @@ class Recording(Handle):
         self._training_thread = TrainingThread(self.ring, self.geometry)
         self._step_handle: Any = None
         self.claims: set[str] = set()
-        self.placement: Placement | None = None
         self._first_attempt = 0
+        self._before_end: list[Callable[[], object]] = []
+        self._on_end: list[Callable[[RecordingEnd], object]] = []
 
     @property
     def ring(self) -> mmap.mmap:
@@ -138,60 +128,75 @@ class Recording(Handle):
     def expect_rank(self, rank: int, world_size: int) -> None:
         """Note the rank that this process will have; its group, once created, corrects it."""
         if self.identity.rank < 0 <= rank:
-            self._own_ring.set_identity(_identity(rank, world_size, self._first_attempt))
+            self._own_ring.set_identity(own_identity(rank, world_size, self._first_attempt))
+
+    def before_end(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` when the recording is about to end: it can still be placed into a run.
+
+        It runs on the thread that ends the recording, and must not raise.
+        """
+        self._before_end.append(callback)
+
+    def on_end(self, callback: Callable[[RecordingEnd], object]) -> None:
+        """Call ``callback`` when the recording has ended and its ring is closed.
+
+        It runs on the thread that ended the recording. At the end of the process its waits must
+        share the exit budget.
+        """
+        self._on_end.append(callback)
 
     def stop(self) -> None:
         """Do the same as ``rankcall.disable()``, if this is the recording that is on."""
-        self._leave(self)
+        self._stop(self)
 
-    def _make_capture(self, wanted: str, call_sites: bool) -> Capture:
+    def _make_capture(self, settings: Settings) -> Capture:
         from rankcall.capture.fallback.capture import FallbackCapture
 
-        if wanted != "python":
+        if settings.capture != "python":
             try:
                 from rankcall.capture.native import NativeCapture
 
-                native = NativeCapture(self.ring, self.geometry, call_sites)
+                native = NativeCapture(self.ring, self.geometry, settings.call_sites)
                 if not native.has_call_sites:
                     version = sys.version.split()[0]
                     warn_once(f"call sites are off: Python {version} is not known")
                 return native
             except CaptureUnavailableError as error:
-                if wanted == "native":
+                if settings.capture == "native":
                     raise
                 warn_once(f"the native recorder is not available, recording in Python: {error}")
-        return FallbackCapture(PythonRing(self.ring, self.geometry), call_sites)
+        return FallbackCapture(PythonRing(self.ring, self.geometry), settings.call_sites)
 
     def start(self) -> None:
         """Record ops, and watch groups and optimizer steps."""
-        from rankcall.capture.hosts import watch
+        from rankcall.capture.groups import watch
 
         self.capture.start()
         phases.publish_to(self.ring)
         watch.add(self._on_group)  # which reports the groups that exist
         self._is_started = True
-        self._step_handle = _count_steps(self.capture, self._training_thread)
+        self._step_handle = count_steps(self.capture, self._training_thread)
         self._heart.start()
         self._lines.start()
 
     def end(self) -> bool:
         """Stop recording; return whether the ring is closed, or still awaits ends of ops in flight.
 
-        The thread that waits for an op may run on before the op's end is written, so that is
-        waited for a moment.
+        The order matters. The records get their run while the ring can still move. Then nothing new
+        is recorded, the threads end, and ops in flight get a moment to record their ends.
         """
-        from rankcall.capture.hosts import watch
+        from rankcall.capture.groups import watch
 
-        if self.placement is not None:
-            self.placement.finish()
+        for callback in self._before_end:
+            callback()
         watch.remove(self._on_group)
         phases.publish_to(None)
         self._step_handle.remove()
         self.capture.stop()
         self._note_leaving()
         self._stopped.set()
-        background.join(self._heart, 2.0)
-        if not self._heart.is_alive():
+        background.join(self._heart, _JOIN_SECONDS)
+        if not self._heart.is_alive():  # otherwise it may be inside the back end's status
             self._follow_devices(self._devices.close)
         self._lines.stop()
         deadline = time.monotonic() + _DRAIN_SECONDS
@@ -206,21 +211,17 @@ class Recording(Handle):
         """Note in the ring that it is complete, and move it into the run unless a launcher will."""
         self._own_ring.close()
 
+    def tell_end(self, *, process_ends: bool) -> None:
+        """Call the callbacks of ``on_end``."""
+        how = RecordingEnd(process_ends, self._has_failed)
+        for callback in self._on_end:
+            callback(how)
+
     def note_exit_status(self) -> None:
         """Have the status of this process noted in the run, if it ends with another one than 0."""
         note = self._own_ring.exit_note()
         if note is not None:
             self.capture.note_exit_status(*note)
-
-    def leave(self) -> None:
-        """Send the newest records to another node, because the process ends. The ring is closed."""
-        if self.placement is not None:
-            self.placement.leave(self._has_failed)
-
-    def stay(self) -> None:
-        """Send nothing to another node: recording was switched off, and the process goes on."""
-        if self.placement is not None:
-            self.placement.stay()
 
     def forget(self) -> None:
         """Touch the ring no more: this is a forked child, and the ring is its parent's."""
@@ -239,7 +240,7 @@ class Recording(Handle):
         if (rank, len(group.ranks)) == (self.identity.rank, self.identity.world_size):
             return
         if group.description == "default_pg":
-            fresh = _identity(rank, len(group.ranks), self._first_attempt)
+            fresh = own_identity(rank, len(group.ranks), self._first_attempt)
             self._own_ring.set_identity(fresh)
 
     def _beat(self) -> None:
@@ -273,73 +274,4 @@ class Recording(Handle):
             put(self.ring, "left_ns", time.monotonic_ns())
         else:
             self._has_failed = True
-            put_text(self.ring, "failure", _one_line(cause))
-
-
-def cause_of(error: BaseException | None) -> BaseException | None:
-    """Return the exception that ended a program; None if it ended without an error.
-
-    A launcher of children may turn their exceptions into an exit status, as torch's does.
-    """
-    if not isinstance(error, SystemExit):
-        return error
-    if error.code in (None, 0):
-        return None
-    return error.__context__ or error
-
-
-def _one_line(error: object) -> str:
-    """Return an exception's type and message as one line, without secrets."""
-    try:  # its own code may fail to write it
-        text = redact_text(" ".join(str(error).split()))
-    except Exception:
-        text = ""
-    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text.encode("utf-8", "replace").decode()
-
-
-def restart_count() -> int:
-    """Return how often torchrun has restarted this job."""
-    return _number("TORCHELASTIC_RESTART_COUNT", default=0)
-
-
-def _number(*names: str, default: int = -1) -> int:
-    """Return the first of these environment variables that is a number."""
-    for name in names:
-        with contextlib.suppress(ValueError):
-            return int(os.environ.get(name, ""))
-    return default
-
-
-def _identity(
-    rank: int | None = None, world_size: int | None = None, first_attempt: int = 0
-) -> Identity:
-    """Return this process's identity. Launchers' variables only add where the rank runs."""
-    import torch.distributed as dist
-
-    if rank is None and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    return Identity(
-        rank=_number("RANK") if rank is None else rank,
-        world_size=_number("WORLD_SIZE") if world_size is None else world_size,
-        local_rank=local_rank(),
-        node=_number("GROUP_RANK", "SLURM_NODEID"),
-        attempt=first_attempt + restart_count(),
-        host=host_name(),
-    )
-
-
-def _count_steps(capture: Capture, training_thread: TrainingThread) -> Any:
-    """Count optimizer steps; not those of compiled optimizers: a hook would break their graph."""
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        # ZeRO's optimizer steps another one inside, which is counted already.
-        if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
-            capture.step()
-            training_thread.note_step()
-
-    return register_optimizer_step_post_hook(stepped)
+            put_text(self.ring, "failure", one_line(cause))

@@ -1,8 +1,8 @@
-"""The recording of this process: claims on it, and ``disable``.
+"""The recording of this process: who uses it, and when it begins and ends.
 
-A process has at most one recording. The user, the watcher, hooks and traces each hold a claim on
-it, and it ends with the last claim. After it has ended it *drains*: ops in flight still write
-their ends into its ring. A forked child starts without a recording.
+A process has at most one recording. The user, the watcher, hooks and traces each *claim* it, and it
+ends when the last of them has dropped its claim. After it has ended it *drains*: ops in flight
+still write their ends into its ring. A forked child starts without a recording.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rankcall import background
 from rankcall.capture import phases
 from rankcall.capture.recording import Recording
+from rankcall.capture.settings import Settings, read_settings
 from rankcall.errors import TorchMissingError
 
-if TYPE_CHECKING:
-    pass
-
-
-CAPTURE_CHOICES = ("auto", "native", "python")
 OLDEST_TORCH = (2, 11)
+USER = "user"  # who claims the recording by ``rankcall.enable``
+
+# A recording is placed while the user's thread creates a process group, which must not wait long.
+# If another thread builds the recorder meanwhile, the records go into the run at the end only.
 _PLACE_SECONDS = 10.0
 _LOCK_SECONDS = 600.0  # another thread may hold the lock while it builds the recorder
 
@@ -30,6 +29,7 @@ _LOCK_SECONDS = 600.0  # another thread may hold the lock while it builds the re
 class _State:
     def __init__(self) -> None:
         self.recording: Recording | None = None
+        # Reentrant, because a recording that ends is placed into its run first.
         self.lock = threading.RLock()
         self.draining: list[Recording] = []
         self.registered = False
@@ -41,9 +41,11 @@ _state = _State()
 def disable() -> None:
     """Stop recording and leave the ring in the run directory. Without a recording, do nothing.
 
-    While hooks are registered or a trace is on, the recording goes on for them.
+    The counterpart of ``RANKCALL=1``, and of ``rankcall.enable()`` where its result is not at hand;
+    otherwise the same as ``stop()`` of that. While hooks are registered, a trace is on or the
+    watcher runs, the recording goes on for them.
     """
-    drop("user")
+    drop(USER)
 
 
 def current() -> Recording | None:
@@ -51,58 +53,65 @@ def current() -> Recording | None:
     return _state.recording
 
 
-def claim(
-    owner: str,
-    run_dir: Path | None,
-    capture: str | None = None,
-    capacity: int | None = None,
-    call_sites: bool = True,
-) -> Recording:
-    """Claim the recording for ``owner``; start one if recording is off."""
+def claim(owner: str, settings: Settings | None = None) -> Recording:
+    """Claim the recording for ``owner``; start one if recording is off.
+
+    Args:
+        owner: The one that needs the recording until it calls ``drop`` with the same name.
+        settings: Of the recording, if this call starts it. If it is on already, only ``run_dir``
+            has an effect: a recording of no run moves there. By default the environment's, and no
+            run.
+    """
     check_torch()
-    chosen = capture or os.environ.get("RANKCALL_CAPTURE") or "auto"
-    if chosen not in CAPTURE_CHOICES:
-        raise ValueError(f"capture must be one of {', '.join(CAPTURE_CHOICES)}; got {chosen!r}")
+    settings = settings or read_settings().without_run()
+    replaced: Recording | None = None
     with _state.lock:
         _register_once()
         _forget_drained()
         recording, claims = _state.recording, {owner}
-        unnamed = recording is not None and recording.run_dir is None
-        if recording and run_dir and unnamed and not recording.move_to(run_dir):
+        if recording is not None and not _takes_run(recording, settings.run_dir):
+            # It is in memory that cannot get a name. What follows is recorded where others see it.
             claims |= recording.claims
-            _stop(recording)
-            recording = None
+            _end(recording)
+            replaced, recording = recording, None
         if recording is None:
-            recording = Recording(run_dir, chosen, _power_of_two(capacity), call_sites, _left)
+            recording = Recording(settings, _stop_for_user)
             recording.start()
             _state.recording = recording
         recording.claims |= claims
-        return recording
+    if replaced is not None:
+        replaced.tell_end(process_ends=False)
+    return recording
+
+
+def _takes_run(recording: Recording, run_dir: Path | None) -> bool:
+    """Return whether a recording is where it is wanted, or can move there."""
+    return run_dir is None or recording.run_dir is not None or recording.move_to(run_dir)
 
 
 def drop(owner: str) -> None:
-    """Give up a claim; the last one stops the recording."""
+    """Give up a claim; the last one ends the recording."""
     with background.holding(_state.lock, _LOCK_SECONDS) as is_held:
         recording = _state.recording
         if recording is None or not is_held:
             return
         recording.claims.discard(owner)
-        if not recording.claims:
-            _stop(recording)
+        if recording.claims:
+            return
+        _end(recording)
+    recording.tell_end(process_ends=False)
 
 
-def _stop(recording: Recording, *, process_ends: bool = False) -> None:
+def _end(recording: Recording) -> None:
     _state.recording = None
     if not recording.end():
         _state.draining.append(recording)
-    if not process_ends:
-        recording.stay()
 
 
-def _left(recording: Recording) -> None:
-    """End the user's claim at the end of the recording's ``with`` block."""
+def _stop_for_user(recording: Recording) -> None:
+    """Drop the user's claim, if this recording is the one that is on."""
     if _state.recording is recording:
-        drop("user")
+        drop(USER)
 
 
 def place(recording: Recording, run_dir: Path, attempt: int) -> None:
@@ -131,17 +140,6 @@ def check_torch() -> None:
         raise TorchMissingError("this torch was built without torch.distributed")
 
 
-def _power_of_two(capacity: int | None) -> int | None:
-    if capacity is None:
-        named = os.environ.get("RANKCALL_CAPACITY")
-        if not named:
-            return None
-        capacity = int(named)
-    if not 1 <= capacity <= 1 << 24:
-        raise ValueError(f"capacity must be from 1 to {1 << 24:,} records; got {capacity}")
-    return max(64, 1 << (capacity - 1).bit_length())
-
-
 def _forget_drained() -> None:
     """Close the rings whose last op in flight has ended since recording stopped."""
     for old in [old for old in _state.draining if old.capture.drained()]:
@@ -157,7 +155,11 @@ def _register_once() -> None:
 
 
 def _in_forked_child() -> None:
-    """Start without a recording: the one that a forked child inherits belongs to its parent."""
+    """Start without a recording: the one that a forked child inherits belongs to its parent.
+
+    The state is replaced, not emptied: another thread of the parent may have held the lock, and in
+    the child nobody would ever release it.
+    """
     global _state
     old, _state = _state, _State()
     _state.registered = True
@@ -185,8 +187,8 @@ def end() -> None:
             return
         if _state.recording is not None:
             _state.recording.note_exit_status()
-            _stop(_state.recording, process_ends=True)
+            _end(_state.recording)
         for old in _state.draining:
             old.close()
     if recording is not None:
-        recording.leave()
+        recording.tell_end(process_ends=True)

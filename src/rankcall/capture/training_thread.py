@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from rankcall.record import RECORD
 from rankcall.ring.layout import Geometry, offset_of
 
 if TYPE_CHECKING:
-    pass
+    from rankcall.capture.interface import Capture
 
 
 _NEWEST = 64  # records: a thread that saves checkpoints issues fewer of them
@@ -69,3 +69,22 @@ def _python_threads() -> set[int | None]:
         for thread in threading.enumerate()
         if not isinstance(thread, threading._DummyThread)  # one of autograd's may have become this
     }
+
+
+def count_steps(capture: Capture, training_thread: TrainingThread) -> Any:
+    """Count optimizer steps in the ring from now on; return torch's handle, whose remove() ends it.
+
+    Steps of a compiled optimizer are not counted, because a hook would break its graph.
+    """
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # ZeRO's optimizer steps another one inside, which is counted already.
+        if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
+            capture.step()
+            training_thread.note_step()
+
+    return register_optimizer_step_post_hook(stepped)

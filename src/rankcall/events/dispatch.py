@@ -390,7 +390,7 @@ class Dispatcher:
         self._register_once()
         self._claims += 1
         claim = f"{subscriber.name} {self._claims}"
-        recording = session.claim(claim, None)
+        recording = session.claim(claim)
         try:
             with self._lock:
                 wake_fd = self._wake_fds.pop() if self._wake_fds else _new_eventfd()

@@ -20,21 +20,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import threading
+import weakref
 from multiprocessing import util
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rankcall.background import exit_budget
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
+from rankcall.capture.settings import WORKER, Settings, read_settings
 from rankcall.job.placement import Placement
 
-if TYPE_CHECKING:
-    pass
-
-
-NESTED = "RANKCALL_WORKER"  # the pid of a recorded rank: a group below it belongs to another job
+_placements: weakref.WeakKeyDictionary[Recording, Placement] = weakref.WeakKeyDictionary()
 
 
 def enable(
@@ -61,49 +56,33 @@ def enable(
         call_sites: Whether to record the line that issued each op.
 
     Returns:
-        The recording, a context manager. If recording is on already, the one that is on.
+        The recording of this process; this call starts one if there is none. It is a context
+        manager, and its ``stop()`` does what ``disable()`` does.
 
     Raises:
         TorchMissingError: torch is absent or too old.
         ValueError: The capture is unknown, or the capacity out of range.
         CaptureUnavailableError: ``native`` was chosen by name, and cannot be built.
     """
-    return claim("user", run_dir, capture, capacity, call_sites)
+    return record(session.USER, read_settings(run_dir, capture, capacity, call_sites))
 
 
-def claim(
-    owner: str,
-    run_dir: str | os.PathLike[str] | None,
-    capture: str | None = None,
-    capacity: int | None = None,
-    call_sites: bool = True,
-) -> Recording:
-    """Claim the recording for ``owner``, and choose its run once there is a group."""
-    planned, outer = _planned(run_dir)
-    recording = session.claim(owner, planned, capture, capacity, call_sites)
-    placement = Placement(recording, planned, outer)
-    with _starting:
-        is_first = recording.placement is None
-        if is_first:
-            recording.placement = placement
-    if is_first:
+def record(owner: str, settings: Settings) -> Recording:
+    """Claim the recording for ``owner``, and see to it that its records get a run.
+
+    Without a run directory in the settings, the ranks choose the run once there is a group.
+    """
+    current = session.current()
+    if settings.is_inherited and current in _placements:
+        # The environment named this recording's run, or the run around its job, when it began.
+        # Since ``attach`` the environment describes the processes that this one starts.
+        settings = settings.without_run()
+    recording = session.claim(owner, settings)
+    # Of two threads, one succeeds. A lock would be held in a child that is forked meanwhile.
+    placement = Placement(recording, settings)
+    if _placements.setdefault(recording, placement) is placement:
         placement.start()
     return recording
-
-
-_starting = threading.Lock()
-
-
-def _planned(run_dir: str | os.PathLike[str] | None) -> tuple[Path | None, Path | None]:
-    """Return the run directory that the user names, and that of the job around this one."""
-    current = session.current()
-    if run_dir:
-        return Path(run_dir).absolute(), None
-    inherited = os.environ.get("RANKCALL_RUN_DIR")
-    if not inherited or (current is not None and current.placement is not None):
-        return None, None
-    path = Path(inherited).absolute()
-    return (None, path) if _is_nested() else (path, None)
 
 
 def attach(rank: int, world_size: int) -> None:
@@ -113,9 +92,8 @@ def attach(rank: int, world_size: int) -> None:
     """
     recording = enable()
     recording.expect_rank(rank, world_size)
-    os.environ[NESTED] = str(os.getpid())
-    if recording.placement is not None:
-        recording.placement.name_in_time()
+    os.environ[WORKER] = str(os.getpid())
+    _placements[recording].name_in_time()
     if multiprocessing.parent_process() is not None:
         # Children that multiprocessing forks end without atexit, but run these.
         util.Finalize(None, _end_child, exitpriority=0)
@@ -126,8 +104,3 @@ def _end_child() -> None:
     exit_budget.begin()  # such a child runs no exit handlers
     session.note_end(sys.exc_info()[1])
     session.end()
-
-
-def _is_nested() -> bool:
-    """Return whether this process was started by a recorded rank, and so belongs to another job."""
-    return os.environ.get(NESTED, str(os.getpid())) != str(os.getpid())

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rankcall.background import BackgroundCall, exit_budget
 from rankcall.c10d.requests import Steps
+from rankcall.capture.recording import RecordingEnd
 from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings, upload
 from rankcall.job.posts import ENDED, Posts
 from rankcall.ring.layout import Header
@@ -70,6 +71,13 @@ class Departure:
         self._call = Call("the newest records of this rank")
         self._pid = os.getpid()
         self._helper = BackgroundCall(self._run, "rankcall-leave")
+
+    def recording_ended(self, how: RecordingEnd) -> None:
+        """Send the records if the process ends; otherwise only end the thread."""
+        if how.process_ends:
+            self.leave(how.has_failed)
+        else:
+            self.stay()
 
     def leave(self, failed: bool) -> None:
         """Send the records now; wait for that for a second at most. Never raises.

@@ -8,11 +8,12 @@ import os
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankcall.background import BackgroundCall
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
+from rankcall.capture.settings import Settings
 from rankcall.errors import warn_once
 from rankcall.job.choice import (
     Choice,
@@ -25,13 +26,7 @@ from rankcall.job.choice import (
     store_and_key,
 )
 
-if TYPE_CHECKING:
-    from rankcall.job.departure import Departure
-
-
 logger = logging.getLogger("rankcall")
-
-PLACES = "RANKCALL_PLACES"  # a file of ``rankcall exec``, to which ranks add the path of their run
 
 _INLINE_S = 2.0  # for the store, inside init_process_group
 _LATER_S = 8.0  # for rank 0's proposal, on a thread of our own
@@ -46,22 +41,22 @@ class Placement:
     agree, for example because the store has gone, this rank chooses alone.
     """
 
-    def __init__(self, recording: Recording, planned: Path | None, outer: Path | None) -> None:
+    def __init__(self, recording: Recording, settings: Settings) -> None:
+        # Weakly: the recording refers to this object by its callbacks.
         self._recording = weakref.ref(recording)
-        self._planned = planned
-        self._outer = outer
+        self._settings = settings
         self._choice: Choice | None = None
         self._mine: Choice | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._has_group = False
         self._rank, self._world_size = -1, 0
-        self._departure: Departure | None = None
+        self._departs = False
         self._pid = os.getpid()
         # These need torch, which a process that only imports this module may lack.
         from torch.distributed import distributed_c10d
 
-        from rankcall.capture.hosts import watch
+        from rankcall.capture.groups import watch
 
         self._c10d: Any = distributed_c10d
         self._groups = watch
@@ -70,7 +65,8 @@ class Placement:
         """Watch for the default group; one that exists is used at once."""
         recording = self._recording()
         if recording is not None:
-            _note_place(recording.run_dir)  # of a rank that may be killed before it has a group
+            recording.before_end(self._finish)
+            self._note_place(recording.run_dir)  # it may be killed before it has a group
         self._groups.add(self._on_group)
 
     def name_in_time(self) -> None:
@@ -80,7 +76,7 @@ class Placement:
             call = BackgroundCall(self._wait_for_group, "rankcall-run")
             call.give_up()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Place the records now, because the recording ends."""
         self._groups.remove(self._on_group)
         self._over.set()
@@ -148,16 +144,17 @@ class Placement:
     def _new_proposal(self) -> Choice:
         recording = self._recording()
         place = recording.run_dir if recording is not None else None
-        if self._planned is None and place is None:
-            outer = self._outer
+        planned, outer = self._settings.run_dir, self._settings.outer_run
+        if planned is None and place is None:
             return propose_new(outer and outer.with_name(f"{outer.name}-inner"))
-        return propose_in(self._planned or place or own_run_dir())
+        return propose_in(planned or place or own_run_dir())
 
     def _alone(self) -> Choice:
         """Return a choice without the others. Ranks with one parent name the same directory."""
         recording = self._recording()
         place = recording.run_dir if recording is not None else None
-        return Choice(self._planned or place or own_run_dir(unique=True).absolute())
+        named = self._settings.run_dir or place
+        return Choice(named or own_run_dir(unique=True).absolute())
 
     def _settle(self, choice: Choice, announce: bool = False) -> None:
         with self._lock:
@@ -166,43 +163,38 @@ class Placement:
             self._choice = choice
         self._over.set()
         place = self._enter(choice)
-        if announce and self._planned is None and place is not None and os.path.isdir(place):
+        was_named = self._settings.run_dir is not None
+        if announce and not was_named and place is not None and os.path.isdir(place):
             warn_once(f"recording in {place}")
 
     def _enter(self, choice: Choice) -> Path | None:
         recording = self._recording()
         if recording is None or os.getpid() != self._pid:
             return None
-        path = self._planned or _writable(choice.run_dir)
+        path = self._settings.run_dir or _writable(choice.run_dir)
         with contextlib.suppress(OSError, RuntimeError):
             session.place(recording, path, choice.first_attempt)
-        _note_place(recording.run_dir)
+        self._note_place(recording.run_dir)
         self._prepare_to_leave(recording)
         return recording.run_dir
 
     def _prepare_to_leave(self, recording: Recording) -> None:
         """Start the thread that sends this rank's records at the end, if they can be needed."""
-        world, run_dir = self._world_size, recording.run_dir
+        world, run_dir, url = self._world_size, recording.run_dir, self._settings.collect_to
         on_one_node = world < 2 or os.environ.get("LOCAL_WORLD_SIZE") == str(world)
-        if run_dir is None or self._departure is not None:
+        if run_dir is None or self._departs or (on_one_node and not url):
             return
-        url = os.environ.get("RANKCALL_COLLECT_TO", "")
-        if not on_one_node or url:
-            from rankcall.job.departure import Departure, Place
+        from rankcall.job.departure import Departure, Place
 
-            attempt = recording.identity.attempt
-            place = Place(run_dir, attempt, self._rank, world)
-            self._departure = Departure(place, evidence_store, url)
+        self._departs = True
+        place = Place(run_dir, recording.identity.attempt, self._rank, world)
+        recording.on_end(Departure(place, evidence_store, url).recording_ended)
 
-    def leave(self, failed: bool) -> None:
-        """Send this rank's records to another node; its ring is complete."""
-        if self._departure is not None:
-            self._departure.leave(failed)
-
-    def stay(self) -> None:
-        """Send nothing: the recording has ended before the process."""
-        if self._departure is not None:
-            self._departure.stay()
+    def _note_place(self, run_dir: Path | None) -> None:
+        """Tell ``rankcall exec``, if it runs on this host, where this rank's records are."""
+        if self._settings.places and run_dir is not None:
+            with contextlib.suppress(OSError):
+                _append_path(Path(self._settings.places), run_dir)
 
 
 def _writable(run_dir: Path) -> Path:
@@ -215,13 +207,10 @@ def _writable(run_dir: Path) -> Path:
     return Path.cwd() / run_dir.parent.name / run_dir.name
 
 
-def _note_place(run_dir: Path | None) -> None:
-    """Tell ``rankcall exec``, if it runs on this host, where this rank's records are."""
-    path = os.environ.get(PLACES)
-    if path and run_dir is not None:
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.write(fd, os.fsencode(run_dir) + b"\0")
-            finally:
-                os.close(fd)
+def _append_path(file: Path, path: Path) -> None:
+    """Add a path to a file that exists, in one write: all ranks of the host write to it."""
+    fd = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.write(fd, os.fsencode(path) + b"\0")
+    finally:
+        os.close(fd)

@@ -100,8 +100,9 @@ class Injection(Handle):
     def __init__(self, faults: Iterable[Fault], rank: int | None) -> None:
         from rankcall.capture import session
         from rankcall.capture.fallback.capture import FallbackCapture
+        from rankcall.capture.settings import read_settings
 
-        recording = session.claim("faults", None, "python")
+        recording = session.claim("faults", read_settings(capture="python").without_run())
         capture = recording.capture
         if not isinstance(capture, FallbackCapture) or capture.interposer is not None:
             session.drop("faults")

@@ -1,0 +1,53 @@
+"""The recording of this process: its claims, and the callbacks at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rankcall
+from rankcall.capture import session
+from rankcall.capture.recording import RecordingEnd
+from rankcall.ring.layout import read_header
+
+
+@pytest.mark.parametrize("process_ends", [False, True])
+def test_callbacks_of_the_end(process_ends: bool, tmp_path: Path) -> None:
+    """First while the ring can still move, then once it is closed; each of them once."""
+    recording = rankcall.enable(tmp_path / "run", capture="python")
+    seen: list[object] = []
+
+    def is_closed() -> bool:
+        (path,) = tmp_path.glob("run/rings/*.ring") if recording.path is None else [recording.path]
+        header = read_header(path)
+        if header is None:  # it has moved into the run
+            (moved,) = tmp_path.glob("run/rings/*.ring")
+            header = read_header(moved)
+        assert header is not None
+        return header.closed_ns > 0
+
+    recording.before_end(lambda: seen.append(("before", is_closed())))
+    recording.on_end(lambda how: seen.append((how, is_closed())))
+    if process_ends:
+        recording.note_end(KeyError("mine"))
+        session.end()
+    else:
+        rankcall.disable()
+    rankcall.disable()
+    session.end()
+    assert seen == [
+        ("before", False),
+        (RecordingEnd(process_ends=process_ends, has_failed=process_ends), True),
+    ]
+
+
+def test_the_last_claim_ends_the_recording(tmp_path: Path) -> None:
+    """A claim that is dropped twice, or was never made, does not count."""
+    recording = rankcall.enable(tmp_path / "run", capture="python")
+    assert session.claim("other") is recording
+    for owner in ("nobody", session.USER, session.USER):
+        session.drop(owner)
+        assert session.current() is recording
+    session.drop("other")
+    assert session.current() is None
