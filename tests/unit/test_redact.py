@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankcall.capture.recording import _one_line
+from rankcall.capture.failure import one_line
 from rankcall.run.paths import about_job
 from rankcall.run.redaction import redact, redact_command
 
@@ -68,6 +68,6 @@ def test_run_json_has_no_secrets() -> None:
 def test_a_recorded_exception_has_no_secrets() -> None:
     """A failed request often names its URL, with the password in it."""
     error = ConnectionError("cannot reach https://me:pw@host/x?token=abc&n=1: refused")
-    assert _one_line(error) == (
+    assert one_line(error) == (
         f"ConnectionError: cannot reach https://{GONE}@host/x?token={GONE}&n=1: refused"
     )
