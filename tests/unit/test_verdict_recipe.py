@@ -13,7 +13,7 @@ from rankcall.analysis.details import detail
 from rankcall.analysis.verdicts import Diagnosis, diagnose
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kind import Verdict
+from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.report import top
@@ -24,7 +24,7 @@ from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
 
 
-class Haunted(Verdict):
+class Haunted(Kind):
     """A toy: every job that does not go on is haunted by rank 2."""
 
     kind = "haunted"
@@ -43,7 +43,7 @@ class Haunted(Verdict):
             )
 
 
-class Drowsy(Verdict):
+class Drowsy(Kind):
     """A toy: rank 1 is slow in every job that goes on."""
 
     kind = "drowsy"

@@ -13,7 +13,8 @@ from worlds import MS, Call
 
 from rankcall.analysis.snapshot import PEER_CLOSED, RankState, Snapshot, no_calls
 from rankcall.analysis.verdicts import KINDS, find
-from rankcall.analysis.verdicts.wording import name_group
+from rankcall.analysis.verdicts.facts import group_of
+from rankcall.analysis.verdicts.sentences import name_group
 from rankcall.record import STATUSES
 from rankcall.ring.tables import Group
 
@@ -112,7 +113,7 @@ def test_network_and_hosts_are_named_only_if_there_are_several(tmp_path: Path, s
 def test_a_group_is_named_by_its_description(name: str, description: str, named: str) -> None:
     """The number that torch gives a group says nothing; what torch writes by default does not."""
     group = Group(name, 0, "gloo", description, (0, 1))
-    assert name_group(Snapshot([], no_calls(), [group], [group.label]), 0) == named
+    assert name_group(*group_of(Snapshot([], no_calls(), [group], [group.label]), 0)) == named
 
 
 def test_a_call_is_named_by_the_function_that_was_called(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ from rankcall.analysis.pace import quiet_s
 from rankcall.analysis.run_snapshot import snapshot_of_run
 from rankcall.analysis.snapshot import ALIVE, Snapshot, failed_for_good, unfinished
 from rankcall.analysis.verdicts import Diagnosis, find, settles_in
+from rankcall.analysis.verdicts.encoding import sound_findings
 from rankcall.analysis.verdicts.evidence import patience
-from rankcall.analysis.verdicts.finding import Finding, sound_findings
+from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.analysis.verdicts.wording import duration
 from rankcall.files import run_folder

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankcall.analysis.snapshot import RankPosition, rank_positions
 from rankcall.analysis.verdicts import Diagnosis, Kept
+from rankcall.analysis.verdicts.encoding import finding_object
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.problems import texts
 from rankcall.run.stack_classes import stack_classes
@@ -22,22 +23,6 @@ if TYPE_CHECKING:
     from rankcall.analysis.summary import Summary
 
 SCHEMA = 1  # of both objects
-_FINDING = (
-    "kind",
-    "ranks",
-    "victims",
-    "hosts",
-    "group",
-    "seq",
-    "op",
-    "call_site",
-    "user_line",
-    "since_s",
-    "confidence",
-    "summary",
-    "evidence",
-    "advice",
-)
 Object = dict[str, Any]
 
 
@@ -62,7 +47,7 @@ def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
         "call_sites": _call_sites(summary),
         "comm_share": _comm_share(summary),
         "joins": [asdict(join) for join in summary.joins],
-        "findings": [_finding(finding) for finding in findings],
+        "findings": [finding_object(finding) for finding in findings],
         "dropped": summary.dropped,
         "problems": texts(summary.problems),
     }
@@ -172,7 +157,7 @@ def diagnosis_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = No
         "run": diagnosis.run,
         "verdict": diagnosis.verdict,
         "hang_after_s": diagnosis.hang_after,
-        "findings": [_finding(finding) for finding in diagnosis.findings],
+        "findings": [finding_object(finding) for finding in diagnosis.findings],
         "ranks": [_rank(position) for position in rank_positions(diagnosis.snapshot)],
         "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
         "stack_classes": stack_objects(stacks or {}),
@@ -201,15 +186,6 @@ def _hang(kept: Kept) -> Object:
         "stacks": kept.stacks,
         "over_s": kept.over_s,
     }
-
-
-def _finding(finding: Finding) -> Object:
-    fields: Object = {name: getattr(finding, name) for name in _FINDING}
-    for name in ("ranks", "victims", "hosts", "evidence"):
-        fields[name] = list(fields[name])
-    for name in ("group", "seq", "op", "call_site", "user_line"):
-        fields[name] = fields[name] or None
-    return {**fields, "since_s": round(finding.since_s, 3)}
 
 
 def _rank(place: RankPosition) -> Object:

@@ -8,7 +8,9 @@
     no_progress                      ranks that wait without a record, or do nothing at all
     idle                             ranks that wait for work, such as the next request
     straggler slow_link              a rank or a link that slows a job that goes on
-    finding                          a finding, its words, and the base class of all kinds
+    kind                             the base class of all kinds, and two families of them
+    facts finding sentences          what a finding states, and its words: all sentences are there
+    encoding                         findings as JSON, and back
     evidence                         the input of the kinds: a hang's waits, a running job's times
     wait_graph disagreements         the parts of that evidence
 
@@ -29,30 +31,32 @@ from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.dead import Dead
 from rankcall.analysis.verdicts.deadlock import Deadlock
 from rankcall.analysis.verdicts.desync import Desync
+from rankcall.analysis.verdicts.encoding import sound_findings
 from rankcall.analysis.verdicts.evidence import HANG_AFTER_S, hang_evidence
 from rankcall.analysis.verdicts.exhausted import Exhausted
+from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
 from rankcall.analysis.verdicts.finding import (
     CONFIDENCES,
     HEALTHY,
     Finding,
     less_sure,
-    sound_findings,
 )
 from rankcall.analysis.verdicts.idle import Idle
-from rankcall.analysis.verdicts.kind import SHOWN, CulpritVerdict, Verdict
+from rankcall.analysis.verdicts.kind import CulpritKind, Kind
 from rankcall.analysis.verdicts.mismatch import Mismatch
 from rankcall.analysis.verdicts.missing import Missing
 from rankcall.analysis.verdicts.no_progress import NoProgress
 from rankcall.analysis.verdicts.recent_calls import recent_calls
+from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, evidence
 from rankcall.analysis.verdicts.slow_link import SlowLink
 from rankcall.analysis.verdicts.stopped import Stopped
 from rankcall.analysis.verdicts.straggler import Straggler
-from rankcall.analysis.verdicts.wording import duration, name_place
+from rankcall.analysis.verdicts.wording import name_place
 from rankcall.run.frames import code_place
 from rankcall.run.hangs import Object, kept_hangs, kept_stack, stacks_in
 from rankcall.run.load import Progress, Run
 
-KINDS: tuple[Verdict, ...] = (
+KINDS: tuple[Kind, ...] = (
     Dead(),
     Stopped(),
     Exhausted(),
@@ -76,7 +80,7 @@ def find(snapshot: Snapshot, hang_after: float = HANG_AFTER_S) -> list[Finding]:
             ``hang_evidence``.
     """
     kinds = sorted(KINDS, key=lambda kind: kind.order)
-    culprits = [kind for kind in kinds if isinstance(kind, CulpritVerdict)]
+    culprits = [kind for kind in kinds if isinstance(kind, CulpritKind)]
     evidence = hang_evidence(snapshot, hang_after, culprits)
     findings = [finding for kind in kinds for finding in kind.in_hang(evidence)]
     if not findings:
@@ -227,7 +231,9 @@ def _as_the_watcher_saw(diagnosis: Diagnosis, verdict: Object) -> Diagnosis:
         return diagnosis
     diagnosis = replace(
         diagnosis,
-        findings=[_with_places(finding, verdict, since_s) for finding in diagnosis.findings],
+        findings=[
+            _with_places(snapshot, finding, verdict, since_s) for finding in diagnosis.findings
+        ],
     )
     known = {(finding.kind, rank) for finding in diagnosis.findings for rank in finding.ranks}
     had_ended = {
@@ -254,7 +260,7 @@ def _as_the_watcher_saw(diagnosis: Diagnosis, verdict: Object) -> Diagnosis:
     return replace(diagnosis, findings=[*new, *rest])
 
 
-def _with_places(finding: Finding, verdict: Object, since_s: float) -> Finding:
+def _with_places(snapshot: Snapshot, finding: Finding, verdict: Object, since_s: float) -> Finding:
     """Add the lines at which the watcher saw a finding's ranks, if it kept their stacks."""
     if since_s > finding.since_s:
         return finding  # it looked before this began
@@ -262,19 +268,22 @@ def _with_places(finding: Finding, verdict: Object, since_s: float) -> Finding:
     for rank in finding.ranks[:SHOWN]:
         where = name_place(code_place(kept_stack(verdict, rank)))
         if where:
-            looked = f"when the job's own watcher looked, {duration(since_s)} before the end"
-            places.append(f"rank {rank}: {where} {looked}")
-    return replace(finding, evidence=(*finding.evidence, *places))
+            ranks, values = ranks_of(snapshot, [rank]), (("place", where),)
+            places.append(Fact(Relation.SEEN_AT, ranks, values=values, number=since_s, unit="s"))
+    return replace(
+        finding,
+        evidence=(*finding.evidence, *evidence(places, snapshot.live)),
+        facts=(*finding.facts, *places),
+    )
 
 
 def _seen(finding: Finding, since_s: float) -> Finding:
     """Return a finding of the watcher's as one about the past."""
     kinds = {kind.kind: kind for kind in KINDS}
     kind = kinds.get(finding.kind)
-    when = f"{duration(since_s)} before the end"
     return replace(
         finding,
-        summary=f"The job's own watcher saw, {when}: {finding.summary}",
+        summary=as_seen(finding.summary, since_s),
         advice="" if kind is None else _past_advice(finding),
         stops=kind is None or kind.stops,
         is_fault=kind is None or kind.is_fault,

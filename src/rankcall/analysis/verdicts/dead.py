@@ -7,23 +7,17 @@ from collections.abc import Iterator, Sequence
 
 from rankcall.analysis.snapshot import PEER_CLOSED, UNKNOWN, RankState, Snapshot, failed_for_good
 from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.facts import Fact, Relation, hosts_of, last_call, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kind import SHOWN, CulpritVerdict
+from rankcall.analysis.verdicts.kind import CulpritKind
+from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
-from rankcall.analysis.verdicts.wording import (
-    ago,
-    begin_sentence,
-    hosts_of,
-    last_call,
-    name_ranks,
-    verbs_for,
-)
 
 # Signals that come from outside. Other ends come of the call that the process was in.
 _SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
-class Dead(CulpritVerdict):
+class Dead(CulpritKind):
     """A process is gone, and that is not the consequence of another one's end."""
 
     kind = "dead"
@@ -52,37 +46,32 @@ class Dead(CulpritVerdict):
         # If no call is in flight, the ranks may have ended well.
         if not ranks or evidence.stuck is not None or not evidence.in_flight.any():
             return
-        end = "ended" if len(ranks) == 1 else "ended together"
         copied = any(snapshot.ranks[rank].state == UNKNOWN for rank in ranks)
-        if copied:
-            end = f"{end}, or still ran when these records were copied"
+        values = (("copied", "yes"),) if copied else ()
         yield self.finding(
             ranks,
             hosts=hosts_of(snapshot, ranks),
             confidence="possible" if copied else "likely",
-            summary=f"{begin_sentence(name_ranks(snapshot, ranks))} {end}; nobody noted how, and "
-            "none had waited for long.",
-            evidence=tuple(f"rank {rank}: {last_call(snapshot, rank)}" for rank in ranks[:SHOWN]),
+            said=[Fact(Relation.ENDED_TOGETHER, ranks_of(snapshot, ranks), values=values)],
+            shown=[last_call(snapshot, rank) for rank in ranks[:SHOWN]],
+            live=snapshot.live,
             advice="Most likely killed from outside: look at the log of what started them (Ray, "
             "for example, catches a rank's exception and then ends all ranks), at the scheduler "
             "(a time limit, a cancelled job), at the kernel (out of memory: dmesg -T) or for a "
             "host that was lost.",
         )
 
-    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write how the processes ended, and when."""
-        first = states[0]
+    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+        """Return how the processes ended, and when."""
+        first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
         if first.blind:
-            be, its = ("is", "its") if len(states) == 1 else ("are", "their")
-            they = verbs_for(snapshot, len(states)).they
-            unknown = f"no word has come from where {they} ran"
-            if not first.unheard:
-                unknown = f"{they} left no records here"
-            return f"{be} gone: {its} connections were closed, and {unknown}"
-        endings = {_ending(state, is_single=len(states) == 1) for state in states}
-        text = endings.pop() if len(endings) == 1 else "ended badly,"
+            why = "unheard" if first.unheard else "no records"
+            return Fact(Relation.CONNECTIONS_CLOSED, ranks, values=(("why", why),))
+        endings = {_ending(state) for state in states}
+        # One sentence cannot list the ends of many ranks; the first one's advice still fits.
+        relation, values = endings.pop() if len(endings) == 1 else (Relation.ENDED_BADLY, ())
         gone = first.gone_s if first.gone_s is not None else first.silent_s
-        return f"{text} {ago(snapshot, gone)}"
+        return Fact(relation, ranks, values=values, number=gone, unit="s")
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write where to find the cause of the end."""
@@ -127,19 +116,18 @@ def _closed_its_connections(snapshot: Snapshot, suspect: Suspect) -> bool:
     )
 
 
-def _ending(state: RankState, *, is_single: bool) -> str:
-    """Write how one process, or several alike, ended: ``was killed by SIGKILL``, ``is gone``."""
-    was, its = ("was", "its") if is_single else ("were", "their")
+def _ending(state: RankState) -> tuple[Relation, tuple[tuple[str, str], ...]]:
+    """Return how one process ended, with the signal, code or error."""
     if state.launcher_signal:
         name = _signal_name(state.launcher_signal)
-        return f"{was} ended with {its} launcher, which {name} told to stop,"
+        return Relation.ENDED_WITH_LAUNCHER, (("signal", name),)
     if state.failure and (state.exit is None or state.exit > 0):
-        return f"failed with {state.failure}" + ("," if state.failure[-1:] not in ".!?" else "")
+        return Relation.FAILED_WITH, (("error", state.failure),)
     if state.exit is None:
-        return "is gone" if is_single else "are gone"
+        return Relation.GONE, ()
     if state.exit < 0:
-        return f"{was} killed by {_signal_name(-state.exit)}"
-    return f"exited with code {state.exit},"
+        return Relation.KILLED_BY, (("signal", _signal_name(-state.exit)),)
+    return Relation.EXITED_WITH, (("code", str(state.exit)),)
 
 
 def _signal_name(number: int) -> str:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.evidence import HangEvidence
-from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kind import SHOWN, Verdict
-from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
-from rankcall.analysis.verdicts.wording import (
-    begin_sentence,
+from rankcall.analysis.verdicts.facts import (
+    Fact,
+    Relation,
+    call_of_wait,
     common_site,
     hosts_of,
     lines_of_site,
-    name_ranks,
-    name_wait,
+    ranks_of,
 )
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
 
 
-class Deadlock(Verdict):
+class Deadlock(Kind):
     """Each rank of a circle waits for the next one, in another group or another message."""
 
     kind = "deadlock"
@@ -34,11 +36,16 @@ class Deadlock(Verdict):
         snapshot = evidence.snapshot
         longest = max(cycle.waits, key=lambda wait: wait.age_s)
         steps = [
-            f"{name_ranks(snapshot, _inside(cycle, wait.waiters))} in {name_wait(snapshot, wait)}, "
-            f"for {name_ranks(snapshot, _inside(cycle, wait.absent))}"
+            Fact(
+                Relation.WAITS_FOR,
+                ranks_of(snapshot, _inside(cycle, wait.waiters)),
+                call_of_wait(snapshot, wait),
+                ranks_of(snapshot, _inside(cycle, wait.absent)),
+            )
             for wait in cycle.waits
         ]
-        name = begin_sentence(name_ranks(snapshot, cycle.ranks))
+        circle = Fact(Relation.WAIT_FOR_EACH_OTHER, ranks_of(snapshot, cycle.ranks))
+        tags = _different_tags(snapshot, cycle.waits)
         return self.finding(
             cycle.ranks,
             victims=tuple(sorted(evidence.graph.victims(cycle.waits) - set(cycle.ranks))),
@@ -49,9 +56,9 @@ class Deadlock(Verdict):
             **lines_of_site(snapshot, common_site(snapshot, longest)),
             since_s=longest.age_s,
             confidence="likely" if any(wait.soft for wait in cycle.waits) else "certain",
-            summary=f"{name} wait for each other: "
-            f"{_different_tags(cycle.waits) or '; '.join(steps[:SHOWN])}.",
-            evidence=tuple(steps),
+            said=[circle, *(tags or steps)],
+            shown=steps,
+            live=snapshot.live,
             advice=_advice(cycle),
         )
 
@@ -60,15 +67,17 @@ def _inside(cycle: Cycle, ranks: Sequence[int]) -> list[int]:
     return [rank for rank in ranks if rank in cycle.ranks] or list(ranks)
 
 
-def _different_tags(waits: Sequence[Wait]) -> str:
-    """Write which two tags do not match, if the ends of a channel use different ones."""
+def _different_tags(snapshot: Snapshot, waits: Sequence[Wait]) -> list[Fact]:
+    """Return that two tags do not match, if the ends of a channel use different ones."""
     channels = [wait.channel for wait in waits if wait.channel is not None]
     for lower in channels:
         for higher in channels:
             if lower[:2] == higher[:2] and lower.tag < higher.tag:
-                tags = f"tag {lower.tag} and tag {higher.tag}"
-                return f"{tags} do not match, from rank {lower.source} to rank {lower.target}"
-    return ""
+                ends = (ranks_of(snapshot, [rank]) for rank in (lower.source, lower.target))
+                source, target = ends
+                tags = (("tags", f"{lower.tag} {higher.tag}"),)
+                return [Fact(Relation.TAGS_DIFFER, source, others=target, values=tags)]
+    return []
 
 
 def _advice(cycle: Cycle) -> str:

@@ -381,6 +381,8 @@ def value(snapshot: Snapshot, row: int, name: str) -> str:
     return f"{int(call[SIZE_TO_AGREE_ON.get(OPS[int(call['op'])], column)]):,} bytes"
 
 
-def values(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> str:
-    """Write the fields in which a side differs from the others."""
-    return ", ".join(value(snapshot, side.row, name) for name in disagreement.differing)
+def values_of(
+    snapshot: Snapshot, disagreement: Disagreement, side: Side
+) -> tuple[tuple[str, str], ...]:
+    """Return the fields in which a side differs from the others, each with its value."""
+    return tuple((name, value(snapshot, side.row, name)) for name in disagreement.differing)

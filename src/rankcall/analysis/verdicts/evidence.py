@@ -27,7 +27,7 @@ from rankcall.analysis.verdicts.disagreements import Disagreement, disagreements
 from rankcall.analysis.verdicts.suspects import (
     BEATS_S,
     Case,
-    CulpritKind,
+    Classifier,
     Exits,
     Suspects,
     culprit_cases,
@@ -80,7 +80,7 @@ class HangEvidence:
 
 
 def hang_evidence(
-    snapshot: Snapshot, hang_after: float, kinds: Sequence[CulpritKind]
+    snapshot: Snapshot, hang_after: float, kinds: Sequence[Classifier]
 ) -> HangEvidence:
     """Follow the calls that are in flight for long to the ranks that they wait for.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot
-from rankcall.analysis.verdicts.kind import CulpritVerdict
+from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
-from rankcall.analysis.verdicts.wording import ago, verbs_for
 
 
-class Exhausted(CulpritVerdict):
+class Exhausted(CulpritKind):
     """A rank's program ended well, or is ending: its data ran out before the others'."""
 
     kind = "exhausted"
@@ -28,15 +28,13 @@ class Exhausted(CulpritVerdict):
         """Tell whether others wait for a rank. Another one's death did not end this one."""
         return bool(suspects.overdue(case.waits))
 
-    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write whether the processes have ended, and when."""
-        first, verbs = states[0], verbs_for(snapshot, len(states))
-        if first.exit == 0:
-            when = ago(snapshot, first.gone_s or 0.0)
-            return f"left the loop and exited with code 0, {when}"
-        if first.state == GONE:
-            return f"left the loop and ended {ago(snapshot, first.gone_s or 0.0)}"
-        return f"left the loop: {verbs.they} {verbs.be} closing down"
+    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+        """Return whether the processes have ended, and when."""
+        first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
+        end = "exited" if first.exit == 0 else "ended" if first.state == GONE else "closing"
+        seconds = (first.gone_s or 0.0) if end != "closing" else None
+        values = (("end", end),)
+        return Fact(Relation.LEFT_LOOP, ranks, values=values, number=seconds, unit="s")
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to train with uneven data."""

@@ -15,26 +15,19 @@ import numpy as np
 from rankcall.analysis.pace import quiet_s
 from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.facts import Fact, Relation, common_site, hosts_of, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kind import CulpritVerdict
+from rankcall.analysis.verdicts.kind import CulpritKind
+from rankcall.analysis.verdicts.sentences import evidence as written
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
 from rankcall.analysis.verdicts.wait_graph import Wait
-from rankcall.analysis.verdicts.wording import (
-    begin_sentence,
-    common_site,
-    count_of,
-    duration,
-    hosts_of,
-    name_ranks,
-    verbs_for,
-)
 from rankcall.run.frames import code_place
 
 # A wait may last so many times longer than the longest one that passed at that line.
 _LONGER = 10.0
 
 
-class Idle(CulpritVerdict):
+class Idle(CulpritKind):
     """Nothing is wrong: a rank waits for work from outside the job, and the others wait for it."""
 
     kind = "idle"
@@ -64,24 +57,27 @@ class Idle(CulpritVerdict):
         others = tuple(
             state.rank for state in snapshot.ranks if not state.waits_for_work and not state.blind
         )
-        verbs = verbs_for(snapshot, len(ranks))
-        text = (
-            f"{begin_sentence(name_ranks(snapshot, ranks))} {verbs.have} waited for work "
-            f"({declared[0].expects}) for {duration(seconds)}"
+        waits = Fact(
+            Relation.WAITS_FOR_WORK,
+            ranks_of(snapshot, ranks),
+            others=ranks_of(snapshot, others) if others else None,
+            values=(("what", declared[0].expects),),
+            number=seconds,
+            unit="s",
         )
-        waiting = f", and {count_of(len(others), 'rank')} with {verbs.they}" if others else ""
         yield self.finding(
             ranks,
             victims=others,
             hosts=hosts_of(snapshot, ranks),
             since_s=seconds,
-            summary=f"{text}{waiting}.",
+            said=[waits],
+            live=snapshot.live,
         )
 
-    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write why this is no hang."""
-        verbs = verbs_for(snapshot, len(states))
-        return f"{verbs.have} not come, as before: an earlier wait at the same line passed"
+    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+        """Return why this is no hang."""
+        ranks = ranks_of(snapshot, [state.rank for state in states])
+        return Fact(Relation.NOT_COME_AS_BEFORE, ranks)
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to declare the wait, and what to do if it is not meant."""
@@ -96,11 +92,17 @@ class Idle(CulpritVerdict):
     def _of_cases(self, evidence: HangEvidence, cases: Sequence[Case]) -> Finding:
         finding, snapshot = super()._of_cases(evidence, cases), evidence.snapshot
         sites = {_line(snapshot, wait) for case in cases for wait in case.waits}
-        before = tuple(
-            f"a wait at {site} lasted {duration(snapshot.waited_before[site])} and passed"
+        before = [
+            Fact(
+                Relation.EARLIER_WAIT_PASSED,
+                values=(("line", site),),
+                number=snapshot.waited_before[site],
+                unit="s",
+            )
             for site in sorted(sites & snapshot.waited_before.keys())
-        )
-        return replace(finding, evidence=(*before, *finding.evidence))
+        ]
+        lines = (*written(before, snapshot.live), *finding.evidence)
+        return replace(finding, evidence=lines, facts=(*finding.facts, *before))
 
 
 def _has_ended_before(snapshot: Snapshot, wait: Wait) -> bool:

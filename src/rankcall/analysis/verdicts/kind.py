@@ -10,28 +10,30 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot
-from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values
+from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values_of
 from rankcall.analysis.verdicts.evidence import HangEvidence
-from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding, less_sure
-from rankcall.analysis.verdicts.recent_calls import RecentCalls
-from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
-from rankcall.analysis.verdicts.wait_graph import Wait
-from rankcall.analysis.verdicts.wording import (
-    begin_sentence,
+from rankcall.analysis.verdicts.facts import (
+    Fact,
+    Ranks,
+    Relation,
+    call_of,
+    call_of_wait,
     common_site,
-    count_of,
-    duration,
     hosts_of,
     last_call,
     lines_of_site,
-    name_ranks,
-    name_wait,
+    not_known,
+    ranks_of,
 )
+from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding, less_sure
+from rankcall.analysis.verdicts.recent_calls import RecentCalls
+from rankcall.analysis.verdicts.sentences import SHOWN, summary
+from rankcall.analysis.verdicts.sentences import evidence as written
+from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
+from rankcall.analysis.verdicts.wait_graph import Wait
 
-SHOWN = 3  # ranks, waits, sides or hosts that a finding names one by one
 
-
-class Verdict:
+class Kind:
     """One kind of verdict. A kind overrides the methods for the evidence that it reads."""
 
     kind = ""
@@ -56,19 +58,40 @@ class Verdict:
         """Return in how many s it will be clear whether a finding about ``ranks`` holds."""
         return 0.0
 
-    def finding(self, ranks: Sequence[int], **fields: Any) -> Finding:
-        """Make a finding of this kind."""
+    def finding(
+        self,
+        ranks: Sequence[int],
+        *,
+        said: Sequence[Fact] = (),
+        shown: Sequence[Fact] = (),
+        live: bool = True,
+        **fields: Any,
+    ) -> Finding:
+        """Make a finding of this kind.
+
+        Args:
+            ranks: The culprits.
+            said: The facts of the summary; the first one's template says how they are put.
+            shown: The facts of the evidence, a line each.
+            live: Whether the run goes on, which decides the tense.
+            fields: The other fields of the finding.
+        """
+        if said:
+            fields["summary"] = summary(said, live)
+        if shown:
+            fields["evidence"] = written(shown, live)
         return Finding(
             self.kind,
             tuple(ranks),
             stops=self.stops,
             is_fault=self.is_fault,
             predicate=self.predicate,
+            facts=tuple(dict.fromkeys((*said, *shown))),
             **fields,
         )
 
 
-class CulpritVerdict(Verdict):
+class CulpritKind(Kind):
     """A kind of verdict about ranks that others wait for and that wait for no other rank."""
 
     may_have_skipped = False
@@ -77,8 +100,8 @@ class CulpritVerdict(Verdict):
         """Return how sure it is that this kind fits a suspect; None if it does not."""
         raise NotImplementedError
 
-    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write the state of the ranks, to follow their names."""
+    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+        """Return the state of the ranks, which says why they hold others up."""
         raise NotImplementedError
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
@@ -127,44 +150,35 @@ class CulpritVerdict(Verdict):
             victims=victims,
             hosts=hosts_of(snapshot, ranks),
             confidence=confidence,
-            summary=self._summary(snapshot, states, longest, victims),
-            evidence=(*_waiting(evidence, ranks, waits), *gaps),
+            said=[self.state(snapshot, states), *_held_up(snapshot, ranks, longest, victims)],
+            shown=[*_waiting(evidence, ranks, waits), *gaps],
+            live=snapshot.live,
             advice=self.advice(snapshot, states),
             **place,
         )
 
-    def _summary(
-        self,
-        snapshot: Snapshot,
-        states: Sequence[RankState],
-        wait: Wait | None,
-        victims: Sequence[int],
-    ) -> str:
-        name = name_ranks(snapshot, [state.rank for state in states])
-        begin = f"{begin_sentence(name)} {self.matter(snapshot, states)}"
-        if wait is None or not victims:
-            return f"{begin}."
-        return f"{begin}. {_held_up(snapshot, len(states), wait, victims)}"
 
-
-def _held_up(snapshot: Snapshot, culprits: int, wait: Wait, victims: Sequence[int]) -> str:
-    """Write which ranks cannot go on: only some of them may be in the call that waits longest."""
-    live = snapshot.live
-    there = len(set(wait.waiters) & set(victims))
-    elsewhere = len(victims) - there
-    have = ("has" if there == 1 else "have") if live else "had"
-    waited = (
-        f"{have} waited {duration(wait.age_s)} for {'it' if culprits == 1 else 'them'} "
-        f"in {name_wait(snapshot, wait)}"
-    )
-    if not elsewhere:
-        return f"{count_of(there, 'rank')} {waited}."
-    verb = ("is" if elsewhere == 1 else "are") if live else ("was" if elsewhere == 1 else "were")
-    others = "in another call" if elsewhere == 1 else "in other calls"
-    return (
-        f"{count_of(len(victims), 'rank')} {'cannot' if live else 'could not'} go on: "
-        f"{there:,} {waited}, and {elsewhere:,} {verb} {others}."
-    )
+def _held_up(
+    snapshot: Snapshot, culprits: Sequence[int], wait: Wait | None, victims: Sequence[int]
+) -> list[Fact]:
+    """Return which ranks cannot go on: only some of them may be in the call that waits longest."""
+    if wait is None or not victims:
+        return []
+    there = sorted(set(wait.waiters) & set(victims))
+    elsewhere = sorted(set(victims) - set(there))
+    facts = [
+        Fact(
+            Relation.HELD_UP,
+            ranks_of(snapshot, there) if there else Ranks(()),
+            call_of_wait(snapshot, wait),
+            ranks_of(snapshot, culprits),
+            number=wait.age_s,
+            unit="s",
+        )
+    ]
+    if elsewhere:
+        facts.append(Fact(Relation.HELD_UP_ELSEWHERE, ranks_of(snapshot, elsewhere)))
+    return facts
 
 
 def _place(snapshot: Snapshot, wait: Wait) -> dict[str, Any]:
@@ -178,47 +192,45 @@ def _place(snapshot: Snapshot, wait: Wait) -> dict[str, Any]:
     }
 
 
-def _waiting(evidence: HangEvidence, ranks: Sequence[int], waits: Sequence[Wait]) -> list[str]:
-    """Write the culprits' last calls, and the calls that other ranks wait for them in."""
+def _waiting(evidence: HangEvidence, ranks: Sequence[int], waits: Sequence[Wait]) -> list[Fact]:
+    """Return the culprits' last calls, and the calls that other ranks wait for them in."""
     snapshot = evidence.snapshot
-    lines = [
-        f"rank {rank}: {last_call(snapshot, rank)}"
-        for rank in ranks[:SHOWN]
-        if not snapshot.ranks[rank].blind
-    ]
+    facts = [last_call(snapshot, rank) for rank in ranks[:SHOWN] if not snapshot.ranks[rank].blind]
     for wait in sorted(waits, key=lambda wait: -wait.age_s)[:SHOWN]:
         waiting = [rank for rank in wait.waiters if rank not in ranks]
         if waiting:
-            lines.append(
-                f"{name_ranks(snapshot, waiting)}: in {name_wait(snapshot, wait)} "
-                f"for {duration(wait.age_s)}"
+            facts.append(
+                Fact(
+                    Relation.WAITS_IN,
+                    ranks_of(snapshot, waiting),
+                    call_of_wait(snapshot, wait),
+                    number=wait.age_s,
+                    unit="s",
+                )
             )
     direct = {rank for wait in waits for rank in wait.waiters}
     others = sorted(evidence.graph.victims(waits) - direct - set(ranks))
     if others:
-        verb = "waits" if len(others) == 1 else "wait"
-        lines.append(f"{name_ranks(snapshot, others)}: {verb} for those in turn")
-    return lines
+        facts.append(Fact(Relation.WAITS_IN_TURN, ranks_of(snapshot, others)))
+    return facts
 
 
-def _gaps(snapshot: Snapshot, ranks: Sequence[int], waits: Iterable[Wait]) -> list[str]:
-    """Write the gaps in the records that could change a verdict about some ranks."""
+def _gaps(snapshot: Snapshot, ranks: Sequence[int], waits: Iterable[Wait]) -> list[Fact]:
+    """Return the gaps in the records that could change a verdict about some ranks."""
     gaps = []
     groups = {wait.group for wait in waits}
     members = {rank for group in groups for rank in snapshot.groups[group].ranks}
     blind = _blind(snapshot, members)
     if blind:
         unheard = any(state.unheard for state in snapshot.ranks)
-        why = "no answer from there" if unheard else "no records of it here"
-        gaps.append(f"nothing is known of {name_ranks(snapshot, blind)}: {why}")
+        gaps.append(not_known(snapshot, blind, "unheard" if unheard else "no records"))
     for rank in ranks:
         state = snapshot.ranks[rank]
         mine = snapshot.calls[snapshot.calls["rank"] == rank]
         if state.dropped and not groups & set(mine["group"].tolist()):
-            gaps.append(
-                f"{count_of(state.dropped, 'record')} of rank {rank} were overwritten, and "
-                "none of this group is left: it may have been there"
-            )
+            subject = ranks_of(snapshot, [rank])
+            dropped = int(state.dropped)
+            gaps.append(Fact(Relation.OVERWRITTEN, subject, number=dropped, unit="records"))
     return gaps
 
 
@@ -228,13 +240,13 @@ def _blind(snapshot: Snapshot, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in sorted(ranks) if rank >= count or snapshot.ranks[rank].blind]
 
 
-class DisagreementVerdict(Verdict):
+class DisagreementKind(Kind):
     """A kind of verdict about members that do not issue the same call as the others."""
 
     order_differs = False
 
-    def summary(self, snapshot: Snapshot, disagreement: Disagreement) -> str:
-        """Write which ranks differ, at which call, and in which fields."""
+    def differences(self, snapshot: Snapshot, disagreement: Disagreement) -> list[Fact]:
+        """Return which ranks differ, at which call, and in what."""
         raise NotImplementedError
 
     def advice(self, disagreement: Disagreement) -> str:
@@ -265,11 +277,10 @@ class DisagreementVerdict(Verdict):
         likely = not culprits or (disagreement.order_differs and "op" not in disagreement.differing)
         confidence = "likely" if likely else "certain"
         unseen = _blind(snapshot, set(snapshot.groups[disagreement.group].ranks) - members)
-        gaps = []
+        gaps: list[Fact] = []
         if unseen and not disagreement.message:
             confidence = less_sure(confidence)
-            names = name_ranks(snapshot, unseen)
-            gaps = [f"nothing is known of {names}: no records of it here"]
+            gaps = [not_known(snapshot, unseen)]
         sides = [_side(snapshot, disagreement, side) for side in disagreement.sides[:SHOWN]]
         return self.finding(
             culprits,
@@ -281,16 +292,16 @@ class DisagreementVerdict(Verdict):
             **lines_of_site(snapshot, int(snapshot.calls["site"][row])),
             since_s=float(snapshot.calls["age_s"][disagreement.rows].max()),
             confidence=confidence,
-            summary=self.summary(snapshot, disagreement),
-            evidence=(*sides, *gaps),
+            said=self.differences(snapshot, disagreement),
+            shown=[*sides, *gaps],
+            live=snapshot.live,
             advice=self.advice(disagreement),
         )
 
 
-def _side(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> str:
-    """Write one side: its ranks, its op, its line and the fields that differ."""
-    site = snapshot.shown_site(int(snapshot.calls["site"][side.row]))
-    op = snapshot.op(side.row)
+def _side(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> Fact:
+    """Return one side: its ranks, its op, its line and the fields that differ."""
     shown_elsewhere = disagreement.differing in (("op",), (SPLITS,))
-    fields = "" if shown_elsewhere else f", {values(snapshot, disagreement, side)}"
-    return f"{name_ranks(snapshot, side.ranks)}: {op}{f' at {site}' if site else ''}{fields}"
+    values = () if shown_elsewhere else values_of(snapshot, disagreement, side)
+    ranks = ranks_of(snapshot, side.ranks)
+    return Fact(Relation.PASSED, ranks, call_of(snapshot, side.row), values=values)

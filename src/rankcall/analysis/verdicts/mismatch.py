@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rankcall.analysis.snapshot import Snapshot
-from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, values
-from rankcall.analysis.verdicts.kind import DisagreementVerdict
-from rankcall.analysis.verdicts.wording import begin_sentence, name_group, name_ranks
+from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values_of
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation, call_of, ranks_of
+from rankcall.analysis.verdicts.kind import DisagreementKind
 
 
-class Mismatch(DisagreementVerdict):
+class Mismatch(DisagreementKind):
     """Members differ in the size, dtype, root or reduce op of one call, or in a message's size."""
 
     kind = "mismatch"
@@ -16,31 +18,28 @@ class Mismatch(DisagreementVerdict):
     predicate = "differ in one call"
     order_differs = False
 
-    def summary(self, snapshot: Snapshot, disagreement: Disagreement) -> str:
-        """Write which ranks differ, and in which fields."""
+    def differences(self, snapshot: Snapshot, disagreement: Disagreement) -> list[Fact]:
+        """Return what the smallest and the largest side passed, and what became of the call."""
         first, last = disagreement.sides[0], disagreement.sides[-1]
-        place = f"#{disagreement.seq} of group {name_group(snapshot, disagreement.group)}"
+        through = _went_through(snapshot, disagreement)
         if SPLITS in disagreement.differing:
             calls = snapshot.calls[disagreement.rows]
-            sent, received = int(calls["in_bytes"].sum()), int(calls["out_bytes"].sum())
-            return (
-                f"{begin_sentence(name_ranks(snapshot, first.ranks))} send {sent:,} bytes in all "
-                f"in all_to_all {place}, and expect to receive {received:,}: their split sizes do "
-                f"not add up.{_consequence(snapshot, disagreement)}"
-            )
-        mine, theirs = (values(snapshot, disagreement, side) for side in (first, last))
+            sums = [("sent", "in_bytes"), ("received", "out_bytes")]
+            values = tuple((name, str(int(calls[column].sum()))) for name, column in sums)
+            call, ranks = _call(snapshot, disagreement, first), ranks_of(snapshot, first.ranks)
+            return [Fact(Relation.UNEQUAL_SPLITS, ranks, call, values=values), *through]
+        relations = [Relation.PASSED, Relation.PASSED]
         if disagreement.message:
-            return (
-                f"Rank {first.ranks[0]} sends {mine} and rank {last.ranks[0]} receives {theirs}, "
-                f"in message {place}.{_consequence(snapshot, disagreement)}"
+            relations = [Relation.SENDS, Relation.RECEIVES]
+        return [
+            Fact(
+                relation,
+                ranks_of(snapshot, side.ranks),
+                _call(snapshot, disagreement, side),
+                values=values_of(snapshot, disagreement, side),
             )
-        fields = " and ".join(name.replace("_", " ") for name in disagreement.differing)
-        then = _consequence(snapshot, disagreement)
-        return (
-            f"{begin_sentence(name_ranks(snapshot, first.ranks))} and "
-            f"{name_ranks(snapshot, last.ranks)} differ in {fields} in "
-            f"{snapshot.op(last.row)} {place}: {mine} against {theirs}.{then}"
-        )
+            for relation, side in zip(relations, (first, last), strict=True)
+        ] + through
 
     def advice(self, disagreement: Disagreement) -> str:
         """Write which arguments to compare."""
@@ -54,16 +53,16 @@ class Mismatch(DisagreementVerdict):
         return "All members of a group must pass the same: compare what the lines above are given."
 
 
-def _consequence(snapshot: Snapshot, disagreement: Disagreement) -> str:
-    """Write what became of a call that ended although its members differ.
+def _call(snapshot: Snapshot, disagreement: Disagreement, side: Side) -> CallFact:
+    """Return a side's call, under the number at which the sides differ."""
+    return replace(call_of(snapshot, side.row), seq=disagreement.seq)
+
+
+def _went_through(snapshot: Snapshot, disagreement: Disagreement) -> list[Fact]:
+    """Return that a call ended although its members differ.
 
     Dumps do not tell whether a call on the CPU succeeded.
     """
     if disagreement.open or snapshot.dumped:
-        return ""
-    wrong = (
-        "the received data is wrong or incomplete"
-        if disagreement.message
-        else "the results are wrong"
-    )
-    return f" It went through all the same: {wrong}."
+        return []
+    return [Fact(Relation.WENT_THROUGH, call=_call(snapshot, disagreement, disagreement.sides[-1]))]

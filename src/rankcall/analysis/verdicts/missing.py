@@ -8,14 +8,16 @@ import numpy as np
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
-from rankcall.analysis.verdicts.kind import SHOWN, CulpritVerdict
+from rankcall.analysis.verdicts.facts import Fact, Relation, call_of, hosts_of, ranks_of
+from rankcall.analysis.verdicts.kind import CulpritKind
+from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
-from rankcall.analysis.verdicts.wording import hosts_of, name_call, name_place, verbs_for
+from rankcall.analysis.verdicts.wording import name_place
 from rankcall.record import FLAG_DEVICE
 from rankcall.run.frames import LOADER, code_place
 
 
-class Missing(CulpritVerdict):
+class Missing(CulpritKind):
     """A rank has not arrived, and no other kind says why."""
 
     kind = "missing"
@@ -43,29 +45,25 @@ class Missing(CulpritVerdict):
         mine = unfinished(calls) & np.isin(calls["rank"], ranks)
         return float(np.max(left[mine], initial=0.0))
 
-    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write where the ranks are instead, as far as that is known."""
-        first, verbs = states[0], verbs_for(snapshot, len(states))
+    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+        """Return where the ranks are instead, as far as that is known."""
+        first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
         if first.unheard:
-            return f"{verbs.do} not answer: no word has come from where {verbs.they} ran"
+            return Fact(Relation.DOES_NOT_ANSWER, ranks)
         if first.blind:
-            return f"{verbs.have} left no {'dump' if snapshot.dumped else 'records'} here"
+            kind = "dump" if snapshot.dumped else "records"
+            return Fact(Relation.LEFT_NO_RECORDS, ranks, values=(("kind", kind),))
         if first.closed:
-            return (
-                f"{verbs.have} stopped recording, to end or by rankcall.disable: whether "
-                f"{verbs.they} came is not known"
-            )
+            return Fact(Relation.STOPPED_RECORDING, ranks)
         row = _call_on_device(snapshot, first.rank)
         if row is not None:
-            call = name_call(snapshot, row)
-            return f"{verbs.have} not come: {verbs.they} {verbs.be} still in {call}"
+            return Fact(Relation.STILL_IN, ranks, call_of(snapshot, row))
         if snapshot.dumped:
-            return f"{verbs.have} not come: the calls that {verbs.they} dumped end before that"
+            return Fact(Relation.DUMP_ENDS_BEFORE, ranks)
         places = {code_place(state.stack) for state in states}
+        # Ranks that stand in different places have none in common that a sentence could name.
         where = name_place(places.pop()) if len(places) == 1 else ""
-        if where:
-            return f"{verbs.have} not come: {verbs.they} {verbs.be} {where}"
-        return f"{verbs.have} not come: {verbs.they} {verbs.be} in user code"
+        return Fact(Relation.NOT_COME, ranks, values=(("place", where),) if where else ())
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to find out what the ranks do."""

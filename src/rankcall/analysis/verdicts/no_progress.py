@@ -14,17 +14,18 @@ import numpy as np
 from rankcall.analysis.pace import median_step_s, quiet_s
 from rankcall.analysis.snapshot import ALIVE, GONE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import FIRST_STEP, LONG_STEPS, HangEvidence
-from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kind import SHOWN, Verdict
-from rankcall.analysis.verdicts.wording import (
-    begin_sentence,
-    count_of,
-    duration,
+from rankcall.analysis.verdicts.facts import (
+    Fact,
+    Relation,
     hosts_of,
     last_call,
-    name_place,
-    name_ranks,
+    not_known,
+    ranks_of,
 )
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.sentences import SHOWN
+from rankcall.analysis.verdicts.wording import name_place
 from rankcall.run.frames import CodePlace, code_place
 
 # A process gets this long to start up, however short the threshold: it imports, opens its data and
@@ -81,7 +82,7 @@ def _steps_on_its_own(snapshot: Snapshot, known: Sequence[RankState]) -> bool:
     return any(state.steps > newest[state.rank] + 1 for state in known)
 
 
-class NoProgress(Verdict):
+class NoProgress(Kind):
     """Ranks wait without a record, or no rank has issued anything for too long."""
 
     kind = "no_progress"
@@ -97,18 +98,6 @@ class NoProgress(Verdict):
         places = {state.rank: code_place(state.stack) for state in snapshot.ranks if state.stack}
         waiting = [rank for rank, place in places.items() if place.is_setup]
         absent = _absent(snapshot, waiting)
-        longest = duration(silence.seconds)
-        if waiting:
-            summary = _of_waiting(snapshot, places, waiting, absent, longest)
-        elif absent:
-            name = begin_sentence(name_ranks(snapshot, absent))
-            have, its = ("has", "its") if len(absent) == 1 else ("have", "their")
-            summary = (
-                f"{name} {have} not made {its} process group; the other ranks have. "
-                f"No rank has issued anything for {longest}."
-            )
-        else:
-            summary = f"{_nobody(snapshot)} for {longest}."
         yield self.finding(
             absent,
             victims=tuple(
@@ -120,8 +109,9 @@ class NoProgress(Verdict):
             since_s=silence.seconds,
             call_site=places[waiting[0]].line if waiting else "",
             confidence="certain" if waiting else "likely" if absent else "possible",
-            summary=summary,
-            evidence=tuple(_stand(snapshot, places)),
+            said=[_silent(snapshot, places, waiting, absent, silence.seconds)],
+            shown=list(_stand(snapshot, places)),
+            live=snapshot.live,
             advice=_advice(snapshot, waiting, absent, places),
         )
 
@@ -146,56 +136,51 @@ def _absent(snapshot: Snapshot, waiting: Sequence[int]) -> tuple[int, ...]:
     return tuple(absent)
 
 
-def _of_waiting(
+def _silent(
     snapshot: Snapshot,
     places: dict[int, CodePlace],
     waiting: Sequence[int],
     absent: Sequence[int],
-    longest: str,
-) -> str:
-    functions = sorted({places[rank].inside for rank in waiting})
-    line = places[waiting[0]].line
-    verb = "waits" if len(waiting) == 1 else "wait"
-    text = (
-        f"{begin_sentence(name_ranks(snapshot, waiting))} {verb} in "
-        f"{' and '.join(functions)}{f' at {line}' if line else ''}"
-    )
-    if not absent and len(waiting) == len(snapshot.ranks):
-        return f"{text}: all ranks are there, and nothing has happened for {longest}."
-    if not absent:
-        return (
-            f"{text}. No rank has issued anything for {longest}; the stacks of the others are not "
-            "known."
+    seconds: float,
+) -> Fact:
+    """Return who waits where, and for whom, as far as stacks and groups show it."""
+    if waiting:
+        functions = sorted({places[rank].inside for rank in waiting})
+        line = places[waiting[0]].line
+        everybody = not absent and len(waiting) == len(snapshot.ranks)
+        return Fact(
+            Relation.ALL_WAIT_IN_FUNCTION if everybody else Relation.WAITS_IN_FUNCTION,
+            ranks_of(snapshot, waiting),
+            others=ranks_of(snapshot, absent) if absent else None,
+            values=(("functions", " and ".join(functions)), ("line", line)),
+            number=seconds,
+            unit="s",
         )
-    have = "has" if len(absent) == 1 else "have"
-    return (
-        f"{text} for {name_ranks(snapshot, absent)}, which {have} not come. "
-        f"No rank has issued anything for {longest}."
-    )
+    if absent:
+        ranks = ranks_of(snapshot, absent)
+        return Fact(Relation.NO_GROUP_YET, ranks, number=seconds, unit="s")
+    begun = any(state.groups for state in snapshot.ranks)
+    everyone = ranks_of(snapshot, range(len(snapshot.ranks)))
+    relation = Relation.NONE_ISSUES if begun else Relation.NONE_STARTED
+    return Fact(relation, everyone, number=seconds, unit="s")
 
 
-def _nobody(snapshot: Snapshot) -> str:
-    if not any(state.groups for state in snapshot.ranks):
-        count = count_of(len(snapshot.ranks), "rank")
-        return f"None of {count} has made a process group or issued a collective"
-    return "No rank has issued a collective or a message, and none is in one,"
-
-
-def _stand(snapshot: Snapshot, places: dict[int, CodePlace]) -> Iterator[str]:
-    """Write where each rank stands; ranks at one line share a sentence."""
+def _stand(snapshot: Snapshot, places: dict[int, CodePlace]) -> Iterator[Fact]:
+    """Yield where each rank stands; ranks at one line share a fact."""
     alike: dict[CodePlace, list[int]] = {}
     for rank, place in places.items():
         alike.setdefault(place, []).append(rank)
     for place, ranks in sorted(alike.items(), key=lambda item: item[1])[:_MOST_PLACES]:
-        yield f"{name_ranks(snapshot, ranks)}: {name_place(place) or 'its stack shows no line'}"
+        values = (("place", name_place(place)),)
+        yield Fact(Relation.STANDS_AT, ranks_of(snapshot, ranks), values=values)
     without = [
         state.rank for state in snapshot.ranks if state.rank not in places and not state.blind
     ]
     for rank in without[:SHOWN]:
-        yield f"rank {rank}: {last_call(snapshot, rank)}"
+        yield last_call(snapshot, rank)
     blind = [state.rank for state in snapshot.ranks if state.blind]
     if blind:
-        yield f"nothing is known of {name_ranks(snapshot, blind)}: no records of it here"
+        yield not_known(snapshot, blind)
 
 
 def _advice(

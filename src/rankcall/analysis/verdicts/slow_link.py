@@ -17,19 +17,18 @@ from rankcall.analysis.clocks import HostClock, RowClocks
 from rankcall.analysis.collectives import CollectiveTable, present
 from rankcall.analysis.snapshot import P2P, SEND, Snapshot
 from rankcall.analysis.verdicts.evidence import SYNC, HangEvidence
-from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.kind import Verdict
-from rankcall.analysis.verdicts.recent_calls import RecentCalls
-from rankcall.analysis.verdicts.wording import (
+from rankcall.analysis.verdicts.facts import (
+    Fact,
+    Relation,
+    call_of_wait,
     common_site,
-    count_of,
-    duration,
     hosts_of,
     lines_of_site,
-    name_ranks,
-    name_wait,
-    short_duration,
+    ranks_of,
 )
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.record import OPS
 
 _TIMES = 2.5  # slower than the median link of the kind
@@ -41,7 +40,7 @@ _PEERS = 2  # least number of other links of the kind
 Key = tuple[int, ...]
 
 
-class SlowLink(Verdict):
+class SlowLink(Kind):
     """The transfer itself takes long: all ranks have arrived, and it does not end soon."""
 
     kind = "slow_link"
@@ -54,7 +53,6 @@ class SlowLink(Verdict):
         snapshot, wait = evidence.snapshot, evidence.stuck
         if wait is None:
             return
-        ranks = count_of(len(wait.present), "rank")
         yield self.finding(
             (),
             victims=tuple(sorted(evidence.graph.victims([wait]))),
@@ -64,10 +62,19 @@ class SlowLink(Verdict):
             **lines_of_site(snapshot, common_site(snapshot, wait)),
             since_s=wait.age_s,
             confidence="possible",
-            summary=f"All {ranks} have come to {name_wait(snapshot, wait)}, and "
-            f"{count_of(len(wait.waiters), 'rank')} did not get out for "
-            f"{duration(wait.age_s)}: the transfer itself is stuck.",
-            evidence=(f"{name_ranks(snapshot, wait.waiters)} still in it",),
+            said=[
+                Fact(
+                    Relation.STUCK_TRANSFER,
+                    ranks_of(snapshot, wait.present),
+                    call_of_wait(snapshot, wait),
+                    ranks_of(snapshot, wait.waiters),
+                    number=wait.age_s,
+                    unit="s",
+                    confidence="possible",
+                )
+            ],
+            shown=[Fact(Relation.STILL_IN_TRANSFER, ranks_of(snapshot, wait.waiters))],
+            live=snapshot.live,
             advice=_where_to_look(snapshot, wait.present),
         )
 
@@ -75,11 +82,6 @@ class SlowLink(Verdict):
         """Yield the slowest links."""
         snapshot = recent.snapshot
         for link in slow_links(recent)[:_MOST_LINKS]:
-            ends, subject = f"between {name_ranks(snapshot, link.ranks)}", link.op
-            if link.op == "send":
-                source, target = link.ranks[:1], link.ranks[1:]
-                ends = f"{name_ranks(snapshot, source)} to {name_ranks(snapshot, target)}"
-                subject = "messages from"
             hosts = " and ".join(link.hosts)
             look = f"the network between {hosts}: errors, speed, a shared uplink."
             if len(link.hosts) < 2:
@@ -90,10 +92,16 @@ class SlowLink(Verdict):
                 op=link.op,
                 since_s=link.seconds,
                 confidence="likely",
-                summary=f"Slow: {subject} {ends} take {short_duration(link.seconds)} once both "
-                f"ends have come, {link.seconds / link.usual:.1f} times the "
-                f"{short_duration(link.usual)} of {link.compared} others like it.",
-                evidence=(f"over {link.count:,} transfers of up to {link.bytes:,} bytes",),
+                said=[_slow(snapshot, link)],
+                shown=[
+                    Fact(
+                        Relation.TRANSFERS,
+                        values=(("most_bytes", str(link.bytes)),),
+                        number=link.count,
+                        unit="transfers",
+                    )
+                ],
+                live=snapshot.live,
                 advice=f"Look at {look}",
             )
 
@@ -110,6 +118,23 @@ class LinkTimes:
     usual: float
     count: int
     compared: int
+
+
+def _slow(snapshot: Snapshot, link: LinkTimes) -> Fact:
+    """Return how slow a link is beside the others of its kind. A message has a direction."""
+    values = (("op", link.op), ("usual_s", repr(link.usual)), ("compared", str(link.compared)))
+    ranks, others = ranks_of(snapshot, link.ranks), None
+    if link.op == "send":
+        ranks, others = (ranks_of(snapshot, part) for part in (link.ranks[:1], link.ranks[1:]))
+    return Fact(
+        Relation.SLOW_TRANSFER,
+        ranks,
+        others=others,
+        values=values,
+        number=link.seconds,
+        unit="s",
+        confidence="likely",
+    )
 
 
 def _where_to_look(snapshot: Snapshot, ranks: Sequence[int]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
-from rankcall.analysis.verdicts.kind import SHOWN, CulpritVerdict
+from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+from rankcall.analysis.verdicts.kind import CulpritKind
+from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
-from rankcall.analysis.verdicts.wording import duration, verbs_for
 
 
-class Stopped(CulpritVerdict):
+class Stopped(CulpritKind):
     """A signal stopped a process, or it gives no sign of life, or one thread holds the GIL."""
 
     kind = "stopped"
@@ -34,16 +35,16 @@ class Stopped(CulpritVerdict):
         """
         return case.state.state == STOPPED or self.has_waited_long(suspects, case)
 
-    def matter(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
-        """Write the sign by which the processes are known to stand still."""
-        first, verbs = states[0], verbs_for(snapshot, len(states))
+    def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
+        """Return the sign by which the processes are known to stand still."""
+        first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
         if first.state == STOPPED:
-            return f"{verbs.be} stopped (SIGSTOP, or a debugger)"
-        if _is_mute(first) and first.needs_gil:
-            return f"{verbs.have} run no Python thread for {duration(first.mute_s)}"
+            return Fact(Relation.STOPPED, ranks)
+        relation, seconds = Relation.HOLDS_GIL, first.gil_held_s
         if _is_mute(first):
-            return f"{verbs.have} given no sign of life for {duration(first.mute_s)}"
-        return f"{verbs.have} held the GIL for {duration(first.gil_held_s)}"
+            seconds = first.mute_s
+            relation = Relation.NO_PYTHON_THREAD if first.needs_gil else Relation.NO_SIGN_OF_LIFE
+        return Fact(relation, ranks, number=seconds, unit="s")
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to let the processes go on, or how to find out what stopped them."""

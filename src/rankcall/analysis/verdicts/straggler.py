@@ -14,17 +14,17 @@ from rankcall.analysis.collectives import CollectiveTable, present
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of
 from rankcall.analysis.verdicts.evidence import SYNC
-from rankcall.analysis.verdicts.finding import Finding, less_sure
-from rankcall.analysis.verdicts.kind import Verdict
-from rankcall.analysis.verdicts.recent_calls import RecentCalls
-from rankcall.analysis.verdicts.wording import (
-    begin_sentence,
-    duration,
+from rankcall.analysis.verdicts.facts import (
+    CallFact,
+    Fact,
+    Relation,
     hosts_of,
     lines_of_site,
-    name_ranks,
-    short_duration,
+    ranks_of,
 )
+from rankcall.analysis.verdicts.finding import Finding, less_sure
+from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.analysis.waiting import WaitTotals, measure_collectives, measure_messages, waits_of
 from rankcall.record import OPS
 from rankcall.ring.tables import both_lines
@@ -32,7 +32,7 @@ from rankcall.ring.tables import both_lines
 Floats = npt.NDArray[np.float64]
 
 
-class Straggler(Verdict):
+class Straggler(Kind):
     """Ranks cause most of the waiting in a job that goes on, and do so all along."""
 
     kind = "straggler"
@@ -48,40 +48,15 @@ class Straggler(Verdict):
         snapshot, stragglers = recent.snapshot, late.stragglers
         place = _place(snapshot, late)
         site = both_lines(place.get("call_site", ""), place.get("user_line", ""))
-        single = len(stragglers.ranks) == 1
-        verb, pronoun = ("makes", "it") if single else ("make", "them")
-        since = (
-            f", since step {stragglers.since_step:,}" if stragglers.since_step is not None else ""
-        )
-        text = (
-            f"{begin_sentence(name_ranks(snapshot, stragglers.ranks))} {verb} the others "
-            f"wait{since}: waiting for {pronoun} costs each of them "
-            f"{100 * stragglers.cost:.0f} % of its time, on average."
-        )
-        if place:
-            text += (
-                f" {'It comes' if single else 'They come'} late to {place['op']} of group "
-                f"{place['group']}{f' at {site}' if site else ''}, by "
-                f"{short_duration(late.late_s)} at the median."
-            )
-        evidence = [
-            f"{100 * stragglers.share:.0f} % of all waiting in {duration(stragglers.span_s)}"
-            f"{_left_out(stragglers)}; most of the waiting in "
-            f"{100 * stragglers.along:.0f} % of its parts"
-        ]
-        if late.table is not None:
-            count = len(late.table.seq)
-            evidence.append(
-                f"last in {100 * late.last_in:.0f} % of {count:,} collectives of that group"
-            )
         yield self.finding(
             stragglers.ranks,
             victims=_peers(recent, stragglers.ranks),
             hosts=hosts_of(snapshot, stragglers.ranks),
             since_s=stragglers.span_s,
             confidence="likely" if not snapshot.problems else less_sure("likely"),
-            summary=text,
-            evidence=tuple(evidence),
+            said=_lateness_facts(snapshot, late, place, site),
+            shown=_causes(snapshot, late),
+            live=snapshot.live,
             advice=f"Look at what rank {stragglers.ranks[0]} does before "
             f"{'that line' if site else 'it communicates'}: its data, its CPU, its GPU's clock; "
             "rankcall report has the figures.",
@@ -89,10 +64,37 @@ class Straggler(Verdict):
         )
 
 
-def _left_out(stragglers: Stragglers) -> str:
-    if not stragglers.slow_start_s:
-        return " on record"
-    return f" (the {duration(stragglers.slow_start_s)} before, of far longer steps, are left out)"
+def _lateness_facts(
+    snapshot: Snapshot, late: LateRanks, place: dict[str, Any], site: str
+) -> list[Fact]:
+    """Return what waiting for the ranks costs, and the call that they are latest to."""
+    stragglers = late.stragglers
+    ranks = ranks_of(snapshot, stragglers.ranks)
+    step = stragglers.since_step
+    values = (("since_step", str(step)),) if step is not None else ()
+    facts = [
+        Fact(Relation.MAKES_WAIT, ranks, values=values, number=100 * stragglers.cost, unit="%")
+    ]
+    if place:
+        call = CallFact(place["op"], place["seq"], place["group"], line=site)
+        facts.append(Fact(Relation.COMES_LATE, ranks, call, number=late.late_s, unit="s"))
+    return facts
+
+
+def _causes(snapshot: Snapshot, late: LateRanks) -> list[Fact]:
+    """Return how much of all waiting the ranks cause, and how often they come last."""
+    stragglers = late.stragglers
+    ranks = ranks_of(snapshot, stragglers.ranks)
+    values = [("span_s", repr(stragglers.span_s)), ("along", repr(100 * stragglers.along))]
+    if stragglers.slow_start_s:
+        values.append(("slow_start_s", repr(stragglers.slow_start_s)))
+    share = 100 * stragglers.share
+    facts = [Fact(Relation.CAUSED_WAITING, ranks, values=tuple(values), number=share, unit="%")]
+    if late.table is not None:
+        of = (("collectives", str(len(late.table.seq))),)
+        last = 100 * late.last_in
+        facts.append(Fact(Relation.CAME_LAST, ranks, values=of, number=last, unit="%"))
+    return facts
 
 
 def _place(snapshot: Snapshot, late: LateRanks) -> dict[str, Any]:

@@ -185,11 +185,11 @@ class Suspect:
 class Case(Suspect):
     """A suspect with the kind of verdict that fits it."""
 
-    kind: CulpritKind
+    kind: Classifier
     confidence: str
 
 
-class CulpritKind(Protocol):
+class Classifier(Protocol):
     """The part of a kind of verdict that classifies one rank."""
 
     may_have_skipped: bool
@@ -202,7 +202,7 @@ class CulpritKind(Protocol):
         """Tell whether a case is a cause that must be reported."""
 
 
-def culprit_cases(suspects: Suspects, kinds: Sequence[CulpritKind]) -> list[Case]:
+def culprit_cases(suspects: Suspects, kinds: Sequence[Classifier]) -> list[Case]:
     """Return all ranks that hold others up. The first kind that fits a rank classifies it."""
     cases = []
     for rank in _candidates(suspects):
@@ -222,7 +222,7 @@ def _candidates(suspects: Suspects) -> list[int]:
     return sorted(absent | suspects.halted)
 
 
-def _case(suspects: Suspects, rank: int, kinds: Sequence[CulpritKind]) -> Case | None:
+def _case(suspects: Suspects, rank: int, kinds: Sequence[Classifier]) -> Case | None:
     graph, halted = suspects.graph, suspects.halted
     waits = list(graph.waits_for.get(rank, ()))
     if rank in halted:

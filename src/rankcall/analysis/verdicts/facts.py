@@ -1,0 +1,227 @@
+"""What a finding states: facts in a closed vocabulary, from which ``sentences`` writes every word.
+
+A fact has a subject (ranks), a relation, and an object: a call, other ranks, or named values; and a
+number with its unit if it states one. Kinds of verdict choose facts, and write no text. Tests
+compare facts with the fault that was planted, which cannot be done with a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from rankcall.analysis.snapshot import COMPLETED, FAILED, SEND, Snapshot
+from rankcall.analysis.verdicts.wait_graph import Wait
+
+
+class Relation(str, Enum):
+    """All that a finding can state. The comment behind each says what must be true for it."""
+
+    # How a process ended, or that it does not run. ``number``: since when, in s.
+    KILLED_BY = "killed_by"  # the noted end is this signal. values: signal
+    EXITED_WITH = "exited_with"  # the noted end is this exit code. values: code
+    FAILED_WITH = "failed_with"  # the process recorded the exception that ended it. values: error
+    ENDED_WITH_LAUNCHER = "ended_with_launcher"  # its launcher noted the signal. values: signal
+    GONE = "gone"  # the process does not exist, and no end of it was noted
+    ENDED_BADLY = "ended_badly"  # ended, each in another one of the ways above
+    CONNECTIONS_CLOSED = "connections_closed"  # calls of others failed by that. values: why
+    ENDED_TOGETHER = "ended_together"  # at one moment, and no end was noted. values: copied
+    STOPPED = "stopped"  # the kernel says that the process is stopped
+    NO_PYTHON_THREAD = "no_python_thread"  # its only heartbeat, which needs the GIL, is so old
+    NO_SIGN_OF_LIFE = "no_sign_of_life"  # its heartbeat, which needs no GIL, is so old
+    HOLDS_GIL = "holds_gil"  # the native heartbeat goes on, and that of Python is so old
+    LEFT_LOOP = "left_loop"  # the program has ended well, or is ending. values: end
+
+    # A rank that others wait for, and that runs.
+    DOES_NOT_ANSWER = "does_not_answer"  # its node was asked, and has not answered
+    LEFT_NO_RECORDS = "left_no_records"  # there is no ring, or no dump. values: kind
+    STOPPED_RECORDING = "stopped_recording"  # its ring was closed, and its process exists
+    STILL_IN = "still_in"  # its device has not left an earlier call
+    DUMP_ENDS_BEFORE = "dump_ends_before"  # the newest call in its dump is an earlier one
+    NOT_COME = "not_come"  # it has not issued the call. values: place, if its stack shows one
+    NOT_COME_AS_BEFORE = "not_come_as_before"  # an earlier wait at the same line passed
+    WAITS_FOR_WORK = "waits_for_work"  # it declared the wait. values: what. others: wait with it
+    EARLIER_WAIT_PASSED = "earlier_wait_passed"  # a hang at the line was over. values: line
+
+    # Ranks that wait, and calls on record. ``number``: for how long or how long ago, in s.
+    HELD_UP = "held_up"  # ranks issued the call, it has not ended, and others did not issue it
+    HELD_UP_ELSEWHERE = "held_up_elsewhere"  # in another call, behind the same ranks
+    WAITS_IN = "waits_in"  # ranks issued the call, and it has not ended
+    WAITS_IN_TURN = "waits_in_turn"  # for ranks that are held up
+    WAITS_FOR = "waits_for"  # ranks are in the call, and others have not come to it
+    LAST_LEFT = "last_left"  # the rank's newest call, which has ended
+    LAST_IS_IN = "last_is_in"  # the rank's newest call, which has not ended
+    LAST_FAILED = "last_failed"  # the rank's newest call, which failed
+    ISSUED_NOTHING = "issued_nothing"  # the rank has no call on record
+
+    # Members that do not issue the same call.
+    ISSUED = "issued"  # the ranks issued this op from this line, under the number
+    SHIFTED = "shifted"  # at least 3 calls equal those of the others this number of calls on
+    PASSED = "passed"  # the ranks passed these values to the call. values: by field
+    SENDS = "sends"  # the sending end of a message. values: by field
+    RECEIVES = "receives"  # the receiving end of a message. values: by field
+    UNEQUAL_SPLITS = "unequal_splits"  # the sums over all members differ. values: sent, received
+    WENT_THROUGH = "went_through"  # all these calls have ended all the same
+    TAGS_DIFFER = "tags_differ"  # two ends of one channel use two tags. values: tags
+    WAIT_FOR_EACH_OTHER = "wait_for_each_other"  # each rank of the circle waits for the next one
+
+    # A job in which nothing moves. ``number``: for how long, in s.
+    WAITS_IN_FUNCTION = "waits_in_function"  # their stacks say so. others: which have not come
+    ALL_WAIT_IN_FUNCTION = "all_wait_in_function"  # the stacks of all ranks say so
+    NO_GROUP_YET = "no_group_yet"  # the ranks have no process group on record, and others have
+    NONE_STARTED = "none_started"  # no rank has a process group
+    NONE_ISSUES = "none_issues"  # no call is in flight, and no rank has issued one
+    STANDS_AT = "stands_at"  # the stack shows the line. values: place
+
+    # A job that goes on, and is slow.
+    MAKES_WAIT = "makes_wait"  # the cost for each other rank, in %. values: since_step
+    COMES_LATE = "comes_late"  # to this call, by the median of so many s
+    CAUSED_WAITING = "caused_waiting"  # of all waiting, in %. values: span_s, along, slow_start_s
+    CAME_LAST = "came_last"  # in so many % of the group's collectives. values: collectives
+    SLOW_TRANSFER = "slow_transfer"  # once all have come, s. values: op, usual_s, compared, message
+    TRANSFERS = "transfers"  # how many were measured. values: most_bytes
+    STUCK_TRANSFER = "stuck_transfer"  # all ranks have come, and others do not leave
+    STILL_IN_TRANSFER = "still_in_transfer"  # the ranks that do not leave
+
+    # The evidence, and its gaps.
+    SEEN_AT = "seen_at"  # the watcher kept that stack so long before the end. values: place
+    NOT_KNOWN = "not_known"  # nothing is known of the ranks. values: why
+    OVERWRITTEN = "overwritten"  # so many records of the rank are gone, and all of this group
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks, with their hosts, each once. ``pid``: of a single rank; 0 if it is not known."""
+
+    numbers: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class CallFact:
+    """A call that a fact is about.
+
+    ``function``: the function of torch that issues it among others, such as ``gather_object``.
+    ``peer``: the other end of a message that is waited in, -1 for any rank; else None.
+    """
+
+    op: str
+    seq: int = 0
+    group: str = ""
+    description: str = ""  # of the group, if it says more than the name
+    function: str = ""
+    peer: int | None = None
+    tag: int = 0
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One statement. ``ranks`` is its subject; the object is a call, others, or values."""
+
+    relation: Relation
+    ranks: Ranks | None = None
+    call: CallFact | None = None
+    others: Ranks | None = None
+    values: tuple[tuple[str, str], ...] = ()  # by name, each name once
+    number: float | None = None
+    unit: str = ""  # s, %, calls, records
+    confidence: str = "certain"
+
+    def value(self, name: str) -> str:
+        """Return a named value; empty if the fact has none."""
+        return dict(self.values).get(name, "")
+
+
+_NO_DESCRIPTIONS = ("default_pg", "undefined")  # torch's own descriptions
+
+
+def ranks_of(snapshot: Snapshot, ranks: Iterable[int]) -> Ranks:
+    """Return ranks with their hosts and, of a single rank, its pid."""
+    numbers = tuple(ranks)
+    hosts = tuple(host for host in dict.fromkeys(snapshot.ranks[n].host for n in numbers) if host)
+    return Ranks(numbers, hosts, snapshot.ranks[numbers[0]].pid if len(numbers) == 1 else 0)
+
+
+def group_of(snapshot: Snapshot, number: int) -> tuple[str, str]:
+    """Return a group's label, and its description if that says more than the label."""
+    label, description = snapshot.labels[number], snapshot.groups[number].description
+    if description in (*_NO_DESCRIPTIONS, "") or description in label:
+        return label, ""
+    return label, description
+
+
+def call_of(snapshot: Snapshot, row: int, site: int | None = None) -> CallFact:
+    """Return the call in a row, at its own call site or at another one."""
+    call = snapshot.calls[row]
+    number = int(call["site"]) if site is None else site
+    api = snapshot.sites[int(call["site"])].api if snapshot.sites else ""
+    return CallFact(
+        snapshot.op(row),
+        int(call["seq"]),
+        *group_of(snapshot, int(call["group"])),
+        function=api if "object" in api else "",  # it issues several ops
+        line=snapshot.shown_site(number),
+    )
+
+
+def call_of_wait(snapshot: Snapshot, wait: Wait) -> CallFact:
+    """Return the call that ranks wait in: a collective, or one end of a message."""
+    row = int(wait.rows[0])
+    if wait.channel is None:
+        return call_of(snapshot, row, common_site(snapshot, wait))
+    source, target, tag = wait.channel
+    call = snapshot.calls[row]
+    is_send = int(call["op"]) == SEND
+    return CallFact(
+        "send" if is_send else "recv",
+        wait.seq,
+        *group_of(snapshot, int(call["group"])),
+        peer=target if is_send else source,
+        tag=tag,
+        line=snapshot.shown_site(common_site(snapshot, wait)),
+    )
+
+
+def common_site(snapshot: Snapshot, wait: Wait) -> int:
+    """Return the call site of most of the waiting ranks, as an index into the snapshot's."""
+    sites, counts = np.unique(snapshot.calls["site"][wait.rows], return_counts=True)
+    return int(sites[np.argmax(counts)])
+
+
+def lines_of_site(snapshot: Snapshot, number: int) -> dict[str, str]:
+    """Return the fields of a finding that name the line of a call."""
+    return {"call_site": snapshot.site(number), "user_line": snapshot.user_line(number)}
+
+
+def hosts_of(snapshot: Snapshot, ranks: Iterable[int]) -> tuple[str, ...]:
+    """Return the hosts of some ranks, each once."""
+    return ranks_of(snapshot, ranks).hosts
+
+
+def last_call(snapshot: Snapshot, rank: int) -> Fact:
+    """Return a rank's newest call, and since when it is in it or has left it."""
+    rows = np.flatnonzero(snapshot.calls["rank"] == rank)
+    ranks = ranks_of(snapshot, (rank,))
+    if not len(rows):
+        return Fact(Relation.ISSUED_NOTHING, ranks)
+    row = int(rows[np.argmax(snapshot.calls["index"][rows])])
+    ended, age = (float(snapshot.calls[name][row]) for name in ("ended_s", "age_s"))
+    call, status = call_of(snapshot, row), snapshot.calls["status"][row]
+    if status == FAILED:
+        return Fact(Relation.LAST_FAILED, ranks, call, number=ended, unit="s")
+    if np.isnan(ended):
+        # A device's calls can have ended without a time.
+        relation = Relation.LAST_LEFT if status == COMPLETED else Relation.LAST_IS_IN
+        seconds = None if status == COMPLETED else age
+        return Fact(relation, ranks, call, number=seconds, unit="s")
+    return Fact(Relation.LAST_LEFT, ranks, call, number=ended, unit="s")
+
+
+def not_known(snapshot: Snapshot, ranks: Sequence[int], why: str = "no records") -> Fact:
+    """Return that nothing is known of some ranks."""
+    return Fact(Relation.NOT_KNOWN, ranks_of(snapshot, ranks), values=(("why", why),))
