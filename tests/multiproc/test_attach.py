@@ -375,6 +375,27 @@ def test_exec_notes_how_a_rank_ended(tmp_path: Path, status: int) -> None:
     assert [finding.kind for finding in diagnose(load(run)).findings] == ["dead"] * bool(status)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="rankcall[serve]")
+def test_exec_has_the_options_of_run(tmp_path: Path) -> None:
+    """It traces the job, keeps its history, and shows it on a page that ends with it."""
+    program = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "dist.destroy_process_group()\n"
+    )
+    (tmp_path / "one.py").write_text(program)
+    options = ("--capture=python", "--trace=all", "--history", "--serve=0")
+    ended = launch("exec", *options, "--", PYTHON, "one.py", cwd=tmp_path, timeout=240)
+    assert ended.status == 0, ended.err
+    (run,) = (path for path in (tmp_path / "rankcall-runs").iterdir() if path.name != "latest")
+    assert run.name.endswith("-one")
+    (described,) = run.glob("trace/*.jsonl")
+    assert '"all_reduce"' in described.read_text()
+    assert len(list(run.glob("history/*.parquet"))) == 1
+    assert load(run).records["op"].to_list() == ["all_reduce"]
+
+
 @pytest.mark.parametrize(
     ("line", "status"), [("exit 7", 7), ("kill -TERM $$", -15), ("kill -KILL $$", -9)]
 )
