@@ -30,6 +30,7 @@ _COMMANDS = {
     "doctor": "Say whether recording will work here.",
     "build": "Build the native recorder and RPC agent ahead of time.",
 }
+# These clean up first. Of the others, clean does so itself, and doctor and build read no run.
 _WORKING = ("run", "exec", "report", "diagnose", "export", "top", "serve", "collect")
 
 

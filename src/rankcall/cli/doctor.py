@@ -27,7 +27,7 @@ from rankcall.run.paths import live_base
 __all__ = ["command"]
 
 OK, WEAK, BAD = "ok", "weak", "FAIL"
-_TRIAL_S = 60.0
+_TRIAL_S = 60.0  # the job imports torch, which alone takes seconds
 _STORE_S = 3.0
 _RANKS = 8  # shared memory should have room for the rings of this many
 _TRIAL = """\

@@ -118,6 +118,7 @@ def _run(args: list[str]) -> tuple[int, int]:
     child: list[subprocess.Popen[bytes]] = []
     pending: list[int] = []
 
+    # A signal can come between the handler and the child's pid. It is forwarded afterwards.
     def forward(number: int, frame: FrameType | None) -> None:
         if child:
             child[0].send_signal(number)
@@ -159,7 +160,7 @@ def _ignoring(*numbers: signal.Signals) -> contextlib.AbstractContextManager[Non
 
 def _end_like(number: int) -> None:
     """End by the signal that ended the command, so that the caller sees the same status."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of this process would be misleading
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

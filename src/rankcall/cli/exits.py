@@ -22,6 +22,7 @@ from rankcall.cli.torchrun import TERMINATED
 from rankcall.run.exits import LAUNCHER, Exit, note_exit
 
 _POLL_S = 0.1  # a worker needs longer than that to import torch
+# WNOWAIT leaves the process to be reaped by torchrun, which else could not tell how it ended.
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 _ENDED_BY_TORCHRUN = (TERMINATED, -9)
@@ -63,7 +64,9 @@ class ExitWatch:
         """Note the workers that ended since the last poll, and stop watching."""
         signal.set_wakeup_fd(self._wakeup_before)
         self._stopping.set()
-        self._thread.join(timeout=5)
+        self._thread.join(
+            timeout=5
+        )  # it may hang in a network file system; the notes are lost then
         self._signals.close()
 
     def _run(self) -> None:
@@ -154,6 +157,7 @@ def _worker(pid: int) -> _Worker | None:
     return _Worker(pid, rank, attempt)
 
 
+# torchrun sets both for a worker. Its own helper processes have no RANK.
 _WANTED = (b"RANK", b"TORCHELASTIC_RESTART_COUNT")
 
 

@@ -1,4 +1,4 @@
-"""The live page of a job that ``rankcall run --serve`` starts: a process beside the launcher."""
+"""The live page of a job that ``--serve`` starts: a process beside the launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rankcall.cli.common import say
 from rankcall.errors import RankcallError
 from rankcall.interpreter import run_command
 
-_END_S = 5.0
+_END_S = 5.0  # for its viewers' streams; then it is killed, because the launcher must end
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -47,7 +47,7 @@ def page_of(run: Path, address: str, hang_after: float) -> Iterator[None]:
                 *(["--hang-after", f"{hang_after:g}"] if hang_after else []),
             ),
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
+            stdout=sys.stderr.fileno(),  # the link; stdout belongs to the job
             start_new_session=True,
         )
     except (OSError, ValueError, RankcallError) as error:

@@ -20,9 +20,11 @@ from rankcall.run.moving import age_s, claim_ring, move_ring, remove_empty_folde
 from rankcall.run.paths import HANGS, files_in, live_base, live_dir
 
 _RPC = "rpc"  # the RPC back end's folder, which is beside those of the runs
+# A process whose state cannot be known, for example in another pid namespace, gives a sign of life
+# twice a second. One that has given none for a day has ended.
 _OLD_SECONDS = 86_400.0
 _OVER_SECONDS = 60.0  # a launcher that ends with its ranks has moved their rings by then
-_MOST_CLEANED = 256
+_MOST_CLEANED = 256  # rings: commands clean up before their own work, which must not wait long
 
 
 def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:

@@ -34,9 +34,9 @@ from rankcall.run.paths import HANGS, files_in, trusted_live_dirs
 
 STACKS = "stacks"
 _VERDICT, _TEXT, _OVER = "verdict.json", "verdict.txt", "over.json"
-_LATEST_NS = 1 << 62
+_LATEST_NS = 1 << 62  # a later time is damage; with it, int64 arithmetic would overflow
 _NUMBER = re.compile("[0-9]{1,9}")  # the name of a verdict's folder
-_LONGEST_S = 1e9
+_LONGEST_S = 1e9  # a longer hang is damage
 _MOST_HANG_BYTES = 1 << 26  # of one file; the largest verdicts, of 100,000 ranks, are smaller
 _MOST_STACK_BYTES = 1 << 16
 Object = dict[str, Any]
@@ -217,6 +217,7 @@ def _move(folder: Path, run_dir: Path) -> None:
     scratch = scratch_beside(target)
     try:
         shutil.copytree(folder, scratch, symlinks=True)
+        # Each failure means that another process has kept a verdict, so this ends.
         while not claim(scratch, next_free(target)):
             pass
     finally:

@@ -39,10 +39,10 @@ STACK_SIGNAL = signal.SIGRTMIN + 16
 WITHOUT_STACKS = -1  # in a ring's stack_fd: the process is watched, but cannot dump its stacks
 WAIT_S = 3.0  # on a machine with more processes than cores, some answer late
 _POLL_S = 0.01
-_MOST_BYTES = 1 << 18
-_MOST_KEPT = 1 << 22
-_PY_SPY_TIMEOUT_S = 30.0
-_MOST_SPIED = 8
+_MOST_BYTES = 1 << 18  # of one answer; faulthandler writes 100 frames of a thread at most
+_MOST_KEPT = 1 << 22  # bytes of a rank's memory file, which is emptied before it gets larger
+_PY_SPY_TIMEOUT_S = 30.0  # for one process
+_MOST_SPIED = 8  # ranks; each takes a second, and the job's ranks are paused meanwhile
 _MOST_PY_SPY_CHARS = 1 << 16
 _WHOLE = re.compile(r"Stack \(most recent call first\):\n +File ")
 
@@ -148,6 +148,7 @@ class _Dump:
         try:
             if not os.readlink(self._path).startswith("/memfd:rankcall-stacks"):
                 return False
+            # The rank opened the file for appending, so its next answer begins at the new end.
             if self._size() > _MOST_KEPT:
                 os.truncate(self._path, 0)
             self._from = self._last = self._size()
@@ -175,7 +176,7 @@ class _Dump:
         return True
 
     def _has_answered(self) -> bool:
-        """Return whether the thread has written something, and has stopped writing."""
+        """Return whether the thread has written something, and nothing more for two polls."""
         size = self._size()
         self._steady = self._steady + 1 if size == self._last and size > self._from else 0
         self._last = size

@@ -26,10 +26,10 @@ from rankcall.errors import CorruptRunError
 from rankcall.files import create_file, open_regular
 from rankcall.run.archive import GZIP_MAGIC, NAME, ZIP_MAGIC, ZSTD_MAGIC
 
-_MOST_MEMBERS = 1 << 21
+_MOST_MEMBERS = 1 << 21  # a run of 100,000 ranks has some files for each
 _MOST_BYTES = 1 << 33  # of one member: twice the largest ring
 _MOST_TOTAL = 1 << 37  # of all members; the free space of the temporary folder is another limit
-_MOST_OF_FREE = 0.8
+_MOST_OF_FREE = 0.8  # other programs need room in the temporary folder, too
 _MOST_ZIP_LIST = 1 << 28  # bytes of the list of members, which ``zipfile`` reads into memory
 _ZIP_TAIL = 22 + (1 << 16)  # bytes that hold the end of a zip file's list
 _MOST_NAME = 200  # characters of the name of a foreign file; its end tells the rank

@@ -19,9 +19,9 @@ from rankcall.run.paths import VIEWS, live_dir, trusted_live_dirs
 
 VIEWER, ANSWERS = "viewer", "answers"
 PRESENT_S = 5.0  # after a look, somebody is there for so long
-_MOST_BYTES = 1 << 30
-_LATEST_NS = 1 << 62
-_MOST_HEAD = 1 << 26
+_MOST_BYTES = 1 << 30  # of all answers together; the rest is not read
+_LATEST_NS = 1 << 62  # a later time is damage
+_MOST_HEAD = 1 << 26  # bytes of the line of JSON before the answers
 
 Member = tuple[int, str, int]  # rank, host, pid
 

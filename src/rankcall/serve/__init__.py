@@ -20,8 +20,8 @@ from rankcall.errors import ExtraMissingError, RankcallError
 from rankcall.serve.live_run import LiveRun
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8088
-_BACKLOG = 512
-_POLL_S = 0.1
+_BACKLOG = 512  # all viewers (``app.MOST_VIEWERS``) may connect again at once
+_POLL_S = 0.1  # uvicorn has no event for the end of a server
 
 
 class PageServer:

@@ -20,7 +20,7 @@ from rankcall.errors import RankcallError
 from rankcall.files import clean
 from rankcall.interpreter import run_command
 
-LIMIT_S = 600.0
+LIMIT_S = 600.0  # far more than the report of a thousand ranks takes, which is seconds
 _KEPT_S = 15.0  # a file is offered again without being made anew
 _LEFT_OUT = 1  # the exit status of a command that has done its work but met problems
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rankcall.analysis.recent_figures import Figures
 
-KEPT_S = 300.0
+KEPT_S = 300.0  # the width of the page's charts
 
 
 @dataclass(frozen=True)
