@@ -83,6 +83,8 @@ void ZmqAgent::lose(const std::shared_ptr<Peer>& peer, const std::string& why, L
   {
     std::lock_guard<std::mutex> guard(connections_mutex_);
     if (!peer->gone.empty()) return;
+    // Before the calls are taken: a call that is added later finds this when it is sent, and fails
+    // there. So none is left that nobody completes.
     peer->gone = why;
     close_connection(*peer);
   }
@@ -138,6 +140,8 @@ void ZmqAgent::watch_connections() {
   auto changed = [this](const std::string& endpoint, bool is_up) {
     connection_changed(endpoint, is_up);
   };
+  // The poll wakes up for changes of connections. Five times a second it also looks for processes
+  // that have ended, and for the end of the agent: of these no socket tells.
   while (!stopping_ && sockets_.poll(200, changed)) {
     std::vector<std::shared_ptr<Peer>> connected;
     {
@@ -161,6 +165,9 @@ void ZmqAgent::judge(const std::shared_ptr<Peer>& peer) {
     }
     if (peer->is_up || peer->route.empty()) return;
     is_dead = peer->pid && has_ended(peer->pid);
+    // A connection that was up is not made again (see agent.h), so its loss is final. On this host
+    // there is a moment to find out that the process has ended, which is the better message. A
+    // connection that was never up gets the time that a silent peer gets.
     auto patience = peer->was_up ? (peer->is_local() ? kDyingTime : std::chrono::milliseconds(0))
                                  : std::chrono::milliseconds(settings_.heartbeat_timeout_ms);
     if (!is_dead && Clock::now() - peer->changed < patience) return;
@@ -292,6 +299,9 @@ void ZmqAgent::startImpl() {
 
 void ZmqAgent::shutdownImpl() {
   if (is_forked_copy_ || stopping_.exchange(true)) return;
+  // The order: the others learn it while the sockets still send; own calls fail before the threads
+  // stop that run their callbacks; the sockets' end wakes the threads; memory goes when no thread
+  // can use it any more; on_close_, which removes the files, comes last.
   std::string farewell = "worker '" + getWorkerInfo().name_ + "' has left";
   for (const auto& peer : peers_.members()) {
     if (is_in_touch(*peer)) transmit_text(*peer, Kind::kFarewell, 0, farewell);
@@ -305,10 +315,11 @@ void ZmqAgent::shutdownImpl() {
     is_closed_ = true;
     for (const auto& [endpoint, peer] : connected_)
       if (!peer->gone.empty()) sockets_.close_connection(endpoint);
-    sockets_.stop(/*linger_ms=*/500);
+    sockets_.stop(/*linger_ms=*/500);  // for the farewells; a stopped peer must not hold us up
   }
   if (deadlines_thread_.joinable()) deadlines_thread_.join();
   if (connections_thread_.joinable()) connections_thread_.join();
+  // If a thread is still in a call on a socket, the sockets are left to the agent's destructor.
   if (pool_.stop(kPatience)) sockets_.end();
   for (const auto& peer : peers_.all()) own_slabs_.close(peer->session);
   py::gil_scoped_acquire gil;

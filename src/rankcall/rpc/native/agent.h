@@ -6,7 +6,11 @@
 // that was given up is refused before it runs.
 //
 // All threads and callbacks share the agent, so it outlives them, and everything that they use is
-// part of it. No lock is held while a callback or Python code runs.
+// part of it. No lock is held while a callback or Python code runs: both may call the agent, or wait
+// for the GIL, which another thread may hold while it waits for the lock. With connections_mutex_
+// held, only the mutex of the peers is taken; every other mutex is taken alone.
+//
+// agent.cpp has the ends of calls, peers and the agent; messages.cpp sends and receives.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -27,7 +31,9 @@ namespace rankcall {
 using rpc::Message;
 using rpc::MessageType;
 
-constexpr std::size_t kLarge = 64 * 1024;  // a buffer of this size is not packed into the head
+// A buffer of this size is not packed into the head. To copy a smaller one into the head costs less
+// than a frame or a block of shared memory of its own.
+constexpr std::size_t kLarge = 64 * 1024;
 
 struct Settings {
   std::string library;
@@ -104,7 +110,8 @@ class ZmqAgent : public rpc::RpcAgent, public std::enable_shared_from_this<ZmqAg
   // For the Python side, at any time.
   void add_peer(const std::shared_ptr<Peer>& peer);
   void remove_peer(const std::string& name, uint64_t session) { peers_.remove(name, session); }
-  // A lower version than the last one is ignored.
+  // A lower version than the last one is ignored: several threads of the Python side may call this,
+  // in another order than that in which they looked at the members.
   void set_devices(uint64_t version, std::unordered_map<std::string, rpc::DeviceMap> maps,
                    std::unordered_map<std::string, rpc::DeviceMap> reverse,
                    std::vector<c10::Device> devices);

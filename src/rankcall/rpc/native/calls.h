@@ -53,8 +53,9 @@ class CallsOf {
     return remove(found);
   }
 
-  // Waits until calls are overdue and takes them; empty once closed. A call that was answered leaves its time-out
-  // behind: to wake up for it once costs less than a notification in each call.
+  // Waits until calls are overdue and takes them; empty once closed. A call that was answered does
+  // not wake the waiting thread, which then wakes up once for nothing: that costs less than a
+  // notification in each call.
   std::vector<Call> take_overdue() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!closed_) {

@@ -4,7 +4,7 @@
 namespace rankcall {
 namespace {
 
-// For a refusal to reach a peer, which may be stopped.
+// The connection for a refusal is kept for so long, as the peer may be stopped.
 constexpr std::chrono::seconds kRefusalTime{10};
 
 // The receiver would close the connection, and lose whatever else is on it.
@@ -89,6 +89,7 @@ Future ZmqAgent::call(const std::shared_ptr<Peer>& peer, Kind kind, Message& mes
   auto timeout = timeout_s == rpc::kUnsetRpcTimeout
                      ? getRpcTimeout()
                      : milliseconds(timeout_s);
+  // 0 would mean no timeout, and the user asked for a very short one.
   if (timeout_s > 0 && timeout.count() == 0) timeout = std::chrono::milliseconds(1);
   auto future = c10::make_intrusive<rpc::JitFuture>(std::move(type), getDevices());
   uint64_t id = next_call_++;
@@ -111,13 +112,16 @@ Future ZmqAgent::call(const std::shared_ptr<Peer>& peer, Kind kind, Message& mes
 // it goes back without a copy, and the storage is empty.
 BlockInUse ZmqAgent::take_back(Peer& peer, const c10::Storage& storage) {
   if (storage.use_count() != 1 || storage.data_ptr().get_deleter() != &free_block) return {};
-  std::atomic_thread_fence(std::memory_order_acquire);  // after all that others did with it
+  // use_count() is a relaxed load. Another thread may have written to the storage before it gave up
+  // its reference; the fence puts those writes before the block is sent.
+  std::atomic_thread_fence(std::memory_order_acquire);
   auto& block = *static_cast<BlockInUse*>(storage.data_ptr().get_context());
   bool is_of_peer = peer.is_local() && block.is_in(others_slabs_.get(peer.slabs, block.slab_id()));
   return is_of_peer ? std::move(block) : BlockInUse();
 }
 
-// Decides for each buffer how it travels.
+// Decides for each buffer how it travels: a small one in the head, and a large one in the block that
+// it came in, in a new block, or else as a part of the message, which needs no room in /dev/shm.
 std::vector<Slot> ZmqAgent::place(Peer& peer, const TensorPack& pack, std::vector<Bytes>& parts,
                                   std::vector<BlockInUse>& blocks) {
   TORCH_CHECK(pack.storages.size() <= kMaxBuffers && pack.tags.size() <= kMaxBuffers,
@@ -155,7 +159,8 @@ std::string ZmqAgent::transmit(Peer& peer, Kind kind, uint64_t call, Message& me
   TensorPack pack = rankcall::pack(message.tensors(), map, peer.info.name_);
   if (kind == Kind::kResponse) message.tensors().clear();  // so that take_back sees other users
   std::vector<Bytes> parts(1);
-  std::vector<BlockInUse> blocks;  // freed again if the message is not sent
+  // Freed again if the message is not sent. Once it is, the receiver frees them.
+  std::vector<BlockInUse> blocks;
   std::vector<Slot> slots = place(peer, pack, parts, blocks);
   Header header{};
   header.magic = kMagic;

@@ -32,8 +32,10 @@
 namespace rankcall {
 
 constexpr std::size_t kSlabHeader = 4096;  // keeps the blocks page-aligned
-constexpr uint32_t kMaxBlocks = 256;
-constexpr std::size_t kMaxSlabBytes = 16 << 20;  // unless one block is larger
+constexpr uint32_t kMaxBlocks = 256;  // their words fit into the header's page
+// Unless one block is larger. A slab is given up as a whole, once no reader has a tensor in it, and
+// a slab of fewer blocks gets there sooner.
+constexpr std::size_t kMaxSlabBytes = 16 << 20;
 constexpr uint64_t kSlabMagic = 0x42414c534b52;  // "RKSLAB"
 
 struct SlabHeader {
@@ -69,6 +71,7 @@ class Slab {
            header().words[block].load(std::memory_order_acquire) == word_in_use(generation);
   }
 
+  // Does nothing if the block is not of this generation any more, whatever a peer has sent.
   void release(uint32_t block, uint64_t generation) const {
     uint64_t in_use = word_in_use(generation);
     if (header().words[block].compare_exchange_strong(in_use, 2 * generation))
@@ -299,7 +302,7 @@ class OwnSlabs {
   std::size_t limit_ = 0;
   std::size_t total_ = 0;
   uint64_t last_ = 0;
-  uint64_t generation_ = 0;
+  uint64_t generation_ = 0;  // one counter for all blocks, so that none gets a number twice
   std::map<std::pair<uint64_t, std::size_t>, std::vector<Entry>> entries_;
   std::set<uint64_t> closed_;
 };
@@ -314,6 +317,7 @@ class OthersSlabs {
     if (closed_.count(prefix)) return nullptr;
     auto found = slabs_.find(path);
     if (found != slabs_.end()) return found->second;
+    // A good moment to drop those that their writer has given up: it sends no message about that.
     std::erase_if(slabs_, [](const auto& each) { return each.second->header().retired.load(); });
     auto slab = Slab::open(path);
     if (slab) slabs_.emplace(path, slab);

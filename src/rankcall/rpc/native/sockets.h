@@ -26,12 +26,14 @@ class Sockets {
     if (!context_) throw std::runtime_error("ZeroMQ gives no context: " + zmq_.error());
     zmq_.ctx_set(context_, kMaxSockets, 64);
     in_ = open(kDealer, heartbeat_timeout_ms);
+    // No limits on queued messages, here and below. At a limit the send would fail, and with it a
+    // call that was right; memory is bounded by the callers, who wait for their answers.
     zmq_.set(in_, kRcvHwm, 0);
     zmq_.set(in_, kHandshakeIvl, kHandshakeMs);
     in_monitor_ = monitor(in_, "in", kAccepted | kHandshakeSucceeded | kHandshakeFailed);
     out_ = open(kRouter, heartbeat_timeout_ms);
     zmq_.set(out_, kSndHwm, 0);
-    zmq_.set(out_, kRouterMandatory, 1);
+    zmq_.set(out_, kRouterMandatory, 1);  // else ZeroMQ drops a message without a route silently
     zmq_.set(out_, kReconnectIvl, 50);
     zmq_.set(out_, kReconnectIvlMax, 1000);
     out_monitor_ = monitor(out_, "out", kDisconnected | kHandshakeSucceeded);
@@ -160,7 +162,7 @@ class Sockets {
     std::atomic<bool> is_handed_over{false};
   };
 
-  static constexpr int kHandshakeMs = 3000;
+  static constexpr int kHandshakeMs = 3000;  // a stranger may hold a descriptor for so long
   static constexpr std::size_t kCopied = 4096;  // a frame up to here is copied: that is faster
 
   void* open(int type, int heartbeat_timeout_ms) {

@@ -120,6 +120,7 @@ class WorkerPool {
     tasks.pop_front();
     running_++;
     // A callback of an answer may wait for another answer: some thread must be there to receive it.
+    // The bound stops callbacks that wait for one another from taking ever more threads.
     if (running_ == alive_ && alive_ < 4 * (limit_ + 1)) try_to_add_thread(owner);
     bool has_receiver = receiver_ != std::thread::id();
     lock.unlock();
