@@ -63,7 +63,7 @@ def become(request: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     import torch
-    import torch.distributed  # noqa: F401
+    import torch._dynamo  # noqa: F401  (imported at the first all_gather_object and optimizer step)
 
     say({"ready": True})
     rank_request = serve()

@@ -129,7 +129,7 @@ class _Recipe:
             for library in libraries:
                 self._link(library, [objects[path] for path in self._sources(library)], symbols)
             aten.result()
-            self._link_aten()
+            self._link_aten(objects[NATIVE / "common" / "settings.cpp"])
         for path in self.work.glob("*.o"):
             path.unlink()
 
@@ -171,12 +171,12 @@ class _Recipe:
         self._run([self.compiler, "-std=c++20", "-O1", "-w", *flags, *self.defines, *headers, f"-I{NATIVE}", "-c", str(NATIVE / "aten" / "aten.cpp"), "-o", str(out)])
         return out
 
-    def _link_aten(self) -> None:
+    def _link_aten(self, settings: Path) -> None:
         # torch's libraries are in the process that loads it, so they need not be searched for.
         lib = self.torch.folder / "lib"
         runtime = self.work / f"libcudart.so.{self.torch.cuda_major}"
         self._run([
-            self.compiler, "-shared", "-o", str(self.work / "libsimulated_aten.so"), str(self.work / "aten.o"), str(runtime),
+            self.compiler, "-shared", "-o", str(self.work / "libsimulated_aten.so"), str(self.work / "aten.o"), str(settings), str(runtime),
             f"-L{lib}", "-lc10", "-ltorch_cpu", "-lc10_cuda", f"-Wl,-rpath,{lib}", "-Wl,-rpath,$ORIGIN", "-Wl,--allow-shlib-undefined", "-pthread",
         ])  # fmt: skip
 

@@ -19,6 +19,7 @@
 #include <set>
 #include <string>
 
+#include "../common/settings.h"
 #include "../runtime/bridge.h"
 
 extern "C" cudaError_t cudaGetDevice(int*);
@@ -65,11 +66,10 @@ at::Tensor on_cpu_later(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.clone();
 }
 
+// A number of the program's, which torch passes as a tensor, stays one: kernels in Python want its value.
 at::Tensor on_meta(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  at::Tensor meta = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return meta;
+  if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
 }
 
 at::Tensor on_device(const at::Tensor& like, c10::Device device) {
@@ -203,12 +203,10 @@ class Call {
     for (size_t i = 0; i < count_; ++i) out->push_back(mapped(argument(i), on_meta, c10::kMeta));
     try {
       op_.callBoxed(out);
-    } catch (const c10::NotImplementedError&) {
+    } catch (const std::exception& error) {
+      // There is no such kernel after all, or the arguments are wrong, which the CPU's kernel says better.
+      if (settings().trace) say("the outputs of %s are not known before it runs: %.300s", schema_.name().c_str(), error.what());
       return false;
-    } catch (const c10::Error&) {
-      return false;  // the CPU's kernel says what is wrong with the arguments
-    } catch (const std::exception&) {
-      return false;  // a Meta kernel that is written in Python
     }
     for (auto& value : *out)
       if (!value.isTensor() && !value.isTensorList()) return false;
