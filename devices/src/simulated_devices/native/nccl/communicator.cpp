@@ -11,6 +11,9 @@
 #include "../runtime/bridge.h"
 #include "collectives.h"
 
+extern "C" cudaError_t cudaGetDevice(int*);
+extern "C" cudaError_t cudaSetDevice(int);
+
 namespace simulated {
 namespace {
 
@@ -27,6 +30,19 @@ std::string& error_text() {
   static auto* text = new std::string;
   return *text;
 }
+
+// The null stream is that of the current device, and NCCL means its communicator's.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    cudaGetDevice(&before_);
+    cudaSetDevice(device);
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+
+ private:
+  int before_ = 0;
+};
 
 void throttle(const std::vector<Task>& tasks) {
   double gbs = settings().link_gbs;
@@ -119,6 +135,7 @@ bool Communicator::link_stalls(int peer) {
 std::string Communicator::child_name(const std::string& what) { return id + "/" + std::to_string(++children_) + "/" + what; }
 
 ncclResult_t Communicator::launch(const CommunicatorPtr& self, cudaStream_t stream, std::vector<Task> tasks) {
+  OnDevice guard(device);
   long long number = ++launched_on[device];
   uint64_t ticket = IN_A_GRAPH;
   if (!simulated_is_capturing(stream)) {
