@@ -7,9 +7,11 @@
 // shapes depend on data, or that has no Meta kernel, waits for the stream first.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -467,11 +469,30 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {p == 1 ? input.mul(0) : input.mul(mask).mul_(1 / (1 - p)), mask};
 }
 
-// Fused attention has no kernel on this device: torch computes it from products and softmax.
-void choose_attention(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-  constexpr int64_t MATH = 0;
-  torch::jit::drop(*stack, op.schema().arguments().size());
-  stack->push_back(MATH);
+// The fused kernels of devices are composed of plain ops, above autograd, which then knows their derivatives.
+
+// Fused attention, which a function that is not dispatched chooses: products and a softmax instead.
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double dropout, bool causal,
+                     std::optional<double> scale, bool grouped) {
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, std::nullopt, scale, grouped));
+}
+
+at::Tensor plus(const at::Tensor& gates, const std::optional<at::Tensor>& bias) { return bias && bias->defined() ? gates + *bias : gates; }
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& cell,
+                                                         const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  at::Tensor gates = plus(input_gates, input_bias) + plus(hidden_gates, hidden_bias);
+  auto parts = gates.chunk(4, 1);
+  at::Tensor next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * next.tanh(), next, gates};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& hidden,
+                                            const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  auto of_input = plus(input_gates, input_bias).chunk(3, 1), of_hidden = plus(hidden_gates, hidden_bias).chunk(3, 1);
+  at::Tensor reset = (of_input[0] + of_hidden[0]).sigmoid(), update = (of_input[1] + of_hidden[1]).sigmoid();
+  at::Tensor candidate = (of_input[2] + reset * of_hidden[2]).tanh();
+  return {(hidden - candidate) * update + candidate, input_gates};
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -483,8 +504,8 @@ const std::set<std::string>& kept() {
   static const std::set<std::string> names = {
       "empty", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_", "_resize_output_", "set_", "set_data", "is_set_to",
       "_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "_copy_from", "_copy_from_and_resize", "_efficientzerotensor",
-      "_cudnn_init_dropout_state", "equal", "_has_same_storage_numel", "_to_copy", "clone", "contiguous", "lift", "lift_fresh",
-      "copy_", "native_dropout", "_fused_sdp_choice"};
+      "_cudnn_init_dropout_state", "_has_same_storage_numel", "_to_copy", "clone", "contiguous", "lift", "lift_fresh",
+      "copy_", "native_dropout"};
   return names;
 }
 
@@ -527,7 +548,12 @@ void install() {
   }
   library->impl("copy_", TORCH_FN(copy_));
   library->impl("native_dropout", TORCH_FN(native_dropout));
-  library->impl("_fused_sdp_choice", torch::CppFunction::makeFromBoxedFunction<&choose_attention>());
+  auto* above_autograd = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
+  for (auto* key : {library, above_autograd}) {
+    key->impl("scaled_dot_product_attention", TORCH_FN(attention));
+    key->impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+    key->impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+  }
   // cuDNN's code is for real devices. Without it, torch takes the ops that are replaced here.
   at::globalContext().setUserEnabledCuDNN(false);
 }
