@@ -1,9 +1,10 @@
 """Measure NCCL on simulated devices: two ranks, torch's own ProcessGroupNCCL.
 
-``all_reduce_8b_us``: from the call to the end on the device, of an all_reduce of eight bytes, with the
-ranks in step. ``all_reduce_8b_queued_us``: the same operation where the host runs ahead, per operation.
-``all_reduce_64mib_gbs``: bytes of the tensor over the time of the operation. ``copy_gbs`` is what one core
-copies in the same process, which bounds it: both ranks copy their data in and the other's out, and add.
+``all_reduce_8b_us``: from the call to the end on the device, of an all_reduce of eight bytes, with
+the ranks in step. ``all_reduce_8b_queued_us``: the same operation where the host runs ahead, per
+operation. ``all_reduce_64mib_gbs``: bytes of the tensor over the time of the operation.
+``copy_gbs`` is what one core copies in the same process, which bounds it: both ranks copy their
+data in and the other's out, and add.
 
 Medians over the rounds; goals are 100 us and 1 GB/s. Needs a CUDA build of torch and no GPU.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "devices" / "src"))
 
-from simulated_devices import DevicesError, environment
+from simulated_devices import DevicesError, environment  # noqa: E402
 
 GOALS = {"all_reduce_8b_us": "at most 100", "all_reduce_64mib_gbs": "at least 1"}
 DEADLINE_S = 300
@@ -31,7 +32,8 @@ import json, os, statistics, time
 import torch, torch.distributed as dist
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
-dist.init_process_group("nccl", init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=2)
+store = dist.FileStore(os.environ["RENDEZVOUS"], 2)
+dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
 
 def timed(function):
     torch.cuda.synchronize(); begin = time.perf_counter(); function(); torch.cuda.synchronize()
@@ -83,7 +85,13 @@ def measure(variables: dict[str, str]) -> dict[str, float]:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK],
-                env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "RENDEZVOUS": os.path.join(folder, "store")},
+                env=variables
+                | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "RENDEZVOUS": os.path.join(folder, "store"),
+                },
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -95,7 +103,9 @@ def measure(variables: dict[str, str]) -> dict[str, float]:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-    return {str(name): float(value) for name, value in json.loads(outputs[0].splitlines()[-1]).items()}
+    return {
+        str(name): float(value) for name, value in json.loads(outputs[0].splitlines()[-1]).items()
+    }
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ class Zygote:
             [sys.executable, str(HERE / "zygote.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(**options) | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"},
+            env=environment(**options)
+            | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"},
         )
         self._ids = itertools.count()
         self._ranks: dict[int, Rank] = {}
@@ -78,7 +79,13 @@ class Zygote:
         rank = Rank(output)
         identity = next(self._ids)
         self._ranks[identity] = rank
-        request = {"id": identity, "code": code, "environment": variables, "output": str(output), "timeout": timeout}
+        request = {
+            "id": identity,
+            "code": code,
+            "environment": variables,
+            "output": str(output),
+            "timeout": timeout,
+        }
         assert self._process.stdin
         self._process.stdin.write((json.dumps(request) + "\n").encode())
         self._process.stdin.flush()
@@ -86,7 +93,10 @@ class Zygote:
 
     def wait(self, ranks: list[Rank], deadline: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: all(rank.status is not None for rank in ranks), max(0, deadline - time.monotonic()))
+            return self._changed.wait_for(
+                lambda: all(rank.status is not None for rank in ranks),
+                max(0, deadline - time.monotonic()),
+            )
 
     def close(self) -> None:
         assert self._process.stdin
@@ -143,7 +153,9 @@ class Job:
                 os.kill(rank.pid, number)
 
     def report(self) -> str:
-        return "\n".join(f"--- rank {index}, status {rank.status}\n{rank.output}" for index, rank in enumerate(self.ranks))
+        return "\n".join(
+            f"--- rank {index}, status {rank.status}\n{rank.output}" for index, rank in enumerate(self.ranks)
+        )
 
 
 class Jobs:
@@ -159,7 +171,12 @@ class Jobs:
         folder.mkdir()
         job = Job(self._zygote, folder, time.monotonic() + timeout)
         self._started.append(job)
-        common = {"WORLD_SIZE": str(size), "RENDEZVOUS": str(folder / "store"), "JOB": str(folder), **variables}
+        common = {
+            "WORLD_SIZE": str(size),
+            "RENDEZVOUS": str(folder / "store"),
+            "JOB": str(folder),
+            **variables,
+        }
         program = PRELUDE + textwrap.dedent(code)
         for rank in range(size):
             own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from simulated_devices import BuildError, TorchError, _build, _libraries, _torch
 
 
@@ -28,7 +29,12 @@ def devices(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     source = Path(_build.__file__).parents[1]
     path = os.pathsep.join(filter(None, [variables.pop("FIRST", ""), str(source)]))
     return subprocess.run(
-        [sys.executable, "-m", "simulated_devices", *arguments], capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"PYTHONPATH": path} | variables
+        [sys.executable, "-m", "simulated_devices", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path} | variables,
     )
 
 
@@ -39,11 +45,17 @@ def refused(done: subprocess.CompletedProcess[str], text: str) -> None:
 
 
 def test_torch_without_cuda(tmp_path: Path) -> None:
-    refused(devices("build", FIRST=str(fake_torch(tmp_path, cuda=None, library=False))), "torch 9.9.9 was built without CUDA")
+    refused(
+        devices("build", FIRST=str(fake_torch(tmp_path, cuda=None, library=False))),
+        "torch 9.9.9 was built without CUDA",
+    )
 
 
 def test_unknown_cuda(tmp_path: Path) -> None:
-    refused(devices("build", FIRST=str(fake_torch(tmp_path, cuda="14.2"))), "built for CUDA 14.2, and only CUDA 12 and 13 can be simulated")
+    refused(
+        devices("build", FIRST=str(fake_torch(tmp_path, cuda="14.2"))),
+        "built for CUDA 14.2, and only CUDA 12 and 13 can be simulated",
+    )
 
 
 def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,17 +66,36 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_compiler(tmp_path: Path) -> None:
     """Without a compiler on PATH the sentence says how to get one."""
-    done = devices("build", FIRST=str(fake_torch(tmp_path, cuda="13.0")), PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"), CXX="")
+    done = devices(
+        "build",
+        FIRST=str(fake_torch(tmp_path, cuda="13.0")),
+        PATH=str(tmp_path),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+        CXX="",
+    )
     refused(done, "no C++ compiler was found")
-    done = devices("build", FIRST=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"), CXX="/no/such/compiler")
+    done = devices(
+        "build",
+        FIRST=str(tmp_path),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+        CXX="/no/such/compiler",
+    )
     refused(done, "/no/such/compiler was not found")
 
 
 def test_a_compiler_that_fails(tmp_path: Path) -> None:
     """The first error is in the sentence, and the whole output in a file; nothing half-built is left."""
-    done = devices("build", FIRST=str(fake_torch(tmp_path, cuda="13.0")), XDG_CACHE_HOME=str(tmp_path / "cache"), CXX=str(_script(tmp_path, "echo x.cpp: error: broken >&2; exit 1")))
+    done = devices(
+        "build",
+        FIRST=str(fake_torch(tmp_path, cuda="13.0")),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+        CXX=str(_script(tmp_path, "echo x.cpp: error: broken >&2; exit 1")),
+    )
     refused(done, "x.cpp: error: broken")
-    assert sorted(path.name for path in (tmp_path / "cache" / "simulated-devices").iterdir()) == ["compiler.log", "lock"]
+    assert sorted(path.name for path in (tmp_path / "cache" / "simulated-devices").iterdir()) == [
+        "compiler.log",
+        "lock",
+    ]
 
 
 def _script(folder: Path, body: str) -> Path:
@@ -76,7 +107,11 @@ def _script(folder: Path, body: str) -> Path:
 
 def test_a_build_that_another_process_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build, "LOCK_DEADLINE_S", 0.1)
-    with _build._lock(tmp_path / "lock"), pytest.raises(BuildError, match="another process has been compiling"), _build._lock(tmp_path / "lock"):
+    with (
+        _build._lock(tmp_path / "lock"),
+        pytest.raises(BuildError, match="another process has been compiling"),
+        _build._lock(tmp_path / "lock"),
+    ):
         pass
 
 
@@ -97,7 +132,10 @@ def test_every_import_of_torch_is_defined() -> None:
     symbols = _libraries.imported_symbols(torch)
     for library in _libraries.libraries(torch.cuda_major):
         wanted, _ = _libraries.exports(library, symbols)
-        exported = {name.partition("@")[0] for name in _libraries._nm("-D", "--defined-only", str(built.folder / library.soname))}
+        exported = {
+            name.partition("@")[0]
+            for name in _libraries._nm("-D", "--defined-only", str(built.folder / library.soname))
+        }
         assert wanted <= exported, wanted - exported
 
 
@@ -105,24 +143,78 @@ def test_every_import_of_torch_is_defined() -> None:
 def test_types_agree_with_cudas_headers(tmp_path: Path) -> None:
     """Sizes and offsets of the declared types are those of CUDA's own headers, wherever those are installed."""
     torch = _torch.find_torch()
-    folders = [torch.folder.parent / "triton/backends/nvidia/include", *torch.folder.parent.glob("nvidia/*/include")]
-    include = next((folder for folder in folders if (folder / "cuda_runtime_api.h").exists() and (folder / "crt/host_defines.h").exists()), None)
-    if include is None or f"#define CUDART_VERSION  {torch.cuda_major}" not in (include / "cuda_runtime_api.h").read_text():
+    folders = [
+        torch.folder.parent / "triton/backends/nvidia/include",
+        *torch.folder.parent.glob("nvidia/*/include"),
+    ]
+    include = next(
+        (
+            folder
+            for folder in folders
+            if (folder / "cuda_runtime_api.h").exists() and (folder / "crt/host_defines.h").exists()
+        ),
+        None,
+    )
+    if (
+        include is None
+        or f"#define CUDART_VERSION  {torch.cuda_major}" not in (include / "cuda_runtime_api.h").read_text()
+    ):
         pytest.skip("no headers of CUDA are installed")
     fields = {
-        "cudaDeviceProp": ["uuid", "totalGlobalMem", "major", "multiProcessorCount", "maxSurface1D", "pciBusID", "l2CacheSize", "sharedMemPerMultiprocessor", "cooperativeLaunch", "hostRegisterSupported", "clusterLaunch"],
-        "cudaFuncAttributes": ["maxThreadsPerBlock", "binaryVersion", "maxDynamicSharedSizeBytes", "nonPortableClusterSizeAllowed"],
+        "cudaDeviceProp": [
+            "uuid",
+            "totalGlobalMem",
+            "major",
+            "multiProcessorCount",
+            "maxSurface1D",
+            "pciBusID",
+            "l2CacheSize",
+            "sharedMemPerMultiprocessor",
+            "cooperativeLaunch",
+            "hostRegisterSupported",
+            "clusterLaunch",
+        ],
+        "cudaFuncAttributes": [
+            "maxThreadsPerBlock",
+            "binaryVersion",
+            "maxDynamicSharedSizeBytes",
+            "nonPortableClusterSizeAllowed",
+        ],
         "cudaPointerAttributes": ["type", "device", "devicePointer", "hostPointer"],
         "cudaMemPoolProps": ["location", "maxSize"],
     }
     lines = [f'printf("{name} %zu\\n", sizeof({name}));' for name in fields if name != "cudaPointerAttributes"]
-    lines += [f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));' for name, all_of in fields.items() for field in all_of]
-    lines += [f'printf("{name} %d\\n", {name});' for name in ("cudaErrorECCUncorrectable", "cudaErrorStreamCaptureImplicit", "cudaMemPoolAttrUsedMemHigh", "cudaStreamNonBlocking", "cudaMemoryTypeManaged")]
+    lines += [
+        f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));'
+        for name, all_of in fields.items()
+        for field in all_of
+    ]
+    lines += [
+        f'printf("{name} %d\\n", {name});'
+        for name in (
+            "cudaErrorECCUncorrectable",
+            "cudaErrorStreamCaptureImplicit",
+            "cudaMemPoolAttrUsedMemHigh",
+            "cudaStreamNonBlocking",
+            "cudaMemoryTypeManaged",
+        )
+    ]
     program = "#include <cstddef>\n#include <cstdio>\nint main() { " + " ".join(lines) + " }\n"
     outputs = []
-    for name, header, options in (("real", "cuda_runtime_api.h", [f"-I{include}"]), ("ours", str(_build.NATIVE / "abi" / "cuda.h"), [f"-DSIMULATED_CUDA_MAJOR={torch.cuda_major}"])):
+    for name, header, options in (
+        ("real", "cuda_runtime_api.h", [f"-I{include}"]),
+        (
+            "ours",
+            str(_build.NATIVE / "abi" / "cuda.h"),
+            [f"-DSIMULATED_CUDA_MAJOR={torch.cuda_major}"],
+        ),
+    ):
         source = tmp_path / f"{name}.cpp"
         source.write_text(f'#include "{header}"\n{program}')
-        subprocess.run(["g++", "-std=c++17", "-w", *options, str(source), "-o", str(tmp_path / name)], check=True, timeout=120)
+        subprocess.run(
+            ["g++", "-std=c++17", "-w", *options, str(source), "-o", str(tmp_path / name)],
+            check=True,
+            timeout=120,
+        )
         outputs.append(subprocess.run([str(tmp_path / name)], capture_output=True, text=True, check=True).stdout)
     assert outputs[0] == outputs[1]

@@ -87,4 +87,8 @@ assert rt.cudaGraphAddNode() == NOT_SUPPORTED and rt.cudaGraphAddNode() == NOT_S
 def test_visible_devices(jobs: Jobs) -> None:
     """CUDA_VISIBLE_DEVICES chooses devices, up to the first entry that is none."""
     for value, count in (("1,0", 2), ("", 0), ("0,99,1", 1)):
-        jobs.run(1, RUNTIME + f"n = c_int(-1); rt.cudaGetDeviceCount(byref(n)); assert n.value == {count}, n", CUDA_VISIBLE_DEVICES=value)
+        jobs.run(
+            1,
+            RUNTIME + f"n = c_int(-1); rt.cudaGetDeviceCount(byref(n)); assert n.value == {count}, n",
+            CUDA_VISIBLE_DEVICES=value,
+        )

@@ -14,7 +14,14 @@ DEVICES = [sys.executable, "-m", "simulated_devices"]
 
 
 def run(*arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*DEVICES, *arguments], capture_output=True, text=True, timeout=timeout, check=False, env=os.environ | variables)
+    return subprocess.run(
+        [*DEVICES, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=os.environ | variables,
+    )
 
 
 def test_torchrun_gives_right_numbers(tmp_path: Path) -> None:
@@ -58,7 +65,14 @@ def test_signals_reach_the_command() -> None:
 def test_environment_function() -> None:
     """`environment()` is what `devices exec` sets: devices with the memory that was asked for."""
     code = "import torch; print(torch.cuda.device_count(), torch.cuda.mem_get_info(0)[1])"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(gpus=3, memory="512MiB"), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(gpus=3, memory="512MiB"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.split() == ["3", str(512 << 20)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from jobs import Jobs
 
 # torch's watchdog sleeps four times this long after a failure, by default for a minute, so that all ranks can dump.
@@ -74,7 +75,13 @@ def test_a_timeout_can_be_handled(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize(
     "mine",
-    ["dist.all_reduce(x[:500])", "dist.all_reduce(x.double())", "dist.broadcast(x, 0)", "dist.all_gather_into_tensor(torch.empty(2000, device='cuda'), x)", "dist.all_reduce(x, op=dist.ReduceOp.MAX)"],
+    [
+        "dist.all_reduce(x[:500])",
+        "dist.all_reduce(x.double())",
+        "dist.broadcast(x, 0)",
+        "dist.all_gather_into_tensor(torch.empty(2000, device='cuda'), x)",
+        "dist.all_reduce(x, op=dist.ReduceOp.MAX)",
+    ],
     ids=["size", "dtype", "op", "kind", "reduction"],
 )
 def test_ranks_that_disagree(jobs: Jobs, mine: str) -> None:

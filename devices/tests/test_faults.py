@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from jobs import Jobs
 from simulated_devices import DevicesError, Fault, FaultFolder, environment
 
@@ -131,7 +132,11 @@ def test_a_slow_device(jobs: Jobs, faults: FaultFolder) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "text"),
-    [(Fault("xid", rank=1, code=79), "unknown error"), (Fault("ecc", rank=1), "uncorrectable ECC error"), (Fault("xid", rank=1, code=74), "uncorrectable NVLink error")],
+    [
+        (Fault("xid", rank=1, code=79), "unknown error"),
+        (Fault("ecc", rank=1), "uncorrectable ECC error"),
+        (Fault("xid", rank=1, code=74), "uncorrectable NVLink error"),
+    ],
     ids=["xid 79", "ecc", "xid 74"],
 )
 def test_a_device_that_fails(jobs: Jobs, faults: FaultFolder, fault: Fault, text: str) -> None:
@@ -265,7 +270,13 @@ assert nvml.nvmlDeviceGetName(device, name, 99) == 15
 sys.stdin.readline()
 assert nvml.nvmlDeviceGetName(device, name, 99) == 0 and name.value == b"Simulated device"
 """
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment(faults=faults.folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(faults=faults.folder),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout and process.stdin
         assert process.stdout.readline() == "waits\n"
@@ -294,7 +305,13 @@ def test_the_command(tmp_path: Path) -> None:
     """`devices fault` orders, lists and lifts, and refuses what makes no sense with status 2."""
 
     def devices(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "simulated_devices", "fault", "--at", str(tmp_path), *arguments], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [sys.executable, "-m", "simulated_devices", "fault", "--at", str(tmp_path), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     assert devices("stall", "--rank", "1", "--from-op", "20").stdout == "1\n"
     assert devices("oom", "--bytes", "64MiB").stdout == "2\n"

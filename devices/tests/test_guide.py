@@ -15,7 +15,10 @@ import pytest
 GUIDE = (Path(__file__).parents[1] / "docs" / "failure-handling.md").read_text(encoding="utf-8")
 PROGRAMS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 COMMANDS = re.findall(r"^\$ (.*)$", GUIDE, re.MULTILINE)
-REPLACED = {"devices": [sys.executable, "-m", "simulated_devices"], "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"]}
+REPLACED = {
+    "devices": [sys.executable, "-m", "simulated_devices"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
 
 
 @pytest.fixture
@@ -32,7 +35,15 @@ def arguments(command: str) -> list[str]:
 
 
 def run(folder: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(arguments(command), cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        arguments(command),
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_a_healthy_run(folder: Path) -> None:

@@ -127,8 +127,18 @@ ok(rt.cudaMemPoolSetAttribute(pool, THRESHOLD, byref(c_uint64(99)))); assert att
 def test_torchs_allocator_on_pools() -> None:
     """torch's allocator of stream-ordered memory works on the pools."""
     code = "import torch; x = torch.ones(1000, device='cuda'); print((x + x).sum().item(), torch.cuda.get_allocator_backend())"
-    variables = environment() | {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60, check=True)
+    variables = environment() | {
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
+        "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.split() == ["2000.0", "cudaMallocAsync"]
 
 

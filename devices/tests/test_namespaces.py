@@ -9,21 +9,37 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from jobs import PRELUDE
 from simulated_devices import environment
 
 
 def _can_unshare() -> bool:
-    return shutil.which("unshare") is not None and subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
+    )
 
 
 @pytest.mark.skipif(not _can_unshare(), reason="network namespaces cannot be made here")
 def test_ranks_without_a_common_network(tmp_path: Path) -> None:
     """NCCL works between namespaces, since it needs only the shared folder."""
-    code = PRELUDE + "init(); x = torch.ones(3, device='cuda'); dist.all_reduce(x); same(x, [2] * 3); say(os.readlink('/proc/self/ns/net'))"
-    common = environment(gpus=2) | {"WORLD_SIZE": "2", "RENDEZVOUS": str(tmp_path / "store"), "OMP_NUM_THREADS": "1"}
+    code = (
+        PRELUDE
+        + "init(); x = torch.ones(3, device='cuda'); dist.all_reduce(x); same(x, [2] * 3); say(os.readlink('/proc/self/ns/net'))"
+    )
+    common = environment(gpus=2) | {
+        "WORLD_SIZE": "2",
+        "RENDEZVOUS": str(tmp_path / "store"),
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
-        subprocess.Popen(["unshare", "--net", sys.executable, "-c", code], env=os.environ | common | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            ["unshare", "--net", sys.executable, "-c", code],
+            env=os.environ | common | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     try:

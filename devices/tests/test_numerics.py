@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from jobs import Jobs
 from runtime import RUNTIME
 
@@ -127,7 +128,7 @@ def test_many_operations(jobs: Jobs) -> None:
         + """
 a = lambda: [torch.randn(6, 5)]
 b = lambda: [torch.randn(6, 5), torch.randn(6, 5)]
-for f in (lambda x: x.sort(1), lambda x: x.topk(3), lambda x: x.cumsum(0), lambda x: x.std(1), lambda x: x.median(), 
+for f in (lambda x: x.sort(1), lambda x: x.topk(3), lambda x: x.cumsum(0), lambda x: x.std(1), lambda x: x.median(),
           lambda x: x[:, ::2].t().contiguous(), lambda x: x.argmax(1), lambda x: x.softmax(1), lambda x: x.logsumexp(0),
           lambda x: x @ x.t(), lambda x: torch.linalg.svdvals(x), lambda x: torch.fft.rfft(x), lambda x: x.to(torch.bfloat16).float(),
           lambda x: torch.where(x > 0, x, 0), lambda x: x.clamp(0, 1), lambda x: x.flip(0).roll(1), lambda x: F.pad(x, (1, 1)), lambda x: x.tril(),

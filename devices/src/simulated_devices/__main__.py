@@ -32,7 +32,12 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("exec", help="run a command on simulated devices")
     _add_environment_options(run)
-    run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND...", help="the command and its arguments")
+    run.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND...",
+        help="the command and its arguments",
+    )
     run.set_defaults(run=_exec)
 
     show = commands.add_parser("env", help="print the environment as lines for a shell's eval")
@@ -64,7 +69,11 @@ def _add_environment_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=2, help="devices of this machine (default 2)")
     parser.add_argument("--memory", default="8GiB", help="memory of each device (default 8GiB)")
     parser.add_argument("--faults", metavar="DIR", help="a folder in which `devices fault` orders faults")
-    parser.add_argument("--no-aten", action="store_true", help="do not compute torch's operations, only its communication")
+    parser.add_argument(
+        "--no-aten",
+        action="store_true",
+        help="do not compute torch's operations, only its communication",
+    )
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
@@ -74,7 +83,9 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 def _exec(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        raise DevicesError("there is no command to run: write it after --, for example `devices exec -- python train.py`.")
+        raise DevicesError(
+            "there is no command to run: write it after --, for example `devices exec -- python train.py`."
+        )
     variables = _environment(options)
     path = shutil.which(command[0])
     if path is None:
@@ -103,7 +114,17 @@ def _fault(options: argparse.Namespace) -> int:
         folder.lift(options.number)
     else:
         size = None if options.bytes is None else (0 if options.bytes == "0" else parse_size(options.bytes))
-        fault = Fault(options.kind, options.rank, options.device, options.peer, options.from_op, options.factor, options.code, size, options.scope)
+        fault = Fault(
+            options.kind,
+            options.rank,
+            options.device,
+            options.peer,
+            options.from_op,
+            options.factor,
+            options.code,
+            size,
+            options.scope,
+        )
         print(folder.order(fault))
     return 0
 

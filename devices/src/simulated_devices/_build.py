@@ -24,7 +24,16 @@ NATIVE = Path(__file__).parent / "native"
 # A compilation takes one to two minutes; a lock that is held longer belongs to a compiler that hangs.
 LOCK_DEADLINE_S = 900.0
 COMPILE_DEADLINE_S = 600.0
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fwrapv", "-fno-strict-aliasing", "-Wall", "-Wextra"]
+FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fwrapv",
+    "-fno-strict-aliasing",
+    "-Wall",
+    "-Wextra",
+]
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,10 @@ def build(torch: TorchBuild) -> Built:
     with _lock(cache_folder() / "lock"):
         if (folder / "complete").exists():
             return built
-        print(f"devices: compiling the simulated devices for torch {torch.version}, once; this takes a minute or two.", file=sys.stderr)
+        print(
+            f"devices: compiling the simulated devices for torch {torch.version}, once; this takes a minute or two.",
+            file=sys.stderr,
+        )
         _make(torch, folder)
     return built
 
@@ -85,7 +97,9 @@ def _lock(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise BuildError(f"another process has been compiling for {LOCK_DEADLINE_S:.0f} s; end it, or remove {path}.") from None
+                    raise BuildError(
+                        f"another process has been compiling for {LOCK_DEADLINE_S:.0f} s; end it, or remove {path}."
+                    ) from None
                 time.sleep(0.2)
         yield
 
@@ -143,24 +157,46 @@ class _Recipe:
     def _compile(self, source: Path) -> Path:
         out = self.work / f"{source.parent.name}-{source.stem}.o"
         optimise = ["-O3"] if source.stem == "reduce" else []
-        self._run([self.compiler, *FLAGS, *optimise, *self.defines, f"-I{NATIVE}", "-c", str(source), "-o", str(out)])
+        self._run(
+            [
+                self.compiler,
+                *FLAGS,
+                *optimise,
+                *self.defines,
+                f"-I{NATIVE}",
+                "-c",
+                str(source),
+                "-o",
+                str(out),
+            ]
+        )
         return out
 
     def _link(self, library: _libraries.Library, objects: list[Path], symbols: _libraries.Symbols) -> None:
         wanted, node = _libraries.exports(library, symbols)
         own = _libraries.defined_symbols(objects)
-        public = {name for name in own if name.startswith(("cuda", "__cuda", "cu", "nccl", "nvml")) and not name.startswith("_Z")}
+        public = {
+            name
+            for name in own
+            if name.startswith(("cuda", "__cuda", "cu", "nccl", "nvml")) and not name.startswith("_Z")
+        }
         stubs = self.work / f"{library.soname}.stubs.cpp"
         stubs.write_text(_libraries.stubs_source(library, wanted - own), encoding="utf-8")
         script = self.work / f"{library.soname}.map"
         script.write_text(_libraries.version_script(wanted | public, node), encoding="utf-8")
         runtime = f"libcudart.so.{self.torch.cuda_major}"
         others = [] if library.soname == runtime else [str(self.work / runtime)]
-        self._run([
-            self.compiler, *FLAGS, "-w", f"-I{NATIVE}", "-shared", "-o", str(self.work / library.soname), str(stubs),
-            *map(str, objects), *others, *_static_runtime(self.compiler),
-            f"-Wl,-soname,{library.soname}", f"-Wl,--version-script,{script}", "-Wl,-rpath,$ORIGIN", "-Wl,-z,defs", "-pthread", "-ldl",
-        ])  # fmt: skip
+        options = [
+            f"-Wl,-soname,{library.soname}",
+            f"-Wl,--version-script,{script}",
+            "-Wl,-rpath,$ORIGIN",
+            "-Wl,-z,defs",
+        ]
+        inputs = [str(stubs), *map(str, objects), *others, *_static_runtime(self.compiler)]
+        out = str(self.work / library.soname)
+        self._run(
+            [self.compiler, *FLAGS, "-w", f"-I{NATIVE}", "-shared", "-o", out, *inputs, *options, "-pthread", "-ldl"]
+        )
 
     def _aten(self) -> Path:
         include = self.torch.folder / "include"
@@ -168,27 +204,52 @@ class _Recipe:
         flags = [flag for flag in FLAGS if flag not in ("-std=c++17", "-Wall", "-Wextra", "-O2")]
         headers = [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
         # torch's headers ask for C++20 since 2.12, and its older ones accept it.
-        self._run([self.compiler, "-std=c++20", "-O1", "-w", *flags, *self.defines, *headers, f"-I{NATIVE}", "-c", str(NATIVE / "aten" / "aten.cpp"), "-o", str(out)])
+        self._run(
+            [
+                self.compiler,
+                "-std=c++20",
+                "-O1",
+                "-w",
+                *flags,
+                *self.defines,
+                *headers,
+                f"-I{NATIVE}",
+                "-c",
+                str(NATIVE / "aten" / "aten.cpp"),
+                "-o",
+                str(out),
+            ]
+        )
         return out
 
     def _link_aten(self, settings: Path) -> None:
         # torch's libraries are in the process that loads it, so they need not be searched for.
         lib = self.torch.folder / "lib"
         runtime = self.work / f"libcudart.so.{self.torch.cuda_major}"
-        self._run([
-            self.compiler, "-shared", "-o", str(self.work / "libsimulated_aten.so"), str(self.work / "aten.o"), str(settings), str(runtime),
-            f"-L{lib}", "-lc10", "-ltorch_cpu", "-lc10_cuda", f"-Wl,-rpath,{lib}", "-Wl,-rpath,$ORIGIN", "-Wl,--allow-shlib-undefined", "-pthread",
-        ])  # fmt: skip
+        objects = [str(self.work / "aten.o"), str(settings), str(runtime)]
+        torch = [f"-L{lib}", "-lc10", "-ltorch_cpu", "-lc10_cuda", f"-Wl,-rpath,{lib}", "-Wl,--allow-shlib-undefined"]
+        out = str(self.work / "libsimulated_aten.so")
+        self._run([self.compiler, "-shared", "-o", out, *objects, *torch, "-Wl,-rpath,$ORIGIN", "-pthread"])
 
     def _run(self, command: list[str]) -> None:
         # The libraries may be preloaded in this process, and a compiler needs none of them.
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=COMPILE_DEADLINE_S)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=False,
+                env=environment,
+                timeout=COMPILE_DEADLINE_S,
+            )
         except FileNotFoundError as error:
             raise BuildError(f"the C++ compiler {command[0]} was not found: install one, or set CXX.") from error
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"the compiler took longer than {COMPILE_DEADLINE_S:.0f} s for {command[-1]}; try again on a machine that is less busy.") from error
+            raise BuildError(
+                f"the compiler took longer than {COMPILE_DEADLINE_S:.0f} s for {command[-1]}; "
+                "try again when the machine is less busy."
+            ) from error
         if done.returncode:
             log = cache_folder() / "compiler.log"
             log.write_text(" ".join(command) + "\n" + done.stderr, encoding="utf-8")

@@ -67,7 +67,13 @@ class Fault:
         values = {name: getattr(self, name) for name in names}
         if self.kind == "oom" and self.bytes is None:
             values["bytes"] = 0
-        return " ".join([str(identity), self.kind, *(f"{name}={value}" for name, value in values.items() if value is not None)])
+        return " ".join(
+            [
+                str(identity),
+                self.kind,
+                *(f"{name}={value}" for name, value in values.items() if value is not None),
+            ]
+        )
 
 
 class FaultFolder:
@@ -95,7 +101,9 @@ class FaultFolder:
         with self._changing() as lines:
             kept = [line for line in lines if identity is not None and line.split()[0] != str(identity)]
             if identity is not None and len(kept) == len(lines):
-                raise DevicesError(f"no fault has the number {identity}; `devices fault --at {self.folder} list` shows all.")
+                raise DevicesError(
+                    f"no fault has the number {identity}; `devices fault --at {self.folder} list` shows all."
+                )
             lines[:] = kept
 
     def ordered(self) -> list[str]:

@@ -45,10 +45,17 @@ def libraries(cuda_major: int) -> list[Library]:
         Library(f"libcudart.so.{cuda_major}", ("common", "runtime")),
         Library("libnccl.so.2", ("common/settings.cpp", "nccl"), "nccl", error=5),  # ncclInvalidUsage
         # cuFile and the C++ names of torch itself begin alike.
-        Library("libcuda.so.1", ("common/settings.cpp", "driver"), "cu[A-Z](?!le)(?!leBuf)", named_at_run_time=True),
+        Library(
+            "libcuda.so.1",
+            ("common/settings.cpp", "driver"),
+            "cu[A-Z](?!le)(?!leBuf)",
+            named_at_run_time=True,
+        ),
         Library("libnvidia-ml.so.1", ("common", "nvml"), "nvml", error=3, named_at_run_time=True),
         Library(f"libcublasLt.so.{cuda_major}", ("common/settings.cpp", "blas/cublaslt.cpp"), error=15),
-        Library(f"libcublas.so.{cuda_major}", ("common/settings.cpp", "blas/cublas.cpp"), error=15),  # CUBLAS_STATUS_NOT_SUPPORTED
+        Library(
+            f"libcublas.so.{cuda_major}", ("common/settings.cpp", "blas/cublas.cpp"), error=15
+        ),  # CUBLAS_STATUS_NOT_SUPPORTED
     ]
 
 

@@ -68,7 +68,9 @@ def find_torch() -> TorchBuild:
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise TorchError("torch is not installed for this Python: install a CUDA build of torch, for example with `pip install torch`.")
+        raise TorchError(
+            "torch is not installed for this Python: install a CUDA build, for example with `pip install torch`."
+        )
     folder = Path(next(iter(spec.submodule_search_locations)))
     try:
         text = (folder / "version.py").read_text(encoding="utf-8")
@@ -77,11 +79,17 @@ def find_torch() -> TorchBuild:
     version = _value(text, "__version__") or "unknown"
     cuda = _value(text, "cuda")
     if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
-        raise TorchError(f"torch {version} was built without CUDA: install a CUDA build, which on Linux is what `pip install torch` takes.")
+        raise TorchError(
+            f"torch {version} was built without CUDA: install a CUDA build, "
+            "which on Linux is what `pip install torch` takes."
+        )
     build = TorchBuild(folder, version, cuda, _value(text, "git_version") or "unknown")
     if build.cuda_major not in KNOWN_CUDA_MAJORS:
         known = " and ".join(str(major) for major in KNOWN_CUDA_MAJORS)
-        raise TorchError(f"torch {version} was built for CUDA {cuda}, and only CUDA {known} can be simulated: install a torch for one of those.")
+        raise TorchError(
+            f"torch {version} was built for CUDA {cuda}, and only CUDA {known} can be simulated: "
+            "install a torch for one of those."
+        )
     return build
 
 

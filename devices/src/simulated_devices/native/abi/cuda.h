@@ -18,45 +18,47 @@
 #define CUDA_API extern "C" __attribute__((visibility("default")))
 
 // Number, name and text of each error that can come from these libraries.
-#define SIMULATED_CUDA_ERRORS(X)                                                                  \
-  X(0, cudaSuccess, "no error")                                                                   \
-  X(1, cudaErrorInvalidValue, "invalid argument")                                                 \
-  X(2, cudaErrorMemoryAllocation, "out of memory")                                                \
-  X(3, cudaErrorInitializationError, "initialization error")                                      \
-  X(17, cudaErrorInvalidDevicePointer, "invalid device pointer")                                  \
-  X(21, cudaErrorInvalidMemcpyDirection, "invalid copy direction for memcpy")                     \
-  X(46, cudaErrorDevicesUnavailable, "CUDA-capable device(s) is/are busy or unavailable")         \
-  X(52, cudaErrorMissingConfiguration, "__global__ function call is not configured")              \
-  X(98, cudaErrorInvalidDeviceFunction, "invalid device function")                                \
-  X(100, cudaErrorNoDevice, "no CUDA-capable device is detected")                                 \
-  X(101, cudaErrorInvalidDevice, "invalid device ordinal")                                        \
-  X(200, cudaErrorInvalidKernelImage, "device kernel image is invalid")                           \
-  X(214, cudaErrorECCUncorrectable, "uncorrectable ECC error encountered")                        \
-  X(217, cudaErrorPeerAccessUnsupported, "peer access is not supported between these two devices") \
-  X(220, cudaErrorNvlinkUncorrectable, "uncorrectable NVLink error detected during the execution") \
-  X(400, cudaErrorInvalidResourceHandle, "invalid resource handle")                               \
-  X(401, cudaErrorIllegalState, "the operation cannot be performed in the present state")         \
-  X(500, cudaErrorSymbolNotFound, "named symbol not found")                                       \
-  X(600, cudaErrorNotReady, "device not ready")                                                   \
-  X(700, cudaErrorIllegalAddress, "an illegal memory access was encountered")                     \
-  X(702, cudaErrorLaunchTimeout, "the launch timed out and was terminated")                       \
-  X(704, cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")                     \
-  X(705, cudaErrorPeerAccessNotEnabled, "peer access has not been enabled")                       \
-  X(710, cudaErrorAssert, "device-side assert triggered")                                         \
+#define SIMULATED_CUDA_ERRORS(X)                                                                              \
+  X(0, cudaSuccess, "no error")                                                                               \
+  X(1, cudaErrorInvalidValue, "invalid argument")                                                             \
+  X(2, cudaErrorMemoryAllocation, "out of memory")                                                            \
+  X(3, cudaErrorInitializationError, "initialization error")                                                  \
+  X(17, cudaErrorInvalidDevicePointer, "invalid device pointer")                                              \
+  X(21, cudaErrorInvalidMemcpyDirection, "invalid copy direction for memcpy")                                 \
+  X(46, cudaErrorDevicesUnavailable, "CUDA-capable device(s) is/are busy or unavailable")                     \
+  X(52, cudaErrorMissingConfiguration, "__global__ function call is not configured")                          \
+  X(98, cudaErrorInvalidDeviceFunction, "invalid device function")                                            \
+  X(100, cudaErrorNoDevice, "no CUDA-capable device is detected")                                             \
+  X(101, cudaErrorInvalidDevice, "invalid device ordinal")                                                    \
+  X(200, cudaErrorInvalidKernelImage, "device kernel image is invalid")                                       \
+  X(214, cudaErrorECCUncorrectable, "uncorrectable ECC error encountered")                                    \
+  X(217, cudaErrorPeerAccessUnsupported, "peer access is not supported between these two devices")            \
+  X(220, cudaErrorNvlinkUncorrectable, "uncorrectable NVLink error detected during the execution")            \
+  X(400, cudaErrorInvalidResourceHandle, "invalid resource handle")                                           \
+  X(401, cudaErrorIllegalState, "the operation cannot be performed in the present state")                     \
+  X(500, cudaErrorSymbolNotFound, "named symbol not found")                                                   \
+  X(600, cudaErrorNotReady, "device not ready")                                                               \
+  X(700, cudaErrorIllegalAddress, "an illegal memory access was encountered")                                 \
+  X(702, cudaErrorLaunchTimeout, "the launch timed out and was terminated")                                   \
+  X(704, cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")                                 \
+  X(705, cudaErrorPeerAccessNotEnabled, "peer access has not been enabled")                                   \
+  X(710, cudaErrorAssert, "device-side assert triggered")                                                     \
   X(712, cudaErrorHostMemoryAlreadyRegistered, "part or all of the requested memory range is already mapped") \
-  X(713, cudaErrorHostMemoryNotRegistered, "pointer does not correspond to a registered memory region") \
-  X(719, cudaErrorLaunchFailure, "unspecified launch failure")                                    \
-  X(800, cudaErrorNotPermitted, "operation not permitted")                                        \
-  X(801, cudaErrorNotSupported, "operation not supported")                                        \
-  X(900, cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")   \
-  X(901, cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture") \
-  X(902, cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences") \
-  X(903, cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began") \
-  X(904, cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                    \
-  X(905, cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream") \
-  X(906, cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream") \
-  X(907, cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream") \
-  X(908, cudaErrorStreamCaptureWrongThread, "attempt to terminate a thread-local capture sequence from another thread") \
+  X(713, cudaErrorHostMemoryNotRegistered, "pointer does not correspond to a registered memory region")       \
+  X(719, cudaErrorLaunchFailure, "unspecified launch failure")                                                \
+  X(800, cudaErrorNotPermitted, "operation not permitted")                                                    \
+  X(801, cudaErrorNotSupported, "operation not supported")                                                    \
+  X(900, cudaErrorStreamCaptureUnsupported, "operation not permitted when stream is capturing")               \
+  X(901, cudaErrorStreamCaptureInvalidated, "operation failed due to a previous error during capture")        \
+  X(902, cudaErrorStreamCaptureMerge, "operation would result in a merge of separate capture sequences")      \
+  X(903, cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began")             \
+  X(904, cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work")                                \
+  X(905, cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream")          \
+  X(906, cudaErrorStreamCaptureImplicit,                                                                      \
+    "operation would make the legacy stream depend on a capturing blocking stream")                           \
+  X(907, cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream")   \
+  X(908, cudaErrorStreamCaptureWrongThread,                                                                   \
+    "attempt to terminate a thread-local capture sequence from another thread")                               \
   X(999, cudaErrorUnknown, "unknown error")
 
 #define SIMULATED_AS_ENUM(number, name, text) name = number,
@@ -84,24 +86,62 @@ constexpr unsigned cudaEventBlockingSync = 1, cudaEventDisableTiming = 2, cudaEv
 constexpr unsigned cudaEventRecordExternal = 1, cudaEventWaitExternal = 1;
 
 enum cudaMemcpyKind : int {
-  cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault
+  cudaMemcpyHostToHost,
+  cudaMemcpyHostToDevice,
+  cudaMemcpyDeviceToHost,
+  cudaMemcpyDeviceToDevice,
+  cudaMemcpyDefault
 };
-enum cudaMemoryType : int { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cudaMemoryTypeManaged };
-enum cudaStreamCaptureStatus : int { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated };
-enum cudaStreamCaptureMode : int { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
-enum cudaDriverEntryPointQueryResult : int { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound, cudaDriverEntryPointVersionNotSufficent };
+enum cudaMemoryType : int {
+  cudaMemoryTypeUnregistered,
+  cudaMemoryTypeHost,
+  cudaMemoryTypeDevice,
+  cudaMemoryTypeManaged
+};
+enum cudaStreamCaptureStatus : int {
+  cudaStreamCaptureStatusNone,
+  cudaStreamCaptureStatusActive,
+  cudaStreamCaptureStatusInvalidated
+};
+enum cudaStreamCaptureMode : int {
+  cudaStreamCaptureModeGlobal,
+  cudaStreamCaptureModeThreadLocal,
+  cudaStreamCaptureModeRelaxed
+};
+enum cudaDriverEntryPointQueryResult : int {
+  cudaDriverEntryPointSuccess,
+  cudaDriverEntryPointSymbolNotFound,
+  cudaDriverEntryPointVersionNotSufficent
+};
 enum cudaMemPoolAttr : int {
-  cudaMemPoolReuseFollowEventDependencies = 1, cudaMemPoolReuseAllowOpportunistic, cudaMemPoolReuseAllowInternalDependencies,
-  cudaMemPoolAttrReleaseThreshold, cudaMemPoolAttrReservedMemCurrent, cudaMemPoolAttrReservedMemHigh,
-  cudaMemPoolAttrUsedMemCurrent, cudaMemPoolAttrUsedMemHigh
+  cudaMemPoolReuseFollowEventDependencies = 1,
+  cudaMemPoolReuseAllowOpportunistic,
+  cudaMemPoolReuseAllowInternalDependencies,
+  cudaMemPoolAttrReleaseThreshold,
+  cudaMemPoolAttrReservedMemCurrent,
+  cudaMemPoolAttrReservedMemHigh,
+  cudaMemPoolAttrUsedMemCurrent,
+  cudaMemPoolAttrUsedMemHigh
 };
 
-struct dim3 { unsigned x, y, z; };
-struct uint3 { unsigned x, y, z; };
-struct cudaUUID_t { char bytes[16]; };
-struct cudaIpcMemHandle_t { char reserved[64]; };
-struct cudaIpcEventHandle_t { char reserved[64]; };
-struct cudaMemLocation { int type, id; };
+struct dim3 {
+  unsigned x, y, z;
+};
+struct uint3 {
+  unsigned x, y, z;
+};
+struct cudaUUID_t {
+  char bytes[16];
+};
+struct cudaIpcMemHandle_t {
+  char reserved[64];
+};
+struct cudaIpcEventHandle_t {
+  char reserved[64];
+};
+struct cudaMemLocation {
+  int type, id;
+};
 struct cudaMemPoolProps {
   int allocType, handleTypes;
   cudaMemLocation location;

@@ -10,15 +10,35 @@
 
 struct ncclComm;
 using ncclComm_t = ncclComm*;
-struct ncclUniqueId { char internal[128]; };
+struct ncclUniqueId {
+  char internal[128];
+};
 
 enum ncclResult_t : int {
-  ncclSuccess, ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclInvalidArgument, ncclInvalidUsage,
-  ncclRemoteError, ncclInProgress, ncclTimeout
+  ncclSuccess,
+  ncclUnhandledCudaError,
+  ncclSystemError,
+  ncclInternalError,
+  ncclInvalidArgument,
+  ncclInvalidUsage,
+  ncclRemoteError,
+  ncclInProgress,
+  ncclTimeout
 };
 enum ncclDataType_t : int {
-  ncclInt8, ncclUint8, ncclInt32, ncclUint32, ncclInt64, ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16,
-  ncclFloat8e4m3, ncclFloat8e5m2, ncclNumTypes
+  ncclInt8,
+  ncclUint8,
+  ncclInt32,
+  ncclUint32,
+  ncclInt64,
+  ncclUint64,
+  ncclFloat16,
+  ncclFloat32,
+  ncclFloat64,
+  ncclBfloat16,
+  ncclFloat8e4m3,
+  ncclFloat8e5m2,
+  ncclNumTypes
 };
 using ncclRedOp_t = int;  // larger than the enumeration: operators made by the user are numbered after it
 enum : int { ncclSum, ncclProd, ncclMax, ncclMin, ncclAvg, ncclNumOps };

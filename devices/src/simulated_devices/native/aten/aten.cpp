@@ -56,7 +56,8 @@ using torch::jit::Stack;
 at::Tensor on_cpu(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
   auto options = tensor.options().device(at::kCPU).requires_grad(false);
-  at::Tensor alias = at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, options, at::kCPU);
+  at::Tensor alias =
+      at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, options, at::kCPU);
   if (tensor.is_conj()) alias._set_conj(true);
   if (tensor.is_neg()) alias._set_neg(true);
   return alias;
@@ -77,10 +78,12 @@ at::Tensor on_meta(const at::Tensor& tensor) {
 at::Tensor on_device(const at::Tensor& like, c10::Device device) {
   if (!like.defined()) return like;
   auto options = like.options().device(device);
-  return like.is_non_overlapping_and_dense() ? at::empty_strided(like.sizes(), like.strides(), options) : at::empty(like.sizes(), options);
+  return like.is_non_overlapping_and_dense() ? at::empty_strided(like.sizes(), like.strides(), options)
+                                             : at::empty(like.sizes(), options);
 }
 
-template <class F> c10::IValue mapped(const c10::IValue& value, F&& f, c10::Device device) {
+template <class F>
+c10::IValue mapped(const c10::IValue& value, F&& f, c10::Device device) {
   if (value.isTensor()) return f(value.toTensor());
   if (value.isTensorList()) {
     c10::List<at::Tensor> out;
@@ -97,10 +100,14 @@ template <class F> c10::IValue mapped(const c10::IValue& value, F&& f, c10::Devi
   return value;
 }
 
-template <class F> void for_tensors(const c10::IValue& value, F&& f) {
+template <class F>
+void for_tensors(const c10::IValue& value, F&& f) {
   if (value.isTensor()) f(value.toTensor());
-  else if (value.isTensorList()) for (const at::Tensor& tensor : value.toTensorList()) f(tensor);
-  else if (value.isOptionalTensorList()) for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) if (tensor) f(*tensor);
+  else if (value.isTensorList())
+    for (const at::Tensor& tensor : value.toTensorList()) f(tensor);
+  else if (value.isOptionalTensorList())
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
+      if (tensor) f(*tensor);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -109,7 +116,8 @@ template <class F> void for_tensors(const c10::IValue& value, F&& f) {
 // ---------------------------------------------------------------------------------------------------------
 
 at::Generator cpu_generator(std::optional<at::Generator> given, c10::Device device) {
-  at::Generator of_device = given && given->defined() && given->device().is_cuda() ? *given : at::globalContext().defaultGenerator(device);
+  at::Generator of_device =
+      given && given->defined() && given->device().is_cuda() ? *given : at::globalContext().defaultGenerator(device);
   std::lock_guard<std::mutex> hold(of_device.mutex());
   uint64_t seed = of_device.current_seed(), offset = 0;
   try {
@@ -134,7 +142,12 @@ bool is_device_assert(const std::string& op, const std::string& what) {
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack* stack)
-      : op_(op), schema_(op.schema()), stack_(stack), count_(schema_.arguments().size()), first_(stack->size() - count_), device_(find_device()),
+      : op_(op),
+        schema_(op.schema()),
+        stack_(stack),
+        count_(schema_.arguments().size()),
+        first_(stack->size() - count_),
+        device_(find_device()),
         stream_(c10::cuda::getCurrentCUDAStream(device_.index()).stream()) {
     check_devices();
     for (size_t i = 0; i < count_; ++i) {
@@ -178,7 +191,8 @@ class Call {
       if (!argument(i).isTensor()) continue;
       const at::Tensor& tensor = argument(i).toTensor();
       if (!tensor.defined() || tensor.device() == device_ || (tensor.is_cpu() && tensor.dim() == 0)) continue;
-      TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", device_, " and ", tensor.device(), "!");
+      TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", device_,
+                  " and ", tensor.device(), "!");
     }
   }
 
@@ -207,7 +221,8 @@ class Call {
       op_.callBoxed(out);
     } catch (const std::exception& error) {
       // There is no such kernel after all, or the arguments are wrong, which the CPU's kernel says better.
-      if (settings().trace) say("the outputs of %s are not known before it runs: %.300s", schema_.name().c_str(), error.what());
+      if (settings().trace)
+        say("the outputs of %s are not known before it runs: %.300s", schema_.name().c_str(), error.what());
       return false;
     }
     for (auto& value : *out)
@@ -215,7 +230,10 @@ class Call {
     return true;
   }
 
-  void wait() const { TORCH_CHECK(cudaStreamSynchronize(stream_) == cudaSuccess, schema_.name(), " cannot run on the simulated device now: the device has failed, or a stream is being captured"); }
+  void wait() const {
+    TORCH_CHECK(cudaStreamSynchronize(stream_) == cudaSuccess, schema_.name(),
+                " cannot run on the simulated device now: the device has failed, or a stream is being captured");
+  }
 
   void replace_arguments(Stack results) {
     torch::jit::drop(*stack_, count_);
@@ -248,7 +266,8 @@ class Call {
         finish(&own);
       }
     };
-    TORCH_CHECK(enqueue(stream_, true, {nullptr, std::move(run)}) == cudaSuccess, schema_.name(), " could not be enqueued: the device has failed");
+    TORCH_CHECK(enqueue(stream_, true, {nullptr, std::move(run)}) == cudaSuccess, schema_.name(),
+                " could not be enqueued: the device has failed");
   }
 
   // --- New outputs ---
@@ -258,16 +277,20 @@ class Call {
     if (!call(op_, &values, device_.index(), true)) {
       Stack shapes, outputs;
       TORCH_CHECK(infer(&shapes), schema_.name(), ": device-side assert triggered");
-      for (auto& shape : shapes) outputs.push_back(mapped(shape, [this](const at::Tensor& t) { return on_device(t, device_); }, device_));
+      for (auto& shape : shapes)
+        outputs.push_back(mapped(shape, [this](const at::Tensor& t) { return on_device(t, device_); }, device_));
       return replace_arguments(std::move(outputs));
     }
     Stack outputs;
     for (auto& value : values)
-      outputs.push_back(mapped(value, [this](const at::Tensor& result) {
-        at::Tensor out = on_device(result, device_);
-        if (out.defined() && out.numel()) copy(on_cpu(out), result);
-        return out;
-      }, device_));
+      outputs.push_back(mapped(
+          value,
+          [this](const at::Tensor& result) {
+            at::Tensor out = on_device(result, device_);
+            if (out.defined() && out.numel()) copy(on_cpu(out), result);
+            return out;
+          },
+          device_));
     replace_arguments(std::move(outputs));
   }
 
@@ -335,11 +358,14 @@ class Call {
         outputs.push_back(results[written++]);
         continue;
       }
-      outputs.push_back(mapped(values[i], [this](const at::Tensor& result) {
-        at::Tensor out = on_device(result, device_);
-        if (out.defined()) copy(on_cpu(out), result);
-        return out;
-      }, device_));
+      outputs.push_back(mapped(
+          values[i],
+          [this](const at::Tensor& result) {
+            at::Tensor out = on_device(result, device_);
+            if (out.defined()) copy(on_cpu(out), result);
+            return out;
+          },
+          device_));
     }
     replace_arguments(std::move(outputs));
   }
@@ -368,7 +394,12 @@ class Call {
     Stack values = cpu_arguments(false);
     for (size_t i = 0; i < count_; ++i)
       if (schema_.arguments()[i].is_out())
-        values[i] = mapped(values[i], [](const at::Tensor& out) { return out.defined() && out.numel() == 0 ? at::empty({0}, out.options()) : out; }, c10::kCPU);
+        values[i] = mapped(
+            values[i],
+            [](const at::Tensor& out) {
+              return out.defined() && out.numel() == 0 ? at::empty({0}, out.options()) : out;
+            },
+            c10::kCPU);
     Stack outputs = written_arguments();
     if (!call_with_fresh_outputs(&values)) return replace_arguments(std::move(outputs));
     for (size_t i = 0; i < outputs.size() && i < values.size(); ++i) {
@@ -388,7 +419,9 @@ class Call {
     } catch (const c10::Error&) {
       for (size_t i = 0; i < count_; ++i)
         if (schema_.arguments()[i].is_out())
-          (*values)[i] = mapped((*values)[i], [](const at::Tensor& out) { return out.defined() ? at::empty({0}, out.options()) : out; }, c10::kCPU);
+          (*values)[i] = mapped(
+              (*values)[i], [](const at::Tensor& out) { return out.defined() ? at::empty({0}, out.options()) : out; },
+              c10::kCPU);
       return call(op_, values, device_.index(), true);
     }
   }
@@ -422,7 +455,9 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
 // Ops with kernels of their own
 // ---------------------------------------------------------------------------------------------------------
 
-cudaStream_t stream_of(const at::Tensor& tensor) { return c10::cuda::getCurrentCUDAStream(tensor.device().index()).stream(); }
+cudaStream_t stream_of(const at::Tensor& tensor) {
+  return c10::cuda::getCurrentCUDAStream(tensor.device().index()).stream();
+}
 
 // Makes `later` wait for all that is in `first` now.
 void order(cudaStream_t first, cudaStream_t later) {
@@ -447,16 +482,19 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const at::Tensor& host = self.is_cuda() ? from : self;
   const bool pinned = host_waits && host.is_pinned();
   at::Tensor to_alias = on_cpu(self), from_alias = on_cpu(from);
-  if (host_waits && non_blocking && !pinned && !from.is_cuda() && !simulated_runs_inline(stream)) from_alias = from.clone();  // staged, as CUDA does
+  if (host_waits && non_blocking && !pinned && !from.is_cuda() && !simulated_runs_inline(stream))
+    from_alias = from.clone();  // staged, as CUDA does
   auto run = [to_alias, from_alias] {
     at::AutoDispatchBelowADInplaceOrView inner;
     at::Tensor to = to_alias;
     to.copy_(from_alias);
   };
-  TORCH_CHECK(enqueue(stream, true, {nullptr, run}) == cudaSuccess, "the copy could not be enqueued: the device has failed");
+  TORCH_CHECK(enqueue(stream, true, {nullptr, run}) == cudaSuccess,
+              "the copy could not be enqueued: the device has failed");
   if (between_devices) order(stream, stream_of(self));
   const bool waits = host_waits && !(non_blocking && (pinned || self.is_cuda()));
-  if (waits && !simulated_is_capturing(stream)) TORCH_CHECK(cudaStreamSynchronize(stream) == cudaSuccess, "CUDA error: the copy failed with the device");
+  if (waits && !simulated_is_capturing(stream))
+    TORCH_CHECK(cudaStreamSynchronize(stream) == cudaSuccess, "CUDA error: the copy failed with the device");
   return self;
 }
 
@@ -472,23 +510,30 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
 // The fused kernels of devices are composed of plain ops, above autograd, which then knows their derivatives.
 
 // Fused attention, which a function that is not dispatched chooses: products and a softmax instead.
-at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double dropout, bool causal,
-                     std::optional<double> scale, bool grouped) {
-  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, std::nullopt, scale, grouped));
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
+                     bool grouped) {
+  return std::get<0>(
+      at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, causal, std::nullopt, scale, grouped));
 }
 
-at::Tensor plus(const at::Tensor& gates, const std::optional<at::Tensor>& bias) { return bias && bias->defined() ? gates + *bias : gates; }
+at::Tensor plus(const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
+  return bias && bias->defined() ? gates + *bias : gates;
+}
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& cell,
-                                                         const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
+                                                         const at::Tensor& cell,
+                                                         const std::optional<at::Tensor>& input_bias,
+                                                         const std::optional<at::Tensor>& hidden_bias) {
   at::Tensor gates = plus(input_gates, input_bias) + plus(hidden_gates, hidden_bias);
   auto parts = gates.chunk(4, 1);
   at::Tensor next = parts[1].sigmoid() * cell + parts[0].sigmoid() * parts[2].tanh();
   return {parts[3].sigmoid() * next.tanh(), next, gates};
 }
 
-std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& hidden,
-                                            const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
+                                            const at::Tensor& hidden, const std::optional<at::Tensor>& input_bias,
+                                            const std::optional<at::Tensor>& hidden_bias) {
   auto of_input = plus(input_gates, input_bias).chunk(3, 1), of_hidden = plus(hidden_gates, hidden_bias).chunk(3, 1);
   at::Tensor reset = (of_input[0] + of_hidden[0]).sigmoid(), update = (of_input[1] + of_hidden[1]).sigmoid();
   at::Tensor candidate = (of_input[2] + reset * of_hidden[2]).tanh();
@@ -501,17 +546,39 @@ std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const
 
 // Ops that only look at or change a tensor's metadata, or allocate: torch's own CUDA kernels are right.
 const std::set<std::string>& kept() {
-  static const std::set<std::string> names = {
-      "empty", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_", "_resize_output_", "set_", "set_data", "is_set_to",
-      "_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "_copy_from", "_copy_from_and_resize", "_efficientzerotensor",
-      "_cudnn_init_dropout_state", "_has_same_storage_numel", "_to_copy", "clone", "contiguous", "lift", "lift_fresh",
-      "copy_", "native_dropout"};
+  static const std::set<std::string> names = {"empty",
+                                              "empty_strided",
+                                              "new_empty",
+                                              "new_empty_strided",
+                                              "resize_",
+                                              "resize_as_",
+                                              "_resize_output_",
+                                              "set_",
+                                              "set_data",
+                                              "is_set_to",
+                                              "_local_scalar_dense",
+                                              "record_stream",
+                                              "is_pinned",
+                                              "_pin_memory",
+                                              "_copy_from",
+                                              "_copy_from_and_resize",
+                                              "_efficientzerotensor",
+                                              "_cudnn_init_dropout_state",
+                                              "_has_same_storage_numel",
+                                              "_to_copy",
+                                              "clone",
+                                              "contiguous",
+                                              "lift",
+                                              "lift_fresh",
+                                              "copy_",
+                                              "native_dropout"};
   return names;
 }
 
 // Ops that choose among libraries of the device, cuDNN's for example, before any kernel is asked for.
 const std::set<std::string>& chosen() {
-  static const std::set<std::string> names = {"convolution", "convolution_overrideable", "convolution_backward", "convolution_backward_overrideable", "_convolution"};
+  static const std::set<std::string> names = {"convolution", "convolution_overrideable", "convolution_backward",
+                                              "convolution_backward_overrideable", "_convolution"};
   return names;
 }
 
@@ -548,7 +615,8 @@ void install() {
   }
   library->impl("copy_", TORCH_FN(copy_));
   library->impl("native_dropout", TORCH_FN(native_dropout));
-  auto* above_autograd = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
+  auto* above_autograd =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
   for (auto* key : {library, above_autograd}) {
     key->impl("scaled_dot_product_attention", TORCH_FN(attention));
     key->impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));

@@ -22,7 +22,7 @@ std::atomic<bool> some_fault{false};  // so that a healthy device pays one relax
 
 const std::map<std::string, Fault::Kind>& kinds() {
   static const auto* table = new std::map<std::string, Fault::Kind>{
-      {"stall", Fault::Stall}, {"slow", Fault::Slow}, {"link", Fault::Link}, {"xid", Fault::Xid},
+      {"stall", Fault::Stall}, {"slow", Fault::Slow}, {"link", Fault::Link},       {"xid", Fault::Xid},
       {"ecc", Fault::Ecc},     {"oom", Fault::Oom},   {"network", Fault::Network}, {"init", Fault::Init}};
   return *table;
 }
@@ -142,7 +142,8 @@ bool FaultBoard::stalls_link(int rank, int peer) const {
   if (!some_fault.load(std::memory_order_relaxed)) return false;
   auto is = [](int wanted, int actual) { return wanted < 0 || wanted == actual; };
   for (const Fault& fault : *current()) {
-    bool this_way = is(fault.rank, rank) && is(fault.peer, peer), other_way = is(fault.rank, peer) && is(fault.peer, rank);
+    bool this_way = is(fault.rank, rank) && is(fault.peer, peer),
+         other_way = is(fault.rank, peer) && is(fault.peer, rank);
     if (fault.kind == Fault::Link && (this_way || other_way)) return true;
   }
   return false;
@@ -157,14 +158,18 @@ bool FaultBoard::lost(int device, int* cuda_error, int* xid) const {
   *xid = xid_of(*fault);
   // 48 and 94 are ECC errors, 74 is NVLink, 13 and 31 are the program's own accesses. After all others,
   // 79 among them, the device answers nothing.
-  *cuda_error = *xid == 48 || *xid == 94 ? cudaErrorECCUncorrectable : *xid == 74 ? cudaErrorNvlinkUncorrectable
-              : *xid == 31 || *xid == 13 ? cudaErrorIllegalAddress : cudaErrorUnknown;
+  *cuda_error = *xid == 48 || *xid == 94   ? cudaErrorECCUncorrectable
+                : *xid == 74               ? cudaErrorNvlinkUncorrectable
+                : *xid == 31 || *xid == 13 ? cudaErrorIllegalAddress
+                                           : cudaErrorUnknown;
   return true;
 }
 
 int FaultBoard::xid_on_this_host(int device) const {
   for (const Fault& fault : *current()) {
-    int on = fault.device >= 0 ? fault.device : fault.rank >= 0 && settings().devices ? fault.rank % settings().devices : device;
+    int on = fault.device >= 0                       ? fault.device
+             : fault.rank >= 0 && settings().devices ? fault.rank % settings().devices
+                                                     : device;
     if ((fault.kind == Fault::Xid || fault.kind == Fault::Ecc) && on == device) return xid_of(fault);
   }
   return 0;

@@ -16,14 +16,14 @@ namespace simulated {
 struct Fault {
   enum Kind { Stall, Slow, Link, Xid, Ecc, Oom, Network, Init };
   Kind kind;
-  int rank = -1;         // -1: every rank
-  int device = -1;       // -1: every device of the rank
-  int peer = -1;         // of a link: the rank at its other end; -1: every rank
-  int64_t from_op = 0;   // strikes NCCL ops from this number on; the first op of a device has number 1
-  double factor = 1;     // of a slow device
-  int code = 0;          // of an Xid
-  int64_t bytes = 0;     // of an out of memory: what can still be allocated
-  bool every_op = false; // of a stall: also copies and kernels, not only NCCL's ops
+  int rank = -1;          // -1: every rank
+  int device = -1;        // -1: every device of the rank
+  int peer = -1;          // of a link: the rank at its other end; -1: every rank
+  int64_t from_op = 0;    // strikes NCCL ops from this number on; the first op of a device has number 1
+  double factor = 1;      // of a slow device
+  int code = 0;           // of an Xid
+  int64_t bytes = 0;      // of an out of memory: what can still be allocated
+  bool every_op = false;  // of a stall: also copies and kernels, not only NCCL's ops
 };
 
 // The faults of this process, by what asks for them. All calls are cheap when no fault is ordered.

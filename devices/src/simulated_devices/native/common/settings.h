@@ -5,15 +5,16 @@
 namespace simulated {
 
 struct Settings {
-  int devices;              // SIMULATED_DEVICES: GPUs of this machine
-  size_t memory;            // SIMULATED_DEVICES_MEMORY: bytes of each GPU
-  std::string faults;       // SIMULATED_DEVICES_FAULTS: the folder in which faults are ordered, or empty
-  std::string shared;       // SIMULATED_DEVICES_SHM: the folder of NCCL's shared files
-  std::string aten;         // SIMULATED_DEVICES_ATEN: the library that computes aten ops, or empty
-  double kernel_us;         // SIMULATED_DEVICES_KERNEL_US: the least time a kernel takes
-  double link_gbs;          // SIMULATED_DEVICES_LINK_GBS: bandwidth of NCCL's links, 0 for unlimited
-  double init_timeout_s;    // SIMULATED_DEVICES_INIT_TIMEOUT: how long ncclCommInit waits for the other ranks
-  bool peer_death_is_error; // SIMULATED_DEVICES_PEER_DEATH=error: a dead peer raises ncclRemoteError, as over a network
+  int devices;            // SIMULATED_DEVICES: GPUs of this machine
+  size_t memory;          // SIMULATED_DEVICES_MEMORY: bytes of each GPU
+  std::string faults;     // SIMULATED_DEVICES_FAULTS: the folder in which faults are ordered, or empty
+  std::string shared;     // SIMULATED_DEVICES_SHM: the folder of NCCL's shared files
+  std::string aten;       // SIMULATED_DEVICES_ATEN: the library that computes aten ops, or empty
+  double kernel_us;       // SIMULATED_DEVICES_KERNEL_US: the least time a kernel takes
+  double link_gbs;        // SIMULATED_DEVICES_LINK_GBS: bandwidth of NCCL's links, 0 for unlimited
+  double init_timeout_s;  // SIMULATED_DEVICES_INIT_TIMEOUT: how long ncclCommInit waits for the other ranks
+  bool
+      peer_death_is_error;  // SIMULATED_DEVICES_PEER_DEATH=error: a dead peer raises ncclRemoteError, as over a network
   bool trace;               // SIMULATED_DEVICES_TRACE=1: name what is not simulated and each error on stderr
   int rank;                 // RANK, as torchrun sets it, else 0; faults are ordered by it
 };

@@ -48,7 +48,9 @@ CUDA_API CUresult cuDeviceGet(int* out, int ordinal) {
   return SUCCESS;
 }
 CUDA_API CUresult cuDeviceGetCount(int* out) { return cudaGetDeviceCount(out); }
-CUDA_API CUresult cuDeviceGetAttribute(int* out, int attribute, int device) { return cudaDeviceGetAttribute(out, attribute, device); }
+CUDA_API CUresult cuDeviceGetAttribute(int* out, int attribute, int device) {
+  return cudaDeviceGetAttribute(out, attribute, device);
+}
 
 CUDA_API CUresult cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
   *flags = 0;
@@ -82,7 +84,9 @@ CUDA_API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdev
   if (size) *size = bytes;
   return SUCCESS;
 }
-CUDA_API CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* size, CUdeviceptr pointer) { return cuMemGetAddressRange_v2(base, size, pointer); }
+CUDA_API CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* size, CUdeviceptr pointer) {
+  return cuMemGetAddressRange_v2(base, size, pointer);
+}
 
 CUDA_API CUresult cuPointerGetAttribute(void* out, int attribute, CUdeviceptr pointer) {
   constexpr int CONTEXT = 1, MEMORY_TYPE = 2, DEVICE_POINTER = 3, HOST_POINTER = 4, BUFFER_ID = 7, DEVICE_ORDINAL = 9;
@@ -93,8 +97,11 @@ CUDA_API CUresult cuPointerGetAttribute(void* out, int attribute, CUdeviceptr po
   switch (attribute) {
     case CONTEXT: *static_cast<void**>(out) = context_of(device < 0 ? 0 : device); return SUCCESS;
     case MEMORY_TYPE: *static_cast<unsigned*>(out) = device < 0 ? 1 : 2; return SUCCESS;
-    case DEVICE_POINTER: case HOST_POINTER: *static_cast<CUdeviceptr*>(out) = pointer; return SUCCESS;
-    case BUFFER_ID: *static_cast<unsigned long long*>(out) = reinterpret_cast<unsigned long long>(start); return SUCCESS;
+    case DEVICE_POINTER:
+    case HOST_POINTER: *static_cast<CUdeviceptr*>(out) = pointer; return SUCCESS;
+    case BUFFER_ID:
+      *static_cast<unsigned long long*>(out) = reinterpret_cast<unsigned long long>(start);
+      return SUCCESS;
     case DEVICE_ORDINAL: *static_cast<int*>(out) = device; return SUCCESS;
     default: return INVALID_VALUE;
   }

@@ -1,12 +1,11 @@
 // NCCL's functions: handles, groups and the making of communicators.
-#include <random>
-#include <set>
-#include <thread>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <random>
+#include <set>
+#include <thread>
 
 #include "../common/settings.h"
 #include "../runtime/bridge.h"
@@ -24,8 +23,8 @@ extern "C" cudaError_t cudaFree(void*);
 // What an ncclComm_t points to.
 struct ncclComm {
   simulated::CommunicatorPtr communicator;
-  std::thread maker;                             // of a non-blocking communicator
-  std::atomic<int> state{ncclSuccess};           // ncclInProgress while it is made, or why that failed
+  std::thread maker;                    // of a non-blocking communicator
+  std::atomic<int> state{ncclSuccess};  // ncclInProgress while it is made, or why that failed
 };
 
 namespace simulated {
@@ -94,24 +93,30 @@ ncclResult_t end_group() {
   auto all = std::move(batches);
   batches.clear();
   for (Batch& batch : all)
-    if (ncclResult_t launched = batch.communicator->launch(batch.communicator, batch.stream, std::move(batch.tasks))) result = launched;
+    if (ncclResult_t launched = batch.communicator->launch(batch.communicator, batch.stream, std::move(batch.tasks)))
+      result = launched;
   return result;
 }
 
 ncclResult_t submit(ncclComm_t handle, cudaStream_t stream, const Task& task) {
   COMMUNICATOR_OR_RETURN(communicator, handle);
-  if (communicator->aborted || communicator->revoked) return refuse(ncclInvalidUsage, "the communicator was aborted or revoked");
+  if (communicator->aborted || communicator->revoked)
+    return refuse(ncclInvalidUsage, "the communicator was aborted or revoked");
   if (!size_of(task.type)) return refuse(ncclInvalidArgument, "there is no such data type");
-  if (task.root < 0 || task.root >= communicator->size) return refuse(ncclInvalidArgument, "the root or peer is no rank of the communicator");
+  if (task.root < 0 || task.root >= communicator->size)
+    return refuse(ncclInvalidArgument, "the root or peer is no rank of the communicator");
   PreMultiply ignored;
-  if (task.op < 0 || (task.op >= ncclNumOps && !communicator->find_operator(task.op, &ignored))) return refuse(ncclInvalidArgument, "there is no such reduction");
-  auto same = std::find_if(batches.begin(), batches.end(), [&](Batch& batch) { return batch.communicator == communicator && batch.stream == stream; });
+  if (task.op < 0 || (task.op >= ncclNumOps && !communicator->find_operator(task.op, &ignored)))
+    return refuse(ncclInvalidArgument, "there is no such reduction");
+  auto same = std::find_if(batches.begin(), batches.end(),
+                           [&](Batch& batch) { return batch.communicator == communicator && batch.stream == stream; });
   if (same != batches.end()) same->tasks.push_back(task);
   else batches.push_back({communicator, stream, {task}});
   return group_depth ? ncclSuccess : end_group();
 }
 
-Task collective(Task::Kind kind, const void* in, void* out, size_t count, ncclDataType_t type, int op = ncclSum, int root = 0) {
+Task collective(Task::Kind kind, const void* in, void* out, size_t count, ncclDataType_t type, int op = ncclSum,
+                int root = 0) {
   return {kind, static_cast<const char*>(in), static_cast<char*>(out), count, type, op, root};
 }
 
@@ -162,10 +167,13 @@ ncclResult_t make(ncclComm_t* out, const CommunicatorPtr& communicator, std::fun
   return ncclInProgress;
 }
 
-ncclResult_t initialise(ncclComm_t* out, const std::string& id, int size, int rank, const ncclConfig_t* config, bool inherited = true) {
-  if (!out || size < 1 || rank < 0 || rank >= size) return refuse(ncclInvalidArgument, "the rank or the number of ranks makes no sense");
+ncclResult_t initialise(ncclComm_t* out, const std::string& id, int size, int rank, const ncclConfig_t* config,
+                        bool inherited = true) {
+  if (!out || size < 1 || rank < 0 || rank >= size)
+    return refuse(ncclInvalidArgument, "the rank or the number of ranks makes no sense");
   int device = 0;
-  if (cudaGetDevice(&device) || cudaSetDevice(device)) return refuse(ncclUnhandledCudaError, "the CUDA device cannot be used");
+  if (cudaGetDevice(&device) || cudaSetDevice(device))
+    return refuse(ncclUnhandledCudaError, "the CUDA device cannot be used");
   auto communicator = std::make_shared<Communicator>(id, size, rank, device, wants_blocking(config, inherited));
   const bool in_group = group_depth > 0 && communicator->blocking;
   return make(out, communicator, [communicator, in_group] {
@@ -215,9 +223,17 @@ NCCL_API ncclResult_t ncclGetUniqueId(ncclUniqueId* out) {
   }
   return ncclSuccess;
 }
-NCCL_API ncclResult_t ncclCommInitRank(ncclComm_t* out, int size, ncclUniqueId id, int rank) { return initialise(out, name_of(id), size, rank, nullptr); }
-NCCL_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, int rank, ncclConfig_t* config) { return initialise(out, name_of(id), size, rank, config); }
-NCCL_API ncclResult_t ncclCommInitRankScalable(ncclComm_t* out, int size, int rank, int, ncclUniqueId* ids, ncclConfig_t* config) { return initialise(out, name_of(ids[0]), size, rank, config); }
+NCCL_API ncclResult_t ncclCommInitRank(ncclComm_t* out, int size, ncclUniqueId id, int rank) {
+  return initialise(out, name_of(id), size, rank, nullptr);
+}
+NCCL_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, int rank,
+                                             ncclConfig_t* config) {
+  return initialise(out, name_of(id), size, rank, config);
+}
+NCCL_API ncclResult_t ncclCommInitRankScalable(ncclComm_t* out, int size, int rank, int, ncclUniqueId* ids,
+                                               ncclConfig_t* config) {
+  return initialise(out, name_of(ids[0]), size, rank, config);
+}
 NCCL_API ncclResult_t ncclCommInitAll(ncclComm_t* out, int count, const int* devices) {
   ncclUniqueId id;
   ncclGetUniqueId(&id);
@@ -239,7 +255,8 @@ NCCL_API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclC
   // The group's number is taken now, so that the ranks' numbers agree also if the splits run in threads.
   const std::string name = parent->child_name("split " + std::to_string(color));
   std::vector<std::pair<int64_t, int64_t>> all;
-  if (ncclResult_t agreed = parent->agree(color, key, &all)) return refuse(agreed, "the parent communicator was aborted");
+  if (ncclResult_t agreed = parent->agree(color, key, &all))
+    return refuse(agreed, "the parent communicator was aborted");
   *out = nullptr;
   if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
   std::vector<std::pair<int64_t, int>> members;
@@ -250,7 +267,8 @@ NCCL_API ncclResult_t ncclCommSplit(ncclComm_t handle, int color, int key, ncclC
   while (members[rank].second != parent->rank) ++rank;
   return initialise(out, digest(name), static_cast<int>(members.size()), rank, config, parent->blocking);
 }
-NCCL_API ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int count, ncclComm_t* out, ncclConfig_t* config, int flags) {
+NCCL_API ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int count, ncclComm_t* out, ncclConfig_t* config,
+                                     int flags) {
   COMMUNICATOR_OR_RETURN(parent, handle);
   if (flags & NCCL_SHRINK_ABORT) parent->abort();
   std::vector<int> gone(excluded, excluded + count);
@@ -261,7 +279,8 @@ NCCL_API ncclResult_t ncclCommShrink(ncclComm_t handle, int* excluded, int count
     what += " " + std::to_string(other);
     rank -= other < parent->rank;
   }
-  if (std::count(gone.begin(), gone.end(), parent->rank)) return refuse(ncclInvalidArgument, "a rank that is excluded must not call ncclCommShrink");
+  if (std::count(gone.begin(), gone.end(), parent->rank))
+    return refuse(ncclInvalidArgument, "a rank that is excluded must not call ncclCommShrink");
   return initialise(out, digest(parent->child_name(what)), parent->size - count, rank, config, parent->blocking);
 }
 NCCL_API ncclResult_t ncclCommFinalize(ncclComm_t handle) {
@@ -323,10 +342,13 @@ NCCL_API ncclResult_t ncclCommMemStats(ncclComm_t, int, uint64_t* out) {
   *out = 0;
   return ncclSuccess;
 }
-NCCL_API ncclResult_t ncclMemAlloc(void** out, size_t size) { return cudaMalloc(out, size) ? ncclUnhandledCudaError : ncclSuccess; }
+NCCL_API ncclResult_t ncclMemAlloc(void** out, size_t size) {
+  return cudaMalloc(out, size) ? ncclUnhandledCudaError : ncclSuccess;
+}
 NCCL_API ncclResult_t ncclMemFree(void* pointer) { return cudaFree(pointer) ? ncclUnhandledCudaError : ncclSuccess; }
 
-NCCL_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* out, void* value, ncclDataType_t type, ncclScalarResidence_t residence, ncclComm_t handle) {
+NCCL_API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* out, void* value, ncclDataType_t type,
+                                               ncclScalarResidence_t residence, ncclComm_t handle) {
   COMMUNICATOR_OR_RETURN(communicator, handle);
   if (!size_of(type) || !value) return refuse(ncclInvalidArgument, "there is no such data type, or no scalar");
   PreMultiply op{type, 0, nullptr};
@@ -350,36 +372,47 @@ NCCL_API ncclResult_t ncclGroupEnd() {
   return --group_depth ? ncclSuccess : end_group();
 }
 
-NCCL_API ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                    ncclComm_t comm, cudaStream_t stream) {
   return submit(comm, stream, collective(Task::AllReduce, in, out, count, type, op));
 }
-NCCL_API ncclResult_t ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t type, int root,
+                                    ncclComm_t comm, cudaStream_t stream) {
   return submit(comm, stream, collective(Task::Broadcast, in, out, count, type, ncclSum, root));
 }
-NCCL_API ncclResult_t ncclBcast(void* buffer, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclBcast(void* buffer, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
+                                cudaStream_t stream) {
   return submit(comm, stream, collective(Task::Broadcast, buffer, buffer, count, type, ncclSum, root));
 }
-NCCL_API ncclResult_t ncclReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclReduce(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                                 ncclComm_t comm, cudaStream_t stream) {
   return submit(comm, stream, collective(Task::Reduce, in, out, count, type, op, root));
 }
-NCCL_API ncclResult_t ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type, ncclComm_t comm,
+                                    cudaStream_t stream) {
   return submit(comm, stream, collective(Task::AllGather, in, out, count, type));
 }
-NCCL_API ncclResult_t ncclReduceScatter(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclReduceScatter(const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                        ncclComm_t comm, cudaStream_t stream) {
   return submit(comm, stream, collective(Task::ReduceScatter, in, out, count, type, op));
 }
-NCCL_API ncclResult_t ncclAlltoAll(const void* in, void* out, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclAlltoAll(const void* in, void* out, size_t count, ncclDataType_t type, ncclComm_t comm,
+                                   cudaStream_t stream) {
   return submit(comm, stream, collective(Task::AllToAll, in, out, count, type));
 }
-NCCL_API ncclResult_t ncclGather(const void* in, void* out, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclGather(const void* in, void* out, size_t count, ncclDataType_t type, int root,
+                                 ncclComm_t comm, cudaStream_t stream) {
   return submit(comm, stream, collective(Task::Gather, in, out, count, type, ncclSum, root));
 }
-NCCL_API ncclResult_t ncclScatter(const void* in, void* out, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclScatter(const void* in, void* out, size_t count, ncclDataType_t type, int root,
+                                  ncclComm_t comm, cudaStream_t stream) {
   return submit(comm, stream, collective(Task::Scatter, in, out, count, type, ncclSum, root));
 }
-NCCL_API ncclResult_t ncclSend(const void* in, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclSend(const void* in, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                               cudaStream_t stream) {
   return submit(comm, stream, collective(Task::Send, in, nullptr, count, type, ncclSum, peer));
 }
-NCCL_API ncclResult_t ncclRecv(void* out, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+NCCL_API ncclResult_t ncclRecv(void* out, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                               cudaStream_t stream) {
   return submit(comm, stream, collective(Task::Recv, nullptr, out, count, type, ncclSum, peer));
 }

@@ -17,7 +17,9 @@ class Exchange {
  public:
   Exchange(Communicator& communicator, Channel channel) : communicator_(communicator), channel_(channel) {}
 
-  void push(int peer, const char* data, size_t bytes) { transfers_.push_back({true, peer, const_cast<char*>(data), bytes}); }
+  void push(int peer, const char* data, size_t bytes) {
+    transfers_.push_back({true, peer, const_cast<char*>(data), bytes});
+  }
   void pull(int peer, char* data, size_t bytes) { transfers_.push_back({false, peer, data, bytes}); }
 
   // False if the communicator was aborted.
@@ -28,7 +30,12 @@ class Exchange {
   }
 
  private:
-  struct Transfer { bool is_push; int peer; char* data; size_t left; };
+  struct Transfer {
+    bool is_push;
+    int peer;
+    char* data;
+    size_t left;
+  };
 
   bool advance() {
     bool all = true;
@@ -62,7 +69,11 @@ class Exchange {
 class Collective {
  public:
   Collective(Communicator& communicator, const Task& task)
-      : communicator_(communicator), task_(task), exchange_(communicator, Collectives), element_(size_of(task.type)), op_(task.op) {
+      : communicator_(communicator),
+        task_(task),
+        exchange_(communicator, Collectives),
+        element_(size_of(task.type)),
+        op_(task.op) {
     PreMultiply own;
     if (task.op >= ncclNumOps && communicator.find_operator(task.op, &own)) {
       scale_ = own.device_scalar ? scalar(own.type, own.device_scalar) : own.value;
@@ -74,7 +85,8 @@ class Collective {
   bool run() {
     const size_t bytes = task_.count * element_;
     switch (task_.kind) {
-      case Task::AllReduce: return communicator_.size > 2 && bytes > SMALL ? all_reduce_in_two_steps() : all_reduce_at_once();
+      case Task::AllReduce:
+        return communicator_.size > 2 && bytes > SMALL ? all_reduce_in_two_steps() : all_reduce_at_once();
       case Task::ReduceScatter: return reduce_scatter();
       case Task::Reduce: return reduce_to_root();
       case Task::Broadcast: return broadcast(bytes);
@@ -87,7 +99,8 @@ class Collective {
   }
 
  private:
-  template <class F> void for_peers(F f) {
+  template <class F>
+  void for_peers(F f) {
     for (int peer = 0; peer < communicator_.size; ++peer)
       if (peer != communicator_.rank) f(peer);
   }
@@ -103,7 +116,8 @@ class Collective {
     for_peers([&](int peer) { exchange_.pull(peer, scratch(peer), count * element_); });
     if (!exchange_.run()) return false;
     std::vector<const char*> inputs;
-    for (int rank = 0; rank < communicator_.size; ++rank) inputs.push_back(rank == communicator_.rank ? own : scratch(rank));
+    for (int rank = 0; rank < communicator_.size; ++rank)
+      inputs.push_back(rank == communicator_.rank ? own : scratch(rank));
     reduce(out, inputs, count, task_.type, op_, scaled_ ? &scale_ : nullptr);
     return true;
   }

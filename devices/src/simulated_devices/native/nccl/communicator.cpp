@@ -109,7 +109,7 @@ bool Communicator::peer_died() {
 
 ncclResult_t Communicator::agree(int64_t first, int64_t second, std::vector<std::pair<int64_t, int64_t>>* all) {
   uint64_t round = ++rounds_;
-  auto everybody = [&](std::atomic<uint64_t> Member::*counter, uint64_t least) {
+  auto everybody = [&](std::atomic<uint64_t> Member::* counter, uint64_t least) {
     for (int other = 0; other < size; ++other)
       if ((wire_->member(other).*counter).load() < least) return false;
     return true;
@@ -122,7 +122,8 @@ ncclResult_t Communicator::agree(int64_t first, int64_t second, std::vector<std:
   own.entered = round;
   for (int other = 0; other < size; ++other) wire_->ring(other);
   if (!until([&] { return everybody(&Member::entered, round); }, true)) return ncclInternalError;
-  for (int other = 0; other < size; ++other) all->push_back({wire_->member(other).values[0], wire_->member(other).values[1]});
+  for (int other = 0; other < size; ++other)
+    all->push_back({wire_->member(other).values[0], wire_->member(other).values[1]});
   own.left = round;
   for (int other = 0; other < size; ++other) wire_->ring(other);
   return ncclSuccess;
@@ -132,7 +133,9 @@ bool Communicator::link_stalls(int peer) {
   return simulated_stalls_link(wire_->member(rank).global_rank, wire_->member(peer).global_rank);
 }
 
-std::string Communicator::child_name(const std::string& what) { return id + "/" + std::to_string(++children_) + "/" + what; }
+std::string Communicator::child_name(const std::string& what) {
+  return id + "/" + std::to_string(++children_) + "/" + what;
+}
 
 ncclResult_t Communicator::launch(const CommunicatorPtr& self, cudaStream_t stream, std::vector<Task> tasks) {
   OnDevice guard(device);

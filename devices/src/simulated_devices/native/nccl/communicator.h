@@ -66,7 +66,8 @@ class Communicator {
 
   // Sleeps until the condition holds; false if the communicator was stopped first. Any thread of this rank.
   // An agreement of host threads goes on after a revocation, which stops only what runs on devices.
-  template <class Condition> bool until(Condition condition, bool despite_revocation = false);
+  template <class Condition>
+  bool until(Condition condition, bool despite_revocation = false);
 
   Wire& wire() { return *wire_; }
   bool link_stalls(int peer);
@@ -82,11 +83,11 @@ class Communicator {
   bool peer_died();
 
   std::shared_ptr<Wire> wire_;
-  std::atomic<bool> attached_{false};    // a non-blocking communicator can be aborted before it has its wire
+  std::atomic<bool> attached_{false};  // a non-blocking communicator can be aborted before it has its wire
   std::mutex order_lock_;
   std::condition_variable order_;
   uint64_t launched_ = 0, executed_ = 0;
-  std::mutex executing_;                 // held while an operation touches the wire
+  std::mutex executing_;  // held while an operation touches the wire
   std::atomic<long long> running_number_{0};
   std::mutex operators_lock_;
   std::map<int, PreMultiply> operators_;
@@ -100,7 +101,8 @@ using CommunicatorPtr = std::shared_ptr<Communicator>;
 void set_last_error(const std::string& text);
 std::string last_error();
 
-template <class Condition> bool Communicator::until(Condition condition, bool despite_revocation) {
+template <class Condition>
+bool Communicator::until(Condition condition, bool despite_revocation) {
   auto stopped = [&] { return aborted || (revoked && !despite_revocation); };
   // Another rank usually answers within microseconds, which is less than a sleep costs.
   for (int spin = 0; spin < 300; ++spin) {

@@ -10,7 +10,8 @@ namespace {
 
 // A float of 1 + Exponent + Mantissa bits, computed with as float, as NCCL's kernels do. E4M3 has no
 // infinities: its largest exponent holds numbers, and only one pattern is NaN.
-template <class Bits, int Exponent, int Mantissa, bool HasInfinity> struct SmallFloat {
+template <class Bits, int Exponent, int Mantissa, bool HasInfinity>
+struct SmallFloat {
   Bits bits;
   static constexpr int BIAS = (1 << (Exponent - 1)) - 1;
 
@@ -64,14 +65,16 @@ struct BFloat {
   }
 };
 
-template <class T, class Sum> T stored(Sum value) {
+template <class T, class Sum>
+T stored(Sum value) {
   if constexpr (std::is_arithmetic_v<T>) return static_cast<T>(value);
   else return T::from(value);
 }
 
 constexpr size_t BLOCK = 512;  // elements whose partial results stay in the first-level cache
 
-template <int op, class Sum> inline Sum combined(Sum a, Sum b) {
+template <int op, class Sum>
+inline Sum combined(Sum a, Sum b) {
   if constexpr (op == ncclProd) return a * b;
   else if constexpr (op == ncclMax) return a != a ? a : (b != b ? b : std::max(a, b));  // a NaN stays
   else if constexpr (op == ncclMin) return a != a ? a : (b != b ? b : std::min(a, b));
@@ -105,7 +108,8 @@ void reduce_blocks(T* out, const std::vector<const char*>& in, size_t count, con
 
 // Sum is the type in which NCCL computes: floats for the small floats, and for integers the type itself,
 // whose overflow wraps. The unsigned type wraps without undefined behaviour, but only for sums and products.
-template <class T, class Sum> void reduce_as(char* out, const std::vector<const char*>& in, size_t count, int op, const double* scale) {
+template <class T, class Sum>
+void reduce_as(char* out, const std::vector<const char*>& in, size_t count, int op, const double* scale) {
   T* typed = reinterpret_cast<T*>(out);
   switch (op) {
     case ncclProd: return reduce_blocks<T, Sum, ncclProd>(typed, in, count, scale, false);
@@ -119,10 +123,18 @@ template <class T, class Sum> void reduce_as(char* out, const std::vector<const 
 
 size_t size_of(ncclDataType_t type) {
   switch (type) {
-    case ncclInt8: case ncclUint8: case ncclFloat8e4m3: case ncclFloat8e5m2: return 1;
-    case ncclFloat16: case ncclBfloat16: return 2;
-    case ncclInt32: case ncclUint32: case ncclFloat32: return 4;
-    case ncclInt64: case ncclUint64: case ncclFloat64: return 8;
+    case ncclInt8:
+    case ncclUint8:
+    case ncclFloat8e4m3:
+    case ncclFloat8e5m2: return 1;
+    case ncclFloat16:
+    case ncclBfloat16: return 2;
+    case ncclInt32:
+    case ncclUint32:
+    case ncclFloat32: return 4;
+    case ncclInt64:
+    case ncclUint64:
+    case ncclFloat64: return 8;
     default: return 0;
   }
 }
@@ -145,7 +157,8 @@ double scalar(ncclDataType_t type, const void* value) {
   }
 }
 
-void reduce(char* out, const std::vector<const char*>& in, size_t count, ncclDataType_t type, int op, const double* scale) {
+void reduce(char* out, const std::vector<const char*>& in, size_t count, ncclDataType_t type, int op,
+            const double* scale) {
   switch (type) {
     case ncclInt8: return reduce_as<int8_t, int>(out, in, count, op, scale);
     case ncclUint8: return reduce_as<uint8_t, unsigned>(out, in, count, op, scale);

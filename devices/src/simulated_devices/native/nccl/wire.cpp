@@ -31,7 +31,7 @@ std::string prefix() { return "simulated-devices-" + std::to_string(getuid()) + 
 
 // A lock on one byte, which the system takes away when the process ends.
 bool lock(int file, int type, off_t at, off_t length, bool wait) {
-  struct flock wanted {};
+  struct flock wanted{};
   wanted.l_type = type;
   wanted.l_whence = SEEK_SET;
   wanted.l_start = at;
@@ -76,13 +76,13 @@ std::shared_ptr<Wire> Wire::open(const std::string& name, int size, int rank, st
     wire->file_ = ::open(wire->path_.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (wire->file_ < 0) return failed("cannot open");
     if (!lock(wire->file_, F_WRLCK, rank, 1, true)) return failed("cannot lock");
-    struct stat now {};
+    struct stat now{};
     if (fstat(wire->file_, &now)) return failed("cannot look at");
     if (now.st_nlink) break;
     close(wire->file_);  // it was taken for a stale one and removed just before it was locked
   }
   if (ftruncate(wire->file_, wire->mapped_)) return failed("cannot resize");
-  struct statvfs space {};
+  struct statvfs space{};
   // Writing to a page that the file system has no room for would kill the process.
   if (!fstatvfs(wire->file_, &space) && space.f_bavail * space.f_bsize < (4u << 20)) {
     errno = ENOSPC;
@@ -117,7 +117,7 @@ void Wire::forget_name() { unlink(path_.c_str()); }
 
 bool Wire::alive(int rank) const {
   if (members_[rank].pid == getpid()) return true;  // a process sees no locks of its own
-  struct flock held {};
+  struct flock held{};
   held.l_type = F_WRLCK;
   held.l_whence = SEEK_SET;
   held.l_start = rank;

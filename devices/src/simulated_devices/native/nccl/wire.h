@@ -26,7 +26,7 @@ struct alignas(64) Member {
   std::atomic<uint32_t> bell;      // counts what happened for this rank; a futex
   std::atomic<uint32_t> sleepers;  // threads that sleep on it
   std::atomic<uint32_t> joined;
-  int32_t pid, global_rank;        // RANK of its process; faults of links are ordered by it
+  int32_t pid, global_rank;  // RANK of its process; faults of links are ordered by it
   // Agreement of host threads (split, grow): rounds that this rank has entered and left, and its values.
   std::atomic<uint64_t> entered, left;
   int64_t values[2];
@@ -61,7 +61,9 @@ class Wire {
  private:
   Wire() = default;
   Ring& ring_of(Channel channel, int from, int to) { return rings_[(channel * size_ + from) * size_ + to]; }
-  char* bytes_of(Channel channel, int from, int to) { return data_ + ((channel * size_ + from) * size_ + to) * ring_bytes_; }
+  char* bytes_of(Channel channel, int from, int to) {
+    return data_ + ((channel * size_ + from) * size_ + to) * ring_bytes_;
+  }
 
   int size_ = 0, rank_ = 0, file_ = -1;
   std::string path_;

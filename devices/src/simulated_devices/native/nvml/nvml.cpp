@@ -19,10 +19,22 @@ namespace {
 constexpr int SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TIMEOUT = 10, LOST = 15;
 constexpr unsigned long long EVENT_XID = 8;
 
-struct Memory { unsigned long long total, free, used; };
-struct Utilization { unsigned gpu, memory; };
-struct Event { void* device; unsigned long long type, data; unsigned gpu_instance, compute_instance; };
-struct PciInfo { char legacy[16]; unsigned domain, bus, device, ids, subsystem; char id[32]; };
+struct Memory {
+  unsigned long long total, free, used;
+};
+struct Utilization {
+  unsigned gpu, memory;
+};
+struct Event {
+  void* device;
+  unsigned long long type, data;
+  unsigned gpu_instance, compute_instance;
+};
+struct PciInfo {
+  char legacy[16];
+  unsigned domain, bus, device, ids, subsystem;
+  char id[32];
+};
 
 void* handle_of(int device) { return reinterpret_cast<void*>(static_cast<long>(device + 1)); }
 int device_of(void* handle) { return static_cast<int>(reinterpret_cast<long>(handle)) - 1; }
@@ -35,12 +47,14 @@ int xid_of(void* handle) {
 bool lost(void* handle) { return xid_of(handle) == 79; }
 
 // The device that each set of events has reported already, so that one Xid is one event.
-struct EventSet { int reported[64] = {}; };
+struct EventSet {
+  int reported[64] = {};
+};
 
 }  // namespace
 
-#define DEVICE_OR_RETURN(handle)                 \
-  if (!valid(handle)) return INVALID_ARGUMENT;   \
+#define DEVICE_OR_RETURN(handle)               \
+  if (!valid(handle)) return INVALID_ARGUMENT; \
   if (lost(handle)) return LOST
 
 CUDA_API int nvmlInit_v2() { return SUCCESS; }
@@ -77,7 +91,8 @@ CUDA_API int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** out) {
 }
 CUDA_API int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** out) {
   unsigned domain = 0, bus = 0;
-  if (sscanf(id, "%x:%x", &domain, &bus) != 2 || bus < 1 || bus > static_cast<unsigned>(settings().devices)) return NOT_FOUND;
+  if (sscanf(id, "%x:%x", &domain, &bus) != 2 || bus < 1 || bus > static_cast<unsigned>(settings().devices))
+    return NOT_FOUND;
   *out = handle_of(bus - 1);
   return SUCCESS;
 }
@@ -119,7 +134,9 @@ CUDA_API int nvmlDeviceGetComputeRunningProcesses(void* handle, unsigned* count,
   *count = 0;
   return SUCCESS;
 }
-CUDA_API int nvmlDeviceGetComputeRunningProcesses_v3(void* handle, unsigned* count, void* out) { return nvmlDeviceGetComputeRunningProcesses(handle, count, out); }
+CUDA_API int nvmlDeviceGetComputeRunningProcesses_v3(void* handle, unsigned* count, void* out) {
+  return nvmlDeviceGetComputeRunningProcesses(handle, count, out);
+}
 CUDA_API int nvmlDeviceGetTotalEccErrors(void* handle, int kind, int, unsigned long long* out) {
   DEVICE_OR_RETURN(handle);
   constexpr int UNCORRECTED = 1;
@@ -148,7 +165,9 @@ CUDA_API int nvmlDeviceGetSupportedEventTypes(void* handle, unsigned long long* 
   *out = EVENT_XID;
   return SUCCESS;
 }
-CUDA_API int nvmlDeviceRegisterEvents(void* handle, unsigned long long, EventSet*) { return valid(handle) ? SUCCESS : INVALID_ARGUMENT; }
+CUDA_API int nvmlDeviceRegisterEvents(void* handle, unsigned long long, EventSet*) {
+  return valid(handle) ? SUCCESS : INVALID_ARGUMENT;
+}
 CUDA_API int nvmlEventSetWait_v2(EventSet* set, Event* out, unsigned timeout_ms) {
   for (unsigned waited = 0;; waited += 10) {
     for (int device = 0; device < settings().devices && device < 64; ++device) {
@@ -164,7 +183,9 @@ CUDA_API int nvmlEventSetWait_v2(EventSet* set, Event* out, unsigned timeout_ms)
     nanosleep(&nap, nullptr);
   }
 }
-CUDA_API int nvmlEventSetWait(EventSet* set, Event* out, unsigned timeout_ms) { return nvmlEventSetWait_v2(set, out, timeout_ms); }
+CUDA_API int nvmlEventSetWait(EventSet* set, Event* out, unsigned timeout_ms) {
+  return nvmlEventSetWait_v2(set, out, timeout_ms);
+}
 
 // --- What torch looks up to find out how devices are connected: not at all ---
 

@@ -49,26 +49,35 @@ void fill(cudaDeviceProp* out, int device) {
 // CUDA's numbers of the attributes that torch and its libraries ask for.
 int attribute(int number, int device) {
   switch (number) {
-    case 1: return 1024;                          // MaxThreadsPerBlock
-    case 2: case 3: return 1024;                  // MaxBlockDimX, Y
-    case 4: return 64;                            // MaxBlockDimZ
-    case 5: return 2147483647;                    // MaxGridDimX
-    case 6: case 7: return 65535;                 // MaxGridDimY, Z
-    case 8: return SHARED_PER_BLOCK;              // MaxSharedMemoryPerBlock
-    case 10: return 32;                           // WarpSize
-    case 12: case 82: return 65536;               // MaxRegistersPerBlock, PerMultiprocessor
-    case 13: return 1410000;                      // ClockRate, kHz
-    case 14: return 512;                          // TextureAlignment
-    case 16: return MULTIPROCESSORS;              // MultiProcessorCount
-    case 33: return device + 1;                   // PciBusId
-    case 38: return 40 << 20;                     // L2CacheSize
-    case 39: return 2048;                         // MaxThreadsPerMultiProcessor
-    case 75: return MAJOR;                        // ComputeCapabilityMajor
-    case 76: return MINOR;                        // ComputeCapabilityMinor
-    case 81: return SHARED_PER_MULTIPROCESSOR;    // MaxSharedMemoryPerMultiprocessor
-    case 97: return SHARED_OPTIN;                 // MaxSharedMemoryPerBlockOptin
-    case 106: return 32;                          // MaxBlocksPerMultiprocessor
-    case 19: case 31: case 41: case 78: case 95: case 99: case 115: return 1;  // what the device can do
+    case 1: return 1024;  // MaxThreadsPerBlock
+    case 2:
+    case 3: return 1024;        // MaxBlockDimX, Y
+    case 4: return 64;          // MaxBlockDimZ
+    case 5: return 2147483647;  // MaxGridDimX
+    case 6:
+    case 7: return 65535;             // MaxGridDimY, Z
+    case 8: return SHARED_PER_BLOCK;  // MaxSharedMemoryPerBlock
+    case 10: return 32;               // WarpSize
+    case 12:
+    case 82: return 65536;                      // MaxRegistersPerBlock, PerMultiprocessor
+    case 13: return 1410000;                    // ClockRate, kHz
+    case 14: return 512;                        // TextureAlignment
+    case 16: return MULTIPROCESSORS;            // MultiProcessorCount
+    case 33: return device + 1;                 // PciBusId
+    case 38: return 40 << 20;                   // L2CacheSize
+    case 39: return 2048;                       // MaxThreadsPerMultiProcessor
+    case 75: return MAJOR;                      // ComputeCapabilityMajor
+    case 76: return MINOR;                      // ComputeCapabilityMinor
+    case 81: return SHARED_PER_MULTIPROCESSOR;  // MaxSharedMemoryPerMultiprocessor
+    case 97: return SHARED_OPTIN;               // MaxSharedMemoryPerBlockOptin
+    case 106: return 32;                        // MaxBlocksPerMultiprocessor
+    case 19:
+    case 31:
+    case 41:
+    case 78:
+    case 95:
+    case 99:
+    case 115: return 1;  // what the device can do
     default: return 0;
   }
 }
@@ -82,8 +91,10 @@ using namespace simulated;
 
 CUDA_API cudaError_t cudaGetLastError() { return take_error(false); }
 CUDA_API cudaError_t cudaPeekAtLastError() { return take_error(true); }
-#define SIMULATED_NAME(number, name, text) case name: return #name;
-#define SIMULATED_TEXT(number, name, text) case name: return text;
+#define SIMULATED_NAME(number, name, text) \
+  case name: return #name;
+#define SIMULATED_TEXT(number, name, text) \
+  case name: return text;
 CUDA_API const char* cudaGetErrorName(cudaError_t error) {
   switch (error) { SIMULATED_CUDA_ERRORS(SIMULATED_NAME) }
   return "unrecognized error code";
@@ -132,7 +143,9 @@ CUDA_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int device) {
   return cudaSuccess;
 }
 #if SIMULATED_CUDA_MAJOR < 13
-CUDA_API cudaError_t cudaGetDeviceProperties_v2(cudaDeviceProp* out, int device) { return cudaGetDeviceProperties(out, device); }
+CUDA_API cudaError_t cudaGetDeviceProperties_v2(cudaDeviceProp* out, int device) {
+  return cudaGetDeviceProperties(out, device);
+}
 #endif
 CUDA_API cudaError_t cudaDeviceGetAttribute(int* out, int number, int device) {
   if (!exists(device)) return set_error(cudaErrorInvalidDevice);
@@ -175,12 +188,14 @@ CUDA_API cudaError_t cudaDeviceDisablePeerAccess(int peer) {
 
 // --- The driver's functions that torch asks for by name. They are in libcuda.so.1, which is preloaded. ---
 
-CUDA_API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* status) {
+CUDA_API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out, unsigned, unsigned long long,
+                                                      cudaDriverEntryPointQueryResult* status) {
   *out = dlsym(RTLD_DEFAULT, name);
   if (!*out && settings().trace) say_once(name, "the driver's function %s is not there", name);
   if (status) *status = *out ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
-CUDA_API cudaError_t cudaGetDriverEntryPoint(const char* name, void** out, unsigned long long flags, cudaDriverEntryPointQueryResult* status) {
+CUDA_API cudaError_t cudaGetDriverEntryPoint(const char* name, void** out, unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* status) {
   return cudaGetDriverEntryPointByVersion(name, out, SIMULATED_CUDA_VERSION, flags, status);
 }

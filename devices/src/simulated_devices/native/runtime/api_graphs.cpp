@@ -5,7 +5,9 @@ namespace simulated {
 namespace {
 
 // What a cudaGraph_t and a cudaGraphExec_t point to. An executable graph keeps the graph's operations.
-struct GraphHandle { std::shared_ptr<Graph> graph; };
+struct GraphHandle {
+  std::shared_ptr<Graph> graph;
+};
 
 GraphHandle* of(cudaGraph_t handle) { return reinterpret_cast<GraphHandle*>(handle); }
 GraphHandle* of(cudaGraphExec_t handle) { return reinterpret_cast<GraphHandle*>(handle); }
@@ -22,11 +24,14 @@ struct UserObject {
   }
 };
 
-cudaError_t capture_info(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph, size_t* dependencies) {
+cudaError_t capture_info(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
+                         cudaGraph_t* graph, size_t* dependencies) {
   STREAM_OR_RETURN(stream, handle);
   std::lock_guard<std::mutex> hold(Engine::get().lock());
   Capture* capture = stream->capture.get();
-  *status = !capture ? cudaStreamCaptureStatusNone : capture->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  *status = !capture           ? cudaStreamCaptureStatusNone
+            : capture->invalid ? cudaStreamCaptureStatusInvalidated
+                               : cudaStreamCaptureStatusActive;
   if (capture && id) *id = capture->id;
   if (capture && graph) {
     // CUDA owns this handle, too: it is valid until the capture ends.
@@ -57,7 +62,8 @@ CUDA_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptu
   STREAM_OR_RETURN(stream, handle);
   return set_error(begin_capture(stream, mode, nullptr));
 }
-CUDA_API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t handle, cudaGraph_t graph, const cudaGraphNode_t*, const void*, size_t, cudaStreamCaptureMode mode) {
+CUDA_API cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t handle, cudaGraph_t graph, const cudaGraphNode_t*,
+                                                   const void*, size_t, cudaStreamCaptureMode mode) {
   RETURN_STANDING_ERROR();
   STREAM_OR_RETURN(stream, handle);
   return set_error(begin_capture(stream, mode, of(graph)->graph));
@@ -74,14 +80,20 @@ CUDA_API cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptur
   return capture_info(handle, status, nullptr, nullptr, nullptr);
 }
 #if SIMULATED_CUDA_MAJOR < 13
-CUDA_API cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t**, size_t* dependencies) {
+CUDA_API cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                                 unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t**,
+                                                 size_t* dependencies) {
   return capture_info(stream, status, id, graph, dependencies);
 }
-CUDA_API cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t**, const void**, size_t* dependencies) {
+CUDA_API cudaError_t cudaStreamGetCaptureInfo_v3(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                                 unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t**,
+                                                 const void**, size_t* dependencies) {
   return capture_info(stream, status, id, graph, dependencies);
 }
 #else
-CUDA_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** nodes, const void** edges, size_t* dependencies) {
+CUDA_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                              unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** nodes,
+                                              const void** edges, size_t* dependencies) {
   if (nodes) *nodes = nullptr;
   if (edges) *edges = nullptr;
   return capture_info(stream, status, id, graph, dependencies);
@@ -95,12 +107,15 @@ CUDA_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGra
   *out = reinterpret_cast<cudaGraphExec_t>(new GraphHandle{of(graph)->graph});
   return cudaSuccess;
 }
-CUDA_API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long flags) { return cudaGraphInstantiateWithFlags(out, graph, flags); }
+CUDA_API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* out, cudaGraph_t graph, unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(out, graph, flags);
+}
 CUDA_API cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 CUDA_API cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t handle) {
   RETURN_STANDING_ERROR();
   STREAM_OR_RETURN(stream, handle);
-  for (const Operation& operation : of(graph)->graph->operations) RETURN_ON_ERROR(Engine::get().enqueue(stream, operation));
+  for (const Operation& operation : of(graph)->graph->operations)
+    RETURN_ON_ERROR(Engine::get().enqueue(stream, operation));
   return cudaSuccess;
 }
 CUDA_API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
@@ -115,7 +130,8 @@ CUDA_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
   delete of(graph);
   return cudaSuccess;
 }
-CUDA_API cudaError_t cudaUserObjectCreate(cudaUserObject_t* out, void* object, cudaHostFn_t destroy, unsigned references, unsigned) {
+CUDA_API cudaError_t cudaUserObjectCreate(cudaUserObject_t* out, void* object, cudaHostFn_t destroy,
+                                          unsigned references, unsigned) {
   *out = reinterpret_cast<cudaUserObject_t>(new UserObject{object, destroy, {references}});
   return cudaSuccess;
 }
@@ -123,7 +139,8 @@ CUDA_API cudaError_t cudaUserObjectRelease(cudaUserObject_t handle, unsigned cou
   reinterpret_cast<UserObject*>(handle)->release(count);
   return cudaSuccess;
 }
-CUDA_API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t handle, unsigned count, unsigned flags) {
+CUDA_API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t handle, unsigned count,
+                                               unsigned flags) {
   auto* object = reinterpret_cast<UserObject*>(handle);
   constexpr unsigned MOVE = 1;  // the caller's references become the graph's
   if (!(flags & MOVE)) object->references += count;

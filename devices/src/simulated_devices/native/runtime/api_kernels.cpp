@@ -28,7 +28,11 @@ Symbols& symbols() {
   return *all;
 }
 
-struct CallConfiguration { dim3 grid, block; size_t shared; cudaStream_t stream; };
+struct CallConfiguration {
+  dim3 grid, block;
+  size_t shared;
+  cudaStream_t stream;
+};
 thread_local std::vector<CallConfiguration> call_configurations;
 
 std::string demangled(const char* name) {
@@ -84,7 +88,8 @@ CUDA_API void** __cudaRegisterFatBinary(void*) { return new void*[1]{nullptr}; }
 CUDA_API void __cudaRegisterFatBinaryEnd(void**) {}
 CUDA_API void __cudaUnregisterFatBinary(void**) {}
 CUDA_API char __cudaInitModule(void**) { return 1; }
-CUDA_API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+CUDA_API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*,
+                                     dim3*, int*) {
   std::lock_guard<std::mutex> hold(symbols().lock);
   symbols().kernels[host] = name;
 }
@@ -113,10 +118,18 @@ CUDA_API cudaError_t __cudaGetKernel(cudaKernel_t* out, const void* host) {
 
 // --- Launches ---
 
-CUDA_API cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) { return launch(kernel, stream); }
-CUDA_API cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) { return launch(kernel, stream); }
-CUDA_API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) { return launch(kernel, stream); }
-CUDA_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) { return launch(kernel, config->stream); }
+CUDA_API cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launch(kernel, stream);
+}
+CUDA_API cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launch(kernel, stream);
+}
+CUDA_API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  return launch(kernel, stream);
+}
+CUDA_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+  return launch(kernel, config->stream);
+}
 CUDA_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
   memset(out, 0, sizeof *out);
   out->maxThreadsPerBlock = 1024;
@@ -132,7 +145,8 @@ CUDA_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* out, con
   *out = 2;
   return cudaSuccess;
 }
-CUDA_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* out, const void*, int, size_t, unsigned) {
+CUDA_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* out, const void*, int, size_t,
+                                                                            unsigned) {
   *out = 2;
   return cudaSuccess;
 }
@@ -151,7 +165,8 @@ CUDA_API cudaError_t cudaGetSymbolAddress(void** out, const void* symbol) {
   *out = memory;
   return cudaSuccess;
 }
-CUDA_API cudaError_t cudaMemcpyToSymbol(const void* symbol, const void* source, size_t size, size_t offset, cudaMemcpyKind) {
+CUDA_API cudaError_t cudaMemcpyToSymbol(const void* symbol, const void* source, size_t size, size_t offset,
+                                        cudaMemcpyKind) {
   void* memory = nullptr;
   if (cudaError_t error = cudaGetSymbolAddress(&memory, symbol)) return error;
   memcpy(static_cast<char*>(memory) + offset, source, size);

@@ -118,8 +118,10 @@ CUDA_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const 
   RETURN_STANDING_ERROR();
   Block block;
   bool known = Memory::get().find(pointer, &block, nullptr);
-  out->type = !known ? cudaMemoryTypeUnregistered : block.managed ? cudaMemoryTypeManaged
-              : block.device >= 0 ? cudaMemoryTypeDevice : cudaMemoryTypeHost;
+  out->type = !known              ? cudaMemoryTypeUnregistered
+              : block.managed     ? cudaMemoryTypeManaged
+              : block.device >= 0 ? cudaMemoryTypeDevice
+                                  : cudaMemoryTypeHost;
   out->device = !known ? -2 : block.device >= 0 ? block.device : current_device;
   out->devicePointer = known ? const_cast<void*>(pointer) : nullptr;
   out->hostPointer = !known || block.device < 0 || block.managed ? const_cast<void*>(pointer) : nullptr;
@@ -128,22 +130,39 @@ CUDA_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const 
 
 // --- Copies ---
 
-CUDA_API cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) { return copy(to, from, size, nullptr, true); }
-CUDA_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) { return copy(to, from, size, stream, false); }
-CUDA_API cudaError_t cudaMemcpyPeer(void* to, int, const void* from, int, size_t size) { return copy(to, from, size, nullptr, true); }
-CUDA_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, cudaStream_t stream) { return copy(to, from, size, stream, false); }
-CUDA_API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
+CUDA_API cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
+  return copy(to, from, size, nullptr, true);
+}
+CUDA_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {
+  return copy(to, from, size, stream, false);
+}
+CUDA_API cudaError_t cudaMemcpyPeer(void* to, int, const void* from, int, size_t size) {
+  return copy(to, from, size, nullptr, true);
+}
+CUDA_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, cudaStream_t stream) {
+  return copy(to, from, size, stream, false);
+}
+CUDA_API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                       size_t height, cudaMemcpyKind, cudaStream_t stream) {
   for (size_t row = 0; row < height; ++row)
-    if (cudaError_t error = copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width, stream, false)) return error;
+    if (cudaError_t error = copy(static_cast<char*>(to) + row * to_pitch,
+                                 static_cast<const char*>(from) + row * from_pitch, width, stream, false))
+      return error;
   return cudaSuccess;
 }
 CUDA_API cudaError_t cudaMemset(void* pointer, int value, size_t size) { return set(pointer, value, size, nullptr); }
-CUDA_API cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t stream) { return set(pointer, value, size, stream); }
+CUDA_API cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t stream) {
+  return set(pointer, value, size, stream);
+}
 
 // --- Stream-ordered allocation and pools ---
 
-CUDA_API cudaError_t cudaMallocAsync(void** out, size_t size, cudaStream_t stream) { return allocate_in_order(out, size, nullptr, stream); }
-CUDA_API cudaError_t cudaMallocFromPoolAsync(void** out, size_t size, cudaMemPool_t pool, cudaStream_t stream) { return allocate_in_order(out, size, pool, stream); }
+CUDA_API cudaError_t cudaMallocAsync(void** out, size_t size, cudaStream_t stream) {
+  return allocate_in_order(out, size, nullptr, stream);
+}
+CUDA_API cudaError_t cudaMallocFromPoolAsync(void** out, size_t size, cudaMemPool_t pool, cudaStream_t stream) {
+  return allocate_in_order(out, size, pool, stream);
+}
 CUDA_API cudaError_t cudaFreeAsync(void* pointer, cudaStream_t handle) {
   RETURN_STANDING_ERROR();
   if (!pointer) return cudaSuccess;
@@ -160,7 +179,9 @@ CUDA_API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* out, int device)
   *out = Memory::get().default_pool(device);
   return cudaSuccess;
 }
-CUDA_API cudaError_t cudaDeviceGetMemPool(cudaMemPool_t* out, int device) { return cudaDeviceGetDefaultMemPool(out, device); }
+CUDA_API cudaError_t cudaDeviceGetMemPool(cudaMemPool_t* out, int device) {
+  return cudaDeviceGetDefaultMemPool(out, device);
+}
 CUDA_API cudaError_t cudaMemPoolCreate(cudaMemPool_t* out, const cudaMemPoolProps* properties) {
   auto* pool = new Pool;
   pool->device = properties->location.id;
@@ -168,8 +189,12 @@ CUDA_API cudaError_t cudaMemPoolCreate(cudaMemPool_t* out, const cudaMemPoolProp
   return cudaSuccess;
 }
 CUDA_API cudaError_t cudaMemPoolDestroy(cudaMemPool_t) { return cudaSuccess; }  // its blocks may still name it
-CUDA_API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }  // freed memory is given back at once
-CUDA_API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const void*, size_t) { return cudaSuccess; }  // every device reaches all memory
+CUDA_API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) {
+  return cudaSuccess;
+}  // freed memory is given back at once
+CUDA_API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const void*, size_t) {
+  return cudaSuccess;
+}  // every device reaches all memory
 CUDA_API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t handle, cudaMemPoolAttr attribute, void* value) {
   auto* pool = reinterpret_cast<Pool*>(handle);
   std::lock_guard<std::mutex> hold(Memory::get().lock());
@@ -187,7 +212,8 @@ CUDA_API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t handle, cudaMemPoolAt
   std::lock_guard<std::mutex> hold(Memory::get().lock());
   switch (attribute) {
     case cudaMemPoolAttrReleaseThreshold: *static_cast<uint64_t*>(value) = pool->release_threshold; break;
-    case cudaMemPoolAttrReservedMemCurrent: case cudaMemPoolAttrUsedMemCurrent: *static_cast<uint64_t*>(value) = pool->used; break;
+    case cudaMemPoolAttrReservedMemCurrent:
+    case cudaMemPoolAttrUsedMemCurrent: *static_cast<uint64_t*>(value) = pool->used; break;
     case cudaMemPoolAttrReservedMemHigh: *static_cast<uint64_t*>(value) = pool->reserved_high; break;
     case cudaMemPoolAttrUsedMemHigh: *static_cast<uint64_t*>(value) = pool->used_high; break;
     default: *static_cast<int*>(value) = pool->reuse[attribute - 1];
@@ -202,6 +228,10 @@ CUDA_API cudaError_t cudaDeviceSetGraphMemAttribute(int, int, void*) { return cu
 
 // --- Between processes ---
 
-CUDA_API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) { return set_error(Memory::get().export_handle(pointer, handle)); }
-CUDA_API cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t handle, unsigned) { return set_error(Memory::get().import_handle(handle, out)); }
+CUDA_API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
+  return set_error(Memory::get().export_handle(pointer, handle));
+}
+CUDA_API cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t handle, unsigned) {
+  return set_error(Memory::get().import_handle(handle, out));
+}
 CUDA_API cudaError_t cudaIpcCloseMemHandle(void* pointer) { return set_error(Memory::get().release(pointer, false)); }

@@ -20,7 +20,8 @@ cudaError_t create_stream(cudaStream_t* out, unsigned flags, int priority) {
   if (flags > cudaStreamNonBlocking) return set_error(cudaErrorInvalidValue);
   Engine& engine = Engine::get();
   engine.make_context(current_device);
-  *out = reinterpret_cast<cudaStream_t>(engine.create(current_device, flags, std::max(-5, std::min(0, priority))).get());
+  *out =
+      reinterpret_cast<cudaStream_t>(engine.create(current_device, flags, std::max(-5, std::min(0, priority))).get());
   return cudaSuccess;
 }
 
@@ -90,8 +91,12 @@ cudaError_t enqueue_host(cudaStream_t handle, std::function<void()> function) {
 using namespace simulated;
 
 CUDA_API cudaError_t cudaStreamCreate(cudaStream_t* out) { return create_stream(out, 0, 0); }
-CUDA_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) { return create_stream(out, flags, 0); }
-CUDA_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int priority) { return create_stream(out, flags, priority); }
+CUDA_API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
+  return create_stream(out, flags, 0);
+}
+CUDA_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int priority) {
+  return create_stream(out, flags, priority);
+}
 CUDA_API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   RETURN_STANDING_ERROR();
   STREAM_OR_RETURN(stream, handle);
@@ -133,7 +138,9 @@ CUDA_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   RETURN_STANDING_ERROR();
   return cudaSuccess;
 }
-CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) { return wait(stream, event); }
+CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  return wait(stream, event);
+}
 CUDA_API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   return enqueue_host(stream, [=] { function(data); });
 }
@@ -158,7 +165,9 @@ CUDA_API cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 CUDA_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return record(event, stream, 0); }
-CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return record(event, stream, flags); }
+CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+  return record(event, stream, flags);
+}
 CUDA_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   RETURN_STANDING_ERROR();
   RETURN_IF_CAPTURED();
@@ -195,5 +204,7 @@ CUDA_API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start
   return cudaSuccess;
 }
 #if SIMULATED_CUDA_MAJOR < 13
-CUDA_API cudaError_t cudaEventElapsedTime_v2(float* milliseconds, cudaEvent_t start, cudaEvent_t end) { return cudaEventElapsedTime(milliseconds, start, end); }
+CUDA_API cudaError_t cudaEventElapsedTime_v2(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  return cudaEventElapsedTime(milliseconds, start, end);
+}
 #endif

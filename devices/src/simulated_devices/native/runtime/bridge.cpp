@@ -8,7 +8,8 @@ using namespace simulated;
 
 extern "C" {
 
-cudaError_t simulated_enqueue(cudaStream_t handle, int is_kernel, int (*attempt)(void*), void (*run)(void*), void (*drop)(void*), void* data) {
+cudaError_t simulated_enqueue(cudaStream_t handle, int is_kernel, int (*attempt)(void*), void (*run)(void*),
+                              void (*drop)(void*), void* data) {
   std::shared_ptr<void> owner(data, drop);
   RETURN_STANDING_ERROR();
   STREAM_OR_RETURN(stream, handle);
@@ -33,7 +34,9 @@ int simulated_is_capturing(cudaStream_t handle) {
   return stream->capture != nullptr;
 }
 
-int simulated_has_context(int device) { return device >= 0 && device < MAX_DEVICES && Engine::get().device(device).has_context; }
+int simulated_has_context(int device) {
+  return device >= 0 && device < MAX_DEVICES && Engine::get().device(device).has_context;
+}
 
 int simulated_device_of(cudaStream_t handle) {
   StreamPtr stream = Engine::get().of(handle);

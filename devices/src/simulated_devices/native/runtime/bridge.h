@@ -8,7 +8,9 @@
 extern "C" {
 // Adds an operation to the stream. `attempt` may be null; it returns nonzero if it has done the operation
 // without waiting. `drop` frees `data` once neither the stream nor a graph needs it.
-__attribute__((visibility("default"))) cudaError_t simulated_enqueue(cudaStream_t stream, int is_kernel, int (*attempt)(void*), void (*run)(void*), void (*drop)(void*), void* data);
+__attribute__((visibility("default"))) cudaError_t simulated_enqueue(cudaStream_t stream, int is_kernel,
+                                                                     int (*attempt)(void*), void (*run)(void*),
+                                                                     void (*drop)(void*), void* data);
 // Whether a kernel that is enqueued now would run in this thread: the stream is idle and nothing holds it back.
 __attribute__((visibility("default"))) int simulated_runs_inline(cudaStream_t stream);
 __attribute__((visibility("default"))) int simulated_is_capturing(cudaStream_t stream);

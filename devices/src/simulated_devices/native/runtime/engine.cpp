@@ -161,7 +161,10 @@ void Engine::destroy(const StreamPtr& stream) {
   stream->destroyed = true;
   streams_.erase(reinterpret_cast<cudaStream_t>(stream.get()));
   blocking_.erase(std::remove_if(blocking_.begin(), blocking_.end(),
-                                 [&](auto& other) { auto kept = other.lock(); return !kept || (kept == stream && kept->idle()); }),
+                                 [&](auto& other) {
+                                   auto kept = other.lock();
+                                   return !kept || (kept == stream && kept->idle());
+                                 }),
                   blocking_.end());
   stream->work.notify_all();
 }
@@ -182,13 +185,15 @@ void Engine::add_implicit_waits(const StreamPtr& stream, Operation& operation) {
 }
 
 bool Engine::ready(const Operation& operation) const {
-  return std::all_of(operation.after.begin(), operation.after.end(), [](const Point& point) { return point.reached(); });
+  return std::all_of(operation.after.begin(), operation.after.end(),
+                     [](const Point& point) { return point.reached(); });
 }
 
 bool Engine::runs_inline(const StreamPtr& stream, const Operation& operation) const {
   if (!stream->idle() || !ready(operation) || stopping_) return false;
   if (operation.kind == Operation::Mark) return true;
-  if (FaultBoard::get().stalls_everything(stream->device) || FaultBoard::get().slowness(stream->device) > 1) return false;
+  if (FaultBoard::get().stalls_everything(stream->device) || FaultBoard::get().slowness(stream->device) > 1)
+    return false;
   if (operation.kind == Operation::Kernel && settings().kernel_us > 0) return false;
   return !operation.may_block || operation.attempt;
 }
@@ -197,7 +202,8 @@ cudaError_t Engine::enqueue(const StreamPtr& stream, Operation operation) {
   std::unique_lock<std::mutex> hold(lock_);
   if (stream->capture) return stream->capture->add(stream, std::move(operation));
   // Work in the legacy stream would wait for a blocking stream that captures, which never runs.
-  if (stream->role == Stream::Legacy && !captures_allow_legacy_work(stream->device)) return cudaErrorStreamCaptureImplicit;
+  if (stream->role == Stream::Legacy && !captures_allow_legacy_work(stream->device))
+    return cudaErrorStreamCaptureImplicit;
   add_implicit_waits(stream, operation);
   operation.number = ++stream->enqueued;
   if (runs_inline(stream, operation)) {

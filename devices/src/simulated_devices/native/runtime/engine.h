@@ -48,8 +48,8 @@ struct Operation {
   std::function<void()> run;      // may be empty
   std::function<bool()> attempt;  // for an operation that may block: does it now if that needs no waiting
   bool may_block = false;
-  std::vector<Point> after;       // runs only once all are reached
-  RecordingPtr recording;         // gets the time of the end
+  std::vector<Point> after;  // runs only once all are reached
+  RecordingPtr recording;    // gets the time of the end
   uint64_t number = 0;
 };
 
@@ -63,7 +63,7 @@ struct Stream {
   // All below is guarded by the engine's lock.
   std::deque<Operation> queue;
   uint64_t enqueued = 0, ended = 0;
-  bool running = false;   // an operation of it runs, in whatever thread
+  bool running = false;  // an operation of it runs, in whatever thread
   bool has_thread = false;
   bool destroyed = false;
   std::shared_ptr<Capture> capture;
@@ -79,7 +79,7 @@ struct Device {
   std::atomic<int> sticky{cudaSuccess};  // the error that every call returns from now on
   std::atomic<int> xid{0};
   StreamPtr legacy;
-  std::atomic<uint64_t> peers{0};        // bit i: access to device i is enabled
+  std::atomic<uint64_t> peers{0};  // bit i: access to device i is enabled
 };
 
 class Engine {

@@ -121,7 +121,8 @@ cudaError_t Memory::allocate_pinned(void** out, size_t size) {
 cudaError_t Memory::release(void* pointer, bool pinned) {
   std::lock_guard<std::mutex> hold(lock_);
   auto found = blocks_.find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == blocks_.end() || found->second.registered || (found->second.device < 0) != pinned) return cudaErrorInvalidValue;
+  if (found == blocks_.end() || found->second.registered || (found->second.device < 0) != pinned)
+    return cudaErrorInvalidValue;
   Block block = found->second;
   blocks_.erase(found);
   if (pinned || block.imported) {
@@ -190,7 +191,8 @@ cudaError_t Memory::export_handle(const void* pointer, cudaIpcMemHandle_t* handl
   auto found = containing(pointer);
   if (found == blocks_.end() || found->second.device < 0 || found->second.imported) return cudaErrorInvalidValue;
   Arena& own = arenas_[found->second.device];
-  Exported exported{getpid(), own.file, found->second.device, found->first - reinterpret_cast<uintptr_t>(own.base), found->second.size};
+  Exported exported{getpid(), own.file, found->second.device, found->first - reinterpret_cast<uintptr_t>(own.base),
+                    found->second.size};
   memset(handle, 0, sizeof *handle);
   memcpy(handle, &exported, sizeof exported);
   return cudaSuccess;

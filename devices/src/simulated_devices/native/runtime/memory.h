@@ -14,11 +14,11 @@
 namespace simulated {
 
 struct Block {
-  size_t size = 0;       // as it counts against the device's memory
+  size_t size = 0;  // as it counts against the device's memory
   size_t asked = 0;
-  int device = -1;       // -1: memory of the host
+  int device = -1;  // -1: memory of the host
   bool managed = false;
-  bool imported = false; // of another process
+  bool imported = false;  // of another process
   bool registered = false;
   cudaMemPool_t pool = nullptr;
 };
