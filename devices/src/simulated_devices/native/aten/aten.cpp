@@ -25,6 +25,7 @@
 #include "../runtime/bridge.h"
 
 extern "C" cudaError_t cudaGetDevice(int*);
+extern "C" cudaError_t cudaSetDevice(int);
 extern "C" cudaError_t cudaStreamSynchronize(cudaStream_t);
 extern "C" cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned);
 extern "C" cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t);
@@ -110,6 +111,20 @@ void for_tensors(const c10::IValue& value, F&& f) {
       if (tensor) f(*tensor);
 }
 
+// The null stream, which is torch's default one, is that of the current device.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::Device device) {
+    cudaGetDevice(&before_);
+    if (device.index() != before_) cudaSetDevice(device.index());
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
 // ---------------------------------------------------------------------------------------------------------
 // Random numbers: each op gets a CPU generator that is made from the device's seed and offset, and advances
 // the offset. So torch.cuda's seeds and states mean what they always do, and the CPU's are not touched.
@@ -148,6 +163,7 @@ class Call {
         count_(schema_.arguments().size()),
         first_(stack->size() - count_),
         device_(find_device()),
+        guard_(device_),
         stream_(c10::cuda::getCurrentCUDAStream(device_.index()).stream()) {
     check_devices();
     for (size_t i = 0; i < count_; ++i) {
@@ -442,6 +458,7 @@ class Call {
   Stack* stack_;
   const size_t count_, first_;
   const c10::Device device_;
+  const OnDevice guard_;
   const cudaStream_t stream_;
   bool writes_ = false, has_out_ = false;
 };
@@ -455,17 +472,16 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
 // Ops with kernels of their own
 // ---------------------------------------------------------------------------------------------------------
 
-cudaStream_t stream_of(const at::Tensor& tensor) {
-  return c10::cuda::getCurrentCUDAStream(tensor.device().index()).stream();
-}
-
-// Makes `later` wait for all that is in `first` now.
-void order(cudaStream_t first, cudaStream_t later) {
-  constexpr unsigned DISABLE_TIMING = 2;
+// Makes the current stream of one device wait for all that is in another's now.
+void order(c10::Device first, c10::Device later) {
   cudaEvent_t event = nullptr;
-  cudaEventCreateWithFlags(&event, DISABLE_TIMING);
-  cudaEventRecord(event, first);
-  cudaStreamWaitEvent(later, event, 0);
+  {
+    OnDevice guard(first);
+    cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    cudaEventRecord(event, c10::cuda::getCurrentCUDAStream(first.index()).stream());
+  }
+  OnDevice guard(later);
+  cudaStreamWaitEvent(c10::cuda::getCurrentCUDAStream(later.index()).stream(), event, 0);
   cudaEventDestroy(event);
 }
 
@@ -476,9 +492,11 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (self.is_same(source) || !self.numel()) return self;
   at::Tensor from = source.sizes() == self.sizes() ? source : source.expand(self.sizes());
   const bool host_waits = !self.is_cuda() || !from.is_cuda();
-  cudaStream_t stream = from.is_cuda() ? stream_of(from) : stream_of(self);
+  const c10::Device device = from.is_cuda() ? from.device() : self.device();
+  const OnDevice guard(device);
+  cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
   const bool between_devices = self.is_cuda() && from.is_cuda() && self.device() != from.device();
-  if (between_devices) order(stream_of(self), stream);
+  if (between_devices) order(self.device(), device);
   const at::Tensor& host = self.is_cuda() ? from : self;
   const bool pinned = host_waits && host.is_pinned();
   at::Tensor to_alias = on_cpu(self), from_alias = on_cpu(from);
@@ -491,7 +509,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   };
   TORCH_CHECK(enqueue(stream, true, {nullptr, run}) == cudaSuccess,
               "the copy could not be enqueued: the device has failed");
-  if (between_devices) order(stream, stream_of(self));
+  if (between_devices) order(device, self.device());
   const bool waits = host_waits && !(non_blocking && (pinned || self.is_cuda()));
   if (waits && !simulated_is_capturing(stream))
     TORCH_CHECK(cudaStreamSynchronize(stream) == cudaSuccess, "CUDA error: the copy failed with the device");

@@ -10,6 +10,7 @@ using CUdeviceptr = unsigned long long;
 
 extern "C" cudaError_t cudaDeviceGetAttribute(int*, int, int);
 extern "C" cudaError_t cudaGetDevice(int*);
+extern "C" cudaError_t cudaGetDeviceProperties(cudaDeviceProp*, int);
 extern "C" cudaError_t cudaSetDevice(int);
 extern "C" cudaError_t cudaGetDeviceCount(int*);
 extern "C" const char* cudaGetErrorString(cudaError_t);
@@ -51,6 +52,14 @@ CUDA_API CUresult cuDeviceGetCount(int* out) { return cudaGetDeviceCount(out); }
 CUDA_API CUresult cuDeviceGetAttribute(int* out, int attribute, int device) {
   return cudaDeviceGetAttribute(out, attribute, device);
 }
+
+CUDA_API CUresult cuDeviceGetUuid(cudaUUID_t* out, int device) {
+  cudaDeviceProp properties;
+  CUresult result = cudaGetDeviceProperties(&properties, device);
+  if (result == SUCCESS) *out = properties.uuid;
+  return result;
+}
+CUDA_API CUresult cuDeviceGetUuid_v2(cudaUUID_t* out, int device) { return cuDeviceGetUuid(out, device); }
 
 CUDA_API CUresult cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
   *flags = 0;

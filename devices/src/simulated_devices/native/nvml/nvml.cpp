@@ -46,6 +46,11 @@ int xid_of(void* handle) {
 }
 bool lost(void* handle) { return xid_of(handle) == 79; }
 
+// The bytes that the runtime and the driver give, as text.
+void write_uuid(int device, char* out, unsigned size) {
+  snprintf(out, size, "GPU-73696d75-6c61-7465-642d-6465766963%02x", device);
+}
+
 // The device that each set of events has reported already, so that one Xid is one event.
 struct EventSet {
   int reported[64] = {};
@@ -96,6 +101,16 @@ CUDA_API int nvmlDeviceGetHandleByPciBusId_v2(const char* id, void** out) {
   *out = handle_of(bus - 1);
   return SUCCESS;
 }
+CUDA_API int nvmlDeviceGetHandleByUUID(const char* uuid, void** out) {
+  char own[64];
+  for (int device = 0; device < settings().devices; ++device) {
+    write_uuid(device, own, sizeof own);
+    if (strcmp(uuid, own)) continue;
+    *out = handle_of(device);
+    return lost(*out) ? LOST : SUCCESS;
+  }
+  return NOT_FOUND;
+}
 CUDA_API int nvmlDeviceGetIndex(void* handle, unsigned* out) {
   if (!valid(handle)) return INVALID_ARGUMENT;
   *out = device_of(handle);
@@ -108,7 +123,7 @@ CUDA_API int nvmlDeviceGetName(void* handle, char* out, unsigned size) {
 }
 CUDA_API int nvmlDeviceGetUUID(void* handle, char* out, unsigned size) {
   DEVICE_OR_RETURN(handle);
-  snprintf(out, size, "GPU-73696d75-6c61-7465-642d-6465766963%02x", device_of(handle));
+  write_uuid(device_of(handle), out, size);
   return SUCCESS;
 }
 CUDA_API int nvmlDeviceGetPciInfo_v3(void* handle, PciInfo* out) {
@@ -187,8 +202,12 @@ CUDA_API int nvmlEventSetWait(EventSet* set, Event* out, unsigned timeout_ms) {
   return nvmlEventSetWait_v2(set, out, timeout_ms);
 }
 
-// --- What torch looks up to find out how devices are connected: not at all ---
+// --- How devices are connected: each reaches the others' memory, by no NVLink ---
 
+CUDA_API int nvmlDeviceGetP2PStatus(void*, void*, int, int* out) {
+  *out = 0;  // NVML_P2P_STATUS_OK
+  return SUCCESS;
+}
 CUDA_API int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, void*) { return NOT_SUPPORTED; }
 CUDA_API int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return NOT_SUPPORTED; }
 CUDA_API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return NOT_SUPPORTED; }

@@ -108,6 +108,7 @@ CUDA_API const char* cudaGetErrorString(cudaError_t error) {
 
 CUDA_API cudaError_t cudaGetDeviceCount(int* out) {
   if (Engine::get().forked_with_context()) return set_error(cudaErrorInitializationError);
+  Engine::get().load_aten_once();
   *out = Engine::get().device_count();
   return *out ? cudaSuccess : set_error(cudaErrorNoDevice);
 }
@@ -176,6 +177,7 @@ CUDA_API cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   RETURN_STANDING_ERROR();
   if (!exists(peer) || peer == current_device) return set_error(cudaErrorInvalidDevice);
   if (flags) return set_error(cudaErrorInvalidValue);
+  Engine::get().make_context(current_device);
   uint64_t before = Engine::get().device(current_device).peers.fetch_or(1ull << peer);
   return before >> peer & 1 ? set_error(cudaErrorPeerAccessAlreadyEnabled) : cudaSuccess;
 }

@@ -1,11 +1,36 @@
 // Streams, host functions and events.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+
 #include "api.h"
 
 namespace simulated {
 
+// An event that other processes can open. Its recordings are counted in a page that all of them map.
+struct SharedEvent {
+  struct Page {
+    std::atomic<uint64_t> recorded, ended;
+  };
+  Page* page = nullptr;
+  int file = -1;  // of the process that made it
+  bool imported = false;
+
+  bool ended(uint64_t recording) const { return page->ended.load() >= recording; }
+  ~SharedEvent() {
+    if (page) munmap(page, sizeof(Page));
+    if (file >= 0) close(file);
+  }
+};
+
 struct Event {
   unsigned flags = 0;
   int device = 0;
+  std::shared_ptr<SharedEvent> shared;
   // Both are guarded by the engine's lock. At most one is set.
   RecordingPtr recording;
   std::shared_ptr<CapturedPoint> captured;
@@ -25,6 +50,26 @@ cudaError_t create_stream(cudaStream_t* out, unsigned flags, int priority) {
   return cudaSuccess;
 }
 
+// What a handle of an event holds.
+struct ExportedEvent {
+  int pid, file;
+};
+
+cudaError_t map(SharedEvent* event, int file) {
+  void* page = mmap(nullptr, sizeof(SharedEvent::Page), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (page == MAP_FAILED) return cudaErrorInvalidResourceHandle;
+  event->page = static_cast<SharedEvent::Page*>(page);
+  return cudaSuccess;
+}
+
+// Another process says when its recording ends, and cannot wake this one: the page is looked at.
+void wait_for(const SharedEvent& event, uint64_t recording, int device) {
+  while (!event.ended(recording) && Engine::get().device(device).sticky == cudaSuccess) {
+    timespec nap{0, 100'000};
+    nanosleep(&nap, nullptr);
+  }
+}
+
 cudaError_t record(cudaEvent_t handle, cudaStream_t stream_handle, unsigned flags) {
   RETURN_STANDING_ERROR();
   STREAM_OR_RETURN(stream, stream_handle);
@@ -35,6 +80,10 @@ cudaError_t record(cudaEvent_t handle, cudaStream_t stream_handle, unsigned flag
   Operation operation;
   operation.kind = Operation::Mark;
   operation.recording = recording;
+  if (event->shared) {
+    uint64_t number = ++event->shared->page->recorded;
+    operation.run = [shared = event->shared, number] { shared->page->ended = number; };
+  }
   {
     std::lock_guard<std::mutex> hold(engine.lock());
     if (stream->capture && !(flags & cudaEventRecordExternal)) {
@@ -61,6 +110,16 @@ cudaError_t wait(cudaStream_t stream_handle, cudaEvent_t handle) {
   if (!event) return set_error(cudaErrorInvalidResourceHandle);
   Operation operation;
   operation.kind = Operation::Mark;
+  if (event->shared && event->shared->imported) {
+    uint64_t recording = event->shared->page->recorded;
+    if (event->shared->ended(recording)) return cudaSuccess;
+    operation.kind = Operation::Host;
+    operation.may_block = true;
+    operation.run = [shared = event->shared, recording, device = stream->device] {
+      wait_for(*shared, recording, device);
+    };
+    return set_error(engine.enqueue(stream, std::move(operation)));
+  }
   {
     std::lock_guard<std::mutex> hold(engine.lock());
     if (event->captured) return set_error(join_capture(stream, *event->captured));
@@ -156,6 +215,14 @@ CUDA_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) 
   auto* event = new Event;
   event->flags = flags;
   event->device = current_device;
+  if (flags & cudaEventInterprocess) {
+    if (!(flags & cudaEventDisableTiming)) return set_error(cudaErrorInvalidValue);  // CUDA asks for both
+    event->shared = std::make_shared<SharedEvent>();
+    event->shared->file = memfd_create("simulated-event", MFD_CLOEXEC);
+    if (event->shared->file < 0 || ftruncate(event->shared->file, sizeof(SharedEvent::Page)))
+      return set_error(cudaErrorMemoryAllocation);
+    RETURN_ON_ERROR(map(event->shared.get(), event->shared->file));
+  }
   *out = reinterpret_cast<cudaEvent_t>(event);
   return cudaSuccess;
 }
@@ -173,6 +240,8 @@ CUDA_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   RETURN_IF_CAPTURED();
   Event* event = of(handle);
   if (!event) return set_error(cudaErrorInvalidResourceHandle);
+  if (event->shared && event->shared->imported)
+    return event->shared->ended(event->shared->page->recorded) ? cudaSuccess : set_error(cudaErrorNotReady);
   std::lock_guard<std::mutex> hold(Engine::get().lock());
   if (event->captured) return set_error(cudaErrorCapturedEvent);
   return !event->recording || event->recording->point.reached() ? cudaSuccess : set_error(cudaErrorNotReady);
@@ -182,6 +251,7 @@ CUDA_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   RETURN_IF_CAPTURED();
   Event* event = of(handle);
   if (!event) return set_error(cudaErrorInvalidResourceHandle);
+  if (event->shared && event->shared->imported) wait_for(*event->shared, event->shared->page->recorded, event->device);
   RecordingPtr recording;
   {
     std::lock_guard<std::mutex> hold(Engine::get().lock());
@@ -208,3 +278,34 @@ CUDA_API cudaError_t cudaEventElapsedTime_v2(float* milliseconds, cudaEvent_t st
   return cudaEventElapsedTime(milliseconds, start, end);
 }
 #endif
+
+// --- Events between processes ---
+
+CUDA_API cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* out, cudaEvent_t handle) {
+  Event* event = of(handle);
+  if (!event || !event->shared || event->shared->imported) return set_error(cudaErrorInvalidResourceHandle);
+  ExportedEvent exported{getpid(), event->shared->file};
+  memset(out, 0, sizeof *out);
+  memcpy(out, &exported, sizeof exported);
+  return cudaSuccess;
+}
+CUDA_API cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* out, cudaIpcEventHandle_t handle) {
+  RETURN_STANDING_ERROR();
+  ExportedEvent exported;
+  memcpy(&exported, &handle, sizeof exported);
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", exported.pid, exported.file);
+  int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) return set_error(cudaErrorInvalidResourceHandle);
+  auto shared = std::make_shared<SharedEvent>();
+  shared->imported = true;
+  cudaError_t mapped = map(shared.get(), file);
+  close(file);
+  RETURN_ON_ERROR(mapped);
+  auto* event = new Event;
+  event->flags = cudaEventDisableTiming | cudaEventInterprocess;
+  event->device = current_device;
+  event->shared = std::move(shared);
+  *out = reinterpret_cast<cudaEvent_t>(event);
+  return cudaSuccess;
+}

@@ -57,6 +57,14 @@ int simulated_find(const void* pointer, void** base, size_t* size, int* device) 
   return 1;
 }
 
+cudaError_t simulated_take_memory(int device, size_t size) {
+  Engine::get().make_context(device);
+  return Memory::get().take(device, size);
+}
+void simulated_give_memory(int device, size_t size) { Memory::get().give(device, size); }
+void simulated_know_range(const void* pointer, size_t size, int device) { Memory::get().know(pointer, size, device); }
+void simulated_forget_range(const void* pointer) { Memory::get().forget(pointer); }
+
 int simulated_stalls_nccl(int device, long long op) { return FaultBoard::get().stalls_nccl(device, op); }
 int simulated_breaks_network(int device, long long op) { return FaultBoard::get().breaks_network(device, op); }
 int simulated_stalls_link(int rank, int peer) { return FaultBoard::get().stalls_link(rank, peer); }

@@ -19,6 +19,11 @@ __attribute__((visibility("default"))) int simulated_device_of(cudaStream_t stre
 __attribute__((visibility("default"))) void simulated_fail_device(int device, int error, const char* why);
 // Where an allocation begins and how large it is; returns 0 if the pointer is in none.
 __attribute__((visibility("default"))) int simulated_find(const void* pointer, void** base, size_t* size, int* device);
+// Memory that the driver's functions map themselves: it counts against the device's, and pointers into it are known.
+__attribute__((visibility("default"))) cudaError_t simulated_take_memory(int device, size_t size);
+__attribute__((visibility("default"))) void simulated_give_memory(int device, size_t size);
+__attribute__((visibility("default"))) void simulated_know_range(const void* pointer, size_t size, int device);
+__attribute__((visibility("default"))) void simulated_forget_range(const void* pointer);
 // The faults, which the runtime follows for all libraries. See common/faults.h.
 __attribute__((visibility("default"))) int simulated_stalls_nccl(int device, long long op);
 __attribute__((visibility("default"))) int simulated_breaks_network(int device, long long op);

@@ -13,7 +13,6 @@
 #include "../common/faults.h"
 #include "../common/settings.h"
 #include "capture.h"
-#include "kernels.h"
 
 namespace simulated {
 
@@ -103,8 +102,8 @@ void Engine::make_context(int ordinal) {
     FaultBoard::get().follow([this] { on_faults_changed(); });
     // Runs before the static destructors of torch's libraries, which are loaded by now.
     std::atexit([] { Engine::get().stop(); });
-    load_aten_kernels();
   });
+  load_aten_once();
 }
 
 void Engine::stop() {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "../abi/cuda.h"
+#include "kernels.h"
 
 namespace simulated {
 
@@ -88,9 +89,11 @@ class Engine {
 
   Device& device(int ordinal) { return devices_[ordinal]; }
   int device_count() const { return device_count_; }
-  // CUDA makes a device's primary context at its first use; with the first one, faults are followed and
-  // the library that computes aten ops is loaded.
+  // CUDA makes a device's primary context at its first use. With the first one, faults are followed.
   void make_context(int ordinal);
+  // Loads the library that computes aten ops. torch asks for the number of devices before it dispatches its
+  // first op to one, and that is the moment: an op that is already dispatched would launch a kernel.
+  void load_aten_once() { std::call_once(aten_, load_aten_kernels); }
   bool forked_with_context() const { return forked_; }
 
   // Streams. `of` returns null for a handle that is no stream.
@@ -137,7 +140,7 @@ class Engine {
   std::atomic<bool> stopping_{false};
   std::atomic<int> running_kernels_{0};
   std::atomic<uint64_t> next_id_{1};
-  std::once_flag first_context_;
+  std::once_flag first_context_, aten_;
 };
 
 // The device of the calling thread, and the last error of its calls.

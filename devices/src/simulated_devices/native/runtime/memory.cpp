@@ -219,6 +219,33 @@ cudaError_t Memory::import_handle(const cudaIpcMemHandle_t& handle, void** out) 
   return cudaSuccess;
 }
 
+cudaError_t Memory::take(int device, size_t size) {
+  std::lock_guard<std::mutex> hold(lock_);
+  size_t limit = FaultBoard::get().memory_limit(device, settings().memory);
+  if (size > limit || used_[device] > limit - size) return cudaErrorMemoryAllocation;
+  used_[device] += size;
+  return cudaSuccess;
+}
+
+void Memory::give(int device, size_t size) {
+  std::lock_guard<std::mutex> hold(lock_);
+  used_[device] -= size;
+}
+
+void Memory::know(const void* pointer, size_t size, int device) {
+  std::lock_guard<std::mutex> hold(lock_);
+  Block block;
+  block.size = block.asked = size;
+  block.device = device;
+  block.registered = true;  // not for cudaFree
+  blocks_[reinterpret_cast<uintptr_t>(pointer)] = block;
+}
+
+void Memory::forget(const void* pointer) {
+  std::lock_guard<std::mutex> hold(lock_);
+  blocks_.erase(reinterpret_cast<uintptr_t>(pointer));
+}
+
 cudaMemPool_t Memory::default_pool(int device) {
   default_pools_[device].device = device;
   return reinterpret_cast<cudaMemPool_t>(&default_pools_[device]);

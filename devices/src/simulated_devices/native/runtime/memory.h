@@ -46,6 +46,12 @@ class Memory {
   cudaError_t export_handle(const void* pointer, cudaIpcMemHandle_t* handle);
   cudaError_t import_handle(const cudaIpcMemHandle_t& handle, void** out);
 
+  // For memory that the driver's virtual memory management maps: its size counts, and pointers into it are known.
+  cudaError_t take(int device, size_t size);
+  void give(int device, size_t size);
+  void know(const void* pointer, size_t size, int device);
+  void forget(const void* pointer);
+
   cudaMemPool_t default_pool(int device);
   std::mutex& lock() { return lock_; }
 
