@@ -34,7 +34,7 @@ def test_torchrun_gives_right_numbers(tmp_path: Path) -> None:
         "x = torch.full((3,), dist.get_rank() + 1.0, device='cuda')\n"
         "dist.all_reduce(x)\n"
         "assert x.tolist() == [3.0] * 3, x\n"
-        "print('backend', dist.get_backend(), flush=True)\n"
+        "os.write(1, f'backend {dist.get_backend()}\\n'.encode())\n"
         "dist.destroy_process_group()\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -168,7 +169,8 @@ def test_a_device_that_fails(jobs: Jobs, faults: FaultFolder, fault: Fault, text
     faults.lift()
     (job.folder / "lifted").touch()
     job.wait()
-    assert [rank.status for rank in job.ranks] == [0, 7], job.report()
+    # torch's watchdog may meet the error before the program has ended, and then ends the process.
+    assert job.ranks[0].status == 0 and job.ranks[1].status in (7, -signal.SIGABRT), job.report()
 
 
 def test_a_lost_device_under_torchs_watchdog(jobs: Jobs, faults: FaultFolder) -> None:

@@ -253,7 +253,8 @@ class _Recipe:
         if done.returncode:
             log = cache_folder() / "compiler.log"
             log.write_text(" ".join(command) + "\n" + done.stderr, encoding="utf-8")
-            first = next((line for line in done.stderr.splitlines() if "error" in line), "no error text")
+            unknown = f"it was killed by signal {-done.returncode}" if done.returncode < 0 else "no error text"
+            first = next((line for line in done.stderr.splitlines() if "error" in line), unknown)
             raise BuildError(f"the C++ compiler failed ({first.strip()}); the whole output is in {log}.")
 
 
