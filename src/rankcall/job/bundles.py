@@ -5,8 +5,9 @@ node sends a *bundle* through the job's store, and rank 0's node and the first o
 answers keep the bundles of all nodes in their run directories. When a rank ends, it sends a bundle
 to rank 0's node. A run directory with bundles is a run like any other.
 
-This module has four parts: the bundle; the protocol, which posts bundles in a store and collects
-them; sending at a verdict; and sending when a rank ends.
+This module makes bundles, keeps those of other nodes, and writes them to a URL. ``posts`` has the
+protocol that takes them through a store, ``evidence`` sends them at a verdict, and ``departure``
+when a rank ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankcall.errors import CorruptRunError, RankcallError, warn_once
 from rankcall.files import open_file, replacing, run_folder
@@ -31,11 +32,7 @@ from rankcall.run.paths import ATTEMPTS, HANGS, TAIL, files_in, ring_paths, tail
 from rankcall.run.redaction import redact_text
 from rankcall.run.unpack import unpack
 
-if TYPE_CHECKING:
-    pass
-
-
-# A bundle: the tails of one node's rings, with the states of its processes and their stacks.
+# A bundle has the tails of one node's rings, with the states of its processes and their stacks.
 #
 # Its files can also be written to a URL, beside those of the other nodes. A copy of them on a disk
 # is a run like any other.
@@ -48,7 +45,9 @@ MOST_BYTES = 1 << 18  # of a bundle, for each of its ranks
 MOST_OF_ALL = 1 << 26  # of all bundles of a job together, as far as ranks share it evenly
 Rings = dict[Path, Header]
 
-_NEWEST = (256, 64, 16)  # records of each tail; fewer if the bundle would be too large
+# Records of each tail; fewer if the bundle would be too large. A diagnosis needs the newest calls
+# of every rank more than the history of some.
+_NEWEST = (256, 64, 16)
 _MOST_EXITS = 1 << 18
 _MOST_ABOUT = 1 << 20
 

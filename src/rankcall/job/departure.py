@@ -34,8 +34,8 @@ T = TypeVar("T")
 logger = logging.getLogger("rankcall")
 
 LEAVE_S = 1.0  # how long the end of a process is held up, at most
-_STORE_S = 0.8
-_UPLOAD_S = 1.5
+_STORE_S = 0.8  # of it, for the store: it has to end before the process goes on without it
+_UPLOAD_S = 1.5  # more, if the records also go to a URL
 
 FindStore = Callable[[], "tuple[Store | None, str]"]
 

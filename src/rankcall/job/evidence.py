@@ -7,17 +7,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankcall.background import BackgroundCall
 from rankcall.errors import warn_once
 from rankcall.job.bundles import is_shared, keep_bundles, make_bundle, node_rings, upload
 from rankcall.job.posts import ENDED, SETTLE_S, Posts
 from rankcall.ring.layout import Header
-
-if TYPE_CHECKING:
-    pass
-
 
 COLLECT_TO = "RANKCALL_COLLECT_TO"  # a URL, to which each node writes its newest records
 

@@ -70,7 +70,7 @@ class Unreachable(Exception):
 class Exchange:
     """One node's side of the rounds. ``job_store`` returns None while there is no store.
 
-    No reference to the store is kept. ``rankcall.store`` makes the requests over a connection of
+    No reference to the store is kept. ``rankcall.c10d`` makes the requests over a connection of
     its own, and gives up a store that does not answer.
     """
 

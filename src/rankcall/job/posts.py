@@ -13,20 +13,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from rankcall.c10d.requests import Add, CompareSet, Delete, Now, Read, Set, Sleep, Steps
 
-if TYPE_CHECKING:
-    pass
-
-
 ENDED = "ended"  # the prefix of ranks that end; that of a verdict is its id
-PART_BYTES = 1 << 18
+PART_BYTES = 1 << 18  # far below the 8 MiB at which a TCPStore closes the connection
 SETTLE_S = 6.0  # how long a collector waits for the bundles of all ranks
 _POLL_S = 0.05
-_MOST_PARTS = 1 << 10
-_COLLECTORS = 2
+_MOST_PARTS = 1 << 10  # that a header may announce: it may come from any process
+_COLLECTORS = 2  # rank 0's node, and one more in case rank 0's is the one that is lost
 
 
 class Posts:

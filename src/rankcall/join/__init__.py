@@ -3,6 +3,9 @@
 ``Join`` follows the protocol of ``torch.distributed.algorithms.join``, and ``Joinable`` and
 ``JoinHook`` are torch's own classes. So torch's joinables work with this ``Join``, and joinables
 written for this package work with torch's.
+
+``block`` is one rank inside an entered ``Join``, ``batches`` what ``join.batches()`` yields,
+``shadow`` answers the collectives of the others, and ``error_channel`` passes failures on.
 """
 
 from __future__ import annotations

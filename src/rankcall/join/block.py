@@ -25,7 +25,9 @@ from rankcall.run.joins import JoinSummary, RankSummary
 T = TypeVar("T")
 POLICIES = ("shadow", "replay", "stop", "raise")
 DIVISORS = ("world", "active")
-SKEW_WARNED = 1000
+SKEW_WARNED = 1000  # shadowed iterations after which torch's Join warns as well
+# torch raises a plain RuntimeError or DistError if a peer goes away. Only its text tells that from
+# an error of the user's own code, which the other ranks have to be told as it is.
 _TRANSPORT = re.compile(
     r"gloo[/\\]transport|connection (closed|reset|refused)|broken pipe|\bNCCL\b|aborted",
     re.IGNORECASE,

@@ -40,7 +40,7 @@ _TURNS, _TURN_S = 20, 0.01
 _ANSWER_S = 5.0  # for the answers of the other ranks; a rank whose process has ended needs none
 _STORE_S = 10.0  # for the answer of the store, which may be on a stopped host
 _POLL_S = 0.005
-_DAY_S = 86_400.0  # the longest wait for a failure; then the thread waits again
+_DAY_S = 86_400.0  # a wait for a failure; then the thread waits again: no wait is without an end
 _REPORT_S = 0.5  # for a report to arrive, after connections broke although all ranks are alive
 
 _spent_names: list[str] = []  # of the last block; its keys may be removed

@@ -1,4 +1,7 @@
-"""The joinables of a ``Join``, and the ranks that it covers."""
+"""The joinables of a ``Join``: checks, and the hook that each one gets.
+
+``rank_group`` has the ranks that a ``Join`` covers, ``shadow`` the hooks.
+"""
 
 from __future__ import annotations
 

@@ -26,8 +26,13 @@ from rankcall.store.errors import BarrierTimeout
 from rankcall.store.exchanges import synchronize
 from rankcall.store.protocol import frame, unframe
 
-_SLICE_S = 0.5  # the time after which a rank that makes up for a barrier asks whether others passed
-_PIECE_S = 20.0  # how long a stopped host may go unnoticed
+# A rank that makes up for a barrier on a new host cannot know whether the others have passed it on
+# the old one: they say so on the new host, but only once they get there. So it waits in the barrier
+# for this long, then asks whether one of them has said so, and goes on waiting.
+_SLICE_S = 0.5
+# A host that is stopped closes no connection. So a long wait is cut into pieces of this length, and
+# between two of them the rank looks whether others have moved to a later host.
+_PIECE_S = 20.0
 _LOOK_S = 2.0  # for a look for other ranks on later hosts
 _FOREVER_S = 1e6
 _MOVED = "rankcall.failover/moved"

@@ -42,8 +42,10 @@ from rankcall.store.keys import (
 )
 
 _FRAME = struct.Struct("<II")  # the rank, and how many bytes follow
-_MOST_REJECTED = 8  # processes that the register lists
-_CLAIMS_READ = 1_500_000  # by all ranks together: some 60 bytes each
+_MOST_REJECTED = 8  # processes that the register lists: a restart loop must not make it grow
+# Claims that all ranks together read at a deadline, of some 60 bytes each. All of 1,024 ranks ask
+# at once, and the store has less than a second to answer each of them: it sends no more than 90 MB.
+_CLAIMS_READ = 1_500_000
 
 
 class Claim(NamedTuple):
