@@ -7,6 +7,7 @@ import json
 import random
 import re
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -456,3 +457,33 @@ def test_what_torch_wrote_on_simulated_devices() -> None:
     assert (finding.op, finding.seq, finding.call_site) == ("all_reduce", 6, "/job/job.py:9")
     assert finding.victims == (0, 2)
     assert finding.since_s == pytest.approx(8.0, abs=0.5)
+
+
+def test_lines_that_were_made_to_be_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All messages of all logs have one budget of time; what was not read is said."""
+    monkeypatch.setattr("rankcall.imports.logs.job._MOST_SECONDS", 0.05)
+    line = "Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([(line * 200)[: 1 << 14]] * 200))
+    diagnosis = diagnose_logs([path])
+    assert "not read beyond line" in str(diagnosis.snapshot.problems[0])
+
+
+@pytest.mark.parametrize("message", [m for _, m in ROWS if m.pattern], ids=lambda m: m.meaning[:40])
+def test_no_pattern_takes_long(message: Message) -> None:
+    """16 KiB that nearly match, again and again, take no pattern two seconds of processor time."""
+    assert message.pattern is not None
+    half = message.example[: len(message.example) * 2 // 3]
+    for text in (half, "[", "1", "a ", message.markers[0]):
+        line = (text * (1 << 14))[: 1 << 14]
+        began = time.process_time()
+        message.pattern.search(line)
+        assert time.process_time() - began < 2.0, text
+
+
+def test_a_wrapped_line_without_an_end(tmp_path: Path) -> None:
+    """Lines that all seem to go on are put together up to the length of any other line."""
+    rows = [f"{'x' * 90} {'yz' * (1 + number % 3)}word" for number in range(3000)]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(["Watchdog caught", *(row[:100] for row in rows)] * 3))
+    assert judged(path)[1] == ()

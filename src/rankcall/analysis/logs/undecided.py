@@ -76,7 +76,7 @@ def undecided(case: Case) -> Finding:
         case.victims(set()),
         f"The log does not say which rank is at fault.{_known(case)}",
         lines,
-        " ".join(filter(None, [_advice(case), _ALL_LOGS, _RECORD])),
+        " ".join(filter(None, [_advice(case), *_next_time(case)])),
         "possible",
         group=next(iter(groups)) if len(groups) == 1 else "",
         seq=next(iter(seqs)) if len(seqs) == 1 else 0,
@@ -84,6 +84,11 @@ def undecided(case: Case) -> Finding:
         since=case.longest(),
     )
     return finding
+
+
+def _next_time(case: Case) -> tuple[str, ...]:
+    """Return what would tell more. If something outside ended the job, no rank is to be found."""
+    return () if case.facts(Outside) else (_ALL_LOGS, _RECORD)
 
 
 def _evidence(case: Case) -> list[Line]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,9 @@ __all__ = ["LogFacts", "read_logs"]
 
 _MOST_RANKS = 1 << 22  # in all messages that list ranks
 _TRACEBACK = "Traceback (most recent call last)"
+# For the messages of all logs together, beside the search for their lines. A line of 16 KiB that
+# was made to be slow takes up to 0.4 s, so the lines that are kept could take half an hour.
+_MOST_SECONDS = 60.0
 _LAST = 5  # lines after the exception that ended a program
 _NEAR = 5  # lines between "failed to start" and its traceback
 _SHOWN = 170  # characters of a quoted line
@@ -148,13 +152,15 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
     """
     logs = logs_of(paths)
     log_facts = LogFacts(logs)
-    unreadable = 0
+    unreadable, left_s = 0, _MOST_SECONDS
     for log in logs:
         reader = _Reader(log_facts, log)
         try:
             for line in _lines_of(log):
+                began = time.perf_counter()
                 reader.read(line)
-                if log_facts.size > _MOST_RANKS:
+                left_s -= time.perf_counter() - began
+                if log_facts.size > _MOST_RANKS or left_s < 0:
                     log.cut = True
                     break
         except CorruptRunError as error:

@@ -234,14 +234,13 @@ class Prefixes:
             return False
         try:
             record = json.loads(text)
-        except (ValueError, RecursionError):
+            if not isinstance(record, dict):
+                return False
+            inner, host = _json_text(record), _json_host(record)
+        except (ValueError, RecursionError):  # it may be nested as deep as it is long
             return False
-        if not isinstance(record, dict):
-            return False
-        inner = _json_text(record)
         if inner is None:
             return False
-        host = _json_host(record)
         stream = f"{parts.writer.stream} {{{host}}}".strip()
         parts.writer = parts.writer._replace(stream=stream, host=host or parts.writer.host)
         for key in _JSON_TIME:

@@ -287,9 +287,10 @@ _CLOSING = re.compile(
     r"(?:Sending process (\d{1,9}) closing signal|Closing process (\d{1,9}) via signal) SIG"
     r"|Unable to shutdown process (\d{1,9}) via|Killing subprocess (\d{1,10})"
 )
-_DEEPSPEED_EXIT = re.compile(
-    r"(\[.{0,2000}\]|\S+ .{0,2000}?) exits with return code = (-?\d{1,10})"
-)
+# The command stands before these words. It is looked at afterwards: a pattern for both would try
+# every beginning with every end.
+_DEEPSPEED_EXIT = re.compile(r" exits with return code = (-?\d{1,10})")
+_COMMAND = 4000  # characters of it
 _LOCAL_RANK = re.compile(r"--local[_-]rank[= ](\d{1,7})")
 _DEATH_SIGNAL = re.compile(r"Received (\w{1,20}) death signal, shutting down workers")
 _SLURM_END = re.compile(
@@ -332,8 +333,9 @@ def _attempt_ended(line: Line, match: re.Match[str]) -> Fact:
 
 
 def _deepspeed_exit(line: Line, match: re.Match[str]) -> Fact:
-    local_rank = _LOCAL_RANK.search(match[1].replace("', '", " "))
-    return WorkerExit(line, int(local_rank[1]) if local_rank else -1, -1, int(match[2]))
+    command = line.text[max(0, match.start() - _COMMAND) : match.start()].replace("', '", " ")
+    local_rank = _LOCAL_RANK.search(command)
+    return WorkerExit(line, int(local_rank[1]) if local_rank else -1, -1, int(match[1]))
 
 
 def _restarted(line: Line, match: re.Match[str]) -> Fact:
@@ -357,7 +359,7 @@ def _spawned_exit(line: Line, match: re.Match[str]) -> Fact:
 
 # NCCL and its relatives, the kernel, and frameworks
 
-_NCCL_HEAD = r"([\w.-]{1,253}):(\d{1,10}):\d{1,10} \[\d{1,3}\] "
+_NCCL_HEAD = r"(?<![\w.-])([\w.-]{1,253}):(\d{1,10}):\d{1,10} \[\d{1,3}\] "
 _NCCL_INIT = re.compile(
     _NCCL_HEAD
     + r"N?R?CCL INFO .{0,200}?rank (\d{1,7}) nranks (\d{1,7}) .{0,300}?Init (?:START|COMPLETE)"
@@ -375,9 +377,9 @@ _OOM = re.compile(
 _CPP = re.compile(r"^\s*what\(\): +(.{1,1000})")
 _SIGNAL_TEXT = re.compile(r"(?:\*\*\* |Fatal Python error: |Caught signal )(.{1,200})")
 _VLLM_RANK = re.compile(r"\brank (\d{1,7}) in world size (\d{1,7}) is assigned as ")
-_SGLANG_SIZE = re.compile(
-    r"ServerArgs\((?!.{0,4000}\b(?:pp|dp)_size=[2-9]).{0,4000}?\btp_size=(\d{1,7})\b"
-)
+_SGLANG_SIZE = re.compile(r"server_args=ServerArgs\(")
+_TP_SIZE = re.compile(r"\btp_size=(\d{1,7})\b")
+_OTHER_SIZE = re.compile(r"\b(?:pp|dp)_size=(?:[2-9]|1\d)")
 _SGLANG_FATAL = re.compile(r"Scheduler hit an exception|TokenizerManager hit an exception")
 _VLLM_FATAL = re.compile(
     r"(WorkerProc (?:failed to start|hit an exception)"
@@ -449,7 +451,11 @@ def _vllm_rank(line: Line, match: re.Match[str]) -> Fact | None:
 
 
 def _sglang_size(line: Line, match: re.Match[str]) -> Fact | None:
-    size = int(match[1])
+    sizes = _TP_SIZE.search(line.text, match.end())
+    # With another kind of parallelism, the number in ``TP3`` is not the rank.
+    if sizes is None or _OTHER_SIZE.search(line.text, match.end()):
+        return None
+    size = int(sizes[1])
     return Member(line, line.writer.host, -1, 0, size) if 0 < size <= MAX_RANKS else None
 
 

@@ -20,6 +20,7 @@ __all__ = ["Wrapping", "wrapping_of"]
 _NARROWEST, _WIDEST = 72, 400  # columns
 _PAIRS, _SHAPES = 4, 3  # of lines that go on below, if no message proves the wrapping
 _MOST_JOINED = 6  # lines of one message
+_LONGEST = 1 << 14  # characters of a line that was put together, as many as of any other line
 _DIGIT = re.compile(r"\d")
 
 
@@ -53,7 +54,7 @@ class Wrapping:
         """Yield the lines of a run, wrapped ones put together."""
         whole, last = run[0], run[0].text
         for line in run[1:]:
-            if self.goes_on(last, line.text):
+            if len(whole.text) < _LONGEST and self.goes_on(last, line.text):
                 whole = whole._replace(text=self.joined(whole.text, line.text))
             else:
                 yield whole
