@@ -51,3 +51,29 @@ def test_the_last_claim_ends_the_recording(tmp_path: Path) -> None:
         assert session.current() is recording
     session.drop("other")
     assert session.current() is None
+
+
+def test_a_callback_that_comes_late_is_called_at_once(tmp_path: Path) -> None:
+    """Another thread may place the recording while it ends: its thread must be ended, too."""
+    recording = rankcall.enable(tmp_path / "run", capture="python")
+    rankcall.disable()
+    seen: list[RecordingEnd] = []
+    recording.on_end(seen.append)
+    assert seen == [RecordingEnd(process_ends=False, has_failed=False)]
+
+
+def test_a_callback_that_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recording ends all the same, the others are called, and ``disable`` raises nothing."""
+    recording = rankcall.enable(tmp_path / "run", capture="python")
+    seen: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise ValueError("mine")
+
+    recording.before_end(fail)
+    recording.on_end(fail)
+    recording.on_end(seen.append)
+    rankcall.disable()
+    assert len(seen) == 1
+    assert session.current() is None
+    assert "at the end of the recording: ValueError: mine" in capsys.readouterr().err

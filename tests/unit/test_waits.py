@@ -23,6 +23,8 @@ ROOT = Path(rankcall.__file__).parent
 
 # Locks whose critical sections hold no I/O and no user code: they are free again in microseconds.
 LOCKS = """
+capture/recording.py: lock: self._end_lock
+    copies a list, or adds to it
 capture/phases.py: lock: _lock
     writes two fields of a mapped file
 job/placement.py: lock: self._lock

@@ -77,6 +77,8 @@ class Recording(Handle):
         self._first_attempt = 0
         self._before_end: list[Callable[[], object]] = []
         self._on_end: list[Callable[[RecordingEnd], object]] = []
+        self._ended: RecordingEnd | None = None  # once the callbacks have been called
+        self._end_lock = threading.Lock()
 
     @property
     def ring(self) -> mmap.mmap:
@@ -141,9 +143,15 @@ class Recording(Handle):
         """Call ``callback`` when the recording has ended and its ring is closed.
 
         It runs on the thread that ended the recording. At the end of the process its waits must
-        share the exit budget.
+        share the exit budget. If the recording has ended already, it is called at once: another
+        thread may place the recording into its run at that very moment.
         """
-        self._on_end.append(callback)
+        with self._end_lock:
+            ended = self._ended
+            if ended is None:
+                self._on_end.append(callback)
+        if ended is not None:
+            _call(callback, ended)
 
     def stop(self) -> None:
         """Do the same as ``rankcall.disable()``, if this is the recording that is on."""
@@ -188,7 +196,7 @@ class Recording(Handle):
         from rankcall.capture.groups import watch
 
         for callback in self._before_end:
-            callback()
+            _call(callback)
         watch.remove(self._on_group)
         phases.publish_to(None)
         self._step_handle.remove()
@@ -214,8 +222,10 @@ class Recording(Handle):
     def tell_end(self, *, process_ends: bool) -> None:
         """Call the callbacks of ``on_end``."""
         how = RecordingEnd(process_ends, self._has_failed)
-        for callback in self._on_end:
-            callback(how)
+        with self._end_lock:
+            self._ended, callbacks = how, list(self._on_end)
+        for callback in callbacks:
+            _call(callback, how)
 
     def note_exit_status(self) -> None:
         """Have the status of this process noted in the run, if it ends with another one than 0."""
@@ -275,3 +285,11 @@ class Recording(Handle):
         else:
             self._has_failed = True
             put_text(self.ring, "failure", one_line(cause))
+
+
+def _call(callback: Callable[..., object], *arguments: object) -> None:
+    """Call a callback. Its failure reaches neither the user's program nor the other callbacks."""
+    try:
+        callback(*arguments)
+    except Exception as error:
+        warn_once(f"at the end of the recording: {type(error).__name__}: {error}")
