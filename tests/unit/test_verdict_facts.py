@@ -304,7 +304,7 @@ def test_summaries_of_a_job_that_does_not_move_or_is_slow() -> None:
     group = replace(slow[1], others=None, values=(("op", "barrier"), *slow[1].values[1:]))
     assert summary([group]) == f"Slow: barrier between {NAMES} {times}"
     one, many = of(R.STUCK_TRANSFER, 90, CALL)
-    assert summary([one]).startswith("All 1 rank have come to all_reduce #7")
+    assert summary([one]).startswith("The only rank has come to all_reduce #7")
     assert summary([many]).endswith(
         "and 2 ranks did not get out for 90 s: the transfer itself is stuck."
     )
@@ -481,3 +481,25 @@ def test_facts_that_are_no_list(written: Any) -> None:
     assert facts_from(written) == ()
     (finding,) = sound_findings([{"kind": "dead", "ranks": [1], "facts": written}])
     assert (finding.kind, finding.ranks, finding.facts) == ("dead", (1,), ())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ranks", [1 << 20]),
+        ("ranks", [10**4000]),
+        ("victims", [0] * ((1 << 20) + 1)),
+        ("seq", 10**4000),
+        ("since_s", float("nan")),
+        ("summary", "x" * ((1 << 14) + 1)),
+        ("evidence", ["x" * ((1 << 14) + 1)]),
+        ("hosts", [3]),
+        ("op", {"a": "dict"}),
+    ],
+    ids=lambda value: str(type(value).__name__) if not isinstance(value, str) else value[:9],
+)
+def test_a_hostile_finding_is_left_out(tmp_path: Path, key: str, value: Any) -> None:
+    """What is too large or of another type comes from nobody who means well."""
+    sound = finding_object(diagnose_calls(tmp_path, RANK_2_MISSING, states={}).findings[0])
+    assert sound_findings([sound])
+    assert not sound_findings([{**sound, key: value}])

@@ -102,15 +102,25 @@ def _is_sound(values: Mapping[str, Any]) -> bool:
 
 
 def _is_sound_value(name: str, value: Any) -> bool:
-    if name in ("ranks", "victims"):
-        return isinstance(value, (list, tuple)) and all(
-            type(rank) is int and rank >= 0 for rank in value
-        )
     if name in _LISTS:
-        return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
+        return (
+            isinstance(value, (list, tuple))
+            and len(value) <= _MOST_RANKS
+            and all(_is_sound_item(name, item) for item in value)
+        )
     if isinstance(_MODEL[name], float):
         return type(value) in (int, float) and abs(value) < _LONGEST_S  # nor is it NaN
-    return type(value) is type(_MODEL[name])
+    if type(value) is not type(_MODEL[name]):
+        return False
+    if isinstance(value, str):
+        return len(value) <= _MOST_TEXT
+    return bool(abs(value) < _MOST_NUMBER)  # an int of a thousand digits is a number for JSON, too
+
+
+def _is_sound_item(name: str, item: Any) -> bool:
+    if name in ("ranks", "victims"):
+        return type(item) is int and 0 <= item < _MOST_RANKS
+    return isinstance(item, str) and len(item) <= _MOST_TEXT
 
 
 def facts_from(written: Any) -> tuple[Fact, ...]:
