@@ -28,6 +28,8 @@ def seconds(value: Duration, name: str, *, zero: bool = False) -> float:
             because it is a flag in the wrong place.
         ValueError: It is negative, 0 (unless ``zero``), or NaN.
     """
+    if value.__class__ in (float, int) and value > 0:
+        return float(value)  # first: a barrier checks two in each call
     if isinstance(value, timedelta):
         number = value.total_seconds()
     elif isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -48,7 +48,8 @@ class Call:
     A call that its caller has given up is *abandoned*. Its helper stops at the next answer. Only
     then the call's resources become free.
 
-    ``name`` stands before the texts of its errors, for example ``barrier 'epoch'``.
+    Args:
+        name: Stands before the texts of its errors, for example ``barrier 'epoch'``.
     """
 
     # Class attributes, because most calls end without ever changing one.
@@ -61,7 +62,12 @@ class Call:
     _frees: tuple[Callable[[], None], ...] = ()
 
     def __init__(self, name: str = "") -> None:
-        self.name = name
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """The text that stands before those of its errors."""
+        return self._name
 
     def begin_helper(self) -> None:
         """Note that a helper goes on with the call."""

@@ -82,7 +82,7 @@ def barrier(
         rank_tracing_decoder,
         names_missing=True,
     )
-    perform(store, request, lambda member: protocol.meet(keys, member, trace_s > 0), BARRIER)
+    perform(store, local, request, lambda member: protocol.meet(keys, member, trace_s > 0), BARRIER)
 
 
 def _barrier_without_ranks(store: Store, keys: Keys, timeout_s: float, what: str | None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from torch.distributed import Store
@@ -22,32 +21,52 @@ from rankcall.process import host_name
 from rankcall.store import errors, protocol
 from rankcall.store.errors import Decoder
 from rankcall.store.keys import Keys
-from rankcall.store.local import LocalMember, local_store
+from rankcall.store.local import LocalMember, LocalStore
 
 T = TypeVar("T")
 
 
-@dataclass
-class RankCall:
+class RankCall(Call):
     """One call of a public function by one rank, with all that its errors say.
 
-    ``names_missing``: if the time is over and the store is only too slow to name the missing ranks,
-    the error is a ``BarrierTimeout`` that names none, and no ``StoreLostError``.
+    Args:
+        kind: The function.
+        keys: The keys of the caller's world.
+        rank: The caller's rank.
+        timeout_s: The caller's timeout.
+        what: The caller's name for the purpose of the call.
+        hosts: The hosts that the caller knows, by rank.
+        decoder: Turns a rank into a name that a person knows.
+        names_missing: If the time is over and the store is only too slow to name the missing ranks,
+            the error is a ``BarrierTimeout`` that names none, and no ``StoreLostError``.
     """
 
-    kind: str
-    keys: Keys
-    rank: int
-    timeout_s: float
-    what: str | None = None
-    hosts: Mapping[int, str] | None = None
-    decoder: Decoder | None = None
-    did: str = "arrived"
-    names_missing: bool = False
+    did = "arrived"  # what the ranks have done that are not missing
+
+    def __init__(
+        self,
+        kind: str,
+        keys: Keys,
+        rank: int,
+        timeout_s: float,
+        what: str | None = None,
+        hosts: Mapping[int, str] | None = None,
+        decoder: Decoder | None = None,
+        *,
+        names_missing: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.keys = keys
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.what = what
+        self.hosts = hosts
+        self.decoder = decoder
+        self.names_missing = names_missing
 
     @property
     def name(self) -> str:
-        """The call in the words of its errors: ``barrier 'epoch' (checkpoint 1200)``."""
+        """The text that stands before those of its errors; most calls never make it."""
         return errors.name_of(self.kind, self.keys.prefix, self.what)
 
     def timed_out(self, error: protocol.NotAllArrived) -> Exception:
@@ -101,6 +120,7 @@ def _neighbours(world_size: int, rank: int, known: Mapping[int, str]) -> dict[in
 
 def perform(
     store: Store,
+    local: LocalStore,
     request: RankCall,
     steps: Callable[[LocalMember], Steps[T]],
     advances: str | None = None,
@@ -109,22 +129,23 @@ def perform(
 
     Args:
         store: The user's store.
-        request: The call.
+        local: What this process remembers of it.
+        request: The call. It is made once.
         steps: Makes the protocol for a member. It is called again if this process turns out to be
             this rank already, by way of another store object.
         advances: The kind of call whose generation ends when the protocol returns. Only the
             caller's thread goes on to the next one: a helper that was given up may end later.
     """
-    keys, local = request.keys, local_store(store)
+    keys = request.keys
     deadline = clock.monotonic() + request.timeout_s
     left_s = request.timeout_s
     while True:
-        member, call = local.member(keys, request.rank), Call(request.name)
+        member = local.member(keys, request.rank)
         if not member.lock.acquire(False):
             _wait_for_earlier_call(member, request, store, deadline)
-        member.call = call
+        member.call = request
         try:
-            result = client.perform(store, left_s, steps(member), call=call)
+            result = client.perform(store, left_s, steps(member), call=request)
             if advances is not None:
                 member.progress[advances].advance()
             return result
@@ -139,7 +160,7 @@ def perform(
             raise
         finally:
             # A helper that was given up may still be making requests for this member.
-            call.when_over(member.lock.release)
+            request.when_over(member.end_call)
 
 
 def _wait_for_earlier_call(

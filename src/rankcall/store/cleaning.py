@@ -88,16 +88,17 @@ def clean_up(
         local.forget(keys)
         return
     check_rank(rank, world_size)
-    request = RankCall("clean_up", keys, rank, timeout_s)
     place = *place_of(keys), rank
     cleaned = local.members.get(place)
     if cleaned is not None and cleaned.is_retired:
         # This process has cleaned up before. If the keys of that use are still there, its answer
         # was lost or another rank has not come yet: go on with that clean-up, and begin no new one.
         cleaned.is_retired = False
-        if perform(store, request, lambda member: _retire(keys, member)):
+        again = RankCall("clean_up", keys, rank, timeout_s)
+        if perform(store, local, again, lambda member: _retire(keys, member)):
             return
-    perform(store, request, lambda member: _retire(keys, member))
+    request = RankCall("clean_up", keys, rank, timeout_s)
+    perform(store, local, request, lambda member: _retire(keys, member))
 
 
 def _retire(keys: Keys, member: LocalMember) -> Steps[bool]:

@@ -61,6 +61,7 @@ def synchronize(
     value = _checked(data, rank)
     return perform(
         store,
+        local,
         request,
         lambda member: protocol.exchange(keys, member, value, host_rank),
         EXCHANGE,
@@ -122,9 +123,11 @@ def get_all(
     timeout_s = seconds(own.timeout if timeout is None else timeout, "timeout")
     keys = local.keys(prefix, attempt, world_size)
     names = [f"{prefix}{index}" for index in range(world_size)]
-    request = RankCall("get_all", keys, rank, timeout_s, what, did="have set their key")
+    request = RankCall("get_all", keys, rank, timeout_s, what)
+    request.did = "have set their key"
     values, unread = perform(
         store,
+        local,
         request,
         lambda member: protocol.gather(keys, member, names, host_rank),
         GET_ALL,

@@ -29,8 +29,13 @@ class LocalMember(Member):
     """A member of this process, which one call at a time may use."""
 
     lock: Any = field(default_factory=threading.Lock)
-    call: Call | None = None  # the last one
+    call: Call | None = None  # the one that holds the lock
     is_retired: bool = False  # it has cleaned up: the next use of the prefix needs another one
+
+    def end_call(self) -> None:
+        """Let the next call use this member. The last one is forgotten: it refers to the user's."""
+        self.call = None
+        self.lock.release()
 
 
 # Of all store objects: a process may be one rank by way of two objects for one store, for example
