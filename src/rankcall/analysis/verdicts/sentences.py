@@ -421,9 +421,9 @@ def _slow_transfer(facts: Sequence[Fact], live: bool) -> str:
 def _stuck_transfer(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
     members = len(_who(fact).numbers)
-    who = "The only rank has" if members == 1 else f"All {members:,} ranks have"
+    arrived = "The only rank has" if members == 1 else f"All {members:,} ranks have"
     return (
-        f"{who} come to {name_call(_call(fact))}, "
+        f"{arrived} come to {name_call(_call(fact))}, "
         f"and {count_of(len(_others(fact).numbers), 'rank')} did not get out for "
         f"{duration(_seconds(fact))}: the transfer itself is stuck."
     )
