@@ -44,11 +44,13 @@ class Process:
     def state(self, here: Viewpoint | None = None) -> str:
         """Return what the process is doing: ``alive``, ``stopped``, ``gone`` or ``unknown``.
 
-        ``stopped`` means that a signal or a debugger has stopped it. A caller that asks
-        for the states of many processes saves time with ``here``.
+        ``stopped`` means that a signal has stopped it. A process that a tracer holds (state ``t``
+        in proc(5)) is alive: py-spy holds each rank for a moment while it reads the stacks. If a
+        debugger holds one for long, its heartbeat shows that. A caller that asks for the states
+        of many processes saves time with ``here``.
         """
         liveness, letter = self._look(here or Viewpoint.current())
-        if liveness == ALIVE and letter in (b"T", b"t"):
+        if liveness == ALIVE and letter == b"T":
             return "stopped"
         return {ALIVE: "alive", DEAD: "gone"}.get(liveness, "unknown")
 

@@ -51,7 +51,7 @@ _SUMMARIES = {
         rf"whether (?:it|they) came is not known){_THEN}"
     ),
     "stopped": (
-        rf"{_WHO}(?:(?:is|are) (?P<sig>stopped \(SIGSTOP, or a debugger\))"
+        rf"{_WHO}(?:(?:is|are) (?P<sig>stopped \(SIGSTOP\))"
         rf"|(?:has|have|had) (?P<gil>run no Python thread) for [\d.]+ s){_THEN}"
     ),
     "dead": (

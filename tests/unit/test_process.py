@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,26 @@ def test_a_process_that_ends() -> None:
         assert other.liveness() == DEAD
         running.wait(30)
         assert other.liveness() == DEAD
+
+
+def test_a_traced_process_is_not_stopped() -> None:
+    """A process that a tracer holds is alive: py-spy holds a rank while it reads the stacks.
+
+    The child stands still under its tracer, this process, as proc(5)'s letter shows.
+    """
+    trace_me = (
+        "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0);"
+        "os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    held = subprocess.Popen([sys.executable, "-c", trace_me])
+    try:
+        os.waitid(os.P_PID, held.pid, os.WSTOPPED | os.WNOWAIT)
+        stat = Path(f"/proc/{held.pid}/stat").read_text()
+        assert stat.rpartition(")")[2].split()[0] == "t"
+        assert identity_of(held.pid).state() == "alive"
+    finally:
+        held.kill()
+        held.wait(30)
 
 
 def test_a_reused_pid_is_another_process() -> None:

@@ -83,9 +83,9 @@ STATES = [
     ),
     (
         of(R.STOPPED),
-        "is stopped (SIGSTOP, or a debugger)",
-        "are stopped (SIGSTOP, or a debugger)",
-        "were stopped (SIGSTOP, or a debugger)",
+        "is stopped (SIGSTOP)",
+        "are stopped (SIGSTOP)",
+        "were stopped (SIGSTOP)",
     ),
     (
         of(R.NO_PYTHON_THREAD, 9),

@@ -197,7 +197,7 @@ _STATES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.GONE: _ending("is gone", plural="are gone"),
     Relation.ENDED_BADLY: _ending("ended badly,"),
     Relation.CONNECTIONS_CLOSED: _connections_closed,
-    Relation.STOPPED: _state("{be} stopped (SIGSTOP, or a debugger)"),
+    Relation.STOPPED: _state("{be} stopped (SIGSTOP)"),
     Relation.NO_PYTHON_THREAD: _state("{have} run no Python thread for {duration}"),
     Relation.NO_SIGN_OF_LIFE: _state("{have} given no sign of life for {duration}"),
     Relation.HOLDS_GIL: _state("{have} held the GIL for {duration}"),

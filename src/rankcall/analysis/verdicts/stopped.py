@@ -55,19 +55,19 @@ class Stopped(CulpritKind):
         if first.state == GONE:
             return f"See what stopped it{on}: a SIGSTOP, a debugger, swapping, a held GIL."
         if _is_mute(first):
+            causes = ["it is swapped out", "a debugger holds it"]
+            if first.needs_gil:
+                causes.append("one thread holds the GIL")
             same_host = [
                 state
                 for state in snapshot.ranks
                 if state.host == first.host and state not in states
             ]
             # If others of the host give signs of life, the host does not stand still.
-            or_host = (
-                ""
-                if any(not _is_mute(state) for state in same_host)
-                else ", or its host stands still"
-            )
-            or_held = ", or one thread holds the GIL" if first.needs_gil else ""
-            return f"See whether it is swapped out{or_held}{or_host}{on}: pid {first.pid}."
+            if all(_is_mute(state) for state in same_host):
+                causes.append("its host stands still")
+            any_of = f"{', '.join(causes[:-1])} or {causes[-1]}"
+            return f"See whether {any_of}{on}: pid {first.pid}."
         return f"See which extension holds the GIL: py-spy dump --native --pid {first.pid}{on}."
 
 
