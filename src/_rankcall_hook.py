@@ -2,8 +2,11 @@
 
 Python imports this file at start-up: by ``rankcall.pth`` (by ``rankcall.start`` from Python 3.15
 on) if ``RANKCALL`` is set, and by the sitecustomize that ``rankcall run`` and ``rankcall exec`` put
-on PYTHONPATH. It must cost almost nothing in a process that never creates a group, run on any
-Python that a job starts, and let no exception out.
+on PYTHONPATH. It must cost almost nothing in a process that never creates a group, and let no
+exception out. Below a job run Pythons of any age, for example those of command-line tools, so this
+file is written in what Python 2.7 and each later version can read: without annotations and
+f-strings. In a Python that is too old for rankcall, it says so if a process creates a group, and
+does nothing else.
 
 A process becomes a rank by its first call of ``init_process_group`` or ``init_rpc``. Launchers,
 data loaders and compile workers import torch as well, but never call these.
@@ -20,11 +23,13 @@ _FUNCTIONS = {
     "torch.distributed.distributed_c10d": "init_process_group",
     "torch.distributed.rpc": "init_rpc",
 }
-_attached: list[int] = []  # the process that was attached; a forked child is another one
+_attached = [0]  # the process that was attached; a forked child is another one
 
 
-def install() -> None:
+def install():
     """Wait for torch.distributed in this process, if ``RANKCALL`` says so."""
+    if sys.version_info < (3, 4):  # noqa: UP036  # such a Python cannot import by our finder
+        return
     try:
         if is_wanted() and not any(type(finder) is _Finder for finder in sys.meta_path):
             for name in list(_FUNCTIONS):
@@ -36,17 +41,18 @@ def install() -> None:
         _say(error)
 
 
-def is_wanted() -> bool:
+def is_wanted():
     """Return whether the environment asks for recording."""
     return os.environ.get("RANKCALL", "0") not in ("", "0")
 
 
-def _say(error: BaseException) -> None:
+def _say(error):
     try:
         text = " ".join(str(error).split())
-        sys.stderr.write(f"rankcall: not recording: {type(error).__name__}: {text}\n")
+        line = "rankcall: not recording: {}: {}\n".format(type(error).__name__, text)  # noqa: UP032
+        sys.stderr.write(line)
     except Exception:
-        pass  # there is no stderr to write to
+        pass  # stderr was closed when the process started, or is full
 
 
 class _Finder:
@@ -79,7 +85,7 @@ class _Finder:
         loader.exec_module = exec_module
 
 
-def _wrap(module, name: str) -> None:
+def _wrap(module, name):
     """Put a function in the place of one of torch's that attaches, and then calls torch's."""
     import functools
 
@@ -103,11 +109,14 @@ def _wrap(module, name: str) -> None:
     setattr(module, name, wrapper)
 
 
-def attach(function, args, kwargs) -> None:
+def attach(function, args, kwargs):
     """Record this process from now on, unless that was done before or is no longer wanted."""
     if _attached == [os.getpid()] or not is_wanted():
         return
     _attached[:] = [os.getpid()]
+    if sys.version_info < (3, 10):  # noqa: UP036
+        version = ".".join(map(str, sys.version_info[:3]))
+        raise RuntimeError("rankcall needs Python 3.10 or newer; this is Python " + version)
     import inspect
 
     from rankcall.watch import arm
@@ -126,5 +135,5 @@ def attach(function, args, kwargs) -> None:
         trace.arm()
 
 
-def _number(argument) -> int:
+def _number(argument):
     return argument if isinstance(argument, int) and not isinstance(argument, bool) else -1

@@ -7,6 +7,7 @@ tests/multiproc/test_attach.py and test_launcher.py do the same with the real on
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import rankcall
+from rankcall.cli import environment
 
 BOOT = Path(rankcall.__file__).parent / "_boot"
 
@@ -303,3 +305,143 @@ def test_a_torch_that_fails_once(python: Python) -> None:
         f"{INIT}"
     )
     assert (out, err) == (["failed", ARMED], "")
+
+
+# --- Pythons of any age, closed streams, and broken installations ---
+
+PYTHONS = [
+    Path(sys.executable),
+    *sorted((Path.home() / ".pyenv/versions").glob("*/bin/python")),
+]
+every_python = pytest.mark.parametrize("program", PYTHONS, ids=lambda path: path.parents[1].name)
+# What a damaged hook may hold; None: the file is missing.
+DAMAGES = [None, "def install(:\n", "1 / 0\n", "import not_there\n", ""]
+
+
+def version_of(program: Path) -> tuple[int, ...]:
+    """Return a Python's version."""
+    asked = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
+    done = subprocess.run(
+        [program, "-c", asked], capture_output=True, text=True, timeout=240, check=True
+    )
+    return tuple(map(int, done.stdout.split(".")))
+
+
+def ended(
+    program: Path, path: list[Path], script: Path, closed: bool, *options: str
+) -> tuple[int, str, str]:
+    """Run a script; return the exit status, stdout and stderr, which may be closed."""
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            'exec "$@" 2>&-' if closed else 'exec "$@"',
+            "-",
+            program,
+            "-B",
+            *options,
+            script,
+        ],
+        env={
+            "PATH": os.environ["PATH"],
+            "RANKCALL": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def hidden_sitecustomize(folder: Path) -> tuple[Path, Path]:
+    """Write a user's sitecustomize and a script; return the folder of one, and the other."""
+    user = write(
+        folder / "user", {"sitecustomize.py": "import os\nos.environ['CHAINED'] = 'yes'\n"}
+    )
+    script = write(folder, {"job.py": "import os\nprint(os.environ['CHAINED'])\n"}) / "job.py"
+    return user, script
+
+
+@every_python
+@pytest.mark.parametrize("closed", [False, True], ids=["stderr", "closed"])
+def test_every_python_starts_as_without(tmp_path: Path, program: Path, closed: bool) -> None:
+    """A Python of any age starts below a job, says nothing, and runs the user's sitecustomize."""
+    user, script = hidden_sitecustomize(tmp_path)
+    assert ended(program, [BOOT, user], script, closed) == (0, "yes\n", "")
+
+
+@every_python
+@pytest.mark.parametrize("damage", DAMAGES, ids=["missing", "syntax", "error", "import", "empty"])
+@pytest.mark.parametrize("closed", [False, True], ids=["stderr", "closed"])
+def test_a_broken_installation_disturbs_no_process(
+    tmp_path: Path, program: Path, damage: str | None, closed: bool
+) -> None:
+    """Processes below the job start as without rankcall, whatever is left of the hook."""
+    boot = tmp_path / "installed/rankcall/_boot"
+    shutil.copytree(BOOT, boot, ignore=shutil.ignore_patterns("__pycache__"))
+    if damage is not None:
+        write(tmp_path / "installed", {"_rankcall_hook.py": damage})
+    user, script = hidden_sitecustomize(tmp_path)
+    assert ended(program, [boot, user], script, closed) == (0, "yes\n", "")
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=["missing", "syntax", "error", "import", "empty"])
+@pytest.mark.parametrize("closed", [False, True], ids=["stderr", "closed"])
+def test_the_line_that_python_reads_lets_no_error_out(
+    tmp_path: Path, damage: str | None, closed: bool
+) -> None:
+    """With ``RANKCALL=1`` and a broken hook, ``rankcall.pth`` neither prints nor ends a process."""
+    site = tmp_path / "site"
+    site.mkdir()
+    shutil.copy(Path(rankcall.__file__).parents[1] / "rankcall.pth", site)
+    if damage is not None:
+        write(site, {"_rankcall_hook.py": damage})
+    text = f"import site\nsite.addsitedir({str(site)!r})\n"
+    script = write(tmp_path, {"job.py": text}) / "job.py"
+    # Without -S, the line of this environment's own rankcall has loaded a sound hook already.
+    assert ended(Path(sys.executable), [], script, closed, "-S") == (0, "", "")
+
+
+def test_the_line_that_python_reads_installs_the_hook(tmp_path: Path) -> None:
+    """With a sound hook, the same line does its work, and only if ``RANKCALL`` is set."""
+    site = write(tmp_path / "site", {"_rankcall_hook.py": "def install(): print('installed')\n"})
+    shutil.copy(Path(rankcall.__file__).parents[1] / "rankcall.pth", site)
+    for asked, out in (("import os", "installed\n"), ("import os; del os.environ['RANKCALL']", "")):
+        text = f"{asked}\nimport site\nsite.addsitedir({str(site)!r})\n"
+        script = write(tmp_path, {"job.py": text}) / "job.py"
+        assert ended(Path(sys.executable), [], script, False, "-S") == (0, out, "")
+
+
+@every_python
+@pytest.mark.parametrize("closed", [False, True], ids=["stderr", "closed"])
+def test_a_rank_of_a_python_that_is_too_old(tmp_path: Path, program: Path, closed: bool) -> None:
+    """It runs, and if it creates a group, one line names the version. Python 2 has no finders."""
+    stand_ins = write(tmp_path / "stand-ins", {**TORCH, **RANKCALL})
+    script = write(tmp_path, {"job.py": f"{INIT}print('ran')\n"}) / "job.py"
+    version = version_of(program)
+    status, out, err = ended(program, [BOOT, stand_ins], script, closed)
+    assert (status, out.splitlines()[-1]) == (0, "ran")
+    assert ("armed" in out) == (version >= (3, 10))
+    is_told = (3, 4) <= version < (3, 10) and not closed
+    named = "3.10 or newer; this is Python " + ".".join(map(str, version))
+    said = f"rankcall: not recording: RuntimeError: rankcall needs Python {named}\n"
+    assert err == (said if is_told else "")
+
+
+@pytest.mark.parametrize("damage", DAMAGES[:-1], ids=["missing", "syntax", "error", "import"])
+def test_the_command_says_that_the_installation_is_broken(
+    tmp_path: Path,
+    damage: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """``run`` and ``exec`` say it once, before the job, because no process below says it."""
+    hook = tmp_path / "_rankcall_hook.py"
+    if damage is not None:
+        hook.write_text(damage)
+    monkeypatch.setattr(environment, "_HOOK", hook)
+    environment.hooking()
+    err = capsys.readouterr().err
+    assert err.startswith(f"rankcall: not recording: {hook} cannot be loaded")
+    assert len(err.splitlines()) == 1

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from rankcall.cli.common import say
+
 BOOT = Path(__file__).resolve().parents[1] / "_boot"
+_HOOK = BOOT.parents[1] / "_rankcall_hook.py"
 
 
 def hooking() -> dict[str, str]:
     """Return the environment variables that load the hook in every Python below this process.
 
-    If ``RANKCALL`` is 0, it stays so: that switches recording off everywhere.
+    If ``RANKCALL`` is 0, it stays so: that switches recording off everywhere. If the installation
+    is broken, this says so, once and for all processes: they are silent about it.
     """
+    try:
+        runpy.run_path(str(_HOOK))
+    except Exception as error:
+        say(f"not recording: {_HOOK} cannot be loaded ({error}); install rankcall again")
     path = os.environ.get("PYTHONPATH")
     return {
         # An empty entry would put the working directory on every worker's path.
