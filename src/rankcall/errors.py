@@ -30,6 +30,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankcall.whole_numbers import whole_number
+
 __all__ = [
     "AuthenticationError",
     "BackendNotFoundError",
@@ -267,8 +269,8 @@ _warnings: set[str] = set()
 
 def local_rank() -> int:
     """Return which rank of its node the launcher says this process is; -1 if it does not say."""
-    texts = (os.environ.get(name, "") for name in _LOCAL_RANKS)
-    return next((int(text) for text in texts if text.isdecimal()), -1)
+    numbers = (whole_number(os.environ.get(name)) for name in _LOCAL_RANKS)
+    return next((number for number in numbers if number is not None), -1)
 
 
 def warn_once(message: str) -> None:

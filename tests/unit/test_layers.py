@@ -19,6 +19,7 @@ ROOT = Path(rankcall.__file__).parent
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
     # The ground, which everything may use.
+    ("whole_numbers",),
     (
         *("errors", "background", "durations", "handles", "problems", "record", "drop_in", "ranks"),
         "_version",

@@ -17,7 +17,9 @@ from typing import Any
 
 from rankcall.capture.groups import watch
 from rankcall.process import host_name
+from rankcall.ranks import MAX_RANKS
 from rankcall.ring.tables import Group
+from rankcall.whole_numbers import whole_number
 
 logger = logging.getLogger("rankcall")
 
@@ -29,10 +31,10 @@ Lookup = Callable[[Iterable[int]], dict[int, str]]
 def ranks_of_this_node() -> range | None:
     """Return the ranks of this torchrun agent, which are consecutive; None without torchrun."""
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    numbers = [os.environ.get(name, "") for name in names]
-    if not all(number.isdigit() for number in numbers):
+    numbers = [whole_number(os.environ.get(name), most=MAX_RANKS) for name in names]
+    rank, local_rank, local_size, node = numbers
+    if rank is None or local_rank is None or local_size is None or node is None:
         return None
-    rank, local_rank, local_size, _ = map(int, numbers)
     return range(rank - local_rank, rank - local_rank + local_size)
 
 

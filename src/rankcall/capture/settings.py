@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rankcall.ring.layout import AHEAD, MAX_CAPACITY, Geometry
+from rankcall.whole_numbers import whole_number
 
 CAPTURES = ("auto", "native", "python")
 # The pid of the recorded rank that set it: a process below that rank belongs to another job.
@@ -91,9 +92,9 @@ def _capacity(records: int | None) -> int:
     """
     if records is None:
         text = os.environ.get("RANKCALL_CAPACITY") or str(Geometry().capacity)
-        if not text.strip().isdecimal():
+        records = whole_number(text.strip())
+        if records is None:
             raise ValueError(f"RANKCALL_CAPACITY must be a number of records; got {text!r}")
-        records = int(text)
     if not 1 <= records <= MAX_CAPACITY:
         raise ValueError(f"capacity must be from 1 to {MAX_CAPACITY:,} records; got {records}")
     return max(AHEAD, 1 << (records - 1).bit_length())

@@ -23,6 +23,7 @@ from rankcall.interpreter import run_command
 from rankcall.ring.layout import Geometry
 from rankcall.run.load import load
 from rankcall.run.paths import live_base
+from rankcall.whole_numbers import whole_number
 
 __all__ = ["command"]
 
@@ -167,12 +168,16 @@ def _started() -> Iterator[Finding]:
 
 
 def _store() -> Iterator[Finding]:
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not host or not (port or "").isdigit():
+    host, named = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not named:
         yield Finding("store", OK, "MASTER_ADDR and MASTER_PORT are not set; a launcher sets them")
         return
+    port = whole_number(named, most=65535)
+    if port is None:
+        yield Finding("store", BAD, f"MASTER_PORT is {named[:40]!r}, which is no port")
+        return
     try:
-        socket.create_connection((host, int(port or 0)), _STORE_S).close()
+        socket.create_connection((host, port), _STORE_S).close()
         yield Finding("store", OK, f"{host}:{port} answers")
     except OSError as error:
         text = f"{host}:{port} does not answer ({error}); it does once the job's rank 0 runs"

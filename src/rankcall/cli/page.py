@@ -11,6 +11,7 @@ from pathlib import Path
 from rankcall.cli.common import say
 from rankcall.errors import RankcallError
 from rankcall.interpreter import run_command
+from rankcall.whole_numbers import whole_number
 
 _END_S = 5.0  # for its viewers' streams; then it is killed, because the launcher must end
 
@@ -18,9 +19,10 @@ _END_S = 5.0  # for its viewers' streams; then it is killed, because the launche
 def address_of(text: str) -> tuple[str, int]:
     """Return host and port of ``PORT`` or ``HOST:PORT``. Raises ``RankcallError``."""
     host, _, port = text.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
+    number = whole_number(port, most=65535)
+    if number is None:
         raise RankcallError(f"--serve {text}: neither a port nor HOST:PORT")
-    return host.strip("[]") or "127.0.0.1", int(port)
+    return host.strip("[]") or "127.0.0.1", number
 
 
 @contextlib.contextmanager

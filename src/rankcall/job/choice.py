@@ -17,6 +17,7 @@ from rankcall.c10d.requests import Read, Steps, Until
 from rankcall.files import run_folder
 from rankcall.process import boot_seconds, process_start
 from rankcall.run.paths import ATTEMPTS, about_job, default_run_dir, new_run_dir
+from rankcall.whole_numbers import whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -165,7 +166,8 @@ def _next_attempt(run_dir: Path) -> int:
     numbers = [-1]
     with contextlib.suppress(OSError):
         reserved = (run_dir / ATTEMPTS).iterdir()
-        numbers += [int(path.stem) for path in reserved if path.stem.isdecimal()]
+        named = (whole_number(path.stem) for path in reserved)
+        numbers += [number for number in named if number is not None]
     with contextlib.suppress(OSError):  # of a run that an older rankcall recorded
         matches = (_NAME.search(path.name) for path in (run_dir / "rings").iterdir())
         numbers += [int(match[1]) for match in matches if match]

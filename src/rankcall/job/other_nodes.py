@@ -23,6 +23,7 @@ from rankcall.c10d.requests import (
     Steps,
 )
 from rankcall.run.views import Member
+from rankcall.whole_numbers import whole_number
 
 # Agree with the other nodes on one verdict, through the job's store.
 #
@@ -145,7 +146,7 @@ class Exchange:
         if rung != self._rung or self._is_open:
             number = (yield from self._latest()) + 1
             self._is_open = bool((yield Check([self._key(f"{number}/posts")])))
-            self.question = int((yield Read(self._key(ASKED))) or 0)
+            self.question = whole_number((yield Read(self._key(ASKED)))) or 0
             self._rung = rung
         return self._is_open
 
@@ -192,11 +193,11 @@ class Exchange:
         return None, raw
 
     def _latest(self) -> Steps[int]:
-        return int((yield Read(self._key("latest"))) or 0)
+        return whole_number((yield Read(self._key("latest")))) or 0
 
     def _hear(self, number: int, heard: dict[int, NodeSnapshot]) -> Steps[None]:
         """Read the summaries that were posted since the last call."""
-        posts = int((yield Read(self._key(f"{number}/posts"))) or 0)
+        posts = whole_number((yield Read(self._key(f"{number}/posts")))) or 0
         fresh = [post for post in range(1, posts + 1) if post not in heard]
         for post in fresh:
             summary = yield Read(self._key(f"{number}/post/{post}"))
@@ -208,7 +209,7 @@ class Exchange:
 
     def _remove(self, number: int) -> Steps[None]:
         """Remove the keys of a round, so that a long job does not fill the store."""
-        posts = int((yield Read(self._key(f"{number}/posts"))) or 0)
+        posts = whole_number((yield Read(self._key(f"{number}/posts")))) or 0
         names = [f"post/{post}" for post in range(1, posts + 1)] + ["verdict", "posts"]
         for name in names:
             yield Delete(self._key(f"{number}/{name}"))
@@ -217,7 +218,7 @@ class Exchange:
         """Mark the ranks that did not answer, with the host and pid that they registered."""
         silent = {state.rank for state in snapshot.ranks if state.blind}
         places: dict[int, tuple[str, int]] = {}
-        last = int((yield Read(self._key("nodes"))) or 0) if silent else 0
+        last = (whole_number((yield Read(self._key("nodes")))) or 0) if silent else 0
         for number in range(last, 0, -1):
             if silent <= places.keys():
                 break

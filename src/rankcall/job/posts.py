@@ -15,6 +15,7 @@ import json
 from collections.abc import Collection, Sequence
 
 from rankcall.c10d.requests import Add, CompareSet, Delete, Now, Read, Set, Sleep, Steps
+from rankcall.whole_numbers import whole_number
 
 ENDED = "ended"  # the prefix of ranks that end; that of a verdict is its id
 PART_BYTES = 1 << 18  # far below the 8 MiB at which a TCPStore closes the connection
@@ -47,7 +48,7 @@ class Posts:
         Bundles of ``skipped`` ranks, which are the caller's own, are left out.
         """
         bundles = []
-        last = int((yield Read(self._key("posts"))) or 0)
+        last = whole_number((yield Read(self._key("posts")))) or 0
         for number in [
             post_number for post_number in range(1, last + 1) if post_number not in self._read
         ]:

@@ -34,6 +34,7 @@ from rankcall.c10d.requests import (
 from rankcall.job.other_nodes import ASKED, BELL, Exchange, Unreachable
 from rankcall.ring.layout import Header
 from rankcall.run.views import Answers, Member, NodeAnswer, ViewerFile
+from rankcall.whole_numbers import whole_number
 
 logger = logging.getLogger("rankcall.watch")
 
@@ -85,13 +86,14 @@ class Questions:
         raw, since = self._answered.get(number, (b"", now))
         question, _, data = raw.partition(b"\n")
         asked_s = now - self._began
-        if not question.isdigit() or int(question) < self._first:
+        answered = whole_number(question)
+        if answered is None or answered < self._first:
             return NodeAnswer(self._nodes[number], 0.0, asked_s)
         return NodeAnswer(self._nodes[number], now - since, asked_s, data)
 
     def _learn_nodes(self) -> Steps[None]:
         """Read which ranks the nodes have that have registered since the last question."""
-        last = min(int((yield Read(self._key("nodes"))) or 0), _MOST_NODES)
+        last = min(whole_number((yield Read(self._key("nodes")))) or 0, _MOST_NODES)
         self._unread += range(self._last_node + 1, last + 1)
         self._last_node = max(self._last_node, last)
         for at in range(0, len(self._unread), _CHUNK):
@@ -109,7 +111,7 @@ class Questions:
 
     def question(self) -> Steps[int]:
         """Return the number of the last question."""
-        return int((yield Read(self._key(ASKED))) or 0)
+        return whole_number((yield Read(self._key(ASKED)))) or 0
 
     def answer(self, number: int, question: int, data: bytes) -> Steps[None]:
         """Publish the answer of the node ``number`` to a question."""

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from rankcall.run.stack_text import THREADS, is_training
+from rankcall.whole_numbers import whole_number
 
 # Functions of torch.distributed that return only after other ranks have called them as well, and
 # that leave no record before they return.
@@ -155,7 +156,8 @@ def all_training_frames(stack: str) -> list[Frame]:
     for text in next(filter(is_training, threads), main).splitlines():
         match = _FAULTHANDLER.match(text) or _PY_SPY.match(text)
         if match and not _is_native(match["file"]):
-            frames.append(Frame(match["file"], int(match["line"]), match["name"].strip()))
+            line = whole_number(match["line"]) or 0  # 0: not known
+            frames.append(Frame(match["file"], line, match["name"].strip()))
         elif match or (match := _NATIVE.match(text)):
             frames.append(Frame(match["file"], 0, match["name"].strip()))
     return frames

@@ -29,8 +29,10 @@ from rankcall.files import (
     run_folder,
     scratch_beside,
 )
+from rankcall.ranks import MAX_RANKS
 from rankcall.ring.tables import both_lines
 from rankcall.run.paths import HANGS, files_in, trusted_live_dirs
+from rankcall.whole_numbers import whole_number
 
 STACKS = "stacks"
 _VERDICT, _TEXT, _OVER = "verdict.json", "verdict.txt", "over.json"
@@ -152,9 +154,9 @@ def kept_stacks(verdict: Object, most: int) -> dict[int, str]:
     """Return the stacks beside a verdict from ``kept_hangs``, by rank; of ``most`` ranks."""
     stacks = {}
     for path in stacks_in(Path(verdict["place"]))[:most]:
-        rank = path.stem.removeprefix("rank-")
-        if rank.isascii() and rank.isdigit() and len(rank) < 10:
-            stacks[int(rank)] = kept_stack(verdict, int(rank))
+        rank = whole_number(path.stem.removeprefix("rank-"), most=MAX_RANKS - 1)
+        if rank is not None:
+            stacks[rank] = kept_stack(verdict, rank)
     return {rank: text for rank, text in stacks.items() if text}
 
 

@@ -22,6 +22,7 @@ from rankcall.store import errors, protocol
 from rankcall.store.errors import Decoder
 from rankcall.store.keys import Keys
 from rankcall.store.local import LocalMember, LocalStore
+from rankcall.whole_numbers import whole_number
 
 T = TypeVar("T")
 
@@ -105,16 +106,16 @@ class RankCall(Call):
 
 def _neighbours(world_size: int, rank: int, known: Mapping[int, str]) -> dict[int, str]:
     """Return the hosts of the ranks beside those known: torchrun numbers ranks host by host."""
-    size = os.environ.get("LOCAL_WORLD_SIZE") or "0"
-    if os.environ.get("WORLD_SIZE") != str(world_size) or not size.isdecimal() or int(size) < 1:
+    size = whole_number(os.environ.get("LOCAL_WORLD_SIZE"), least=1)
+    if os.environ.get("WORLD_SIZE") != str(world_size) or size is None:
         return {}
     by_host = {
-        known_rank // int(size): host for known_rank, host in {**known, rank: host_name()}.items()
+        known_rank // size: host for known_rank, host in {**known, rank: host_name()}.items()
     }
     return {
-        unknown_rank: by_host[unknown_rank // int(size)]
+        unknown_rank: by_host[unknown_rank // size]
         for unknown_rank in range(world_size)
-        if unknown_rank // int(size) in by_host and unknown_rank not in known
+        if unknown_rank // size in by_host and unknown_rank not in known
     }
 
 

@@ -25,6 +25,7 @@ from rankcall.store.barriers import barrier
 from rankcall.store.errors import BarrierTimeout
 from rankcall.store.exchanges import synchronize
 from rankcall.store.protocol import frame, unframe
+from rankcall.whole_numbers import whole_number
 
 # A rank that makes up for a barrier on a new host cannot know whether the others have passed it on
 # the old one: they say so on the new host, but only once they get there. So it waits in the barrier
@@ -66,9 +67,10 @@ def failover(
 def _place_of(text: str) -> tuple[str, int]:
     """Return the address and the port of ``"address:port"``."""
     address, _, port = text.rpartition(":")
-    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+    number = whole_number(port, least=1, most=65535)
+    if not address or number is None:
         raise ValueError(f"a host is 'address:port'; got {text!r}")
-    return address.strip("[]"), int(port)
+    return address.strip("[]"), number
 
 
 class _Hosts:

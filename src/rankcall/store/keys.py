@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from rankcall.whole_numbers import whole_number
+
 BARRIER, EXCHANGE, GET_ALL, CLEAN_UP = "b", "s", "g", "c"
 _CLAIM = "claim"
 _MOST_TO_REMOVE = 10  # keys of two generations; ranks beyond have no share of them
@@ -15,8 +17,7 @@ _MOST_TO_REMOVE = 10  # keys of two generations; ranks beyond have no share of t
 
 def attempt_of_this_process() -> int:
     """Return the elastic attempt: torchrun's restart count, or 0."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(text) if text.isdecimal() else 0
+    return whole_number(os.environ.get("TORCHELASTIC_RESTART_COUNT")) or 0
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,10 @@ class Keys:
 
     def newest_generation(self, kind: str, listed: Iterable[str]) -> int | None:
         """Return the last generation that has a log among these keys."""
-        pattern = re.compile(re.escape(self._sized + kind) + r"(\d+)/log(/\d+)?")
+        pattern = re.compile(re.escape(self._sized + kind) + r"([0-9]+)/log(/[0-9]+)?")
         matches = (pattern.fullmatch(key) for key in listed)
-        return max((int(match.group(1)) for match in matches if match), default=None)
+        numbers = (whole_number(match.group(1)) for match in matches if match)
+        return max((number for number in numbers if number is not None), default=None)
 
     def of_size(self, world_size: int) -> Keys:
         """Return the keys of a world of another size."""
@@ -149,11 +151,12 @@ class Keys:
 
     def ours(self, listed: Sequence[str], attempts_below: int | None = None) -> list[str]:
         """Return the keys that this package made under the prefix; claims are last."""
-        pattern = re.compile(re.escape(self.prefix) + r"/rankcall\.(\d+)/")
+        pattern = re.compile(re.escape(self.prefix) + r"/rankcall\.([0-9]+)/")
         own_keys = []
         for key in listed:
             match = pattern.match(key)
-            if match and (attempts_below is None or int(match.group(1)) < attempts_below):
+            attempt = whole_number(match.group(1)) if match else None
+            if attempt is not None and (attempts_below is None or attempt < attempts_below):
                 own_keys.append(key)
         return sorted(own_keys, key=is_claim)
 

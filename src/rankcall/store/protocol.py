@@ -30,6 +30,7 @@ from rankcall.c10d.requests import (
     Until,
     Wait,
 )
+from rankcall.ranks import MAX_RANKS
 from rankcall.store.keys import (
     BARRIER,
     CLEAN_UP,
@@ -40,6 +41,7 @@ from rankcall.store.keys import (
     line_of,
     ranks_in,
 )
+from rankcall.whole_numbers import whole_number
 
 _FRAME = struct.Struct("<II")  # the rank, and how many bytes follow
 _MOST_REJECTED = 8  # processes that the register lists: a restart loop must not make it grow
@@ -488,7 +490,9 @@ def unframe(blob: bytes, world_size: int) -> list[bytes]:
 
 def registered_sizes(register: bytes | None) -> list[int]:
     """Return the world sizes of the register."""
-    return [int(line) for line in (register or b"").split(b"\n") if line.isdigit()]
+    lines = (register or b"").split(b"\n")
+    sizes = (whole_number(line, least=1, most=MAX_RANKS) for line in lines)
+    return [size for size in sizes if size is not None]
 
 
 def _rejected(register: bytes | None) -> list[Claim]:

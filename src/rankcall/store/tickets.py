@@ -19,6 +19,7 @@ from rankcall.store.protocol import (
     announce,
     registered_sizes,
 )
+from rankcall.whole_numbers import whole_number
 
 NO_RANK = -1  # in the claim of a process without a rank
 
@@ -66,14 +67,14 @@ def meet(keys: Keys, ticket: int) -> Steps[None]:
         return
     if (yield Wait((keys.passed(generation),))):
         return
-    drawn = int((yield Read(keys.tickets)) or 0)
+    drawn = whole_number((yield Read(keys.tickets))) or 0
     if drawn >= (generation + 1) * keys.world_size:
         return  # the last one has come at the deadline, and may not have set the key yet
     others = []
     for size in registered_sizes((yield Read(keys.register))):
         world = keys.of_size(size)
         if size != keys.world_size and (yield Check((world.tickets,))):
-            waiting = int((yield Read(world.tickets)) or 0) % size
+            waiting = (whole_number((yield Read(world.tickets))) or 0) % size
             others += [Claim(NO_RANK, size, "", 0, "")] * waiting
     arrived = drawn - generation * keys.world_size
     if others:

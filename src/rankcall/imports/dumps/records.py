@@ -33,6 +33,7 @@ from rankcall.record import (
     take_rows,
 )
 from rankcall.ring.tables import CallSite, UserLine
+from rankcall.whole_numbers import whole_number
 
 Records = npt.NDArray[Any]
 GroupKey = tuple[str, str, str]  # name, description, backend
@@ -423,9 +424,7 @@ def _int(value: Any) -> int:
     """Return a whole number that is not negative; 0 for everything else. JSON has some as texts."""
     if type(value) is int:
         return min(max(value, 0), _LARGEST)
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
-        return int(value)
-    return 0
+    return (whole_number(value, most=_LARGEST) or 0) if isinstance(value, str) else 0
 
 
 def _state(value: Any) -> int:

@@ -47,10 +47,10 @@ from rankcall.imports.logs.prefixes import Line
 from rankcall.imports.logs.reading import Marker
 from rankcall.ranks import MAX_RANKS
 from rankcall.record import op_of_variant
+from rankcall.whole_numbers import whole_number
 
 __all__ = ["SOURCES", "Message", "Source", "facts_of", "is_incomplete", "markers"]
 
-_LARGEST = 1 << 62
 _MOST_RANKS = 1 << 13  # of one message; a line is too short for many more
 _TRACEBACK, _SUMMARY, _REPORT, _STACK = 300, 2000, 40, 60  # lines of messages that have several
 
@@ -89,13 +89,6 @@ class Source:
     messages: tuple[Message, ...]
 
 
-def number(text: str | None) -> int:
-    """Return a whole number that is not negative; 0 for everything else."""
-    if text is None or not text.isascii() or not text.isdigit() or len(text) > 18:
-        return 0
-    return min(int(text), _LARGEST)
-
-
 @functools.lru_cache(maxsize=256)
 def op_name(op_type: str) -> str:
     """Return our name of an op that torch writes as ``ALLREDUCE`` or ``_ALLGATHER_BASE``."""
@@ -110,10 +103,11 @@ def ranks_in(text: str) -> tuple[int, ...]:
     ranks: set[int] = set()
     for part in text.replace(" ", "").split(","):
         first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        begin = whole_number(first, most=MAX_RANKS - 1)
+        end = whole_number(last, most=MAX_RANKS - 1) if last else begin
+        if begin is None or end is None or end < begin:
             return ()
-        begin, end = int(first), int(last or first)
-        if not begin <= end < MAX_RANKS or end - begin + len(ranks) > _MOST_RANKS:
+        if end - begin + len(ranks) > _MOST_RANKS:
             return ()
         ranks.update(range(begin, end + 1))
     return tuple(sorted(ranks))
@@ -148,10 +142,10 @@ def _timeout(line: Line, match: re.Match[str]) -> Fact:
     sizes = [fields[name] for name in ("NumelIn", "NumelOut") if name in fields]
     return Timeout(
         line,
-        number(fields.get("SeqNum")),
+        whole_number(fields.get("SeqNum")) or 0,
         op_name(fields.get("OpType", "")),
-        tuple(map(number, sizes)),
-        number(match[2]) / 1e3,
+        tuple(whole_number(size) or 0 for size in sizes),
+        int(match[2]) / 1e3,
     )
 
 

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Iterable
 from urllib.parse import urlparse
 
+from rankcall.whole_numbers import whole_number
+
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation; nothing is ever sent to it
 
@@ -37,10 +39,11 @@ def endpoints(address: str, port: int | str) -> Iterable[str]:
     """Yield the endpoints to try: a port, a range of ports as "29600-29700", or any port (0)."""
     shown = f"[{address}]" if ":" in address else address
     first, dash, last = str(port).partition("-")
-    last = last if dash else first
-    if not (first.isdigit() and last.isdigit() and int(first) <= int(last) <= 65535):
+    begin = whole_number(first, most=65535)
+    end = whole_number(last, most=65535) if dash else begin
+    if begin is None or end is None or begin > end:
         raise ValueError(f'port must be a port, a range as "29600-29700", or 0; got {port!r}')
-    for number in range(int(first), int(last) + 1):
+    for number in range(begin, end + 1):
         yield f"tcp://{shown}:{number or '*'}"
 
 
