@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.capture.settings import read_settings
+from rankcall.durations import Duration, seconds
 from rankcall.errors import RankcallError, warn_once
 from rankcall.handles import Handle, Registration
 from rankcall.job import attach
@@ -26,7 +27,7 @@ DEFAULT_S = 60.0
 
 
 def start(
-    hang_after: float | None = None,
+    hang_after: Duration | None = None,
     on_hang: OnHang | None = None,
     *,
     run_dir: str | os.PathLike[str] | None = None,
@@ -37,9 +38,9 @@ def start(
     watcher never raises in training or waits for it, and ends it only with ``"abort"``.
 
     Args:
-        hang_after: After how many seconds in flight a call counts as hung (default:
-            ``RANKCALL_HANG_AFTER``, or 60). In the first step it is five times as many, and later
-            at least ten times the median step.
+        hang_after: How long a call must be in flight before it counts as hung, in seconds or as a
+            ``timedelta`` (default: ``RANKCALL_HANG_AFTER``, or 60 s). In the first step it is five
+            times as long, and later at least ten times the median step.
         on_hang: What to do (default: ``RANKCALL_ON_HANG``, or ``"report"``). ``"report"`` prints
             the verdict once, on one rank, and watches on. ``"abort"`` also ends every rank that can
             still be ended, with exit status 124. A function is called with the findings, on each
@@ -52,7 +53,7 @@ def start(
 
     Raises:
         ValueError: An argument or an environment variable has a value that is not allowed.
-        TypeError: ``on_hang`` is neither a string nor a function.
+        TypeError: ``hang_after`` is not a duration, or ``on_hang`` neither a string nor a function.
 
     It also raises the errors of ``rankcall.enable``.
     """
@@ -86,20 +87,21 @@ def arm(rank: int = -1, world_size: int = -1) -> bool:
     return True
 
 
-def _hang_after(given: float | None) -> float:
+def _hang_after(given: Duration | None) -> float:
     """Return the threshold in seconds; infinity if the environment variable is 0, which is off."""
     if given is not None:
-        if not (given > 0 and math.isfinite(given)):
-            raise ValueError(f"hang_after must be a number of seconds above 0; got {given}")
-        return float(given)
+        after_s = seconds(given, "hang_after")
+        if after_s == math.inf:
+            raise ValueError("hang_after must be finite: without a watcher, nothing counts as hung")
+        return after_s
     text = os.environ.get(HANG_AFTER) or str(DEFAULT_S)
     try:
-        seconds = float(text)
+        after_s = float(text)
     except ValueError:
-        seconds = math.nan
-    if not (seconds >= 0 and math.isfinite(seconds)):
+        after_s = math.nan
+    if not (after_s >= 0 and math.isfinite(after_s)):
         raise ValueError(f"{HANG_AFTER} must be a number of seconds, 0 for off; got {text!r}")
-    return seconds or math.inf
+    return after_s or math.inf
 
 
 def _on_hang(given: OnHang | None) -> OnHang:

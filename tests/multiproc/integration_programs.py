@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rankcall
-from rankcall import integrations
 from rankcall.capture import session
+from rankcall.integrations import reporter
 from rankcall.ring.reader import read_ring
 
 Result = dict[str, Any]
@@ -34,7 +34,7 @@ def begin(folder: str) -> None:
     """Record, and give the last look all the time that a busy machine needs."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    integrations.LAST_LOOK_S = 120.0
+    reporter.LAST_LOOK_S = 120.0
     rankcall.enable(Path(folder) / "run")
 
 

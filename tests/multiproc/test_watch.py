@@ -220,8 +220,8 @@ def test_bad_arguments() -> None:
     """A bad argument is refused with a message that says what is allowed."""
     (result,) = spawn_ranks(_bad_arguments, 1)
     assert result.value == [
-        "ValueError: hang_after must be a number of seconds above 0; got 0",
-        "ValueError: hang_after must be a number of seconds above 0; got nan",
+        "ValueError: hang_after must be positive seconds; got 0",
+        "ValueError: hang_after must be positive seconds; got nan",
         "ValueError: on_hang must be report, abort or a function; got 'explode'",
         "TypeError: on_hang must be a word or a function; got int",
         "ValueError: RANKCALL_HANG_AFTER must be a number of seconds, 0 for off; got 'soon'",

@@ -7,6 +7,7 @@ import mmap
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
@@ -104,8 +105,15 @@ def test_without_a_recording() -> None:
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, -math.inf])
 def test_no_time(seconds: float) -> None:
     """A phase takes some seconds."""
-    with pytest.raises(ValueError, match="seconds above 0"), rankcall.expect(seconds, "x"):
+    with pytest.raises(ValueError, match="positive seconds"), rankcall.expect(seconds, "x"):
         pass
+
+
+def test_a_timedelta_is_a_duration(ring: mmap.mmap) -> None:
+    """As torch's time-outs are."""
+    began = time.monotonic_ns()
+    with rankcall.expect(timedelta(minutes=2), "compiling"):
+        assert 120e9 <= header(ring).expect_until_ns - began < 121e9
 
 
 def test_no_words() -> None:

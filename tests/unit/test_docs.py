@@ -52,7 +52,9 @@ def cases() -> list[Any]:
         pytest.param(
             page,
             False,
-            marks=pytest.mark.slow if has_jobs(page) or page.name == "attach.md" else (),
+            marks=pytest.mark.slow
+            if has_jobs(page) or page.name in ("attach.md", "frameworks.md")
+            else (),
             id=page.name,
         )
         for page in runnable()

@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 
+from rankcall import durations
+from rankcall.durations import Duration
 from rankcall.ring.layout import FOREVER_NS
-from rankcall.ring.writer import (
-    put,
-    put_text,
-)
+from rankcall.ring.writer import put, put_text
 
 _lock = threading.RLock()
 _phases: list[tuple[int, str]] = []  # the deadline of each (CLOCK_MONOTONIC, ns), and its reason
@@ -21,21 +20,27 @@ _ring: mmap.mmap | None = None  # of the recording that is on
 
 
 @contextlib.contextmanager
-def expect(seconds: float, what: str) -> Iterator[None]:
-    """Declare that this rank may be silent for ``seconds``: a checkpoint, a compile.
+def expect(seconds: Duration, what: str) -> Iterator[None]:
+    """Declare that this rank may be silent for a while: a checkpoint, a compilation.
 
     Until that time is over, or the block is left, neither the watcher nor ``rankcall diagnose``
     calls this rank hung, nor the ranks that wait for it. If it takes longer, they report ``what``.
-    Use it on the ranks that do the work. ``math.inf`` declares that this rank waits for work, such
-    as the next request: while all ranks wait, they are idle. Phases may nest and overlap. Also a
-    decorator. Costs microseconds, and does nothing if recording is off. Raises ``ValueError`` if
-    ``seconds`` is not a positive number, or ``what`` is empty.
+    Use it on the ranks that do the work, as a context manager or a decorator. Phases may nest and
+    overlap. It costs microseconds, and does nothing if recording is off.
+
+    Args:
+        seconds: For how long, in seconds or as a ``timedelta``. ``math.inf`` declares that this
+            rank waits for work, such as the next request: while all ranks wait, they are idle.
+        what: What takes long, for the verdict.
+
+    Raises:
+        TypeError: ``seconds`` is neither a number nor a ``timedelta``.
+        ValueError: ``seconds`` is not positive, or ``what`` is empty.
     """
-    if not seconds > 0:
-        raise ValueError(f"expect() takes a number of seconds above 0; got {seconds}")
+    silent_s = durations.seconds(seconds, "seconds")
     if not what.strip():
         raise ValueError("expect() takes a text that says what takes long")
-    until = FOREVER_NS if seconds == math.inf else time.monotonic_ns() + int(seconds * 1e9)
+    until = FOREVER_NS if silent_s == math.inf else time.monotonic_ns() + int(silent_s * 1e9)
     phase = until, what
     with _lock:
         _phases.append(phase)

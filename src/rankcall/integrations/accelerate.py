@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rankcall.capture.phases import expect
-from rankcall.integrations import EVERY_S, Reporter, check_seconds
+from rankcall.durations import Duration, seconds
+from rankcall.integrations.reporter import EVERY_S, Reporter
 from rankcall.join import Join
 
 try:
@@ -29,7 +30,7 @@ class RankcallTracker(GeneralTracker):  # type: ignore[misc, unused-ignore]
     requires_logging_directory = False
     main_process_only = True
 
-    def __init__(self, accelerator: Any, every_s: float) -> None:
+    def __init__(self, accelerator: Any, every_s: Duration) -> None:
         super().__init__()
         self._accelerator, self._step = accelerator, 0
         say = get_logger("rankcall").warning
@@ -65,7 +66,7 @@ class RankcallTracker(GeneralTracker):  # type: ignore[misc, unused-ignore]
 
 
 def follow(
-    accelerator: Any, checkpoint_s: float = 1800.0, every_s: float = EVERY_S
+    accelerator: Any, checkpoint_s: Duration = 1800.0, every_s: Duration = EVERY_S
 ) -> Callable[[float, str], Any]:
     """Declare the accelerator's checkpoints, and log rankcall's figures and verdicts with it.
 
@@ -80,17 +81,12 @@ def follow(
     Returns:
         ``rankcall.expect``, for evaluation: Accelerate does not know when that begins.
     """
-    check_seconds(checkpoint_s)
+    silent_s = seconds(checkpoint_s, "checkpoint_s")  # ``expect`` would raise within the job
     accelerator.trackers.append(RankcallTracker(accelerator, every_s))
     for name in _CHECKPOINTS:
         call = getattr(accelerator, name)
-        setattr(
-            accelerator, name, functools.wraps(call)(expect(checkpoint_s, "a checkpoint")(call))
-        )
+        setattr(accelerator, name, functools.wraps(call)(expect(silent_s, "a checkpoint")(call)))
     return expect
-
-
-# --- uneven inputs ---
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from typing import Any, Generic, Literal, TypeVar
 import torch.distributed as dist
 
 from rankcall.capture.phases import expect
-from rankcall.integrations import EVERY_S, Reporter, check_seconds
+from rankcall.durations import Duration, seconds
+from rankcall.integrations.reporter import EVERY_S, Reporter
 from rankcall.join import Join
 from rankcall.join.rank_group import RankGroup
 
@@ -39,16 +40,23 @@ class RankcallCallback(Callback):  # type: ignore[misc, unused-ignore]
     own warnings, there and when training ends or fails.
 
     Args:
-        checkpoint_s: How long a rank may be silent in a checkpoint, in seconds.
+        checkpoint_s: How long a rank may be silent in a checkpoint, in seconds or as a
+            ``timedelta``, as the others.
         evaluation_s: How long it may be silent in validation, testing or prediction.
         every_s: The least time between two looks at the records.
     """
 
     def __init__(
-        self, checkpoint_s: float = 1800.0, evaluation_s: float = 1800.0, every_s: float = EVERY_S
+        self,
+        checkpoint_s: Duration = 1800.0,
+        evaluation_s: Duration = 1800.0,
+        every_s: Duration = EVERY_S,
     ) -> None:
-        check_seconds(checkpoint_s, evaluation_s)
-        self._seconds = {"checkpoint": checkpoint_s, "evaluation": evaluation_s}
+        # Checked here, because ``expect`` would raise in the middle of the job.
+        self._seconds = {
+            "checkpoint": seconds(checkpoint_s, "checkpoint_s"),
+            "evaluation": seconds(evaluation_s, "evaluation_s"),
+        }
         self._every_s = every_s
         self._reporter: Reporter | None = None
         self._evaluation = contextlib.ExitStack()
@@ -96,8 +104,6 @@ def _logger_of(trainer: Any) -> Any:
 
     return log
 
-
-# --- uneven inputs ---
 
 T = TypeVar("T")
 

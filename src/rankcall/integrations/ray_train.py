@@ -9,7 +9,8 @@ from typing import Any
 
 from rankcall.capture import session
 from rankcall.capture.phases import expect
-from rankcall.integrations import EVERY_S, Reporter, check_seconds
+from rankcall.durations import Duration, seconds
+from rankcall.integrations.reporter import EVERY_S, Reporter
 
 try:
     import ray.train
@@ -36,9 +37,9 @@ class RankcallCallback(TrainContextCallback, WorkerCallback):  # type: ignore[mi
         every_s: The least time between two looks at the records.
     """
 
-    def __init__(self, report_s: float = 1800.0, every_s: float = EVERY_S) -> None:
-        check_seconds(report_s)
-        self._report_s, self._every_s = report_s, every_s
+    def __init__(self, report_s: Duration = 1800.0, every_s: Duration = EVERY_S) -> None:
+        # Checked here, because ``expect`` would raise in the middle of the job.
+        self._report_s, self._every_s = seconds(report_s, "report_s"), every_s
         self._reporter: Reporter | None = None
 
     def after_init_train_context(self) -> None:

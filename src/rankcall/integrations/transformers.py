@@ -6,7 +6,8 @@ import contextlib
 from typing import Any
 
 from rankcall.capture.phases import expect
-from rankcall.integrations import EVERY_S, Reporter, check_seconds
+from rankcall.durations import Duration, seconds
+from rankcall.integrations.reporter import EVERY_S, Reporter
 
 try:
     from transformers import TrainerCallback
@@ -27,9 +28,9 @@ class RankcallCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         every_s: The least time between two looks at the records.
     """
 
-    def __init__(self, silent_s: float = 1800.0, every_s: float = EVERY_S) -> None:
-        check_seconds(silent_s)
-        self._silent_s, self._every_s = silent_s, every_s
+    def __init__(self, silent_s: Duration = 1800.0, every_s: Duration = EVERY_S) -> None:
+        # Checked here, because ``expect`` would raise in the middle of the job.
+        self._silent_s, self._every_s = seconds(silent_s, "silent_s"), every_s
         self._reporter: Reporter | None = None
         self._figures: dict[str, float] = {}
         self._declared = contextlib.ExitStack()

@@ -10,13 +10,11 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from rankcall import durations
+from rankcall.durations import Duration
 from rankcall.testing.injection import Fault, Injection
-
-if TYPE_CHECKING:
-    pass
-
 
 T = TypeVar("T")
 CHANGES = ("shape", "dtype", "root", "reduce_op", "tag")
@@ -113,11 +111,21 @@ class FaultPlan:
         seq: int = 1,
         *,
         group: str | None = None,
-        seconds: float,
+        seconds: Duration,
         times: int = 1,
     ) -> FaultPlan:
         """Sleep before the op is issued. With a large ``times`` the rank is a straggler."""
-        return self._with(Fault("delay", rank, at, seq, group, times, seconds=seconds))
+        return self._with(
+            Fault(
+                "delay",
+                rank,
+                at,
+                seq,
+                group,
+                times,
+                seconds=durations.seconds(seconds, "seconds", zero=True),
+            )
+        )
 
     # --- what is issued ---
 
@@ -162,10 +170,17 @@ class FaultPlan:
             raise ValueError(f"cannot change {what!r}; choose one of {', '.join(CHANGES)}")
         return self._with(Fault("change", rank, at, seq, group, text=what))
 
-    def slow_link(self, src: int, dst: int, *, seconds: float) -> FaultPlan:
+    def slow_link(self, src: int, dst: int, *, seconds: Duration) -> FaultPlan:
         """Make every receive of ``dst`` from ``src`` take ``seconds`` longer."""
         return self._with(
-            Fault("slow_link", dst, "recv", times=1 << 62, number=src, seconds=seconds)
+            Fault(
+                "slow_link",
+                dst,
+                "recv",
+                times=1 << 62,
+                number=src,
+                seconds=durations.seconds(seconds, "seconds", zero=True),
+            )
         )
 
     # --- its data ---

@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from rankcall.durations import Duration, seconds
 from rankcall.errors import warn_renamed
 from rankcall.handles import Handle
 from rankcall.process import host_name
@@ -70,11 +71,11 @@ def spawn_ranks(
     target: Target,
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: Duration = 60.0,
     env: Environment | Callable[[int], Environment] | None = None,
     init: bool = True,
     check: bool = True,
-    grace: float = GRACE_S,
+    grace: Duration = GRACE_S,
     faults: FaultPlan | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     watch: Mapping[str, Any] | None = None,
@@ -87,12 +88,12 @@ def spawn_ranks(
             can represent. Or the path of a script, which runs as ``__main__``.
         world_size: The number of ranks.
         *args: Further arguments of the function, or the script's arguments.
-        timeout: After this many seconds, the ranks that still run dump their stacks to stderr and
-            are killed. It is also the timeout of the default group.
+        timeout: After this time, in seconds or as a ``timedelta``, the ranks that still run dump
+            their stacks to stderr and are killed. It is also the timeout of the default group.
         env: Environment variables to add (None removes one), for all ranks or by rank.
         init: False leaves it to the function to create the process group.
         check: False returns results even if a rank failed.
-        grace: If a rank fails, the deadline of the others is this many seconds later.
+        grace: If a rank fails, the deadline of the others is this much later.
         faults: Faults to plant in the ranks.
         run_dir: A run directory. The ranks record into it, and it notes how each of them ended.
         watch: Arguments of ``rankcall.watch.start``. The ranks start the watcher with them.
@@ -109,7 +110,7 @@ def spawn_ranks(
     ) as ranks:
         late = not ranks.wait(timeout, grace)
     if late:
-        raise RanksFailed(f"not done after {timeout:g} s", ranks.results)
+        raise RanksFailed(f"not done after {seconds(timeout, 'timeout'):g} s", ranks.results)
     failed = [result.rank for result in ranks.results if not result.ok]
     if failed and check:
         raise RanksFailed(f"failed on rank {', '.join(map(str, failed))}", ranks.results)
@@ -120,7 +121,7 @@ def start_ranks(
     target: Target,
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: Duration = 60.0,
     env: Environment | Callable[[int], Environment] | None = None,
     init: bool = True,
     faults: FaultPlan | None = None,
@@ -152,7 +153,7 @@ def start_ranks(
         target,
         args,
         init,
-        timeout,
+        seconds(timeout, "timeout"),
         folder=str(ranks.folder),
         run_dir=str(absolute or ""),
         faults=faults,
@@ -202,17 +203,18 @@ class Ranks(Handle):
         """The processes' ids, in rank order."""
         return [process.pid or 0 for process in self._processes]
 
-    def wait(self, timeout: float, grace: float = GRACE_S) -> bool:
+    def wait(self, timeout: Duration, grace: Duration = GRACE_S) -> bool:
         """Wait for all ranks to end; return False at the deadline.
 
-        The deadline is ``timeout`` seconds from now, or ``grace`` seconds after a rank has failed.
-        In the latter case the result is True.
+        The deadline is ``timeout`` from now, or ``grace`` after a rank has failed; both are in
+        seconds, or a ``timedelta``. In the latter case the result is True.
         """
-        deadline, failed = time.monotonic() + timeout, False
+        grace_s = seconds(grace, "grace", zero=True)
+        deadline, failed = time.monotonic() + seconds(timeout, "timeout", zero=True), False
         while any(process.is_alive() for process in self._processes):
             self.note_exits()
             if not failed and any(process.exitcode for process in self._processes):
-                failed, deadline = True, min(deadline, time.monotonic() + grace)
+                failed, deadline = True, min(deadline, time.monotonic() + grace_s)
             if time.monotonic() > deadline:
                 return failed
             multiprocessing.connection.wait(

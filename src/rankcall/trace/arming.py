@@ -8,6 +8,7 @@ from typing import Any
 
 from rankcall.capture import session
 from rankcall.capture.hosts import HostNames, Hosts, ranks_of_this_node
+from rankcall.durations import Duration
 from rankcall.errors import CaptureUnavailableError, warn_once
 from rankcall.trace.descriptions import NOTHING, Descriptions
 from rankcall.trace.sinks import RecordSink, Sink
@@ -86,7 +87,7 @@ def arm() -> None:
 class _Off(Trace):
     """The trace that ``enable`` returns for the mode ``NONE``."""
 
-    def flush(self, timeout: float = 2.0) -> bool:
+    def flush(self, timeout: Duration = 2.0) -> bool:
         """Do nothing."""
         return True
 
@@ -94,7 +95,7 @@ class _Off(Trace):
         """Return nothing."""
         return NOTHING
 
-    def stop(self, timeout: float = 2.0) -> bool:
+    def stop(self, timeout: Duration = 2.0) -> bool:
         """Do nothing."""
         return True
 

@@ -20,6 +20,7 @@ from rankcall import background
 from rankcall.capture import session
 from rankcall.capture.marks import Marks, Span
 from rankcall.capture.recording import Recording
+from rankcall.durations import Duration, seconds
 from rankcall.errors import warn_renamed
 from rankcall.events.dispatch import NO_HURRY, Delivery, EventSource, Subscription, dispatcher
 from rankcall.handles import Handle
@@ -84,15 +85,17 @@ class Trace(Handle):
         if recording is not None:
             self._follow(recording)
 
-    def flush(self, timeout: float = 2.0) -> bool:
+    def flush(self, timeout: Duration = 2.0) -> bool:
         """Wait until the sinks have every op that ended; return whether ``timeout`` was enough."""
-        return self._subscription is None or self._subscription.flush(timeout)
+        limit_s = seconds(timeout, "timeout", zero=True)
+        return self._subscription is None or self._subscription.flush(limit_s)
 
-    def stop(self, timeout: float = 2.0) -> bool:
+    def stop(self, timeout: Duration = 2.0) -> bool:
         """Deliver the rest, close the sinks and stop; return whether ``timeout`` was enough.
 
         Recording goes on only if another user of it remains. A second call does nothing.
         """
+        limit_s = seconds(timeout, "timeout", zero=True)
         if self._is_stopped or self._subscription is None:
             return True
         self._is_stopped = True
@@ -100,11 +103,11 @@ class Trace(Handle):
         if self._marks is not None and self._recording is not None:
             others = [trace._marks for trace in _live if trace._marks is not None]
             self._recording.capture.mark(others[-1] if others else None)
-        ended = self._subscription.close(timeout)
+        ended = self._subscription.close(limit_s)
         self._close()
         return ended
 
-    def remove(self, timeout: float = 2.0) -> bool:
+    def remove(self, timeout: Duration = 2.0) -> bool:
         """Call ``stop(timeout)``, by its name of version 0.1."""
         warn_renamed("Trace.remove()", "Trace.stop()")
         return self.stop(timeout)

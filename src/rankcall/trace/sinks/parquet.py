@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from rankcall import durations
+from rankcall.durations import Duration
 from rankcall.record import concat_rows
 from rankcall.ring.reader import Head, Ring
 from rankcall.run.load import Run
@@ -28,7 +30,8 @@ class Parquet:
         folder: Where to write; the folder is made. The default is ``history/`` in the run
             directory.
         rows: The number of records at which a segment is written.
-        seconds: A segment is also written at the first record that comes this long after its first.
+        seconds: A segment is also written at the first record that comes this long after its first,
+            in seconds or as a ``timedelta``.
         clock: For tests.
 
     Raises:
@@ -42,16 +45,15 @@ class Parquet:
         folder: str | os.PathLike[str] | None = None,
         *,
         rows: int = 50_000,
-        seconds: float = 30.0,
+        seconds: Duration = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if rows < 1:
             raise ValueError(f"rows must be 1 or more; got {rows}")
-        if not seconds > 0:
-            raise ValueError(f"seconds must be more than 0; got {seconds}")
         load_polars()
         self._asked = None if folder is None else Path(folder)
-        self._rows, self._seconds, self._clock = rows, seconds, clock
+        self._rows, self._clock = rows, clock
+        self._seconds = durations.seconds(seconds, "seconds")
         self._held: list[Ring] = []
         self._since = 0.0
         self._number = 0
