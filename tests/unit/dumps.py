@@ -182,8 +182,24 @@ def _what(call: Issued) -> tuple[Any, ...]:
     return call.group, call.op, call.numel, call.seq
 
 
+# The entry of a whole batch of messages, or of a block of coalesced collectives.
+_COALESCED: dict[str, Any] = {
+    "profiling_name": "nccl:coalesced",
+    "input_sizes": [],
+    "output_sizes": [],
+    "input_dtypes": [],
+    "output_dtypes": [],
+}
+
+
 def dump_of(
-    job: Job, rank: int, *, version: str = "2.9", kept: int = 2000, frames: bool = True
+    job: Job,
+    rank: int,
+    *,
+    version: str = "2.9",
+    kept: int = 2000,
+    frames: bool = True,
+    batch_is_p2p: bool = False,
 ) -> dict[str, Any]:
     """Return the dump that NCCL's process group would write for a rank."""
     names = {family: str(number) for number, family in enumerate(job.groups)}
@@ -212,9 +228,9 @@ def dump_of(
             p2p[call.group] = common["p2p_seq_id"] = p2p.get(call.group, 0) + 1
         entries.append({**common, **_message(job, call, rank), **_state(call, done=False)})
         if call.op == "recv":  # the end of the batch, which alone knows the state
-            batch = {"profiling_name": "nccl:coalesced", "input_sizes": [], "output_sizes": []}
-            types: dict[str, Any] = {"input_dtypes": [], "output_dtypes": []}
-            entries.append({**common, **batch, **types, **_state(call, call.done)})
+            # torch 2.13 to 2.15 does not mark it as p2p; seen in their dumps.
+            batch = {**_COALESCED, "is_p2p": batch_is_p2p}
+            entries.append({**common, **batch, **_state(call, call.done)})
     for number, entry in enumerate(entries):
         entry["record_id"] = number
     config = {
@@ -244,6 +260,8 @@ def _desc(family: str) -> str:
 
 
 def _tensors(job: Job, call: Issued, rank: int) -> dict[str, Any]:
+    if call.op == "coalesced":
+        return _COALESCED
     size = len(job.groups[call.group][rank])
     into, out = {
         "_all_gather_base": (call.numel, call.numel * size),

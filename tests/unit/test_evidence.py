@@ -61,6 +61,40 @@ def test_the_faulty_rank_is_named_and_no_other(tmp_path: Path, kind: str, place:
     assert len(diagnosis.findings) == 1
 
 
+MIXED = (
+    Step("world", "all_reduce", 64, 20),
+    Step("world", "exchange", 64, 21),
+    Step("world", "coalesced", 0, 22),
+    Step("tp", "all_reduce", 64, 23),
+)
+
+
+@pytest.mark.parametrize("batch_is_p2p", [False, True])
+@pytest.mark.parametrize("kept", [2000, 31])
+@pytest.mark.parametrize("place", range(4))
+def test_one_group_with_collectives_batches_and_coalesced_collectives(
+    tmp_path: Path, place: int, kept: int, batch_is_p2p: bool
+) -> None:
+    """All three have entries of one name or of one numbering; the faulty rank is named in each.
+
+    The entries of two groups mix, as if two threads issued them: those of the tensor group lie
+    within the batches.
+    """
+    members = tuple(range(4))
+    groups = {"world": dict.fromkeys(members, members), "tp": dict.fromkeys(members, members)}
+    job = simulate(4, 60, [Fault("missing", 1, 40 + place)], groups=groups, program=MIXED)
+    for rank in members:
+        content = dump_of(job, rank, kept=kept, batch_is_p2p=batch_is_p2p)
+        entries = content["entries"]
+        for at in range(4, len(entries)):
+            if entries[at]["process_group"][0] == "1":  # move it before the end of the batch
+                entries.insert(at - 2, entries.pop(at))
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(content))
+    (finding,) = diagnose(load(tmp_path)).findings
+    assert (finding.kind, finding.ranks) == ("missing", (1,))
+    assert finding.call_site == f"/job/train.py:{20 + place}"
+
+
 @pytest.mark.parametrize("ranks", [64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "pair",

@@ -232,6 +232,9 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
         # The name in the oldest dumps.
         collective = _numbers(columns["seq_id"])
     messages = _numbers(columns["p2p_seq_id"])
+    numbers = _numbers(columns["record_id"])
+    lost = int(numbers[0]) if len(numbers) else 0
+    records["kind"][_ends_of_batches(records, names, collective, messages, lost > 0)] = _P2P
     records["seq"] = np.where(records["kind"] == _P2P, messages, collective)
     records["tag"] = 0
     created = _numbers(columns["time_created_ns"])
@@ -248,8 +251,6 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     status[ended] = _COMPLETED
     records["status"] = status
     records["completed_ns"][on_cpu] = 0
-    numbers = _numbers(columns["record_id"])
-    lost = int(numbers[0]) if len(numbers) else 0
     merged, kept = _without_batches(records, names)
     times = [int(column.max()) for column in (created, completed) if len(column)]
     return DumpRecords(
@@ -264,34 +265,65 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     )
 
 
+def _ends_of_batches(
+    records: Records,
+    names: Sequence[str],
+    collective: npt.NDArray[np.int64],
+    messages: npt.NDArray[np.int64],
+    lost: bool,
+) -> npt.NDArray[np.bool_]:
+    """Tell which entries stand for a whole batch of sends and receives.
+
+    Such an entry is named ``nccl:coalesced``, as the one of coalesced collectives is, and torch
+    2.13 to 2.15 does not mark it as p2p. But it repeats both numbers of the message before it,
+    where a collective has a number of its own. ``lost``: entries are missing before the first one,
+    so that the messages of a group's first entry may be among them.
+    """
+    found = np.zeros(len(records), bool)
+    whole = np.flatnonzero([name.endswith("coalesced") for name in names])
+    whole = whole[records["op"][whole] == 0]
+    if not len(whole):
+        return found
+    order = np.argsort(records["group"], kind="stable")
+    before = np.full(len(records), -1)
+    of_one_group = records["group"][order[1:]] == records["group"][order[:-1]]
+    before[order[1:][of_one_group]] = order[:-1][of_one_group]
+    before = before[whole]
+    repeats = (records["kind"][before] == _P2P) & (messages[before] == messages[whole])
+    repeats &= collective[before] == collective[whole]
+    found[whole] = np.where(before >= 0, repeats, lost | (collective[whole] == 0))
+    return found
+
+
 def _without_batches(
     records: Records, names: Sequence[str]
 ) -> tuple[Records, npt.NDArray[np.bool_]]:
     """Give the ops of a batch the state of their batch, and tell which records to keep.
 
     NCCL issues the ops of a batch together. Only the last entry, which stands for the whole batch,
-    has the events that tell the state. All entries of a batch have one sequence number.
+    has the events that tell the state. All entries of a batch have one sequence number; those of
+    other groups may lie between them, because several threads issue ops. An entry of coalesced
+    collectives may be alone: then it is the collective, and its op is not known.
     """
     kept = np.ones(len(records), bool)
-    keys = np.stack([records["group"], records["kind"], records["seq"].astype(np.int64)])
+    order = np.argsort(records["group"], kind="stable")
+    keys = np.stack([records["group"], records["kind"], records["seq"].astype(np.int64)])[:, order]
     changes = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
-    cuts = (np.flatnonzero(changes) + 1).tolist() if len(records) else []
-    for begin, end in zip([0, *cuts], [*cuts, len(records)], strict=True):
-        if end == begin:
+    for rows in np.split(order, np.flatnonzero(changes) + 1) if len(records) else []:
+        first, last = rows[0], rows[-1]
+        whole = records["op"][last] == 0 and names[last].endswith("coalesced")
+        is_collective = records["kind"][first] == _COLLECTIVE
+        if len(rows) < 2:
+            kept[first] = not whole or is_collective
             continue
-        if end - begin < 2:
-            kept[begin] = not names[begin].endswith("coalesced") or records["op"][begin] > 0
-            continue
-        last = end - 1
-        if names[last].endswith("coalesced"):
+        if whole:
             for name in ("status", "started_ns", "completed_ns"):
-                records[name][begin:last] = records[name][last]
+                records[name][rows[:-1]] = records[name][last]
             kept[last] = False
-        if records["kind"][begin] == _COLLECTIVE:
-            last = end - 1 if kept[end - 1] else end - 2
+        if is_collective:
             for name in ("in_bytes", "out_bytes", "message_bytes"):
-                records[name][begin] = min(int(records[name][begin : last + 1].sum()), _LARGEST)
-            kept[begin + 1 : end] = False
+                records[name][first] = min(int(records[name][rows[kept[rows]]].sum()), _LARGEST)
+            kept[rows[1:]] = False
     return records, kept
 
 
