@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import pickle
+import random
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +21,9 @@ from nccl_logs import OLD, WORDINGS, Call, Wording, log_of
 
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.verdicts import Diagnosis
+from rankcall.cli import main
 from rankcall.errors import CorruptRunError, RankcallError
+from rankcall.imports.logs.reading import is_log
 from rankcall.problems import texts
 from rankcall.report import diagnosis_text as report
 
@@ -478,6 +484,80 @@ def test_the_command(tmp_path: Path) -> None:
     done = subprocess.run([*command, "/none.log"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "/none.log" in done.stderr
+
+
+# --- a log without --log ---
+
+
+def packed(name: str) -> bytes:
+    """Return an archive of a log, which is no log."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        archive.add(REAL / name, name)
+    return buffer.getvalue()
+
+
+DUMP = json.dumps({"version": "2.10", "pg_config": {}, "entries": []}, indent=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("job-1.log", (REAL / "gloo-raise.log").read_bytes()),
+        ("job-1.log.gz", gzip.compress((REAL / "gloo-raise.log").read_bytes())),
+        ("job", zstandard.compress((REAL / "gloo-raise.log").read_bytes())),
+        ("job-1", b'{"log": "pg_config"}\n{"log": "entries"}\n'),
+        ("colours", b"\x1b[31mstep 1\x1b[0m\r\x1b[K\n"),
+        ("cut", "é".encode() * (1 << 15) + b"\xc3\xa9"),
+    ],
+)
+def test_a_text_is_a_log(tmp_path: Path, name: str, content: bytes) -> None:
+    """Text is recognised, compressed or not; also JSON lines that have words of a dump."""
+    (tmp_path / name).write_bytes(content)
+    assert is_log(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.ring", b"text"),
+        ("empty", b""),
+        ("blank", b"\n \n"),
+        ("rank_0", pickle.dumps({"version": "2.10", "entries": [], "pg_config": {}}, protocol=2)),
+        ("rank_0.json", DUMP.encode()),
+        ("dump_1", DUMP.replace("\n", "").encode()),
+        ("run.tar.gz", packed("gloo-raise.log")),
+        ("latin", "Erreur sur le r\u00e9seau\n".encode("latin-1")),
+        ("utf-16", "Traceback (most recent call last)\n".encode("utf-16")),
+        ("png", b"\x89PNG\r\n\x1a\n\x00\x00"),
+        ("late", b"text\n" * 9 + b"\x00"),
+        ("gz", gzip.compress(b"\x00" * 99)),
+        ("broken.gz", gzip.compress(b"text\n" * 99)[:20]),
+        ("ring", b"RANKCALL" + b"\x07" * 9000 + b"\x00"),
+        *(("random", random.Random(seed).randbytes(64)) for seed in range(20)),
+    ],
+)
+def test_what_is_no_text_is_no_log(tmp_path: Path, name: str, content: bytes) -> None:
+    """Anything else is not taken for a log."""
+    (tmp_path / name).write_bytes(content)
+    assert not is_log(tmp_path / name)
+
+
+def test_a_log_without_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``diagnose`` reads it and says so; other commands say what to use."""
+    logs = [str(REAL / name) for name in ("gloo-raise.log", "gloo-kill.log")]
+    assert main(["diagnose", logs[0]]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("dead (likely): Rank 2 failed")
+    assert "as a log, as with --log" in err
+    assert main(["diagnose", *logs]) == 1
+    assert main(["diagnose", logs[0], str(tmp_path)]) == 2
+    capsys.readouterr()
+    assert main(["report", logs[0]]) == 2
+    assert f"rankcall diagnose --log {logs[0]}" in capsys.readouterr().err
+    (tmp_path / "x").write_bytes(b"\x00\x01")
+    assert main(["diagnose", str(tmp_path / "x")]) == 2
+    assert "not a rankcall ring file" in capsys.readouterr().err
 
 
 # --- mutated logs ---

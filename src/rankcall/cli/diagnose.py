@@ -12,6 +12,7 @@ from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.looks import by_interest, diagnose_asking
 from rankcall.analysis.verdicts import Diagnosis
 from rankcall.cli.common import Attempt, HangAfter, console_for_result, exit_with, open_run, say
+from rankcall.imports.logs.reading import STDIN, is_log
 from rankcall.report import diagnosis_text
 from rankcall.report.json import render_diagnosis
 from rankcall.run.stacks import stacks_of
@@ -26,8 +27,8 @@ def command(
         list[Path] | None,
         typer.Argument(
             metavar="RUN",
-            help="A run directory, an archive, a ring file, or Flight Recorder's dumps. Without "
-            "it: the latest run here. With --log: further logs.",
+            help="A run directory, an archive, a ring file, Flight Recorder's dumps, or a log. "
+            "Without it: the latest run here. With --log: further logs.",
         ),
     ] = None,
     attempt: Attempt = None,
@@ -53,6 +54,9 @@ def command(
     with 1 if there are findings, and with 2 if there is nothing to read. To follow a job, use top.
     """
     places = runs or []
+    if not log and places and all(place == STDIN or is_log(place) for place in places):
+        log, places = places, []
+        say(f"reading {', '.join(map(str, log[:3]))} as a log, as with --log")
     if log:
         result = diagnose_logs([*log, *places])
         _print(result, json, {})

@@ -342,6 +342,7 @@ def load(
     scratch: list[Path] = []
     problems: list[Problem] = []
     try:
+        _refuse_log(source)
         if source.is_file() and is_archive(source):
             where = _unpacked(source)
             scratch.append(where)
@@ -359,6 +360,19 @@ def load(
     if scratch:
         weakref.finalize(run, _remove, scratch)
     return run
+
+
+def _refuse_log(path: Path) -> None:
+    """Raise ``CorruptRunError`` for a log, which has too little for a run."""
+    if not path.is_file() or path.suffix == ".ring":
+        return
+    from rankcall.imports.logs.reading import is_log
+
+    if is_log(path):
+        raise CorruptRunError(
+            f"{path}: not a rankcall ring file, but text: to read it as a log, use rankcall "
+            f"diagnose --log {path}"
+        )
 
 
 def _unpacked(archive: Path) -> Path:

@@ -9,10 +9,12 @@ one log is bounded by a number of lines and of bytes.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
 import os
+import re
 import stat
 import sys
 import zlib
@@ -25,8 +27,10 @@ import zstandard
 
 from rankcall.errors import CorruptRunError
 from rankcall.files import clean
+from rankcall.imports.dumps.files import looks_like_dumps
+from rankcall.ring.layout import MAGIC
 
-__all__ = ["STDIN", "Log", "Marker", "RawLine", "logs_of"]
+__all__ = ["STDIN", "Log", "Marker", "RawLine", "is_log", "logs_of"]
 
 STDIN = Path("-")
 _BLOCK = 1 << 22
@@ -37,6 +41,8 @@ _MOST_LINE = 1 << 14  # bytes of a line; the longest message lists the shapes of
 _LONGEST_PIECE = 1 << 24  # of a line that is searched at once; nobody reads longer lines
 _HEAD_LINES = 400  # of the beginning, from which the prefixes of a log are learnt
 _BEFORE, _AFTER = 3, 3  # lines beside one with a marker
+_SAMPLE = 1 << 16  # bytes, which tell whether a file is text
+_NO_TEXT = re.compile(r"[^\t\n\f\r\x07\x08\x1b -\x7e\x80-\U0010ffff]")
 
 
 class Marker(NamedTuple):
@@ -196,6 +202,26 @@ class _Search:
             if len(hits) > _MOST_LINES:
                 break
         return hits
+
+
+def is_log(path: Path) -> bool:
+    """Tell whether a file can only be a log: text, plain or compressed, and no dump in JSON.
+
+    A file of another kind is never taken for a log: it has a NUL or other bytes that are no text.
+    """
+    if not path.is_file() or path.suffix == ".ring":  # a FIFO could not be read a second time
+        return False
+    try:
+        with _opened(path) as file:
+            raw = file.read(_SAMPLE)
+        text = codecs.getincrementaldecoder("utf-8")().decode(raw)  # the last character may be cut
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError, CorruptRunError, UnicodeError):
+        return False
+    if not text.strip() or _NO_TEXT.search(text) or raw.startswith(MAGIC):
+        return False
+    lines = text.split("\n", 2)
+    is_json_lines = lines[0].rstrip().endswith("}") and len(lines) > 1 and lines[1][:1] == "{"
+    return is_json_lines or not looks_like_dumps(path)
 
 
 @contextlib.contextmanager
