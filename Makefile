@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup setup-integrations browser fuzzer demo test test-long test-upstream lint prose bench gpu docs dist clean
+.PHONY: setup setup-integrations browser fuzzer demo test test-long test-nccl test-upstream lint prose bench gpu docs dist clean
 
 setup: $(INSTALLED)
 
@@ -60,6 +60,28 @@ test-long: $(INSTALLED)
 test-upstream: $(INSTALLED)
 	$(BIN)/python -m pytest -q --timeout=3000 -o faulthandler_timeout=2900 tests/upstream
 
+# rankcall on torch's NCCL, and the tests of the simulated devices that it runs on. They need a CUDA build of torch, so
+# they have an environment of their own, of 6 GB: `make test-nccl TORCH=2.15.0`.
+TORCH := 2.14.1
+NCCL := .venv-nccl/$(TORCH)
+
+# `===`: a version with a local part, such as 2.13.0+cpu, is another build. torch asks for an nvtx of its own. The
+# environment variable replaces whatever constraints pip is configured with.
+$(NCCL)/.installed: pyproject.toml devices/pyproject.toml constraints.txt
+	@$(NCCL)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NCCL)
+	grep -v -E '^(torch|nvidia-nvtx)==' constraints.txt > $(NCCL)/constraints.txt
+	PIP_CONSTRAINT=$(CURDIR)/$(NCCL)/constraints.txt $(NCCL)/bin/python -m pip install --disable-pip-version-check --quiet \
+	    torch===$(TORCH) -e '.[torch,report]' -e devices hypothesis numpy pytest pytest-timeout pytest-xdist
+	@touch $@
+
+test-nccl: export PYTHONDONTWRITEBYTECODE :=
+test-nccl: export PATH := $(CURDIR)/$(NCCL)/bin:$(PATH)
+test-nccl: $(NCCL)/.installed
+	devices build
+	rankcall build
+	pytest -q -n 2 --dist worksteal tests/nccl
+	cd devices && pytest -q -n 2 --dist worksteal tests
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -101,5 +123,5 @@ gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu.py
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-nccl build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

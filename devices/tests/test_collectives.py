@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs import Jobs
+from simulated_devices.testing import Jobs
 
 
 @pytest.mark.parametrize("size", [2, 3])

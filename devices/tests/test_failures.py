@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
-from jobs import Jobs
+from simulated_devices.testing import Jobs
 
 TORCH = tuple(int(part) for part in version("torch").split(".")[:2])
 # torch's watchdog sleeps four times this long after a failure, by default for a minute, so that all ranks can dump.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Jobs
 from simulated_devices import DevicesError, Fault, FaultFolder, environment
+from simulated_devices.testing import Jobs
 
 
 @pytest.fixture

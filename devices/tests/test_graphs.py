@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jobs import Jobs
 from runtime import RUNTIME
+from simulated_devices.testing import Jobs
 
 CAPTURE = (
     RUNTIME

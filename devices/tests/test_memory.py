@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from jobs import Jobs
 from runtime import RUNTIME
 from simulated_devices import environment
+from simulated_devices.testing import Jobs
 
 
 def test_out_of_memory_at_the_simulated_size(jobs: Jobs) -> None:

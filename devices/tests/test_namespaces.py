@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import PRELUDE
 from simulated_devices import environment
+from simulated_devices.testing import PRELUDE
 
 
 def _can_unshare() -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jobs import Jobs
 from runtime import RUNTIME
+from simulated_devices.testing import Jobs
 
 # `twice` runs a function on the CPU and on the device and compares; on the device once with an idle stream,
 # and once behind a gate, where the shapes come from Meta kernels and the work is done in stream order.

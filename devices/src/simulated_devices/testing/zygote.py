@@ -32,7 +32,7 @@ def serve() -> dict[str, Any] | None:
             buffered += data
             *lines, buffered = buffered.split(b"\n")
             for line in lines:
-                request = json.loads(line)
+                request: dict[str, Any] = json.loads(line)
                 pid = os.fork()
                 if pid == 0:
                     return request
@@ -45,6 +45,7 @@ def serve() -> dict[str, Any] | None:
 
 
 def say(answer: dict[str, Any]) -> None:
+    """Write an answer."""
     os.write(1, (json.dumps(answer) + "\n").encode())
 
 

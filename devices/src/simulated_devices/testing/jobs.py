@@ -1,4 +1,7 @@
-"""Start jobs of several ranks on simulated devices, and wait for them with a deadline."""
+"""Start jobs of several ranks on simulated devices, and wait for them with a deadline.
+
+A program is a text that every rank executes, behind ``PRELUDE``.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from simulated_devices import environment
+from .._environment import environment
 
-HERE = Path(__file__).parent
+ZYGOTE = Path(__file__).parent / "zygote.py"
 
 # What every rank begins with.
 PRELUDE = """
@@ -60,11 +63,15 @@ class Rank:
 
 
 class Zygote:
-    """The process that forks the ranks; see zygote.py."""
+    """The process that forks the ranks; see zygote.py. ``options`` are those of ``environment``.
+
+    Raises:
+        DevicesError: The installed torch cannot run on simulated devices.
+    """
 
     def __init__(self, **options: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "zygote.py")],
+            [sys.executable, str(ZYGOTE)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment(**options)
@@ -73,9 +80,11 @@ class Zygote:
         self._ids = itertools.count()
         self._ranks: dict[int, Rank] = {}
         self._changed = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def start(self, code: str, variables: dict[str, str], output: Path, timeout: float) -> Rank:
+        """Fork a rank, which ends after ``timeout`` seconds at the latest."""
         rank = Rank(output)
         identity = next(self._ids)
         self._ranks[identity] = rank
@@ -92,6 +101,7 @@ class Zygote:
         return rank
 
     def wait(self, ranks: list[Rank], deadline: float) -> bool:
+        """Wait until the ranks have ended; return False if they have not at the deadline."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: all(rank.status is not None for rank in ranks),
@@ -99,9 +109,13 @@ class Zygote:
             )
 
     def close(self) -> None:
+        """End the process and the thread that reads its answers."""
         assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.close()
         self._process.wait(30)
+        self._reader.join(30)
+        self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process.stdout
@@ -147,26 +161,50 @@ class Job:
             time.sleep(0.01)
 
     def kill(self, *which: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to some ranks, by default to all."""
         for index in which or range(len(self.ranks)):
             rank = self.ranks[index]
             if rank.status is None and rank.pid:
                 os.kill(rank.pid, number)
 
     def report(self) -> str:
+        """Return the status and the output of each rank."""
         return "\n".join(
             f"--- rank {index}, status {rank.status}\n{rank.output}" for index, rank in enumerate(self.ranks)
         )
 
 
-class Jobs:
-    """Starts the jobs of one test, and leaves none of their processes behind."""
+def shared_files() -> set[str]:
+    """Return the names of the communicators' files in /dev/shm."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("simulated-devices-")}
 
-    def __init__(self, zygote: Zygote, folder: Path) -> None:
-        self._zygote, self._folder = zygote, folder
+
+class Jobs:
+    """Starts the jobs of one test. At its end, none of their processes and shared files is left.
+
+    Args:
+        zygote: Forks the ranks.
+        folder: Gets a folder for each job, named ``JOB`` in its ranks' environment.
+        prelude: What every rank executes between ``PRELUDE`` and its program.
+    """
+
+    def __init__(self, zygote: Zygote, folder: Path, prelude: str = "") -> None:
+        self._zygote, self._folder, self._prelude = zygote, folder, prelude
         self._started: list[Job] = []
 
+    def __enter__(self) -> Jobs:
+        self._before = shared_files()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self._started:
+            job.kill()
+            assert self._zygote.wait(job.ranks, time.monotonic() + 10), "a rank could not be killed"
+        left = shared_files() - self._before
+        assert not left, f"files were left in /dev/shm: {left}"
+
     def start(self, size: int, code: str, *, timeout: float = 60, **variables: str) -> Job:
-        """Start a program on `size` ranks; `variables` are added to its environment."""
+        """Start a program on ``size`` ranks; ``variables`` are added to its environment."""
         folder = self._folder / f"job-{len(self._started)}"
         folder.mkdir()
         job = Job(self._zygote, folder, time.monotonic() + timeout)
@@ -177,7 +215,7 @@ class Jobs:
             "JOB": str(folder),
             **variables,
         }
-        program = PRELUDE + textwrap.dedent(code)
+        program = PRELUDE + self._prelude + textwrap.dedent(code)
         for rank in range(size):
             own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             # The stacks are dumped before the job is killed.
@@ -185,10 +223,5 @@ class Jobs:
         return job
 
     def run(self, size: int, code: str, *, timeout: float = 60, **variables: str) -> list[Rank]:
-        """Run a program on `size` ranks, each of which must end with status 0."""
+        """Run a program on ``size`` ranks, each of which must end with status 0."""
         return self.start(size, code, timeout=timeout, **variables).succeed()
-
-    def close(self) -> None:
-        for job in self._started:
-            job.kill()
-            assert self._zygote.wait(job.ranks, time.monotonic() + 10), "a rank could not be killed"

@@ -1,0 +1,50 @@
+"""Fixtures of the tests on simulated devices. ``make test-nccl`` has what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from recorded_jobs import RecordedJobs
+    from simulated_devices.testing import Zygote
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """The process that forks all ranks of the session; without a CUDA build of torch, skip."""
+    try:
+        from recorded_jobs import start_zygote
+        from simulated_devices import DevicesError
+    except ModuleNotFoundError as error:
+        pytest.skip(
+            f"{error.name} is not installed: `make test-nccl` has all that these tests need"
+        )
+    try:
+        process = start_zygote()
+    except DevicesError as error:
+        pytest.skip(f"{error} `make test-nccl` has all that these tests need")
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def jobs(zygote: Zygote, tmp_path: Path) -> Iterator[RecordedJobs]:
+    """Starts jobs whose ranks are recorded."""
+    from recorded_jobs import PRELUDE, RecordedJobs
+    from simulated_devices.testing import Jobs
+
+    with Jobs(zygote, tmp_path, PRELUDE) as started:
+        recorded = RecordedJobs(started, tmp_path)
+        yield recorded
+    recorded.remove_rings()
+
+
+@pytest.fixture(params=["native", "python"])
+def capture(request: pytest.FixtureRequest) -> str:
+    """The capture that the ranks record with: pass it as ``RANKCALL_CAPTURE``."""
+    name: str = request.param
+    return name

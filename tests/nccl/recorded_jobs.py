@@ -1,0 +1,111 @@
+"""Jobs on simulated devices whose ranks record themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from simulated_devices import FaultFolder
+from simulated_devices.testing import Job, Jobs, Zygote
+
+import rankcall
+from rankcall.errors import RunNotFoundError
+from rankcall.run.paths import trusted_live_dirs
+
+# What every rank executes before its program. `wait_told` waits for `RecordedJob.tell`.
+PRELUDE = """
+import rankcall
+recording = rankcall.enable()
+def wait_told(name): wait_until(lambda: os.path.exists(os.environ["JOB"] + "/" + name), 100)
+"""
+
+
+@dataclass
+class RecordedJob:
+    """A job, its run directory, and the folder in which its faults are ordered."""
+
+    job: Job
+    run_dir: Path
+    faults: FaultFolder
+
+    def tell(self, name: str) -> None:
+        """Let the ranks go on that are in ``wait_told(name)``."""
+        (self.job.folder / name).touch()
+
+    def load(self) -> rankcall.Run:
+        """Read the run: a job that still runs, or one that has ended."""
+        return rankcall.load(self.run_dir)
+
+    def records(self, **wanted: Any) -> pl.DataFrame:
+        """Return the records, in issue order; ``wanted`` are values of their columns."""
+        return self.load().records.filter(**wanted).sort("rank", "index")
+
+    def wait_for(self, condition: Callable[[pl.DataFrame], object]) -> pl.DataFrame:
+        """Wait until the records fulfil a condition, while the job runs; return them."""
+        rows = pl.DataFrame()
+        while time.monotonic() < self.job.deadline:
+            with contextlib.suppress(RunNotFoundError):  # no rank records yet
+                rows = self.records()
+                if condition(rows):
+                    return rows
+            time.sleep(0.05)
+        raise AssertionError(f"waited in vain:\n{rows}\n{self.job.report()}")
+
+    def command(self, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run a command of rankcall on the run, for example ``diagnose --json``."""
+        return subprocess.run(
+            [sys.executable, "-m", "rankcall", arguments[0], str(self.run_dir), *arguments[1:]],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+
+class RecordedJobs:
+    """Starts the recorded jobs of one test; see ``simulated_devices.testing.Jobs``."""
+
+    def __init__(self, jobs: Jobs, folder: Path) -> None:
+        self._jobs, self._folder = jobs, folder
+        self._started: list[RecordedJob] = []
+
+    def start(self, size: int, code: str, *, timeout: float = 100, **variables: str) -> RecordedJob:
+        """Start a program on ``size`` ranks, all of which record it from its first line on."""
+        run_dir = self._folder / f"run-{len(self._started)}"
+        faults = FaultFolder(self._folder / f"faults-{len(self._started)}")
+        common = {
+            "SIMULATED_DEVICES_FAULTS": str(faults.folder),
+            "RANKCALL_RUN_DIR": str(run_dir),
+        }
+        job = self._jobs.start(size, code, timeout=timeout, **common | variables)
+        self._started.append(RecordedJob(job, run_dir, faults))
+        return self._started[-1]
+
+    def run(self, size: int, code: str, *, timeout: float = 100, **variables: str) -> RecordedJob:
+        """Run a program on ``size`` ranks, each of which must end with status 0."""
+        recorded = self.start(size, code, timeout=timeout, **variables)
+        recorded.job.succeed()
+        return recorded
+
+    def remove_rings(self) -> None:
+        """Remove the live rings that killed ranks have left."""
+        for recorded in self._started:
+            for rings in trusted_live_dirs(recorded.run_dir):
+                shutil.rmtree(rings)
+
+
+def start_zygote() -> Zygote:
+    """Start the process that forks the ranks.
+
+    Raises:
+        DevicesError: The installed torch cannot run on simulated devices.
+    """
+    return Zygote(gpus=4, memory="1GiB")
