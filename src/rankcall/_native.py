@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rankcall.errors import RankcallError
-from rankcall.files import UnsafeFolderError, check_file, make_folder
+from rankcall.folders import UnsafeFolderError, check_file, make_folder
 
 _COMPILE_SECONDS = 600
 _LOCK_SECONDS = 180.0  # a build takes less than a minute on an idle machine

@@ -108,9 +108,9 @@ def _record_on_nfs(rank: int, world_size: int, run_dir: str, disable: bool) -> A
     import torch.distributed as dist
 
     import rankcall
-    from rankcall import files
+    from rankcall import file_systems
 
-    files.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
+    file_systems.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
     recording = rankcall.enable(run_dir)
     for _ in range(5):
         dist.all_reduce(torch.ones(2))
@@ -185,10 +185,10 @@ def test_a_ring_that_gets_a_name_later(tmp_path: Path, env: dict[str, str | None
 
 
 def _record_twice(rank: int, world_size: int, run_dir: str, nfs: bool) -> Any:
-    from rankcall import files
+    from rankcall import file_systems
 
     if nfs:
-        files.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
+        file_systems.file_system = lambda path, mountinfo=None: "nfs4"  # type: ignore[assignment]
     for count in (3, 5):
         _record(rank, world_size, run_dir, count)
 

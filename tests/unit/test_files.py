@@ -11,20 +11,8 @@ from pathlib import Path
 import pytest
 
 from rankcall import process
-from rankcall.files import (
-    UnsafeFolderError,
-    append_line,
-    check_file,
-    check_folder,
-    clean_lines,
-    create_file,
-    file_system,
-    is_local,
-    make_folder,
-    open_file,
-    replacing,
-    run_folder,
-)
+from rankcall.files import append_line, create_file, open_file, replacing
+from rankcall.folders import UnsafeFolderError, check_file, check_folder, make_folder, run_folder
 
 
 @contextmanager
@@ -158,42 +146,3 @@ def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x").read_text() == "old"
     assert len(names) == 3
-
-
-MOUNTS = """\
-21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-30 21 0:25 / /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw
-31 21 0:40 / /home rw shared:9 master:2 - nfs4 server:/home rw,vers=4.2
-32 31 254:1 / /home/fast\\040disk rw - xfs /dev/vdb rw
-33 21 0:50 / /data rw - fuse.sshfs host:/data rw
-34 21 0:51 / /data rw - ext4 /dev/vdc rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind", "local"),
-    [
-        ("/dev/shm/rankcall-0", "tmpfs", True),
-        ("/var/tmp", "ext4", True),
-        ("/home/me/run", "nfs4", False),
-        ("/homes", "ext4", True),
-        ("/home/fast disk/run", "xfs", True),
-        ("/data/x", "ext4", True),
-    ],
-)
-def test_file_systems(path: str, kind: str, local: bool) -> None:
-    """The innermost mount counts, and of two at one place the later one."""
-    assert file_system(Path(path), MOUNTS) == kind
-    assert is_local(Path(path), MOUNTS) is local
-
-
-def test_an_unknown_file_system_is_not_local() -> None:
-    """A type that is not listed, or no answer at all, counts as remote."""
-    assert not is_local(Path("/x"), "21 1 0:1 / / rw - newfs new rw\n")
-    assert not is_local(Path("/x"), "")
-    assert not is_local(Path("/x"), "damaged\n")
-
-
-def test_text_from_files_is_safe_to_print() -> None:
-    """Line ends stay; other characters that a terminal acts on are replaced."""
-    assert clean_lines("\x1b]0;owned\x07 a\nb\x9b2J\r") == "\ufffd]0;owned\ufffd a\nb\ufffd2J\ufffd"

@@ -19,13 +19,13 @@ ROOT = Path(rankcall.__file__).parent
 # From the bottom up. Units of one level do not know each other; names in one string are one unit.
 LEVELS = (
     # The ground, which everything may use.
-    ("whole_numbers",),
+    ("whole_numbers", "printable"),
     (
         *("errors", "background", "durations", "handles", "problems", "record", "drop_in", "ranks"),
         "_version",
     ),
     ("process", "interpreter"),
-    ("files", "c10d"),
+    ("files folders file_systems", "c10d"),
     ("ring", "_native"),
     ("imports",),  # other tools' evidence becomes rings, which a run loads
     ("run",),
@@ -52,7 +52,8 @@ ADAPTERS = {
     },
 }
 TORCHLESS = (
-    *("errors", "durations", "problems", "record", "drop_in", "ranks", "process", "files"),
+    *("errors", "durations", "printable", "problems", "record", "drop_in", "ranks", "process"),
+    *("files", "folders", "file_systems"),
     *("ring", "run"),
     "imports",
     *("analysis", "report", "export", "trace", "serve"),

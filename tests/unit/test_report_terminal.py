@@ -14,7 +14,7 @@ from worlds import MS, Call, group_of, together, write_world
 
 import golden
 from rankcall.analysis.summary import Summary, summarise
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.report import summary_text
 from rankcall.report.formatting import (
     cut,

@@ -21,7 +21,8 @@ from pathlib import Path
 from rankcall.background import exit_budget
 from rankcall.capture.settings import Settings
 from rankcall.errors import local_rank, warn_once
-from rankcall.files import check_folder, check_local, is_local, make_folder, reason
+from rankcall.file_systems import check_local, is_local
+from rankcall.folders import check_folder, make_folder, reason
 from rankcall.ring.layout import Geometry
 from rankcall.ring.lock import WriterLock
 from rankcall.ring.writer import (

@@ -11,8 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand
 
-from rankcall import files
 from rankcall.errors import RankcallError
+from rankcall.printable import clean
 
 __all__ = ["main"]
 
@@ -82,11 +82,11 @@ def _clean_up() -> None:
     from rankcall.run.clean_up import clean_up
 
     for line in clean_up():
-        print(f"rankcall: {files.clean(line)}", file=sys.stderr)
+        print(f"rankcall: {clean(line)}", file=sys.stderr)
 
 
 def _fail(message: str) -> int:
-    line = files.clean(" ".join(message.split()))
+    line = clean(" ".join(message.split()))
     print(f"rankcall: error: {line}", file=sys.stderr)
     return _USAGE
 

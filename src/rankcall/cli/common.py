@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from rankcall import files
+from rankcall.printable import clean
 from rankcall.problems import Problem
 from rankcall.run import opening
 from rankcall.run.load import Progress, Run
@@ -53,7 +53,7 @@ _SHOW_FROM = 32  # rings; fewer are read before a bar appears
 
 def say(text: str) -> None:
     """Write one line to stderr. stdout belongs to the job, or to the command's result."""
-    typer.echo(f"rankcall: {files.clean(text)}", err=True)
+    typer.echo(f"rankcall: {clean(text)}", err=True)
 
 
 def open_run(path: Path | None, attempt: int | None = None) -> Run:

@@ -18,7 +18,7 @@ import typer
 
 from rankcall.capture.session import check_torch
 from rankcall.errors import CaptureUnavailableError, CorruptRunError, RankcallError
-from rankcall.files import file_system, is_local
+from rankcall.file_systems import file_system, is_local
 from rankcall.interpreter import run_command
 from rankcall.ring.layout import Geometry
 from rankcall.run.load import load

@@ -10,7 +10,7 @@ import typer
 from rankcall.cli.common import Attempt, RunPath, bar, open_run, output, report_problems
 from rankcall.errors import RankcallError
 from rankcall.export import FOLDERS, FORMATS, export
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.report.formatting import plural, size
 
 _SUFFIXES = {**FORMATS, **FOLDERS}

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rankcall.errors import CorruptRunError, RankcallError, warn_once
-from rankcall.files import open_file, replacing, run_folder
+from rankcall.files import open_file, replacing
+from rankcall.folders import run_folder
 from rankcall.process import host_name
 from rankcall.ring.layout import Header, read_header
 from rankcall.ring.tail import tail_of

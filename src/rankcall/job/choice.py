@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall.c10d.requests import Read, Steps, Until
-from rankcall.files import run_folder
+from rankcall.folders import run_folder
 from rankcall.process import boot_seconds, process_start
 from rankcall.run.paths import ATTEMPTS, about_job, default_run_dir, new_run_dir
 from rankcall.whole_numbers import whole_number

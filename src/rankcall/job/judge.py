@@ -29,7 +29,7 @@ from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.analysis.verdicts.wording import duration
-from rankcall.files import run_folder
+from rankcall.folders import run_folder
 from rankcall.job.choice import evidence_store
 from rankcall.job.evidence import EvidenceSender
 from rankcall.job.other_nodes import Exchange, Unreachable

@@ -20,7 +20,7 @@ from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.analysis.verdicts.wording import duration, numbered
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.problems import texts
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import (

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.files import clean
+from rankcall.printable import clean
 
 # Numbers, names, paragraphs and tables as text for a terminal, and the first sentence of a report.
 #

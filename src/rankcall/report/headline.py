@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rankcall.analysis.stragglers import Stragglers
 from rankcall.analysis.summary import Straggler, Summary
 from rankcall.analysis.verdicts.wording import begin_sentence
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import percent, plural, time
 

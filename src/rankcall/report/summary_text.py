@@ -15,7 +15,7 @@ from rich.text import Text
 from rankcall.analysis.run_tables import SiteRow, StepShare
 from rankcall.analysis.summary import Straggler, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.ranks import format_ranks
 from rankcall.report.diagnosis_text import _INDENT
 from rankcall.report.formatting import (

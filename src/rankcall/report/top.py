@@ -17,7 +17,7 @@ from rankcall.analysis.snapshot import RankPosition, rank_positions
 from rankcall.analysis.verdicts import Diagnosis
 from rankcall.analysis.verdicts.no_progress import silence_of
 from rankcall.analysis.verdicts.wording import duration, numbered
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.problems import texts
 from rankcall.report.diagnosis_text import LONG, named, ranks_cell, world
 from rankcall.report.formatting import as_text, cut, digits, line_names, percent, plural, wrapped

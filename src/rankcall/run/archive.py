@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from rankcall.errors import CorruptRunError
-from rankcall.files import UnsafeFolderError, open_file, open_regular, replacing
+from rankcall.files import open_file, open_regular, replacing
+from rankcall.folders import UnsafeFolderError
 from rankcall.ring.layout import HEADER_BYTES, offset_of, parse_header
 from rankcall.run.exits import EXITS, STATES
 from rankcall.run.paths import HANGS

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from rankcall.errors import CorruptRunError
-from rankcall.files import check_folder, run_folder
+from rankcall.folders import check_folder, run_folder
 from rankcall.process import DEAD
 from rankcall.ring.layout import Header, read_header
 from rankcall.run.hangs import settle_hangs

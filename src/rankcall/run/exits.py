@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rankcall.files import append_line, open_file, run_folder
+from rankcall.files import append_line, open_file
+from rankcall.folders import run_folder
 from rankcall.process import boot_id, host_name
 from rankcall.ring.layout import Header
 from rankcall.run.paths import (

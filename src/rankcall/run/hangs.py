@@ -23,12 +23,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rankcall.files import (
-    clean_lines,
-    open_file,
-    run_folder,
-    scratch_beside,
-)
+from rankcall.files import open_file, scratch_beside
+from rankcall.folders import run_folder
+from rankcall.printable import clean_lines
 from rankcall.ranks import MAX_RANKS
 from rankcall.ring.tables import both_lines
 from rankcall.run.paths import HANGS, files_in, trusted_live_dirs

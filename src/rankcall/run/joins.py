@@ -9,10 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rankcall.files import (
-    append_line,
-    open_regular,
-)
+from rankcall.files import append_line, open_regular
 from rankcall.problems import Problem, ProblemKind
 
 FILE = "joins.jsonl"

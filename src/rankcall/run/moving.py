@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rankcall.errors import CorruptRunError
-from rankcall.files import UnsafeFolderError, open_file, replacing
+from rankcall.files import open_file, replacing
+from rankcall.folders import UnsafeFolderError
 from rankcall.process import ALIVE, DEAD, UNKNOWN
 from rankcall.ring.layout import HEADER_BYTES, Header, offset_of, parse_header
 from rankcall.ring.lock import try_lock

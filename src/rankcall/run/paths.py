@@ -34,16 +34,14 @@ from typing import Any
 
 from rankcall._version import __version__
 from rankcall.errors import RunNotFoundError
-from rankcall.files import (
+from rankcall.files import open_regular, replacing, scratch_beside
+from rankcall.folders import (
     UnsafeFolderError,
     check_file,
     check_folder,
     make_folder,
-    open_regular,
     reason,
-    replacing,
     run_folder,
-    scratch_beside,
 )
 from rankcall.problems import Problem, ProblemKind
 from rankcall.process import host_name

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from rankcall.errors import CorruptRunError
-from rankcall.files import replacing, run_folder
+from rankcall.files import replacing
+from rankcall.folders import run_folder
 from rankcall.run.hangs import settle_hangs
 from rankcall.run.moving import claim_ring, cut_unused_end, move_ring, remove_empty_folders
 from rankcall.run.paths import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 
-from rankcall.files import clean
+from rankcall.printable import clean
 
 TRAINS = "(trains, "
 OWN_THREADS = "rankcall-"  # the names of all threads that rankcall starts begin with it

@@ -6,7 +6,8 @@ import contextlib
 from pathlib import Path
 
 from rankcall.errors import CorruptRunError
-from rankcall.files import replacing, run_folder
+from rankcall.files import replacing
+from rankcall.folders import run_folder
 from rankcall.ring.layout import read_header
 from rankcall.ring.tail import tail_of
 from rankcall.run.exits import STATES, describe_states, states_name

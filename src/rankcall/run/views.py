@@ -14,7 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankcall.files import check_file, make_folder, open_file, replacing
+from rankcall.files import open_file, replacing
+from rankcall.folders import check_file, make_folder
 from rankcall.run.paths import VIEWS, live_dir, trusted_live_dirs
 
 VIEWER, ANSWERS = "viewer", "answers"

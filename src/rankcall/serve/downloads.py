@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankcall.errors import RankcallError
-from rankcall.files import clean
 from rankcall.interpreter import run_command
+from rankcall.printable import clean
 
 LIMIT_S = 600.0  # far more than the report of a thousand ranks takes, which is seconds
 _KEPT_S = 15.0  # a file is offered again without being made anew

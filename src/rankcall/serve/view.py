@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rankcall.analysis.verdicts import Diagnosis
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.problems import texts
 from rankcall.report import diagnosis_text as words
 from rankcall.report import top

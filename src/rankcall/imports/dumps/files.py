@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankcall.errors import CorruptRunError
-from rankcall.files import clean
 from rankcall.imports.dumps.records import DumpRecords, records_of
+from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS
 

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.errors import CorruptRunError
-from rankcall.files import clean
 from rankcall.imports.dumps.files import (
     DumpContents,
     find_dumps,
 )
 from rankcall.imports.dumps.readers import read_contents
 from rankcall.imports.dumps.records import DumpRecords, GroupKey
+from rankcall.printable import clean
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import MAX_RANKS, format_ranks
 from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES, SYNCHRONISING

@@ -26,8 +26,8 @@ from typing import IO, NamedTuple, cast
 import zstandard
 
 from rankcall.errors import CorruptRunError
-from rankcall.files import clean
 from rankcall.imports.dumps.files import looks_like_dumps
+from rankcall.printable import clean
 from rankcall.ring.layout import MAGIC
 
 __all__ = ["STDIN", "Log", "Marker", "RawLine", "is_log", "logs_of"]

@@ -21,7 +21,7 @@ from rankcall.analysis.details import Details
 from rankcall.analysis.summary import Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.errors import ExtraMissingError
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import percent, plural, rate, size, time
 from rankcall.report.html import charts

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.details import Details, RankSplit
 from rankcall.analysis.summary import size_name
-from rankcall.files import clean
+from rankcall.printable import clean
 from rankcall.report.formatting import plural, rate, size, time
 from rankcall.report.headline import headline
 from rankcall.report.html.curves import Curve, Point
