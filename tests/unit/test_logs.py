@@ -497,6 +497,11 @@ def packed(name: str) -> bytes:
     return buffer.getvalue()
 
 
+def _by_name(value: object) -> str:
+    """Return the name of a case: an archive has the time in it."""
+    return value if isinstance(value, str) else ""
+
+
 DUMP = json.dumps({"version": "2.10", "pg_config": {}, "entries": []}, indent=1)
 
 
@@ -510,6 +515,7 @@ DUMP = json.dumps({"version": "2.10", "pg_config": {}, "entries": []}, indent=1)
         ("colours", b"\x1b[31mstep 1\x1b[0m\r\x1b[K\n"),
         ("cut", "é".encode() * (1 << 15) + b"\xc3\xa9"),
     ],
+    ids=_by_name,
 )
 def test_a_text_is_a_log(tmp_path: Path, name: str, content: bytes) -> None:
     """Text is recognised, compressed or not; also JSON lines that have words of a dump."""
@@ -536,6 +542,7 @@ def test_a_text_is_a_log(tmp_path: Path, name: str, content: bytes) -> None:
         ("ring", b"RANKCALL" + b"\x07" * 9000 + b"\x00"),
         *(("random", random.Random(seed).randbytes(64)) for seed in range(20)),
     ],
+    ids=_by_name,
 )
 def test_what_is_no_text_is_no_log(tmp_path: Path, name: str, content: bytes) -> None:
     """Anything else is not taken for a log."""

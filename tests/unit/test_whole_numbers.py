@@ -32,10 +32,19 @@ from rankcall.whole_numbers import LARGEST, whole_number
 
 HUGE = "1" * 7000  # int() refuses more than 4,300 digits
 ODD = [HUGE, "²", "٣", "3²", "-1", "--1", "+3", " 3", "3_0", "0x3", "1e3", "", "9" * 19]
+
+
+def _short(value: object) -> str:
+    """Return the name of a case."""
+    return ascii(value)[:12]
+
+
 MESSAGES = [message for source in SOURCES for message in source.messages]
 
 
-@pytest.mark.parametrize("text", [*ODD, *(text.encode() for text in ODD), b"\xff", None])
+@pytest.mark.parametrize(
+    "text", [*ODD, *(text.encode() for text in ODD), b"\xff", None], ids=_short
+)
 def test_what_is_no_number(text: str | bytes | None) -> None:
     """Only ASCII digits are one, and only as many as fit 64 bits."""
     assert whole_number(text) is None
@@ -50,7 +59,9 @@ def test_what_is_a_number() -> None:
     assert whole_number("-", least=-255) is None
 
 
-@pytest.mark.parametrize("odd", [HUGE, "²" * 5, "٣" * 5, "-" + HUGE, "--5", "+5", "1-2-3", ","])
+@pytest.mark.parametrize(
+    "odd", [HUGE, "²" * 5, "٣" * 5, "-" + HUGE, "--5", "+5", "1-2-3", ","], ids=_short
+)
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.meaning[:40])
 def test_odd_numbers_in_each_message(message: Message, odd: str) -> None:
     """Whatever stands in the place of a message's numbers, reading it raises nothing."""
@@ -68,13 +79,13 @@ def test_a_list_of_ranks_that_is_one_long_number(tmp_path: Path) -> None:
     assert {finding.ranks for finding in diagnose_logs([path]).findings} == {()}
 
 
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("odd", ODD, ids=_short)
 def test_dumps(odd: str) -> None:
     """A text in a dump that is no number counts as 0."""
     assert _int(odd) == 0
 
 
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("odd", ODD, ids=_short)
 def test_stacks(tmp_path: Path, odd: str) -> None:
     """A frame whose line is no number has no line; a file whose rank is none is left out."""
     stack = f'Thread 0x1 (most recent call first):\n  File "a.py", line {odd} in f\n'
@@ -140,7 +151,7 @@ def test_keys_of_the_store(value: bytes) -> None:
     assert keys.ours([f"p/rankcall.{text}/x", "p/rankcall.4/x"]) == ["p/rankcall.4/x"]
 
 
-@pytest.mark.parametrize("odd", [HUGE, "²", "٣", "65536", "-1"])
+@pytest.mark.parametrize("odd", [HUGE, "²", "٣", "65536", "-1"], ids=_short)
 def test_ports(odd: str) -> None:
     """A port that is none is the user's mistake, and the message has what was passed."""
     with pytest.raises(RankcallError, match="neither a port nor HOST:PORT"):
@@ -153,7 +164,7 @@ def test_ports(odd: str) -> None:
         failover([f"host:{odd}"])
 
 
-@pytest.mark.parametrize("odd", [HUGE, "²", "٣"])
+@pytest.mark.parametrize("odd", [HUGE, "²", "٣"], ids=_short)
 def test_the_environment(monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
     """A variable that is no number counts as not set, or is named in the error."""
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
