@@ -18,7 +18,7 @@ _HEAD = """\
 # Messages in logs
 
 `rankcall diagnose --log` knows these messages. The page is written from the table by which the logs
-are read (`src/rankcall/imports/logs/sources.py`): each example is a line as it was seen, and a test
+are read (`src/rankcall/imports/logs/sources/`): each example is a line as it was seen, and a test
 reads it. Hosts and numbers in the examples are invented.
 
 """

@@ -9,7 +9,7 @@
     logs.reading      finds the lines of logs that are about a failure
     logs.prefixes     takes off what launchers and collectors put before a line
     logs.wrapping     puts lines together that a terminal has wrapped
-    logs.sources      the table of messages: turns a line into facts
+    logs.sources      the table of messages, by who writes them: turns a line into facts
     logs.tracebacks   messages of several lines
     logs.blame        whose fault an error is, by its words
     logs.job          collects the facts of all logs of a job, and the ranks that wrote them

@@ -1,0 +1,101 @@
+"""Messages of frameworks that run models on many ranks: vLLM, SGLang, Ray."""
+
+from __future__ import annotations
+
+import re
+
+from rankcall.imports.logs.facts import Fact, Member
+from rankcall.imports.logs.prefixes import Line
+from rankcall.imports.logs.sources.message import Message, Source, aborting, trouble
+from rankcall.ranks import MAX_RANKS
+
+__all__ = ["SOURCES"]
+
+_VLLM_RANK = re.compile(r"\brank (\d{1,7}) in world size (\d{1,7}) is assigned as ")
+_VLLM_FATAL = re.compile(
+    r"(WorkerProc (?:failed to start|hit an exception)"
+    r"|EngineCore (?:failed to start|encountered a fatal))"
+)
+
+
+def _vllm_rank(line: Line, match: re.Match[str]) -> Fact | None:
+    rank, size = int(match[1]), int(match[2])
+    return Member(line, line.writer.host, -1, rank, size) if rank < size <= MAX_RANKS else None
+
+
+_SGLANG_SIZE = re.compile(r"server_args=ServerArgs\(")
+_TP_SIZE = re.compile(r"\btp_size=(\d{1,7})\b")
+_OTHER_SIZE = re.compile(r"\b(?:pp|dp)_size=(?:[2-9]|1\d)")
+_SGLANG_FATAL = re.compile(r"Scheduler hit an exception|TokenizerManager hit an exception")
+
+
+def _sglang_size(line: Line, match: re.Match[str]) -> Fact | None:
+    sizes = _TP_SIZE.search(line.text, match.end())
+    # With another kind of parallelism, the number in ``TP3`` is not the rank.
+    if sizes is None or _OTHER_SIZE.search(line.text, match.end()):
+        return None
+    size = int(sizes[1])
+    return Member(line, line.writer.host, -1, 0, size) if 0 < size <= MAX_RANKS else None
+
+
+_RAY_DIED = re.compile(
+    r"(?:The actor (?:is dead because|died)|A worker died or was killed"
+    r"|(?:Raylet|raylet) .{0,60}(?:killed|dead)"
+    r"|Task was killed due to the node running low on memory)"
+    r"(.{0,300})"
+)
+
+
+SOURCES: tuple[Source, ...] = (
+    Source(
+        "vLLM, SGLang, Ray",
+        "`(Worker_TP12 pid=114)`, and Ray's `(name pid=…, ip=…)`; `rank 8 in world size 16` ties "
+        "them to ranks",
+        (
+            Message(
+                "a worker's rank",
+                ("in world size",),
+                _VLLM_RANK,
+                _vllm_rank,
+                "(EngineCore pid=88) INFO 03-14 09:02:18 [parallel_state.py:1408] rank 8 in world "
+                "size 16 is assigned as DP rank 0, PP rank 0, TP rank 8, EP rank N/A",
+                "vLLM 0.9 and newer",
+            ),
+            Message(
+                "a worker ended; its traceback follows",
+                ("WorkerProc failed to start", "WorkerProc hit an exception"),
+                _VLLM_FATAL,
+                aborting,
+                "(Worker_TP12 pid=114) ERROR 03-14 09:02:36 [multiproc_executor.py:898] WorkerProc "
+                "failed to start.",
+                "vLLM 0.8 and newer",
+            ),
+            Message(
+                "SGLang: how many workers there are",
+                ("server_args=ServerArgs(",),
+                _SGLANG_SIZE,
+                _sglang_size,
+                "[2026-03-14 09:02:18] server_args=ServerArgs(model_path='m', tp_size=8, mem=0.9)",
+                "SGLang 0.4 and newer",
+            ),
+            Message(
+                "SGLang: a worker ended; its traceback follows",
+                ("Scheduler hit an exception",),
+                _SGLANG_FATAL,
+                aborting,
+                "[2026-03-14 09:02:36 TP3] Scheduler hit an exception: Traceback (most recent call "
+                "last):",
+                "SGLang 0.4 and newer",
+            ),
+            Message(
+                "Ray says that an actor or a worker is gone",
+                ("The actor is dead", "The actor died", "A worker died or was killed"),
+                _RAY_DIED,
+                trouble,
+                "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this "
+                "task.",
+                "Ray 2",
+            ),
+        ),
+    ),
+)

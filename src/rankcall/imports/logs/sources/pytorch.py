@@ -1,0 +1,366 @@
+"""Messages of torch itself: its NCCL watchdogs, Gloo, the stores, and the checks of DETAIL mode."""
+
+from __future__ import annotations
+
+import re
+
+from rankcall.imports.logs.blame import blame_of
+from rankcall.imports.logs.facts import (
+    BarrierFailed,
+    BarrierReached,
+    DeviceFault,
+    Fact,
+    Fatal,
+    Fingerprint,
+    GroupName,
+    Lagging,
+    Mismatch,
+    ModelsDiffer,
+    Progress,
+    StoreBarrier,
+    Timeout,
+    Trouble,
+)
+from rankcall.imports.logs.prefixes import Line
+from rankcall.imports.logs.sources.message import (
+    Message,
+    Source,
+    aborting,
+    any_of,
+    op_name,
+    ranks_in,
+    trouble,
+)
+from rankcall.whole_numbers import whole_number
+
+__all__ = ["SOURCES"]
+
+_TRACEBACK, _REPORT, _STACK = 300, 40, 60  # lines of messages that have several
+_WORK = re.compile(
+    r"Watchdog caught collective operation timeout: Work\w+\((.{0,2000}?)\) ran for (\d{1,15}) mill"
+)
+_FIELD = re.compile(r"(SeqNum|OpType|NumelIn|NumelOut)=(\w{1,40})")
+_GROUP = re.compile(
+    r"\[PG (?:ID )?(\d{1,9})(?: PG GUID ([^\s()\]]{1,200}))? ?(?:\(([^()]{0,200})\))? ?"
+    r"Rank (\d{1,7})\]"
+)
+_NUMBER = r"(-?\d{1,18})"
+# torch 2.14 writes the name of an op behind some of the numbers: ``last started work: -1 ()``.
+_NAMED_NUMBER = rf"{_NUMBER}(?: \([^()]{{0,80}}\))?"
+_STATE = re.compile(
+    rf"[Ll]ast enqueued (?:NCCL )?work: {_NAMED_NUMBER}(?:, last started [^:,]*: {_NAMED_NUMBER})?"
+    rf", last completed (?:NCCL )?work: {_NUMBER}"
+)
+_FAILED = re.compile(
+    rf"(?:watchdog at work|watchdog at work sequence id|Timeout at NCCL work): {_NUMBER}"
+)
+_TERMINATED = re.compile(r"watchdog thread terminated with exception: (.{1,400})")
+
+
+def _timeout(line: Line, match: re.Match[str]) -> Fact:
+    fields = dict(_FIELD.findall(match[1]))
+    sizes = [fields[name] for name in ("NumelIn", "NumelOut") if name in fields]
+    return Timeout(
+        line,
+        whole_number(fields.get("SeqNum")) or 0,
+        op_name(fields.get("OpType", "")),
+        tuple(whole_number(size) or 0 for size in sizes),
+        int(match[2]) / 1e3,
+    )
+
+
+def _progress(line: Line, match: re.Match[str]) -> Fact | None:
+    group = _GROUP.search(line.text)
+    if group is None:
+        return None
+    failed = _FAILED.search(line.text)
+    name = GroupName(group[2] or group[1], group[3] or "", int(group[4]))
+    return Progress(
+        line,
+        name,
+        int(failed[1]) if failed else -1,
+        int(match[1]),
+        int(match[match.lastindex or 3]),
+    )
+
+
+def _terminated(line: Line, match: re.Match[str]) -> Fact | None:
+    what = match[1].strip()
+    if "Watchdog caught collective operation timeout" in what or _WORK.search(line.text):
+        return None  # the time-out's own message says more
+    blame = blame_of(what)
+    return DeviceFault(line, what) if blame == "own" else Trouble(line)
+
+
+_LAGGING = re.compile(
+    r"\[([\d, ]{1,8000})\] (finished|joined but didn't finish) collective #(\d{1,18})"
+)
+_NEVER_JOINED = re.compile(r"ranks \[([\d, ]{1,8000})\] are the lagging ranks")
+
+
+def _lagging(line: Line, match: re.Match[str]) -> Fact | None:
+    if match[2] == "finished" and "didn't join" not in line.text:
+        return None
+    return Lagging(line, ranks_in(match[1]), match[2] != "finished")
+
+
+def _never_joined(line: Line, match: re.Match[str]) -> Fact:
+    return Lagging(line, ranks_in(match[1]), joined=False)
+
+
+_FINGERPRINT = r"(?:CollectiveFingerPrint\()?(.{0,6000}?)"
+_MISMATCH = re.compile(
+    rf"Detected mismatch between collectives on ranks\. Rank (\d{{1,7}}) is running collective: "
+    rf"{_FINGERPRINT}, ?but Rank (\d{{1,7}}) is running collective: {_FINGERPRINT}"
+    r"(?:Collectives differ|$)"
+)
+
+
+def _mismatch(line: Line, match: re.Match[str]) -> Fact:
+    own, other = _fingerprint(match[2]), _fingerprint(match[4])
+    return Mismatch(line, int(match[1]), own, int(match[3]), other)
+
+
+def _fingerprint(text: str) -> Fingerprint:
+    seq = re.search(r"SequenceNumber=(\d{1,18})", text)
+    op = re.search(r"OpType=(\w{1,40})", text) or re.match(r"\s*([A-Z_]{1,40})\b", text)
+    shape = re.search(r"TensorShape=\[([\d, ]{0,4000})\]", text)
+    dtype = re.search(r"TensorDtypes=(\w{1,40})", text)
+    return Fingerprint(
+        int(seq[1]) if seq else -1,
+        op_name(op[1]) if op else "",
+        f"[{shape[1]}]" if shape else "",
+        dtype[1] if dtype else "",
+    )
+
+
+_MODELS = re.compile(
+    r"\[(\d{1,7})\]: params\[\d{1,9}\] in this process with (\w{1,20} \[[\d, ]{0,400}\]) "
+    r"appears not to match \w{1,20} of the same param in process (\d{1,7})"
+)
+_PARAMETERS = re.compile(
+    r"DDP expects same model across all ranks, but Rank (\d{1,7}) has (\d{1,9}) params, while rank "
+    r"(\d{1,7}) has inconsistent (\d{1,9}) params"
+)
+
+
+def _models(line: Line, match: re.Match[str]) -> Fact:
+    return ModelsDiffer(line, int(match[1]), int(match[3]), f"a parameter with {match[2]}")
+
+
+def _parameters(line: Line, match: re.Match[str]) -> Fact:
+    return ModelsDiffer(
+        line, int(match[3]), int(match[1]), f"{match[4]} parameters, not {match[2]}"
+    )
+
+
+_BARRIER_FAILED = re.compile(
+    r"\[Rank (\d{1,7})\]: Ranks? ((?:\d{1,7}, ?)*\d{1,7}) failed to pass monitoredBarrier in "
+    r"(\d{1,12}) ms"
+)
+_BARRIER_REACHED = re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier")
+_STORE_BARRIER = re.compile(
+    r"store based barrier on rank:? (\d{1,7}).{0,80}?key: ?(\S{1,200}).{0,40}?"
+    r"world_size=(\d{1,7}), (?:num_workers_joined|worker_count)=(\d{1,7})"
+)
+
+
+def _barrier_failed(line: Line, match: re.Match[str]) -> Fact | None:
+    missing = ranks_in(match[2])
+    return BarrierFailed(line, int(match[1]), missing, int(match[3]) / 1e3) if missing else None
+
+
+def _barrier_reached(line: Line, match: re.Match[str]) -> Fact:
+    return BarrierReached(line, int(match[1]))
+
+
+def _store_barrier(line: Line, match: re.Match[str]) -> Fact:
+    return StoreBarrier(line, int(match[1]), match[2].rstrip(","), int(match[3]), int(match[4]))
+
+
+_CLOSED = (
+    "onnection closed by peer",
+    "onnection reset by peer",
+    "onnection was likely closed",
+    "Broken pipe",
+    "Timed out waiting",
+    "Some NCCL operations have failed",
+    "remote process exited or there was a network error",
+)
+_CPP = re.compile(r"^\s*what\(\): +(.{1,1000})")
+
+
+def _cpp(line: Line, match: re.Match[str]) -> Fact | None:
+    blame = blame_of(match[1])
+    return Fatal(line, match[1].strip(), blame) if blame != "victim" else Trouble(line)
+
+
+SOURCES: tuple[Source, ...] = (
+    Source(
+        "torch, NCCL",
+        "`[rank3]:` is the rank in the job; `[Rank 3]` and `[PG … Rank 3]` within a group",
+        (
+            Message(
+                "a watchdog ended a collective that took too long",
+                ("Watchdog caught",),
+                _WORK,
+                _timeout,
+                "[rank14]:[E311 07:15:29.307629539 ProcessGroupNCCL.cpp:607] [Rank 14] Watchdog "
+                "caught collective operation timeout: WorkNCCL(SeqNum=2070, OpType=REDUCE, "
+                "NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600036 milliseconds before "
+                "timing out.",
+                "torch 1.10 to 2.14; without `SeqNum` and sizes before 2.1",
+            ),
+            Message(
+                "how far a rank had come in a group",
+                ("ast enqueued", "last completed"),
+                _STATE,
+                _progress,
+                "[rank6]:[E311 07:15:35.239719866 ProcessGroupNCCL.cpp:1709] [PG 0 (default_pg) "
+                "Rank 6] Timeout at NCCL work: 2070, last enqueued NCCL work: 2082, last completed "
+                "NCCL work: 2069.",
+                "torch 2.3 to 2.14, in five wordings",
+            ),
+            Message(
+                "a watchdog thread ended by an exception, for example of its device",
+                ("watchdog thread terminated",),
+                _TERMINATED,
+                _terminated,
+                "[rank19]:[E808 10:31:07.406255799 ProcessGroupNCCL.cpp:1895] [PG ID 1 PG GUID 1 "
+                "Rank 19] Process group watchdog thread terminated with exception: CUDA error: "
+                "unspecified launch failure",
+                "torch 2.3 to 2.14",
+            ),
+            Message(
+                "the line that issued a collective which timed out",
+                ("Stack trace of the failed collective",),
+                None,
+                None,
+                "[rank0]:[E515 18:36:47.343377708 ProcessGroupNCCL.cpp:1937] Stack trace of the "
+                "failed collective: ",
+                "torch 2.5 to 2.14, with Flight Recorder on",
+                _STACK,
+            ),
+            Message(
+                "TORCH_NCCL_DESYNC_DEBUG: the ranks that are behind",
+                (" collective #",),
+                _LAGGING,
+                _lagging,
+                "\t     [7] finished collective #182, but didn't join collective #183 (count from "
+                "1)",
+                "torch 2.1 to 2.14",
+            ),
+            Message(
+                "the same, if they never joined a collective",
+                ("lagging",),
+                _NEVER_JOINED,
+                _never_joined,
+                "\t - To our best knowledge, ranks [3, 5] are the lagging ranks that caused this "
+                "timeout. They never joined any collectives",
+                "torch 2.1 to 2.14",
+                _REPORT,
+            ),
+        ),
+    ),
+    Source(
+        "torch, Gloo, stores and checks",
+        "`[rank3]:` as above; numbers in the messages are those within the group",
+        (
+            Message(
+                "DETAIL mode: two ranks call something different",
+                ("Detected mismatch between",),
+                _MISMATCH,
+                _mismatch,
+                "[rank3]: RuntimeError: Detected mismatch between collectives on ranks. Rank 3 is "
+                "running collective: CollectiveFingerPrint(SequenceNumber=2, OpType=ALLREDUCE, "
+                "TensorShape=[8], TensorDtypes=Float, TensorDeviceTypes=TensorOptions()), but Rank "
+                "2 is running collective: CollectiveFingerPrint(SequenceNumber=2, "
+                "OpType=BROADCAST)",
+                "torch 1.9 to 2.15",
+            ),
+            Message(
+                "DDP: a parameter of a rank has another shape than on rank 0",
+                ("appears not to match",),
+                _MODELS,
+                _models,
+                "[rank1]: RuntimeError: [1]: params[0] in this process with sizes [11, 10] appears "
+                "not to match sizes of the same param in process 0.",
+                "torch 1.8 to 2.15",
+            ),
+            Message(
+                "DDP: a rank has another number of parameters",
+                ("expects same model across all ranks",),
+                _PARAMETERS,
+                _parameters,
+                "[rank0]: RuntimeError: DDP expects same model across all ranks, but Rank 0 has 10 "
+                "params, while rank 1 has inconsistent 8 params.",
+                "torch 1.11 to 2.15",
+            ),
+            Message(
+                "monitored barrier: the ranks that did not come",
+                ("failed to pass monitoredBarrier",),
+                _BARRIER_FAILED,
+                _barrier_failed,
+                "[rank0]: RuntimeError: [Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in "
+                "30000 ms",
+                "torch 1.9 to 2.15",
+            ),
+            Message(
+                "monitored barrier: a rank that came",
+                ("reached monitoredBarrier",),
+                _BARRIER_REACHED,
+                _barrier_reached,
+                "[rank1]: RuntimeError: Rank 1 successfully reached monitoredBarrier, but received "
+                "errors while waiting for send/recv from rank 0. Please check rank 0 logs for "
+                "faulty rank.",
+                "torch 1.9 to 2.15",
+            ),
+            Message(
+                "a group was not complete in time",
+                ("store based barrier",),
+                _STORE_BARRIER,
+                _store_barrier,
+                "[rank0]: RuntimeError: Timed out initializing process group in store based "
+                "barrier on rank 0, for key: store_based_barrier_key:1 (world_size=4, "
+                "num_workers_joined=3, timeout=0:30:00 error=None)",
+                "torch 1.8 to 2.15",
+            ),
+            Message(
+                "a connection to another rank or to the store broke",
+                _CLOSED,
+                any_of(*_CLOSED),
+                trouble,
+                "[rank6]:[W314 09:02:42.476575918 TCPStore.cpp:125] [c10d] recvValue failed on "
+                "SocketImpl(fd=101, addr=[node-a]:50402, remote=[node-a]:40027): Failed to recv, "
+                "got 0 bytes. Connection was likely closed. Did the remote server shutdown or "
+                "crash?",
+                "torch 1.8 to 2.15",
+            ),
+            Message(
+                "what a C++ exception says that ends a process",
+                ("what():",),
+                _CPP,
+                _cpp,
+                "  what():  CUDA error: an illegal memory access was encountered",
+                "the C++ runtime",
+            ),
+            Message(
+                "a process ends by an exception of C++",
+                ("terminate called after throwing",),
+                any_of("terminate called after throwing"),
+                aborting,
+                "terminate called after throwing an instance of 'c10::DistBackendError'",
+                "the C++ runtime",
+            ),
+            Message(
+                "an exception, with its traceback",
+                ("Traceback (most recent call last)",),
+                None,
+                None,
+                "[rank2]: Traceback (most recent call last):",
+                "Python; torch 2.3 and newer put the rank before each line",
+                _TRACEBACK,
+            ),
+        ),
+    ),
+)
