@@ -17,7 +17,7 @@ from simulated_devices import FaultFolder
 from simulated_devices.testing import Job, Jobs, Zygote
 
 import rankcall
-from rankcall.errors import RunNotFoundError
+from rankcall.errors import RankcallError
 from rankcall.run.paths import trusted_live_dirs
 
 # What every rank executes before its program. `wait_told` waits for `RecordedJob.tell`.
@@ -52,7 +52,7 @@ class RecordedJob:
         """Wait until the records fulfil a condition, while the job runs; return them."""
         rows = pl.DataFrame()
         while time.monotonic() < self.job.deadline:
-            with contextlib.suppress(RunNotFoundError):  # no rank records yet
+            with contextlib.suppress(RankcallError):  # no ring is there yet, or whole
                 rows = self.records()
                 if condition(rows):
                     return rows
