@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ __all__ = ["Line", "Prefixes", "Writer"]
 _MOST_PREFIXES = 8  # one after the other; a line with more is a forgery
 _FAR = 200  # characters before ``[rank3]:``: a time, a pod, the name of an actor
 _MOST_JSON = 1 << 16
-_DAY_S = 86_400.0
+_NUMBERS = {"rank", "task", "pid"}
+_FIELDS = _NUMBERS | {"stream", "host", "worker"}
 
 
 class Writer(NamedTuple):
@@ -78,12 +79,22 @@ class _Parts:
     time: float = 0.0
     resolution: float = 0.0
 
-    def take(self, match: re.Match[str], *, stream: bool = True, **fields: Any) -> None:
-        """Take a prefix off."""
-        prefix = " ".join(match[0].split())
-        names = f"{self.writer.stream} {prefix}".strip() if stream else self.writer.stream
-        self.writer = self.writer._replace(stream=names, **fields)
+    def take(self, match: re.Match[str]) -> bool:
+        """Take a prefix off, with what its groups tell; return False if its rank cannot be one."""
+        fields: dict[str, Any] = {}
+        for name in match.re.groupindex.keys() & _FIELDS:
+            fields[name] = int(match[name] or -1) if name in _NUMBERS else match[name] or ""
+        if fields.get("rank", -1) >= MAX_RANKS:
+            return False
+        fields["host"] = fields.get("host") or self.writer.host
+        stream = " ".join(fields.get("stream", "").split())
+        fields["stream"] = f"{self.writer.stream} {stream}".strip()
+        if "worker" in fields:
+            fields["worker"] = fields["worker"].replace(" ", "_")
+        self.writer = self.writer._replace(**fields)
+        self.note_time(_moment(match))
         self.text = self.text[match.end() :]
+        return True
 
     def note_time(self, moment: tuple[float, float]) -> None:
         """Note the time of the line; the innermost prefix with a time is the program's own."""
@@ -94,51 +105,56 @@ class _Parts:
 _COLOUR = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]{0,200}(?:\x07|\x1b\\))")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\](?: \([^)]*\))?\s*$")
 
-_MONTHS = {
-    name: number
-    for number, name in enumerate(
-        ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"), 1
-    )
-}
-_CLOCK = r"(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?"
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<part>\d{1,9}))?"
+_DATE = r"(?P<month>\d\d)[-/](?P<day>\d\d)"
 # 2026-03-14T09:02:36.123Z, 2026-03-14 09:02:36,123, 03-14 09:02:36
 _ISO = re.compile(
-    rf"\[?(?:\d{{4}}[-/])?(\d\d)[-/](\d\d)[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?(?: UTC)?"
-    r"(?:[:|,]|\s-)?\s*"
+    rf"\[?(?:\d{{4}}[-/])?{_DATE}[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?(?: UTC)?(?:[:|,]|\s-)?\s*"
 )
-_SYSLOG = re.compile(
-    rf"([A-Z][a-z]{{2}}) ([ \d]\d) {_CLOCK} ([\w.-]{{1,253}}) ([\w./@-]{{1,100}})"
-    r"(?:\[(\d{1,10})\])?: "
-)
-_TIME_ONLY = re.compile(rf"\[?{_CLOCK}\]?\s+")
-_GLOG = re.compile(rf"\[?[EWIFD](\d{{1,2}})(\d\d) {_CLOCK} ")
-
-_CRI = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,40}) (?:stdout|stderr) [FP] ")
-_COMPOSE = re.compile(r"([A-Za-z0-9][\w.-]{0,120})\s+\| ?")
-_KUBECTL = re.compile(r"\[pod/([\w.-]{1,253})(?:/([\w.-]{1,253}))?\] ?")
-_STREAM = re.compile(r"\[?(?:stdout|stderr|STDOUT|STDERR)\]?(?::|\s)\s?")
-_MPI = re.compile(r"\[(?:\d+,)?(\d{1,7})\]<std(?:err|out)>:\s?")
-_TORCHRUN = re.compile(r"\[([A-Za-z_][A-Za-z_\-]*\d+)\]:\s?")
-_SRUN = re.compile(r"\s*(\d{1,7}):(?: |$)")
-_ADDRESS = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3}|\[?[0-9a-f]{0,4}(?::[0-9a-f]{0,4}){2,7}\]?): ?")
-_RAY = re.compile(
-    r"\(([\w.<>-]{1,200}(?:\([^)]{0,80}\))?)?\s?pid=(\d{1,10})(?:, ip=([\w.:-]{1,100}))?\) ?"
-)
-_WORKER = re.compile(r"\((?:Worker_|worker_|Worker)([A-Za-z0-9_]{0,40})(?: pid=(\d{1,10}))?\) ?")
-_SGLANG = re.compile(rf"\[\d{{4}}-(\d\d)-(\d\d) {_CLOCK} ((?:[DPE]P\d{{1,7}} )*TP\d{{1,7}})\] ?")
-_COMPOSER = re.compile(r"rank(\d{1,7})\[(\d{1,10})\]\[\w{1,80}\]: (?:[A-Z]{4,8}: )?")
+_SRUN = re.compile(r"(?P<stream>\s*(?P<task>\d{1,7}):)(?: |$)")
 _LEVEL = re.compile(
     r"\[?(?:ERROR|WARNING|WARN|INFO|DEBUG|CRITICAL|FATAL|TRACE)\]?"
-    rf"(?:\s+(\d\d)-(\d\d) {_CLOCK})?\s*(?:[:|]|-(?=\s))?\s*(?:\[[\w./-]{{1,120}}:\d{{1,6}}\]\s?)?"
+    rf"(?:\s+{_DATE} {_CLOCK})?\s*(?:[:|]|-(?=\s))?\s*(?:\[[\w./-]{{1,120}}:\d{{1,6}}\]\s?)?"
 )
 # torch writes ``[rank3]:`` before its messages; some versions garble the bracket.
 _RANK = re.compile(r"\[rank(\d{1,7})\[?\]:\s?")
+_GLOG = re.compile(rf"\[?[EWIFD](?P<month>1[0-2]|0?[1-9])(?P<day>\d\d) {_CLOCK} ")
+
+# Prefixes that a pattern describes whole. The groups ``rank``, ``task``, ``pid``, ``worker`` and
+# ``host`` are those of the writer; ``stream`` is what is the same in all lines of one writer.
+_SGLANG = (
+    rf"\[\d{{4}}-{_DATE} {_CLOCK} (?P<stream>(?P<worker>(?:[DPE]P\d{{1,7}} )*TP\d{{1,7}}))\] ?"
+)
+_CRI = rf"\d{{4}}-{_DATE}T{_CLOCK}\S{{0,20}} (?:stdout|stderr) [FP] "
+_SYSLOG = (
+    rf"(?P<month>{'|'.join(_MONTHS)}) (?P<day>[ \d]\d) {_CLOCK} "
+    r"(?P<stream>(?P<host>[\w.-]{1,253}) [\w./@-]{1,100}(?:\[\d{1,10}\])?): "
+)
+_KUBECTL = r"(?P<stream>\[pod/(?P<host>[\w.-]{1,253})(?:/[\w.-]{1,253})?\]) ?"
+_MPI = r"(?P<stream>\[(?:\d+,)?(?P<task>\d{1,7})\]<std(?:err|out)>:)\s?"
+_TORCHRUN = r"(?!\[rank\d{1,7}\[?\]:)(?P<stream>\[[A-Za-z_][A-Za-z_\-]*\d+\]:)\s?"
+_WORKER_NAME = r"\((?:Worker|worker_)_*(?P<worker>[A-Za-z0-9_]{0,40})(?: pid=(?P<pid>\d{1,10}))?\)"
+_WORKER = rf"(?P<stream>{_WORKER_NAME}) ?"
+_RAY = (
+    r"(?P<stream>\((?:[\w.<>-]{1,200}(?:\([^)]{0,80}\))?)?\s?pid=(?P<pid>\d{1,10})"
+    r"(?:, ip=(?P<host>[\w.:-]{1,100}))?\)) ?"
+)
+_COMPOSER = r"(?P<stream>rank(?P<rank>\d{1,7})\[(?P<pid>\d{1,10})\]\[\w{1,80}\]:) (?:[A-Z]{4,8}: )?"
+_ADDRESS = (
+    r"(?P<stream>(?P<host>\d{1,3}(?:\.\d{1,3}){3}|\[?[0-9a-f]{0,4}(?::[0-9a-f]{0,4}){2,7}\]?):) ?"
+)
+_STREAM = r"\[?(?:stdout|stderr|STDOUT|STDERR)\]?(?::|\s)\s?"
+_TIME_ONLY = rf"\[?{_CLOCK}\]?\s+"
+# Traceback's ``    | `` of exception groups has no name, and tables have a second bar.
+_COMPOSE = r"(?P<stream>(?P<host>[A-Za-z0-9][\w.-]{0,120})\s+\|)(?! ?.{0,39}\|) ?"
+
 # What may begin a line of a message without being a host's name: ``ValueError: ...``.
 _NO_HOST = re.compile(
     r"(?:\w*(?:Error|Exception|Warning|Interrupt|Exit|Iteration)|Traceback|File|[A-Z]{4,8}|https?"
     r"|srun|slurmstepd|mpirun|rank\d*|Rank|time|host|rank|exitcode|error_file|traceback|Failures)$"
 )
-_TOKEN = re.compile(r"([A-Za-z0-9][\w.@-]{1,120}):\s")
+_TOKEN = re.compile(r"(?P<stream>(?P<host>[A-Za-z0-9][\w.@-]{1,120}):)\s")
 _LEARN_SHARE, _LEARN_LEAST, _MOST_NAMES = 0.6, 4, 4096
 
 _JSON_TEXT = ("log", "message", "msg", "textPayload", "MESSAGE", "body", "line", "event", "text")
@@ -147,16 +163,19 @@ _JSON_TIME = ("time", "timestamp", "ts", "@timestamp", "asctime")
 _JSON_RANK = ("rank", "global_rank")
 
 
-def _seconds(month: str, day: str, clock: Sequence[str | None]) -> tuple[float, float]:
-    """Return a time in seconds and the smallest step of its clock; (0, 0) if it is no time.
+def _moment(match: re.Match[str]) -> tuple[float, float]:
+    """Return the time in a prefix, s, and the smallest step of its clock; (0, 0) without a date.
 
     Months count 31 days: times are only compared within a job, and a job rarely lasts a month.
     """
-    hours, minutes, seconds, part = clock
-    moment = (int(month) * 31 + int(day)) * _DAY_S
-    moment += int(hours or 0) * 3600 + int(minutes or 0) * 60 + int(seconds or 0)
-    digits = len(part) if part else 0
-    return moment + (int(part) / 10**digits if part else 0.0), 10.0**-digits
+    fields = match.groupdict()
+    month, part = fields.get("month"), fields.get("part") or ""
+    if not month:
+        return 0.0, 0.0
+    days = (_MONTHS.index(month) + 1 if month in _MONTHS else int(month)) * 31 + int(fields["day"])
+    seconds = (days * 24 + int(fields["hour"])) * 3600
+    seconds += int(fields["minute"]) * 60 + int(fields["second"])
+    return seconds + (int(part) / 10 ** len(part) if part else 0.0), 10.0 ** -len(part)
 
 
 class Prefixes:
@@ -180,8 +199,8 @@ class Prefixes:
             parts = self._parts(text, whole=False)
             lines += bool(parts.text.strip())
             match = _TOKEN.match(parts.text)
-            if match and not _NO_HOST.match(match[1]):
-                words[match[1]] += 1
+            if match and not _NO_HOST.match(match["host"]):
+                words[match["host"]] += 1
         common = {word for word, count in words.items() if count > 1}
         covered = sum(words[word] for word in common)
         if covered < max(_LEARN_LEAST, _LEARN_SHARE * lines) or len(common) > _MOST_NAMES:
@@ -246,7 +265,7 @@ class Prefixes:
         for key in _JSON_TIME:
             match = _ISO.match(str(record.get(key, "")))
             if match:
-                parts.note_time(_seconds(match[1], match[2], match.groups()[2:6]))
+                parts.note_time(_moment(match))
                 break
         rank = next((record[key] for key in _JSON_RANK if type(record.get(key)) is int), -1)
         if 0 <= rank < MAX_RANKS:
@@ -254,140 +273,25 @@ class Prefixes:
         parts.text = inner.rstrip("\r\n")
         return True
 
-    def _syslog(self, parts: _Parts) -> bool:
-        match = _SYSLOG.match(parts.text)
-        if match is None or match[1] not in _MONTHS:
-            return False
-        parts.note_time(_seconds(str(_MONTHS[match[1]]), match[2], match.groups()[2:6]))
-        parts.take(match, stream=False, host=match[7])
-        parts.writer = parts.writer._replace(
-            stream=f"{parts.writer.stream} {match[7]} {match[8]}[{match[9] or ''}]".strip()
-        )
-        return True
-
-    def _cri(self, parts: _Parts) -> bool:
-        match = _CRI.match(parts.text)
-        if match is None:
-            return False
-        moment = _ISO.match(match[1])
-        if moment:
-            parts.note_time(_seconds(moment[1], moment[2], moment.groups()[2:6]))
-        parts.take(match, stream=False)
-        return True
-
     def _iso(self, parts: _Parts) -> bool:
         match = _ISO.match(parts.text)
         # A line of torchrun's report that is only a time stays.
-        if match is None or match.end() == len(parts.text):
-            return False
-        parts.note_time(_seconds(match[1], match[2], match.groups()[2:6]))
-        parts.take(match, stream=False)
-        return True
-
-    def _time_only(self, parts: _Parts) -> bool:
-        match = _TIME_ONLY.match(parts.text)
-        if match is None:
-            return False
-        parts.take(match, stream=False)
-        return True
-
-    def _compose(self, parts: _Parts) -> bool:
-        match = _COMPOSE.match(parts.text)
-        # Traceback's ``    | `` of exception groups has no name, and tables no second bar.
-        if match is None or "|" in parts.text[match.end() : match.end() + 40]:
-            return False
-        parts.take(match, host=match[1])
-        return True
-
-    def _kubectl(self, parts: _Parts) -> bool:
-        match = _KUBECTL.match(parts.text)
-        if match is None:
-            return False
-        parts.take(match, host=match[1])
-        return True
-
-    def _mpi(self, parts: _Parts) -> bool:
-        match = _MPI.match(parts.text)
-        if match is None:
-            return False
-        parts.take(match, task=int(match[1]))
-        return True
-
-    def _torchrun(self, parts: _Parts) -> bool:
-        match = _TORCHRUN.match(parts.text)
-        if match is None or _RANK.match(parts.text):
-            return False
-        parts.take(match)
-        return True
+        return match is not None and match.end() < len(parts.text) and parts.take(match)
 
     def _srun(self, parts: _Parts) -> bool:
         match = _SRUN.match(parts.text)
-        if match is None or parts.writer.task >= 0:
-            return False
-        parts.take(match, task=int(match[1]))
-        return True
-
-    def _address(self, parts: _Parts) -> bool:
-        match = _ADDRESS.match(parts.text)
-        if match is None:
-            return False
-        parts.take(match, host=match[1])
-        return True
+        return match is not None and parts.writer.task < 0 and parts.take(match)
 
     def _learnt_host(self, parts: _Parts) -> bool:
         match = _TOKEN.match(parts.text)
-        if match is None or match[1] not in self._hosts:
-            return False
-        parts.take(match, host=match[1])
-        return True
-
-    def _worker(self, parts: _Parts) -> bool:
-        match = _WORKER.match(parts.text)
-        if match is None:
-            return False
-        parts.take(match, worker=match[1].lstrip("_"), pid=int(match[2] or -1))
-        return True
-
-    def _sglang(self, parts: _Parts) -> bool:
-        match = _SGLANG.match(parts.text)
-        if match is None:
-            return False
-        parts.note_time(_seconds(match[1], match[2], match.groups()[2:6]))
-        worker = match[7].replace(" ", "_")
-        parts.take(match, stream=False, worker=worker)
-        parts.writer = parts.writer._replace(stream=f"{parts.writer.stream} {worker}".strip())
-        return True
-
-    def _ray(self, parts: _Parts) -> bool:
-        match = _RAY.match(parts.text)
-        if match is None:
-            return False
-        parts.take(match, pid=int(match[2]), host=match[3] or parts.writer.host)
-        return True
-
-    def _composer(self, parts: _Parts) -> bool:
-        match = _COMPOSER.match(parts.text)
-        if match is None or int(match[1]) >= MAX_RANKS:
-            return False
-        parts.take(match, rank=int(match[1]), pid=int(match[2]))
-        return True
-
-    def _stream_name(self, parts: _Parts) -> bool:
-        match = _STREAM.match(parts.text)
-        if match is None:
-            return False
-        parts.take(match, stream=False)
-        return True
+        return match is not None and match["host"] in self._hosts and parts.take(match)
 
     def _level(self, parts: _Parts) -> bool:
         match = _LEVEL.match(parts.text)
         # ``ERROR:torch.distributed.elastic...`` is the message of a logger, and stays.
-        if match is None or not match[0].endswith((" ", "]")) or match.end() == len(parts.text):
+        if match is None or not match[0].endswith((" ", "]")):
             return False
-        if match[1]:
-            parts.note_time(_seconds(match[1], match[2], match.groups()[2:6]))
-        parts.take(match, stream=False)
-        return True
+        return match.end() < len(parts.text) and parts.take(match)
 
     def _take_rank(self, parts: _Parts) -> None:
         """Take torch's own prefix off, with what stands before it, and note glog's time."""
@@ -401,8 +305,19 @@ class Prefixes:
             parts.writer = parts.writer._replace(stream=stream, rank=rank, by_torch=rank >= 0)
             parts.text = parts.text[match.end() :]
         moment = _GLOG.match(parts.text)
-        if moment and int(moment[1]) <= 12:
-            parts.note_time(_seconds(moment[1], moment[2], moment.groups()[2:6]))
+        if moment:
+            parts.note_time(_moment(moment))
+
+
+def _described(pattern: str) -> _Step:
+    """Return the step that takes a prefix off which a pattern describes whole."""
+    compiled = re.compile(pattern)
+
+    def step(_: Prefixes, parts: _Parts) -> bool:
+        match = compiled.match(parts.text)
+        return match is not None and parts.take(match)
+
+    return step
 
 
 _Step = Callable[[Prefixes, _Parts], bool]
@@ -410,23 +325,14 @@ _Step = Callable[[Prefixes, _Parts], bool]
 # and mpirun's numbers before srun's, and a learnt host last.
 _STEPS: tuple[_Step, ...] = (
     Prefixes._json,
-    Prefixes._sglang,
-    Prefixes._cri,
-    Prefixes._syslog,
+    *map(_described, (_SGLANG, _CRI, _SYSLOG)),
     Prefixes._iso,
-    Prefixes._kubectl,
-    Prefixes._mpi,
-    Prefixes._torchrun,
-    Prefixes._worker,
-    Prefixes._ray,
-    Prefixes._composer,
-    Prefixes._address,
-    Prefixes._stream_name,
+    *map(_described, (_KUBECTL, _MPI, _TORCHRUN, _WORKER, _RAY, _COMPOSER, _ADDRESS, _STREAM)),
     Prefixes._level,
     Prefixes._srun,
-    Prefixes._time_only,
+    _described(_TIME_ONLY),
     Prefixes._learnt_host,
-    Prefixes._compose,
+    _described(_COMPOSE),
 )
 
 
