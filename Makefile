@@ -13,7 +13,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    { echo "rankcall needs Python >= 3.10: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	    -c constraints.txt -e '.[torch,report,serve,rpc,examples,dev,nvtx,prometheus,otel,stacks,lightning,accelerate,remote]'
+	    -c constraints.txt -e '.[torch,report,serve,mcp,rpc,examples,dev,nvtx,prometheus,otel,stacks,lightning,accelerate,remote]'
 	@touch $@
 
 # The tests of the HTML report, the live page and the Perfetto trace run in Chromium, or are skipped.

@@ -134,6 +134,14 @@ def test_the_site_has_every_page() -> None:
     assert {f"api/{name}.md" for name in modules | {"errors", "testing"}} <= pages
 
 
+def test_the_list_for_assistants_has_every_guide() -> None:
+    """llms.txt links pages that exist, and no guide is missing."""
+    text = (ROOT / "docs/llms.txt").read_text()
+    linked = set(re.findall(r"\]\((\S+\.md)\)", text))
+    assert {f"guides/{page.name}" for page in (ROOT / "docs/guides").glob("*.md")} <= linked
+    assert [page for page in linked if not (ROOT / "docs" / page).is_file()] == []
+
+
 REPOSITORY_PATH = re.compile(
     r"`((?:tests|benchmarks|tools|examples|docs)/[\w./-]+?\w|[\w/]+/\w+\.(?:py|h|cpp))(?:::[\w.]+)?`"
 )

@@ -11,8 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand
 
+from rankcall import printable
 from rankcall.errors import RankcallError
-from rankcall.printable import clean
 
 __all__ = ["main"]
 
@@ -25,6 +25,7 @@ _COMMANDS = {
     "export": "Write a run's records for Perfetto, as Parquet or JSON lines.",
     "top": "Show the state of every rank, live.",
     "serve": "Serve a live page of a job, which everyone who has the link can read.",
+    "mcp": "Let an assistant read runs, over the MCP protocol.",
     "collect": "Put a run that is spread over nodes into one file.",
     "clean": "Free the memory that the records of killed jobs take on this host.",
     "doctor": "Say whether recording will work here.",
@@ -82,11 +83,11 @@ def _clean_up() -> None:
     from rankcall.run.clean_up import clean_up
 
     for line in clean_up():
-        print(f"rankcall: {clean(line)}", file=sys.stderr)
+        print(f"rankcall: {printable.clean(line)}", file=sys.stderr)
 
 
 def _fail(message: str) -> int:
-    line = clean(" ".join(message.split()))
+    line = printable.clean(" ".join(message.split()))
     print(f"rankcall: error: {line}", file=sys.stderr)
     return _USAGE
 

@@ -279,11 +279,11 @@ def _ends_of_batches(
     where a collective has a number of its own. ``lost``: entries are missing before the first one,
     so that the messages of a group's first entry may be among them.
     """
-    found = np.zeros(len(records), bool)
+    is_batch = np.zeros(len(records), bool)
     whole = np.flatnonzero([name.endswith("coalesced") for name in names])
     whole = whole[records["op"][whole] == 0]
     if not len(whole):
-        return found
+        return is_batch
     order = np.argsort(records["group"], kind="stable")
     before = np.full(len(records), -1)
     of_one_group = records["group"][order[1:]] == records["group"][order[:-1]]
@@ -291,8 +291,8 @@ def _ends_of_batches(
     before = before[whole]
     repeats = (records["kind"][before] == _P2P) & (messages[before] == messages[whole])
     repeats &= collective[before] == collective[whole]
-    found[whole] = np.where(before >= 0, repeats, lost | (collective[whole] == 0))
-    return found
+    is_batch[whole] = np.where(before >= 0, repeats, lost | (collective[whole] == 0))
+    return is_batch
 
 
 def _without_batches(
