@@ -32,6 +32,7 @@ from torch.distributed import TCPStore
 
 from rankcall.analysis.run_snapshot import snapshot_of_run
 from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.verdicts.encoding import encode
 from rankcall.job.judge import Judge
 from rankcall.job.other_nodes import Exchange
 from rankcall.run.load import Run, load
@@ -137,12 +138,11 @@ def _node(pipe: Connection, run: Run, node: int, nodes: int, port: int) -> None:
     while int(store.add("ready", 0)) < nodes:
         time.sleep(0.1)
     began, cpu = time.monotonic(), time.process_time()
-    raw, loud = judge._together(mine)
+    verdict, loud = judge._together(mine)
     seconds, cpu = time.monotonic() - began, time.process_time() - cpu
-    findings = [(finding["kind"], finding["ranks"]) for finding in json.loads(raw)["findings"]]
-    pipe.send(
-        {"seconds": seconds, "cpu_s": cpu, "loud": loud, "bytes": len(raw), "found": findings}
-    )
+    findings = [(finding.kind, list(finding.ranks)) for finding in verdict.findings]
+    size = len(encode(verdict))
+    pipe.send({"seconds": seconds, "cpu_s": cpu, "loud": loud, "bytes": size, "found": findings})
 
 
 def _own(run: Run, node: int) -> Snapshot:

@@ -12,8 +12,3 @@ def clean(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def clean_lines(text: str) -> str:
-    """Return a text of several lines without characters that a terminal would act on."""
-    return "\n".join(clean(line) for line in text.split("\n"))

@@ -203,7 +203,7 @@ def test_a_launcher_that_is_told_to_end(tmp_path: Path, sig: signal.Signals) -> 
     assert worker.rank == 0
     # torchrun may reap the worker before its exit status is read. The status is then unknown.
     assert worker.code is None or worker.code in (-sig, -signal.SIGTERM)
-    assert diagnose(load(tmp_path / "here")).verdict == "healthy"
+    assert diagnose(load(tmp_path / "here")).kind == "healthy"
 
 
 def test_two_nodes(tmp_path: Path) -> None:

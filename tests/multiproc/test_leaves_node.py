@@ -14,9 +14,9 @@ import pytest
 from cabled import Job, cabled
 from world import wait_until
 
-from rankcall.analysis.verdicts import Diagnosis, diagnose
-from rankcall.job.judge import findings_of
-from rankcall.run.hangs import kept_hangs
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.run.load import load
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(550)]
@@ -97,11 +97,11 @@ def test_a_node_whose_only_rank_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
         job = Job(nodes, tmp_path, "kill", world_size=3)
         try:
             disk = nodes[0].folder
-            wait_until(lambda: kept_hangs(disk / "run"), 300)
+            wait_until(lambda: kept_in(disk / "run"), 300)
             wait_until(lambda: ranks_in(disk) == {0, 1}, 100)
         finally:
             text = job.end()
-        (kept_finding,) = findings_of(kept_hangs(disk / "run")[0])
+        (kept_finding,) = kept_in(disk / "run")[0].verdict.findings
         (later_finding,) = judged(disk, monkeypatch, tmp_path).findings
     for finding in (kept_finding, later_finding):
         assert (finding.kind, finding.ranks, finding.confidence) == ("dead", (2,), "likely"), text
@@ -126,12 +126,12 @@ def test_the_store_dies_with_rank_0(
             job.kill([0, 1])
             job.wait([0, 1])
             (job.said / "go").touch()
-            wait_until(lambda: kept_hangs(disk / "run"), 300)
+            wait_until(lambda: kept_in(disk / "run"), 300)
             wait_until(lambda: ranks_in(disk) == {2, 3}, 100)
         finally:
             text = job.end()
-        (verdict,) = kept_hangs(disk / "run")
-        (kept_finding,) = findings_of(verdict)
+        (kept,) = kept_in(disk / "run")
+        (kept_finding,) = kept.verdict.findings
         (later_finding,) = judged(disk, monkeypatch, tmp_path).findings
     for finding in (kept_finding, later_finding):
         assert (finding.kind, finding.ranks, finding.confidence) == (
@@ -141,7 +141,7 @@ def test_the_store_dies_with_rank_0(
         assert finding.victims == (2, 3)
         assert "train.py" in str(finding.call_site)
     assert f"the job's store at {nodes[0].address}" in " ".join(text.split())
-    assert sorted(path.name for path in (Path(verdict["place"]) / "stacks").glob("*")) == [
+    assert sorted(path.name for path in (kept.folder / "stacks").glob("*")) == [
         "rank-00002.txt",
         "rank-00003.txt",
     ]

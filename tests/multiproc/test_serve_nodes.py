@@ -15,7 +15,8 @@ import pytest
 from cabled import PYTHON, Job, Node, cabled
 from world import wait_until
 
-from rankcall.analysis.verdicts import Diagnosis, diagnose
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.run.load import load
 
 pytest.importorskip("starlette", reason="needs rankcall[serve]")

@@ -73,7 +73,7 @@ def test_a_server_between_requests(tmp_path: Path) -> None:
     run, over = tmp_path / "run", tmp_path / "run/hangs/0001/over.json"
 
     def verdict_now() -> str:
-        return diagnose(load(run)).verdict
+        return diagnose(load(run)).kind
 
     with start_ranks(
         _serves, 2, str(tmp_path), run_dir=run, watch={"hang_after": HANG_AFTER_S}, timeout=200
@@ -136,12 +136,14 @@ def test_a_function_if_the_run_cannot_be_written(tmp_path: Path) -> None:
         wait_until(lambda: all(_text(file) for file in files))
     assert {file.read_text() for file in files} == {"[('missing', (1,))]"}
     (kept,) = diagnose(load(run), HANG_AFTER_S).kept
-    assert kept.causes == (("missing", (1,)),)
+    (finding,) = kept.verdict.findings
+    assert (finding.kind, finding.ranks) == ("missing", (1,))
     assert kept.stacks == 3
     (run / "hangs").unlink()
     settle(run)
     (moved,) = diagnose(load(run), HANG_AFTER_S).kept
-    assert moved == replace(kept, place=str(run / "hangs/0001"))
+    place = run / "hangs/0001"
+    assert moved == replace(kept, folder=place, place=str(place))
 
 
 def _text(file: Path) -> str:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from worlds import MS, START, Call, group_of, together, write_world
 
 from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, no_calls
-from rankcall.analysis.verdicts import Diagnosis, diagnose
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.decoding import decode
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.job.judge import encode_verdict
+from rankcall.analysis.verdicts.verdict import Origin, Verdict
 from rankcall.ring.layout import Header
 from rankcall.ring.tables import Group
 from rankcall.run.exits import Exit, note_exit
-from rankcall.run.hangs import Object, decode
 from rankcall.run.load import load
 from rankcall.testing.model import Op, Planted
 from rankcall.testing.synthetic import synthetic_run
@@ -123,13 +126,14 @@ MISSING_AND_DESYNC = [
 ]
 
 
-def received_verdict(findings: list[Finding], epoch_ns: int = 1) -> Object:
-    """Return a verdict as one node receives it from another."""
+def received_verdict(findings: list[Finding], epoch_ns: int = 1) -> Verdict:
+    """Return a verdict as one node receives it from another, a version 0.1 of rankcall."""
     ranks = [RankState(rank, "node-a", 10 + rank, state=ALIVE) for rank in range(4)]
-    diagnosis = Diagnosis("run", Snapshot(ranks, no_calls()), findings, 60.0)
-    return {**decode(encode_verdict(diagnosis)), "hang": {"epoch_ns": epoch_ns}}
+    diagnosis = Diagnosis.of("run", Snapshot(ranks, no_calls()), findings, 60.0)
+    origin = Origin(f"0@{epoch_ns}", epoch_ns=epoch_ns)
+    return decode(encode(replace(diagnosis, origin=origin)))
 
 
-def any_verdict(kept: Object) -> bool:
+def any_verdict(kept: Verdict) -> bool:
     """Say of every kept verdict that it is about the hang in question."""
     return True

@@ -12,7 +12,7 @@ import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls
 
 from rankcall.report.diagnosis_text import diagnosis_text, stack_lines
-from rankcall.report.json import render_diagnosis
+from rankcall.report.json import render_verdict
 from rankcall.run.frames import CodePlace, Frame, code_place
 from rankcall.run.stack_classes import stack_classes, telling_frames
 from rankcall.run.stack_text import mark_training_thread, tidy
@@ -135,7 +135,7 @@ def test_names_cannot_act_on_the_terminal() -> None:
 def test_terminal_and_json_have_the_same_classes(tmp_path: Path) -> None:
     """Both show the classes of the stacks that were dumped, in the same order."""
     diagnosis, stacks = diagnose_calls(tmp_path, RANK_2_MISSING, states={}), a_thousand()
-    classes = json.loads(render_diagnosis(diagnosis, stacks))["stack_classes"]
+    classes = json.loads(render_verdict(diagnosis, stacks))["stack_classes"]
     assert [len(stack_class["ranks"]) for stack_class in classes] == [1, 2, 1021]
     assert classes[0]["frames"][0] == {"file": "/home/ada/data.py", "line": 7, "name": "read"}
     text = diagnosis_text(diagnosis, 80, stacks)

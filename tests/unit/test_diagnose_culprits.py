@@ -20,7 +20,8 @@ from worlds import MS, Call, together
 
 from rankcall.analysis.node_snapshot import decode, encode, merge, node_snapshot_of
 from rankcall.analysis.snapshot import RankState, Snapshot
-from rankcall.analysis.verdicts import Diagnosis, find
+from rankcall.analysis.verdicts import find
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.ring.tables import Group
 
@@ -107,7 +108,7 @@ def test_a_heartbeat_that_is_late(
 def test_no_call_is_hung_before_the_threshold(tmp_path: Path) -> None:
     """A call that has been in flight for less than hang_after is healthy."""
     diagnosis = diagnose_calls(tmp_path, RANK_2_MISSING, states={}, seconds=59)
-    assert (diagnosis.findings, diagnosis.verdict) == ([], "healthy")
+    assert (diagnosis.findings, diagnosis.kind) == ([], "healthy")
     words = " ".join(diagnosis_text(diagnosis).split())
     assert "has been in flight for 59 s; it counts as hung from 60 s on (--hang-after 60)." in words
 
@@ -139,8 +140,8 @@ def test_a_declared_phase_is_shown(tmp_path: Path) -> None:
     """A call that waits for a rank in a declared phase is not hung, and the text says why."""
     snapshot = diagnose_calls(tmp_path, RANK_2_MISSING, states={}).snapshot
     snapshot.ranks = [replace(state, expects="checkpoint") for state in snapshot.ranks]
-    diagnosis = Diagnosis("run", snapshot, find(snapshot, 60), 60)
-    assert diagnosis.verdict == "healthy"
+    diagnosis = Diagnosis.of("run", snapshot, find(snapshot, 60), 60)
+    assert diagnosis.kind == "healthy"
     assert "its rank declared to take long" in " ".join(diagnosis_text(diagnosis).split())
 
 

@@ -71,7 +71,7 @@ def test_told_to_end(tmp_path: Path) -> None:
     diagnosis = diagnose(
         load(folder), state_of=lambda header: "gone", now_ns=lambda: START + 9 * SECOND
     )
-    assert diagnosis.verdict == "healthy"
+    assert diagnosis.kind == "healthy"
     assert "4 were ended by the launcher." in " ".join(diagnosis_text(diagnosis).split())
 
 

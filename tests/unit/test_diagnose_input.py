@@ -22,7 +22,6 @@ from worlds import MS, Call, group_of, write_world
 from rankcall.analysis.verdicts import diagnose
 from rankcall.cli import main
 from rankcall.errors import CorruptRunError
-from rankcall.problems import texts
 from rankcall.ring.layout import offset_of
 from rankcall.run.exits import Exit, note_exit, read_exits
 from rankcall.run.load import load
@@ -84,7 +83,7 @@ def test_files_of_jobs_of_two_sizes(tmp_path: Path) -> None:
         path.rename(tmp_path / "b/rings" / f"a.{path.name}")
     diagnosis = diagnose(load(tmp_path / "b"))
     assert causes(diagnosis) == [("missing", (5,))]
-    (problem,) = texts(diagnosis.snapshot.problems)
+    (problem,) = diagnosis.problems
     assert "rings of a job of 4 ranks (rank 0-3) lie beside those of one of 8" in problem
 
 

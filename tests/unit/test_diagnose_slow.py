@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from worlds import MS, START, group_of, together, write_world
 
-from rankcall.analysis.verdicts import Diagnosis, diagnose
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.run.load import load
 from rankcall.testing.model import Op, Pace
 from rankcall.testing.synthetic import synthetic_run
@@ -30,7 +31,7 @@ def look(folder: Path, ranks: int, collectives: int, **options: object) -> Diagn
 def test_healthy(tmp_path: Path, ranks: int, seed: int) -> None:
     """A job whose ranks all jitter by the same amount is healthy."""
     diagnosis = look(tmp_path, ranks, 200, pace=Pace(jitter_ms=1.0), seed=seed)
-    assert (diagnosis.verdict, diagnosis.findings) == ("healthy", [])
+    assert (diagnosis.kind, diagnosis.findings) == ("healthy", [])
 
 
 @pytest.mark.parametrize("ranks", [4, 64])
@@ -61,7 +62,7 @@ def test_nothing_has_ended_yet(tmp_path: Path) -> None:
             state_of=lambda header: "alive",
             now_ns=lambda: START + 5 * MS,
         )
-    assert (diagnosis.verdict, diagnosis.findings) == ("healthy", [])
+    assert (diagnosis.kind, diagnosis.findings) == ("healthy", [])
 
 
 def test_two_stragglers(tmp_path: Path) -> None:

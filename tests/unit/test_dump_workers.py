@@ -84,7 +84,7 @@ def test_a_file_that_ends_its_process_is_left_out(tmp_path: Path) -> None:
     assert f"status {-signal.SIGSEGV}" in problem
     diagnosis = diagnose(load(folder))
     assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("missing", (3,))]
-    assert any("nccl_trace_rank_1" in line for line in texts(diagnosis.snapshot.problems))
+    assert any("nccl_trace_rank_1" in line for line in diagnosis.problems)
 
 
 @pytest.mark.slow

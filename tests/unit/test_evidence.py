@@ -18,7 +18,8 @@ from dumps import T0, Fault, Step, dump_of, simulate, write_dumps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankcall.analysis.verdicts import Diagnosis, diagnose
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.imports.dumps.files import read_dump
 from rankcall.imports.dumps.records import op_of_entry, records_of
@@ -156,16 +157,14 @@ def test_the_age_is_that_of_the_files_if_they_may_be_right(tmp_path: Path) -> No
     """Files that are a minute younger than the last call show that it lasted a minute."""
     diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), written_ns=T0 + 60 * 10**9)
     assert 59 < diagnosis.findings[0].since_s < 60
-    assert not any("not known" in problem for problem in texts(diagnosis.snapshot.problems))
+    assert not any("not known" in problem for problem in diagnosis.problems)
 
 
 def test_the_age_is_a_lower_bound_if_the_files_were_copied(tmp_path: Path) -> None:
     """Files of another day say nothing; the problem says that ages are lower bounds."""
     diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140))
     assert diagnosis.findings[0].since_s < 1
-    assert any(
-        "the least that it can be" in problem for problem in texts(diagnosis.snapshot.problems)
-    )
+    assert any("the least that it can be" in problem for problem in diagnosis.problems)
 
 
 def test_a_rank_without_a_dump_is_possibly_missing(tmp_path: Path) -> None:
@@ -173,9 +172,7 @@ def test_a_rank_without_a_dump_is_possibly_missing(tmp_path: Path) -> None:
     diagnosis = diagnose_dumps(tmp_path, 16, Fault("missing", 5, 140), without=[5])
     assert causes(diagnosis) == {("missing", (5,))}
     assert diagnosis.findings[0].confidence == "possible"
-    assert any(
-        "no dump for rank 5 of 16" in problem for problem in texts(diagnosis.snapshot.problems)
-    )
+    assert any("no dump for rank 5 of 16" in problem for problem in diagnosis.problems)
 
 
 def test_ranks_without_a_dump_that_do_not_matter_are_not_named(tmp_path: Path) -> None:

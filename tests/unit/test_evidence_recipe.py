@@ -14,7 +14,7 @@ import pytest
 from rankcall import imports
 from rankcall.analysis.verdicts import diagnose
 from rankcall.export import export
-from rankcall.problems import Problem, ProblemKind, texts
+from rankcall.problems import Problem, ProblemKind
 from rankcall.record import KINDS, OPS, RECORD, STATUSES
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.report import top
@@ -73,7 +73,7 @@ def test_a_new_source_is_loaded_judged_and_exported(toy_run: Path, tmp_path: Pat
     assert run.records["op"].to_list()[:3] == ["all_reduce", "barrier", "all_reduce"]
     diagnosis = diagnose(run)
     assert [(finding.kind, finding.ranks) for finding in diagnosis.findings] == [("missing", (1,))]
-    assert "the toy knows no times" in texts(diagnosis.snapshot.problems)
+    assert "the toy knows no times" in diagnosis.problems
     for text in (diagnosis_report.diagnosis_text(diagnosis), top.render(diagnosis)):
         assert "Rank 1" in text
     export(run, "jsonl", tmp_path / "out.jsonl")

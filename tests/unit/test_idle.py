@@ -20,13 +20,15 @@ from diagnosing import (
 from worlds import MS, START, Call, write_world
 
 from rankcall.analysis.snapshot import ALIVE, STOPPED
-from rankcall.analysis.verdicts import Diagnosis, diagnose, with_stacks
+from rankcall.analysis.verdicts import diagnose, with_stacks
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.cli import main
-from rankcall.job.judge import keep_verdict
+from rankcall.job.keep import keep_verdict
 from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.ring.layout import FOREVER_NS, offset_of
-from rankcall.run.hangs import kept_hangs, note_over
+from rankcall.run.hangs import note_over
 from rankcall.run.load import load
 
 HANG_AFTER_S = 10
@@ -80,7 +82,7 @@ def test_a_declared_wait_for_work(tmp_path: Path) -> None:
     (finding,) = diagnosis.findings
     assert (finding.victims, finding.confidence, finding.stops) == ((0, 1, 3), "certain", False)
     assert "has waited for work (requests) for 70 s, and 3 ranks with it" in finding.summary
-    assert diagnosis.verdict == "idle"
+    assert diagnosis.kind == "idle"
     assert diagnosis_text(diagnosis).startswith("idle: Rank 2")
 
 
@@ -190,4 +192,4 @@ def test_when_a_hang_was_over(tmp_path: Path) -> None:
     (note,) = run.glob("hangs/*/over.json")
     for text in ("", "{}", '{"seconds": "x"}', '{"seconds": -1}', '{"seconds": NaN}', "[" * 9999):
         note.write_text(text)
-        assert kept_hangs(run)[0]["over_s"] is None, text
+        assert kept_in(run)[0].over_s is None, text

@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from nccl_logs import OLD, WORDINGS, Call, Wording, log_of
 
 from rankcall.analysis.logs import diagnose_logs
-from rankcall.analysis.verdicts import Diagnosis
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli import main
 from rankcall.errors import CorruptRunError, RankcallError
 from rankcall.imports.logs.reading import is_log
-from rankcall.problems import texts
 from rankcall.report import diagnosis_text as report
 
 REAL = Path(__file__).parents[1] / "logs"
@@ -42,19 +41,19 @@ PLANTED = {
 LATE = {rank: Call(51) for rank in (0, 1, 3)}
 
 
-def diagnosed(*paths: Path) -> Diagnosis:
+def diagnosed(*paths: Path) -> Verdict:
     """Read logs and judge them."""
     return diagnose_logs(paths)
 
 
-def verdict(folder: Path, lines: Sequence[str], name: str = "job.log") -> Diagnosis:
+def verdict(folder: Path, lines: Sequence[str], name: str = "job.log") -> Verdict:
     """Write one log and judge it."""
     path = folder / name
     path.write_text("\n".join(lines) + "\n")
     return diagnosed(path)
 
 
-def cause(found: Diagnosis) -> tuple[str, tuple[int, ...]]:
+def cause(found: Verdict) -> tuple[str, tuple[int, ...]]:
     """Return the kind and the ranks of the only finding."""
     (finding,) = found.findings
     assert finding.confidence in ("likely", "possible")
@@ -163,7 +162,7 @@ def test_two_attempts_in_one_log_are_not_mixed(tmp_path: Path) -> None:
     again = log_of(NEWEST, {0: Call(500)}) + log_of(NEWEST, {0: Call(20), 1: Call(20)}, {2: (9, 9)})
     diagnosis = verdict(tmp_path, again)
     assert cause(diagnosis) == ("undecided", ())
-    assert any("several attempts" in problem for problem in texts(diagnosis.snapshot.problems))
+    assert any("several attempts" in problem for problem in diagnosis.problems)
 
 
 def test_desync_debug_names_the_ranks(tmp_path: Path) -> None:
@@ -451,7 +450,7 @@ def test_a_log_with_no_end_of_messages_is_cut(
     monkeypatch.setattr("rankcall.imports.logs.reading._MOST_LINES", 100)
     lines = ["[rank0]: RuntimeError: Connection closed by peer [::1]:1"] * 1000
     diagnosis = verdict(tmp_path, lines)
-    assert any("not read beyond line" in problem for problem in texts(diagnosis.snapshot.problems))
+    assert any("not read beyond line" in problem for problem in diagnosis.problems)
     assert "not read beyond line" in report.diagnosis_text(diagnosis)
 
 
@@ -462,7 +461,7 @@ def test_logs_that_cannot_be_read(tmp_path: Path) -> None:
         diagnosed(missing)
     diagnosis = diagnosed(missing, REAL / "gloo-raise.log")
     assert cause(diagnosis) == ("dead", (2,))
-    assert any("gone.log" in problem for problem in texts(diagnosis.snapshot.problems))
+    assert any("gone.log" in problem for problem in diagnosis.problems)
 
 
 def test_the_command(tmp_path: Path) -> None:

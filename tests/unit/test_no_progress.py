@@ -12,7 +12,8 @@ from diagnosing import SECOND, THREE_ENDED, WORLD, causes, diagnose_calls
 from worlds import MS, START, together, write_world
 
 from rankcall.analysis.pace import pace
-from rankcall.analysis.verdicts import Diagnosis, diagnose, judge, with_stacks
+from rankcall.analysis.verdicts import diagnose, judge, with_stacks
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.report import diagnosis_text as report
 from rankcall.report import top
 from rankcall.ring.layout import offset_of

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rankcall.printable import clean, clean_lines
+from rankcall.printable import clean
 
 
 def test_text_from_files_is_safe_to_print() -> None:
-    """Line ends stay; other characters that a terminal acts on are replaced."""
-    assert clean_lines("\x1b]0;owned\x07 a\nb\x9b2J\r") == "\ufffd]0;owned\ufffd a\nb\ufffd2J\ufffd"
+    """Characters that a terminal acts on are replaced."""
+    assert clean("\x1b]0;owned\x07 a b\x9b2J\r") == "\ufffd]0;owned\ufffd a b\ufffd2J\ufffd"
 
 
 def test_a_line_stays_one_line() -> None:

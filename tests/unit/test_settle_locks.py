@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from rankcall.analysis.verdicts.encoding import encode
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import kept_in, whole_verdict
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli import main
+from rankcall.job.keep import text_of
 from rankcall.problems import Problem, texts
 from rankcall.process import Process
 from rankcall.ring.layout import Geometry
 from rankcall.ring.lock import WriterLock, try_lock
 from rankcall.ring.writer import Identity, create_locked, put
 from rankcall.run.clean_up import clean_up
-from rankcall.run.hangs import kept_hangs, text_of
 from rankcall.run.load import load
 from rankcall.run.paths import create_run, live_dir, make_live_dir, ring_paths
 from rankcall.run.settle import save_ring, settle, settle_ring
@@ -210,14 +214,14 @@ def test_a_live_folder_that_others_can_write(run_dir: Path) -> None:
     folder = live_dir(run_dir)
     hang = folder / "hangs" / "0001"
     hang.mkdir(parents=True)
-    (hang / "verdict.json").write_text('{"findings": [], "hang": {"epoch_ns": 5}}')
-    (hang / "verdict.txt").write_text("\x1b]0;owned\x07 forged\n")
-    (kept_hang,) = kept_hangs(run_dir)
-    assert text_of(kept_hang) == "\ufffd]0;owned\ufffd forged\n"
+    owned = Finding("dead", (1,), summary="\x1b]0;owned\x07 forged")
+    (hang / "verdict.json").write_bytes(encode(Verdict("run", [owned])))
+    (kept,) = kept_in(run_dir)
+    assert text_of(whole_verdict(kept)) == "dead: \ufffd]0;owned\ufffd forged\n"
     folder.chmod(0o777)
     problems: list[Problem] = []
     assert ring_paths(run_dir, problems) == []
-    assert kept_hangs(run_dir) == []
+    assert kept_in(run_dir) == []
     assert settle(run_dir) == []
     assert names(folder) == ["hangs", "x.ring"]
     assert [str(folder) in problem.text for problem in problems] == [True]

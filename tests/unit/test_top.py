@@ -51,7 +51,9 @@ def test_ranks_that_have_issued_nothing(tmp_path: Path) -> None:
     """A job that has only begun is healthy, in every view."""
     run = write_world(tmp_path / "run", [], ranks=range(4))
     diagnosis = look(load(run), 60.0)
-    assert diagnosis.verdict == "healthy"
+    assert diagnosis.kind == "healthy"
+    with pytest.warns(DeprecationWarning, match=r"use Diagnosis\.kind"):
+        assert diagnosis.verdict == "healthy"
     assert "nothing yet" in render(diagnosis)
     assert main(["diagnose", str(run)]) == 0
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from stores import kind, stores_of
 
 from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.c10d.client import perform
 from rankcall.c10d.requests import Steps
 from rankcall.errors import RankcallError
@@ -31,7 +32,7 @@ from rankcall.job.posts import ENDED, Posts
 from rankcall.process import host_name
 from rankcall.ring.layout import read_header
 from rankcall.run.exits import Exit, note_exit, read_exits, read_states
-from rankcall.run.hangs import kept_hangs, kept_stacks
+from rankcall.run.hangs import kept_stacks
 from rankcall.run.load import load
 from rankcall.run.paths import ring_paths
 from rankcall.testing.model import Planted
@@ -96,8 +97,8 @@ def test_what_a_bundle_brings(nodes: tuple[Path, Path]) -> None:
     note_exit(second, Exit(6, 0, "h", 7, -9, 1))
     assert keep_bundles(first, [bundle_of(second)] * 2) == []
     assert sum(path.name.endswith(".tail.ring") for path in ring_paths(first)) == 4
-    (verdict,) = kept_hangs(first)
-    assert kept_stacks(verdict, 10) == {rank: f"stack of {rank}\n" for rank in range(8)}
+    (kept,) = kept_in(first)
+    assert kept_stacks(kept.folder, 10) == {rank: f"stack of {rank}\n" for rank in range(8)}
     assert [(ended.rank, ended.code) for ended in read_exits(first)] == [(6, -9)]
 
 
@@ -107,7 +108,7 @@ def test_a_verdict_that_only_the_other_node_kept(nodes: tuple[Path, Path]) -> No
     verdict_in(first, "mine", range(0))
     verdict_in(second, "theirs", range(4, 8))
     assert keep_bundles(first, [bundle_of(second)]) == []
-    assert [verdict["hang"]["id"] for verdict in kept_hangs(first)] == ["mine", "theirs"]
+    assert [kept.verdict.origin.id for kept in kept_in(first)] == ["mine", "theirs"]
 
 
 def test_a_tail_never_hides_a_whole_ring(nodes: tuple[Path, Path]) -> None:

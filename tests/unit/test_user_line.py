@@ -17,7 +17,11 @@ from worlds import MS, PAIR, Call, write_world
 
 from rankcall.analysis.node_snapshot import decode, encode, node_snapshot_of
 from rankcall.analysis.summary import summarise
-from rankcall.analysis.verdicts import Diagnosis
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.encoding import verdict_object
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import waits_that_ended
+from rankcall.analysis.verdicts.verdict import Kept, Verdict
 from rankcall.cli import main
 from rankcall.export import export
 from rankcall.report import json as json_report
@@ -25,7 +29,6 @@ from rankcall.report.diagnosis_text import rows
 from rankcall.report.html.top import verdict_of_finding
 from rankcall.report.top import cells, lines_of
 from rankcall.ring.tables import CallSite, UserLine, decode_site, encode_site
-from rankcall.run.hangs import waits_that_ended
 from rankcall.run.load import load
 
 FRAMEWORK = """
@@ -184,7 +187,7 @@ def test_a_verdict_shows_the_users_line_first(hang: Diagnosis) -> None:
     where = verdict_of_finding(first).where
     assert where is not None
     assert (where[0], where[2]) == ("main.py:12 (train.py:340)", both)
-    report = json_report.diagnosis_object(hang)
+    report = verdict_object(hang)
     assert report["findings"][0]["user_line"] == "/u/main.py:12"
     assert [rank["user_line"] for rank in report["ranks"]] == [
         *["/u/main.py:12"] * 2,
@@ -212,10 +215,9 @@ def test_nodes_exchange_both_lines(hang: Diagnosis) -> None:
 
 def test_a_wait_that_passed_is_known_by_both_lines() -> None:
     """A wait at one line of the user's says nothing of another that led to the same place."""
-    finding = {"call_site": "fit.py:340", "user_line": "train.py:12"}
-    assert waits_that_ended([{"findings": [finding], "over_s": 90.0}]) == {
-        "train.py:12 (through fit.py:340)": 90.0
-    }
+    finding = Finding("missing", (1,), call_site="fit.py:340", user_line="train.py:12")
+    kept = Kept(Verdict("run", [finding]), Path("hangs/0001"), over_s=90.0)
+    assert waits_that_ended([kept]) == {"train.py:12 (through fit.py:340)": 90.0}
 
 
 def test_tables_have_a_column(tmp_path: Path) -> None:

@@ -13,12 +13,8 @@ from typing import Any
 import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls
 
-from rankcall.analysis.verdicts.encoding import (
-    fact_object,
-    facts_from,
-    finding_object,
-    sound_findings,
-)
+from rankcall.analysis.verdicts.decoding import facts_from, findings_from
+from rankcall.analysis.verdicts.encoding import fact_object, finding_object
 from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks, Relation
 from rankcall.analysis.verdicts.sentences import evidence, summary
 
@@ -436,7 +432,7 @@ def test_facts_survive_json(facts: tuple[Fact, Fact]) -> None:
 def test_a_finding_survives_json_with_its_facts(tmp_path: Path) -> None:
     """The words that a reader gets are those that its facts render to."""
     (finding,) = diagnose_calls(tmp_path, RANK_2_MISSING, states={}).findings
-    (read,) = sound_findings([json.loads(json.dumps(finding_object(finding)))])
+    (read,) = findings_from([json.loads(json.dumps(finding_object(finding)))])
     assert read.facts == finding.facts
     assert len(read.facts) > 2
     assert summary(read.facts[:2]) == read.summary == finding.summary
@@ -479,7 +475,7 @@ def test_a_hostile_fact_is_left_out(key: str, value: Any) -> None:
 def test_facts_that_are_no_list(written: Any) -> None:
     """A finding of an older version has no facts, and counts all the same."""
     assert facts_from(written) == ()
-    (finding,) = sound_findings([{"kind": "dead", "ranks": [1], "facts": written}])
+    (finding,) = findings_from([{"kind": "dead", "ranks": [1], "facts": written}])
     assert (finding.kind, finding.ranks, finding.facts) == ("dead", (1,), ())
 
 
@@ -501,5 +497,5 @@ def test_facts_that_are_no_list(written: Any) -> None:
 def test_a_hostile_finding_is_left_out(tmp_path: Path, key: str, value: Any) -> None:
     """What is too large or of another type comes from nobody who means well."""
     sound = finding_object(diagnose_calls(tmp_path, RANK_2_MISSING, states={}).findings[0])
-    assert sound_findings([sound])
-    assert not sound_findings([{**sound, key: value}])
+    assert findings_from([sound])
+    assert not findings_from([{**sound, key: value}])

@@ -10,7 +10,9 @@ import pytest
 
 from rankcall.analysis import verdicts
 from rankcall.analysis.details import detail
-from rankcall.analysis.verdicts import Diagnosis, diagnose
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.encoding import verdict_object
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kind import Kind
@@ -18,7 +20,6 @@ from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.report import top
 from rankcall.report.html import render
-from rankcall.report.json import diagnosis_object
 from rankcall.run.load import Run, load
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
@@ -74,9 +75,9 @@ def job(folder: Path, *planted: Planted) -> tuple[Run, Diagnosis]:
 def test_a_new_kind_is_in_every_report(tmp_path: Path) -> None:
     """Its rank among the findings, its words and its next step are those of its class."""
     run, diagnosis = job(tmp_path, Planted("stopped", (3,), 57))
-    assert diagnosis.verdict == "haunted"
+    assert diagnosis.kind == "haunted"
     assert "stopped" in [finding.kind for finding in diagnosis.findings]
-    first = json.loads(json.dumps(diagnosis_object(diagnosis)))["findings"][0]
+    first = json.loads(json.dumps(verdict_object(diagnosis)))["findings"][0]
     assert first["kind"] == "haunted"
     assert first["ranks"] == [2]
     assert first["advice"] == "Call an exorcist."
@@ -91,7 +92,7 @@ def test_a_new_kind_is_in_every_report(tmp_path: Path) -> None:
 def test_a_kind_that_only_slows_does_not_stop_a_run(tmp_path: Path) -> None:
     """A kind says itself whether it stops a run: the page then names no cause of a stop."""
     run, diagnosis = job(tmp_path)
-    assert diagnosis.verdict == "drowsy"
+    assert diagnosis.kind == "drowsy"
     assert "Rank 1 yawns." in diagnosis_report.diagnosis_text(diagnosis)
     page = render(detail(run), diagnosis.findings)
     assert "Rank 1 nods off" not in page

@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosing import RANK_2_MISSING, SECOND, WORLD, diagnose_calls, unfinished
+from diagnosing import RANK_2_MISSING, SECOND, WORLD, causes, diagnose_calls, unfinished
 from torch.distributed import HashStore
 from worlds import together
 
 from rankcall.analysis.snapshot import FAILED, RankState, Snapshot
 from rankcall.analysis.verdicts import settles_in
+from rankcall.analysis.verdicts.encoding import encode
+from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.job.judge import Judge, going_on
 from rankcall.job.other_nodes import Exchange
 from rankcall.ring.tables import Group
-from rankcall.run.hangs import decode, id_of, kept_hangs
 
 PAIR = Group("1", 0, "gloo", "pair", (2, 3))
 # All wait for rank 2. After 67 s it enters another call, which rank 3 does not enter.
@@ -113,10 +114,8 @@ def test_several_nodes_look_again_once(
     assert all(judge.next_look >= began + 3.0 for judge in judges)
     assert look_all() == [True, True]
     for node in halves:
-        (verdict,) = kept_hangs(tmp_path / f"run{node}")
-        assert [(finding["kind"], finding["ranks"]) for finding in verdict["findings"]] == [
-            ("deadlock", [2, 3])
-        ]
+        (kept,) = kept_in(tmp_path / f"run{node}")
+        assert causes(kept.verdict) == [("deadlock", (2, 3))]
     assert capsys.readouterr().err.count("kept with all stacks in") == 1
 
 
@@ -128,15 +127,14 @@ def test_nodes_whose_clocks_are_an_hour_apart_say_it_once(
     whole = diagnose_calls(tmp_path / "world", RANK_2_MISSING, states={}).snapshot
     part = replace(whole, ranks=[*whole.ranks[:3], RankState(3, blind=True)])
     monkeypatch.setattr(judge, "_snapshot", lambda headers: part)
-    raw = judge._judge(whole)
-    verdict = decode(raw)
-    hour_ago = {**verdict["hang"], "epoch_ns": verdict["hang"]["epoch_ns"] - 3600 * 10**9}
-    raw = json.dumps({**verdict, "hang": hour_ago}).encode()
-    monkeypatch.setattr(judge, "_together", lambda mine: (raw, False))
+    verdict = judge._judge(whole)
+    hour_ago = replace(verdict.origin, epoch_ns=verdict.origin.epoch_ns - 3600 * 10**9)
+    verdict = replace(verdict, origin=hour_ago)
+    monkeypatch.setattr(judge, "_together", lambda mine: (verdict, False))
     no_rings: Any = {}
     first_ns = time.monotonic_ns() - 61 * SECOND
     assert [judge.look(no_rings, first_ns, False) for _ in range(3)] == [True, False, False]
-    assert len(kept_hangs(tmp_path / "run")) == 1
+    assert len(kept_in(tmp_path / "run")) == 1
 
 
 STEP_BACK_NS = -3600 * SECOND
@@ -157,9 +155,10 @@ def _judge(folder: Path, monkeypatch: pytest.MonkeyPatch, *, other_node: bool = 
     shown = whole
     if other_node:
         shown = replace(whole, ranks=[*whole.ranks[:3], RankState(3, blind=True)])
-        verdict = decode(judge._judge(whole))
-        verdict["hang"] = {**verdict["hang"], "boot_id": "another", "id": "another.1.1"}
-        monkeypatch.setattr(judge, "_together", lambda mine: (json.dumps(verdict).encode(), False))
+        verdict = judge._judge(whole)
+        elsewhere = replace(verdict.origin, boot_id="another", id="another.1.1")
+        verdict = replace(verdict, origin=elsewhere)
+        monkeypatch.setattr(judge, "_together", lambda mine: (verdict, False))
     monkeypatch.setattr(judge, "_snapshot", lambda headers: shown)
     return judge
 
@@ -181,7 +180,7 @@ def test_a_wall_clock_that_steps_repeats_no_verdict(
         news.append(judge.look(no_rings, first_ns, False))
     assert news == [True, False, False, False]
     assert len(judge.verdicts()) == 1
-    assert len(kept_hangs(tmp_path / "run")) == 1
+    assert len(kept_in(tmp_path / "run")) == 1
 
 
 def test_the_newest_verdict_is_the_last_after_a_step_back(
@@ -195,7 +194,7 @@ def test_the_newest_verdict_is_the_last_after_a_step_back(
     stepped = _judge(tmp_path, monkeypatch)
     assert stepped.look(no_rings, time.monotonic_ns(), False)
     (newest,) = stepped.verdicts()
-    assert [verdict["place"] for verdict in judge.verdicts()][-1] == newest["place"]
+    assert judge.verdicts()[-1] == newest
     assert len(judge.verdicts()) == 2
 
 
@@ -219,13 +218,12 @@ def test_verdicts_of_an_older_version_are_read(
     """Verdicts without an id are kept apart, and count as older than the watcher."""
     for number in (1, 2):
         judge = _judge(tmp_path / "old", monkeypatch)
-        verdict = decode(judge._judge(judge._snapshot({})))
+        verdict = json.loads(encode(judge._judge(judge._snapshot({}))))
         verdict["hang"] = {"epoch_ns": time.time_ns() + 3600 * SECOND + number, "by_pid": 7}
         place = tmp_path / f"run/hangs/000{number}"
         place.mkdir(parents=True)
         (place / "verdict.json").write_text(json.dumps(verdict))
-    kept = kept_hangs(tmp_path / "run")
-    assert len({id_of(verdict) for verdict in kept}) == 2
+    assert len({kept.verdict.origin.id for kept in kept_in(tmp_path / "run")}) == 2
     judge = _judge(tmp_path, monkeypatch)
     no_rings: Any = {}
     assert judge.verdicts() == []

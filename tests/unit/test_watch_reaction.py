@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.capture import session
 from rankcall.capture.settings import read_settings
 from rankcall.job.watcher import Watcher
 from rankcall.ring.layout import read_header
 
 
-def verdict(kind: str, confidence: str) -> dict[str, Any]:
-    """Return a verdict as the run keeps it, with one finding."""
-    finding = {"kind": kind, "confidence": confidence, "ranks": [1]}
-    return {"findings": [finding], "text": "", "hang": {}}
+def verdict(kind: str, confidence: str) -> Verdict:
+    """Return a verdict with one finding."""
+    return Verdict("run", [Finding(kind, (1,), confidence=confidence)])
 
 
 @pytest.mark.parametrize(

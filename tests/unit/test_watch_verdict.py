@@ -9,25 +9,81 @@ import time
 from pathlib import Path
 
 import pytest
-from diagnosing import MISSING_AND_DESYNC, any_verdict, received_verdict
+from diagnosing import (
+    MISSING_AND_DESYNC,
+    RANK_2_MISSING,
+    any_verdict,
+    diagnose_calls,
+    received_verdict,
+)
 
+from rankcall.analysis.verdicts.decoding import decode
+from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.job.judge import findings_of, is_news, keep_verdict
-from rankcall.run.hangs import Object, decode, kept_hangs, text_of
+from rankcall.analysis.verdicts.kept import kept_in, whole_verdict
+from rankcall.analysis.verdicts.verdict import Verdict
+from rankcall.job.keep import keep_verdict, text_of
+from rankcall.job.news import is_news
 from rankcall.run.paths import live_dir
 from rankcall.run.settle import settle
 
 
-def later_than_5(kept: Object) -> bool:
+def later_than_5(kept: Verdict) -> bool:
     """Say so of verdicts that were made later than 5 ns."""
-    return bool(kept["hang"]["epoch_ns"] > 5)
+    return kept.origin.epoch_ns > 5
 
 
 def test_findings_come_back() -> None:
     """Findings are the same after JSON, and the text names the first one."""
     verdict = received_verdict(MISSING_AND_DESYNC)
-    assert findings_of(verdict) == MISSING_AND_DESYNC
-    assert "missing" in verdict["text"]
+    assert verdict.findings == MISSING_AND_DESYNC
+    assert "missing" in text_of(verdict)
+
+
+def test_a_verdict_reads_as_its_judge_printed_it(tmp_path: Path) -> None:
+    """Every node renders the verdict that it receives; its text is the judge's."""
+    ends = {1: (-9, 61.0)}
+    for name, options in (
+        ("missing", {"states": {}, "hosts": {0: "a", 1: "a", 2: "b", 3: "b"}}),
+        ("dead", {"states": {1: "gone"}, "exits": ends}),
+        ("ended", {"states": dict.fromkeys(range(4), "gone"), "closed": (0,)}),
+    ):
+        calls = RANK_2_MISSING if name != "dead" else [c for c in RANK_2_MISSING if c.rank != 1]
+        judged = diagnose_calls(tmp_path / name, calls, **options)  # type: ignore[arg-type]
+        read = decode(encode(judged))
+        assert text_of(read) == text_of(judged)
+        assert (read.kind, read.culprits, read.problems) == (
+            judged.kind,
+            judged.culprits,
+            judged.problems,
+        )
+        assert [place.shown_state for place in read.ranks] == [
+            place.shown_state for place in judged.ranks
+        ]
+        assert decode(encode(judged), with_ranks=False).ranks == []
+
+
+POSITION = json.loads(encode(received_verdict(MISSING_AND_DESYNC)))["ranks"][0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in ("rank", "pid", "exit", "seq") for value in ("1", 1.5, 1 << 70)),
+        *((key, 7) for key in ("host", "state", "group", "op", "call_site", "user_line")),
+        ("rank", -1),
+        ("op", "x" * (1 << 15)),
+        ("age_s", "now"),
+        ("age_s", float("nan")),
+        ("group_size", [1]),
+    ],
+)
+def test_a_hostile_position_is_refused(key: str, value: object) -> None:
+    """Anybody can write into a store; a verdict with a damaged position is damaged."""
+    verdict = json.loads(encode(received_verdict(MISSING_AND_DESYNC)))
+    verdict["ranks"][0] = {**POSITION, key: value}
+    with pytest.raises(ValueError, match=r"not a|too long|impossible"):
+        decode(json.dumps(verdict).encode())
 
 
 def test_numbers_and_stacks(tmp_path: Path) -> None:
@@ -44,8 +100,9 @@ def test_numbers_and_stacks(tmp_path: Path) -> None:
     (tmp_path / "hangs/0003").mkdir()
     (tmp_path / "hangs/0004").mkdir()
     (tmp_path / "hangs/0004/verdict.json").write_text("[1, 2")
-    assert [verdict["hang"]["epoch_ns"] for verdict in kept_hangs(tmp_path)] == [5, 9]
-    assert text_of(kept_hangs(tmp_path)[0]) == received_verdict(MISSING_AND_DESYNC)["text"]
+    assert [kept.verdict.origin.epoch_ns for kept in kept_in(tmp_path)] == [5, 9]
+    written = (tmp_path / "hangs/0001/verdict.txt").read_text()
+    assert text_of(whole_verdict(kept_in(tmp_path)[0])) == written
 
 
 def test_of_two_equal_verdicts_one_is_kept(tmp_path: Path) -> None:
@@ -66,7 +123,7 @@ def test_of_two_equal_verdicts_one_is_kept(tmp_path: Path) -> None:
         thread.join()
     assert sorted(place.name for place in places if place) == ["0001", "0002"]
     assert places.count(None) == 4
-    kinds = [findings_of(verdict)[0].kind for verdict in kept_hangs(tmp_path)]
+    kinds = [kept.verdict.kind for kept in kept_in(tmp_path)]
     assert sorted(kinds) == ["missing", "stopped"]
     assert sorted(place.name for place in (tmp_path / "hangs").iterdir()) == ["0001", "0002"]
 
@@ -86,7 +143,7 @@ def test_the_stacks_of_other_nodes_are_added(tmp_path: Path) -> None:
 
 def test_no_verdicts(tmp_path: Path) -> None:
     """A run without a hang has no verdicts."""
-    assert kept_hangs(tmp_path) == []
+    assert kept_in(tmp_path) == []
 
 
 def test_what_is_new() -> None:
@@ -120,13 +177,13 @@ def test_what_is_new() -> None:
     ],
 )
 def test_a_damaged_verdict_is_refused(raw: bytes, tmp_path: Path) -> None:
-    """``decode`` raises for a damaged verdict, and ``written`` leaves it out."""
+    """``decode`` raises for a damaged verdict, and a reader of the run leaves it out."""
     with pytest.raises(ValueError, match=r"."):
         decode(raw)
     place = tmp_path / "hangs/0001"
     place.mkdir(parents=True)
     (place / "verdict.json").write_bytes(raw)
-    assert kept_hangs(tmp_path) == []
+    assert kept_in(tmp_path) == []
 
 
 def test_a_run_that_this_user_may_not_read(tmp_path: Path) -> None:
@@ -140,10 +197,10 @@ def test_a_run_that_this_user_may_not_read(tmp_path: Path) -> None:
         closed.chmod(0o700)
         os.seteuid(65534)
         try:
-            assert kept_hangs(tmp_path / "run") == []
+            assert kept_in(tmp_path / "run") == []
         finally:
             os.seteuid(0)
-    assert len(kept_hangs(tmp_path / "run")) == 1
+    assert len(kept_in(tmp_path / "run")) == 1
 
 
 def test_a_run_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,13 +211,13 @@ def test_a_run_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     (run / "hangs").write_text("in the way")
     place = keep_verdict(run, received_verdict(MISSING_AND_DESYNC, 5), {2: "Thread 1"}, any_verdict)
     assert place == live_dir(run) / "hangs/0001"
-    assert [verdict["hang"]["epoch_ns"] for verdict in kept_hangs(run)] == [5]
+    assert [kept.verdict.origin.epoch_ns for kept in kept_in(run)] == [5]
     settle(run)
-    assert [verdict["place"] for verdict in kept_hangs(run)] == [str(place)]
+    assert [kept.folder for kept in kept_in(run)] == [place]
     (run / "hangs").unlink()
     settle(run)
-    (kept,) = kept_hangs(run)
-    assert kept["place"] == str(run / "hangs/0001")
+    (kept,) = kept_in(run)
+    assert kept.folder == run / "hangs/0001"
     assert (run / "hangs/0001/stacks/rank-00002.txt").read_text() == "Thread 1\n"
-    assert text_of(kept) == received_verdict(MISSING_AND_DESYNC)["text"]
+    assert (run / "hangs/0001/verdict.txt").read_text() == text_of(whole_verdict(kept))
     assert not live_dir(run).exists()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rankcall.analysis.run_snapshot import snapshot_of_run
-from rankcall.analysis.verdicts import Diagnosis, diagnose, judge, with_stacks
+from rankcall.analysis.verdicts import diagnose, judge, with_stacks
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.run.load import Run
 from rankcall.run.stacks import request_stacks
 

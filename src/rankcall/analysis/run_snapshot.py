@@ -40,7 +40,6 @@ from rankcall.ring.layout import FOREVER_NS, Header
 from rankcall.ring.reader import Head, Ring
 from rankcall.ring.tables import CallSite, Group
 from rankcall.run.exits import LAUNCHER, Exit, Noted, read_exits, read_states
-from rankcall.run.hangs import kept_hangs, waits_that_ended
 from rankcall.run.load import Progress, Run
 
 Ints = npt.NDArray[np.int64]
@@ -137,10 +136,8 @@ class SnapshotBuilder:
         problems += [problem for problem in run.problems if problem not in problems]
         world = max((head.header.world_size for head in self._heads), default=0)
         exits = read_exits(run.path) if run.path.is_dir() else []
-        ended = waits_that_ended(kept_hangs(run.path))
         snapshot = self._windows.finish(world, exits, problems)
-        dumped = "evidence" in run.about
-        return replace(snapshot, mixed=self._mixed, waited_before=ended, dumped=dumped)
+        return replace(snapshot, mixed=self._mixed, dumped="evidence" in run.about)
 
 
 def _is_outdated(noted: Noted, header: Header) -> bool:

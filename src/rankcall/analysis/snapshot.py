@@ -195,27 +195,32 @@ def invalid_calls(calls: Calls) -> Bools:
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The call that a rank is in, or its last one.
+    """A rank's process, and the call that the rank is in, or its last one.
 
     ``in_call``: the rank has not left ``op`` yet; else ``op`` is the last one that it left.
     ``age_s``: since it came to the call, or left it; 0 without any call.
     """
 
-    rank: int
-    host: str
-    pid: int
-    state: str
-    exit: int | None
-    blind: bool = False  # its calls are not known
-    closed: bool = False  # its recording ended properly
+    process: RankState
     in_call: bool = False
     failed: bool = False
     group: str = ""
+    group_size: int = 0  # 0: not known
     seq: int = 0
     op: str = ""
     call_site: str = ""
     user_line: str = ""  # the user's own, if the call site is a framework's
     age_s: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """The rank's number."""
+        return self.process.rank
+
+    @property
+    def blind(self) -> bool:
+        """Whether its calls are not known."""
+        return self.process.blind
 
     @property
     def shown_line(self) -> str:
@@ -225,9 +230,10 @@ class RankPosition:
     @property
     def shown_state(self) -> str:
         """How the process ended, if it has; else its state."""
-        if self.exit is not None:
-            return f"exit {self.exit}" if self.exit >= 0 else f"signal {-self.exit}"
-        return "ended" if self.closed and self.state in (GONE, UNKNOWN) else self.state
+        process = self.process
+        if process.exit is not None:
+            return f"exit {process.exit}" if process.exit >= 0 else f"signal {-process.exit}"
+        return "ended" if process.closed and process.state in (GONE, UNKNOWN) else process.state
 
 
 def rank_positions(snapshot: Snapshot) -> list[RankPosition]:
@@ -257,19 +263,18 @@ def _calls_at(calls: Calls, stuck: Bools) -> Iterator[_Call]:
 
 
 def _position(snapshot: Snapshot, state: RankState, call: _Call | None) -> RankPosition:
-    process = (
-        state.rank,
-        state.host,
-        state.pid,
-        state.state,
-        state.exit,
-        state.blind,
-        state.closed,
-    )
     if call is None:
-        return RankPosition(*process)
+        return RankPosition(state)
     _, group, seq, op, site, stuck, failed, age = call
-    label, line = snapshot.labels[group], snapshot.user_line(site)
     return RankPosition(
-        *process, stuck, failed, label, seq, OPS[op], snapshot.site(site), line, age
+        state,
+        stuck,
+        failed,
+        snapshot.labels[group],
+        len(snapshot.groups[group].ranks),
+        seq,
+        OPS[op],
+        snapshot.site(site),
+        snapshot.user_line(site),
+        age,
     )

@@ -18,7 +18,7 @@ from rankcall.run.load import Progress, Run
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rankcall.analysis.verdicts import Diagnosis
+    from rankcall.analysis.verdicts.verdict import Verdict
 
 
 RunPath = Annotated[
@@ -67,10 +67,10 @@ def say_moved(old: str, new: str) -> None:
     say(f"{old} is now {new}; the old spelling works until rankcall 0.3")
 
 
-def exit_with(diagnosis: Diagnosis) -> None:
-    """Exit with 1 if a diagnosis has a finding that is a fault."""
+def exit_with(verdict: Verdict) -> None:
+    """Exit with 1 if a verdict has a finding that is a fault."""
     sys.stdout.flush()
-    if any(finding.is_fault for finding in diagnosis.findings):
+    if any(finding.is_fault for finding in verdict.findings):
         raise typer.Exit(1)
 
 

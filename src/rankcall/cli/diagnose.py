@@ -10,11 +10,11 @@ import typer
 
 from rankcall.analysis.logs import diagnose_logs
 from rankcall.analysis.looks import by_interest, diagnose_asking
-from rankcall.analysis.verdicts import Diagnosis
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli.common import Attempt, HangAfter, console_for_result, exit_with, open_run, say
 from rankcall.imports.logs.reading import STDIN, is_log
 from rankcall.report import diagnosis_text
-from rankcall.report.json import render_diagnosis
+from rankcall.report.json import render_verdict
 from rankcall.run.stacks import stacks_of
 
 __all__ = ["command"]
@@ -77,10 +77,10 @@ def command(
     exit_with(result)
 
 
-def _print(result: Diagnosis, json: bool, dumped: dict[int, str]) -> None:
-    """Print a diagnosis with the dumped stacks of some ranks."""
+def _print(result: Verdict, json: bool, dumped: dict[int, str]) -> None:
+    """Print a verdict with the dumped stacks of some ranks."""
     if json:
-        sys.stdout.write(render_diagnosis(result, dumped))
+        sys.stdout.write(render_verdict(result, dumped))
         return
     console = console_for_result()
     if console.is_terminal:

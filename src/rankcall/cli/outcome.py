@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.kept import kept_in, whole_verdict
 from rankcall.cli.torchrun import TERMINATED, Outcome
 from rankcall.errors import RankcallError
 from rankcall.job.watcher import ABORT_STATUS
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.ring.layout import Header
 from rankcall.run.exits import Exit, note_exit, read_exits
-from rankcall.run.hangs import id_of, kept_hangs, text_of
 from rankcall.run.load import Run, load
 
 
@@ -54,7 +54,7 @@ def note_own_exit(run: Run, pid: int, code: int) -> None:
 
 def verdict_ids(run_dir: Path) -> frozenset[str]:
     """Return the ids of the verdicts that a run has now."""
-    return frozenset(map(id_of, kept_hangs(run_dir)))
+    return frozenset(kept.verdict.origin.id for kept in kept_in(run_dir))
 
 
 def explain_failure(
@@ -72,9 +72,10 @@ def explain_failure(
         The text, or "" if torchrun's own table says as much.
     """
     if ABORT_STATUS in outcome.failed.values():
-        new = [kept for kept in kept_hangs(run_dir) if id_of(kept) not in earlier_ids]
+        new = [kept for kept in kept_in(run_dir) if kept.verdict.origin.id not in earlier_ids]
         if new:
-            return f"{text_of(new[-1])}\nthe watcher ended the job: {new[-1]['place']}"
+            text = diagnosis_report.diagnosis_text(whole_verdict(new[-1]))
+            return f"{text}\nthe watcher ended the job: {new[-1].folder}"
     try:
         diagnosis = diagnose(load(run_dir), hang_after)
     except (RankcallError, OSError):

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.looks import look
-from rankcall.analysis.verdicts import Diagnosis
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.cli.common import (
     Attempt,
     HangAfter,

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankcall.errors import CorruptRunError, RankcallError, warn_once
 from rankcall.files import open_file, replacing
@@ -28,10 +28,13 @@ from rankcall.ring.layout import Header, read_header
 from rankcall.ring.tail import tail_of
 from rankcall.run.archive import pack
 from rankcall.run.exits import EXITS, STATES, describe_states, states_name
-from rankcall.run.hangs import STACKS, claim, id_of, kept_hangs, next_free, stacks_in
+from rankcall.run.hangs import STACKS, claim, hang_folders, next_free, stacks_in
 from rankcall.run.paths import ATTEMPTS, HANGS, TAIL, files_in, ring_paths, tail_name
 from rankcall.run.redaction import redact_text
 from rankcall.run.unpack import unpack
+
+if TYPE_CHECKING:
+    from rankcall.analysis.verdicts.verdict import Kept
 
 # A bundle has the tails of one node's rings, with the states of its processes and their stacks.
 #
@@ -116,8 +119,8 @@ def _files(
     for path in files_in(run_dir / EXITS, ".jsonl"):
         if path.stat().st_size <= _MOST_EXITS:
             yield f"{EXITS}/{path.name}", path
-    for verdict in kept_hangs(run_dir)[-1:]:
-        place = Path(verdict["place"])
+    for kept in _verdicts(run_dir)[-1:]:
+        place = kept.folder
         names = ["verdict.json", "verdict.txt"]
         ours = {f"rank-{header.rank:05d}.txt" for header in rings.values()}
         files = [place / name for name in names]
@@ -179,10 +182,10 @@ def _is_longer(known: Path, new: Path) -> bool:
 
 def _keep_hangs(run_dir: Path, folder: Path) -> None:
     """Add the stacks to the same verdict here; without that verdict, keep it as well."""
-    known = {id_of(verdict): Path(verdict["place"]) for verdict in kept_hangs(run_dir)}
-    for verdict in kept_hangs(folder):
-        source = Path(verdict["place"])
-        place = known.get(id_of(verdict))
+    known = {kept.verdict.origin.id: kept.folder for kept in _verdicts(run_dir)}
+    for kept in _verdicts(folder):
+        source = kept.folder
+        place = known.get(kept.verdict.origin.id)
         if place is None:
             while not claim(source, place := next_free(run_folder(run_dir, HANGS))):
                 pass
@@ -191,6 +194,15 @@ def _keep_hangs(run_dir: Path, folder: Path) -> None:
             (place / STACKS).mkdir(mode=0o700, exist_ok=True)
             if not (place / STACKS / stack.name).exists():
                 shutil.copyfile(stack, place / STACKS / stack.name)
+
+
+def _verdicts(path: Path) -> list[Kept]:
+    if not hang_folders(path):
+        return []
+    # Here: a rank that is not watched sends bundles, and does not load what judges need.
+    from rankcall.analysis.verdicts.kept import kept_in
+
+    return kept_in(path)
 
 
 # --- URLs: any that fsspec knows, for example ``s3://bucket/run`` ---

@@ -6,14 +6,11 @@ Verdicts are kept in the run directory: one process writes each, and all ranks o
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,37 +20,27 @@ import numpy as np
 from rankcall.analysis.pace import quiet_s
 from rankcall.analysis.run_snapshot import snapshot_of_run
 from rankcall.analysis.snapshot import ALIVE, Snapshot, failed_for_good, unfinished
-from rankcall.analysis.verdicts import Diagnosis, find, settles_in
-from rankcall.analysis.verdicts.encoding import sound_findings
+from rankcall.analysis.verdicts import find, settles_in
+from rankcall.analysis.verdicts.decoding import decode
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.evidence import patience
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import kept_in, waits_that_ended
 from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.analysis.verdicts.verdict import Origin, Verdict
 from rankcall.analysis.verdicts.wording import duration
-from rankcall.folders import run_folder
 from rankcall.job.choice import evidence_store
 from rankcall.job.evidence import EvidenceSender
+from rankcall.job.keep import OfThisHang, keep_verdict, text_of
+from rankcall.job.news import Learned, is_news
 from rankcall.job.other_nodes import Exchange, Unreachable
 from rankcall.job.viewers import NodeViews
 from rankcall.problems import Problem, ProblemKind, without
 from rankcall.process import boot_id, host_name
-from rankcall.report.json import diagnosis_object
 from rankcall.ring.layout import Header
-from rankcall.run.hangs import (
-    STACKS,
-    Object,
-    claim,
-    decode,
-    fill,
-    id_of,
-    kept_hangs,
-    next_free,
-    note_over,
-    origin,
-    stack_name,
-    waits_that_ended,
-)
+from rankcall.run.hangs import note_over
 from rankcall.run.load import load
-from rankcall.run.paths import HANGS, make_live_dir
 from rankcall.run.stacks import request_stacks
 from rankcall.run.tails import keep_tails
 
@@ -88,11 +75,11 @@ class Judge:
             Exchange(lambda: evidence_store()[0]).perform,
         )
         self._began_ns = time.monotonic_ns()
-        self._learned = Learned(kept_hangs(run_dir))
+        self._learned = Learned(kept.verdict for kept in kept_in(run_dir))
         self._pause = _PAUSE_S[0]
         self._unclear = 0  # ``first_ns`` of a hang with an unclear cause, which gets a second look
         # The last two verdicts, in case they could not be kept in the run.
-        self._last_verdicts: list[Object] = []
+        self._last_verdicts: list[Verdict] = []
         self._told: _Told | None = None
         self.next_look = 0.0
 
@@ -143,8 +130,8 @@ class Judge:
         whole = _is_one_node(len(mine.ranks)) or not any(state.blind for state in mine.ranks)
         since = max(first_ns, self._began_ns)
 
-        def of_this_hang(kept_verdict: Object) -> bool:
-            return self._learned.made_ns(kept_verdict) >= since
+        def of_this_hang(verdict: Verdict) -> bool:
+            return self._learned.made_ns(verdict) >= since
 
         known = list(filter(of_this_hang, self._all_verdicts()))
         self.next_look = self._next_look(mine, bool(known))
@@ -156,12 +143,10 @@ class Judge:
             return False
         stacks = request_stacks(headers.values())
         mine = _with_stacks(mine, stacks)
-        raw, prints = (self._judge(mine), True) if whole else self._together(mine)
-        verdict = decode(raw)
-        left = postponed_by(verdict)
-        if left:
-            self.next_look = time.monotonic() + left
-        if not is_news(findings_of(verdict), known):
+        verdict, prints = (self._judge(mine), True) if whole else self._together(mine)
+        if verdict.again_s:
+            self.next_look = time.monotonic() + verdict.again_s
+        if not is_news(verdict.findings, known):
             return False
         self._last_verdicts = [*self._last_verdicts[-1:], verdict]
         self._learned.made_ns(verdict)
@@ -173,7 +158,7 @@ class Judge:
 
         Never raises. Takes ten seconds at most, if other nodes do not answer.
         """
-        verdict = id_of(self._last_verdicts[-1]) if self._last_verdicts else ""
+        verdict = self._last_verdicts[-1].origin.id if self._last_verdicts else ""
         try:
             keep_tails(self._run_dir)
             prefix = evidence_store()[1] if verdict else ""
@@ -184,7 +169,7 @@ class Judge:
         except (OSError, ValueError) as error:
             logger.warning("the newest records cannot be kept: %s", error)
 
-    def verdicts(self) -> list[Object]:
+    def verdicts(self) -> list[Verdict]:
         """Return the verdicts since this watcher began, oldest first."""
         return [
             verdict
@@ -192,11 +177,11 @@ class Judge:
             if self._learned.made_ns(verdict) >= self._began_ns
         ]
 
-    def _all_verdicts(self) -> list[Object]:
+    def _all_verdicts(self) -> list[Verdict]:
         """Return the verdicts in the run, and those that could not be kept there."""
-        kept = kept_hangs(self._run_dir)
-        names = {id_of(verdict) for verdict in kept}
-        return [*kept, *(verdict for verdict in self._last_verdicts if id_of(verdict) not in names)]
+        kept = [kept.verdict for kept in kept_in(self._run_dir)]
+        names = {verdict.origin.id for verdict in kept}
+        return [*kept, *(last for last in self._last_verdicts if last.origin.id not in names)]
 
     # --- looking ---
 
@@ -206,6 +191,7 @@ class Judge:
             attempt, tails_of=()
         )  # other nodes say how their ranks stand
         snapshot = snapshot_of_run(run, window=_WINDOW)
+        snapshot.waited_before = waits_that_ended(kept_in(self._run_dir))
         # Other nodes' rings are on those nodes.
         snapshot.problems = without(snapshot.problems, ProblemKind.MISSING_RANKS)
         return snapshot
@@ -226,7 +212,7 @@ class Judge:
         self._unclear, self.next_look = first_ns, time.monotonic() + left
         return True
 
-    def _opens_round(self, snapshot: Snapshot, known: list[Object]) -> bool:
+    def _opens_round(self, snapshot: Snapshot, known: list[Verdict]) -> bool:
         """Return whether to open a round.
 
         That is if a call has lasted too long and there is no verdict yet, or if one of this node's
@@ -257,10 +243,11 @@ class Judge:
 
     # --- judging ---
 
-    def _together(self, mine: Snapshot) -> tuple[bytes, bool]:
+    def _together(self, mine: Snapshot) -> tuple[Verdict, bool]:
         """Return the verdict of all nodes, and whether this rank prints it."""
         try:
-            return self._exchange.agree(mine, len(mine.ranks), self._judge_all)
+            agreed = self._exchange.agree(mine, len(mine.ranks), self._judge_all)
+            return decode(agreed.verdict), agreed.by_me
         except Unreachable as why:
             place = _place()
             text = (
@@ -272,22 +259,23 @@ class Judge:
 
     def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:
         """Judge all nodes; put the verdict off once if the cause will soon be clearer."""
-        snapshot = replace(snapshot, waited_before=waits_that_ended(self._all_verdicts()))
+        snapshot = replace(snapshot, waited_before=waits_that_ended(kept_in(self._run_dir)))
         findings = self._hangs(snapshot)
         left = settles_in(snapshot, findings, self._hang_after)
-        if left and not (before and postponed_by(decode(before))):
-            return encode_postponed(left)
-        return self._encoded(snapshot, findings)
+        if left and not (before and decode(before).again_s):
+            return encode(Verdict(str(self._run_dir), [], origin=origin_now(), again_s=left))
+        return encode(self._verdict(snapshot, findings))
 
-    def _judge(self, snapshot: Snapshot) -> bytes:
-        return self._encoded(snapshot, self._hangs(snapshot))
+    def _judge(self, snapshot: Snapshot) -> Verdict:
+        return self._verdict(snapshot, self._hangs(snapshot))
 
-    def _encoded(self, snapshot: Snapshot, findings: list[Finding]) -> bytes:
-        return encode_verdict(Diagnosis(str(self._run_dir), snapshot, findings, self._hang_after))
+    def _verdict(self, snapshot: Snapshot, findings: list[Finding]) -> Verdict:
+        verdict = Diagnosis.of(str(self._run_dir), snapshot, findings, self._hang_after)
+        return replace(verdict, origin=origin_now())
 
     def _publish(
         self,
-        verdict: Object,
+        verdict: Verdict,
         stacks: dict[int, str],
         of_this_hang: OfThisHang,
         prints: bool,
@@ -305,7 +293,7 @@ class Judge:
         except OSError as error:
             logger.warning("the verdict cannot be kept in the run: %s", error)
         if prints:
-            print(f"\n{verdict['text'].rstrip()}\n{where}", file=sys.stderr, flush=True)
+            print(f"\n{text_of(verdict).rstrip()}\n{where}", file=sys.stderr, flush=True)
             self._told = self._told or hang
 
 
@@ -317,6 +305,12 @@ class _Told:
     seen_ns: int  # when it was last seen to last
     place: Path | None  # of its verdict
     next_look_ns: int = 0
+
+
+def origin_now() -> Origin:
+    """Return the origin of a verdict that this process gives now."""
+    mono_ns, pid = time.monotonic_ns(), os.getpid()
+    return Origin(f"{boot_id()}.{pid}.{mono_ns}", boot_id(), mono_ns, time.time_ns(), pid)
 
 
 def going_on(snapshot: Snapshot, seconds: float) -> float | None:
@@ -365,130 +359,3 @@ def _job_store() -> Any:
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()
-
-
-_AGAIN = "again_s"
-OfThisHang = Callable[[Object], bool]
-
-
-def encode_verdict(diagnosis: Diagnosis) -> bytes:
-    """Return a diagnosis with its printed form as one JSON object."""
-    from rankcall.report import diagnosis_text as report  # here, because it imports rich
-
-    text = report.diagnosis_text(diagnosis) if diagnosis.findings else ""
-    return _encoded_verdict({**diagnosis_object(diagnosis), "text": text})
-
-
-def encode_postponed(seconds: float) -> bytes:
-    """Return a verdict without findings, which says that the cause will be clear in ``seconds``."""
-    return _encoded_verdict({"findings": [], _AGAIN: seconds})
-
-
-def _encoded_verdict(verdict: Object) -> bytes:
-    hang = origin(time.monotonic_ns(), time.time_ns(), boot_id(), os.getpid())
-    return json.dumps({**verdict, "hang": hang}).encode()
-
-
-def postponed_by(verdict: Object) -> float:
-    """Return after how many seconds to judge again; 0 for a final verdict."""
-    return float(verdict.get(_AGAIN, 0.0))
-
-
-def findings_of(verdict: Object) -> list[Finding]:
-    """Return a verdict's findings, without damaged ones."""
-    return sound_findings(verdict["findings"])
-
-
-def keep_verdict(
-    run_dir: Path, verdict: Object, stacks: Mapping[int, str], of_this_hang: OfThisHang
-) -> Path | None:
-    """Keep a verdict under the next number and return its folder, or None if it is no news.
-
-    If another node has kept the same verdict on a shared file system, the stacks of our ranks are
-    added to it. A folder gets its final name when it is complete. If two processes write at the
-    same time, the second compares its verdict with the first one's and tries again. If the run
-    directory cannot be written, the verdict is kept beside the live rings.
-
-    Args:
-        run_dir: The run directory.
-        verdict: The verdict, as ``decode`` returns it.
-        stacks: Our ranks' stacks.
-        of_this_hang: Returns whether a verdict that was kept earlier is about the same hang.
-
-    Raises:
-        OSError: The verdict cannot be kept in either place.
-    """
-    try:
-        return _keep(run_dir, run_dir, verdict, stacks, of_this_hang)
-    except OSError:
-        return _keep(run_dir, make_live_dir(run_dir), verdict, stacks, of_this_hang)
-
-
-def _keep(
-    run_dir: Path,
-    where: Path,
-    verdict: Object,
-    stacks: Mapping[int, str],
-    of_this_hang: OfThisHang,
-) -> Path | None:
-    folder = run_folder(where, HANGS)
-    scratch = where / f".hang.{os.getpid()}.{threading.get_native_id()}"
-    try:
-        while True:
-            place, all_kept = next_free(folder), kept_hangs(run_dir)
-            name = id_of(verdict)
-            same = [Path(kept["place"]) for kept in all_kept if id_of(kept) == name]
-            if same:
-                _add_stacks(same[0], stacks)
-                return same[0]
-            if not is_news(findings_of(verdict), filter(of_this_hang, all_kept)):
-                return None
-            if not scratch.exists():
-                fill(scratch, verdict)
-                _add_stacks(scratch, stacks)
-            if claim(scratch, place):
-                return place
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _add_stacks(place: Path, stacks: Mapping[int, str]) -> None:
-    if stacks:
-        (place / STACKS).mkdir(mode=0o700, exist_ok=True)
-    for rank, text in stacks.items():
-        (place / STACKS / stack_name(rank)).write_text(text + "\n")
-
-
-class Learned:
-    """When this process learned of each verdict, by its own monotonic clock.
-
-    A wall clock can step, and those of two hosts differ. So verdicts are compared by their ids, and
-    their times are on our monotonic clock. For a verdict that was made on this host since it
-    booted, that time is exact. For any other verdict it is the time when this process first saw it.
-    The verdicts in ``first`` are older than every hang that this watcher sees.
-    """
-
-    def __init__(
-        self, first: Iterable[Object], clock: Callable[[], int] = time.monotonic_ns
-    ) -> None:
-        self._clock = clock
-        self._boot_id = boot_id()
-        self._seen_ns = {id_of(verdict): 0 for verdict in first}
-
-    def made_ns(self, verdict: Object) -> int:
-        """Return when a verdict was made, or else first seen, on our monotonic clock."""
-        hang = verdict["hang"]
-        if hang.get("boot_id") and hang["boot_id"] == self._boot_id:
-            return int(hang["mono_ns"])
-        return self._seen_ns.setdefault(id_of(verdict), self._clock())
-
-
-def is_news(findings: Iterable[Finding], earlier: Iterable[Object]) -> bool:
-    """Return whether a finding names a rank that no earlier verdict names."""
-    verdicts, new = list(earlier), list(findings)
-    known_ranks = {
-        rank for verdict in verdicts for old in findings_of(verdict) for rank in old.ranks
-    }
-    return bool(new) and (
-        not verdicts or any(rank not in known_ranks for finding in new for rank in finding.ranks)
-    )

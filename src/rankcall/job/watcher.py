@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rankcall import background
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.capture import session
 from rankcall.capture.recording import Recording
-from rankcall.job.judge import Judge, findings_of
+from rankcall.job.judge import Judge
 from rankcall.job.node import Node
 from rankcall.record import FLAG_ABANDONED
 from rankcall.ring.follower import RingView
@@ -198,19 +198,19 @@ class Watcher:
         verdicts = judge.verdicts()
         if verdicts and callable(self._on_hang):
             try:
-                self._on_hang(findings_of(verdicts[-1]))
+                self._on_hang(verdicts[-1].findings)
             except Exception:
                 logger.exception("on_hang failed; the watcher goes on")
 
 
-def _may_abort(verdicts: list[dict[str, Any]]) -> bool:
+def _may_abort(verdicts: list[Verdict]) -> bool:
     """Return whether the newest verdict is certain that the job hangs.
 
     Ranks that record nothing may compute for a long time, and must not be ended for that.
     """
     if not verdicts:
         return True
-    findings = findings_of(verdicts[-1])
+    findings = verdicts[-1].findings
     return not all(
         finding.kind == "no_progress" and finding.confidence != "certain" for finding in findings
     )

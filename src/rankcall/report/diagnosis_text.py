@@ -8,20 +8,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePath
 
-import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from rankcall.analysis.pace import pace
-from rankcall.analysis.snapshot import RankPosition, rank_positions, unfinished
-from rankcall.analysis.verdicts import Diagnosis, Kept
-from rankcall.analysis.verdicts.evidence import patience
+from rankcall.analysis.snapshot import RankPosition
 from rankcall.analysis.verdicts.finding import Finding
-from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.analysis.verdicts.verdict import Kept, Lasting, Verdict
 from rankcall.analysis.verdicts.wording import duration, numbered
 from rankcall.printable import clean
-from rankcall.problems import texts
 from rankcall.ranks import format_ranks
 from rankcall.report.formatting import (
     as_text,
@@ -44,20 +39,20 @@ LONG = 0.1  # of the age at which a call counts as hung
 
 
 def diagnosis_text(
-    diagnosis: Diagnosis, width: int = 80, stacks: Mapping[int, str] | None = None
+    verdict: Verdict, width: int = 80, stacks: Mapping[int, str] | None = None
 ) -> str:
     """Return the diagnosis as plain text, no line of it wider than ``width``.
 
     ``stacks`` are texts by rank.
     """
-    return as_text(lambda console: show_diagnosis(diagnosis, console, stacks), width)
+    return as_text(lambda console: show_diagnosis(verdict, console, stacks), width)
 
 
 def show_diagnosis(
-    diagnosis: Diagnosis, console: Console, stacks: Mapping[int, str] | None = None
+    verdict: Verdict, console: Console, stacks: Mapping[int, str] | None = None
 ) -> None:
     """Print the diagnosis; ``console`` decides on width and colour."""
-    console.print(body(diagnosis, console.width))
+    console.print(body(verdict, console.width))
     if stacks:
         title, *lines = stack_lines(stacks)
         console.print()
@@ -111,22 +106,22 @@ def shortened_ranks(ranks: Sequence[int]) -> str:
     )
 
 
-def body(diagnosis: Diagnosis, width: int) -> RenderableType:
+def body(verdict: Verdict, width: int) -> RenderableType:
     """Return the diagnosis as something to print, ``width`` columns wide."""
-    return Group(*_parts(diagnosis, width))
+    return Group(*_parts(verdict, width))
 
 
-def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
-    if not diagnosis.findings:
-        yield Text(wrapped(healthy(diagnosis), width), "bold green")
-    for number, finding in enumerate(diagnosis.findings):
+def _parts(verdict: Verdict, width: int) -> Iterator[RenderableType]:
+    if not verdict.findings:
+        yield Text(wrapped(healthy(verdict), width), "bold green")
+    for number, finding in enumerate(verdict.findings):
         if number:
             yield Text()
         yield from _finding(finding, width, first=number == 0)
-    if diagnosis.snapshot.ranks:  # a log does not tell where they stand
-        yield from _places(diagnosis, width)
-    yield from _kept(diagnosis.kept[-_MOST_KEPT:], width)
-    problems = texts(diagnosis.snapshot.problems)
+    if verdict.ranks:  # a log does not tell where they stand
+        yield from _places(verdict, width)
+    yield from _kept(verdict.kept[-_MOST_KEPT:], width)
+    problems = verdict.problems
     if problems:
         yield Text()
         yield Text("What is not known", "bold")
@@ -138,11 +133,11 @@ def _parts(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
             yield Padding(Text(text, "yellow"), (0, 0, 0, _INDENT))
 
 
-def _places(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
+def _places(verdict: Verdict, width: int) -> Iterator[RenderableType]:
     """Yield the table of where the ranks stand."""
-    stand = rows(diagnosis)
+    stand = rows(verdict)
     yield Text()
-    yield Text(f"Where the {world(diagnosis)} stand", "bold")
+    yield Text(f"Where the {world(verdict)} stand", "bold")
     yield Padding(_table(stand, width - _INDENT), (0, 0, 0, _INDENT))
     rest = stand[_DIAGNOSIS_ROWS:]
     if rest:
@@ -156,14 +151,16 @@ def _kept(kept: Sequence[Kept], width: int) -> Iterator[RenderableType]:
     if kept:
         yield Text()
         yield Text("What the job's own watcher said", "bold")
-    for verdict in kept:
-        when = datetime.fromtimestamp(verdict.epoch_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
+    for entry in kept:
+        epoch_s = entry.verdict.origin.epoch_ns / 1e9
+        when = datetime.fromtimestamp(epoch_s).strftime("%Y-%m-%d %H:%M:%S")
         causes = "; ".join(
-            f"{kind}: {named(ranks)}" if ranks else kind for kind, ranks in verdict.causes
+            f"{finding.kind}: {named(finding.ranks)}" if finding.ranks else finding.kind
+            for finding in entry.verdict.findings
         )
-        stacks = f" (with {plural(verdict.stacks, 'stack')})" if verdict.stacks else ""
-        over = "" if verdict.over_s is None else f", over after {duration(verdict.over_s)}"
-        place = _from_here(verdict.place)
+        stacks = f" (with {plural(entry.stacks, 'stack')})" if entry.stacks else ""
+        over = "" if entry.over_s is None else f", over after {duration(entry.over_s)}"
+        place = _from_here(entry.place)
         text = wrapped(clean(f"{when}  {causes}{over}{stacks}, in {place}"), width - _INDENT)
         yield Padding(Text(text), (0, 0, 0, _INDENT))
 
@@ -184,60 +181,58 @@ def _finding(finding: Finding, width: int, *, first: bool) -> Iterator[Renderabl
         yield Padding(Text(wrapped(clean(line), width - _INDENT), "dim"), (0, 0, 0, _INDENT))
 
 
-def healthy(diagnosis: Diagnosis) -> str:
+def healthy(verdict: Verdict) -> str:
     """Say that nothing is wrong, how fast the job goes, or how it ended."""
-    snapshot = diagnosis.snapshot
-    ranks = [state for state in snapshot.ranks if not state.blind]
-    job_pace = pace(snapshot)
+    going = verdict.going
+    if going is None:
+        return "healthy"
+    processes = [position.process for position in verdict.ranks if not position.blind]
     speed = ""
-    if job_pace.steps_per_s is not None:
-        speed = f", {digits(job_pace.steps_per_s)} steps/s"
-    elif job_pace.calls_per_s is not None:
-        speed = f", {digits(job_pace.calls_per_s)} calls/s"
-    if job_pace.share is not None:
-        speed += f", {percent(job_pace.share)} of the time in communication"
-    if snapshot.live:
-        silence = silence_of(snapshot, diagnosis.hang_after)
-        if silence is not None and silence.seconds >= LONG * diagnosis.hang_after:
+    if going.pace.steps_per_s is not None:
+        speed = f", {digits(going.pace.steps_per_s)} steps/s"
+    elif going.pace.calls_per_s is not None:
+        speed = f", {digits(going.pace.calls_per_s)} calls/s"
+    if going.pace.share is not None:
+        speed += f", {percent(going.pace.share)} of the time in communication"
+    if going.live:
+        silence = going.silence
+        if silence is not None and silence.seconds >= LONG * verdict.hang_after:
             return (
                 f"nothing found yet: no rank has issued anything for {duration(silence.seconds)}; "
                 f"that counts as no progress from {duration(silence.allowed_s)} on."
             )
-        going = plural(len(ranks), "rank goes", "ranks go")
-        return f"healthy: {going} on{speed}.{_longest(diagnosis)}"
-    ended = sum(state.exit == 0 or (state.exit is None and state.closed) for state in ranks)
-    ended_by_launcher = sum(state.ended_by_launcher for state in ranks)
+        ranks = plural(len(processes), "rank goes", "ranks go")
+        return f"healthy: {ranks} on{speed}.{_longest(going.longest, verdict.hang_after)}"
+    ended = sum(state.exit == 0 or (state.exit is None and state.closed) for state in processes)
+    ended_by_launcher = sum(state.ended_by_launcher for state in processes)
     more = (
         f" {plural(ended_by_launcher, 'was', 'were')} ended by the launcher."
         if ended_by_launcher
         else ""
     )
     unknown = sum(
-        state.exit is None and not (state.closed or state.ended_by_launcher) for state in ranks
+        state.exit is None and not (state.closed or state.ended_by_launcher) for state in processes
     )
     if unknown:
         pronoun = "it" if unknown == 1 else "they"
         more += f" Of {plural(unknown, 'rank')} nobody noted how {pronoun} ended."
-    whole = plural(len(snapshot.ranks), "rank")
+    whole = plural(len(verdict.ranks), "rank")
     return f"healthy: {ended:,} of {whole} ended well{speed}.{more}"
 
 
-def _longest(diagnosis: Diagnosis) -> str:
+def _longest(call: Lasting | None, hang_after: float) -> str:
     """Write when the call that has been in flight longest will count as hung.
 
     A user who asks because the job stands still must not only read that it goes on.
     """
-    snapshot = diagnosis.snapshot
-    ages = np.where(unfinished(snapshot.calls), snapshot.calls["age_s"], -np.inf)
-    if not len(ages) or ages.max() < LONG * diagnosis.hang_after:
+    if call is None or call.seconds < LONG * hang_after:
         return ""
-    allowed = float(patience(snapshot, diagnosis.hang_after)[ages.argmax()])
-    lasts = f" The longest call has been in flight for {duration(float(ages.max()))}"
-    if allowed == math.inf:
+    lasts = f" The longest call has been in flight for {duration(call.seconds)}"
+    if call.allowed_s == math.inf:
         return f"{lasts}: its rank declared to take long (rankcall.expect)."
-    more = "" if allowed <= diagnosis.hang_after else ", more in the first step or for long steps"
-    option = f"(--hang-after {diagnosis.hang_after:g}{more})"
-    return f"{lasts}; it counts as hung from {duration(allowed)} on {option}."
+    more = "" if call.allowed_s <= hang_after else ", more in the first step or for long steps"
+    option = f"(--hang-after {hang_after:g}{more})"
+    return f"{lasts}; it counts as hung from {duration(call.allowed_s)} on {option}."
 
 
 @dataclass(frozen=True)
@@ -254,19 +249,15 @@ class Row:
     waiting: bool
 
 
-def rows(diagnosis: Diagnosis) -> list[Row]:
+def rows(verdict: Verdict) -> list[Row]:
     """Group the ranks by their position: culprits first, then the ranks that wait longest.
 
     Groups of the same size count as one position: 128 tensor-parallel groups that all do the same
     take one row.
     """
-    culprits = {rank for finding in diagnosis.findings for rank in finding.ranks}
-    sizes = {
-        label: len(group.ranks)
-        for label, group in zip(diagnosis.snapshot.labels, diagnosis.snapshot.groups, strict=True)
-    }
+    culprits = verdict.culprits
     alike: dict[tuple[object, ...], list[RankPosition]] = {}
-    for place in rank_positions(diagnosis.snapshot):
+    for place in verdict.ranks:
         key = (
             place.rank in culprits,
             place.shown_state,
@@ -276,10 +267,10 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
             place.seq,
             place.call_site,
             place.user_line,
-            sizes.get(place.group),
+            place.group_size,
         )
         alike.setdefault(key, []).append(place)
-    table_rows = [_row(places, culprits, sizes) for places in alike.values()]
+    table_rows = [_row(places, culprits) for places in alike.values()]
     return sorted(
         table_rows,
         key=lambda row: (
@@ -292,7 +283,7 @@ def rows(diagnosis: Diagnosis) -> list[Row]:
     )
 
 
-def _row(alike: Sequence[RankPosition], culprits: set[int], sizes: dict[str, int]) -> Row:
+def _row(alike: Sequence[RankPosition], culprits: set[int]) -> Row:
     first = alike[0]
     labels = {place.group for place in alike}
     where = "no records" if first.blind else "nothing yet"
@@ -351,9 +342,8 @@ def since_cell(row: Row) -> str:
     return f"{least}–{most}"
 
 
-def world(diagnosis: Diagnosis) -> str:
+def world(verdict: Verdict) -> str:
     """Name the size of a job: ``8 ranks on 2 hosts``."""
-    ranks = diagnosis.snapshot.ranks
-    hosts = {state.host for state in ranks if state.host}
+    hosts = {position.process.host for position in verdict.ranks if position.process.host}
     where = f" on {plural(len(hosts), 'host')}" if hosts else ""
-    return f"{plural(len(ranks), 'rank')}{where}"
+    return f"{plural(len(verdict.ranks), 'rank')}{where}"

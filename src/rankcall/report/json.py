@@ -1,4 +1,4 @@
-"""A summary or a diagnosis as JSON.
+"""A summary or a verdict as JSON.
 
 The keys are documented in docs/report-json.md and docs/diagnose-json.md.
 """
@@ -9,21 +9,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rankcall.analysis.snapshot import RankPosition, rank_positions
-from rankcall.analysis.verdicts import Diagnosis, Kept
-from rankcall.analysis.verdicts.encoding import finding_object
+from rankcall.analysis.summary import Summary, size_name
+from rankcall.analysis.verdicts.encoding import SCHEMA, Object, finding_object, verdict_object
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.problems import texts
-from rankcall.run.stack_classes import stack_classes
-
-if TYPE_CHECKING:
-    # A rank that is watched writes diagnoses, and does not load what summaries need.
-    from rankcall.analysis.summary import Summary
-
-SCHEMA = 1  # of both objects
-Object = dict[str, Any]
+from rankcall.report.headline import headline
 
 
 def render(summary: Summary, findings: Sequence[Finding] = ()) -> str:
@@ -33,8 +26,6 @@ def render(summary: Summary, findings: Sequence[Finding] = ()) -> str:
 
 def as_object(summary: Summary, findings: Sequence[Finding] = ()) -> Object:
     """Return the report as plain dicts and lists; times in ms, no NaN."""
-    from rankcall.report.headline import headline
-
     report: Object = {
         "schema": SCHEMA,
         "headline": headline(summary).text,
@@ -107,8 +98,6 @@ def _hosts(summary: Summary) -> list[Object]:
 
 
 def _collectives(summary: Summary) -> list[Object]:
-    from rankcall.analysis.summary import size_name
-
     rows = []
     for row in summary.collectives:
         entry = dict(vars(row))
@@ -145,62 +134,6 @@ def _comm_share(summary: Summary) -> Object:
     }
 
 
-def render_diagnosis(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = None) -> str:
-    """Return the diagnosis as one JSON object; ``stacks`` are texts by rank."""
-    return json.dumps(diagnosis_object(diagnosis, stacks), indent=1, allow_nan=False) + "\n"
-
-
-def diagnosis_object(diagnosis: Diagnosis, stacks: Mapping[int, str] | None = None) -> Object:
-    """Return the diagnosis as plain dicts and lists; times in s, no NaN."""
-    return {
-        "schema": SCHEMA,
-        "run": diagnosis.run,
-        "verdict": diagnosis.verdict,
-        "hang_after_s": diagnosis.hang_after,
-        "findings": [finding_object(finding) for finding in diagnosis.findings],
-        "ranks": [_rank(position) for position in rank_positions(diagnosis.snapshot)],
-        "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
-        "stack_classes": stack_objects(stacks or {}),
-        "problems": texts(diagnosis.snapshot.problems),
-        "hangs": [_hang(verdict) for verdict in diagnosis.kept],
-    }
-
-
-def stack_objects(stacks: Mapping[int, str]) -> list[Object]:
-    """Return the classes of equal stacks, the smallest first; a native frame has no line."""
-    return [
-        {
-            "ranks": list(stack_class.ranks),
-            "frames": [{**vars(frame), "line": frame.line or None} for frame in stack_class.frames],
-            "text": stack_class.text,
-        }
-        for stack_class in stack_classes(stacks)
-    ]
-
-
-def _hang(kept: Kept) -> Object:
-    return {
-        "place": kept.place,
-        "epoch_ns": kept.epoch_ns,
-        "causes": [{"kind": kind, "ranks": list(ranks)} for kind, ranks in kept.causes],
-        "stacks": kept.stacks,
-        "over_s": kept.over_s,
-    }
-
-
-def _rank(place: RankPosition) -> Object:
-    return {
-        "rank": place.rank,
-        "host": place.host or None,
-        "pid": place.pid or None,
-        "state": place.state,
-        "in_call": place.in_call,
-        "failed": place.failed,
-        "group": place.group or None,
-        "seq": place.seq or None,
-        "op": place.op or None,
-        "call_site": place.call_site or None,
-        "user_line": place.user_line or None,
-        "age_s": round(place.age_s, 3),
-        "exit": place.exit,
-    }
+def render_verdict(verdict: Verdict, stacks: Mapping[int, str] | None = None) -> str:
+    """Return a verdict as one JSON object; ``stacks`` are texts by rank."""
+    return json.dumps(verdict_object(verdict, stacks), indent=1, allow_nan=False) + "\n"

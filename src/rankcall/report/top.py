@@ -12,13 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rankcall.analysis.pace import pace
-from rankcall.analysis.snapshot import RankPosition, rank_positions
-from rankcall.analysis.verdicts import Diagnosis
-from rankcall.analysis.verdicts.no_progress import silence_of
+from rankcall.analysis.snapshot import RankPosition
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import duration, numbered
 from rankcall.printable import clean
-from rankcall.problems import texts
 from rankcall.report.diagnosis_text import LONG, named, ranks_cell, world
 from rankcall.report.formatting import as_text, cut, digits, line_names, percent, plural, wrapped
 
@@ -40,26 +37,26 @@ class Line:
         return max(place.age_s for place in self.places)
 
 
-def render(diagnosis: Diagnosis, width: int = 80) -> str:
+def render(verdict: Verdict, width: int = 80) -> str:
     """Return the view as plain text."""
-    return as_text(lambda console: console.print(view(diagnosis, width)), width)
+    return as_text(lambda console: console.print(view(verdict, width)), width)
 
 
-def view(diagnosis: Diagnosis, width: int, note: str = "") -> RenderableType:
+def view(verdict: Verdict, width: int, note: str = "") -> RenderableType:
     """Return the view as something to print; ``note`` stands at its foot."""
-    lines = lines_of(diagnosis)
+    lines = lines_of(verdict)
     parts: list[RenderableType] = [
-        _head(diagnosis, width),
+        _head(verdict, width),
         Text(),
-        _verdict(diagnosis, width),
+        _verdict(verdict, width),
         Text(),
-        Padding(_table(diagnosis, lines[:_ROWS], width - 2), (0, 0, 0, 2)),
+        Padding(_table(verdict, lines[:_ROWS], width - 2), (0, 0, 0, 2)),
     ]
     if len(lines) > _ROWS:
         left = sum(len(line.places) for line in lines[_ROWS:])
         more = f"and {plural(left, 'more rank')} at {plural(len(lines) - _ROWS, 'other line')}"
         parts.append(Padding(Text(more, "dim"), (0, 0, 0, 2)))
-    problems = texts(diagnosis.snapshot.problems)
+    problems = verdict.problems
     if problems:
         text = clean(problems[0]) + (f" (and {len(problems) - 1:,} more)" if problems[1:] else "")
         parts += [Text(), Text(wrapped(text, width), "yellow")]
@@ -68,12 +65,12 @@ def view(diagnosis: Diagnosis, width: int, note: str = "") -> RenderableType:
     return Group(*parts)
 
 
-def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
-    job_pace = pace(diagnosis.snapshot)
-    steps = max((state.steps for state in diagnosis.snapshot.ranks), default=0)
+def _head(verdict: Verdict, width: int) -> RenderableType:
+    steps = max((position.process.steps for position in verdict.ranks), default=0)
     facts = [f"step {steps:,}" if steps else ""]
     # The pace of a job says nothing once it hangs.
-    if not diagnosis.findings or not diagnosis.findings[0].stops:
+    if not verdict.stops and verdict.going is not None:
+        job_pace = verdict.going.pace
         if job_pace.steps_per_s is not None:
             facts.append(f"{digits(job_pace.steps_per_s)} steps/s")
         elif job_pace.calls_per_s is not None:
@@ -81,8 +78,8 @@ def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
         if job_pace.share is not None:
             facts.append(f"{percent(job_pace.share)} communication")
     right = " · ".join(text for text in facts if text)
-    name = clean(PurePath(diagnosis.run).name)
-    left = f"{name} · {world(diagnosis)}"
+    name = clean(PurePath(verdict.run).name)
+    left = f"{name} · {world(verdict)}"
     line = Table.grid(expand=True)
     line.add_column(justify="left", no_wrap=True)
     line.add_column(justify="right", no_wrap=True)
@@ -94,14 +91,15 @@ def _head(diagnosis: Diagnosis, width: int) -> RenderableType:
     return line
 
 
-def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
-    if not diagnosis.findings:
-        words = "all ranks go on" if diagnosis.snapshot.live else "the job has ended"
-        silence = silence_of(diagnosis.snapshot, diagnosis.hang_after)
-        if silence is not None and silence.seconds >= LONG * diagnosis.hang_after:
+def _verdict(verdict: Verdict, width: int) -> RenderableType:
+    if not verdict.findings:
+        going = verdict.going
+        words = "all ranks go on" if going and going.live else "the job has ended"
+        silence = going.silence if going else None
+        if silence is not None and silence.seconds >= LONG * verdict.hang_after:
             words = f"no rank has issued anything for {duration(silence.seconds)}"
         return Text.assemble(("● ", "green"), ("healthy", "bold green"), (f"  {words}", "dim"))
-    first = diagnosis.findings[0]
+    first = verdict.findings[0]
     colour = "red" if first.stops else "yellow" if first.is_fault else "green"
     text = Text.assemble(("● ", colour), (first.kind, f"bold {colour}"))
     if first.confidence != "certain":
@@ -111,7 +109,7 @@ def _verdict(diagnosis: Diagnosis, width: int) -> RenderableType:
     if first.advice:
         advice = Text(wrapped(clean(first.advice), width - 2), "dim")
         parts.append(Padding(advice, (0, 0, 0, 2)))
-    rest = diagnosis.findings[1:]
+    rest = verdict.findings[1:]
     if rest:
         names = ", ".join(f"{finding.kind} of {_culprits(finding.ranks)}" for finding in rest[:3])
         parts.append(Padding(Text(f"and {names}", "dim"), (0, 0, 0, 2)))
@@ -122,13 +120,13 @@ def _culprits(ranks: Sequence[int]) -> str:
     return named(ranks) if ranks else "nobody in particular"
 
 
-def lines_of(diagnosis: Diagnosis) -> list[Line]:
+def lines_of(verdict: Verdict) -> list[Line]:
     """Put ranks at the same line together: culprits first, then the many, then the few."""
-    culprits = {rank for finding in diagnosis.findings for rank in finding.ranks}
+    culprits = verdict.culprits
     alike: dict[tuple[object, ...], list[RankPosition]] = {}
-    for place in rank_positions(diagnosis.snapshot):
+    for place in verdict.ranks:
         # While all ranks go on, "between two calls" and "in the next one" are one row.
-        moving = not diagnosis.findings
+        moving = not verdict.findings
         key = (
             place.rank in culprits,
             place.shown_state,
@@ -143,7 +141,7 @@ def lines_of(diagnosis: Diagnosis) -> list[Line]:
     return sorted(lines, key=lambda line: (not line.named, -len(line.places), line.places[0].rank))
 
 
-def _table(diagnosis: Diagnosis, lines: Sequence[Line], width: int) -> RenderableType:
+def _table(verdict: Verdict, lines: Sequence[Line], width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name, justify in (
         ("ranks", "left"),
@@ -160,8 +158,8 @@ def _table(diagnosis: Diagnosis, lines: Sequence[Line], width: int) -> Renderabl
             no_wrap=not folds,
             overflow="fold" if folds else "ellipsis",
         )
-    total = max(1, len(diagnosis.snapshot.ranks))
-    rows = [cells(line, total, moving=not diagnosis.findings) for line in lines]
+    total = max(1, len(verdict.ranks))
+    rows = [cells(line, total, moving=not verdict.findings) for line in lines]
     fixed = sum(max((len(row[i]) for row in rows), default=0) for i in (0, 1, 2, 5)) + 10
     room = max(16, width - fixed)
     place = max((cell_len(row[4]) for row in rows), default=0)  # not cut: it folds

@@ -23,8 +23,8 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
+from rankcall.analysis.verdicts.encoding import stack_objects, verdict_object
 from rankcall.errors import RankcallError
-from rankcall.report.json import diagnosis_object, stack_objects
 from rankcall.serve.access import Access
 from rankcall.serve.downloads import Download, Downloads
 from rankcall.serve.live_run import LiveRun, Look
@@ -191,7 +191,7 @@ class Page:
         if look.diagnosis is None:
             return JSONResponse({"state": look.state, "problem": look.problem}, 503)
         stacks = look.stacks.by_rank if look.stacks else {}
-        content = diagnosis_object(look.diagnosis, stacks)
+        content = verdict_object(look.diagnosis, stacks)
         return JSONResponse({**content, "state": look.state, "epoch_s": look.epoch_s})
 
     async def figures(self, request: Request) -> Response:

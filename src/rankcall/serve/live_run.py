@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rankcall.analysis.looks import live_window
 from rankcall.analysis.recent_figures import Figures, recent_figures
 from rankcall.analysis.run_reader import RunReader
-from rankcall.analysis.verdicts import Diagnosis, diagnose, judge, kept_verdict, with_stacks
+from rankcall.analysis.verdicts import diagnose, judge, with_stacks
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.kept import kept_in
+from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import RankcallError
-from rankcall.run.hangs import Object, kept_hangs, kept_stacks
+from rankcall.run.hangs import kept_stacks
 from rankcall.run.load import Run, load
 from rankcall.run.paths import find_run, ring_paths
 from rankcall.run.stack_text import tidy
@@ -54,7 +57,7 @@ class Look:
     @property
     def hangs(self) -> bool:
         """Whether something stops the job."""
-        return bool(self.diagnosis and self.diagnosis.findings and self.diagnosis.findings[0].stops)
+        return self.diagnosis is not None and self.diagnosis.stops
 
 
 @dataclass
@@ -126,12 +129,8 @@ class LiveRun:
             for finding in diagnosis.findings
             if not self._others.is_outdated(finding, snapshot)
         ]
-        verdicts = kept_hangs(run.path)
-        diagnosis = replace(
-            diagnosis, findings=sure, kept=[kept_verdict(run, verdict) for verdict in verdicts]
-        )
-        look = replace(self._as_look(where, LIVE, diagnosis), problem=self._others.problem)
-        return self._with_kept_stacks(run, look, verdicts)
+        look = self._as_look(where, LIVE, replace(diagnosis, findings=sure))
+        return self._with_kept_stacks(run, replace(look, problem=self._others.problem))
 
     def _finished(self, where: Path) -> Diagnosis | None:
         """Return the diagnosis of a job that was over at the last look, if no file has changed."""
@@ -140,30 +139,26 @@ class LiveRun:
         return self._over[1]
 
     def _as_look(self, where: Path, state: str, diagnosis: Diagnosis) -> Look:
-        is_moving = state == LIVE and not (diagnosis.findings and diagnosis.findings[0].stops)
+        is_moving = state == LIVE and not diagnosis.stops
         return Look(
             state,
             self.clock(),
             str(where),
             diagnosis=diagnosis,
             figures=recent_figures(diagnosis.snapshot) if is_moving else None,
-            stacks=self._asked
-            or (_stacks_of_watcher(kept_hangs(where)) if where.is_dir() else None),
+            stacks=self._asked or (_stacks_of_watcher(kept_in(where)) if where.is_dir() else None),
         )
 
-    def _with_kept_stacks(self, run: Run, look: Look, verdicts: list[Object]) -> Look:
+    def _with_kept_stacks(self, run: Run, look: Look) -> Look:
         """Add the newest stacks; those that were dumped during the hang are evidence about it."""
         diagnosis = look.diagnosis
         if diagnosis is None or not look.hangs:
             return look
-        causes = (
-            {str(finding.get("kind")) for finding in verdicts[-1]["findings"]}
-            if verdicts
-            else set()
-        )
+        newest = [finding for kept in diagnosis.kept[-1:] for finding in kept.verdict.findings]
+        causes = {finding.kind for finding in newest}
         of_watcher = None
         if not causes.isdisjoint(finding.kind for finding in diagnosis.findings):
-            of_watcher = _stacks_of_watcher(verdicts)
+            of_watcher = _stacks_of_watcher(diagnosis.kept)
         stacks = max(filter(None, (self._asked, of_watcher)), key=_epoch_s, default=None)
         if stacks is not None and stacks.epoch_s >= look.epoch_s - diagnosis.findings[0].since_s:
             diagnosis = with_stacks(run, diagnosis, stacks.by_rank)
@@ -181,10 +176,12 @@ def _fingerprint(where: Path) -> object:
     return sorted(rings), folders
 
 
-def _stacks_of_watcher(verdicts: list[Object]) -> Stacks | None:
+def _stacks_of_watcher(verdicts: Sequence[Kept]) -> Stacks | None:
     """Return the stacks beside the newest verdict that the watcher kept, if it has any."""
     if not verdicts:
         return None
-    stacks = kept_stacks(verdicts[-1], _MOST_STACKS)
+    newest = verdicts[-1]
+    stacks = kept_stacks(newest.folder, _MOST_STACKS)
     texts = {rank: tidy(text) for rank, text in stacks.items()}
-    return Stacks(texts, verdicts[-1]["hang"]["epoch_ns"] / 1e9, by_watcher=True) if texts else None
+    epoch_s = newest.verdict.origin.epoch_ns / 1e9
+    return Stacks(texts, epoch_s, by_watcher=True) if texts else None

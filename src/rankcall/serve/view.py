@@ -11,14 +11,14 @@ from importlib import resources
 from pathlib import PurePath
 from typing import Any
 
-from rankcall.analysis.verdicts import Diagnosis
+from rankcall.analysis.snapshot import RankPosition
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.printable import clean
-from rankcall.problems import texts
 from rankcall.report import diagnosis_text as words
 from rankcall.report import top
 from rankcall.report.formatting import digits, percent, plural
 from rankcall.report.html import asset, digest, environment
-from rankcall.report.html.top import Verdict, item_of_finding, verdict_of_finding
+from rankcall.report.html.top import FirstScreen, item_of_finding, verdict_of_finding
 from rankcall.run.stack_classes import StackClass, stack_classes
 from rankcall.serve.history import KEPT_S, History, Sample
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, Look
@@ -99,19 +99,19 @@ def login_page(problem: str = "") -> str:
 def sections(look: Look, history: History) -> dict[str, str]:
     """Return the page's sections by name."""
     parts = _templates().get_template("live.parts.j2").module
-    diagnosis = look.diagnosis
-    if diagnosis is None:
+    verdict = look.diagnosis
+    if verdict is None:
         nothing = dict.fromkeys(SECTIONS, "")
         return {**nothing, "verdict": parts.verdict(_top(look), _title(look), [], [])}
-    lines = top.lines_of(diagnosis)
+    lines = top.lines_of(verdict)
     return {
         "verdict": parts.verdict(
             _top(look),
             _title(look),
-            [item_of_finding(finding) for finding in diagnosis.findings],
-            _problems(diagnosis),
+            [item_of_finding(finding) for finding in verdict.findings],
+            _problems(verdict),
         ),
-        "ranks": parts.ranks(_grid(diagnosis, lines), _places(diagnosis, lines)),
+        "ranks": parts.ranks(_grid(verdict, lines), _places(verdict, lines)),
         "figures": parts.figures(_charts(look, history), look.figures, look.state == LIVE),
         "stacks": parts.stacks(_stacks(look), look.state == LIVE),
     }
@@ -122,11 +122,11 @@ def sections(look: Look, history: History) -> dict[str, str]:
 
 def _top(look: Look) -> dict[str, Any]:
     """Return the lines around the verdict: the run's state, and the figures beside it."""
-    diagnosis = look.diagnosis
+    verdict = look.diagnosis
     facts: list[tuple[str, str]] = []
-    if diagnosis is not None:
-        facts.append((words.world(diagnosis), ""))
-        steps = max((rank_state.steps for rank_state in diagnosis.snapshot.ranks), default=0)
+    if verdict is not None:
+        facts.append((words.world(verdict), ""))
+        steps = max((position.process.steps for position in verdict.ranks), default=0)
         facts += [(f"step {steps:,}", "")] if steps else []
     speed = look.figures
     if speed is not None:
@@ -161,32 +161,32 @@ def _tone(look: Look) -> str:
     return "fine"
 
 
-def _title(look: Look) -> Verdict:
+def _title(look: Look) -> FirstScreen:
     """Return the first words of the page."""
-    diagnosis = look.diagnosis
-    if look.state == WAITING or diagnosis is None:
+    verdict = look.diagnosis
+    if look.state == WAITING or verdict is None:
         why = "The page shows the ranks as soon as the first one has recorded something."
-        return Verdict("No data yet", why, False)
-    if diagnosis.findings:
-        return verdict_of_finding(diagnosis.findings[0])
-    text = words.healthy(diagnosis)
+        return FirstScreen("No data yet", why, False)
+    if verdict.findings:
+        return verdict_of_finding(verdict.findings[0])
+    text = words.healthy(verdict)
     whole, known = (
-        len(diagnosis.snapshot.ranks),
-        sum(not rank_state.blind for rank_state in diagnosis.snapshot.ranks),
+        len(verdict.ranks),
+        sum(not position.blind for position in verdict.ranks),
     )
     count = plural(whole, "rank")
     if look.state == ENDED:
-        return Verdict("The job has ended", text.removeprefix("healthy: ").capitalize(), False)
+        return FirstScreen("The job has ended", text.removeprefix("healthy: ").capitalize(), False)
     if text.startswith("nothing found yet"):
-        return Verdict("Nothing found yet", text.partition(": ")[2].capitalize(), False)
+        return FirstScreen("Nothing found yet", text.partition(": ")[2].capitalize(), False)
     title = f"Healthy: {'the rank goes' if whole == 1 else f'all {count} go'} on"
     if known < whole:
         title = f"{known:,} of {count} go on, the others are not known"
-    return Verdict(title, text.partition(". ")[2], False)
+    return FirstScreen(title, text.partition(". ")[2], False)
 
 
-def _problems(diagnosis: Diagnosis) -> list[str]:
-    problems = texts(diagnosis.snapshot.problems)
+def _problems(verdict: Verdict) -> list[str]:
+    problems = verdict.problems
     shown = [clean(problem) for problem in problems[:_MOST_PROBLEMS]]
     more = len(problems) - len(shown)
     return [*shown, f"and {more:,} more (in /api/diagnosis)"] if more else shown
@@ -216,15 +216,14 @@ class HostCells:
     cells: tuple[Cell, ...]
 
 
-def _grid(diagnosis: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
+def _grid(verdict: Verdict, lines: Sequence[top.Line]) -> dict[str, Any]:
     place_of = {place.rank: n for n, line in enumerate(lines) for place in line.places}
-    in_call = {place.rank: place.in_call for line in lines for place in line.places}
-    culprits = {rank for finding in diagnosis.findings for rank in finding.ranks}
-    standings = [_standing(state, in_call, culprits) for state in diagnosis.snapshot.ranks]
+    culprits = verdict.culprits
+    standings = [_standing(position, culprits) for position in verdict.ranks]
     by_host: dict[str, list[Cell]] = {}
-    for state, standing in zip(diagnosis.snapshot.ranks, standings, strict=True):
-        cell = Cell(str(state.rank), standing, place_of.get(state.rank, -1))
-        by_host.setdefault(clean(state.host) or "host not known", []).append(cell)
+    for position, standing in zip(verdict.ranks, standings, strict=True):
+        cell = Cell(str(position.rank), standing, place_of.get(position.rank, -1))
+        by_host.setdefault(clean(position.process.host) or "host not known", []).append(cell)
     hosts = [HostCells(host, tuple(cells)) for host, cells in by_host.items()]
     if len(standings) > _MOST_RANK_CELLS:
         hosts = [HostCells("", tuple(map(_host_cell, hosts)))]
@@ -234,11 +233,12 @@ def _grid(diagnosis: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
         "of_hosts": len(standings) > _MOST_RANK_CELLS,
         "large": len(standings) <= 64,
         "key": [(name, STANDINGS[name], counts[name]) for name in STANDINGS if counts[name]],
-        "places": [_tip(line, diagnosis) for line in lines[:_MOST_RANK_CELLS]],
+        "places": [_tip(line, verdict) for line in lines[:_MOST_RANK_CELLS]],
     }
 
 
-def _standing(state: Any, in_call: dict[int, bool], culprits: set[int]) -> str:
+def _standing(position: RankPosition, culprits: set[int]) -> str:
+    state = position.process
     if state.rank in culprits:
         return "culprit"
     if state.blind:
@@ -251,7 +251,7 @@ def _standing(state: Any, in_call: dict[int, bool], culprits: set[int]) -> str:
         return "stopped"
     if state.mute_s > _SILENT_S:
         return "silent"
-    return "call" if in_call.get(state.rank) else "code"
+    return "call" if position.in_call else "code"
 
 
 def _host_cell(host: HostCells) -> Cell:
@@ -262,16 +262,16 @@ def _host_cell(host: HostCells) -> Cell:
     return Cell(label, worst.standing, worst.place)
 
 
-def _tip(line: top.Line, diagnosis: Diagnosis) -> str:
+def _tip(line: top.Line, verdict: Verdict) -> str:
     """Return what the tip of a rank says, after the rank's number and host."""
-    cells = _row(line, diagnosis)
+    cells = _row(line, verdict)
     where = f" at {cells['line']}" if cells["line"] else ""
     return ", ".join(filter(None, (cells["state"], f"{cells['call']}{where}")))
 
 
-def _row(line: top.Line, diagnosis: Diagnosis) -> dict[str, str]:
-    total = max(1, len(diagnosis.snapshot.ranks))
-    _, _, state, call, name, age = top.cells(line, total, moving=not diagnosis.findings)
+def _row(line: top.Line, verdict: Verdict) -> dict[str, str]:
+    total = max(1, len(verdict.ranks))
+    _, _, state, call, name, age = top.cells(line, total, moving=not verdict.findings)
     return {
         "state": clean(state),
         "call": clean(call),
@@ -281,12 +281,12 @@ def _row(line: top.Line, diagnosis: Diagnosis) -> dict[str, str]:
     }
 
 
-def _places(diagnosis: Diagnosis, lines: Sequence[top.Line]) -> dict[str, Any]:
+def _places(verdict: Verdict, lines: Sequence[top.Line]) -> dict[str, Any]:
     """Return the table of the lines at which ranks are: culprits first, then the many."""
-    total = max(1, len(diagnosis.snapshot.ranks))
+    total = max(1, len(verdict.ranks))
     rows = [
         {
-            **_row(line, diagnosis),
+            **_row(line, verdict),
             "ranks": words.shortened_ranks([place.rank for place in line.places]),
             "count": len(line.places),
             "share": len(line.places) / total,

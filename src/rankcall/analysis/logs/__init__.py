@@ -23,17 +23,17 @@ from rankcall.analysis.logs.case import NOTHING, UNDECIDED, Case
 from rankcall.analysis.logs.comparing import absent, behind, different, lagging, mismatch, models
 from rankcall.analysis.logs.failures import dead
 from rankcall.analysis.logs.undecided import undecided
-from rankcall.analysis.snapshot import Snapshot, no_calls
-from rankcall.analysis.verdicts import Diagnosis
+from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import count_of
 from rankcall.imports.logs.job import read_logs
+from rankcall.problems import texts
 
 __all__ = ["NOTHING", "UNDECIDED", "diagnose_logs"]
 
 _REASONS = (mismatch, models, different, dead, absent, lagging, behind)  # the surest first
 
 
-def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
+def diagnose_logs(paths: Sequence[Path]) -> Verdict:
     """Return the verdict of a job's logs; its confidence is never ``certain``.
 
     Args:
@@ -50,5 +50,5 @@ def diagnose_logs(paths: Sequence[Path]) -> Diagnosis:
     name = ", ".join(log.name for log in facts.logs[:3])
     more = len(facts.logs) - 3
     name += f" and {count_of(more, 'more log')}" if more > 0 else ""
-    snapshot = Snapshot([], no_calls(), problems=facts.problems)
-    return Diagnosis(name, snapshot, findings or [undecided(case)], 0.0)
+    findings = findings or [undecided(case)]
+    return Verdict(name, findings, problems=texts(facts.problems))

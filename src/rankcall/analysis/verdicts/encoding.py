@@ -1,19 +1,22 @@
-"""Findings as plain objects, for JSON, the store and the disk, and back.
+"""A verdict as a plain object, for JSON, the store and the disk. ``decoding`` reads it back.
 
-``docs/diagnose-json.md`` has the keys. Anybody may have written what is in a store or in a run
-directory, so the decoder treats it as hostile: a finding with a value of a wrong type is left out,
-and texts, lists and numbers have bounds.
+``docs/diagnose-json.md`` has the keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks, Relation
-from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding
+from rankcall.analysis.snapshot import RankPosition
+from rankcall.analysis.verdicts.facts import Fact, Ranks
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.verdict import Kept, Verdict
+from rankcall.run.stack_classes import stack_classes
 
+SCHEMA = 1  # docs/diagnose-json.md: new keys may come under the same number
 Object = dict[str, Any]
 _KEYS = (
     "kind",
@@ -31,19 +34,37 @@ _KEYS = (
     "evidence",
     "advice",
 )
-_LISTS = ("ranks", "victims", "hosts", "evidence")
-_LONGEST_S = 1e9  # a longer time is damage
-# Above all that a job of 100,000 ranks can state, and small enough that reading costs nothing.
-_MOST_FACTS = 1024  # of one finding
-_MOST_RANKS = 1 << 20
-_MOST_TEXT = 1 << 14  # characters
-_MOST_NUMBER = 1e15
+LISTS = ("ranks", "victims", "hosts", "evidence")
+
+
+def encode(verdict: Verdict) -> bytes:
+    """Return a watcher's verdict for other nodes, and for the run directory."""
+    content = {**verdict_object(verdict), "hang": asdict(verdict.origin)}
+    if verdict.again_s:
+        content["again_s"] = verdict.again_s
+    return json.dumps(content, indent=1).encode()
+
+
+def verdict_object(verdict: Verdict, stacks: Mapping[int, str] | None = None) -> Object:
+    """Return a verdict as plain dicts and lists; times in s, no NaN. ``stacks`` are by rank."""
+    return {
+        "schema": SCHEMA,
+        "run": verdict.run,
+        "verdict": verdict.kind,
+        "hang_after_s": verdict.hang_after,
+        "findings": [finding_object(finding) for finding in verdict.findings],
+        "ranks": [_rank_object(position) for position in verdict.ranks],
+        "stacks": {str(rank): text for rank, text in (stacks or {}).items()},
+        "stack_classes": stack_objects(stacks or {}),
+        "problems": verdict.problems,
+        "hangs": [_kept_object(kept) for kept in verdict.kept],
+    }
 
 
 def finding_object(finding: Finding) -> Object:
     """Return a finding as plain dicts and lists; a value that does not apply is None."""
     written: Object = {name: getattr(finding, name) for name in _KEYS}
-    for name in _LISTS:
+    for name in LISTS:
         written[name] = list(written[name])
     for name in ("group", "seq", "op", "call_site", "user_line"):
         written[name] = written[name] or None
@@ -71,130 +92,46 @@ def _ranks_object(ranks: Ranks | None) -> Object | None:
     return {"ranks": list(ranks.numbers), "hosts": list(ranks.hosts), "pid": ranks.pid or None}
 
 
-def sound_findings(written: Iterable[Mapping[str, Any]]) -> list[Finding]:
-    """Return findings from the objects that a report or a watcher wrote.
+def stack_objects(stacks: Mapping[int, str]) -> list[Object]:
+    """Return the classes of equal stacks, the smallest first; a native frame has no line."""
+    return [
+        {
+            "ranks": list(stack_class.ranks),
+            "frames": [{**vars(frame), "line": frame.line or None} for frame in stack_class.frames],
+            "text": stack_class.text,
+        }
+        for stack_class in stack_classes(stacks)
+    ]
 
-    Any user may have written the objects, so those with a value of a wrong type are left out.
-    """
-    return [_finding_from(values) for values in written if _is_sound(values)]
 
-
-_MODEL: dict[str, Any] = vars(Finding("", ()))
-
-
-def _finding_from(values: Mapping[str, Any]) -> Finding:
-    known: dict[str, Any] = {
-        name: tuple(value) if name in _LISTS else value
-        for name, value in values.items()
-        if name in _MODEL and name != "facts" and value is not None
+def _kept_object(kept: Kept) -> Object:
+    findings = kept.verdict.findings
+    return {
+        "place": kept.place,
+        "epoch_ns": kept.verdict.origin.epoch_ns,
+        "causes": [{"kind": finding.kind, "ranks": list(finding.ranks)} for finding in findings],
+        "stacks": kept.stacks,
+        "over_s": kept.over_s,
     }
-    return Finding(**{**known, "facts": facts_from(values.get("facts"))})
 
 
-def _is_sound(values: Mapping[str, Any]) -> bool:
-    if values.get("kind") is None or values.get("ranks") is None:
-        return False
-    return values.get("confidence", "certain") in CONFIDENCES and all(
-        _is_sound_value(name, value)
-        for name, value in values.items()
-        if name in _MODEL and name != "facts" and value is not None
-    )
-
-
-def _is_sound_value(name: str, value: Any) -> bool:
-    if name in _LISTS:
-        return (
-            isinstance(value, (list, tuple))
-            and len(value) <= _MOST_RANKS
-            and all(_is_sound_item(name, item) for item in value)
-        )
-    if isinstance(_MODEL[name], float):
-        return type(value) in (int, float) and abs(value) < _LONGEST_S  # nor is it NaN
-    if type(value) is not type(_MODEL[name]):
-        return False
-    if isinstance(value, str):
-        return len(value) <= _MOST_TEXT
-    return bool(abs(value) < _MOST_NUMBER)  # an int of a thousand digits is a number for JSON, too
-
-
-def _is_sound_item(name: str, item: Any) -> bool:
-    if name in ("ranks", "victims"):
-        return type(item) is int and 0 <= item < _MOST_RANKS
-    return isinstance(item, str) and len(item) <= _MOST_TEXT
-
-
-def facts_from(written: Any) -> tuple[Fact, ...]:
-    """Return the facts of a finding, without those that are damaged or that a later version made.
-
-    The finding's words and ranks do not depend on its facts, so it counts without them.
-    """
-    if not isinstance(written, list):
-        return ()
-    facts = (_fact_from(values) for values in written[:_MOST_FACTS])
-    return tuple(fact for fact in facts if fact is not None)
-
-
-def _fact_from(values: Any) -> Fact | None:
-    try:
-        number = values["number"]
-        fact = Fact(
-            Relation(values["relation"]),
-            _ranks_from(values["subject"]),
-            _call_from(values["call"]),
-            _ranks_from(values["others"]),
-            tuple((_text(name), _text(value)) for name, value in values["values"].items()),
-            None if number is None else _number(number),
-            _text(values["unit"] or ""),
-            _text(values["confidence"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return fact if fact.confidence in CONFIDENCES else None
-
-
-def _ranks_from(values: Any) -> Ranks | None:
-    if values is None:
-        return None
-    numbers = tuple(_whole(rank) for rank in _list(values["ranks"]))
-    hosts = tuple(_text(host) for host in _list(values["hosts"]))
-    return Ranks(numbers, hosts, _whole(values["pid"] or 0))
-
-
-def _call_from(values: Any) -> CallFact | None:
-    if values is None:
-        return None
-    peer = values["peer"]
-    return CallFact(
-        _text(values["op"]),
-        _whole(values["seq"]),
-        _text(values["group"]),
-        _text(values["description"]),
-        _text(values["function"]),
-        None if peer is None else _whole(peer, least=-1),  # -1: any rank
-        _whole(values["tag"], least=-(1 << 31)),
-        _text(values["line"]),
-    )
-
-
-def _list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list) or len(value) > _MOST_RANKS:
-        raise ValueError("not a list, or too long")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _MOST_TEXT:
-        raise ValueError("not a text, or too long")
-    return value
-
-
-def _whole(value: Any, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < 1 << 63:
-        raise ValueError("not a whole number, or impossible")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) < _MOST_NUMBER:  # nor is it NaN
-        raise ValueError("not a number, or impossible")
-    return float(value)
+def _rank_object(position: RankPosition) -> Object:
+    process = position.process
+    return {
+        "rank": process.rank,
+        "host": process.host or None,
+        "pid": process.pid or None,
+        "state": process.state,
+        "blind": process.blind,
+        "closed": process.closed,
+        "in_call": position.in_call,
+        "failed": position.failed,
+        "group": position.group or None,
+        "group_size": position.group_size or None,
+        "seq": position.seq or None,
+        "op": position.op or None,
+        "call_site": position.call_site or None,
+        "user_line": position.user_line or None,
+        "age_s": round(position.age_s, 3),
+        "exit": process.exit,
+    }

@@ -7,7 +7,6 @@ only show that the ranks do nothing; their stacks, if there are any, show who wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from rankcall.analysis.verdicts.facts import (
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.sentences import SHOWN
+from rankcall.analysis.verdicts.verdict import Lasting
 from rankcall.analysis.verdicts.wording import name_place
 from rankcall.run.frames import CodePlace, code_place
 
@@ -34,20 +34,7 @@ _START_UP_S = 20.0
 _MOST_PLACES = 4  # that a finding lists
 
 
-@dataclass(frozen=True)
-class Silence:
-    """How long no rank has done anything on record, and how long that may last."""
-
-    seconds: float
-    allowed_s: float
-
-    @property
-    def is_long(self) -> bool:
-        """Whether it has lasted too long."""
-        return self.seconds >= self.allowed_s
-
-
-def silence_of(snapshot: Snapshot, hang_after: float) -> Silence | None:
+def silence_of(snapshot: Snapshot, hang_after: float) -> Lasting | None:
     """Return the silence of a job that runs; None if a rank is busy, or has reason to be silent.
 
     A rank in a call is not silent: the wait for that call has a verdict of its own. A rank is busy
@@ -71,7 +58,7 @@ def silence_of(snapshot: Snapshot, hang_after: float) -> Silence | None:
         allowed = max(FIRST_STEP * hang_after, _START_UP_S)
     elif not any(state.steps for state in known):
         allowed = FIRST_STEP * hang_after
-    return Silence(seconds, allowed) if np.isfinite(seconds) else None
+    return Lasting(seconds, allowed) if np.isfinite(seconds) else None
 
 
 def _steps_on_its_own(snapshot: Snapshot, known: Sequence[RankState]) -> bool:

@@ -41,8 +41,8 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The first screen: one sentence and, if they apply, the ranks, the line and the cost."""
+class FirstScreen:
+    """What the page begins with: one sentence and, if they apply, ranks, line and cost."""
 
     title: str
     detail: str
@@ -52,14 +52,14 @@ class Verdict:
     cost: tuple[str, str] | None = None
 
 
-def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
+def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
     """Return the cause that stopped the run, else the ranks that slow it, if any do."""
     if findings and findings[0].stops:
         return verdict_of_finding(findings[0])
     summary = details.summary
     first = headline(summary)
     if not first.alarm:
-        return Verdict(first.text, first.detail, False)
+        return FirstScreen(first.text, first.detail, False)
     named = [straggler for straggler in summary.stragglers if straggler.rank in first.ranks]
     hosts = list(dict.fromkeys(straggler.host for straggler in named if straggler.host))
     ranks = plural(len(named), "rank").split(" ")[1] + f" {format_ranks(first.ranks)}"
@@ -73,10 +73,10 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> Verdict:
     on = f" on {hosts[0]}" if len(hosts) == 1 else ""
     title = f"{ranks[0].upper()}{ranks[1:]}{on} {makes} the others wait"
     where = _where(details, first.ranks)
-    return Verdict(title, f"{first.text} {first.detail}", True, culprits, where, cost)
+    return FirstScreen(title, f"{first.text} {first.detail}", True, culprits, where, cost)
 
 
-def verdict_of_finding(finding: Finding) -> Verdict:
+def verdict_of_finding(finding: Finding) -> FirstScreen:
     """Return the verdict that one finding makes: the likeliest root cause of a hang."""
     culprits = None
     title = finding.predicate
@@ -96,7 +96,7 @@ def verdict_of_finding(finding: Finding) -> Verdict:
         )
     waiting = plural(len(finding.victims), "rank") + " held up" if finding.victims else ""
     cost = (time(finding.since_s * 1e3), waiting) if finding.since_s > 0 else None
-    return Verdict(
+    return FirstScreen(
         title, f"{finding.summary} {finding.advice}".strip(), True, culprits, where, cost
     )
 

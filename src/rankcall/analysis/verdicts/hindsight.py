@@ -1,0 +1,112 @@
+"""What the job's own watcher saw, for the diagnosis of a job that is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, evidence
+from rankcall.analysis.verdicts.verdict import Kept
+from rankcall.analysis.verdicts.wording import name_place
+from rankcall.run.frames import code_place
+from rankcall.run.hangs import kept_stack
+
+_MARGIN_S = 0.5  # between a verdict and a call that shows that its hang was over
+
+
+def as_the_watcher_saw(diagnosis: Diagnosis, newest: Kept, kinds: Mapping[str, Kind]) -> Diagnosis:
+    """Add what the job's own watcher saw last to the diagnosis of a job that is over.
+
+    The watcher saw live processes and their stacks, so its word on a rank counts for more than how
+    that rank ended. It counts only if its hang lasted: no rank of its host has issued a call since.
+
+    Args:
+        diagnosis: What the records and the ends of the processes show.
+        newest: The last verdict that the watcher kept.
+        kinds: All kinds by their names; findings of other kinds are left out.
+    """
+    snapshot, origin = diagnosis.snapshot, newest.verdict.origin
+    moment = snapshot.moments.get(origin.boot_id)
+    seen = [finding for finding in newest.verdict.findings if finding.kind in kinds]
+    if moment is None or not seen:
+        return diagnosis
+    since_s = (moment - origin.mono_ns) / 1e9
+    if since_s < 0 or np.any(snapshot.calls["age_s"] < since_s - _MARGIN_S):
+        return diagnosis
+    diagnosis = replace(
+        diagnosis,
+        findings=[
+            _with_places(snapshot, finding, newest.folder, since_s)
+            for finding in diagnosis.findings
+        ],
+    )
+    known = {(finding.kind, rank) for finding in diagnosis.findings for rank in finding.ranks}
+    had_ended = {
+        state.rank
+        for state in snapshot.ranks
+        if state.exit is not None and (state.gone_s or 0.0) > since_s + _MARGIN_S
+    }
+    new = [
+        _seen(finding, kinds[finding.kind], since_s)
+        for finding in seen
+        if had_ended.isdisjoint(finding.ranks)
+        and (not finding.ranks or any((finding.kind, rank) not in known for rank in finding.ranks))
+    ]
+    named = {rank for finding in new for rank in finding.ranks}
+    everybody = {state.rank for state in snapshot.ranks if not state.blind}
+    # An end of all ranks together is the end of the job, which did not cause the hang.
+    rest = [
+        finding
+        for finding in diagnosis.findings
+        if named.isdisjoint(finding.ranks) and not everybody <= {*finding.ranks, *named}
+    ]
+    if not new or (rest and not named):
+        return diagnosis
+    return replace(diagnosis, findings=[*new, *rest])
+
+
+def _with_places(snapshot: Snapshot, finding: Finding, folder: Path, since_s: float) -> Finding:
+    """Add the lines at which the watcher saw a finding's ranks, if it kept their stacks."""
+    if since_s > finding.since_s:
+        return finding  # it looked before this began
+    places = []
+    for rank in finding.ranks[:SHOWN]:
+        where = name_place(code_place(kept_stack(folder, rank)))
+        if where:
+            ranks, values = ranks_of(snapshot, [rank]), (("place", where),)
+            places.append(Fact(Relation.SEEN_AT, ranks, values=values, number=since_s, unit="s"))
+    return replace(
+        finding,
+        evidence=(*finding.evidence, *evidence(places, snapshot.live)),
+        facts=(*finding.facts, *places),
+    )
+
+
+def _seen(finding: Finding, kind: Kind, since_s: float) -> Finding:
+    """Return a finding of the watcher's as one about the past."""
+    return replace(
+        finding,
+        summary=as_seen(finding.summary, since_s),
+        advice=_past_advice(finding),
+        stops=kind.stops,
+        is_fault=kind.is_fault,
+        predicate=kind.predicate,
+    )
+
+
+def _past_advice(finding: Finding) -> str:
+    """Return the next step for a process that is gone."""
+    if not finding.ranks:
+        return "Look at the stacks that the watcher kept beside its verdict."
+    return (
+        f"Look at the stack of rank {finding.ranks[0]} that the watcher kept beside its verdict, "
+        "and at what that rank does there."
+    )
