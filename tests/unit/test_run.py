@@ -29,6 +29,7 @@ from rankcall.run.paths import (
     ring_paths,
 )
 from rankcall.run.settle import settle
+from rankcall.testing.synthetic import synthetic_run
 
 
 @pytest.fixture
@@ -299,3 +300,13 @@ def test_a_run_of_symlinks(tmp_path: Path) -> None:
     run = load(tmp_path)
     assert run.records.height == 65
     assert any("b.ring" in problem for problem in texts(run.problems))
+
+
+def test_a_run_is_one_line_in_a_notebook(tmp_path: Path) -> None:
+    """It says which ranks are there, of how many, and whether something is wrong."""
+    synthetic_run(tmp_path / "run", 8, 40, hosts=2, without_ranks=(3,))
+    text = repr(load(tmp_path / "run"))
+    assert text.startswith(f"<Run {tmp_path / 'run'}: rank 0-2,4-7 of 8, 2 hosts")
+    assert "\n" not in text
+    assert len(text) < len(str(tmp_path)) + 100
+    assert "rank none of 0" in repr(Run(tmp_path, {}, []))

@@ -45,7 +45,7 @@ class RunGroup:
         return len({host for host in self.hosts if host}) > 1
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A run: its rings' headers and side tables. Records are read only if a caller needs them.
 
@@ -59,8 +59,19 @@ class Run:
     problems: list[Problem] = field(default_factory=list)
     source: Path | None = None  # the path that was loaded: a run directory, a ring file, an archive
     # A part of a run keeps the whole, whose end removes what was unpacked.
-    _whole: Run | None = field(default=None, repr=False)
-    _census: dict[Path, tuple[int, int]] = field(default_factory=dict, repr=False)
+    _whole: Run | None = None
+    _census: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        # One line: the fields would be kilobytes in a notebook, most of them side tables.
+        attempts = {head.header.attempt for head in self.heads}
+        parts = [
+            f"rank {format_ranks(sorted(self.hosts)) or 'none'} of {self.world_size}",
+            f"attempt {format_ranks(sorted(attempts))}" if len(attempts) > 1 else "",
+            f"{len(set(self.hosts.values()))} hosts" if len(set(self.hosts.values())) > 1 else "",
+            f"problems: {len(self.problems)}" if self.problems else "",
+        ]
+        return f"<Run {self.source or self.path}: {', '.join(part for part in parts if part)}>"
 
     def iter_rings(
         self, progress: Progress | None = None, newest: int | None = None
