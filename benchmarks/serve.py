@@ -147,7 +147,8 @@ class _Served:
             cwd=cwd,
         )
         assert self._process.stdout is not None
-        self.url = self._process.stdout.readline().strip()
+        self.link = self._process.stdout.readline().strip()
+        self.url, _, self.token = self.link.partition("#token=")
 
     def cpu_s(self) -> float:
         """Return the CPU time that the server has used."""
@@ -174,8 +175,11 @@ def _first_paint(run: Path) -> float | None:
     times: list[float] = []
     with _Served(str(run)) as served, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        context = browser.new_context(
+            extra_http_headers={"Authorization": f"Bearer {served.token}"}
+        )
         for _ in range(5):
-            page = browser.new_page()
+            page = context.new_page()
             page.goto(served.url)
             times.append(_painted_ms(page))
             page.close()
@@ -203,7 +207,7 @@ def _training(rounds: int) -> dict[str, float]:
         run = Path(name) / "run"
         run.mkdir()
         with _Served(str(run)) as served:
-            arguments = ["--rank", "--viewed", served.url, "--rounds", str(rounds)]
+            arguments = ["--rank", "--viewed", served.link, "--rounds", str(rounds)]
             began, cpu = time.monotonic(), served.cpu_s()
             printed = told_by_ranks(
                 str(ROOT / "benchmarks/training.py"),

@@ -82,15 +82,18 @@ def profiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def viewed(url: str) -> Iterator[None]:
+def viewed(link: str) -> Iterator[None]:
     """Show the job to a viewer: rank 0 opens the stream of a page's changes, and leaves it unread.
 
-    Recording is on all the time.
+    Recording is on all the time. ``link`` is what ``rankcall serve`` prints.
     """
     if dist.get_rank():
         yield
         return
-    with urllib.request.urlopen(f"{url}events", timeout=60):
+    address, _, token = link.partition("#token=")
+    stream = urllib.request.Request(f"{address}events")
+    stream.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(stream, timeout=60):
         yield
 
 

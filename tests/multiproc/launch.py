@@ -62,6 +62,10 @@ class Launch:
             stderr=self._err,
         )
 
+    def printed(self) -> str:
+        """Return what has come to stdout so far."""
+        return os.pread(self._out.fileno(), 1 << 20, 0).decode()
+
     def finish(self, timeout: float = 240, linger: float = 0) -> Ended:
         """Wait for the end and return it; raise with every stack if time is up.
 

@@ -27,11 +27,11 @@ RANKCALL = Path(sys.executable).with_name("rankcall")
 DEADLINE_S = 240.0
 
 
-def ask(port: int, path: str) -> Any:
+def ask(port: int, token: str, path: str) -> Any:
     """Return a page's JSON, or None if it is not there yet."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
         answer = connection.getresponse()
         text = answer.read()
         return json.loads(text) if answer.status == 200 else None
@@ -63,13 +63,15 @@ def test_a_hang_is_on_the_page_with_line_and_stacks(tmp_path: Path) -> None:
         )
     try:
         deadline = time.monotonic() + DEADLINE_S
-        port, diagnosis = 0, None
+        port, token, diagnosis = 0, "", None
         while not (diagnosis and diagnosis["findings"] and diagnosis["stack_classes"]):
             assert time.monotonic() < deadline, log.read_text()
             assert job.poll() is None, log.read_text()
-            match = re.search(r"the live page: http://127\.0\.0\.1:(\d+)/", log.read_text())
-            port = int(match[1]) if match else 0
-            diagnosis = ask(port, "/api/diagnosis") if port else None
+            link = r"the live page: http://127\.0\.0\.1:(\d+)/#token=(\S+)\n"
+            match = re.search(link, log.read_text())
+            if match:
+                port, token = int(match[1]), match[2]
+                diagnosis = ask(port, token, "/api/diagnosis")
             time.sleep(0.2)
         first = diagnosis["findings"][0]
         assert (first["kind"], first["ranks"]) == ("missing", [1])
@@ -86,7 +88,7 @@ def test_a_hang_is_on_the_page_with_line_and_stacks(tmp_path: Path) -> None:
             job.kill()
             job.wait(120)
     with pytest.raises(OSError, match=r"refused|reset"):
-        ask(port, "/api/diagnosis")
+        ask(port, token, "/api/diagnosis")
 
 
 @pytest.mark.slow

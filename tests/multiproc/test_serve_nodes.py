@@ -28,7 +28,8 @@ PORT = "8088"  # each node has a network of its own
 FETCH = """
 import sys, urllib.error, urllib.request
 try:
-    print(urllib.request.urlopen(sys.argv[1], timeout=60).read().decode())
+    asked = urllib.request.Request(sys.argv[1], headers={"Authorization": f"Bearer {sys.argv[2]}"})
+    print(urllib.request.urlopen(asked, timeout=60).read().decode())
 except urllib.error.URLError:  # it is not there yet
     print("null")
 """
@@ -42,13 +43,15 @@ class Page:
         wait_until(lambda: any(node.memory.rglob("*.ring")) and (node.folder / "run").is_dir(), 200)
         env = {"RANKCALL_SHM": "/dev/shm"}
         arguments = ("-m", "rankcall", "serve", "/mnt/run", "--port", PORT)
-        self.process = job.start(node, env, PYTHON, *arguments).process
+        self._launch = job.start(node, env, PYTHON, *arguments)
+        self.process = self._launch.process
 
     def diagnosis(self) -> Any:
         """Return the page's JSON, or None without an answer."""
         url = f"http://127.0.0.1:{PORT}/api/diagnosis"
+        token = self._launch.printed().strip().partition("#token=")[2]
         done = subprocess.run(
-            self._node.command(PYTHON, "-c", FETCH, url),
+            self._node.command(PYTHON, "-c", FETCH, url, token),
             capture_output=True,
             text=True,
             timeout=120,

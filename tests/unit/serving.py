@@ -33,11 +33,15 @@ class Answer:
 
 
 class Served:
-    """``rankcall serve`` on a free port, for the length of a block."""
+    """``rankcall serve`` on a free port, for the length of a block.
 
-    def __init__(self, *args: str | Path, cwd: Path | None = None) -> None:
+    ``descriptors``: the most that the process may have; 0: as many as this one.
+    """
+
+    def __init__(self, *args: str | Path, cwd: Path | None = None, descriptors: int = 0) -> None:
+        limit = ["bash", "-c", f'ulimit -n {descriptors} && exec "$@"', "-"] if descriptors else []
         self.process = subprocess.Popen(
-            [str(RANKCALL), "serve", "--port", "0", *map(str, args)],
+            [*limit, str(RANKCALL), "serve", "--port", "0", *map(str, args)],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -46,10 +50,21 @@ class Served:
         )
         self.out = self.err = ""
         self.link = self._line()
-        match = re.fullmatch(r"http://(.+):(\d+)/(?:#token=(\S+))?", self.link)
+        match = re.fullmatch(r"http://(.+):(\d+)/#token=(\S+)", self.link)
         assert match, self.link
-        self.port, self.token = int(match[2]), match[3] or ""
+        self.port, self.token = int(match[2]), match[3]
         self.url = f"http://127.0.0.1:{self.port}/"
+
+    @property
+    def authorization(self) -> dict[str, str]:
+        """The header that a program sends."""
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def stream_request(self, path: str = "/events") -> bytes:
+        """Return a request with the token as it is sent over a socket."""
+        lines = [f"GET {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}"]
+        lines += [f"{name}: {value}" for name, value in self.authorization.items()]
+        return "\r\n".join([*lines, "", ""]).encode()
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -63,11 +78,15 @@ class Served:
         path: str = "/",
         method: str = "GET",
         body: str | None = None,
-        **headers: str,
+        **headers: str | None,
     ) -> Answer:
-        """Send one request; a header's name is written with _ for -."""
+        """Send one request with the token; a header's name is written with _ for -.
+
+        A header that is None is left out: ``Authorization=None`` is a request without the token.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {**self.authorization, **headers}
+        named = {name.replace("_", "-"): value for name, value in sent.items() if value is not None}
         try:
             connection.request(method, path, body, named)
             got = connection.getresponse()

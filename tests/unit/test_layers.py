@@ -46,6 +46,7 @@ LEVEL = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 # These modules are such adapters as a whole: no other module imports them before they are used.
 ADAPTERS = {
     "serve/app.py": "rankcall.serve.app",
+    "serve/connections.py": "rankcall.serve.connections",
     **{
         f"integrations/{name}.py": f"rankcall.integrations.{name}"
         for name in ("accelerate", "lightning", "ray_train", "transformers")

@@ -41,7 +41,7 @@ def someone() -> Iterator[subprocess.Popen[bytes]]:
 
 def opened(browser: Any, served: Served, **options: Any) -> tuple[Any, list[str]]:
     """Open the page; return it with a list that collects errors and foreign requests."""
-    page = browser.new_context(**options).new_page()
+    page = browser.new_context(extra_http_headers=served.authorization, **options).new_page()
     page.set_default_timeout(WAIT_MS)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -144,7 +144,7 @@ def test_the_link_with_the_token_opens_the_page(browser: Any, tmp_path: Path) ->
         page.goto(served.url)
         assert page.locator("h1").inner_text() == "This page needs the token"
         page.goto("about:blank")
-        page.goto(f"{served.url}#token={served.token}")
+        page.goto(served.link.replace(served.link.partition("/#")[0], served.url.rstrip("/")))
         page.wait_for_selector("#grid")
         assert served.token not in page.url
         page.context.close()

@@ -21,7 +21,7 @@ def command(
         str,
         typer.Option(
             metavar="ADDRESS",
-            help="The address to listen on; if it is not loopback, a token is made.",
+            help="The address to listen on; 0.0.0.0: all of this host.",
         ),
     ] = DEFAULT_HOST,
     port: Annotated[
@@ -36,8 +36,8 @@ def command(
 ) -> None:
     """Serve a live page of a job. Everyone who has the link can read it. Ends with Ctrl-C.
 
-    The page reads the ranks' records as top does, and only while somebody looks. An address that
-    other hosts can reach needs the token in the printed link.
+    The page reads the ranks' records as top does, and only while somebody looks. The printed link
+    has a token, without which nobody can read it, not even other users of this host.
     """
     if run is not None:
         run = find_run(run).absolute()

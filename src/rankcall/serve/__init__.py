@@ -2,7 +2,8 @@
 
 ``live_run`` reads the rings as ``rankcall top`` does and keeps the figures of the last minutes.
 ``view`` turns both into the page's sections, and gives all viewers the result of one look. ``app``
-answers the requests that its rules of access let through. This module listens on a socket until it
+answers the requests that the rules of ``access`` let through, and ``connections`` says who may stay
+connected. This module listens on a socket until it
 gets a signal. Nothing is read while the page has no viewer.
 """
 
@@ -20,7 +21,7 @@ from rankcall.errors import ExtraMissingError, RankcallError
 from rankcall.serve.live_run import LiveRun
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8088
-_BACKLOG = 512  # all viewers (``app.MOST_VIEWERS``) may connect again at once
+_BACKLOG = 512  # hundreds of viewers may connect again at once
 _POLL_S = 0.1  # uvicorn has no event for the end of a server
 
 
@@ -29,7 +30,7 @@ class PageServer:
 
     Args:
         run: The run to show; None: the latest one below the working directory.
-        host: The address to listen on. One that other hosts can reach gets a token.
+        host: The address to listen on.
         port: The port; 0 takes a free one.
         names: Further names under which browsers may reach the page.
         hang_after: See ``judge``.
@@ -55,7 +56,7 @@ class PageServer:
         from rankcall.serve.access import Access
 
         self._socket = _listen(host, port)
-        self.access = Access.of(host, self._socket.getsockname()[1], names)
+        self.access = Access(host, self._socket.getsockname()[1], tuple(names))
         self._run = LiveRun(run, hang_after, attempt)
         self._parent = parent
 
@@ -72,6 +73,7 @@ class PageServer:
         import uvicorn
 
         from rankcall.serve.app import make_app
+        from rankcall.serve.connections import AT_ONCE, Connections
 
         app, page = make_app(self._run, self.access)
         gc.freeze()  # what the imports made stays: collections need not go through it again
@@ -83,9 +85,9 @@ class PageServer:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            backlog=_BACKLOG,
+            backlog=AT_ONCE,
             h11_max_incomplete_event_size=1 << 15,
-            http="h11",
+            http=Connections().protocol(),
             ws="none",
             timeout_graceful_shutdown=1,
         )
@@ -119,13 +121,23 @@ def check_extra() -> None:
     del jinja2, starlette, uvicorn
 
 
+class _Listener(socket.socket):
+    """A socket with a long queue, of which asyncio takes few at once.
+
+    asyncio has one number, ``backlog``, for both, and calls ``listen`` with it.
+    """
+
+    def listen(self, backlog: int = _BACKLOG, /) -> None:
+        super().listen(_BACKLOG)
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = _Listener(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)
+        listener.listen()
     except (OSError, OverflowError) as error:
         listener.close()
         raise RankcallError(f"cannot listen on {host} port {port}: {error}") from error

@@ -1,9 +1,9 @@
-"""The rules for readers of the page: addresses, tokens, and the Host and Origin headers.
+"""The rules for readers of the page: the token, and the Host and Origin headers.
 
-A page on a loopback address needs no token: only processes of this host can connect to it. Any
-other address needs the token that is made at start. A browser sends the cookies of a site to
-whatever address the site's name leads to at that moment (DNS rebinding), so the Host header is
-checked as well.
+Every page has a token, also one on a loopback address: each user of a host can connect to that, and
+a run directory that only its owner may open must not be readable through the owner's page. A
+browser sends the cookies of a site to whatever address the site's name leads to at that moment (DNS
+rebinding), so the Host header is checked as well.
 """
 
 from __future__ import annotations
@@ -13,43 +13,24 @@ import hmac
 import ipaddress
 import secrets
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
-_LOCAL_NAMES = ("localhost",)
 _MOST_CHARS = 512  # of a token or header; the rest is ignored
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether only processes of this host can connect to an address."""
-    if address in _LOCAL_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
 class Access:
     """The rules of one server.
 
-    ``names`` are further names under which browsers may reach it. ``token`` is empty on a loopback
-    address.
+    ``names`` are further names under which browsers may reach it.
     """
 
     host: str
     port: int
     names: tuple[str, ...] = ()
-    token: str = field(default="", repr=False)
-
-    @classmethod
-    def of(cls, host: str, port: int, names: Iterable[str] = ()) -> Access:
-        """Return the rules for an address, with a new token if it needs one."""
-        token = "" if is_loopback(host) else secrets.token_urlsafe(32)
-        return cls(host, port, tuple(name.lower() for name in names), token)
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
 
     @property
     def cookie(self) -> str:
@@ -67,20 +48,18 @@ class Access:
         if host in ("0.0.0.0", "::", ""):
             host = socket.gethostname()
         host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.port}/" + (f"#token={self.token}" if self.token else "")
+        return f"http://{host}:{self.port}/#token={self.token}"
 
     def is_token(self, given: str) -> bool:
         """Compare a token in constant time."""
-        return bool(self.token) and _equal(given, self.token)
+        return _equal(given, self.token)
 
     def is_known_host(self, header: str) -> bool:
         """Return whether the Host header names this server."""
         name = _host_name(header)
         if name is None:
             return False
-        if not self.token:
-            return is_loopback(name) or name in self.names
-        if name in (*_LOCAL_NAMES, self.host.lower(), *self.names, *_own_names()):
+        if name in ("localhost", self.host.lower(), *map(str.lower, self.names), *_own_names()):
             return True
         try:
             ipaddress.ip_address(name)  # an address has no name that could lead elsewhere
@@ -90,8 +69,6 @@ class Access:
 
     def may_read(self, authorization: str, cookies: str) -> bool:
         """Return whether a request's headers carry the token, or the cookie that was set for it."""
-        if not self.token:
-            return True
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() == "bearer" and self.is_token(given.strip()):
             return True

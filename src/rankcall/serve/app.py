@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     FileResponse,
     HTMLResponse,
@@ -44,7 +44,6 @@ KINDS = {
     "summary": Download("report.json", "application/json", ("report", "RUN", "--json")),
 }
 
-MOST_VIEWERS = 512  # event streams at once
 _SEND_S = 30.0  # a viewer that takes no byte for so long is gone
 _MOST_BODY = 4096
 _STACKS_EVERY_S = 2.0  # requests within that time get the same stacks
@@ -83,7 +82,6 @@ class Page:
         self.downloads = Downloads()
         self.closing = asyncio.Event()
         self._access = access
-        self._viewers = 0
         self._stacks_turn = asyncio.Lock()
         self._stacks_at = float("-inf")
 
@@ -137,15 +135,19 @@ class Page:
             return PlainTextResponse(
                 "the token is missing or wrong\n", 401, {"WWW-Authenticate": "Bearer"}
             )
+        request.state.connection.has_shown_token()
         return None
 
     async def login(self, request: Request) -> Response:
         """Set the cookie for a token from a form."""
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > _MOST_BODY:
-                return PlainTextResponse("too long\n", 413)
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > _MOST_BODY:
+                    return PlainTextResponse("too long\n", 413)
+        except ClientDisconnect:  # a traceback for each of many strangers would fill stderr
+            return PlainTextResponse("incomplete\n", 400)
         token = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0]
         if not self._access.is_token(token.strip()):
             return HTMLResponse(login_page("That is not the token of this server."), 401)
@@ -164,24 +166,18 @@ class Page:
 
     async def events(self, request: Request) -> Response:
         """Return the stream of changes; the browser asks again if it is cut off."""
-        if self._viewers >= MOST_VIEWERS:
-            return PlainTextResponse("too many viewers\n", 503, {"Retry-After": "10"})
         return _EventStream(self._changes())
 
     async def _changes(self) -> AsyncGenerator[bytes, None]:
-        self._viewers += 1
-        try:
-            known: dict[str, str] = {}
-            yield b"retry: 3000\n\n"
-            while not self.closing.is_set():
-                update = await self.shared.newest()
-                # A comment shows the viewer, and us, that the connection still works.
-                yield update.event(known) if dict(update.digests) != known else b": no change\n\n"
-                known = dict(update.digests)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.closing.wait(), self.shared.pause)
-        finally:
-            self._viewers -= 1
+        known: dict[str, str] = {}
+        yield b"retry: 3000\n\n"
+        while not self.closing.is_set():
+            update = await self.shared.newest()
+            # A comment shows the viewer, and us, that the connection still works.
+            yield update.event(known) if dict(update.digests) != known else b": no change\n\n"
+            known = dict(update.digests)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.closing.wait(), self.shared.pause)
 
     # --- JSON ---
 

@@ -3,11 +3,11 @@
   const $ = (id) => document.getElementById(id);
 
   // The link that the command prints has the token after #, where no server and no log sees it.
+  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (given) history.replaceState(null, "", location.pathname);
   const login = $("login");
   if (login) {
-    const given = new URLSearchParams(location.hash.slice(1)).get("token");
     if (given) {
-      history.replaceState(null, "", location.pathname);
       $("token").value = given;
       login.submit();
     }
@@ -106,8 +106,15 @@
     };
     events.onerror = () => {
       link.textContent = "connection lost, trying again; the page shows the last state";
-      if (events.readyState === EventSource.CLOSED) setTimeout(listen, 5000);
+      if (events.readyState === EventSource.CLOSED) {
+        askForToken();
+        setTimeout(listen, 5000);
+      }
     };
+  }
+  async function askForToken() { // a page that was started again has another one
+    const answer = await fetch("api/stacks").catch(() => null);
+    if (answer && answer.status === 401) location.reload();
   }
   listen();
   // A page that nobody sees asks for nothing.
