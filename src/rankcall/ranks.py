@@ -44,19 +44,33 @@ def compress_ranks(ranks: list[int]) -> list[list[int]]:
     return runs
 
 
+def count_ranks(runs: list[list[int]]) -> int:
+    """Return how many ranks runs stand for, before any memory is taken for them.
+
+    Raises ``ValueError`` if they cannot be the ranks of a group.
+    """
+    total = 0
+    for first, count, stride in runs:
+        if not (type(first) is type(count) is type(stride) is int):
+            raise ValueError("a rank is an integer")
+        if count > 1 and not stride:
+            raise ValueError("a group lists a rank more than once")
+        total += count
+        # Each run by itself: the numbers of a hostile one have any number of digits.
+        if not 0 <= count <= total <= MAX_RANKS:
+            raise ValueError(f"more than {MAX_RANKS:,} ranks, or a negative number of them")
+        last = first + max(0, count - 1) * stride
+        if not (0 <= first < MAX_RANKS and 0 <= last < MAX_RANKS):
+            raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
+    return total
+
+
 def expand_ranks(runs: list[list[int]]) -> tuple[int, ...]:
-    """Undo ``compress_ranks``. Raises ``ValueError`` if the ranks cannot be real."""
-    if not all(type(number) is int for run in runs for number in run):
-        raise ValueError("a rank is an integer")
-    # Checked before anything is expanded: see ``MAX_RANKS``.
-    if any(count < 0 for _, count, _ in runs) or sum(run[1] for run in runs) > MAX_RANKS:
-        raise ValueError(f"more than {MAX_RANKS:,} ranks, or a negative number of them")
-    ranks = tuple(
+    """Undo ``compress_ranks``. Raises ``ValueError`` as ``count_ranks`` does."""
+    count_ranks(runs)
+    return tuple(
         chain.from_iterable(
-            range(first, first + count * stride, stride) if stride else [first] * count
+            range(first, first + count * stride, stride) if count > 1 else [first] * count
             for first, count, stride in runs
         )
     )
-    if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANKS:
-        raise ValueError(f"a rank is less than 0 or more than {MAX_RANKS:,}")
-    return ranks

@@ -13,6 +13,7 @@ from torchless import without_torch
 from worlds import MS, PAIR, Call, group_of, together, write_world
 
 from rankcall import cli
+from rankcall.budget import Budget
 from rankcall.cli import main
 from rankcall.ring.reader import Ring, read_ring
 from rankcall.ring.tables import Group
@@ -87,9 +88,9 @@ def test_each_ring_is_read_once(
     monkeypatch.chdir(tmp_path)
     reads: list[str] = []
 
-    def counting(path: Path, newest: int | None = None) -> Ring:
+    def counting(path: Path, newest: int | None = None, budget: Budget | None = None) -> Ring:
         reads.append(path.name)
-        return read_ring(path, newest)
+        return read_ring(path, newest, budget=budget)
 
     monkeypatch.setattr("rankcall.run.load.read_ring", counting)
     assert main([command[0], str(run), *command[1:]]) in (0, 1)

@@ -13,6 +13,7 @@ import pytest
 
 from rankcall import imports
 from rankcall.analysis.verdicts import diagnose
+from rankcall.budget import Budget
 from rankcall.export import export
 from rankcall.problems import Problem, ProblemKind
 from rankcall.record import KINDS, OPS, RECORD, STATUSES
@@ -32,9 +33,13 @@ def looks_like_toy(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.toy"))
 
 
-def rings_of_toy(sources: Sequence[Path], problems: list[Problem]) -> Iterator[RingSpec]:
+def rings_of_toy(
+    sources: Sequence[Path], problems: list[Problem], budget: Budget
+) -> Iterator[RingSpec]:
     """Yield a ring for each file ``<rank>.toy``."""
     for path in sorted(sources[0].glob("*.toy")):
+        with path.open() as file, budget.reading(path, file.fileno()):
+            budget.spend(RECORD.itemsize * len(file.readlines()))
         lines = [line.split() for line in path.read_text().splitlines()]
         spec = RingSpec(int(path.stem), 3, "", capture="imported", closed=False)
         spec.records = np.zeros(len(lines), RECORD)

@@ -24,7 +24,7 @@ LEVELS = (
         *("errors", "background", "durations", "handles", "problems", "record", "drop_in", "ranks"),
         "_version",
     ),
-    ("process", "interpreter"),
+    ("process", "interpreter", "budget"),
     ("files folders file_systems", "c10d"),
     ("ring", "_native"),
     ("imports",),  # other tools' evidence becomes rings, which a run loads
@@ -54,7 +54,7 @@ ADAPTERS = {
 }
 TORCHLESS = (
     *("errors", "durations", "printable", "problems", "record", "drop_in", "ranks", "process"),
-    *("files", "folders", "file_systems"),
+    *("budget", "files", "folders", "file_systems"),
     *("ring", "run"),
     "imports",
     *("analysis", "report", "export", "trace", "serve"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile import entry, group
 from hypothesis import given
 from hypothesis import strategies as st
 from ring_fuzz import COMPLETED, SHAPE, Damage, apply, body, sound_bytes, write_sound
 
+from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError
 from rankcall.ranks import MAX_RANKS, compress_ranks, expand_ranks
 from rankcall.record import COMMIT_CLOSING, COMMIT_WRITING, FLAG_ANY_SOURCE, OPS, RECORD
@@ -216,26 +219,17 @@ def test_a_header_that_claims_much_costs_little(tmp_path: Path) -> None:
 
 
 def test_groups_that_expand_to_more_than_is_believed() -> None:
-    """A few bytes of compressed ranks cannot expand to gigabytes."""
-    import json
-    import zlib
+    """A few bytes of compressed ranks cannot expand to gigabytes; equal groups are one object."""
+    ranks = f"[[0, {MAX_RANKS}, 1]]"
 
-    fields = {
-        "name": "0",
-        "epoch": 0,
-        "backend": "",
-        "description": "",
-        "ranks": [[0, MAX_RANKS, 1]],
-    }
-    payload = json.dumps(fields).encode()
-    payload += b" " * (-len(payload) % 8)
-    raw = b"".join(
-        struct.pack("<IIII", i + 1, ENTRY_GROUP, len(payload), zlib.crc32(payload)) + payload
-        for i in range(20)
-    )
-    tables = parse_tables(raw)
-    assert tables.damaged
-    assert len(tables.groups) == 8
+    def raw(names: Iterable[str]) -> bytes:
+        payloads = enumerate((group(name, ranks) for name in names), 1)
+        return b"".join(entry(number, ENTRY_GROUP, payload) for number, payload in payloads)
+
+    alike = parse_tables(raw("0" * 20), Budget())
+    assert len({id(known) for known in alike.groups.values()}) == 1
+    with pytest.raises(CorruptRunError, match="more memory"):
+        parse_tables(raw(map(str, range(20))), Budget())
 
 
 @given(st.lists(st.integers(0, 5000), unique=True))

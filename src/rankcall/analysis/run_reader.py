@@ -8,6 +8,7 @@ from rankcall.analysis.run_snapshot import SnapshotBuilder, WindowMemo
 from rankcall.analysis.snapshot import (
     Snapshot,
 )
+from rankcall.budget import Budget
 from rankcall.ring.reader import Head, Ring, read_ring
 from rankcall.run.load import Run, load
 
@@ -31,10 +32,10 @@ class RunReader:
         self._known = {name: ring for name, ring in self._known.items() if name in names}
         return run
 
-    def _read(self, path: Path) -> Head:
+    def _read(self, path: Path, budget: Budget) -> Head:
         """Read the newest records of a ring together with its head."""
         name = path.name
-        ring = self._known[name] = read_ring(path, self._newest, self._known.get(name))
+        ring = self._known[name] = read_ring(path, self._newest, self._known.get(name), budget)
         return Head(ring.path, ring.header, ring.tables, ring.problem)
 
     def snapshot(self, run: Run, window: int) -> Snapshot:

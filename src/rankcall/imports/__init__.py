@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rankcall.budget import Budget
 from rankcall.imports.dumps.files import looks_like_dumps
 from rankcall.imports.dumps.rings import rings_of_dumps
 from rankcall.problems import Problem
@@ -40,12 +41,13 @@ class EvidenceSource(NamedTuple):
         name: The name of the tool.
         looks_like: Tells whether a file, or a folder, begins like evidence of that tool.
         rings: Yields a ring for each rank of the evidence in some files and folders. It adds
-            a problem to a list for each file that it leaves out, and for what the tool cannot know.
+            a problem to a list for each file that it leaves out, and for what the tool cannot know,
+            and it spends from the budget of the run before it makes what is larger than its file.
     """
 
     name: str
     looks_like: Callable[[Path], bool]
-    rings: Callable[[Sequence[Path], list[Problem]], Iterator[RingSpec]]
+    rings: Callable[[Sequence[Path], list[Problem], Budget], Iterator[RingSpec]]
 
 
 SOURCES: tuple[EvidenceSource, ...] = (

@@ -1,13 +1,14 @@
 """Read a ring file whose writer may be alive or dead, and decode its records.
 
 The file is treated as hostile: every size, index and code is checked before it is used, nothing is
-executed, and the memory needed is bounded by the size of the file. Damaged records are left out and
-counted.
+executed, and the memory needed is bounded by the bytes that the file takes on disk, and by the
+budget of the run that it is of. Damaged records are left out and counted.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError
 from rankcall.files import open_regular
 from rankcall.record import (
@@ -29,10 +31,12 @@ from rankcall.record import (
     concat_rows,
     take_rows,
 )
+from rankcall.ring.extents import data_in
 from rankcall.ring.layout import AHEAD, HEADER_BYTES, Header, parse_header
 from rankcall.ring.tables import Tables, parse_tables
 
 Records = npt.NDArray[Any]
+_NO_ROWS, _NO_PLACES = np.empty(0, RECORD), np.empty(0, np.intp)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,10 @@ class Ring:
 
 
 def read_ring(
-    path: str | os.PathLike[str], newest: int | None = None, before: Ring | None = None
+    path: str | os.PathLike[str],
+    newest: int | None = None,
+    before: Ring | None = None,
+    budget: Budget | None = None,
 ) -> Ring:
     """Read one ring file. A file that was cut off gives the rest of its records, and a ``problem``.
 
@@ -73,51 +80,62 @@ def read_ring(
         newest: Read only this many records, the last ones.
         before: The same file, as it was read earlier with the same ``newest``. What has not
             changed since is not decoded again: the result shares it.
+        budget: What is left for the rings that the caller keeps; by default, it keeps no other.
 
     Raises:
-        CorruptRunError: The file is not a ring, has another schema, or its header is damaged.
+        CorruptRunError: The file is not a ring, has another schema, its header is damaged, or it
+            asks for more than the budget has.
     """
-    path = path if isinstance(path, Path) else Path(path)
+    path, budget = Path(path), budget or Budget()
     try:
-        with open_regular(path) as file:
-            return _read(path, file.fileno(), newest, before)
+        with open_regular(path) as file, budget.reading(path, file.fileno()):
+            return _read(path, file.fileno(), newest, before, budget)
     except OSError as error:
         raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def read_head(path: str | os.PathLike[str]) -> Head:
-    """Read a ring's header and side tables. Raises ``CorruptRunError`` as ``read_ring`` does."""
-    path = path if isinstance(path, Path) else Path(path)
+def read_head(path: str | os.PathLike[str], budget: Budget | None = None) -> Head:
+    """Read a ring's header and side tables. Arguments and errors are those of ``read_ring``."""
+    path, budget = Path(path), budget or Budget()
     try:
-        with open_regular(path) as file:
+        with open_regular(path) as file, budget.reading(path, file.fileno()):
             fd = file.fileno()
-            return _read_head(path, fd, os.fstat(fd).st_size)[0]
+            return _read_head(path, fd, os.fstat(fd).st_size, budget)[0]
     except OSError as error:
         raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _read_head(path: Path, fd: int, size: int, before: Ring | None = None) -> tuple[Head, bytes]:
+def _read_head(
+    path: Path, fd: int, size: int, budget: Budget, before: Ring | None = None
+) -> tuple[Head, bytes]:
     """Return the head, and the side tables as they are on file."""
     raw = os.pread(fd, HEADER_BYTES, 0)
     header = parse_header(raw, str(path))
-    shape = header.geometry
+    budget.spend_on_world(max(header.world_size, header.rank + 1))
     problem = None
     if size < header.file_bytes:
         problem = f"{path}: truncated: {size:,} of {header.file_bytes:,} bytes are left"
-    used = min(header.tables_used, shape.tables_bytes, max(0, size - shape.tables_offset))
-    raw_tables = os.pread(fd, used, shape.tables_offset)
+    raw_tables = read_tables(fd, header)
     if before is not None and before.on_file is not None and before.on_file[1] == raw_tables:
         tables = before.tables
     else:
-        tables = parse_tables(raw_tables)
+        tables = parse_tables(raw_tables, budget)
     if tables.damaged and problem is None:
         problem = f"{path}: damaged side tables; some names are lost"
     return Head(path, header, tables, problem), raw_tables
 
 
-def _read(path: Path, fd: int, newest: int | None, before: Ring | None) -> Ring:
+def read_tables(fd: int, header: Header) -> bytes:
+    """Return the side tables as they are on file, up to the first hole: they have no gaps."""
+    begin = header.geometry.tables_offset
+    end = begin + min(header.tables_used, header.geometry.tables_bytes)
+    first, hole = next(data_in(fd, begin, end), (end, end))
+    return os.pread(fd, hole - begin, begin) if first == begin else b""
+
+
+def _read(path: Path, fd: int, newest: int | None, before: Ring | None, budget: Budget) -> Ring:
     size = os.fstat(fd).st_size
-    head, raw_tables = _read_head(path, fd, size, before)
+    head, raw_tables = _read_head(path, fd, size, budget, before)
     header, shape = head.header, head.header.geometry
     live = header.closed_ns == 0
     if before is not None and newest is not None:
@@ -125,10 +143,9 @@ def _read(path: Path, fd: int, newest: int | None, before: Ring | None) -> Ring:
         if before.on_file == (_versions(slots, parked), raw_tables):
             same = before.records, before.tables, before.dropped
             return Ring(path, header, *same, head.problem, before.on_file)
-    slots, parked, spans = _slots(fd, size, header, newest, live)
+    slots, parked, places = _slots(fd, size, header, newest, live)
     on_file = (_versions(slots, parked), raw_tables) if newest is not None else None
-    places = np.concatenate([np.arange(first, first + count) for first, count in spans])
-    records, torn = _sound(slots, places[: len(slots)], parked, shape.capacity)
+    records, torn = _sound(slots, places, parked, shape.capacity)
     last = int(records["commit"][-1] >> 2) if len(records) else 0
     kept = len(records)
     if newest is not None:  # records that were not read are not lost
@@ -140,24 +157,38 @@ def _read(path: Path, fd: int, newest: int | None, before: Ring | None) -> Ring:
 
 def _slots(
     fd: int, size: int, header: Header, newest: int | None, live: bool
-) -> tuple[Records, Records, list[tuple[int, int]]]:
+) -> tuple[Records, Records, npt.NDArray[np.intp]]:
     """Return the slots of the records to read, those of old ops in flight, and where the first are.
 
     ``live``: wait until records that are being written are stable.
     """
     shape = header.geometry
     bytes_there = _bytes_worth_reading(header, min(size, header.file_bytes))
-    spans = _spans(header, bytes_there // RECORD.itemsize, newest)
-    pieces = [
-        _read_records(
-            fd, shape.records_offset + first * RECORD.itemsize, count * RECORD.itemsize, live
-        )
-        for first, count in spans
-    ]
-    parked_bytes = min(
-        shape.inflight_capacity * RECORD.itemsize, max(0, size - shape.inflight_offset)
+    pieces, places = [], []
+    for first, count in _spans(header, bytes_there // RECORD.itemsize, newest):
+        for at, piece in _records_in(fd, shape.records_offset, first, count, live):
+            pieces.append(piece)
+            places.append(np.arange(at, at + len(piece)))
+    parked_count = min(
+        shape.inflight_capacity, max(0, size - shape.inflight_offset) // RECORD.itemsize
     )
-    return concat_rows(pieces), _read_records(fd, shape.inflight_offset, parked_bytes, live), spans
+    parked = [piece for _, piece in _records_in(fd, shape.inflight_offset, 0, parked_count, live)]
+    slots = concat_rows(pieces or [_NO_ROWS])
+    return slots, concat_rows(parked or [_NO_ROWS]), np.concatenate([_NO_PLACES, *places])
+
+
+def _records_in(
+    fd: int, offset: int, first: int, count: int, live: bool
+) -> Iterator[tuple[int, Records]]:
+    """Yield the slots of a table at ``offset`` that are not in holes, and where each piece is."""
+    width = RECORD.itemsize
+    after = first  # the slot after the last piece: a slot may have its ends on both sides of a hole
+    for begin, end in data_in(fd, offset + first * width, offset + (first + count) * width):
+        at = max(after, (begin - offset) // width)
+        after = -((offset - end) // width)
+        piece = _read_records(fd, offset + at * width, (after - at) * width, live)
+        if len(piece):
+            yield at, piece
 
 
 def _versions(slots: Records, parked: Records) -> bytes:

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankcall.ranks import compress_ranks, expand_ranks
+from rankcall.budget import MEMBER_BYTES, Budget
+from rankcall.errors import CorruptRunError
+from rankcall.ranks import compress_ranks, count_ranks, expand_ranks
 
 ENTRY_HEADER = np.dtype([("commit", "<u4"), ("kind", "<u4"), ("length", "<u4"), ("crc32", "<u4")])
 ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES, ENTRY_LINE = range(1, 6)  # UTF-8 text; JSON
@@ -22,7 +24,6 @@ ENTRY_STRING, ENTRY_GROUP, ENTRY_SITE, ENTRY_SIZES, ENTRY_LINE = range(1, 6)  # 
 _ENTRY = struct.Struct("<IIII")
 assert _ENTRY.size == ENTRY_HEADER.itemsize
 _MOST_OF_A_LINE = 400  # characters
-MAX_MEMBERS = 1 << 23  # of all groups of a ring together: bounds what a small file can expand to
 _GROUPS_KEPT = 1 << 20  # members of the groups that rings share: 8 MiB of them
 ERA = 1000  # epochs of one init_process_group; a name used again within it adds one
 
@@ -138,28 +139,33 @@ def entries(raw: bytes, number: int = 0) -> Iterator[Entry]:
         yield Entry(number, kind, payload, offset)
 
 
-def parse_tables(raw: bytes) -> Tables:
-    """Decode the side tables up to the first damaged entry."""
-    tables, members, end = Tables(), 0, 0
+def parse_tables(raw: bytes, budget: Budget | None = None) -> Tables:
+    """Decode the side tables up to the first damaged entry.
+
+    Args:
+        raw: The side tables as they are on file.
+        budget: What is left for the run that the ring is of. None: this process wrote the ring.
+
+    Raises:
+        CorruptRunError: The budget is spent.
+    """
+    tables, end = Tables(), 0
     for number, kind, payload, begins_next in entries(raw):
-        if not _keep_entry(tables, number, kind, payload):
+        if not _keep_entry(tables, number, kind, payload, budget):
             break
-        if kind == ENTRY_GROUP:
-            members += len(tables.groups[number].ranks)
-            if members > MAX_MEMBERS:
-                del tables.groups[number]
-                break
         end = begins_next
     tables.damaged = end + ENTRY_HEADER.itemsize <= len(raw)
     return tables
 
 
-def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
+def _keep_entry(
+    tables: Tables, number: int, kind: int, payload: bytes, budget: Budget | None
+) -> bool:
     try:
         if kind == ENTRY_STRING:
             tables.strings[number] = payload.decode("utf-8", "replace")
         elif kind == ENTRY_GROUP:
-            tables.groups[number] = _groups.get(payload)
+            tables.groups[number] = _groups.get(payload, budget)
         elif kind == ENTRY_SITE:
             tables.sites[number] = decode_site(payload)
         elif kind == ENTRY_LINE:
@@ -169,6 +175,8 @@ def _keep_entry(tables: Tables, number: int, kind: int, payload: bytes) -> bool:
             fields = json.loads(payload)
             tables.numels[int(fields["hash"])] = tuple(_count(numel) for numel in fields["numels"])
         return True
+    except CorruptRunError:
+        raise
     except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError):
         return False
 
@@ -183,19 +191,28 @@ class _Groups:
         self._known: dict[bytes, Group] = {}
         self._members = 0
 
-    def get(self, payload: bytes) -> Group:
+    def get(self, payload: bytes, budget: Budget | None) -> Group:
         """Return the group that a payload describes; raises ``ValueError`` or the like."""
         group = self._known.get(payload)
-        if group is None:
-            group = _group(json.loads(payload))
-            self._members += len(group.ranks) + 1
-            if self._members > _GROUPS_KEPT:
-                self._known, self._members = {}, len(group.ranks) + 1
-            self._known[payload] = group
+        if group is not None:
+            _spend(budget, payload, len(group.ranks))
+            return group
+        fields = json.loads(payload)
+        _spend(budget, payload, count_ranks(fields["ranks"]))
+        group = _group(fields)
+        self._members += len(group.ranks) + 1
+        if self._members > _GROUPS_KEPT:
+            self._known, self._members = {}, len(group.ranks) + 1
+        self._known[payload] = group
         return group
 
 
 _groups = _Groups()
+
+
+def _spend(budget: Budget | None, payload: bytes, members: int) -> None:
+    if budget is not None:
+        budget.spend_once(payload, members * MEMBER_BYTES)
 
 
 def decode_site(payload: bytes) -> CallSite:

@@ -23,8 +23,9 @@ from rankcall.ring.layout import (
     HEADER,
     HEADER_BYTES,
     Geometry,
+    parse_header,
 )
-from rankcall.ring.reader import read_ring
+from rankcall.ring.reader import read_ring, read_tables
 
 # Records of a tail, a power of two; they are 48 KiB. Verdicts need the ops in flight, which are
 # kept however old they are, and the last ops of each group, to see who is behind. The tails of all
@@ -39,29 +40,31 @@ def tail_of(path: Path, newest: int = NEWEST) -> bytes:
         path: The ring.
         newest: The number of newest records to keep, a power of two.
     """
-    raw = _read(path, 0, HEADER_BYTES)
+    raw = _read_header(path)
     ring = read_ring(path)
-    shape = ring.header.geometry
     # The tables come last: they have each group and line that a record names before the record.
-    used = int(np.frombuffer(_read(path, 0, HEADER_BYTES), HEADER, count=1)["tables_used"][0])
-    tables = _read(path, shape.tables_offset, min(used, shape.tables_bytes))
+    tables = _read_tables(path)
     tables = tables.ljust((len(tables) + 7) // 8 * 8, b"\0")
-    capacity = min(newest, shape.capacity)
+    capacity = min(newest, ring.header.geometry.capacity)
     slots, parked = _placed(ring.records, capacity)
     header = _tail_header(raw, Geometry(capacity, len(parked), len(tables)), len(slots))
     return b"".join((header, parked.tobytes(), tables, slots.tobytes()))
 
 
-def _read(path: Path, offset: int, length: int) -> bytes:
+def _read_header(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
-            file.seek(offset)
-            data = file.read(length)
+            return file.read(HEADER_BYTES)
     except OSError as error:
         raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
-    if offset == 0 and len(data) < length:
-        raise CorruptRunError(f"{path}: not a rankcall ring file")
-    return data
+
+
+def _read_tables(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return read_tables(file.fileno(), parse_header(file.read(HEADER_BYTES), str(path)))
+    except OSError as error:
+        raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _placed(records: npt.NDArray[Any], capacity: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -79,7 +82,8 @@ def _placed(records: npt.NDArray[Any], capacity: int) -> tuple[npt.NDArray[Any],
 
 def _tail_header(raw: bytes, shape: Geometry, kept: int) -> bytes:
     """Return a ring's header with the sizes of its tail."""
-    row = np.frombuffer(raw, HEADER, count=1).copy()
+    # Not a copy of the row: it would have whatever was in memory in the gaps between the fields.
+    row = np.frombuffer(bytearray(raw), HEADER, count=1)
     row["capacity"], row["inflight_capacity"] = shape.capacity, shape.inflight_capacity
     row["tables_bytes"], row["tables_used"] = shape.tables_bytes, shape.tables_bytes
     row["file_bytes"] = shape.records_offset + kept * RECORD.itemsize

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError, RunNotFoundError
 from rankcall.problems import Problem, ProblemKind
 from rankcall.ranks import format_ranks
@@ -74,7 +75,10 @@ class Run:
         return f"<Run {self.source or self.path}: {', '.join(part for part in parts if part)}>"
 
     def iter_rings(
-        self, progress: Progress | None = None, newest: int | None = None
+        self,
+        progress: Progress | None = None,
+        newest: int | None = None,
+        budget: Budget | None = None,
     ) -> Iterator[Ring]:
         """Read the rings one after the other, by attempt and rank, and keep none of them.
 
@@ -83,9 +87,10 @@ class Run:
         Args:
             progress: Called with the number of rings that are done, and of all rings.
             newest: Read only this many records of each ring, the last ones.
+            budget: For all rings, if the caller keeps them; by default, each has one of its own.
         """
         for done, head in enumerate(self.heads, 1):
-            ring = self.read(head, newest)
+            ring = self.read(head, newest, budget)
             if ring is not None:
                 if newest is None:
                     self._census[head.path] = len(ring.records), ring.dropped
@@ -94,19 +99,23 @@ class Run:
             if progress is not None:
                 progress(done, len(self.heads))
 
-    def read(self, head: Head, newest: int | None = None) -> Ring | None:
+    def read(
+        self, head: Head, newest: int | None = None, budget: Budget | None = None
+    ) -> Ring | None:
         """Read one ring, also if it was moved into the run directory since ``load``.
 
         Args:
             head: One of ``heads``.
             newest: Read only this many records, the last ones.
+            budget: See ``read_ring``.
 
         Returns:
             The ring, or None if it cannot be read; ``problems`` then says why.
         """
         try:
             moved = self.path / "rings" / head.path.name
-            return read_ring(head.path if head.path.exists() else moved, newest)
+            path = head.path if head.path.exists() else moved
+            return read_ring(path, newest, budget=budget)
         except CorruptRunError as error:
             self._note(Problem(ProblemKind.UNREADABLE, str(error)))
             return None
@@ -164,7 +173,7 @@ class Run:
     @cached_property
     def rings(self) -> list[Ring]:
         """All rings with their records, kept in memory."""
-        rings = list(self.iter_rings())
+        rings = list(self.iter_rings(budget=Budget()))
         # A running job may have made groups since ``load``; these heads know the records' groups.
         self._heads = [Head(ring.path, ring.header, ring.tables, ring.problem) for ring in rings]
         for stale in ("hosts", "run_groups", "groups"):
@@ -331,7 +340,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     *,
-    read: Callable[[Path], Head] = read_head,
+    read: Callable[[Path, Budget], Head] = read_head,
 ) -> Run:
     """Read a run, of a live job or a dead one. This imports no torch.
 
@@ -343,12 +352,13 @@ def load(
             dumps: one, a directory or an archive of them. Without it, the latest run below the
             working directory is read.
         progress: Called with the number of rings that are done, and of all rings.
-        read: Reads the head of one ring file.
+        read: Reads the head of one ring file, and spends from the budget of the run.
 
     Raises:
         RunNotFoundError: The path does not exist.
         CorruptRunError: No ring, and no dump, can be read.
     """
+    budget = Budget()
     source = where = find_run(path)
     scratch: list[Path] = []
     problems: list[Problem] = []
@@ -360,10 +370,10 @@ def load(
         paths = ring_paths(where, problems)
         other = None if any(path.suffix == ".ring" for path in paths) else _source_of(where)
         if other is not None:
-            where = _rings_from(other, where, problems)
+            where = _rings_from(other, where, problems, budget)
             scratch.append(where)
             paths = ring_paths(where, problems)
-        heads = list(_read_heads(paths, problems, progress, read))
+        heads = list(_read_heads(paths, problems, progress, lambda path: read(path, budget)))
         run = _run_of(heads, where, source, problems)
     except BaseException:
         _remove(scratch)
@@ -410,14 +420,16 @@ def _source_of(path: Path) -> EvidenceSource | None:
     return source_of(path)
 
 
-def _rings_from(source: EvidenceSource, evidence: Path, problems: list[Problem]) -> Path:
+def _rings_from(
+    source: EvidenceSource, evidence: Path, problems: list[Problem], budget: Budget
+) -> Path:
     """Write the rings of another tool's evidence to a new temporary folder, and return its path."""
     from rankcall.ring.spec import write_ring
 
     folder = Path(tempfile.mkdtemp(prefix="rankcall-"))
     try:
         create_run(folder, {"evidence": source.name})
-        for spec in source.rings([evidence], problems):
+        for spec in source.rings([evidence], problems, budget):
             name = ring_name(spec.rank, spec.attempt, spec.host, spec.pid)
             write_ring(folder / "rings" / name, spec)
     except BaseException:

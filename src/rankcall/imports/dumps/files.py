@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rankcall.budget import Budget
 from rankcall.errors import CorruptRunError
 from rankcall.imports.dumps.records import DumpRecords, records_of
 from rankcall.printable import clean
@@ -31,6 +32,10 @@ from rankcall.ranks import MAX_RANKS
 
 
 _MOST_TEXT = 4096  # characters of a description
+_MEMBER_TEXT = 16  # bytes of a rank in a list that is written out
+# That an entry costs while its records are made. An entry of Flight Recorder takes 200 bytes and
+# more in a pickle, but a pickle can refer to one entry again and again, by two bytes.
+_ENTRY_BYTES = 1024
 
 
 @dataclass
@@ -53,8 +58,11 @@ class DumpAnswer(NamedTuple):
 def contents_of_dump(path: Path, *, isolated: bool = False) -> DumpAnswer:
     """Return what a file contains. ``isolated``: see ``read_dump``."""
     problems: list[Problem] = []
+    budget = Budget()  # of this file alone: the caller spends for what it keeps of all files
     try:
-        return DumpAnswer(_contents(path, read_dump(path, problems, isolated=isolated)), problems)
+        with path.open("rb") as file, budget.reading(path, file.fileno()):
+            dump = read_dump(path, problems, isolated=isolated)
+            return DumpAnswer(_contents(path, dump, budget), problems)
     except CorruptRunError as error:
         problems.append(Problem(ProblemKind.UNREADABLE, str(error)))
     except OSError as error:
@@ -68,16 +76,20 @@ def contents_of_dump(path: Path, *, isolated: bool = False) -> DumpAnswer:
     return DumpAnswer(None, problems)
 
 
-def _contents(path: Path, dump: dict[str, Any]) -> DumpContents:
+def _contents(path: Path, dump: dict[str, Any], budget: Budget) -> DumpContents:
     config, host = dump.get("pg_config"), dump.get("host_name")
     groups = {}
     for name, about in (config if isinstance(config, dict) else {}).items():
         ranks = about.get("ranks") if isinstance(about, dict) else None
-        if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
-            ranks = str(ranks)
+        if isinstance(ranks, list):
+            # Before it is written out: a pickle can refer to one long list from many groups.
+            budget.spend(len(ranks) * _MEMBER_TEXT)
+            sound = all(type(rank) is int and 0 <= rank < MAX_RANKS for rank in ranks)
+            ranks = str(ranks) if sound else None
         if isinstance(ranks, str) and isinstance(name, (str, int)):
             description = about.get("desc", "")
             groups[str(name)] = _text(description), ranks
+    budget.spend(len(dump["entries"]) * _ENTRY_BYTES)
     return DumpContents(
         clean(host[:63]) if isinstance(host, str) else "",
         groups,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rankcall.budget import MEMBER_BYTES, Budget
 from rankcall.errors import CorruptRunError
 from rankcall.imports.dumps.files import (
     DumpContents,
@@ -31,8 +32,6 @@ from rankcall.ring.tables import Group
 _P2P = KINDS.index("p2p")
 _COMPLETED, _FAILED = STATUSES.index("completed"), STATUSES.index("failed")
 _SYNCHRONISING = [OPS.index(name) for name in SYNCHRONISING]
-_MOST_RECORDS = 1 << 24  # of all dumps together: 3 GiB
-_MOST_MEMBERS = 1 << 23  # of all groups of a dump together
 _JUST_BEGUN_NS = 1_500_000_000  # a call that was issued so short a time before its dump is no hang
 # A dump is written when the job hangs, so within the longest timeout. If the file is younger than
 # that, it was copied, and its time says nothing.
@@ -65,44 +64,49 @@ class _Rank:
         return 0 if self.content.lost else self.first_ns
 
 
-def rings_of_dumps(sources: Sequence[Path], problems: list[Problem]) -> Iterator[RingSpec]:
+def rings_of_dumps(
+    sources: Sequence[Path], problems: list[Problem], budget: Budget
+) -> Iterator[RingSpec]:
     """Yield a ring for each dump.
 
     Args:
         sources: Dumps, or folders of them.
         problems: Gets one for each file that is left out, and for each limit of the evidence.
+        budget: What is left for all dumps.
 
     Raises:
-        CorruptRunError: There is no dump that can be read.
+        CorruptRunError: There is no dump that can be read, or the budget is spent.
     """
     with _without_gc():
-        every = _read(sources, problems)
+        every = _read(sources, problems, budget)
     ranks = _of_one_job(every, problems)
     world_size = _world_size(ranks, problems)
-    _find_groups(ranks, world_size, problems)
+    _find_groups(ranks, world_size, budget)
     _number_messages(ranks)
     now_ns = _set_times(ranks, problems)
-    _judge_ends(ranks)
+    _judge_ends(ranks, budget)
     # The times of a ring are of a clock that begins with a host's boot.
     began_ns = min((rank.first_ns for rank in ranks if rank.first_ns), default=now_ns) - 10**9
     for rank in ranks:
         yield _ring(rank, world_size, now_ns, began_ns)
 
 
-def _read(sources: Sequence[Path], problems: list[Problem]) -> list[_Rank]:
+def _read(sources: Sequence[Path], problems: list[Problem], budget: Budget) -> list[_Rank]:
     ranks: list[_Rank] = []
     problems_of: dict[int, list[Problem]] = {}
-    count = 0
     files = find_dumps(sources)
     for (number, path), (contents, dump_problems) in read_contents(files):
         problems_of[number] = dump_problems
-        rank = _rank_of(number, path, contents, dump_problems) if contents else None
-        if rank is None:
+        if contents is None:
             continue
-        count += len(rank.content.records)
-        if count > _MOST_RECORDS:
-            raise CorruptRunError(f"{path}: more than {_MOST_RECORDS:,} entries in all dumps")
-        ranks.append(rank)
+        try:
+            with path.open("rb") as file, budget.reading(path, file.fileno()):
+                rank = _rank_of(number, path, contents, dump_problems, budget)
+        except (CorruptRunError, OSError) as error:
+            dump_problems.append(Problem(ProblemKind.LEFT_OUT, str(error)))
+            continue
+        if rank is not None:
+            ranks.append(rank)
     for number, _ in files:
         problems += [problem for problem in problems_of[number] if problem not in problems]
     if not ranks:
@@ -124,18 +128,16 @@ def _without_gc() -> Iterator[None]:
 
 
 def _rank_of(
-    number: int, path: Path, contents: DumpContents, problems: list[Problem]
+    number: int, path: Path, contents: DumpContents, problems: list[Problem], budget: Budget
 ) -> _Rank | None:
     """Return the rank that wrote a dump; None if the dump is left out."""
+    budget.spend(contents.records.records.nbytes)
     listed, descriptions = {}, {}
     for name, (description, text) in contents.groups.items():
+        budget.spend_once(text, MEMBER_BYTES * (1 + text.count(",")))
         members = _listed_ranks(text)
         if members:
             listed[name], descriptions[name] = members, description
-    if sum(map(len, listed.values())) > _MOST_MEMBERS:
-        text = f"{path}: damaged: its groups have more members than any job"
-        problems.append(Problem(ProblemKind.LEFT_OUT, text))
-        return None
     outside = [name for name, members in listed.items() if number not in members]
     if outside:
         text = (
@@ -192,16 +194,17 @@ def _world_size(ranks: Sequence[_Rank], problems: list[Problem]) -> int:
     return max(listed, seen)
 
 
-def _find_groups(ranks: Sequence[_Rank], world_size: int, problems: list[Problem]) -> None:
+def _find_groups(ranks: Sequence[_Rank], world_size: int, budget: Budget) -> None:
     """Give each rank its groups. Groups of one name and different ranks are different groups."""
     users: dict[GroupKey, set[int]] = {}
     for rank in ranks:
         for key in rank.content.groups:
             if key[0] not in rank.listed:
                 users.setdefault(key, set()).add(rank.rank)
+    budget.spend(MEMBER_BYTES * world_size)
+    world = tuple(range(world_size))
     inferred = {
-        key: tuple(range(world_size)) if _is_world(key) else tuple(sorted(members))
-        for key, members in users.items()
+        key: world if _is_world(key) else tuple(sorted(members)) for key, members in users.items()
     }
     known: dict[Group, Group] = {}  # ranks share one object for one group
     for rank in ranks:
@@ -210,6 +213,7 @@ def _find_groups(ranks: Sequence[_Rank], world_size: int, problems: list[Problem
             members = rank.listed.get(name) or inferred[key]
             if name in rank.listed:
                 description = rank.descriptions[name]
+            budget.check_time()  # a look-up goes through all members
             group = Group(name, 0, backend, description, members)
             rank.groups.append(known.setdefault(group, group))
 
@@ -232,8 +236,10 @@ def _number_messages(ranks: Sequence[_Rank]) -> None:
             continue
         keys = np.stack([records[name][messages].astype(np.int64) for name in _END])
         _, which = np.unique(keys, axis=1, return_inverse=True)
-        for number in range(int(which.max()) + 1):
-            rows = messages[which.ravel() == number]
+        # Sorted once: a dump can have as many ends as messages, and each look at all takes time.
+        order = np.argsort(which.ravel(), kind="stable")
+        cuts = np.flatnonzero(np.diff(which.ravel()[order])) + 1
+        for rows in np.split(messages[order], cuts):
             group = rank.groups[int(records["group"][rows[0]])]
             peer, op = int(records["peer"][rows[0]]), OPS[int(records["op"][rows[0]])]
             if not (0 <= peer < len(group.ranks) and rank.rank in group.ranks):
@@ -279,15 +285,15 @@ def _set_times(ranks: Sequence[_Rank], problems: list[Problem]) -> int:
     return max(last, *(rank.written_ns for rank in ranks))
 
 
-def _judge_ends(ranks: Sequence[_Rank]) -> None:
+def _judge_ends(ranks: Sequence[_Rank], budget: Budget) -> None:
     """Find out which calls on the CPU have ended, and which of them cannot have succeeded."""
     dumps: dict[int, _Rank] = {rank.rank: rank for rank in ranks}
     users: dict[Group, list[tuple[_Rank, int]]] = {}
     for rank in ranks:
-        for number, group in enumerate(rank.groups):
-            if (rank.content.on_cpu & (rank.content.records["group"] == number)).any():
-                users.setdefault(group, []).append((rank, number))
+        for number in np.unique(rank.content.records["group"][rank.content.on_cpu]).tolist():
+            users.setdefault(rank.groups[number], []).append((rank, number))
     for group, using in users.items():
+        budget.check_time()  # each group looks at all records of its ranks
         calls = {rank.rank: _synchronising(rank, number) for rank, number in using}
         newest = {
             member: int(calls[member].seq.max(initial=0)) if member in calls else 0
