@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 # Where a file of the repository is in the site.
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+DEVICES = ("devices/README.md", "devices/docs/failure-handling.md")  # at the same paths
 LOADED = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?https?:[^>]*>""")
 logger = logging.getLogger("mkdocs.site_hooks")  # a warning here fails a strict build
 
@@ -26,6 +27,7 @@ logger = logging.getLogger("mkdocs.site_hooks")  # a warning here fails a strict
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages and the examples from outside ``docs/``."""
     copies = {name: page for name, page in PAGES.items() if (ROOT / name).exists()}
+    copies |= {name: name for name in DEVICES}
     copies |= {f"examples/{path.name}": f"examples/{path.name}" for path in _examples()}
     for source, target in copies.items():
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))

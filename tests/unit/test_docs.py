@@ -29,6 +29,7 @@ BLOCK = re.compile(
     r"<!-- (run|file: (?P<file>\S+)) -->\n+```(?P<language>\w+)\n(?P<text>.*?)```", re.DOTALL
 )
 
+DEVICES = ("devices/README.md", "devices/docs/failure-handling.md")
 JOB = re.compile(r"torchrun --nproc-per-node (?P<ranks>\d+)(?: --standalone)? (?P<script>\w+\.py)")
 
 
@@ -127,7 +128,8 @@ def headings(page: Path) -> set[str]:
 def test_the_site_has_every_page() -> None:
     """The navigation of the site lists every page, and every public module has an API page."""
     listed = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    from_root = {"changelog.md", "contributing.md"}  # copied by tools/site_hooks.py
+    # Copied by tools/site_hooks.py.
+    from_root = {"changelog.md", "contributing.md", *DEVICES}
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert listed - from_root == pages
     modules = {name for name in rankcall.__all__ if ismodule(getattr(rankcall, name))}
