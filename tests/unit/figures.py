@@ -33,8 +33,8 @@ def check(run: Run) -> Details:
     """Check every identity that the figures of a run must keep."""
     details = detail(run)
     summary = details.summary
-    caused = sum(straggler.caused_wait_ms for straggler in summary.stragglers)
-    suffered = sum(straggler.suffered_wait_ms for straggler in summary.stragglers)
+    caused = sum(straggler.caused_wait_ms or 0 for straggler in summary.stragglers)
+    suffered = sum(straggler.suffered_wait_ms or 0 for straggler in summary.stragglers)
     assert caused == pytest.approx(suffered, abs=1e-6)
     assert caused == pytest.approx(summary.waiting_ms, abs=1e-6)
     assert sum(split.waiting_ms for split in details.splits) == pytest.approx(caused, abs=1e-6)
@@ -47,14 +47,16 @@ def check(run: Run) -> Details:
             assert -1e-9 <= part <= split.total_ms + 1e-9
         mine = records.filter(records["rank"] == split.rank)
         ended = mine.filter(mine["status"] == "completed")  # failed ops are in no figure
-        if len(ended) == len(mine) and once:
+        # The times at which ends on devices were noticed are in no figure either.
+        on_cpu = not summary.sources.device and not summary.sources.unknown
+        if len(ended) == len(mine) and once and on_cpu:
             span = int(ended["completed_ns"].max()) - int(ended["enqueued_ns"].min())
             assert split.total_ms == pytest.approx(span / 1e6)
     for straggler in summary.stragglers:
-        assert 0 <= straggler.share <= 1 + 1e-9
+        assert 0 <= (straggler.share or 0) <= 1 + 1e-9
         assert 0 <= straggler.came_last <= straggler.collectives
-        assert straggler.suffered_wait_ms <= elapsed.get(straggler.rank, 0.0) + 1e-6
-    assert sum(straggler.share for straggler in summary.stragglers) == pytest.approx(
+        assert (straggler.suffered_wait_ms or 0) <= elapsed.get(straggler.rank, 0.0) + 1e-6
+    assert sum(straggler.share or 0 for straggler in summary.stragglers) == pytest.approx(
         1 if caused else 0
     )
     for row in summary.collectives:

@@ -141,15 +141,15 @@ def test_a_failed_op_counts_but_its_time_does_not(tmp_path: Path) -> None:
     assert row.total_ms == pytest.approx(1)
 
 
-def test_on_a_device_arrival_is_the_start(tmp_path: Path) -> None:
-    """Both ranks enqueue at 0; rank 1's device gets there 7 ms later."""
-    late = {"started": 7 * MS, "flags": FLAG_DEVICE}
+def test_on_a_device_the_shortest_came_last(tmp_path: Path) -> None:
+    """Both ranks issue at 0; rank 1's device takes 7 ms less, so it came 7 ms later."""
     calls = [
-        Call(0, 1, 0, 9 * MS, started=0, flags=FLAG_DEVICE),
-        Call(1, 1, 0, 9 * MS, **late),  # type: ignore[arg-type]
+        Call(0, 1, 0, 900 * MS, device_ms=9, flags=FLAG_DEVICE),
+        Call(1, 1, 0, 900 * MS, device_ms=2, flags=FLAG_DEVICE),
     ]
     worst = analysed(tmp_path, calls).stragglers[0]
     assert (worst.rank, worst.late_by_ms) == (1, pytest.approx(7))
+    assert worst.caused_wait_ms == pytest.approx(7)
 
 
 def test_sends_meet_their_receives(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_the_pace_is_that_of_the_last_seconds(tmp_path: Path) -> None:
 def aged(found: Diagnosis) -> np.ndarray:
     """Return the calls as they are 30 s later."""
     calls = found.snapshot.calls.copy()
-    for name in ("age_s", "came_s", "ended_s"):
+    for name in ("age_s", "ended_s"):
         calls[name] += 30
     return calls
 

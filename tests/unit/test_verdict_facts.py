@@ -397,6 +397,11 @@ LINES = [
         None,
     ),
     (
+        of(R.CAUSED_WAITING, 80, span_s="12.0", along="75.0", times="device"),
+        "80 % of all waiting in 12 s on record; most of the waiting in 75 % of its parts (by the devices' durations)",
+        None,
+    ),
+    (
         of(R.CAME_LAST, 99, collectives="1200"),
         "last in 99 % of 1,200 collectives of that group",
         None,

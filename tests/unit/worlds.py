@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ class Call:
     started: int | None = None
     status: str = "completed"
     flags: int = 0
+    device_ms: float = math.nan
     attempt: int = 0
     life: int = 0
     dtype: str = "float32"
@@ -122,7 +124,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
         "step": call.step,
         "status": STATUSES.index("started" if call.end is None else call.status),
         "flags": call.flags,
-        "device_ms": np.nan,
+        "device_ms": call.device_ms,
         "dtype": DTYPES.index(call.dtype),
         "reduce_op": REDUCE_OPS.index(call.reduce_op),
         "shape_hash": call.shape_hash,

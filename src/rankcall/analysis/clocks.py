@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from rankcall.analysis.collectives import (
     CollectiveTable,
+    MessageTable,
     RankCollectives,
     Session,
     collective_table,
@@ -81,6 +82,15 @@ class RowClocks:
         else:
             times += np.rint(self._shift).astype(np.int64)
         return times
+
+
+def align_messages(messages: MessageTable, name: str, clocks: Sequence[HostClock]) -> Ints:
+    """Return one of a table's columns of times, aligned; ``MISSING`` times have no meaning."""
+    times: Ints = messages.columns[name].copy()
+    for host in np.unique(messages.columns["host"]).tolist():
+        rows = messages.columns["host"] == host
+        times[rows] = clocks[host].align(times[rows])
+    return times
 
 
 @dataclass(frozen=True)

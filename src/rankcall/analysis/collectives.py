@@ -33,6 +33,10 @@ Columns = dict[str, npt.NDArray[Any]]
 # In all time columns: there is no such record, or the op has not got that far. CLOCK_MONOTONIC is
 # never 0 in a process.
 MISSING = 0
+# What an op's arrival is. The larger one counts for a collective whose members differ.
+HOST = 0  # the host's time of the issue: on the CPU, an op begins then
+DEVICE = 1  # from the durations on the members' devices
+ISSUE = 2  # the host's time of the issue, but the op runs on a device, later: no one has come then
 UNKNOWN_SITE = CallSite("unknown", 0, "", "")
 
 _COLLECTIVE, _P2P = KINDS.index("collective"), KINDS.index("p2p")
@@ -60,6 +64,7 @@ _WANTED = (
 )
 _LARGEST = 1 << 62  # no count or size beyond this is believed
 _LATEST = 1 << 60  # ns; 36 years of uptime. Differences and sums of such times cannot overflow
+_LARGEST_NS = 86_400 * 10**9  # a day: no longer duration is believed, so that sums do not overflow
 _NOTHING = np.zeros(0, np.int64)
 # If there are more columns than this for each one in use, the columns are numbered anew: a damaged
 # sequence number must not cost memory.
@@ -81,10 +86,10 @@ class RankCollectives:
     rank: int
     host: int  # index of the host's clock
     seq: Ints
-    arrival: Ints  # when the rank arrived: enqueued, or started on a device
+    arrival: Ints  # when the rank arrived; the agreed ``source`` says what that is
     started: Ints
     completed: Ints
-    agreed: Columns  # op, root, size (S), bytes; shared with other members where equal
+    agreed: Columns  # op, root, size (S), bytes, source; shared with other members where equal
 
 
 @dataclass
@@ -93,7 +98,7 @@ class RankMessages:
 
     rank: int
     host: int
-    columns: Columns  # seq, arrival, started, completed, own, peer, tag, op, size, bytes
+    columns: Columns  # seq, arrival, started, completed, own, peer, tag, op, size, bytes, source
 
 
 @dataclass
@@ -105,7 +110,7 @@ class ByGroup:
 
 
 def columns_of(ring: Ring) -> Columns:
-    """Copy the columns that analysis needs out of a ring; fill in ``started_ns`` and ``arrival``.
+    """Copy the columns that analysis needs out of a ring; add ``arrival`` and ``source``.
 
     A failed op has no completion here, because the length of a timeout says nothing about a
     transfer. An op on a device without device times has none either: the time at which its end
@@ -122,23 +127,48 @@ def columns_of(ring: Ring) -> Columns:
     if not started.all():
         columns["started_ns"] = np.where(started == 0, enqueued, started)
     on_device = (columns["flags"] & FLAG_DEVICE) != 0
-    columns["arrival"] = (
-        np.where(on_device, columns["started_ns"], enqueued) if on_device.any() else enqueued
-    )
+    columns["source"] = np.zeros(len(enqueued), np.uint8)
     untimed = columns["status"] == _FAILED
     if on_device.any():
         untimed |= ~has_duration(columns["flags"], columns["device_ms"])
-        _end_on_device(columns, on_device & ~untimed & (columns["completed_ns"] != MISSING))
+        timed = on_device & ~untimed & (columns["completed_ns"] != MISSING)
+        columns["source"][on_device] = np.where(timed, DEVICE, ISSUE)[on_device]
+        # Whoever notes a start on a device notices it late, as it does an end.
+        columns["started_ns"] = np.where(on_device, enqueued, columns["started_ns"])
+        _place_on_device(columns, timed)
+    columns["arrival"] = np.where(on_device, columns["started_ns"], enqueued)
     if untimed.any():
         columns["completed_ns"][untimed] = MISSING
     return columns
 
 
-def _end_on_device(columns: Columns, timed: npt.NDArray[np.bool_]) -> None:
-    """Set the ends of ops by their device times: the ends were noticed some time later."""
-    took_ns = np.clip(np.where(timed, columns["device_ms"], 0.0) * 1e6, 0, _LATEST).astype(np.int64)
-    ended = np.minimum(columns["started_ns"] + took_ns, _LATEST)
-    columns["completed_ns"][timed] = ended[timed]
+def _place_on_device(columns: Columns, timed: npt.NDArray[np.bool_]) -> None:
+    """Set the starts and ends of ops by their durations on the device.
+
+    The ends were noticed some time later. A device runs the collectives of a group in order; the
+    messages of a batch run at once.
+    """
+    took = np.clip(np.where(timed, columns["device_ms"], 0.0) * 1e6, 0, _LARGEST_NS).astype(
+        np.int64
+    )
+    begun = columns["started_ns"].copy()
+    ended = begun + took
+    in_line = timed & (columns["kind"] == _COLLECTIVE)
+    for group in np.unique(columns["group"][in_line]):
+        rows = in_line & (columns["group"] == group)
+        ended[rows] = in_order(begun[rows], took[rows])
+    columns["completed_ns"][timed] = np.minimum(ended, _LATEST)[timed]
+    columns["started_ns"][timed] = np.minimum(ended - took, _LATEST)[timed]
+
+
+def in_order(issued: Ints, took: Ints) -> Ints:
+    """Return when ops end that run one after the other, each for its time, none before its issue.
+
+    ``end[k] = max(issued[k], end[k - 1]) + took[k]``, without a loop.
+    """
+    total = np.cumsum(took)
+    ends: Ints = total + np.maximum.accumulate(issued + took - total)
+    return ends
 
 
 def split_by_group(ring: Ring, columns: Columns, host: int) -> ByGroup:
@@ -179,6 +209,7 @@ def _rank_collectives(rank: int, host: int, columns: Columns, size: int) -> Rank
         "root": columns["root"],
         "size": bandwidth_sizes(columns, size),
         "bytes": columns["message_bytes"],
+        "source": columns["source"],
     }
     return RankCollectives(
         rank,
@@ -192,7 +223,9 @@ def _rank_collectives(rank: int, host: int, columns: Columns, size: int) -> Rank
 
 
 def _rank_messages(rank: int, host: int, own: int, columns: Columns) -> RankMessages:
-    message_columns = {name: columns[name] for name in ("seq", "arrival", "peer", "tag", "op")}
+    message_columns = {
+        name: columns[name] for name in ("seq", "arrival", "peer", "tag", "op", "source")
+    }
     message_columns["started"], message_columns["completed"] = (
         columns["started_ns"],
         columns["completed_ns"],
@@ -232,6 +265,7 @@ class CollectiveTable:
     root: npt.NDArray[np.intp]  # row of the root; -1: none, or it left no records
     size: npt.NDArray[np.float64]  # S
     bytes: Ints
+    source: npt.NDArray[np.uint8]  # HOST, DEVICE or ISSUE
 
     @property
     def members(self) -> int:

@@ -2,7 +2,8 @@
 
 A rank is as late to a collective as it came after the median member (the lower one of the two, if
 their number is even), and not late if it came before. Only ops that no member leaves before the
-last has come count, because in the others the members need not meet.
+last has come count, because in the others the members need not meet; and on devices only those
+with device times, because an op that was issued has not begun.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.collectives import CollectiveTable, present
+from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
 from rankcall.analysis.run_tables import RunTables
 from rankcall.analysis.waiting import SYNC, Block, Floats, blocks
 
@@ -106,9 +107,15 @@ def _families(tables: list[CollectiveTable]) -> list[str]:
     """Return the purposes of all groups in which members meet, the most used first."""
     used: dict[str, int] = {}
     for table in tables:
-        if SYNC[table.op].any() and len(table.ranks) > 1:
+        if _shows_arrivals(table).any() and len(table.ranks) > 1:
             used[_family(table)] = used.get(_family(table), 0) + table.arrival.size
     return sorted(used, key=lambda name: -used[name])[:_MOST_FAMILIES]
+
+
+def _shows_arrivals(table: CollectiveTable) -> npt.NDArray[np.bool_]:
+    """Tell which collectives show when their members came, and that they waited there."""
+    shows: npt.NDArray[np.bool_] = SYNC[table.op] & (table.source != ISSUE)
+    return shows
 
 
 def _add_table(
@@ -119,7 +126,7 @@ def _add_table(
     )
     if len(table.ranks) < 2:
         return last_seen
-    for block in blocks(table, np.flatnonzero(SYNC[table.op]), run_tables.clocks.hosts):
+    for block in blocks(table, np.flatnonzero(_shows_arrivals(table)), run_tables.clocks.hosts):
         came = block.came
         members = came.times.shape[1] - came.absent
         together = members > 1

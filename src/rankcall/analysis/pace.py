@@ -8,7 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.collectives import in_order
+from rankcall.analysis.snapshot import COLLECTIVE, Calls, Snapshot
+from rankcall.record import FLAG_DEVICE
+
+Floats = npt.NDArray[np.float64]
 
 _RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job that runs
 
@@ -17,7 +21,7 @@ _RECENT_S, _RECENT_STEPS = 10.0, 5.0  # what "now" means for the pace of a job t
 class Pace:
     """How fast a job goes. None: too little is on record.
 
-    ``share``: of the time, spent in communication.
+    ``share``: of the time, spent in communication. None on devices without device times, too.
     """
 
     steps_per_s: float | None
@@ -43,7 +47,7 @@ def pace(snapshot: Snapshot) -> Pace:
     Of a job that runs, the calls of the last seconds count: older calls say nothing about its pace
     now.
     """
-    step = median_step_s(snapshot)
+    step = usual_step_s(snapshot)
     if snapshot.live:
         recent_s = max(_RECENT_S, _RECENT_STEPS * step)
         newest = snapshot.calls[snapshot.calls["age_s"] <= recent_s]
@@ -54,7 +58,11 @@ def pace(snapshot: Snapshot) -> Pace:
 
 
 def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
-    """Return calls/s and the share of the time in which any call is in flight."""
+    """Return calls/s and the share of the time in which any call is in flight.
+
+    A call on a device is in flight while the device works on it. From its issue to the moment at
+    which its end was noticed is no duration.
+    """
     calls = snapshot.calls
     done = calls[~np.isnan(calls["ended_s"])]
     if not len(done):
@@ -63,6 +71,10 @@ def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
     far = float(done["age_s"].max()) + 1.0
     begin = done["rank"] * far + (far - done["age_s"])
     end = done["rank"] * far + (far - done["ended_s"])
+    on_device = done["flags"] & FLAG_DEVICE != 0
+    is_known = not np.isnan(done["took_s"][on_device]).any()
+    if is_known:
+        begin[on_device], end[on_device] = _on_devices(done[on_device], begin[on_device])
     order = np.argsort(begin, kind="stable")
     begin, end, rank = begin[order], end[order], done["rank"][order]
     reach = np.concatenate([[0.0], np.maximum.accumulate(end)[:-1]])
@@ -77,12 +89,29 @@ def _busy(snapshot: Snapshot) -> tuple[float | None, float | None]:
     busy = np.bincount(rank, weights=inside)[ranks]
     return (
         float(np.median(count[enough] / span[enough])),
-        float(np.median(np.minimum(busy[enough] / span[enough], 1.0))),
+        float(np.median(np.minimum(busy[enough] / span[enough], 1.0))) if is_known else None,
     )
 
 
-def median_step_s(snapshot: Snapshot) -> float:
-    """Return the median length of a step, s; 0 if fewer than three are on record."""
+def _on_devices(calls: Calls, issued: Floats) -> tuple[Floats, Floats]:
+    """Return when calls on devices begin and end; a device runs those of a group in order."""
+    end = issued + calls["took_s"]
+    keys = np.stack([calls["rank"], calls["group"]])
+    for key in np.unique(keys[:, calls["kind"] == COLLECTIVE], axis=1).T:
+        rows = np.flatnonzero((keys == key[:, None]).all(axis=0) & (calls["kind"] == COLLECTIVE))
+        rows = rows[np.argsort(issued[rows], kind="stable")]
+        ns = (np.rint(times[rows] * 1e9).astype(np.int64) for times in (issued, calls["took_s"]))
+        end[rows] = in_order(*ns) / 1e9
+    return end - calls["took_s"], end
+
+
+def usual_step_s(snapshot: Snapshot) -> float:
+    """Return the usual length of a step, s; 0 if fewer than three are on record.
+
+    It is the median. If calls run on devices, it is the mean of a rank's steps without the longest,
+    and the median of that over the ranks: a host issues several steps at once, and waits for its
+    device in the next one. The longest may be a pause, for example for a checkpoint.
+    """
     calls = snapshot.calls
     if not len(calls):
         return 0.0
@@ -90,5 +119,13 @@ def median_step_s(snapshot: Snapshot) -> float:
     rank, step, age = (calls[name][order] for name in ("rank", "step", "age_s"))
     begins = np.concatenate([[True], (rank[1:] != rank[:-1]) | (step[1:] > step[:-1])])
     rank, step, age = rank[begins], step[begins], age[begins]
-    lasts = (age[:-1] - age[1:])[(rank[1:] == rank[:-1]) & (step[1:] == step[:-1] + 1)]
-    return float(np.median(lasts)) if len(lasts) >= 2 else 0.0
+    follows = (rank[1:] == rank[:-1]) & (step[1:] == step[:-1] + 1)
+    lasts, rank = (age[:-1] - age[1:])[follows], rank[1:][follows]
+    if len(lasts) < 2:
+        return 0.0
+    if not (calls["flags"] & FLAG_DEVICE).any():
+        return float(np.median(lasts))
+    _, first, count = np.unique(rank, return_index=True, return_counts=True)
+    rest = np.add.reduceat(lasts, first) - np.maximum.reduceat(lasts, first)
+    several = count > 1
+    return float(np.median(rest[several] / (count[several] - 1))) if several.any() else 0.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rankcall.analysis.device_times import sources_of
 from rankcall.analysis.pace import pace
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.summary import Row, Source, rows_by_size
@@ -38,9 +39,9 @@ class LateRank:
 class Figures:
     """The newest calls of a job that goes on.
 
-    ``waiting``: the share of the ranks' time that they wait for others. ``share``: that of their
-    time in communication. ``rows``: by op, group and
-    size, those that take most time first. ``late``: the ranks that cause most of the waiting.
+    ``waiting``: the share of the ranks' time that they wait for others, and ``share``: that of
+    their time in communication; None if it is not known. ``rows``: by op, group and size, those
+    that take most time first. ``late``: the ranks that cause most of the waiting.
     """
 
     seconds: float
@@ -71,7 +72,9 @@ def recent_figures(snapshot: Snapshot) -> Figures:
         sources.append(Source(label, 2, measured))
     taking_part = len(np.unique(recent.snapshot.calls["rank"]))
     whole_ns = recent.seconds * 1e9 * max(1, taking_part)
-    waiting = min(1.0, float(totals.suffered.sum()) / whole_ns)
+    waiting = None
+    if sources_of(recent.tables, recent.messages).is_waiting_known:
+        waiting = min(1.0, float(totals.suffered.sum()) / whole_ns)
     return Figures(
         recent.seconds,
         waiting,
@@ -79,7 +82,7 @@ def recent_figures(snapshot: Snapshot) -> Figures:
         speed.calls_per_s,
         speed.share,
         tuple(rows_by_size(sources)[:_MOST_ROWS]),
-        tuple(_late(snapshot, totals)) if waiting >= _LEAST_SHARE else (),
+        tuple(_late(snapshot, totals)) if (waiting or 0.0) >= _LEAST_SHARE else (),
     )
 
 
@@ -99,7 +102,7 @@ def _late(snapshot: Snapshot, totals: WaitTotals) -> Iterator[LateRank]:
     whole = float(caused.sum())
     for rank in np.argsort(-caused, kind="stable")[:_MOST_LATE].tolist():
         if caused[rank] > whole * max(_STANDS_OUT, _TIMES_ITS_SHARE / max(1, len(caused))):
-            part = int(totals.took_part[rank])
-            last = int(totals.came_last[rank]) / part if part else 0.0
+            part = int(totals.lasts.took_part[rank])
+            last = int(totals.lasts.times[rank]) / part if part else 0.0
             host = snapshot.ranks[rank].host
             yield LateRank(rank, host, float(caused[rank]) / whole, last)

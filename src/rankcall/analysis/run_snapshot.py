@@ -151,7 +151,6 @@ class _Window(NamedTuple):
 
     calls: Calls
     issued: Ints
-    came: Ints
     ended: Ints
     last_ns: int  # when the newest call of the ring was issued, or a call ended
 
@@ -216,7 +215,6 @@ class _RingWindows:
     now_ns: dict[int, int] = field(default_factory=dict)  # of ranks whose process runs here
     calls: list[Calls] = field(default_factory=list)
     issued: list[Ints] = field(default_factory=list)
-    came: list[Ints] = field(default_factory=list)
     ended: list[Ints] = field(default_factory=list)
     groups: dict[Group, int] = field(default_factory=dict)
     sites: dict[CallSite, int] = field(default_factory=lambda: {CallSite("", 0, "", ""): 0})
@@ -242,7 +240,6 @@ class _RingWindows:
             self.now_ns[head.rank] = now_ns
         self.calls.append(window.calls)
         self.issued.append(window.issued)
-        self.came.append(window.came)
         self.ended.append(window.ended)
 
     def _window_of(self, ring: Ring, kept: Calls) -> _Window:
@@ -279,8 +276,8 @@ class _RingWindows:
             if _CLOSED.search(ring.tables.strings.get(int(key), "")):
                 calls["flags"][kept["error"] == key] |= PEER_CLOSED
         placed = calls["group"] >= 0
-        on_device = (kept["flags"] & FLAG_DEVICE != 0) & (kept["started_ns"] > 0)
-        came = np.where(on_device, kept["started_ns"], kept["enqueued_ns"])
+        on_device = kept["flags"] & FLAG_DEVICE != 0
+        calls["took_s"] = np.where(on_device, kept["device_ms"] / 1e3, np.nan)
         over = np.where(kept["status"] >= COMPLETED, kept["completed_ns"], 0)
         last_ns = 0
         if len(ring.records):
@@ -289,7 +286,6 @@ class _RingWindows:
         return _Window(
             calls[placed],
             np.ascontiguousarray(kept["enqueued_ns"][placed]),
-            came[placed],
             np.ascontiguousarray(over[placed]),
             last_ns,
         )
@@ -318,13 +314,10 @@ class _RingWindows:
         ]
         calls = _concatenated([no_calls(), *self.calls])
         nothing = np.zeros(0, np.int64)
-        issued, came, ended = (
-            np.concatenate([nothing, *times]) for times in (self.issued, self.came, self.ended)
-        )
+        issued, ended = (np.concatenate([nothing, *times]) for times in (self.issued, self.ended))
         times_now = [min(max(now.get(rank, 0), 0), _LARGEST) for rank in range(count)]
         moment = np.array(times_now, np.int64)[calls["rank"]]
         calls["age_s"] = np.maximum(moment - issued, 0) / _S
-        calls["came_s"] = np.maximum(moment - came, 0) / _S
         calls["ended_s"] = np.where(ended > 0, np.maximum(moment - ended, 0) / _S, np.nan)
         groups = list(self.groups)
         moments = {self.headers[rank].boot_id: moment for rank, moment in now.items()}

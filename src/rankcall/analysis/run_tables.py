@@ -30,6 +30,7 @@ from rankcall.analysis.collectives import (
     share_agreed,
     split_by_group,
 )
+from rankcall.analysis.device_times import end_together
 from rankcall.analysis.waiting import Ints, Waits, covered, waits_of
 from rankcall.record import OPS
 from rankcall.ring.reader import Ring
@@ -302,6 +303,7 @@ class RunTables:
         self._collectives.clear()
         self._messages.clear()
         align_hosts(self.clocks.hosts, self.tables)
+        end_together(self.tables, self.messages, self.clocks.hosts)
 
 
 def _step_begins(columns: Columns) -> Ints:

@@ -48,8 +48,8 @@ CALL = np.dtype(
         ("in_bytes", "<i8"),
         ("out_bytes", "<i8"),
         ("age_s", "<f8"),  # since it was issued
-        ("came_s", "<f8"),  # since it was issued; on a device, since the device began it
-        ("ended_s", "<f8"),  # since it ended; NaN: it has not
+        ("ended_s", "<f8"),  # since it ended, or its device's end was noticed; NaN: it has not
+        ("took_s", "<f8"),  # on its device; NaN: not known, or on the CPU
         ("kind", "u1"),
         ("op", "u1"),
         ("dtype", "u1"),

@@ -72,11 +72,23 @@ class Stragglers:
     slow_start_s: float
 
 
-def parts_of(step_begins: Iterable[Ints], begin: int, end: int) -> Parts:
-    """Cut a run between two moments; ``step_begins``: when each rank began each of its steps."""
+def parts_of(step_begins: Iterable[Ints], begin: int, end: int, *, ahead: bool = False) -> Parts:
+    """Cut a run between two moments.
+
+    Args:
+        step_begins: When each rank began each of its steps.
+        begin: The first moment.
+        end: The last moment.
+        ahead: The ops run on devices. A host issues several steps at once there, and waits for all
+            of them in the last one, so each part must be long enough for several.
+    """
     begins = max(step_begins, key=len, default=np.zeros(0, np.int64))
     begins = np.sort(begins)
     inside = np.flatnonzero((begins > begin) & (begins < end))
+    if ahead:
+        apart = np.linspace(begin, end, _SLICES + 1)[1:-1].astype(np.int64)
+        at = np.unique(np.searchsorted(begins[inside], apart))
+        inside = inside[at[at < len(inside)]]
     if len(inside) + 1 >= _FEWEST:
         every = np.unique(np.linspace(0, len(inside) - 1, _MOST_PARTS - 1).round().astype(np.intp))
         chosen = inside[every] if len(inside) >= _MOST_PARTS else inside

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.clocks import HostClock
+from rankcall.analysis.device_times import TimeSources, sources_of
 from rankcall.analysis.run_tables import (
     RankRow,
     RingVisitor,
@@ -33,6 +34,7 @@ from rankcall.record import BYTES_PER_GB, OPS, bus_factor
 from rankcall.run.joins import JoinSummary
 from rankcall.run.load import Progress, Run, RunGroup, label_groups
 
+TIMES = ("host", "device", "unknown")  # the names of HOST, DEVICE and ISSUE
 _BUCKETS = 64
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -54,6 +56,7 @@ class Row:
     algbw_gbps: float | None  # median; GB/s, 1 GB = 1e9 bytes
     busbw_gbps: float | None
     waiting_share: float | None  # of the time that all members spent
+    times: str = "host"  # where these times come from: one of TIMES, or mixed
 
 
 def size_name(size: int) -> str:
@@ -97,6 +100,7 @@ def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]])
         for name in ("mean", "transfer", "size", "spent", "waited", "bytes")
     )
     finished = mean[~np.isnan(mean)]
+    kinds = np.unique(np.concatenate([source.measured.source[part] for source, part in parts]))
     usable = (transfer > 0) & (size > 0)
     rates = size[usable] / transfer[usable] * (1e9 / BYTES_PER_GB)
     algbw = float(np.median(rates)) if len(rates) else None
@@ -116,6 +120,7 @@ def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]])
         algbw,
         None if algbw is None else algbw * factor,
         min(1.0, float(waited.sum()) / total) if total > 0 else None,
+        TIMES[int(kinds[0])] if len(kinds) == 1 else "mixed",
     )
 
 
@@ -154,12 +159,16 @@ class Straggler:
 
     rank: int
     host: str
-    caused_wait_ms: float
-    share: float  # of all waiting
-    suffered_wait_ms: float
+    caused_wait_ms: float | None  # None, like the next two: no op shows how long ranks waited
+    share: float | None  # of all waiting
+    suffered_wait_ms: float | None
     came_last: int
     collectives: int  # that it took part in and that a rank can be last to
     late_by_ms: float | None  # after the second-latest rank, on average, if it came last
+    # The same of issuing, for ops on devices of which it is not known when anybody came.
+    issued_last: int = 0
+    issued: int = 0
+    issued_late_by_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +185,7 @@ class Summary:
     groups: list[RunGroup]
     hosts: list[HostClock]
     collectives: list[Row]
+    sources: TimeSources  # of the times behind all figures
     stragglers: list[Straggler]
     late: Stragglers | None  # those of them that make the others wait, by the one rule
     slow_start_ms: float  # the time of the first steps, if they took far longer than the others
@@ -211,7 +221,9 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
     used = {table.group for table in tables} | {table.group for table in messages}
     groups = label_groups(used, run.hosts)
     highest = max((row.rank for row in run_tables.ranks), default=-1)
-    parts = parts_of(run_tables.step_begins, *run_tables.span)
+    time_sources = sources_of(tables, messages)
+    on_devices = time_sources.device + time_sources.unknown > 0
+    parts = parts_of(run_tables.step_begins, *run_tables.span, ahead=on_devices)
     totals = WaitTotals(highest + 1, parts.edges)
     waits = run_tables.waits
     sources = [
@@ -242,7 +254,8 @@ def conclude(run: Run, run_tables: RunTables) -> Summary:
         groups=list(groups.values()),
         hosts=clocks,
         collectives=rows_by_size(sources),
-        stragglers=_stragglers(totals, run.hosts),
+        sources=time_sources,
+        stragglers=_stragglers(totals, run.hosts, time_sources.is_waiting_known),
         late=find_stragglers(totals, parts, [run.hosts.get(n, "") for n in range(totals.ranks)]),
         slow_start_ms=float(parts.lengths[: slow_start(parts)].sum()) / 1e6,
         waiting_ms=float(totals.caused.sum()) / 1e6,
@@ -266,23 +279,29 @@ def _when(run: Run, run_tables: RunTables) -> tuple[int | None, float]:
     return epoch, (max(run_tables.last_ns) - first) / 1e6
 
 
-def _stragglers(totals: WaitTotals, hosts: dict[int, str]) -> list[Straggler]:
-    """List the ranks by the waiting that they caused, most first."""
+def _stragglers(
+    totals: WaitTotals, hosts: dict[int, str], is_waiting_known: bool
+) -> list[Straggler]:
+    """List the ranks by the waiting that they caused, or by how often they issued last."""
     total = float(totals.caused.sum())
+    lasts, issues = totals.lasts, totals.issue_lasts
     stragglers = [
         Straggler(
             rank,
             hosts.get(rank, ""),
-            float(totals.caused[rank]) / 1e6,
-            float(totals.caused[rank]) / total if total else 0.0,
-            float(totals.suffered[rank]) / 1e6,
-            int(totals.came_last[rank]),
-            int(totals.took_part[rank]),
-            float(totals.late_by[rank]) / int(totals.came_last[rank]) / 1e6
-            if totals.came_last[rank]
-            else None,
+            float(totals.caused[rank]) / 1e6 if is_waiting_known else None,
+            (float(totals.caused[rank]) / total if total else 0.0) if is_waiting_known else None,
+            float(totals.suffered[rank]) / 1e6 if is_waiting_known else None,
+            int(lasts.times[rank]),
+            int(lasts.took_part[rank]),
+            lasts.late_by_ms(rank),
+            int(issues.times[rank]),
+            int(issues.took_part[rank]),
+            issues.late_by_ms(rank),
         )
         for rank in sorted(hosts)
         if 0 <= rank < totals.ranks  # a ring that was removed since it was found has no records
     ]
-    return sorted(stragglers, key=lambda straggler: (-straggler.caused_wait_ms, straggler.rank))
+    return sorted(
+        stragglers, key=lambda each: (-(each.caused_wait_ms or 0.0), -each.issued_last, each.rank)
+    )

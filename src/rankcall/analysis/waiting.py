@@ -4,8 +4,9 @@ A member waits in an op from its arrival until the ranks that it waits for have 
 longer than it is in the op. For ops that no member leaves before the last has come, those are all
 members; at the members of a broadcast or scatter it is the root, at the root of a reduce or gather
 all members, and at a receiver the sender. A rank that waits in several ops at once waits once: the
-time counts in the op whose wait began first. An op without an end (it failed, or the device's times
-are not known) counts until those ranks have arrived.
+time counts in the op whose wait began first. An op without an end (it failed, for example) counts
+until those ranks have arrived. An op on a device whose times are not known counts nothing: its host
+issued it ahead of the device, so nobody came then.
 
 Each moment that a member waits is shared equally by the ranks that it waits for at that moment. So
 one straggler bears all the waiting that it causes beyond the second-latest rank, two that come late
@@ -22,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall import record
-from rankcall.analysis.clocks import HostClock, RowClocks
-from rankcall.analysis.collectives import CollectiveTable, MessageTable, present
+from rankcall.analysis.clocks import HostClock, RowClocks, align_messages
+from rankcall.analysis.collectives import ISSUE, CollectiveTable, MessageTable, present
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -149,6 +150,7 @@ def _in_collectives(table: CollectiveTable, clocks: Sequence[HostClock]) -> Ints
             continue
         columns &= FROM_ROOT[table.op] & present(table.arrival[row])
         until[columns] = clocks[table.hosts[row]].align(table.arrival[row][columns])
+    until[table.source == ISSUE] = _NEVER
     waited = np.zeros(table.arrival.shape, np.int64)
     only_root = TO_ROOT[table.op]
     for row, host in enumerate(table.hosts):
@@ -163,22 +165,16 @@ def _in_collectives(table: CollectiveTable, clocks: Sequence[HostClock]) -> Ints
 def _in_messages(messages: MessageTable, clocks: Sequence[HostClock]) -> Ints:
     """Return how long each receiver waited for its sender to begin; 0 for sends."""
     columns = messages.columns
-    arrival = _aligned(messages, clocks)
+    arrival = align_messages(messages, "arrival", clocks)
     waited = np.zeros(len(arrival), np.int64)
     both = (messages.sent >= 0) & (messages.received >= 0)
     sent, received = messages.sent[both], messages.received[both]
+    known = (columns["source"][sent] != ISSUE) & (columns["source"][received] != ISSUE)
+    sent, received = sent[known], received[known]
     came, ended = columns["arrival"][received], columns["completed"][received]
     lasted = np.where(present(ended), np.maximum(ended - came, 0), np.iinfo(np.int64).max)
     waited[received] = np.minimum(np.maximum(arrival[sent] - arrival[received], 0), lasted)
     return waited
-
-
-def _aligned(messages: MessageTable, clocks: Sequence[HostClock]) -> Ints:
-    arrival: Ints = messages.columns["arrival"].copy()
-    for host in np.unique(messages.columns["host"]):
-        rows = messages.columns["host"] == host
-        arrival[rows] = clocks[host].align(arrival[rows])
-    return arrival
 
 
 def _count_once(spans: Sequence[tuple[Ints, Ints]]) -> None:
@@ -282,27 +278,54 @@ def _shares_of_some(times: Ints, here: Bools, last: Ints, waited: Ints) -> Float
 
 
 @dataclass
+class LastComers:
+    """How often each rank came last to a collective, by global rank."""
+
+    ranks: int
+    times: Ints = field(init=False)
+    late_by: Floats = field(init=False)  # ns after the second-latest, summed over those
+    took_part: Ints = field(init=False)  # in collectives with a last arrival
+
+    def __post_init__(self) -> None:
+        self.late_by = np.zeros(self.ranks)
+        self.times, self.took_part = (np.zeros(self.ranks, np.int64) for _ in range(2))
+
+    def add(self, ranks: Indices, came: Arrivals, rows: Bools) -> None:
+        """Count who came last in some rows, and by how much, if two or more came."""
+        together = rows & (came.times.shape[1] - came.absent > 1)
+        last, behind = came.last_member[together], came.behind[together]
+        members = len(ranks)
+        self.times[ranks] += np.bincount(last, minlength=members)
+        self.late_by[ranks] += np.bincount(last, weights=behind, minlength=members)
+        self.took_part[ranks] += np.count_nonzero(came.here[together], axis=0)
+
+    def late_by_ms(self, rank: int) -> float | None:
+        """Return by how much a rank that came last was late, on average; None if it never did."""
+        times = int(self.times[rank])
+        return float(self.late_by[rank]) / times / 1e6 if times else None
+
+
+@dataclass
 class WaitTotals:
     """Waiting by global rank, summed over all that was measured.
 
     ``edges``: aligned times that cut the run into parts, ascending; ``by_part`` has the waiting
     that each rank caused in each of the ``len(edges) + 1`` parts, and ``suffered_by_part`` the
-    waiting that it suffered.
+    waiting that it suffered. ``lasts``: who came last. ``issue_lasts``: who issued last, of ops
+    on devices of which it is not known when anybody came.
     """
 
     ranks: int
     edges: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     by_part: Floats = field(init=False)
     suffered_by_part: Floats = field(init=False)
-    came_last: Ints = field(init=False)
-    late_by: Floats = field(init=False)  # summed over the collectives it came last to
-    took_part: Ints = field(init=False)  # in collectives with a last arrival
+    lasts: LastComers = field(init=False)
+    issue_lasts: LastComers = field(init=False)
 
     def __post_init__(self) -> None:
         shape = len(self.edges) + 1, self.ranks
         self.by_part, self.suffered_by_part = np.zeros(shape), np.zeros(shape)
-        self.late_by = np.zeros(self.ranks)
-        self.came_last, self.took_part = (np.zeros(self.ranks, np.int64) for _ in range(2))
+        self.lasts, self.issue_lasts = LastComers(self.ranks), LastComers(self.ranks)
 
     @property
     def caused(self) -> Floats:
@@ -332,15 +355,6 @@ class WaitTotals:
         np.add.at(self.by_part, (parts, senders), waited)
         np.add.at(self.suffered_by_part, (parts, receivers), waited)
 
-    def note_last(self, ranks: Indices, came: Arrivals) -> None:
-        """Count which rank came last, and by how much, if two or more came."""
-        together = came.times.shape[1] - came.absent > 1
-        last, behind = came.last_member[together], came.behind[together]
-        members = len(ranks)
-        self.came_last[ranks] += np.bincount(last, minlength=members)
-        self.late_by[ranks] += np.bincount(last, weights=behind, minlength=members)
-        self.took_part[ranks] += np.count_nonzero(came.here[together], axis=0)
-
 
 # --- measuring ---
 
@@ -359,6 +373,7 @@ class Measured:
     mean: Floats  # of its members' durations
     spent: Floats  # by all members together
     waited: Floats  # by all members together
+    source: npt.NDArray[np.uint8]  # of its times: HOST, DEVICE or ISSUE
     rank: Ints | None = None
     begin: Ints | None = None
 
@@ -378,8 +393,9 @@ def measure_collectives(
 ) -> Measured:
     """Measure all collectives of a table and charge the waiting in them (see ``waits_of``)."""
     count = len(table.seq)
+    transfer, mean, spent, waits = (np.full(count, np.nan) for _ in range(4))
     measured = Measured(
-        table.op, table.bytes, table.size, *(np.full(count, np.nan) for _ in range(4))
+        table.op, table.bytes, table.size, transfer, mean, spent, waits, table.source
     )
     measured.waited[:] = waited.sum(axis=0)
     for kind in (SYNC, FROM_ROOT, TO_ROOT, ~(SYNC | FROM_ROOT | TO_ROOT)):
@@ -389,7 +405,9 @@ def measure_collectives(
                 _slowest_receiver(table, block, measured, receive=kind is TO_ROOT)
             mine = np.ascontiguousarray(waited[:, block.columns].T)
             if kind is SYNC:
-                totals.note_last(table.ranks, block.came)
+                issued = table.source[block.columns] == ISSUE
+                totals.lasts.add(table.ranks, block.came, ~issued)
+                totals.issue_lasts.add(table.ranks, block.came, issued)
             if mine.any():
                 caused = (
                     _shares_of_root(table, block, mine)
@@ -479,7 +497,7 @@ def measure_messages(
     both = (messages.sent >= 0) & (messages.received >= 0)
     sent, received = messages.sent[both], messages.received[both]
     transfer[sent] = np.where(np.isnan(duration[received]), duration[sent], duration[received])
-    arrival = _aligned(messages, clocks)
+    arrival = align_messages(messages, "arrival", clocks)
     totals.charge_messages(
         columns["rank"][sent], columns["rank"][received], arrival[sent], waited[received]
     )
@@ -491,6 +509,7 @@ def measure_messages(
         duration,
         np.nan_to_num(duration),
         waited.astype(np.float64),
+        columns["source"],
         columns["rank"],
         columns["started"],
     )

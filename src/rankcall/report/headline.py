@@ -36,6 +36,13 @@ def headline(summary: Summary) -> Headline:
         )
     if summary.world_size == 1:
         return Headline("A world of one rank: no other rank has to wait.", "", False)
+    if not summary.sources.is_waiting_known:
+        return Headline(
+            "How long the ranks wait for each other is not known.",
+            "The ops run on devices, later than the hosts issue them. With "
+            "RANKCALL_DEVICE_TIMES=1, the devices' own times are recorded.",
+            False,
+        )
     lost = _lost_share(summary)
     if summary.late is not None:
         return _blame(summary, summary.late)
@@ -44,7 +51,7 @@ def headline(summary: Summary) -> Headline:
         return Headline("No rank makes the others wait.", cost, False)
     first = summary.stragglers[0]
     caused = f"{percent(first.share)} of {time(summary.waiting_ms)} of waiting"
-    if first.share >= _MOST_OF_IT:
+    if (first.share or 0.0) >= _MOST_OF_IT:
         return Headline(
             f"The ranks wait for each other for {percent(lost)} of the run.",
             begin_sentence(_who(first)) + f" caused {caused}, but in too few steps to call it a "
@@ -76,7 +83,7 @@ def _who(straggler: Straggler) -> str:
 def _blame(summary: Summary, late: Stragglers) -> Headline:
     """Name the ranks that make the others wait, and what that costs."""
     named = [straggler for straggler in summary.stragglers if straggler.rank in late.ranks]
-    caused = sum(straggler.caused_wait_ms for straggler in named)
+    caused = sum(straggler.caused_wait_ms or 0.0 for straggler in named)
     total = f"caused {time(caused)} of waiting, {percent(late.share)} of all."
     if late.host:
         text = (

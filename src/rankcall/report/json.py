@@ -65,7 +65,8 @@ def _run(summary: Summary) -> Object:
         "duration_ms": summary.duration_ms,
         "records": summary.records,
         "spent_ms": summary.spent_ms,
-        "waiting_ms": summary.waiting_ms,
+        "waiting_ms": summary.waiting_ms if summary.sources.is_waiting_known else None,
+        "times": vars(summary.sources),
     }
 
 

@@ -31,6 +31,7 @@ from rankcall.report.formatting import (
     wrapped,
 )
 from rankcall.report.headline import Headline, headline
+from rankcall.report.time_sources import times_of_ops
 from rankcall.run.joins import RankSummary, total_by_rank
 
 _ROWS, _SITES, _RANKS, _GROUPS = 20, 8, 8, 4
@@ -82,8 +83,10 @@ def _sections(summary: Summary, first: Headline, room: int) -> Iterator[tuple[st
     if not summary.collectives:
         return
     yield "By op, group and size (a member's time; bandwidth in GB/s)", _collectives(summary, room)
-    if len(summary.stragglers) > 1:
+    if len(summary.stragglers) > 1 and summary.sources.is_waiting_known:
         yield "Who kept the others waiting", _stragglers(summary, first.ranks, room)
+    elif len(summary.stragglers) > 1:
+        yield "Issue skew: whose host issued last (its device may be early)", _skew(summary, room)
     uneven = [total for total in total_by_rank(summary.joins) if total.shadowed or total.replayed]
     if uneven:
         yield "Uneven inputs (Join): steps without a batch of one's own", _joins(uneven, room)
@@ -125,6 +128,8 @@ def _fact_lines(summary: Summary, room: int) -> Iterator[tuple[str, str]]:
     if len(summary.groups) > _GROUPS:
         yield "", f"and {len(summary.groups) - _GROUPS:,} more groups"
     yield "time", _when(summary)
+    if source := times_of_ops(summary.sources):
+        yield "times", source
     yield "capture", _capture(summary)
 
 
@@ -195,7 +200,7 @@ def _stragglers(summary: Summary, named: Sequence[int], room: int) -> Renderable
     shown = [
         straggler
         for place, straggler in enumerate(summary.stragglers[:_RANKS])
-        if place < _FEW or straggler.share >= 0.01
+        if place < _FEW or (straggler.share or 0.0) >= 0.01
     ]
     table = fitted(
         [*heads, "waited itself", ""] if wide else [*heads, ""],
@@ -220,8 +225,23 @@ def _straggler(straggler: Straggler, wide: bool) -> list[str]:
     return [
         *cells,
         *([time(straggler.suffered_wait_ms)] if wide else []),
-        "█" * round(10 * straggler.share),
+        "█" * round(10 * (straggler.share or 0.0)),
     ]
+
+
+def _skew(summary: Summary, room: int) -> RenderableType:
+    shown = sorted(summary.stragglers, key=lambda each: -each.issued_last)[:_RANKS]
+    rows = [
+        (
+            str(each.rank),
+            each.host,
+            percent(each.issued_last / each.issued) if each.issued else "-",
+            time(each.issued_late_by_ms),
+        )
+        for each in shown
+    ]
+    table = fitted(("rank", "host", "issued last", "by"), rows, room, names=2)
+    return _more(table, len(summary.stragglers) - len(shown), "rank")
 
 
 def _joins(uneven: Sequence[RankSummary], room: int) -> RenderableType:

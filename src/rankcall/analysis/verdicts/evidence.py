@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rankcall.analysis.pace import median_step_s
+from rankcall.analysis.pace import usual_step_s
 from rankcall.analysis.snapshot import (
     COMPLETED,
     P2P,
@@ -137,7 +137,7 @@ def patience(snapshot: Snapshot, hang_after: float) -> Floats:
     one from its line. A rank may take any time in a phase that it declared to take long.
     """
     calls = snapshot.calls
-    later = max(float(hang_after), LONG_STEPS * median_step_s(snapshot))
+    later = max(float(hang_after), LONG_STEPS * usual_step_s(snapshot))
     allowed = np.full(len(calls), later)
     stepless = np.array([state.steps == 0 for state in snapshot.ranks], bool)[calls["rank"]]
     done = calls["status"] == COMPLETED
@@ -198,7 +198,7 @@ def _just_begun_s(snapshot: Snapshot, hang_after: float) -> float:
     A sound job that is killed leaves some ranks in a call that others had not arrived at yet. That
     takes no longer than a step, and the time of the end is known to three heartbeats.
     """
-    return min(max(BEATS_S, median_step_s(snapshot)), hang_after)
+    return min(max(BEATS_S, usual_step_s(snapshot)), hang_after)
 
 
 def _shifts(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rankcall.analysis.pace import median_step_s, quiet_s
+from rankcall.analysis.pace import quiet_s, usual_step_s
 from rankcall.analysis.snapshot import ALIVE, GONE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import FIRST_STEP, LONG_STEPS, HangEvidence
 from rankcall.analysis.verdicts.facts import (
@@ -53,7 +53,7 @@ def silence_of(snapshot: Snapshot, hang_after: float) -> Lasting | None:
         return None
     quiet = quiet_s(snapshot)
     seconds = min(float(quiet[state.rank]) for state in known)
-    allowed = max(hang_after, LONG_STEPS * median_step_s(snapshot))
+    allowed = max(hang_after, LONG_STEPS * usual_step_s(snapshot))
     if not len(calls):
         allowed = max(FIRST_STEP * hang_after, _START_UP_S)
     elif not any(state.steps for state in known):

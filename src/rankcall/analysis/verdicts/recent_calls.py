@@ -9,6 +9,10 @@ import numpy.typing as npt
 
 from rankcall.analysis.clocks import HostClock, align_hosts
 from rankcall.analysis.collectives import (
+    DEVICE,
+    HOST,
+    ISSUE,
+    MISSING,
     CollectiveTable,
     Columns,
     Ints,
@@ -17,15 +21,17 @@ from rankcall.analysis.collectives import (
     RankMessages,
     Session,
     collective_table,
+    in_order,
     message_table,
 )
+from rankcall.analysis.device_times import end_together
 from rankcall.analysis.snapshot import (
     COLLECTIVE,
     P2P,
     Calls,
     Snapshot,
 )
-from rankcall.record import bandwidth_sizes
+from rankcall.record import FLAG_DEVICE, bandwidth_sizes
 
 _RECENT = 384  # calls of a rank
 _S = 1e9
@@ -89,6 +95,7 @@ def _line_up(snapshot: Snapshot) -> RecentCalls:
         message_table(_ONE_LIFE, snapshot.groups[key], group_parts)
         for key, group_parts in message_parts.items()
     ]
+    end_together(tables, messages, clocks)
     return RecentCalls(
         snapshot, tables, messages, clocks, *_times(snapshot, host_of, clocks, oldest)
     )
@@ -132,14 +139,27 @@ def _messages(
     """Return one rank's messages in one group."""
     rank = int(calls["rank"][0])
     local = {member: number for number, member in enumerate(ranks)}
-    came = _ns(oldest - calls["came_s"])
     columns: Columns = {name: calls[name] for name in ("seq", "tag", "op")}
     columns["peer"] = np.array([local.get(peer, -1) for peer in calls["peer"].tolist()], np.int32)
-    columns["arrival"] = columns["started"] = came
-    columns["completed"] = _ns(np.nan_to_num(oldest - calls["ended_s"]))
+    columns["arrival"], columns["completed"], columns["source"] = _spans(calls, oldest)
+    columns["started"] = columns["arrival"]
     columns["bytes"], columns["size"] = calls["message_bytes"], calls["message_bytes"] * 1.0
     columns["own"] = np.full(len(calls), local[rank], np.int32)
     return RankMessages(rank, host_of[rank], columns)
+
+
+def _spans(calls: Calls, oldest: float) -> tuple[Ints, Ints, npt.NDArray[np.uint8]]:
+    """Return when calls of one rank and group came and ended, and the source of these times."""
+    came, ended = _ns(oldest - calls["age_s"]), _ns(np.nan_to_num(oldest - calls["ended_s"]))
+    on_device = calls["flags"] & FLAG_DEVICE != 0
+    timed = on_device & (ended != MISSING) & ~np.isnan(calls["took_s"])
+    took = _ns(np.where(timed, calls["took_s"], 0.0))[timed]
+    is_message = calls["kind"][:1] == P2P  # those of a batch run at once
+    ended[timed] = came[timed] + took if is_message.all() else in_order(came[timed], took)
+    came[timed] = ended[timed] - took
+    ended[on_device & ~timed] = MISSING
+    source = np.where(timed, DEVICE, np.where(on_device, ISSUE, HOST)).astype(np.uint8)
+    return came, ended, source
 
 
 def _clocks(snapshot: Snapshot) -> tuple[list[int], list[HostClock]]:
@@ -154,8 +174,7 @@ def _part(
     """Return one rank's calls in one group. A seq that occurs twice is damage, and left out."""
     calls = calls[np.concatenate([[True], calls["seq"][1:] > calls["seq"][:-1]])]
     rank = int(calls["rank"][0])
-    came = _ns(oldest - calls["came_s"])
-    ended = _ns(np.nan_to_num(oldest - calls["ended_s"]))
+    came, ended, source = _spans(calls, oldest)
     columns: Columns = {name: calls[name] for name in ("op", "in_bytes", "out_bytes")}
     columns["message_bytes"] = calls["message_bytes"]
     local = {member: number for number, member in enumerate(ranks)}
@@ -165,5 +184,6 @@ def _part(
         "root": np.array([roots[root] for root in calls["root"].tolist()], np.int32),
         "size": bandwidth_sizes(columns, len(ranks)),
         "bytes": calls["message_bytes"],
+        "source": source,
     }
     return RankCollectives(rank, host_of[rank], calls["seq"], came, came, ended, agreed)

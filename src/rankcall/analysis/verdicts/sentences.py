@@ -524,9 +524,10 @@ def _caused_waiting(fact: Fact, live: bool) -> str:
     left_out = " on record"
     if start:
         left_out = f" (the {duration(start)} before, of far longer steps, are left out)"
+    source = " (by the devices' durations)" if fact.value("times") == "device" else ""
     return (
         f"{fact.number:.0f} % of all waiting in {duration(float(fact.value('span_s')))}{left_out}; "
-        f"most of the waiting in {float(fact.value('along')):.0f} % of its parts"
+        f"most of the waiting in {float(fact.value('along')):.0f} % of its parts{source}"
     )
 
 

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from rankcall.analysis.clocks import HostClock, RowClocks
+from rankcall.analysis.clocks import HostClock, RowClocks, align_messages
 from rankcall.analysis.collectives import CollectiveTable, present
-from rankcall.analysis.snapshot import P2P, SEND, Snapshot
+from rankcall.analysis.snapshot import SEND, Snapshot
 from rankcall.analysis.verdicts.evidence import SYNC, HangEvidence
 from rankcall.analysis.verdicts.facts import (
     Fact,
@@ -152,7 +151,7 @@ def slow_links(recent: RecentCalls) -> list[LinkTimes]:
     for table in tables:
         for kind, times in _transfers(table, clocks).items():
             kinds[kind].setdefault(tuple(table.ranks.tolist()), []).extend(times)
-    for pair, by_kind in _messages(snapshot, clocks).items():
+    for pair, by_kind in _messages(recent).items():
         for kind, times in by_kind.items():
             kinds[kind].setdefault(pair, []).extend(times)
     outliers = [link for kind, links in kinds.items() for link in _outliers(snapshot, kind, links)]
@@ -210,38 +209,20 @@ def _transfers(table: CollectiveTable, clocks: list[HostClock]) -> dict[Key, lis
     return times_of
 
 
-def _messages(
-    snapshot: Snapshot, clocks: list[HostClock]
-) -> dict[tuple[int, int], dict[Key, list[float]]]:
+def _messages(recent: RecentCalls) -> dict[tuple[int, int], dict[Key, list[float]]]:
     """Return how long messages took once both ends had arrived, by pair and size class."""
-    calls = snapshot.calls[(snapshot.calls["kind"] == P2P) & (snapshot.calls["peer"] >= 0)]
     times_of: dict[tuple[int, int], dict[Key, list[float]]] = defaultdict(lambda: defaultdict(list))
-    if not len(calls):
-        return times_of
-    came, ended = _aligned(snapshot, calls, clocks)
-    is_send = calls["op"] == SEND
-    source = np.where(is_send, calls["rank"], calls["peer"])
-    target = np.where(is_send, calls["peer"], calls["rank"])
-    keys = [calls["seq"], calls["tag"], target, source, calls["group"]]
-    order = np.lexsort((is_send, *keys))
-    first, second = order[:-1], order[1:]
-    pairs = ~is_send[first] & is_send[second] & ~np.isnan(ended[first])
-    for key in keys:
-        pairs &= key[first] == key[second]
-    recv, send = first[pairs], second[pairs]
-    lasted = np.maximum(ended[recv] - np.maximum(came[recv], came[send]), 0.0)
-    size = [int(count).bit_length() for count in calls["message_bytes"][recv].tolist()]
-    ends = zip(source[recv].tolist(), target[recv].tolist(), strict=True)
-    for pair, power, seconds in zip(ends, size, lasted.tolist(), strict=True):
-        times_of[pair][SEND, power, 2].append(seconds)
+    for messages in recent.messages:
+        columns = messages.columns
+        both = (messages.sent >= 0) & (messages.received >= 0)
+        both &= present(columns["completed"][messages.received])
+        send, recv = messages.sent[both], messages.received[both]
+        came, ended = (
+            align_messages(messages, name, recent.clocks) for name in ("arrival", "completed")
+        )
+        lasted = np.maximum(ended[recv] - np.maximum(came[recv], came[send]), 0) / 1e9
+        size = [int(count).bit_length() for count in columns["bytes"][recv].tolist()]
+        pairs = zip(columns["rank"][send].tolist(), columns["rank"][recv].tolist(), strict=True)
+        for pair, power, seconds in zip(pairs, size, lasted.tolist(), strict=True):
+            times_of[pair][SEND, power, 2].append(seconds)
     return times_of
-
-
-def _aligned(
-    snapshot: Snapshot, calls: npt.NDArray[np.void], clocks: list[HostClock]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return arrivals and ends in s of one clock."""
-    clock_of = {clock.host: clock for clock in clocks}
-    shift = np.array([clock_of[state.host].shift for state in snapshot.ranks]) / 1e9
-    there = shift[calls["rank"]]
-    return there - calls["came_s"], there - calls["ended_s"]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.analysis.clocks import HostClock
-from rankcall.analysis.collectives import CollectiveTable, present
+from rankcall.analysis.collectives import ISSUE, CollectiveTable, present
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.stragglers import Stragglers, find_stragglers, parts_of
 from rankcall.analysis.verdicts.evidence import SYNC
@@ -26,7 +26,7 @@ from rankcall.analysis.verdicts.finding import Finding, less_sure
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.analysis.waiting import WaitTotals, measure_collectives, measure_messages, waits_of
-from rankcall.record import OPS
+from rankcall.record import FLAG_DEVICE, OPS
 from rankcall.ring.tables import both_lines
 
 Floats = npt.NDArray[np.float64]
@@ -86,6 +86,8 @@ def _causes(snapshot: Snapshot, late: LateRanks) -> list[Fact]:
     stragglers = late.stragglers
     ranks = ranks_of(snapshot, stragglers.ranks)
     values = [("span_s", repr(stragglers.span_s)), ("along", repr(100 * stragglers.along))]
+    if (snapshot.calls["flags"] & FLAG_DEVICE).any():
+        values.append(("times", "device"))
     if stragglers.slow_start_s:
         values.append(("slow_start_s", repr(stragglers.slow_start_s)))
     share = 100 * stragglers.share
@@ -145,7 +147,8 @@ class LateRanks:
 def late_ranks(recent: RecentCalls) -> LateRanks | None:
     """Return the ranks that make the others wait, and the call that they are latest to."""
     snapshot, tables, clocks = recent.snapshot, recent.tables, recent.clocks
-    parts = parts_of(recent.step_begins, *recent.span)
+    on_devices = bool((snapshot.calls["flags"] & FLAG_DEVICE).any())
+    parts = parts_of(recent.step_begins, *recent.span, ahead=on_devices)
     totals = WaitTotals(len(snapshot.ranks), parts.edges)
     waits = waits_of(tables, recent.messages, clocks)
     for table, waited in zip(tables, waits.of_tables, strict=True):
@@ -178,7 +181,8 @@ def _lateness(
 ) -> tuple[Floats, npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
     """Return by how much (ns), and whether, the last of ``late`` came after all others."""
     mine = np.isin(table.ranks, late)
-    columns = np.flatnonzero(SYNC[table.op] & present(table.arrival).all(axis=0))
+    known = SYNC[table.op] & (table.source != ISSUE)
+    columns = np.flatnonzero(known & present(table.arrival).all(axis=0))
     nothing = np.zeros(0)
     if not mine.any() or mine.all() or not len(columns):
         return nothing, nothing.astype(bool), columns[:0]

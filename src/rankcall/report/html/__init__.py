@@ -27,6 +27,7 @@ from rankcall.report.formatting import percent, plural, rate, size, time
 from rankcall.report.html import charts
 from rankcall.report.html.curves import curves
 from rankcall.report.html.top import items, verdict
+from rankcall.report.time_sources import times_of_ops
 
 __all__ = ["render"]
 
@@ -139,6 +140,7 @@ def _content(details: Details, findings: Sequence[Finding]) -> dict[str, Any]:
         "more_rows": max(0, len(summary.collectives) - _MOST_ROWS),
         "groups": [known.label for known in summary.groups],
         "stragglers": summary.stragglers,
+        "is_waiting_known": summary.sources.is_waiting_known,
         "data": _data(details, columns, maps, traffic),
     }
 
@@ -176,6 +178,8 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("capture", captures + (f", torch {torch}" if isinstance(torch, str) else "")),
         ("started", _started(summary)),
     ]
+    if source := times_of_ops(summary.sources):
+        facts.append(("times", source))
     if summary.missing_ranks:
         facts.insert(1, ("missing", f"rank {format_ranks(summary.missing_ranks)}"))
     return facts

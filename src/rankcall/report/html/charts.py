@@ -92,7 +92,7 @@ def overall(splits: Sequence[RankSplit]) -> list[dict[str, Any]]:
 def columns(details: Details) -> dict[str, Any] | None:
     """Return the chart of each rank's step: stacked columns, one a rank (or some ranks' mean)."""
     splits = details.splits
-    if not splits:
+    if not any(split.total_ms > 0 for split in splits):
         return None
     per_step = all(split.steps > 0 for split in splits)
     rows = [_row(split, split.steps if per_step else 1) for split in splits]

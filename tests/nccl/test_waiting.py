@@ -1,0 +1,67 @@
+"""Who waits for whom on devices: from the devices' own times, and never from issue times."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from recorded_jobs import RecordedJobs
+from simulated_devices import Fault
+
+# 40 steps. Each computes on the device for a while, and the hosts run ahead of it.
+STEPS = """
+init(); x = torch.ones(64, device="cuda")
+parameter = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([parameter], lr=0.1)
+dist.all_reduce(x); torch.cuda.synchronize(); wait_told("ordered")
+for step in range(40):
+    for _ in range(4): x.mul_(1.0)
+    if rank == 1: time.sleep({host_s})
+    dist.all_reduce(x)
+    parameter.grad = torch.ones(1); optimizer.step()
+    if step % 5 == 4: torch.cuda.synchronize()
+wait_told("end")
+dist.destroy_process_group()
+"""
+
+
+def report(jobs: RecordedJobs, *, slow: bool, host_s: float = 0.0, **env: str) -> dict[str, Any]:
+    """Run the steps and return the report; if ``slow``, rank 1's device takes 20 times as long."""
+    code = STEPS.format(host_s=host_s)
+    job = jobs.start(2, code, SIMULATED_DEVICES_KERNEL_US="500", **env)
+    if slow:
+        job.wait_for(lambda rows: rows.filter(seq=1).height == 2)
+        job.faults.order(Fault("slow", rank=1, factor=20))
+    job.tell("ordered")
+    job.wait_for(lambda rows: rows.filter(status="completed").height == 82)
+    job.tell("end")
+    job.job.succeed()
+    result: dict[str, Any] = json.loads(job.command("report", "--json").stdout)
+    return result
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_the_slow_device_is_named_by_device_times(jobs: RecordedJobs, slow: bool) -> None:
+    """A slow device keeps the other rank waiting; a slow host in front of busy devices does not."""
+    host_s = 0.0 if slow else 0.001
+    found = report(jobs, slow=slow, host_s=host_s, RANKCALL_DEVICE_TIMES="1")
+    by_rank = {row["rank"]: row for row in found["stragglers"]}
+    assert found["run"]["times"]["device"] >= 30
+    if slow:  # 4 kernels of 10 ms against 4 of 0.5 ms in each step
+        assert by_rank[1]["share"] > 0.9
+        assert by_rank[1]["caused_wait_ms"] > 30 * 25
+        assert by_rank[0]["caused_wait_ms"] < 0.1 * by_rank[1]["caused_wait_ms"]
+        assert found["headline"].startswith("Rank 1 ")
+    else:  # 1 ms of rank 1's host in each step, before 2 ms of its device
+        assert by_rank[1]["issued"] < 10
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_issue_times_are_no_waiting(jobs: RecordedJobs, slow: bool) -> None:
+    """Without device times, no rank is said to have waited or to have caused waiting."""
+    found = report(jobs, slow=slow, host_s=0.002)
+    assert found["run"]["times"]["unknown"] == 41
+    assert found["run"]["waiting_ms"] is None
+    assert {row["caused_wait_ms"] for row in found["stragglers"]} == {None}
+    assert found["comm_share"]["overall"] is None
+    assert found["headline"] == "How long the ranks wait for each other is not known."
