@@ -17,7 +17,7 @@ pytest.importorskip("mcp")
 import anyio
 from mcp import Client, StdioServerParameters
 
-from rankcall.run.hangs import kept_hangs
+from rankcall.run.hangs import hang_folders
 from rankcall.serve.assistant import ReadableRuns, server
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
@@ -154,7 +154,7 @@ def test_stacks_that_the_watcher_kept(folder: Path, tmp_path: Path) -> None:
     (place / "verdict.json").write_text(json.dumps(kept))
     for rank in (0, 5):
         (place / f"stacks/rank-{rank:05d}.txt").write_text(f"stack of {rank}")
-    assert len(kept_hangs(tmp_path / "run")) == 1
+    assert len(hang_folders(tmp_path / "run")) == 1
     runs = ReadableRuns(tmp_path)
     assert runs.stacks("run")["5"] == "stack of 5"
     assert runs.stacks("run", [0]) == {"0": "stack of 0"}

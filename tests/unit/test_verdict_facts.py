@@ -156,7 +156,7 @@ STATES = [
         "had not come: they were in user code",
     ),
     (
-        of(R.NOT_COME, place="in new_group at a.py:1"),
+        of(R.NOT_COME, line="a.py:1", inside="new_group"),
         "has not come: it is in new_group at a.py:1",
         "have not come: they are in new_group at a.py:1",
         "had not come: they were in new_group at a.py:1",
@@ -376,14 +376,19 @@ LINES = [
         None,
     ),
     (
-        of(R.SEEN_AT, 3, place="at a.py:1 in load"),
+        of(R.SEEN_AT, 3, line="a.py:1", function="load"),
         "rank 2: at a.py:1 in load when the job's own watcher looked, 3.0 s before the end",
         None,
     ),
     (
-        of(R.STANDS_AT, place="at a.py:1 in load"),
+        of(R.STANDS_AT, line="a.py:1", function="load"),
         f"{NAME}: at a.py:1 in load",
         f"{NAMES}: at a.py:1 in load",
+    ),
+    (
+        of(R.STANDS_AT, line="a.py:1", function="load", inside="its data loader"),
+        f"{NAME}: waiting for its data loader at a.py:1",
+        f"{NAMES}: waiting for its data loader at a.py:1",
     ),
     (of(R.STANDS_AT), f"{NAME}: its stack shows no line", f"{NAMES}: its stack shows no line"),
     (

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from rankcall.analysis.looks import look
 from rankcall.analysis.report_reading import read_report
-from rankcall.analysis.verdicts.encoding import sound_findings
+from rankcall.analysis.verdicts.encoding import verdict_object
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.errors import RankcallError, RunNotFoundError
 from rankcall.ranks import format_ranks
 from rankcall.report import diagnosis_text, summary_text
-from rankcall.report.json import diagnosis_object
-from rankcall.run.hangs import kept_hangs, kept_stack
+from rankcall.run.hangs import hang_folders, kept_stack
 from rankcall.run.load import Run, load
 from rankcall.run.paths import RUNS, read_about
 
@@ -71,7 +71,7 @@ class ReadableRuns:
             "run": str(path.relative_to(self._folder)),
             "started": about.get("started"),
             "command": about.get("command"),
-            "verdicts": len(kept_hangs(path)),
+            "verdicts": len(hang_folders(path)),
         }
 
     def verdict(self, run: str = "", attempt: int | None = None) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class ReadableRuns:
         """
         diagnosis = look(self._load(run, attempt))
         text = diagnosis_text.diagnosis_text(diagnosis, _WIDTH)
-        keys = _bounded_ranks(diagnosis_object(diagnosis), diagnosis.findings)
+        keys = _bounded_ranks(verdict_object(diagnosis), diagnosis.findings)
         return {"text": _bounded(text), **keys}
 
     def report(self, run: str = "", attempt: int | None = None) -> str:
@@ -109,15 +109,15 @@ class ReadableRuns:
             ranks: At most 16 ranks; without them, those that the verdict names first.
         """
         path = self._load(run, None).path
-        kept = kept_hangs(path)
+        kept = kept_in(path)
         if not kept:
             raise RunNotFoundError(f"{path.name} has no verdict with stacks: nothing hung in it")
         wanted = ranks
         if wanted is None:
-            wanted = _named_in(sound_findings(kept[-1]["findings"]))[:_MOST_STACKS]
+            wanted = _named_in(kept[-1].verdict.findings)[:_MOST_STACKS]
         if len(wanted) > _MOST_STACKS:
             raise ValueError(f"at most {_MOST_STACKS} ranks at a time; got {len(wanted)}")
-        stacks = {rank: kept_stack(kept[-1], rank) for rank in wanted if rank >= 0}
+        stacks = {rank: kept_stack(kept[-1].folder, rank) for rank in wanted if rank >= 0}
         texts = {str(rank): _bounded(text) for rank, text in stacks.items() if text}
         if not texts:
             raise RunNotFoundError(f"{path.name} has no stack of rank {format_ranks(wanted)}")

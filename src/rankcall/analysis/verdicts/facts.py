@@ -15,6 +15,7 @@ import numpy as np
 
 from rankcall.analysis.snapshot import COMPLETED, FAILED, SEND, Snapshot
 from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.run.frames import CodePlace
 
 
 class Relation(str, Enum):
@@ -41,7 +42,7 @@ class Relation(str, Enum):
     STOPPED_RECORDING = "stopped_recording"  # its ring was closed, and its process exists
     STILL_IN = "still_in"  # its device has not left an earlier call
     DUMP_ENDS_BEFORE = "dump_ends_before"  # the newest call in its dump is an earlier one
-    NOT_COME = "not_come"  # it has not issued the call. values: place, if its stack shows one
+    NOT_COME = "not_come"  # it has not issued the call. values: a place, if its stack shows one
     NOT_COME_AS_BEFORE = "not_come_as_before"  # an earlier wait at the same line passed
     WAITS_FOR_WORK = "waits_for_work"  # it declared the wait. values: what. others: wait with it
     EARLIER_WAIT_PASSED = "earlier_wait_passed"  # a hang at the line was over. values: line
@@ -74,7 +75,7 @@ class Relation(str, Enum):
     NO_GROUP_YET = "no_group_yet"  # the ranks have no process group on record, and others have
     NONE_STARTED = "none_started"  # no rank has a process group
     NONE_ISSUES = "none_issues"  # no call is in flight, and no rank has issued one
-    STANDS_AT = "stands_at"  # the stack shows the line. values: place
+    STANDS_AT = "stands_at"  # the stack shows the line. values: a place
 
     # A job that goes on, and is slow.
     MAKES_WAIT = "makes_wait"  # the cost for each other rank, in %. values: since_step
@@ -88,7 +89,7 @@ class Relation(str, Enum):
     STILL_IN_TRANSFER = "still_in_transfer"  # the ranks that do not leave
 
     # The evidence, and its gaps.
-    SEEN_AT = "seen_at"  # the watcher kept that stack so long before the end. values: place
+    SEEN_AT = "seen_at"  # the watcher kept that stack so long before the end. values: a place
     NOT_KNOWN = "not_known"  # nothing is known of the ranks. values: why
     OVERWRITTEN = "overwritten"  # so many records of the rank are gone, and all of this group
 
@@ -197,6 +198,12 @@ def common_site(snapshot: Snapshot, wait: Wait) -> int:
 def lines_of_site(snapshot: Snapshot, number: int) -> dict[str, str]:
     """Return the fields of a finding that name the line of a call."""
     return {"call_site": snapshot.site(number), "user_line": snapshot.user_line(number)}
+
+
+def place_of(place: CodePlace) -> tuple[tuple[str, str], ...]:
+    """Return the values that name a place: ``line``, ``function``, and ``inside`` what of torch."""
+    values = ("line", place.line), ("function", place.function), ("inside", place.inside)
+    return tuple((name, value) for name, value in values if value)
 
 
 def hosts_of(snapshot: Snapshot, ranks: Iterable[int]) -> tuple[str, ...]:

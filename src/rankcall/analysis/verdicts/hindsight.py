@@ -10,12 +10,11 @@ import numpy as np
 
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
-from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+from rankcall.analysis.verdicts.facts import Fact, Relation, place_of, ranks_of
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.sentences import SHOWN, as_seen, evidence
 from rankcall.analysis.verdicts.verdict import Kept
-from rankcall.analysis.verdicts.wording import name_place
 from rankcall.run.frames import code_place
 from rankcall.run.hangs import kept_stack
 
@@ -79,9 +78,8 @@ def _with_places(snapshot: Snapshot, finding: Finding, folder: Path, since_s: fl
         return finding  # it looked before this began
     places = []
     for rank in finding.ranks[:SHOWN]:
-        where = name_place(code_place(kept_stack(folder, rank)))
-        if where:
-            ranks, values = ranks_of(snapshot, [rank]), (("place", where),)
+        values, ranks = place_of(code_place(kept_stack(folder, rank))), ranks_of(snapshot, [rank])
+        if values:
             places.append(Fact(Relation.SEEN_AT, ranks, values=values, number=since_s, unit="s"))
     return replace(
         finding,

@@ -8,11 +8,10 @@ import numpy as np
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
-from rankcall.analysis.verdicts.facts import Fact, Relation, call_of, hosts_of, ranks_of
+from rankcall.analysis.verdicts.facts import Fact, Relation, call_of, hosts_of, place_of, ranks_of
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
-from rankcall.analysis.verdicts.wording import name_place
 from rankcall.record import FLAG_DEVICE
 from rankcall.run.frames import LOADER, code_place
 
@@ -62,8 +61,8 @@ class Missing(CulpritKind):
             return Fact(Relation.DUMP_ENDS_BEFORE, ranks)
         places = {code_place(state.stack) for state in states}
         # Ranks that stand in different places have none in common that a sentence could name.
-        where = name_place(places.pop()) if len(places) == 1 else ""
-        return Fact(Relation.NOT_COME, ranks, values=(("place", where),) if where else ())
+        values = place_of(places.pop()) if len(places) == 1 else ()
+        return Fact(Relation.NOT_COME, ranks, values=values)
 
     def advice(self, snapshot: Snapshot, states: Sequence[RankState]) -> str:
         """Write how to find out what the ranks do."""

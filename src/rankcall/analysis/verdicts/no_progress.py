@@ -19,13 +19,13 @@ from rankcall.analysis.verdicts.facts import (
     hosts_of,
     last_call,
     not_known,
+    place_of,
     ranks_of,
 )
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.verdict import Lasting
-from rankcall.analysis.verdicts.wording import name_place
 from rankcall.run.frames import CodePlace, code_place
 
 # A process gets this long to start up, however short the threshold: it imports, opens its data and
@@ -158,8 +158,7 @@ def _stand(snapshot: Snapshot, places: dict[int, CodePlace]) -> Iterator[Fact]:
     for rank, place in places.items():
         alike.setdefault(place, []).append(rank)
     for place, ranks in sorted(alike.items(), key=lambda item: item[1])[:_MOST_PLACES]:
-        values = (("place", name_place(place)),)
-        yield Fact(Relation.STANDS_AT, ranks_of(snapshot, ranks), values=values)
+        yield Fact(Relation.STANDS_AT, ranks_of(snapshot, ranks), values=place_of(place))
     without = [
         state.rank for state in snapshot.ranks if state.rank not in places and not state.blind
     ]

@@ -18,6 +18,7 @@ from rankcall.analysis.verdicts.wording import (
     short_duration,
 )
 from rankcall.ranks import format_ranks
+from rankcall.run.frames import LOADER
 
 _LONGEST = 40  # characters of a list of ranks; a longer list is written as a count
 SHOWN = 3  # ranks, waits, sides or hosts that a finding names one by one
@@ -85,6 +86,17 @@ def name_call(call: CallFact, *, line: bool = True) -> str:
         whose = f"{call.function}'s " if call.function else ""
         text = f"{whose}{numbered(call.op, call.seq)} of group {group}"
     return f"{text} at {call.line}" if line and call.line else text
+
+
+def name_place(fact: Fact) -> str:
+    """Write the place at which a rank's code stands: ``in new_group at train.py:12``."""
+    line, function, inside = (fact.value(name) for name in ("line", "function", "inside"))
+    where = f"at {line}" if line else ""
+    if inside == LOADER:
+        return f"waiting for its data loader {where}".rstrip()
+    if inside:
+        return f"in {inside} {where}".rstrip()
+    return f"{where} in {function}" if where and function else where
 
 
 def ago(live: bool, seconds: float) -> str:
@@ -182,7 +194,7 @@ def _state(text: str) -> Callable[[Fact, bool], str]:
 
 def _not_come(fact: Fact, live: bool) -> str:
     verbs = verbs_for(len(_who(fact).numbers), live)
-    place = fact.value("place") or "in user code"
+    place = name_place(fact) or "in user code"
     return f"{verbs.have} not come: {verbs.they} {verbs.be} {place}"
 
 
@@ -514,7 +526,7 @@ def _overwritten(fact: Fact, live: bool) -> str:
 
 def _seen_at(fact: Fact, live: bool) -> str:
     return (
-        f"{_rank_alone(fact)}: {fact.value('place')} when the job's own watcher looked, "
+        f"{_rank_alone(fact)}: {name_place(fact)} when the job's own watcher looked, "
         f"{duration(_seconds(fact))} before the end"
     )
 
@@ -561,7 +573,7 @@ _LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.OVERWRITTEN: _overwritten,
     Relation.SEEN_AT: _seen_at,
     Relation.STANDS_AT: lambda fact, live: (
-        f"{name_ranks(_who(fact))}: {fact.value('place') or 'its stack shows no line'}"
+        f"{name_ranks(_who(fact))}: {name_place(fact) or 'its stack shows no line'}"
     ),
     Relation.CAUSED_WAITING: _caused_waiting,
     Relation.CAME_LAST: _came_last,

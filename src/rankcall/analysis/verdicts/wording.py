@@ -1,8 +1,6 @@
-"""Words that all reports of a verdict share: counts, durations, numbers of calls, places."""
+"""Words that all reports of a verdict share: counts, durations, numbers of calls."""
 
 from __future__ import annotations
-
-from rankcall.run.frames import LOADER, CodePlace
 
 
 def count_of(count: int, singular: str) -> str:
@@ -35,13 +33,3 @@ def begin_sentence(text: str) -> str:
 def numbered(op: str, seq: int) -> str:
     """Return ``recv #51``, or ``recv`` if it has no number before its message comes."""
     return f"{op} #{seq}" if seq > 0 else op
-
-
-def name_place(place: CodePlace) -> str:
-    """Write the place at which a rank's code stands: ``in new_group at train.py:12``."""
-    where = f"at {place.line}" if place.line else ""
-    if place.inside == LOADER:
-        return f"waiting for its data loader {where}".rstrip()
-    if place.inside:
-        return f"in {place.inside} {where}".rstrip()
-    return f"{where} in {place.function}" if where and place.function else where
