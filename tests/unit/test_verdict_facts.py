@@ -144,6 +144,12 @@ STATES = [
         "had not come: they were still in all_reduce #7 of group 0 at train.py:9",
     ),
     (
+        of(R.NOT_STARTED, 34, CALL),
+        "has not started all_reduce #7 of group 0 at train.py:9 on its device, 34 s after the issue; 1 other rank has",
+        "have not started all_reduce #7 of group 0 at train.py:9 on their devices, 34 s after the issue; 2 other ranks have",
+        "had not started all_reduce #7 of group 0 at train.py:9 on their devices, 34 s after the issue; 2 other ranks had",
+    ),
+    (
         of(R.DUMP_ENDS_BEFORE),
         "has not come: the calls that it dumped end before that",
         "have not come: the calls that they dumped end before that",
@@ -303,6 +309,19 @@ def test_summaries_of_a_job_that_does_not_move_or_is_slow() -> None:
     assert summary([one]).startswith("The only rank has come to all_reduce #7")
     assert summary([many]).endswith(
         "and 2 ranks did not get out for 90 s: the transfer itself is stuck."
+    )
+    call = "all_reduce #7 of group 0 at train.py:9"
+    one, many = of(R.STARTED_NOWHERE, 90, CALL)
+    assert summary([one]).startswith(f"The only rank has issued {call}, 90 s ago, and no device")
+    assert summary([many]) == (
+        f"All 3 ranks have issued {call}, 90 s ago, and no device has started it: "
+        "what was issued before it does not end."
+    )
+    one, many = of(R.START_UNKNOWN, 90, CALL)
+    assert "it does not end on 1 rank for 90 s." in summary([one])
+    assert summary([many], live=False) == (
+        f"All 3 ranks had issued {call}, and it did not end on 2 ranks for 90 s. "
+        "Whether each device has started it is not known."
     )
 
 

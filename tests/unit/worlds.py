@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankcall.record import DTYPES, OPS, RECORD, REDUCE_OPS, STATUSES
+from rankcall.record import DTYPES, FLAG_DEVICE, OPS, RECORD, REDUCE_OPS, STATUSES
 from rankcall.ring.layout import offset_of
 from rankcall.ring.spec import RingSpec, write_ring
 from rankcall.ring.tables import CallSite, Group, UserLine
@@ -108,7 +108,7 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
     values = {
         "seq": call.seq,
         "enqueued_ns": START + shift + call.at,
-        "started_ns": START + shift + (call.at if call.started is None else call.started),
+        "started_ns": _started(call, shift),
         "completed_ns": 0 if call.end is None else START + shift + call.end,
         "message_bytes": call.bytes,
         "in_bytes": call.bytes if call.in_bytes is None else call.in_bytes,
@@ -132,6 +132,13 @@ def _record(call: Call, spec: RingSpec, shift: int) -> np.ndarray:
     for name, value in values.items():
         row[name] = value
     return row
+
+
+def _started(call: Call, shift: int) -> int:
+    """Return when an op started: on a device, that is not known unless the test says so."""
+    if call.started is None and call.flags & FLAG_DEVICE:
+        return 0
+    return START + shift + (call.at if call.started is None else call.started)
 
 
 def _site(call: Call, spec: RingSpec) -> int:

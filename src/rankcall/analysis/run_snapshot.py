@@ -25,6 +25,7 @@ from rankcall.analysis.snapshot import (
     OUTSIDE,
     P2P,
     PEER_CLOSED,
+    START_SEEN,
     UNKNOWN,
     Calls,
     RankState,
@@ -277,6 +278,7 @@ class _RingWindows:
                 calls["flags"][kept["error"] == key] |= PEER_CLOSED
         placed = calls["group"] >= 0
         on_device = kept["flags"] & FLAG_DEVICE != 0
+        calls["flags"][on_device & (kept["started_ns"] > 0)] |= START_SEEN
         calls["took_s"] = np.where(on_device, kept["device_ms"] / 1e3, np.nan)
         over = np.where(kept["status"] >= COMPLETED, kept["completed_ns"], 0)
         last_ns = 0

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.problems import Problem
-from rankcall.record import FLAG_ABANDONED, KINDS, OPS, STATUSES
+from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, both_lines
 from rankcall.run.load import label_groups
 
@@ -27,8 +27,9 @@ COMPLETED, FAILED = STATUSES.index("completed"), STATUSES.index("failed")
 OUTSIDE = -2  # a root or peer outside the group
 SEND, RECV = OPS.index("send"), OPS.index("recv")
 
-# In the ``flags`` of a failed call, beside those of its record: a peer's connection was closed.
-PEER_CLOSED = 128
+# In the ``flags`` of a call, beside those of its record.
+PEER_CLOSED = 128  # of a failed call: a peer's connection was closed
+START_SEEN = 64  # of a call on a device: the back end has said that the device started it
 
 Bools = npt.NDArray[np.bool_]
 Calls = npt.NDArray[Any]
@@ -168,6 +169,25 @@ def unfinished(calls: Calls) -> Bools:
     """Return which calls are in flight: not ended, and still of interest to their rank."""
     in_flight: Bools = (calls["status"] < COMPLETED) & (calls["flags"] & FLAG_ABANDONED == 0)
     return in_flight
+
+
+def not_started(calls: Calls) -> Bools:
+    """Return which calls in flight their device is known not to have started.
+
+    Back ends tell the starts only if they are asked to (``TORCH_NCCL_ENABLE_TIMING=1``). So one
+    that has told another start, of the same rank, group and kind, would have told this one.
+    """
+    seen: Bools = calls["flags"] & START_SEEN != 0
+    if not seen.any():
+        return seen
+    kinds = len(KINDS)
+    key = (
+        calls["rank"].astype(np.int64) * (int(calls["group"].max()) + 1) + calls["group"]
+    ) * kinds
+    key += calls["kind"]
+    waiting: Bools = (calls["status"] < COMPLETED) & (calls["flags"] & FLAG_DEVICE != 0) & ~seen
+    waiting &= np.isin(key, key[seen])
+    return waiting
 
 
 def failed_for_good(calls: Calls) -> Bools:

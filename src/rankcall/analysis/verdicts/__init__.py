@@ -6,6 +6,7 @@
     mismatch desync                  members of a group that do not issue the same call
     deadlock                         ranks that wait for each other
     no_progress                      ranks that wait without a record, or do nothing at all
+    stuck                            a call on devices that all have issued, and that does not end
     idle                             ranks that wait for work, such as the next request
     straggler slow_link              a rank or a link that slows a job that goes on
     kind                             the base class of all kinds, and two families of them
@@ -45,6 +46,7 @@ from rankcall.analysis.verdicts.recent_calls import recent_calls
 from rankcall.analysis.verdicts.slow_link import SlowLink
 from rankcall.analysis.verdicts.stopped import Stopped
 from rankcall.analysis.verdicts.straggler import Straggler
+from rankcall.analysis.verdicts.stuck import Stuck
 from rankcall.run.load import Progress, Run
 
 KINDS: tuple[Kind, ...] = (
@@ -57,6 +59,7 @@ KINDS: tuple[Kind, ...] = (
     Desync(),
     Deadlock(),
     NoProgress(),
+    Stuck(),
     Straggler(),
     SlowLink(),
 )

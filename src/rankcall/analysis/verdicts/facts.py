@@ -41,6 +41,8 @@ class Relation(str, Enum):
     LEFT_NO_RECORDS = "left_no_records"  # there is no ring, or no dump. values: kind
     STOPPED_RECORDING = "stopped_recording"  # its ring was closed, and its process exists
     STILL_IN = "still_in"  # its device has not left an earlier call
+    # It issued the call so many s ago, its device has not started it, and the others' have.
+    NOT_STARTED = "not_started"
     DUMP_ENDS_BEFORE = "dump_ends_before"  # the newest call in its dump is an earlier one
     NOT_COME = "not_come"  # it has not issued the call. values: a place, if its stack shows one
     NOT_COME_AS_BEFORE = "not_come_as_before"  # an earlier wait at the same line passed
@@ -86,6 +88,8 @@ class Relation(str, Enum):
     SLOW_TRANSFER = "slow_transfer"  # once all have come, s. values: op, usual_s, compared, message
     TRANSFERS = "transfers"  # how many were measured. values: most_bytes
     STUCK_TRANSFER = "stuck_transfer"  # all ranks have come, and others do not leave
+    STARTED_NOWHERE = "started_nowhere"  # all ranks issued the call, and no device has started it
+    START_UNKNOWN = "start_unknown"  # all ranks issued it, others do not leave; who started it?
     STILL_IN_TRANSFER = "still_in_transfer"  # the ranks that do not leave
 
     # The evidence, and its gaps.

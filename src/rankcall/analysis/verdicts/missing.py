@@ -6,9 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rankcall.analysis.snapshot import GONE, RankState, Snapshot, unfinished
+from rankcall.analysis.snapshot import (
+    GONE,
+    START_SEEN,
+    RankState,
+    Snapshot,
+    not_started,
+    unfinished,
+)
 from rankcall.analysis.verdicts.evidence import followed_after, held_for
-from rankcall.analysis.verdicts.facts import Fact, Relation, call_of, hosts_of, place_of, ranks_of
+from rankcall.analysis.verdicts.facts import (
+    Fact,
+    Ranks,
+    Relation,
+    call_of,
+    hosts_of,
+    place_of,
+    ranks_of,
+)
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
@@ -55,6 +70,8 @@ class Missing(CulpritKind):
         if first.closed:
             return Fact(Relation.STOPPED_RECORDING, ranks)
         row = _call_on_device(snapshot, first.rank)
+        if row is not None and not_started(snapshot.calls)[row]:
+            return _not_started(snapshot, ranks, row)
         if row is not None:
             return Fact(Relation.STILL_IN, ranks, call_of(snapshot, row))
         if snapshot.dumped:
@@ -81,7 +98,13 @@ class Missing(CulpritKind):
             )
         if first.blind:
             return "Bring the records of all nodes together (rankcall collect), then ask again."
-        if _call_on_device(snapshot, first.rank) is not None:
+        row = _call_on_device(snapshot, first.rank)
+        if row is not None and not_started(snapshot.calls)[row]:
+            return (
+                f"Look at rank {first.rank}'s device{on} (nvidia-smi, dmesg -T | grep -i xid), and "
+                "at what its program issued before that line: a kernel there may never end."
+            )
+        if row is not None:
             return (
                 f"Look at rank {first.rank}'s device{on} and its links (dmesg -T | grep -i xid): "
                 "the other members have left that call."
@@ -110,3 +133,20 @@ def _call_on_device(snapshot: Snapshot, rank: int) -> int | None:
     on_device = calls["flags"] & FLAG_DEVICE != 0
     rows = np.flatnonzero(unfinished(calls) & on_device & (calls["rank"] == rank))
     return int(rows[np.argmin(calls["index"][rows])]) if len(rows) else None
+
+
+def _not_started(snapshot: Snapshot, ranks: Ranks, row: int) -> Fact:
+    """Return that ranks issued a call that their devices have not started, and who has."""
+    calls = snapshot.calls
+    alike = np.ones(len(calls), bool)
+    for name in ("group", "kind", "seq", "tag"):
+        alike &= calls[name] == calls[name][row]
+    has_started = alike & (calls["flags"] & START_SEEN != 0)
+    return Fact(
+        Relation.NOT_STARTED,
+        ranks,
+        call_of(snapshot, row),
+        ranks_of(snapshot, sorted(set(calls["rank"][has_started].tolist()))),
+        number=float(calls["age_s"][row]),
+        unit="s",
+    )

@@ -198,6 +198,18 @@ def _not_come(fact: Fact, live: bool) -> str:
     return f"{verbs.have} not come: {verbs.they} {verbs.be} {place}"
 
 
+def _not_started(fact: Fact, live: bool) -> str:
+    count = len(_who(fact).numbers)
+    verbs = verbs_for(count, live)
+    devices = f"{verbs.its} {'device' if count == 1 else 'devices'}"
+    others = len(_others(fact).numbers)
+    more = f"{count_of(others, 'other rank')} {verbs_for(others, live).have}"
+    return (
+        f"{verbs.have} not started {name_call(_call(fact))} on {devices}, "
+        f"{duration(_seconds(fact))} after the issue; {more}"
+    )
+
+
 _STATES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.KILLED_BY: _ending("was killed by {signal}", plural="were killed by {signal}"),
     Relation.EXITED_WITH: _ending("exited with code {code},"),
@@ -220,6 +232,7 @@ _STATES: dict[Relation, Callable[[Fact, bool], str]] = {
         "{have} stopped recording, to end or by rankcall.disable: whether {they} came is not known"
     ),
     Relation.STILL_IN: _state("{have} not come: {they} {be} still in {call}"),
+    Relation.NOT_STARTED: _not_started,
     Relation.DUMP_ENDS_BEFORE: _state(
         "{have} not come: the calls that {they} dumped end before that"
     ),
@@ -441,6 +454,31 @@ def _stuck_transfer(facts: Sequence[Fact], live: bool) -> str:
     )
 
 
+def _started_nowhere(facts: Sequence[Fact], live: bool) -> str:
+    fact, verbs = facts[0], verbs_for(1, live)
+    return (
+        f"{_all_have_issued(fact, live)}, {duration(_seconds(fact))} ago, and no device "
+        f"{verbs.have} started it: what was issued before it does not end."
+    )
+
+
+def _start_unknown(facts: Sequence[Fact], live: bool) -> str:
+    fact = facts[0]
+    verb = "does" if live else "did"
+    return (
+        f"{_all_have_issued(fact, live)}, and it {verb} not end on "
+        f"{count_of(len(_others(fact).numbers), 'rank')} for {duration(_seconds(fact))}. Whether "
+        "each device has started it is not known."
+    )
+
+
+def _all_have_issued(fact: Fact, live: bool) -> str:
+    members = len(_who(fact).numbers)
+    verbs = verbs_for(members, live)
+    who = "The only rank" if members == 1 else f"All {members:,} ranks"
+    return f"{who} {verbs.have} issued {name_call(_call(fact))}"
+
+
 _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     **dict.fromkeys(_STATES, _of_culprits),
     Relation.ENDED_TOGETHER: _ended_together,
@@ -458,6 +496,8 @@ _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     Relation.MAKES_WAIT: _straggler,
     Relation.SLOW_TRANSFER: _slow_transfer,
     Relation.STUCK_TRANSFER: _stuck_transfer,
+    Relation.STARTED_NOWHERE: _started_nowhere,
+    Relation.START_UNKNOWN: _start_unknown,
 }
 
 

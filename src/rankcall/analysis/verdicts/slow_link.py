@@ -28,7 +28,7 @@ from rankcall.analysis.verdicts.facts import (
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
-from rankcall.record import OPS
+from rankcall.record import FLAG_DEVICE, OPS
 
 _TIMES = 2.5  # slower than the median link of the kind
 _LEAST_S = 1e-3  # slower by so much; a smaller difference is not worth a finding
@@ -48,9 +48,12 @@ class SlowLink(Kind):
     predicate = "are linked slowly"
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
-        """Yield the longest wait that all ranks have arrived at, if a call is overdue."""
+        """Yield the longest wait that all ranks have arrived at, if a call is overdue.
+
+        On a device, a call that was issued may not have begun: see ``stuck``.
+        """
         snapshot, wait = evidence.snapshot, evidence.stuck
-        if wait is None:
+        if wait is None or snapshot.calls["flags"][wait.rows[0]] & FLAG_DEVICE:
             return
         yield self.finding(
             (),

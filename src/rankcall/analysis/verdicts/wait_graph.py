@@ -3,6 +3,10 @@
 A call that has not ended (or has failed) shows what its rank waits for: a collective waits for the
 members of its group that have not issued that sequence number, a message for its other end. Those
 ranks are in a call themselves, which shows what they wait for, or they are where the hang starts.
+
+A rank that has issued a call on a device has not come to it before the device starts it. If the
+back end tells the starts, a rank whose device has not started a call that another one's has is
+waited for, and does not wait there itself.
 """
 
 from __future__ import annotations
@@ -21,9 +25,11 @@ from rankcall.analysis.snapshot import (
     P2P,
     RECV,
     SEND,
+    START_SEEN,
     Bools,
     Calls,
     Snapshot,
+    not_started,
 )
 from rankcall.record import FLAG_DEVICE, FROM_ROOT, OPS, SYNCHRONISING
 
@@ -61,6 +67,7 @@ class Wait:
     any_source: bool = False  # any one of the absent ranks can end it
     presumed: list[int] = field(default_factory=list)  # ranks without records, probably in it
     behind: bool = False  # other members have left the collective, so nothing holds the waiters
+    unstarted: list[int] = field(default_factory=list)  # absent: issued, not started on the device
 
 
 def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
@@ -68,13 +75,14 @@ def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
     calls = snapshot.calls
     collectives = np.flatnonzero(blocked & (calls["kind"] == COLLECTIVE))
     messages = np.flatnonzero(blocked & (calls["kind"] == P2P))
-    waits = list(_collective_waits(snapshot, collectives, hung)) if len(collectives) else []
+    idle = not_started(calls)
+    waits = list(_collective_waits(snapshot, collectives, hung, idle)) if len(collectives) else []
     if len(messages):
-        waits += _message_waits(snapshot, messages, hung)
+        waits += _message_waits(snapshot, messages, hung, idle)
     return waits
 
 
-def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[Wait]:
+def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> Iterator[Wait]:
     calls = snapshot.calls
     progress = _Progress(calls, rows)
     # Only the first stuck call of a rank in a group shows why; the later ones queue behind it.
@@ -95,6 +103,8 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[W
         if behind:
             # No member can leave before all have come: this outweighs records that are lost.
             absent, came = absent[:0], members
+        piece, unstarted = _split_unstarted(calls, piece, idle, came)
+        absent, came = np.union1d(absent, unstarted), np.setdiff1d(came, unstarted)
         yield Wait(
             group,
             seq,
@@ -105,7 +115,22 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> Iterator[W
             float(calls["age_s"][piece].max()),
             bool(hung[piece].any()),
             behind=behind,
+            unstarted=unstarted.tolist(),
         )
+
+
+def _split_unstarted(
+    calls: Calls, waiting: Rows, idle: Bools, came: npt.NDArray[np.int64]
+) -> tuple[Rows, npt.NDArray[np.int64]]:
+    """Return the calls that devices have started, and the ranks whose devices have not.
+
+    If no device has started the collective, they all wait for something else.
+    """
+    begun = waiting[~idle[waiting]]
+    has_left = len(np.setdiff1d(came, calls["rank"][waiting])) > 0
+    if not len(begun) or not (has_left or (calls["flags"][begun] & START_SEEN).any()):
+        return waiting, came[:0]
+    return begun, calls["rank"][waiting[idle[waiting]]].astype(np.int64)
 
 
 def _only_root(waiting: Calls, absent: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -153,8 +178,9 @@ class _Progress:
         return slice(*np.searchsorted(self._group, [group, group + 1]))
 
 
-def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> list[Wait]:
+def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) -> list[Wait]:
     calls = snapshot.calls
+    ends = _device_ends(calls, idle)
     newest: dict[tuple[int, int, int, int, int], int] = {}  # of each end of each channel
     open_to_any: set[tuple[int, int, int]] = set()
     for row in np.flatnonzero(calls["kind"] == P2P).tolist():
@@ -170,8 +196,27 @@ def _message_waits(snapshot: Snapshot, rows: Rows, hung: Bools) -> list[Wait]:
     return [
         wait
         for key, row in sorted(first.items(), key=lambda item: item[1])
-        for wait in _message_wait(snapshot, key, row, newest, open_to_any, hung)
+        for wait in _message_wait(snapshot, key, row, newest, open_to_any, hung, ends)
     ]
+
+
+class _DeviceEnds(NamedTuple):
+    """The ends of messages that devices are known not to have started, and those begun or over."""
+
+    unstarted: set[tuple[int, int, int, int, int, int]]
+    begun: set[tuple[int, int, int, int, int, int]]
+
+
+def _device_ends(calls: Calls, idle: Bools) -> _DeviceEnds:
+    idle = idle & (calls["kind"] == P2P)
+    if not idle.any():
+        return _DeviceEnds(set(), set())
+    begun = (calls["flags"] & START_SEEN != 0) | (calls["status"] == COMPLETED)
+    rows = np.flatnonzero(begun & (calls["kind"] == P2P))
+    return _DeviceEnds(
+        {_end(calls, row) for row in np.flatnonzero(idle).tolist()},
+        {_end(calls, row) for row in rows.tolist()},
+    )
 
 
 def _end(calls: Calls, row: int) -> tuple[int, int, int, int, int, int]:
@@ -193,6 +238,7 @@ def _message_wait(
     newest: dict[tuple[int, int, int, int, int], int],
     open_to_any: set[tuple[int, int, int]],
     hung: Bools,
+    ends: _DeviceEnds,
 ) -> Iterator[Wait]:
     call = snapshot.calls[row]
     group, op, rank, peer, tag = key
@@ -221,17 +267,23 @@ def _message_wait(
         # The message was received. The end of an isend that is not waited for is never recorded.
         return
     channel = Channel(rank, peer, tag) if op == SEND else Channel(peer, rank, tag)
+    own, other = (group, op, rank, peer, tag, seq), (group, other_op, peer, rank, tag, seq)
+    if own in ends.unstarted and other in ends.begun:
+        return  # its device is what the other end waits for
+    unstarted = [peer] if other in ends.unstarted and own in ends.begun else []
+    here = came and not unstarted
     yield Wait(
         group,
         seq,
         np.array([row]),
         me,
-        [] if came else [peer],
-        [rank, peer] if came else me,
+        [] if here else [peer],
+        [rank, peer] if here else me,
         age,
         bool(hung[row]),
         channel,
         soft,
+        unstarted=unstarted,
     )
 
 
@@ -251,6 +303,7 @@ class WaitGraph:
         self.in_wait: dict[int, list[Wait]] = {}
         self.waits_for: dict[int, list[Wait]] = {}
         late = {rank for wait in waits if wait.behind for rank in wait.waiters}
+        late.update(rank for wait in waits for rank in wait.unstarted)
         for wait in waits:
             # A rank that is late on its device has issued other calls behind the one that it is in.
             # If no rank is missing there, they are no reason why it does not go on.

@@ -1,0 +1,89 @@
+"""The verdict ``stuck``: all members have issued a call on devices, and it does not end.
+
+On the CPU, all members have come then, and ``slow_link`` says that the transfer takes long. On a
+device, a call that was issued has not begun, and nothing but the job's end releases the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rankcall.analysis.snapshot import START_SEEN, Calls, Snapshot, not_started
+from rankcall.analysis.verdicts.evidence import HangEvidence
+from rankcall.analysis.verdicts.facts import (
+    Fact,
+    Relation,
+    call_of_wait,
+    common_site,
+    lines_of_site,
+    ranks_of,
+)
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kind import Kind
+from rankcall.analysis.verdicts.wait_graph import Wait
+from rankcall.record import FLAG_DEVICE
+
+_DEVICES = "each rank's device (nvidia-smi, dmesg -T | grep -i xid)"
+_LOG = "the back end's log (NCCL_DEBUG=INFO)"
+_ADVICE = {
+    Relation.STUCK_TRANSFER: f"Look at {_DEVICES}, at the links between them, and at {_LOG}.",
+    Relation.STARTED_NOWHERE: (
+        f"Look at what the ranks issued before that line, at {_DEVICES}, and at {_LOG}."
+    ),
+    Relation.START_UNKNOWN: (
+        f"Look at {_DEVICES}, and at {_LOG}. With TORCH_NCCL_ENABLE_TIMING=1, the next verdict "
+        "names the ranks whose devices have not started the call."
+    ),
+}
+
+
+class Stuck(Kind):
+    """No member is missing, and no device gets out."""
+
+    kind = "stuck"
+    order = 85
+    predicate = "do not leave a call that all have issued"
+
+    def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield the longest wait on devices in which no rank is missing, if a call is overdue."""
+        snapshot, wait = evidence.snapshot, evidence.stuck
+        if wait is None or not snapshot.calls["flags"][wait.rows[0]] & FLAG_DEVICE:
+            return
+        relation = _what_is_known(snapshot, wait)
+        yield self.finding(
+            (),
+            victims=tuple(sorted(evidence.graph.victims([wait]))),
+            group=snapshot.labels[wait.group],
+            seq=wait.seq,
+            op=snapshot.op(int(wait.rows[0])),
+            **lines_of_site(snapshot, common_site(snapshot, wait)),
+            since_s=wait.age_s,
+            confidence="possible",
+            said=[
+                Fact(
+                    relation,
+                    ranks_of(snapshot, wait.present),
+                    call_of_wait(snapshot, wait),
+                    ranks_of(snapshot, wait.waiters),
+                    number=wait.age_s,
+                    unit="s",
+                    confidence="possible",
+                )
+            ],
+            shown=[Fact(Relation.STILL_IN_TRANSFER, ranks_of(snapshot, wait.waiters))],
+            live=snapshot.live,
+            advice=_ADVICE[relation],
+        )
+
+
+def _what_is_known(snapshot: Snapshot, wait: Wait) -> Relation:
+    """Return what is known of the devices of the ranks that do not get out."""
+    calls: Calls = snapshot.calls
+    if (calls["flags"][wait.rows] & START_SEEN != 0).all():
+        return Relation.STUCK_TRANSFER
+    everyone_waits = len(wait.waiters) == len(wait.present)
+    if everyone_waits and bool(np.all(not_started(calls)[wait.rows])):
+        return Relation.STARTED_NOWHERE
+    return Relation.START_UNKNOWN

@@ -1,0 +1,209 @@
+"""Hangs on devices: who has started a call, who has only issued it, and what cannot be told.
+
+In each case all hosts run ahead: they have issued three calls behind the one that hangs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from diagnosing import WORLD, causes, diagnose_calls
+from dumps import Step, dump_of, simulate
+from worlds import MS, Call, group_of
+
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.analysis.verdicts.facts import Relation
+from rankcall.record import FLAG_DEVICE
+from rankcall.ring.tables import Group
+from rankcall.run.load import load
+
+R = Relation
+HUNG, AHEAD = 5, 3
+PAIR = Group("1", 0, "nccl", "pair", (0, 1))
+
+
+def calls_on_devices(
+    started: Collection[int],
+    *,
+    told: bool = True,
+    group: Group = WORLD,
+    issued_by: Iterable[int] = (0, 1, 2, 3),
+    at: int = 0,
+    line: int = 7,
+) -> list[Call]:
+    """Return calls of a group: four that have ended, one that hangs, and three behind it.
+
+    Args:
+        started: The ranks whose devices have started the one that hangs.
+        told: Whether the back end tells starts.
+        group: The group.
+        issued_by: The members that have issued the one that hangs.
+        at: When the first is issued, in ms.
+        line: Of all calls.
+    """
+    calls = []
+    for rank in group.ranks:
+        for seq in range(1, HUNG + AHEAD + 1):
+            issue = (at + seq) * MS
+            is_over = seq < HUNG
+            if not is_over and rank not in issued_by:
+                break
+            begun = told and (is_over or (seq == HUNG and rank in started))
+            calls.append(
+                Call(
+                    rank,
+                    seq,
+                    issue,
+                    issue + MS if is_over else None,
+                    group=group,
+                    line=line,
+                    flags=FLAG_DEVICE,
+                    started=issue if begun else None,
+                )
+            )
+    return calls
+
+
+def diagnosed(folder: Path, *calls: list[Call]) -> Diagnosis:
+    """Diagnose a running job, 70 s after its first call."""
+    return diagnose_calls(folder, [call for part in calls for call in part], states={})
+
+
+def test_a_device_that_has_not_started(tmp_path: Path) -> None:
+    """Rank 1 has issued the call as the others have, but only their devices have started it."""
+    diagnosis = diagnosed(tmp_path, calls_on_devices((0, 2, 3)))
+    assert causes(diagnosis) == [("missing", (1,))]
+    (finding,) = diagnosis.findings
+    assert (finding.stops, finding.victims, finding.seq) == (True, (0, 2, 3), HUNG)
+    fact = finding.facts[0]
+    assert fact.relation is R.NOT_STARTED
+    assert fact.others is not None
+    assert fact.others.numbers == (0, 2, 3)
+    assert (fact.call.seq if fact.call else 0) == HUNG
+    assert fact.number == pytest.approx(70, abs=0.1)
+    assert "has not started all_reduce #5" in finding.summary
+    assert "train.py:7" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("started", "told", "relation"),
+    [
+        ((0, 1, 2, 3), True, R.STUCK_TRANSFER),
+        ((), True, R.STARTED_NOWHERE),
+        ((), False, R.START_UNKNOWN),
+    ],
+)
+def test_no_rank_is_named_without_a_difference(
+    tmp_path: Path, started: tuple[int, ...], told: bool, relation: Relation
+) -> None:
+    """If no device is behind the others, or none tells, the verdict still stops the job."""
+    (finding,) = diagnosed(tmp_path, calls_on_devices(started, told=told)).findings
+    assert (finding.kind, finding.ranks, finding.stops) == ("stuck", (), True)
+    assert finding.facts[0].relation is relation
+    assert finding.victims == (0, 1, 2, 3)
+
+
+def test_a_member_whose_starts_are_not_told(tmp_path: Path) -> None:
+    """What one rank's back end does not tell is unknown, and no rank is named by it."""
+    calls = [
+        replace(call, started=None) if call.rank == 1 else call
+        for call in calls_on_devices((0, 2, 3))
+    ]
+    (finding,) = diagnosed(tmp_path, calls).findings
+    assert (finding.kind, finding.ranks) == ("stuck", ())
+    assert finding.facts[0].relation is R.START_UNKNOWN
+
+
+def test_two_devices_that_have_not_started(tmp_path: Path) -> None:
+    """Both are named, in one finding."""
+    diagnosis = diagnosed(tmp_path, calls_on_devices((0, 3)))
+    assert causes(diagnosis) == [("missing", (1, 2))]
+
+
+def test_another_group_behind_the_same_device(tmp_path: Path) -> None:
+    """What all devices queue behind the stuck one does not hide it."""
+    pair = calls_on_devices((0,), group=PAIR, issued_by=(0, 1))
+    world = calls_on_devices((), at=20, line=9)
+    diagnosis = diagnosed(tmp_path, pair, world)
+    assert causes(diagnosis) == [("missing", (1,))]
+    assert diagnosis.findings[0].facts[0].relation is R.NOT_STARTED
+
+
+def test_a_device_that_waits_in_another_group_is_a_victim(tmp_path: Path) -> None:
+    """Rank 1's device has not started the pair's call: in the world's, it waits for rank 2."""
+    world = calls_on_devices((0, 1, 3), issued_by=(0, 1, 3), line=9)
+    pair = calls_on_devices((0,), group=PAIR, at=20)
+    assert causes(diagnosed(tmp_path, world, pair)) == [("missing", (2,))]
+
+
+def test_a_rank_that_has_not_issued_is_missing_as_before(tmp_path: Path) -> None:
+    """The three others' devices have started the call."""
+    diagnosis = diagnosed(tmp_path, calls_on_devices((0, 2, 3), issued_by=(0, 2, 3)))
+    assert causes(diagnosis) == [("missing", (1,))]
+    assert diagnosis.findings[0].facts[0].relation is R.NOT_COME
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("told", [True, False])
+def test_messages(tmp_path: Path, culprit: int, told: bool) -> None:
+    """One end of a message has started, the other has only been issued."""
+    calls = []
+    for rank, op in ((0, "send"), (1, "recv")):
+        for seq in (1, 2):
+            begun = told and (seq == 1 or rank != culprit)
+            calls.append(
+                Call(
+                    rank,
+                    seq,
+                    seq * MS,
+                    2 * MS if seq == 1 else None,
+                    op,
+                    group=group_of(2),
+                    peer=1 - rank,
+                    api=op,
+                    flags=FLAG_DEVICE,
+                    started=seq * MS if begun else None,
+                )
+            )
+    (finding,) = diagnosed(tmp_path, calls).findings
+    assert finding.stops
+    assert (finding.kind, finding.ranks) == (("missing", (culprit,)) if told else ("stuck", ()))
+
+
+def test_on_the_cpu_a_slow_transfer_stops_nothing(tmp_path: Path) -> None:
+    """There, all members have come; Gloo raises at its own timeout."""
+    calls = [replace(call, flags=0) for call in calls_on_devices(())]
+    (finding,) = diagnosed(tmp_path, calls).findings
+    assert (finding.kind, finding.stops) == ("slow_link", False)
+
+
+@pytest.mark.parametrize("timing", [True, False])
+def test_dumps(tmp_path: Path, timing: bool) -> None:
+    """With TORCH_NCCL_ENABLE_TIMING=1, the entries of dumps have states and times of starts."""
+    members = (0, 1, 2, 3)
+    job = simulate(
+        4,
+        40,
+        groups={"world": dict.fromkeys(members, members)},
+        program=(Step("world", "all_reduce", 64, 20),),
+    )
+    for rank in members:
+        content = dump_of(job, rank)
+        for entry in content["entries"]:
+            begun = entry["time_created_ns"] + 1000
+            if entry["collective_seq_id"] >= 30:
+                entry["state"], entry["retired"] = "scheduled", False
+                entry["time_discovered_completed_ns"] = begun = None
+                if entry["collective_seq_id"] == 30 and rank != 1 and timing:
+                    entry["state"], begun = "started", entry["time_created_ns"] + 1000
+            entry["time_discovered_started_ns"] = begun if timing else None
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(content))
+    (finding,) = diagnose(load(tmp_path)).findings
+    named = ("missing", (1,)) if timing else ("stuck", ())
+    assert (finding.kind, finding.ranks, finding.seq) == (*named, 30)
+    assert finding.facts[0].relation is (R.NOT_STARTED if timing else R.START_UNKNOWN)
