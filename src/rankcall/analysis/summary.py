@@ -303,5 +303,10 @@ def _stragglers(
         if 0 <= rank < totals.ranks  # a ring that was removed since it was found has no records
     ]
     return sorted(
-        stragglers, key=lambda each: (-(each.caused_wait_ms or 0.0), -each.issued_last, each.rank)
+        stragglers,
+        key=lambda straggler: (
+            -(straggler.caused_wait_ms or 0.0),
+            -straggler.issued_last,
+            straggler.rank,
+        ),
     )

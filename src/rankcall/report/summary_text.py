@@ -230,15 +230,15 @@ def _straggler(straggler: Straggler, wide: bool) -> list[str]:
 
 
 def _skew(summary: Summary, room: int) -> RenderableType:
-    shown = sorted(summary.stragglers, key=lambda each: -each.issued_last)[:_RANKS]
+    shown = sorted(summary.stragglers, key=lambda straggler: -straggler.issued_last)[:_RANKS]
     rows = [
         (
-            str(each.rank),
-            each.host,
-            percent(each.issued_last / each.issued) if each.issued else "-",
-            time(each.issued_late_by_ms),
+            str(straggler.rank),
+            straggler.host,
+            percent(straggler.issued_last / straggler.issued) if straggler.issued else "-",
+            time(straggler.issued_late_by_ms),
         )
-        for each in shown
+        for straggler in shown
     ]
     table = fitted(("rank", "host", "issued last", "by"), rows, room, names=2)
     return _more(table, len(summary.stragglers) - len(shown), "rank")

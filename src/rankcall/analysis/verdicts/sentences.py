@@ -475,8 +475,8 @@ def _start_unknown(facts: Sequence[Fact], live: bool) -> str:
 def _all_have_issued(fact: Fact, live: bool) -> str:
     members = len(_who(fact).numbers)
     verbs = verbs_for(members, live)
-    who = "The only rank" if members == 1 else f"All {members:,} ranks"
-    return f"{who} {verbs.have} issued {name_call(_call(fact))}"
+    ranks = "The only rank" if members == 1 else f"All {members:,} ranks"
+    return f"{ranks} {verbs.have} issued {name_call(_call(fact))}"
 
 
 _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
