@@ -18,7 +18,7 @@ from worlds import MS, PAIR, Call, group_of, together, write_world
 
 import golden
 from rankcall.analysis.details import Details, detail
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.cli import main
 from rankcall.errors import ExtraMissingError
 from rankcall.report.html import environment, render
@@ -359,7 +359,7 @@ def test_findings_come_first(tmp_path: Path) -> None:
         "rank 3 (node-c) never issued it",
         ("it was last in step 4",),
         "get its stack",
-        predicate="did not come",
+        predicate=Predicate("did not come", "did not come"),
     )
     first, _, after = words(render(details, [missing])).partition("What to look at")
     assert "Rank 3 did not come" in first

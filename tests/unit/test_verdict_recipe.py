@@ -14,12 +14,13 @@ from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.encoding import verdict_object
 from rankcall.analysis.verdicts.evidence import HangEvidence
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.report import diagnosis_text as diagnosis_report
 from rankcall.report import top
 from rankcall.report.html import render
+from rankcall.report.html.top import verdict_of_finding
 from rankcall.run.load import Run, load
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
@@ -30,7 +31,7 @@ class Haunted(Kind):
 
     kind = "haunted"
     order = 1
-    predicate = "is haunted"
+    predicate = Predicate("is haunted", "are haunted")
 
     def in_hang(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield rank 2."""
@@ -50,7 +51,7 @@ class Drowsy(Kind):
     kind = "drowsy"
     order = 1
     stops = False
-    predicate = "nods off"
+    predicate = Predicate("nods off", "nod off")
 
     def in_running_job(self, recent: RecentCalls) -> Iterator[Finding]:
         """Yield rank 1."""
@@ -103,4 +104,32 @@ def test_every_kind_names_itself() -> None:
     """Names and orders are unique, so that every finding has one place."""
     assert len({kind.kind for kind in verdicts.KINDS}) == len(verdicts.KINDS)
     assert len({kind.order for kind in verdicts.KINDS}) == len(verdicts.KINDS)
-    assert all(kind.predicate for kind in verdicts.KINDS)
+
+
+TITLES = {
+    "dead": ("died", "died"),
+    "deadlock": ("waits for itself", "wait for each other"),
+    "desync": ("calls something else", "call different things"),
+    "exhausted": ("left the loop", "left the loop"),
+    "idle": ("waits for work", "wait for work"),
+    "mismatch": ("differs in one call", "differ in one call"),
+    "missing": ("did not come", "did not come"),
+    "no_progress": ("did not come", "did not come"),
+    "slow_link": ("is linked slowly", "are linked slowly"),
+    "stopped": ("does not run", "do not run"),
+    "straggler": ("comes late", "come late"),
+    "stuck": (
+        "does not leave a call that all have issued",
+        "do not leave a call that all have issued",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", verdicts.KINDS, ids=lambda kind: str(kind.kind))
+def test_a_title_agrees_with_the_number_of_ranks(kind: Kind) -> None:
+    """It was "Rank 3 differ in one call"."""
+    of_one, of_several = TITLES[kind.kind]
+    one = verdict_of_finding(kind.finding([3], summary="s")).title
+    several = verdict_of_finding(kind.finding([3, 4, 7], summary="s")).title
+    assert one == f"Rank 3 {of_one}"
+    assert several == f"Ranks 3-4,7 {of_several}"

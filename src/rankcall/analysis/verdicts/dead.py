@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rankcall.analysis.snapshot import PEER_CLOSED, UNKNOWN, RankState, Snapshot, failed_for_good
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import Fact, Relation, hosts_of, last_call, ranks_of
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
@@ -22,7 +22,7 @@ class Dead(CulpritKind):
 
     kind = "dead"
     order = 10
-    predicate = "died"
+    predicate = Predicate("died", "died")
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit ranks that ended of their own signal or error, or seem to, as others saw it."""

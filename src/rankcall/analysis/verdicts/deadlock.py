@@ -15,7 +15,7 @@ from rankcall.analysis.verdicts.facts import (
     lines_of_site,
     ranks_of,
 )
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.wait_graph import Cycle, Wait
 
@@ -25,7 +25,7 @@ class Deadlock(Kind):
 
     kind = "deadlock"
     order = 60
-    predicate = "wait for each other"
+    predicate = Predicate("waits for itself", "wait for each other")
 
     def in_hang(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield one finding for each circle."""

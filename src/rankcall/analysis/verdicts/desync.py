@@ -7,6 +7,7 @@ from dataclasses import replace
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import Disagreement, Side
 from rankcall.analysis.verdicts.facts import Fact, Relation, call_of, ranks_of
+from rankcall.analysis.verdicts.finding import Predicate
 from rankcall.analysis.verdicts.kind import DisagreementKind
 
 
@@ -15,7 +16,7 @@ class Desync(DisagreementKind):
 
     kind = "desync"
     order = 50
-    predicate = "call different things"
+    predicate = Predicate("calls something else", "call different things")
     order_differs = True
 
     def differences(self, snapshot: Snapshot, disagreement: Disagreement) -> list[Fact]:

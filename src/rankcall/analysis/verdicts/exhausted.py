@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot
 from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+from rankcall.analysis.verdicts.finding import Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
 
@@ -15,7 +16,7 @@ class Exhausted(CulpritKind):
 
     kind = "exhausted"
     order = 30
-    predicate = "left the loop"
+    predicate = Predicate("left the loop", "left the loop")
     may_have_skipped = True
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rankcall.analysis.verdicts.facts import Fact
 from rankcall.ring.tables import both_lines
 
 HEALTHY = "healthy"
 CONFIDENCES = ("certain", "likely", "possible")
+
+
+class Predicate(NamedTuple):
+    """What follows the ranks in a title, as in "Rank 2 died": of one rank, and of several."""
+
+    of_one: str
+    of_several: str
+
+    def of(self, ranks: Sequence[int]) -> str:
+        """Return the words for these ranks; without ranks, the title is about all of them."""
+        return self.of_one if len(ranks) == 1 else self.of_several
+
+
+HOLDS_UP = Predicate("holds the others up", "hold the others up")
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Finding:
     advice: str = ""
     stops: bool = True  # it keeps the run from going on, and does not only slow it
     is_fault: bool = True  # something is wrong
-    predicate: str = "hold the others up"  # follows the ranks in a title: "Rank 2 died"
+    predicate: Predicate = HOLDS_UP
     user_line: str = ""
     facts: tuple[Fact, ...] = ()  # what the summary and the evidence state
 

@@ -16,7 +16,7 @@ from rankcall.analysis.pace import quiet_s
 from rankcall.analysis.snapshot import ALIVE, RankState, Snapshot, unfinished
 from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import Fact, Relation, common_site, hosts_of, ranks_of
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import evidence as written
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
@@ -34,7 +34,7 @@ class Idle(CulpritKind):
     order = 68
     stops = False
     is_fault = False
-    predicate = "waits for work"
+    predicate = Predicate("waits for work", "wait for work")
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit ranks that run, and for which others have waited as long at the same lines before."""

@@ -25,7 +25,7 @@ from rankcall.analysis.verdicts.facts import (
     not_known,
     ranks_of,
 )
-from rankcall.analysis.verdicts.finding import CONFIDENCES, Finding, less_sure
+from rankcall.analysis.verdicts.finding import CONFIDENCES, HOLDS_UP, Finding, less_sure
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.analysis.verdicts.sentences import SHOWN, summary
 from rankcall.analysis.verdicts.sentences import evidence as written
@@ -40,7 +40,7 @@ class Kind:
     order = 0  # among findings of one confidence; the lowest is the likeliest root cause
     stops = True  # it keeps the run from going on, and does not only slow it
     is_fault = True  # something is wrong
-    predicate = ""  # follows the ranks in a title: "Rank 2 died"
+    predicate = HOLDS_UP  # of its findings
 
     def in_hang(self, evidence: HangEvidence) -> Iterable[Finding]:
         """Return the findings of this kind in a job that may hang."""

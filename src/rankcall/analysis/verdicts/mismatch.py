@@ -7,6 +7,7 @@ from dataclasses import replace
 from rankcall.analysis.snapshot import Snapshot
 from rankcall.analysis.verdicts.disagreements import SPLITS, Disagreement, Side, values_of
 from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation, call_of, ranks_of
+from rankcall.analysis.verdicts.finding import Predicate
 from rankcall.analysis.verdicts.kind import DisagreementKind
 
 
@@ -15,7 +16,7 @@ class Mismatch(DisagreementKind):
 
     kind = "mismatch"
     order = 40
-    predicate = "differ in one call"
+    predicate = Predicate("differs in one call", "differ in one call")
     order_differs = False
 
     def differences(self, snapshot: Snapshot, disagreement: Disagreement) -> list[Fact]:

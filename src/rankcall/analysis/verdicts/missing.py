@@ -24,6 +24,7 @@ from rankcall.analysis.verdicts.facts import (
     place_of,
     ranks_of,
 )
+from rankcall.analysis.verdicts.finding import Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
@@ -36,7 +37,7 @@ class Missing(CulpritKind):
 
     kind = "missing"
     order = 70
-    predicate = "did not come"
+    predicate = Predicate("did not come", "did not come")
     may_have_skipped = True
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:

@@ -22,7 +22,7 @@ from rankcall.analysis.verdicts.facts import (
     place_of,
     ranks_of,
 )
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.verdict import Lasting
@@ -74,7 +74,7 @@ class NoProgress(Kind):
 
     kind = "no_progress"
     order = 75
-    predicate = "did not come"
+    predicate = Predicate("did not come", "did not come")
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield one finding if all ranks have been silent for too long."""

@@ -25,7 +25,7 @@ from rankcall.analysis.verdicts.facts import (
     lines_of_site,
     ranks_of,
 )
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.record import FLAG_DEVICE, OPS
@@ -45,7 +45,7 @@ class SlowLink(Kind):
     kind = "slow_link"
     order = 90
     stops = False
-    predicate = "are linked slowly"
+    predicate = Predicate("is linked slowly", "are linked slowly")
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield the longest wait that all ranks have arrived at, if a call is overdue.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rankcall.analysis.snapshot import GONE, STOPPED, RankState, Snapshot
 from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
+from rankcall.analysis.verdicts.finding import Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import FROZEN_S, Case, Suspect, Suspects, frozen_after_s
@@ -16,7 +17,7 @@ class Stopped(CulpritKind):
 
     kind = "stopped"
     order = 20
-    predicate = "does not run"
+    predicate = Predicate("does not run", "do not run")
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit stopped processes, and those whose heartbeat froze when the waiting began."""

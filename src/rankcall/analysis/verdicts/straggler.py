@@ -22,7 +22,7 @@ from rankcall.analysis.verdicts.facts import (
     lines_of_site,
     ranks_of,
 )
-from rankcall.analysis.verdicts.finding import Finding, less_sure
+from rankcall.analysis.verdicts.finding import Finding, Predicate, less_sure
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.recent_calls import RecentCalls
 from rankcall.analysis.waiting import WaitTotals, measure_collectives, measure_messages, waits_of
@@ -38,7 +38,7 @@ class Straggler(Kind):
     kind = "straggler"
     order = 80
     stops = False
-    predicate = "come late"
+    predicate = Predicate("comes late", "come late")
 
     def in_running_job(self, recent: RecentCalls) -> Iterator[Finding]:
         """Yield the straggler, if there is one."""

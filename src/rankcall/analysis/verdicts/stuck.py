@@ -20,7 +20,7 @@ from rankcall.analysis.verdicts.facts import (
     lines_of_site,
     ranks_of,
 )
-from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import Kind
 from rankcall.analysis.verdicts.wait_graph import Wait
 from rankcall.record import FLAG_DEVICE
@@ -44,7 +44,9 @@ class Stuck(Kind):
 
     kind = "stuck"
     order = 85
-    predicate = "do not leave a call that all have issued"
+    predicate = Predicate(
+        "does not leave a call that all have issued", "do not leave a call that all have issued"
+    )
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield the longest wait on devices in which no rank is missing, if a call is overdue."""

@@ -79,7 +79,7 @@ def verdict(details: Details, findings: Sequence[Finding] = ()) -> FirstScreen:
 def verdict_of_finding(finding: Finding) -> FirstScreen:
     """Return the verdict that one finding makes: the likeliest root cause of a hang."""
     culprits = None
-    title = finding.predicate
+    title = finding.predicate.of(finding.ranks)
     if finding.ranks:
         ranks = plural(len(finding.ranks), "rank").split(" ")[1] + f" {format_ranks(finding.ranks)}"
         culprits = ranks, "on " + ", ".join(finding.hosts) if finding.hosts else ""
@@ -193,6 +193,12 @@ def _gaps(details: Details) -> Iterator[Item]:
         )
     live = [row.rank for row in summary.ranks if not row.closed]
     if live:
-        yield Item("gap", f"rank {format_ranks(live)}: still running, or killed")
+        yield Item(
+            "gap",
+            f"no normal end of rank {format_ranks(live)}",
+            "They still run, or ended without closing their records, as by a signal."
+            if len(live) > 1
+            else "It still runs, or ended without closing its records, as by a signal.",
+        )
     for text in texts(without(summary.problems, ProblemKind.MISSING_RANKS)):
         yield Item("gap", text)
