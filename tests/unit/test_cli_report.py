@@ -18,6 +18,7 @@ from rankcall.cli import main
 from rankcall.ring.reader import Ring, read_ring
 from rankcall.ring.tables import Group
 from rankcall.run.paths import create_run
+from rankcall.testing.synthetic import synthetic_run
 
 SRC = Path(cli.__file__).parents[2]
 
@@ -232,3 +233,23 @@ def test_width_follows_the_terminal(run: Path) -> None:
     for width in ("80", "120"):
         out = rankcall("report", run, env={"COLUMNS": width}).stdout
         assert max(map(len, out.splitlines())) <= int(width)
+
+
+@pytest.mark.parametrize("command", ["report", "diagnose"])
+def test_a_pipe_gets_whole_lines(
+    tmp_path: Path,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sentence stays on its line, for grep; COLUMNS still decides if it is set."""
+    run = synthetic_run(tmp_path / "run", 4, 400, straggler=3).path
+    monkeypatch.delenv("COLUMNS", raising=False)
+    main([command, str(run)])
+    whole = capsys.readouterr().out
+    assert len(whole.splitlines()[0]) > 80
+    assert whole.splitlines()[0].endswith(".")
+    monkeypatch.setenv("COLUMNS", "60")
+    main([command, str(run)])
+    wrapped = capsys.readouterr().out
+    assert max(map(len, wrapped.splitlines())) <= 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ HangAfter = Annotated[
         "0: the value that the job was started with, or 60.",
     ),
 ]
+_WIDEST = 1 << 14  # columns; no line is as long
 _SHOW_FROM = 32  # rings; fewer are read before a bar appears
 
 
@@ -74,13 +76,19 @@ def exit_with(verdict: Verdict) -> None:
         raise typer.Exit(1)
 
 
-def console_for_result() -> Console:
-    """Return a console on stdout. Characters that stdout cannot encode are replaced."""
+def console_for_result(*, wraps: bool = True) -> Console:
+    """Return a console on stdout. Characters that stdout cannot encode are replaced.
+
+    Args:
+        wraps: Whether lines are wrapped also if stdout is a pipe or a file. Without it, they are
+            wrapped on a terminal, or at COLUMNS: ``grep`` finds a path that is not cut in two.
+    """
     from rich.console import Console
 
     if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    return Console(highlight=False)
+    whole = not wraps and not sys.stdout.isatty() and not os.environ.get("COLUMNS")
+    return Console(highlight=False, width=_WIDEST if whole else None)
 
 
 def output(path: Path) -> Path | IO[bytes]:

@@ -82,7 +82,7 @@ def _print(result: Verdict, json: bool, dumped: dict[int, str]) -> None:
     if json:
         sys.stdout.write(render_verdict(result, dumped))
         return
-    console = console_for_result()
+    console = console_for_result(wraps=False)
     if console.is_terminal:
         diagnosis_text.show_diagnosis(result, console, dumped)
     else:

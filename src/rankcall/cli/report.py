@@ -92,7 +92,7 @@ def _write(run: Run, form: Format, target: Path | None) -> list[Problem]:
     if form is Format.json:
         text = json_report.render(summary, findings)
     elif to_stdout:
-        console = console_for_result()
+        console = console_for_result(wraps=False)
         if console.is_terminal:
             summary_text.show(summary, console, findings)
             return summary.problems
