@@ -10,11 +10,22 @@ import re
 import resource
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dumps import T0, Fault, Step, dump_of, simulate, write_dumps
+from dumps import (
+    PROGRAM,
+    T0,
+    Fault,
+    Issued,
+    Job,
+    Step,
+    dump_of,
+    simulate,
+    write_dumps,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,6 +133,75 @@ def test_work_that_is_issued_500_deep_behind_the_fault_does_not_hide_it(tmp_path
     assert max(behind) == 500
     diagnosis = diagnose(load(write_dumps(tmp_path / "dumps", job)))
     assert causes(diagnosis) == {("missing", (5,))}
+
+
+def not_out(ranks: int, stuck: dict[int, str], program: Sequence[Step] = PROGRAM) -> Job:
+    """Return a job whose other ranks have ended all calls; some do not leave the last of a group.
+
+    torch's watchdog, which notes the ends, does not go on then: later calls seem open as well.
+    """
+    job = simulate(ranks, 20 * len(program), program=program)
+    for rank, family in stuck.items():
+        last = max(n for n, call in enumerate(job.issued[rank]) if call.group == family)
+        for call in job.issued[rank][last:]:
+            call.done = False
+    return job
+
+
+@pytest.mark.parametrize(
+    ("stuck", "expected"),
+    [
+        ({5: "tp"}, {("alone", (5,))}),
+        ({5: "dp"}, {("alone", (5,))}),
+        ({5: "ep"}, {("alone", (5,))}),
+        ({5: "world"}, {("alone", (5,))}),
+        ({5: "tp", 12: "tp"}, {("alone", (5,)), ("alone", (12,))}),
+        ({12: "tp", 14: "tp"}, {("alone", (12, 14))}),
+        # Whoever holds up a whole group is not known, and is not named beside a rank that is.
+        (dict.fromkeys((4, 5, 6, 7), "tp"), {("stuck", ())}),
+        (dict.fromkeys((4, 5, 6), "tp"), {("stuck", ())}),
+        ({5: "tp", **dict.fromkeys((8, 9, 10, 11), "tp")}, {("alone", (5,))}),
+    ],
+)
+def test_a_rank_that_alone_does_not_get_out(
+    tmp_path: Path, stuck: dict[int, str], expected: set[tuple[str, tuple[int, ...]]]
+) -> None:
+    """It is the finding although no rank waits for it: all others have left its oldest call."""
+    diagnosis = diagnose(load(write_dumps(tmp_path / "dumps", not_out(16, stuck))))
+    assert causes(diagnosis) == expected
+    for finding in diagnosis.findings:
+        if finding.kind == "alone":
+            assert finding.confidence == ("likely" if len(finding.ranks) == 1 else "possible")
+            (fact,) = finding.facts
+            assert fact.call is not None
+            assert fact.others is not None
+            family = stuck[finding.ranks[0]]
+            members = set(not_out(16, {}).groups[family][finding.ranks[0]])
+            assert set(fact.others.numbers) == members - set(finding.ranks)
+
+
+def test_a_rank_that_alone_does_not_get_out_of_a_broadcast(tmp_path: Path) -> None:
+    """Members may leave such a call before others have come; if all others left, it is the same."""
+    program = (Step("world", "all_reduce", 1, 16), Step("tp", "broadcast", 64, 10))
+    job = not_out(16, {5: "tp"}, program)
+    assert causes(diagnose(load(write_dumps(tmp_path / "dumps", job)))) == {("alone", (5,))}
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("tp", ("alone", (5,))), ("world", ("alone", (5,))), ("dp", ("missing", (1,)))],
+)
+def test_a_call_that_only_one_rank_came_to(
+    tmp_path: Path, family: str, expected: tuple[str, tuple[int, ...]]
+) -> None:
+    """The rank that differs is possibly the cause, and not all the others; of two, none differs."""
+    job = simulate(16, 140)
+    seq = 1 + max(call.seq for call in job.issued[5] if call.group == family and call.peer < 0)
+    job.issued[5].append(Issued(141, family, "all_reduce", 64, seq, line=99))
+    (finding,) = diagnose(load(write_dumps(tmp_path / "dumps", job))).findings
+    assert (finding.kind, finding.ranks) == expected
+    assert finding.call_site == "/job/train.py:99"
+    assert finding.confidence == ("possible" if finding.kind == "alone" else "likely")
 
 
 def test_clocks_of_hosts_that_differ_do_not_change_the_verdict(tmp_path: Path) -> None:

@@ -305,6 +305,17 @@ def test_summaries_of_a_job_that_does_not_move_or_is_slow() -> None:
     assert summary([slow[0]]) == f"Slow: messages from {NAME} to rank 0 (node-a, pid 100) {times}"
     group = replace(slow[1], others=None, values=(("op", "barrier"), *slow[1].values[1:]))
     assert summary([group]) == f"Slow: barrier between {NAMES} {times}"
+    one, many = of(R.LEFT_BEHIND, 90, CALL)
+    where = "been in all_reduce #7 of group 0 at train.py:9 for 90 s, although"
+    assert summary([one]) == f"R{NAME[1:]} has {where} the other member has left it."
+    assert (
+        summary([many], live=False) == f"R{NAMES[1:]} had {where} the 2 other members had left it."
+    )
+    alone = replace(of(R.ALONE_IN, 90, CALL)[0], others=many.others)
+    assert summary([alone]) == (
+        f"R{NAME[1:]} is alone in all_reduce #7 of group 0 at train.py:9 for 90 s: none of the 2 "
+        "other members has come, and none of them waits in another call."
+    )
     one, many = of(R.STUCK_TRANSFER, 90, CALL)
     assert summary([one]).startswith("The only rank has come to all_reduce #7")
     assert summary([many]).endswith(

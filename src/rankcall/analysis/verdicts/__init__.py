@@ -3,6 +3,7 @@
 ::
 
     dead stopped exhausted missing   a rank that others wait for and that waits for no other rank
+    alone                            a rank in a call that the others left, or never came to
     mismatch desync                  members of a group that do not issue the same call
     deadlock                         ranks that wait for each other
     no_progress                      ranks that wait without a record, or do nothing at all
@@ -28,6 +29,7 @@ from dataclasses import replace
 
 from rankcall.analysis.run_snapshot import ProcessState, snapshot_of_run
 from rankcall.analysis.snapshot import Snapshot
+from rankcall.analysis.verdicts.alone import Alone
 from rankcall.analysis.verdicts.dead import Dead
 from rankcall.analysis.verdicts.deadlock import Deadlock
 from rankcall.analysis.verdicts.desync import Desync
@@ -55,6 +57,7 @@ KINDS: tuple[Kind, ...] = (
     Exhausted(),
     Idle(),
     Missing(),
+    Alone(),
     Mismatch(),
     Desync(),
     Deadlock(),

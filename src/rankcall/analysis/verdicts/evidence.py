@@ -52,6 +52,7 @@ _FOLLOWED = 0.1
 # Beside a call that hangs, another one that the same hang does not hold up counts at this part of
 # its patience: two troubles seldom begin at the same moment, and the first verdict is the one read.
 _BESIDE = 0.5
+_SEVERAL = 2  # other members; of a pair, neither is the one that differs
 _COMPARED = 64  # ranks whose calls are compared with those of the ranks that wait for them
 
 Floats = npt.NDArray[np.float64]
@@ -77,6 +78,23 @@ class HangEvidence:
             wait for wait in self.graph.waits if wait.hung and not wait.absent and not wait.soft
         ]
         return max(stuck_waits, key=lambda wait: wait.age_s, default=None)
+
+    def is_alone_in(self, wait: Wait) -> bool:
+        """Tell whether dumps show one rank in a collective that none of several members came to.
+
+        The others wait for nothing on record. So it is not known whether all of them are late, or
+        whether the one rank has issued a call too many; but it is the one that differs. Of a job
+        that lives, the stacks of the others tell more.
+        """
+        return (
+            self.snapshot.dumped
+            and wait.channel is None
+            and len(wait.waiters) == 1
+            and len(wait.absent) == len(self.snapshot.groups[wait.group].ranks) - 1 >= _SEVERAL
+            and not any(
+                self.graph.blocked(rank) or self.snapshot.ranks[rank].blind for rank in wait.absent
+            )
+        )
 
 
 def hang_evidence(

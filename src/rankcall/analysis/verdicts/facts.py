@@ -43,6 +43,8 @@ class Relation(str, Enum):
     STILL_IN = "still_in"  # its device has not left an earlier call
     # It issued the call so many s ago, its device has not started it, and the others' have.
     NOT_STARTED = "not_started"
+    ALONE_IN = "alone_in"  # no other member has issued the call, and these wait for nothing
+    LEFT_BEHIND = "left_behind"  # its device has not left the call, and those of others have
     DUMP_ENDS_BEFORE = "dump_ends_before"  # the newest call in its dump is an earlier one
     NOT_COME = "not_come"  # it has not issued the call. values: a place, if its stack shows one
     NOT_COME_AS_BEFORE = "not_come_as_before"  # an earlier wait at the same line passed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from rankcall.analysis.snapshot import (
     not_started,
     unfinished,
 )
-from rankcall.analysis.verdicts.evidence import followed_after, held_for
+from rankcall.analysis.verdicts.evidence import HangEvidence, followed_after, held_for
 from rankcall.analysis.verdicts.facts import (
     Fact,
     Ranks,
@@ -24,7 +25,7 @@ from rankcall.analysis.verdicts.facts import (
     place_of,
     ranks_of,
 )
-from rankcall.analysis.verdicts.finding import Predicate
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
 from rankcall.analysis.verdicts.suspects import Suspect, Suspects
@@ -39,6 +40,11 @@ class Missing(CulpritKind):
     order = 70
     predicate = Predicate("did not come", "did not come")
     may_have_skipped = True
+
+    def in_hang(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield the ranks that have not come, unless the one that has is the one that differs."""
+        cases = [case for case in evidence.cases if not all(map(evidence.is_alone_in, case.waits))]
+        yield from super().in_hang(replace(evidence, cases=cases))
 
     def confidence(self, suspects: Suspects, suspect: Suspect) -> str | None:
         """Fit every rank that is waited for."""

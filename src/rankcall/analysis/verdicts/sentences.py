@@ -479,6 +479,27 @@ def _all_have_issued(fact: Fact, live: bool) -> str:
     return f"{ranks} {verbs.have} issued {name_call(_call(fact))}"
 
 
+def _alone_in(facts: Sequence[Fact], live: bool) -> str:
+    fact = facts[0]
+    be, have = verbs_for(1, live).be, verbs_for(1, live).have
+    return (
+        f"{_name(fact)} {be} alone in {name_call(_call(fact))} for {duration(_seconds(fact))}: "
+        f"none of the {len(_others(fact).numbers):,} other members {have} come, and none of them "
+        f"{'waits' if live else 'waited'} in another call."
+    )
+
+
+def _left_behind(facts: Sequence[Fact], live: bool) -> str:
+    fact = facts[0]
+    others = len(_others(fact).numbers)
+    them = "the other member" if others == 1 else f"the {others:,} other members"
+    have = ("has" if others == 1 else "have") if live else "had"
+    return (
+        f"{_name(fact)} {verbs_for(len(_who(fact).numbers), live).have} been in "
+        f"{name_call(_call(fact))} for {duration(_seconds(fact))}, although {them} {have} left it."
+    )
+
+
 _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     **dict.fromkeys(_STATES, _of_culprits),
     Relation.ENDED_TOGETHER: _ended_together,
@@ -498,6 +519,8 @@ _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     Relation.STUCK_TRANSFER: _stuck_transfer,
     Relation.STARTED_NOWHERE: _started_nowhere,
     Relation.START_UNKNOWN: _start_unknown,
+    Relation.LEFT_BEHIND: _left_behind,
+    Relation.ALONE_IN: _alone_in,
 }
 
 

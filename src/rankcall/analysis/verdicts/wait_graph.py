@@ -66,8 +66,9 @@ class Wait:
     soft: bool = False  # an isend: its rank need not be waiting for it
     any_source: bool = False  # any one of the absent ranks can end it
     presumed: list[int] = field(default_factory=list)  # ranks without records, probably in it
-    behind: bool = False  # other members have left the collective, so nothing holds the waiters
     unstarted: list[int] = field(default_factory=list)  # absent: issued, not started on the device
+    left: list[int] = field(default_factory=list)  # members whose devices have left the collective
+    behind: bool = False  # all have come, since others have left: nothing holds the waiters
 
 
 def waits_of(snapshot: Snapshot, blocked: Bools, hung: Bools) -> list[Wait]:
@@ -99,7 +100,8 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) 
         members = np.array(snapshot.groups[group].ranks, np.int64)
         absent = np.setdiff1d(members, came)
         absent = _only_root(calls[piece], absent)
-        behind = int(calls["op"][piece[0]]) in _SYNCHRONISING and progress.left(group, seq)
+        left = progress.left(group, seq)
+        behind = int(calls["op"][piece[0]]) in _SYNCHRONISING and len(left) > 0
         if behind:
             # No member can leave before all have come: this outweighs records that are lost.
             absent, came = absent[:0], members
@@ -114,6 +116,7 @@ def _collective_waits(snapshot: Snapshot, rows: Rows, hung: Bools, idle: Bools) 
             came.tolist(),
             float(calls["age_s"][piece].max()),
             bool(hung[piece].any()),
+            left=np.setdiff1d(left, calls["rank"][piece]).tolist(),
             behind=behind,
             unstarted=unstarted.tolist(),
         )
@@ -170,9 +173,11 @@ class _Progress:
         came: npt.NDArray[np.int64] = self._rank[here][arrived]
         return came
 
-    def left(self, group: int, seq: int) -> bool:
-        """Tell whether the device of any rank has left ``seq`` in a group, or a later one."""
-        return bool((self._left[self._of(group)] >= seq).any())
+    def left(self, group: int, seq: int) -> npt.NDArray[np.int64]:
+        """Return the ranks whose devices have left ``seq`` in a group, or a later one."""
+        here = self._of(group)
+        ranks: npt.NDArray[np.int64] = self._rank[here][self._left[here] >= seq]
+        return ranks
 
     def _of(self, group: int) -> slice:
         return slice(*np.searchsorted(self._group, [group, group + 1]))
