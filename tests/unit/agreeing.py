@@ -8,6 +8,9 @@ The promises of docs/design/store.md, as checks of a ``Simulation``:
 * the keys of at most four generations exist at any moment (of one more for each planted fault),
   and of two at the end;
 * if no fault was planted and every process waits, at least one of them can go on;
+* once all have arrived, the end of the store's host keeps no rank from passing. It may only if one
+  of the two has waited as long as it may, or if the rank waits at the store and another does not:
+  then the rank may be in the log and not be counted yet;
 * a barrier whose deadline has expired waits for nothing any more;
 * keys that others made are never touched.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,14 +29,17 @@ from rankcall.store.keys import BARRIER, EXCHANGE, GET_ALL, Keys
 from rankcall.testing.simulated_store import (
     Append,
     Arrive,
+    Check,
     Checkpoint,
     Counted,
     LostAnswer,
     Mark,
+    MayBlock,
     Process,
     Read,
     Set,
     Simulation,
+    StoreGoneError,
     Until,
     Wait,
     World,
@@ -51,6 +57,7 @@ class Memory(NamedTuple):
     number: int = 0  # of the call
     attempt: int = 0
     was_late: bool = False  # in this call: so it has arrived
+    left_early: int = -1  # the last call that it returned from at its deadline
     uses: int = 0  # of the prefix, each ended by a clean-up
     is_claimed: bool = False
     progress: tuple[tuple[str, tuple[Any, ...]], ...] = ()
@@ -60,7 +67,12 @@ class Memory(NamedTuple):
         """Return the member."""
         nonces = [plan.nonce, *(f"{plan.nonce}{use}" for use in range(1, self.uses + 1))]
         claim = protocol.Claim(plan.rank, plan.world_size, nonces[-1], 1, "host")
-        member = protocol.Member(claim, retired=deque(nonces[:-1]), is_claimed=self.is_claimed)
+        member = protocol.Member(
+            claim,
+            retired=deque(nonces[:-1]),
+            hosts_store=plan.hosts_store,
+            is_claimed=self.is_claimed,
+        )
         member.progress = {kind: protocol.Progress(*values) for kind, values in self.progress}
         member.removal = None if self.removal is None else list(self.removal)
         return member
@@ -91,6 +103,7 @@ class Plan:
     appends: bool = True
     counts: bool = True
     polls: bool = False  # it does not wait in ``Arrive``, as a client with a short timeout
+    hosts_store: bool = False
     name: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -109,9 +122,11 @@ class Plan:
         member = memory.member(self)
         call, number = self.calls[memory.number], memory.number
         after = memory._replace(attempt=memory.attempt + 1)
+        times_over: list[bool] = []
         try:
             steps = self._call(call, number, keys, member)
-            outcome = yield from (without_waiting(steps) if self.polls else steps)
+            steps = without_waiting(steps) if self.polls else steps
+            outcome = yield from watched(steps, times_over)
         except protocol.NotAllArrived as error:
             yield Mark("late", (number, error.missing))
             after = after._replace(was_late=True)
@@ -128,9 +143,14 @@ class Plan:
             return
         except LostAnswer:
             yield Mark("lost", number)
+        except StoreGoneError:
+            yield Mark("gone", (number, tuple(times_over[-1:])))
+            return
         else:
             yield Mark("passed", (number, outcome))
             after = memory._replace(number=number + 1, attempt=0, was_late=False)
+            if any(times_over) and self.hosts_store:
+                after = after._replace(left_early=number)
             if call == "clean_up":
                 yield Checkpoint(after._replace(uses=after.uses + 1, is_claimed=False, progress=()))
         if after.attempt <= self.retries:
@@ -157,10 +177,28 @@ class Plan:
         return outcome
 
 
-def without_waiting(steps: Steps[Any]) -> Steps[Any]:
-    """Make the requests of a process that does not wait in ``Arrive``."""
+def watched(steps: Steps[Any], times_over: list[bool]) -> Steps[Any]:
+    """Make the requests of a process. Note those that wait in vain: True if their time is over."""
     answer: Any = None
-    error: LostAnswer | None = None
+    error: Exception | None = None
+    while True:
+        try:
+            request = steps.send(answer) if error is None else steps.throw(error)
+        except StopIteration as end:
+            return end.value
+        answer, error = None, None
+        try:
+            answer = yield request
+        except (LostAnswer, StoreGoneError) as raised:
+            error = raised
+        if isinstance(request, Arrive if error else (Arrive, Wait, Until)) and not answer:
+            times_over.append(error is None)
+
+
+def without_waiting(steps: Steps[Any]) -> Steps[Any]:
+    """Make the requests of a process that does not wait at the store."""
+    answer: Any = None
+    error: Exception | None = None
     while True:
         try:
             request = steps.send(answer) if error is None else steps.throw(error)
@@ -171,10 +209,14 @@ def without_waiting(steps: Steps[Any]) -> Steps[Any]:
             if isinstance(request, Arrive):
                 for key, value in request.appends:
                     yield Append(key, value)
+            elif isinstance(request, Wait):
+                answer = bool((yield Until(Check(request.keys), bool)))
+            elif isinstance(request, MayBlock):
+                answer = False
             else:
                 answer = yield request
-        except LostAnswer as lost:
-            error = lost
+        except (LostAnswer, StoreGoneError) as raised:
+            error = raised
 
 
 class Checks:
@@ -197,6 +239,7 @@ class Checks:
             at_end=self.at_end,
             witness=self.arrived,
             store=THEIRS,
+            host=next((plan.name for plan in self._plans if plan.hosts_store), None),
             **faults,
         )
 
@@ -223,6 +266,8 @@ class Checks:
 
     def on_mark(self, world: World, name: str, mark: Mark, earlier: tuple[Mark, ...]) -> None:
         """Check one mark."""
+        if mark.name == "gone":
+            self._check_gone(world, name, *mark.value)
         if mark.name not in ("passed", "late"):
             return
         family = self._family(name)
@@ -248,6 +293,16 @@ class Checks:
                 unnamed = sorted(set(range(size)) - called - set(outcome))
                 assert not unnamed, f"{name} does not name {unnamed}"
 
+    def _check_gone(self, world: World, name: str, number: int, in_vain: tuple[bool]) -> None:
+        """Check that a process without a store had not arrived where its host has passed."""
+        host = next(plan.name for plan in self._plans if plan.hosts_store)
+        left, mine = world.memory(host) or Memory(), world.memory(name) or Memory()
+        log = world.store.get(f"p/rankcall.0/{len(self._plans)}/b{number}/log", b"")
+        is_excused = mine.was_late or left.left_early == number or any(in_vain)
+        is_excused = is_excused or (in_vain == (False,) and b"+" in log)
+        if world.outcome(host) != "killed" and not is_excused:
+            assert left.number <= number, f"the host left {name} behind in call {number}"
+
     def always(self, world: World) -> None:
         """Check the keys, and that somebody can go on."""
         store = world.store
@@ -265,7 +320,9 @@ class Checks:
                 and marks[-1].name == "expired"
                 and self._kind_of_call(world, name) == "barrier"
             ):
-                assert not isinstance(wait, (Counted, Wait, Until)), f"{name}: {wait}"
+                # The host stays for a bounded time, and the client lets no wait begin.
+                stays = isinstance(wait, Until) and wait.seconds == protocol.STAY_S
+                assert stays or not isinstance(wait, (Counted, Wait, Until)), f"{name}: {wait}"
         if (
             self._is_peaceful
             and len(live) == len(self._plans)
@@ -279,7 +336,7 @@ class Checks:
 
     def at_end(self, world: World) -> None:
         """Check what is left once all have made all calls."""
-        if any(world.outcome(plan.name) == "killed" for plan in self._plans):
+        if world.is_gone or any(world.outcome(plan.name) == "killed" for plan in self._plans):
             return
         if all(_call(world, plan.name) == len(plan.calls) for plan in self._plans):
             for kind, generations in _generations(world).items():
@@ -319,3 +376,11 @@ def ranks(size: int, **options: Any) -> list[Plan]:
 def mixed(size: int, **options: Any) -> list[Plan]:
     """Return one plan for each rank; rank 0 polls, and the others wait in ``Arrive``."""
     return [Plan(rank, size, polls=rank == 0, **options) for rank in range(size)]
+
+
+def hosted(size: int, polling: Collection[int] = (), host: int = 0, **options: Any) -> list[Plan]:
+    """Return one plan for each rank; the store ends with ``host``, and some ranks poll."""
+    return [
+        Plan(rank, size, polls=rank in polling, hosts_store=rank == host, **options)
+        for rank in range(size)
+    ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import agreeing
 import pytest
-from agreeing import Checks, Plan, mixed, ranks
+from agreeing import Checks, Plan, hosted, mixed, ranks
 
 from rankcall.store import protocol
 from rankcall.testing.simulated_store import Violation
@@ -71,6 +71,23 @@ CASES = {
     ),
     "2 ranks, clean-ups, a death": (ranks(2, calls=TWICE, retries=1), (), {"deaths": 1}),
     "3 ranks, clean-ups, in time": (ranks(3, calls=TWICE), (), STILL),
+    **{
+        f"{size} ranks, the host ends, {polling or 'none'} poll, {'+'.join(calls)}, {store}": (
+            hosted(size, polling, calls=calls, **({} if store == "counts" else {"counts": False})),
+            (),
+            STILL if size == 3 else {},
+        )
+        for size, polling in ((2, ()), (2, (0,)), (2, (1,)), (2, (0, 1)), (3, (1,)))
+        for calls in (BARRIERS, EXCHANGES, READS)
+        for store in ("counts", "appends")
+        if size == 2 or calls == BARRIERS
+    },
+    "2 ranks, the host ends, another one than rank 0": (
+        hosted(2, (0, 1), 1, calls=("barrier", "exchange", "get_all")),
+        (),
+        {},
+    ),
+    "2 ranks, the host is killed": (hosted(2, (1,), retries=1), (), {"deaths": 1}),
     "a double": (ranks(2), [Plan(1, 2, nonce="d")], {}),
     "a wrong world size": (ranks(2, calls=("barrier",)), [Plan(1, 3, ("barrier",), nonce="w")], {}),
 }
@@ -185,7 +202,7 @@ MUTANTS = {
         "2 ranks, barriers, one polls",
     ),
     "is counted twice": (
-        "        yield from _arrive_again(keys, member, progress, kind)\n",
+        "        yield from _arrive_again(keys, progress, log, rank, line)\n",
         "        key = keys.turnstile(kind, number)\n"
         "        has_passed = yield Arrive([], key, keys.world_size)\n",
         "2 ranks, barriers",
@@ -197,17 +214,17 @@ MUTANTS = {
         "3 ranks, barriers, one polls, in time",
     ),
     "is counted before it is in the log": (
-        "            for log, value in lines:\n"
-        "                yield from hand_in(keys, log, rank, value)\n"
+        "            for key, value in lines:\n"
+        "                yield from hand_in(keys, key, rank, value)\n"
         "            has_passed = yield from _count_and_wait(keys, kind, number)\n",
         "            has_passed = yield from _count_and_wait(keys, kind, number)\n"
-        "            for log, value in lines:\n"
-        "                yield from hand_in(keys, log, rank, value)\n",
+        "            for key, value in lines:\n"
+        "                yield from hand_in(keys, key, rank, value)\n",
         "3 ranks, a barrier, no counting",
     ),
     "hands in after it has arrived": (
-        "(line,) if progress.frame is None else ((keys.data(number), progress.frame), line)",
-        "(line,) if progress.frame is None else (line, (keys.data(number), progress.frame))",
+        "else ((keys.data(number), progress.frame), arrival)",
+        "else (arrival, (keys.data(number), progress.frame))",
         "2 ranks, exchanges, one polls",
     ),
     "believes that a request without an answer took effect": (
@@ -240,6 +257,27 @@ MUTANTS = {
         "member.removal = keys.ours((yield ListKeys()))",
         "member.removal = keys.ours((yield ListKeys()))[::-1]",
         "2 ranks, clean-ups",
+    ),
+    "hosts the store and goes at once": (
+        "    yield Until(Read(log), lambda held: not is_asked(held), STAY_S)\n",
+        "    yield Read(log)\n",
+        "2 ranks, the host ends, (0, 1) poll, barrier+barrier, counts",
+    ),
+    "hosts the store and does not wait for its answers": (
+        "        if member.hosts_store and keys.world_size > 1:\n"
+        "            yield from _see_others_off(log)\n",
+        "",
+        "2 ranks, the host ends, none poll, barrier+barrier, appends",
+    ),
+    "does not say that it asks again and again": (
+        "not keys.counts or not (yield MayBlock())",
+        "not keys.counts",
+        "2 ranks, the host ends, (0, 1) poll, barrier+barrier, counts",
+    ),
+    "needs the store to tidy up": (
+        "    with suppress(StoreGoneError):  # all have arrived",
+        "    if True:  # all have arrived",
+        "2 ranks, the host ends, none poll, barrier+barrier, counts",
     ),
     "forgets keys when an answer is lost": (
         "            yield Delete(key)\n            progress.leftovers = tuple(pair for pair in "

@@ -17,6 +17,7 @@ addresses, which takes seconds if no server answers such look-ups. Therefore:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
@@ -37,7 +38,7 @@ from rankcall.c10d.own_connections import (
     separate_connection,
     state_of,
 )
-from rankcall.c10d.requests import METHODS, Arrive, Steps, Until, Wait
+from rankcall.c10d.requests import METHODS, Arrive, MayBlock, Steps, StoreGoneError, Until, Wait
 
 # The time after its timeout in which a call names the missing or gives up. The public functions
 # promise to end one second after their timeout; the rest is for the caller's own thread to wake.
@@ -265,14 +266,21 @@ def _drive(
                 else:
                     answer = _METHODS[kind](connection, *request)
             except RuntimeError as error:  # also of a FileStore whose file is gone
-                raise connection.lost(error, call.name) from error
+                lost_store = connection.lost(error, call.name)
+                if lost_store.is_silent:
+                    raise lost_store from error
+                try:
+                    request = steps.throw(StoreGoneError())
+                except StoreGoneError:
+                    raise lost_store from error
+                continue
             connection.heard = clock.monotonic()
             request = steps.send(answer)
     except StopIteration as end:
         return True, end.value
 
 
-_WAITS = frozenset((Arrive, Wait, Until))
+_WAITS = frozenset((Arrive, MayBlock, Wait, Until))
 _METHODS = {kind: getattr(Connection, name) for kind, name in METHODS.items()}
 
 
@@ -284,6 +292,8 @@ def _blocking(connection: Connection, call: Call, until: float, deadline: float)
             left = max(until - clock.monotonic(), 0.001)
             # None and not _PENDING: the request has taken effect, and must not be made again.
             return connection.arrive(request, left) or None
+        if request.__class__ is MayBlock:
+            return True
         if request.__class__ is Until:
             return _polling(connection, call, until, until >= deadline)(request)
         while not connection.block(request.keys, until - clock.monotonic()):
@@ -308,7 +318,10 @@ def _polling(connection: Connection, call: Call, until: float, is_last: bool = T
             for key, value in request.appends:
                 connection.append(key, value)
             return None
+        if request.__class__ is MayBlock:
+            return False
         began, pause = clock.monotonic(), _FIRST_POLL_S
+        enough_at = began + request.seconds if request.__class__ is Until else math.inf
         while True:
             if request.__class__ is Wait:
                 answer: Any = connection.check(request.keys)
@@ -323,10 +336,12 @@ def _polling(connection: Connection, call: Call, until: float, is_last: bool = T
                 return answer
             if call.is_abandoned:
                 raise _AbandonedError
+            if now >= enough_at:
+                return None
             if now >= until:
                 call.is_late = is_last
                 return answer if is_last else _PENDING
-            clock.sleep(min(pause, until - now))
+            clock.sleep(min(pause, until - now, enough_at - now))
             share = max((now - began) * _POLL_SHARE, 0.001)
             pause = min(pause * _POLL_GROWTH, share, _LONGEST_POLL_S)
 

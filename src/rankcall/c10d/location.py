@@ -74,6 +74,27 @@ def own_socket(client: Store, open_before: Collection[int]) -> socket.socket | N
     return _socket_by_repr(client)
 
 
+def is_hosted_here(store: Store) -> bool:
+    """Return whether this process hosts a TCPStore: it listens on the store's port.
+
+    False if it is not known (without /proc). It may be true of a store on another machine, if this
+    process hosts a second one with the same port.
+    """
+    port = _port(store)
+    if not port:
+        return False
+    for inode, descriptor in open_sockets().items():
+        handle = second_handle(descriptor, inode)
+        if handle is None:
+            continue
+        with handle, suppress(OSError):
+            if handle.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and (
+                handle.getsockname()[1:2] == (port,)
+            ):
+                return True
+    return False
+
+
 def shut_down_connections_to(addresses: Collection[Address]) -> None:
     """Shut down this process's connections to a store that does not answer."""
     for connection in _connections(addresses.__contains__):

@@ -6,6 +6,9 @@ scheduler tries every order of requests (``rankcall.testing.simulated_store``).
 
 No request except ``Arrive``, ``Wait`` and ``Until`` waits for anything, and these three end at the
 deadline of the call. A request reads a key that is absent as ``None``.
+
+If the store has ended, the next request raises ``StoreGoneError`` in the protocol. A protocol that
+has its result already may catch it; if it does not, its caller raises ``StoreLostError``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 Steps = Generator[Any, Any, T]
 """A protocol: it yields requests, is sent their answers, and returns ``T``."""
+
+
+class StoreGoneError(Exception):
+    """Raised in a protocol whose store has ended: no key is left, and no request has an effect."""
 
 
 class Add(NamedTuple):
@@ -99,14 +106,24 @@ class Arrive(NamedTuple):
     size: int
 
 
+class MayBlock(NamedTuple):
+    """The answer is whether this process may wait at the store, as in ``Arrive``.
+
+    If it may not, it asks the store again and again. So it makes requests after what it waits for
+    has happened. The answer can change to False in the course of a call.
+    """
+
+
 class Until(NamedTuple):
     """Repeat a request until its answer is enough. The answer is None after the deadline.
 
-    A request whose answer is not enough must not have changed anything.
+    A request whose answer is not enough must not have changed anything. ``seconds`` is how long to
+    repeat it, if that is over before the deadline.
     """
 
     request: Any
     is_enough: Callable[[Any], bool]
+    seconds: float = float("inf")
 
 
 class Now(NamedTuple):

@@ -88,12 +88,13 @@ def barrier(
 def _barrier_without_ranks(store: Store, keys: Keys, timeout_s: float, what: str | None) -> None:
     """Wait until ``world_size`` processes are here."""
     place = place_of(keys)
-    mine = local_store(store).tickets.setdefault(place, tickets.Tickets())
+    local = local_store(store)
+    mine = local.tickets.setdefault(place, tickets.Tickets())
     drawn: list[int] = []
 
     def steps() -> Steps[None]:
         drawn.append((yield from tickets.draw(keys, mine)))
-        yield from tickets.meet(keys, drawn[0])
+        yield from tickets.meet(keys, drawn[0], local.is_hosted_here)
 
     name = errors.name_of("barrier", keys.prefix, what)
     call = Call(name)

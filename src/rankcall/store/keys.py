@@ -118,6 +118,10 @@ class Keys:
         """The key for which those without a rank wait."""
         return f"{self._sized}t{generation}/passed"
 
+    def passers(self, generation: int) -> str:
+        """A byte for each of those without a rank that makes no more requests."""
+        return f"{self._sized}t{generation}/left"
+
     def answer(self, rank: int) -> str:
         """The answer of a rank to a roll call."""
         return f"{self._sized}answer{rank}"
@@ -126,13 +130,10 @@ class Keys:
         """The keys of single ranks below a key, on a store that cannot append."""
         return [f"{key}/{rank}" for rank in ranks]
 
-    def is_full(self, log: bytes | None, but: int | None = None) -> bool:
-        """Return whether a log names all ranks, but for one that need not be in it."""
-        if not log:
-            return False
-        length = self._full_length - (0 if but is None else len(line_of(but)))
+    def is_full(self, log: bytes | None) -> bool:
+        """Return whether a log names all ranks."""
         # The length first: it is cheap, and logs are polled.
-        return len(log) >= length and set(self.missing(log)) <= {but}
+        return bool(log) and len(log or b"") >= self._full_length and not self.missing(log)
 
     def missing(self, log: bytes | None) -> tuple[int, ...]:
         """Return the ranks that a log does not name, sorted."""
@@ -177,6 +178,26 @@ def keys_of(prefix: str, attempt: int, world_size: int, appends: bool, counts: b
 def line_of(rank: int) -> bytes:
     """Return the line of a rank in a log."""
     return b"%d\n" % rank
+
+
+def begins_to_ask(rank: int) -> bytes:
+    """Return what a rank adds to a log if it makes requests after the last rank has arrived.
+
+    It has arrived, or arrives with the same request. So ``ranks_in`` takes it for an arrival.
+    """
+    return b"+%d\n" % rank
+
+
+def ends_to_ask(rank: int) -> bytes:
+    """Return what this rank adds when it makes no more requests; no rank has a negative number."""
+    return b"-%d\n" % rank
+
+
+def is_asked(log: bytes | None) -> bool:
+    """Return whether a rank that makes requests after the last arrival has not ended to."""
+    marks = (log or b"").split()
+    begun = {mark[1:] for mark in marks if mark.startswith(b"+")}
+    return not begun.issubset(mark[1:] for mark in marks if mark.startswith(b"-"))
 
 
 def ranks_in(log: bytes | None) -> set[int]:

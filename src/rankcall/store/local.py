@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed import Store
 
 from rankcall.c10d.calls import Call, on_fork
+from rankcall.c10d.location import is_hosted_here
 from rankcall.c10d.own_connections import state_of
 from rankcall.process import host_name
 from rankcall.store.keys import Keys, attempt_of_this_process, keys_of
@@ -51,6 +52,7 @@ class LocalStore:
 
     appends: bool  # whether the store can append to a key
     counts: bool  # whether the store takes ``Arrive``
+    is_hosted_here: bool  # so the store ends with this process
     attempt: int  # of the job, when this process first agreed over the store
     members: dict[tuple[str, int, int, int], LocalMember] = field(default_factory=dict)
     tickets: dict[tuple[str, int, int], Tickets] = field(default_factory=dict)
@@ -66,7 +68,8 @@ class LocalStore:
         place = *place_of(keys), rank
         member = self.members.get(place)
         if member is None or member.is_retired:
-            new = LocalMember(_new_claim(rank, keys.world_size), _members_here, _retired)
+            claim = _new_claim(rank, keys.world_size)
+            new = LocalMember(claim, _members_here, _retired, self.is_hosted_here)
             if member is not None:
                 self.members.pop(place, None)
             member = self.members.setdefault(place, new)  # another thread may have been faster
@@ -113,6 +116,7 @@ def local_store(store: Store) -> LocalStore:
     local = _known.get(store) if isinstance(store, Store) else None
     if local is None:
         state = state_of(store)  # raises
-        local = LocalStore(state.appends, state.counts, attempt_of_this_process())
+        hosted = is_hosted_here(store)
+        local = LocalStore(state.appends, state.counts, hosted, attempt_of_this_process())
         local = _known.setdefault(store, local)  # another thread may have been faster
     return local

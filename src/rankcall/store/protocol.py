@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,10 +24,12 @@ from rankcall.c10d.requests import (
     CompareSet,
     Delete,
     ListKeys,
+    MayBlock,
     Read,
     ReadMany,
     Set,
     Steps,
+    StoreGoneError,
     Until,
     Wait,
 )
@@ -37,9 +40,11 @@ from rankcall.store.keys import (
     EXCHANGE,
     GET_ALL,
     Keys,
+    begins_to_ask,
+    ends_to_ask,
+    is_asked,
     is_claim,
     line_of,
-    ranks_in,
 )
 from rankcall.whole_numbers import whole_number
 
@@ -48,6 +53,9 @@ _MOST_REJECTED = 8  # processes that the register lists: a restart loop must not
 # Claims that all ranks together read at a deadline, of some 60 bytes each. All of 1,024 ranks ask
 # at once, and the store has less than a second to answer each of them: it sends no more than 90 MB.
 _CLAIMS_READ = 1_500_000
+# How long the host of the store stays for ranks that have not noticed yet that all have arrived.
+# They ask at least four times a second. One that has died does not hold the host up for longer.
+STAY_S = 10.0
 
 
 class Claim(NamedTuple):
@@ -79,6 +87,7 @@ class Progress:
     generation: int = 0
     has_begun: bool = False  # to arrive; perhaps the requests were not answered
     has_arrived: bool = False  # for sure; only of clean-ups
+    asks: bool = False  # this rank has said that it asks the store again and again
     frame: bytes | None = None  # the data that was handed in first
     leftovers: tuple[tuple[int, str], ...] = ()  # keys to remove two generations after their own
 
@@ -90,7 +99,7 @@ class Progress:
     def advance(self) -> None:
         """Go on to the next generation."""
         self.generation += 1
-        self.has_begun = self.has_arrived = False
+        self.has_begun = self.has_arrived = self.asks = False
         self.frame = None
 
 
@@ -99,12 +108,13 @@ class Member:
     """This process as one rank of one world under one prefix.
 
     ``siblings`` are the other members of this process by nonce, ``retired`` the nonces of members
-    that have cleaned up.
+    that have cleaned up. ``hosts_store`` says that the store ends with this process.
     """
 
     claim: Claim
     siblings: MutableMapping[str, Member] = field(default_factory=dict)
     retired: deque[str] = field(default_factory=deque)
+    hosts_store: bool = False
     is_claimed: bool = False
     progress: dict[str, Progress] = field(default_factory=dict)
     removal: list[str] | None = None  # keys that this member has yet to remove
@@ -218,7 +228,22 @@ def meet(keys: Keys, member: Member, name_missing: bool = True) -> Steps[None]:
         if not name_missing:
             raise NotAllArrived((), named=False)
         yield from _late(keys, BARRIER, progress.generation)
-    yield from _remove_old_keys(keys, member, BARRIER, progress.generation)
+    log = keys.log(BARRIER, progress.generation)
+    with suppress(StoreGoneError):  # all have arrived: the rest is for others, and for tidiness
+        if progress.asks:
+            yield Append(log, ends_to_ask(member.claim.rank))
+        if member.hosts_store and keys.world_size > 1:
+            yield from _see_others_off(log)
+        yield from _remove_old_keys(keys, member, BARRIER, progress.generation)
+
+
+def _see_others_off(log: str) -> Steps[None]:
+    """On the host of the store, return when its end can keep no other rank from passing.
+
+    The store answers one request after the other. So when it answers the first of these, it has
+    let pass all that wait for it. Those that ask again and again say so in the log.
+    """
+    yield Until(Read(log), lambda held: not is_asked(held), STAY_S)
 
 
 def exchange(keys: Keys, member: Member, data: bytes, host_rank: int) -> Steps[list[bytes]]:
@@ -230,8 +255,9 @@ def exchange(keys: Keys, member: Member, data: bytes, host_rank: int) -> Steps[l
         yield from _late(keys, EXCHANGE, progress.generation)
     data_key = keys.data(progress.generation)
     blob = (yield Read(data_key)) if keys.appends else (yield from read_parts(keys, data_key))
-    yield from sign_off(keys, EXCHANGE, progress, rank, host_rank)
-    yield from _remove_old_keys(keys, member, EXCHANGE, progress.generation)
+    with suppress(StoreGoneError):  # this rank has all it needs
+        yield from sign_off(keys, EXCHANGE, progress, member, host_rank)
+        yield from _remove_old_keys(keys, member, EXCHANGE, progress.generation)
     return unframe(blob, keys.world_size)
 
 
@@ -243,39 +269,50 @@ def _arrive_and_wait(keys: Keys, member: Member, progress: Progress, kind: str) 
     number, rank = progress.generation, member.claim.rank
     if not member.is_claimed:
         yield from claim_rank(keys, member)
+    log = keys.log(kind, number)
     has_passed: bool | None = None
+    # After an exchange, each rank says when it makes no more requests. After a barrier, only a rank
+    # that does not just wait for an answer of the store: else each barrier would take longer.
+    says_when_done = kind == BARRIER and keys.appends
+    if says_when_done and (progress.has_begun or not keys.counts or not (yield MayBlock())):
+        progress.asks = True
+    line = begins_to_ask(rank) if progress.asks else member.line
     if progress.has_begun:
-        yield from _arrive_again(keys, member, progress, kind)
+        yield from _arrive_again(keys, progress, log, rank, line)
     else:
         progress.has_begun = True
-        line = keys.log(kind, number), member.line
-        lines = (line,) if progress.frame is None else ((keys.data(number), progress.frame), line)
+        arrival = log, line
+        lines = (
+            (arrival,) if progress.frame is None else ((keys.data(number), progress.frame), arrival)
+        )
         if keys.counts:
             has_passed = yield Arrive(lines, keys.turnstile(kind, number), keys.world_size)
         else:
-            for log, value in lines:
-                yield from hand_in(keys, log, rank, value)
+            for key, value in lines:
+                yield from hand_in(keys, key, rank, value)
             has_passed = yield from _count_and_wait(keys, kind, number)
     if has_passed is None:
+        if says_when_done and not progress.asks:
+            progress.asks = True
+            yield Append(log, begins_to_ask(rank))
         has_passed = yield from _read_until_full(keys, kind, number)
     return has_passed
 
 
-def _arrive_again(keys: Keys, member: Member, progress: Progress, kind: str) -> Steps[None]:
-    """Arrive unless the log shows that an earlier try has.
+def _arrive_again(keys: Keys, progress: Progress, log: str, rank: int, line: bytes) -> Steps[None]:
+    """Arrive unless the log shows that an earlier try has, with the same line.
 
     A rank is counted at its first try only: if it was counted twice, the others could pass too
     early. From its second try on, it reads the log.
     """
-    log, rank = keys.log(kind, progress.generation), member.claim.rank
     if keys.appends:
-        has_arrived = rank in ranks_in((yield Read(log)))
+        has_arrived = line.strip() in ((yield Read(log)) or b"").split()
     else:
         has_arrived = yield Check(keys.parts(log, [rank]))
     if not has_arrived:
         if progress.frame is not None:
             yield from hand_in(keys, keys.data(progress.generation), rank, progress.frame)
-        yield from hand_in(keys, log, rank, member.line)
+        yield from hand_in(keys, log, rank, line)
 
 
 def _count_and_wait(keys: Keys, kind: str, number: int) -> Steps[bool | None]:
@@ -302,10 +339,11 @@ def _read_until_full(keys: Keys, kind: str, number: int) -> Steps[bool]:
 
 def _let_pass(keys: Keys, kind: str, number: int) -> Steps[None]:
     """Let all ranks pass; any rank that finds all in the log may, and more than one rank does."""
-    if keys.counts:
-        yield Set(keys.turnstile(kind, number), b"%d" % keys.world_size)
-    elif keys.appends:
-        yield Set(keys.release(kind, number), b"1")
+    with suppress(StoreGoneError):  # another rank has let all pass, or the host would be here
+        if keys.counts:
+            yield Set(keys.turnstile(kind, number), b"%d" % keys.world_size)
+        elif keys.appends:
+            yield Set(keys.release(kind, number), b"1")
 
 
 def _late(keys: Keys, kind: str, number: int) -> Steps[None]:
@@ -368,7 +406,9 @@ def gather(
         if None not in values:
             break  # else somebody has removed a key in between
     progress = member.of_kind(GET_ALL)
-    unread = yield from sign_off(keys, GET_ALL, progress, member.claim.rank, host_rank)
+    unread: tuple[int, ...] = ()
+    with suppress(StoreGoneError):  # this rank has all it needs
+        unread = yield from sign_off(keys, GET_ALL, progress, member, host_rank)
     return values, unread
 
 
@@ -427,27 +467,28 @@ def read_parts(keys: Keys, key: str) -> Steps[bytes]:
 
 
 def sign_off(
-    keys: Keys, kind: str, progress: Progress, rank: int, host_rank: int
+    keys: Keys, kind: str, progress: Progress, member: Member, host_rank: int
 ) -> Steps[tuple[int, ...]]:
-    """Note that this rank is done; on ``host_rank`` wait for the others, return the rest."""
-    key = keys.left(kind, progress.generation)
+    """Note that this rank is done; on ``host_rank`` wait for the others, return the rest.
+
+    If another rank hosts the store than ``host_rank`` says, that one waits as well. So each rank
+    notes that it is done before it waits.
+    """
+    key, rank = keys.left(kind, progress.generation), member.claim.rank
+    yield from hand_in(keys, key, rank, member.line)
     if rank != host_rank:
-        yield Append(key, line_of(rank)) if keys.appends else Set(f"{key}/{rank}", b"1")
+        if member.hosts_store:
+            yield Until(Read(key), keys.is_full)
         return ()
     absentees: tuple[int, ...] = ()
-    others = [other for other in range(keys.world_size) if other != host_rank]
-    if not others:
-        return ()
-    if keys.appends:
-        if (yield Until(Read(key), lambda log: keys.is_full(log, host_rank))) is None:
-            gone = ranks_in((yield Read(key)))
-            absentees = tuple(other for other in others if other not in gone)
-    else:
-        parts = keys.parts(key, others)
-        if not (yield Wait(parts)):
-            absentees = tuple(others[position] for position in (yield from absent(parts)))
+    parts = keys.parts(key, range(keys.world_size))
+    if keys.world_size > 1 and keys.appends:
+        if (yield Until(Read(key), keys.is_full)) is None:
+            absentees = keys.missing((yield Read(key)))
+    elif keys.world_size > 1 and not (yield Wait(parts)):
+        absentees = tuple((yield from absent(parts)))
     if kind == GET_ALL:  # if this call is repeated, it has to find the log again
-        progress.leave_behind([key] if keys.appends else keys.parts(key, others))
+        progress.leave_behind([key] if keys.appends else parts)
     return absentees
 
 

@@ -7,11 +7,24 @@ ticket was lost, the process does not know its ticket: it cannot call again unde
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rankcall.c10d.requests import Add, Check, Delete, Read, Set, Steps, Wait
+from rankcall.c10d.requests import (
+    Add,
+    Append,
+    Check,
+    Delete,
+    Read,
+    Set,
+    Steps,
+    StoreGoneError,
+    Until,
+    Wait,
+)
 from rankcall.store.keys import Keys
 from rankcall.store.protocol import (
+    STAY_S,
     Claim,
     NotAllArrived,
     Unconfirmed,
@@ -55,15 +68,37 @@ def draw(keys: Keys, tickets: Tickets) -> Steps[int]:
     return ticket
 
 
-def meet(keys: Keys, ticket: int) -> Steps[None]:
-    """Wait until all tickets of the generation are drawn. Raises ``TooFew``, ``WorldsDiffer``."""
+def meet(keys: Keys, ticket: int, hosts_store: bool = False) -> Steps[None]:
+    """Wait until all tickets of the generation are drawn. Raises ``TooFew``, ``WorldsDiffer``.
+
+    A process with ``hosts_store``, with which the store ends, leaves last.
+    """
     generation, position = divmod(ticket - 1, keys.world_size)
     if position == 0 and generation == 0:
         yield from announce(keys, b"%d" % keys.world_size)
+    yield from _wait_for_all(keys, generation, position)
+    with suppress(StoreGoneError):  # all have come: the rest is for others, and for tidiness
+        yield from _leave(keys, generation, position, hosts_store)
+
+
+def _leave(keys: Keys, generation: int, position: int, hosts_store: bool) -> Steps[None]:
+    """Say that this process is done, and remove keys; on the host, wait for the others."""
+    if keys.appends:
+        left = keys.passers(generation)
+        yield Append(left, b".")
+        if hosts_store:
+            yield Until(Read(left), lambda held: len(held or b"") >= keys.world_size, STAY_S)
+    if position == keys.world_size - 1 and generation > 0:
+        # All have drawn a ticket of this generation, so all have left the last one.
+        yield Delete(keys.passed(generation - 1))
+        if keys.appends:
+            yield Delete(keys.passers(generation - 1))
+
+
+def _wait_for_all(keys: Keys, generation: int, position: int) -> Steps[None]:
+    """Wait until all tickets of a generation are drawn; the last one lets the others pass."""
     if position == keys.world_size - 1:
         yield Set(keys.passed(generation), b"1")
-        if generation > 0:  # all have drawn a ticket of this one, so all have left the last
-            yield Delete(keys.passed(generation - 1))
         return
     if (yield Wait((keys.passed(generation),))):
         return

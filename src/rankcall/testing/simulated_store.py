@@ -33,7 +33,9 @@ In the simulation, requests take effect one after the other. ``ReadMany`` reads 
 other, and ``Arrive`` appends, counts and waits one after the other. A lost answer raises
 ``LostAnswer`` in its process; the request may have taken effect or not. A process that is killed
 makes no more requests. A deadline may expire at any moment, unless the key that the process waits
-for is there.
+for is there. With ``host``, the store ends with that process. Then requests raise
+``StoreGoneError`` in the others. But a process whose wait was over by then still gets its answer,
+because the store has sent it.
 With ``ticks``, a clock goes on by one second at a time, and ``Now`` and ``Sleep`` follow it; each
 process may have a clock that started at another time (``clock_offset``).
 """
@@ -54,12 +56,14 @@ from rankcall.c10d.requests import (
     CompareSet,
     Delete,
     ListKeys,
+    MayBlock,
     Now,
     Read,
     ReadMany,
     Set,
     Sleep,
     Steps,
+    StoreGoneError,
     Until,
     Wait,
 )
@@ -77,6 +81,7 @@ __all__ = [
     "ListKeys",
     "LostAnswer",
     "Mark",
+    "MayBlock",
     "Now",
     "Process",
     "Read",
@@ -85,6 +90,7 @@ __all__ = [
     "Simulation",
     "Sleep",
     "Steps",
+    "StoreGoneError",
     "Until",
     "Violation",
     "Wait",
@@ -98,6 +104,9 @@ _SHOWN = 60  # characters of an answer in a trace
 
 class LostAnswer(Exception):
     """Raised in a process whose request was not answered; it may have taken effect."""
+
+
+_RAISED = (LostAnswer, StoreGoneError)  # in a process whose request has no answer
 
 
 class Violation(AssertionError):
@@ -218,7 +227,7 @@ class _State:
 
     def after(self, answer: Any, marks: tuple[Mark, ...], remember: bool) -> _Reached:
         """Return the result of an answer."""
-        key = (type(answer), repr(answer) if isinstance(answer, (list, LostAnswer)) else answer)
+        key = (type(answer), repr(answer) if isinstance(answer, (list, *_RAISED)) else answer)
         reached = self.children.get((key, marks))
         if reached is None:
             generator, self.generator = self.generator or self._restarted(), None
@@ -246,7 +255,7 @@ class _State:
         generator = self.tree.generator(self.memory)
         request = _skip_marks(generator, generator.send(None))
         for answer in reversed(answers):
-            if isinstance(answer, LostAnswer):
+            if isinstance(answer, _RAISED):
                 request = _skip_marks(generator, generator.throw(answer))
             else:
                 request = _skip_marks(generator, generator.send(answer))
@@ -289,7 +298,7 @@ class _Tree:
     ) -> _Reached:
         """Run the process to its next request, or to its end."""
         try:
-            if isinstance(state.answer, LostAnswer):
+            if isinstance(state.answer, _RAISED):
                 request = generator.throw(state.answer)
             else:
                 request = generator.send(state.answer)
@@ -298,7 +307,7 @@ class _Tree:
                 request = generator.send(None)
         except StopIteration:
             state.outcome = "returned"
-        except LostAnswer:
+        except _RAISED:
             state.outcome = "failed"
         else:
             if isinstance(request, Checkpoint):
@@ -319,7 +328,7 @@ def _skip_marks(generator: Generator[Any, Any, Any], request: Any) -> Any:
 
 def _one_step_at_a_time(steps: Steps[Any]) -> Steps[Any]:
     """Make the requests of a process, ``ReadMany`` and ``Arrive`` in several steps."""
-    error: LostAnswer | None = None
+    error: Exception | None = None
     answer: Any = None
     while True:
         try:
@@ -337,10 +346,12 @@ def _one_step_at_a_time(steps: Steps[Any]) -> Steps[Any]:
                     yield Append(key, value)
                 yield _CountIn(request.key)
                 answer = yield Counted(request.key, request.size)
+            elif isinstance(request, MayBlock):
+                answer = True
             else:
                 answer = yield request
-        except LostAnswer as lost:
-            error = lost
+        except _RAISED as raised:
+            error = raised
 
 
 class World(NamedTuple):
@@ -352,7 +363,10 @@ class World(NamedTuple):
     deaths: int
     time: int
     wakes: tuple[int, ...]  # when each process's sleep is over
-    woken: frozenset[int]  # those that wait in ``Arrive``, and that another request lets pass
+    # Those that wait in ``Arrive``, and that another request lets pass. Once the store has ended:
+    # those whose wait was over by then.
+    woken: frozenset[int]
+    is_gone: bool = False  # the store has ended
 
     def key(self) -> Any:
         """Return what tells this world apart from others that go on in another way."""
@@ -367,7 +381,7 @@ class World(NamedTuple):
         return self._state(name).memory
 
     def outcome(self, name: str) -> str | None:
-        """Return "returned", "failed" (an answer was lost), "killed", or None if it goes on."""
+        """Return "returned", "failed" (no answer), "killed", or None if the process goes on."""
         return self._state(name).outcome
 
     def request(self, name: str) -> Any:
@@ -378,6 +392,8 @@ class World(NamedTuple):
         """Return whether the request of a process would be answered now."""
         index = next(at for at, state in enumerate(self.states) if state.tree.name == name)
         request = self.states[index].request
+        if self.is_gone and not isinstance(request, (Now, Sleep)):
+            return index in self.woken
         if isinstance(request, Wait):
             return all(key in self.store for key in request.keys)
         if isinstance(request, Until):
@@ -444,6 +460,7 @@ class Simulation:
         deaths: How many processes may be killed in one schedule.
         ticks: How often the clock may go on by one second.
         expiries: Whether deadlines may expire.
+        host: The name of the process with which the store ends.
     """
 
     def __init__(
@@ -459,6 +476,7 @@ class Simulation:
         deaths: int = 0,
         ticks: int = 0,
         expiries: bool = True,
+        host: str | None = None,
     ) -> None:
         self._trees = [_Tree(process) for process in processes]
         self._on_mark = on_mark
@@ -470,6 +488,7 @@ class Simulation:
         self._deaths = deaths
         self._ticks = ticks
         self._expiries = expiries
+        self._host = host
 
     def explore(self, most_states: int = 10_000_000) -> Explored:
         """Try every schedule; raise ``Violation`` with the first that breaks a check.
@@ -542,11 +561,18 @@ class Simulation:
             if state.outcome is not None:
                 continue
             name, request = state.tree.name, state.request
-            may_be_lost = world.lost_answers and not isinstance(request, (Now, Sleep))
-            if world.can_go_on(name):
+            is_local = isinstance(request, (Now, Sleep))
+            may_be_lost = world.lost_answers and not is_local and not world.is_gone
+            can_go_on = world.can_go_on(name)
+            # A ``Wait`` that is over may also find no store: perhaps it had not begun yet.
+            if world.is_gone and not is_local and (not can_go_on or isinstance(request, Wait)):
+                yield name, "gone"
+            if can_go_on:
                 yield name, "step"
                 if may_be_lost:
                     yield name, "lost-answer"
+            elif world.is_gone:
+                pass
             elif isinstance(request, Counted):
                 if self._expiries:
                     yield name, "give-up"
@@ -591,6 +617,8 @@ class Simulation:
                 answer = False if isinstance(state.request, Wait) else None
                 seen = self._witness(world, name) if self._witness else None
                 marks = (Mark("expired", seen),)
+            elif action == "gone":
+                answer = StoreGoneError()
             elif action not in ("lost-request", "give-up"):
                 answer, store = self._answer(world, state, state.request)
                 world = _wake(world, state.request)
@@ -609,6 +637,8 @@ class Simulation:
         states = (*world.states[:index], reached.state, *world.states[index + 1 :])
         woken = world.woken - {index}
         after = world._replace(store=store, states=states, wakes=wakes, woken=woken)
+        if name == self._host and reached.state.outcome is not None:
+            after = _without_store(after)
         return _Taken(after, step, reached, state.marks)
 
     def _answer(self, world: World, state: _State, request: Any) -> tuple[Any, Store]:
@@ -637,6 +667,16 @@ class Simulation:
             raise Violation(str(error) or repr(error), _trace(taken.step)) from error
 
 
+def _without_store(world: World) -> World:
+    """End the store. It has answered the processes whose wait is over."""
+    answered = {
+        index
+        for index, state in enumerate(world.states)
+        if isinstance(state.request, (Wait, Counted)) and world.can_go_on(state.tree.name)
+    }
+    return world._replace(woken=frozenset(answered), is_gone=True)
+
+
 def _wake(world: World, request: Any) -> World:
     """Let all processes pass that wait in ``Arrive`` at the key of a request."""
     if isinstance(request, Until):
@@ -652,7 +692,7 @@ def _wake(world: World, request: Any) -> World:
     return world._replace(woken=world.woken | woken) if woken else world
 
 
-_PROGRESS = ("step", "expire", "give-up", "tick")
+_PROGRESS = ("step", "gone", "expire", "give-up", "tick")
 _WEIGHTS = {"expire": 2, "give-up": 2, "lost-answer": 1, "lost-request": 1, "kill": 1, "tick": 4}
 
 
