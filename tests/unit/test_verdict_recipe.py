@@ -107,6 +107,7 @@ def test_every_kind_names_itself() -> None:
 
 
 TITLES = {
+    "alone": ("does not leave a call", "do not leave a call"),
     "dead": ("died", "died"),
     "deadlock": ("waits for itself", "wait for each other"),
     "desync": ("calls something else", "call different things"),
