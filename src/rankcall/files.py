@@ -96,6 +96,12 @@ def replacing(target: Path, mode: int | None = 0o600) -> Iterator[BinaryIO]:
             raise
 
 
+def write_private(target: Path, content: bytes) -> None:
+    """Write a file of mode 0600, whatever the umask. It gets its name when it is complete."""
+    with replacing(target) as out:
+        out.write(content)
+
+
 @contextlib.contextmanager
 def new_file(target: Path | IO[bytes]) -> Iterator[IO[bytes]]:
     """Open a file for a user's output; it gets its name when the block ends without an error.

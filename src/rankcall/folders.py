@@ -50,7 +50,7 @@ def make_folder(path: Path, owners: Collection[int] = (), *, private: bool = Tru
         except FileExistsError:
             break
         except FileNotFoundError:
-            _make_parents(path.parent)  # another process may remove them again: a bounded loop
+            make_parents(path.parent)  # another process may remove them again: a bounded loop
         else:
             if stat.S_IMODE(path.lstat().st_mode) & 0o700 != 0o700:  # the umask took it from us
                 _chmod(path, 0o700)
@@ -109,7 +109,8 @@ def _check_owner(
         )
 
 
-def _make_parents(path: Path) -> None:
+def make_parents(path: Path) -> None:
+    """Make a folder and its parents, of mode 0755 at most, as far as they are missing."""
     missing = []
     while not path.exists():
         missing.append(path)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -355,3 +359,64 @@ def test_limits(
     with pytest.raises(CorruptRunError, match=said):
         unpack(target)
     assert [path.name for path in tmp_path.iterdir()] == ["bomb.tar.zst"]
+
+
+def overlapping(target: Path, members: int, size: int) -> Path:
+    """Write a zip file whose members are each the quoted header of the next, and then its data.
+
+    So all of them share one piece of compressed zeros. The form is David Fifield's, of 2019.
+    """
+    deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = deflate.compress(bytes(size)) + deflate.flush()
+    plain, whole, central = bytes(size), b"", []
+    for number in reversed(range(members)):
+        name = f"run/rings/rank-{number:05d}.ring".encode()
+        sizes = zlib.crc32(plain), len(packed), len(plain), len(name), 0
+        header = struct.pack("<IHHHHHIIIHH", 0x04034B50, 20, 0, 8, 0, 33, *sizes) + name
+        whole = header + packed
+        central.append((name, sizes, len(whole)))
+        packed = struct.pack("<BHH", 0, len(header), len(header) ^ 0xFFFF) + header + packed
+        plain = header + plain
+    listing = b""
+    for name, sizes, from_end in central:
+        fields = *sizes, 0, 0, 0, 0, len(whole) - from_end
+        listing += struct.pack("<IHHHHHHIIIHHHHHII", 0x02014B50, 20, 20, 0, 8, 0, 33, *fields)
+        listing += name
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, members, members, len(listing), len(whole), 0)
+    target.write_bytes(whole + listing + end)
+    return target
+
+
+def test_a_zip_whose_members_share_their_data(tmp_path: Path) -> None:
+    """A bomb of overlapping members is refused, though each of them is sound."""
+    target = overlapping(tmp_path / "bomb.zip", 40, 1 << 20)
+    assert target.stat().st_size < 1 << 14
+    with zipfile.ZipFile(target) as archive:
+        assert archive.testzip() is None
+        assert sum(member.file_size for member in archive.infolist()) > 40 << 20
+    with pytest.raises(CorruptRunError, match="it holds members that overlap"):
+        unpack(target)
+
+
+def test_a_zip_that_is_compressed_too_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratio of a zip file is limited as that of a tar file is; lzma reaches 1 in 6,000."""
+    monkeypatch.setattr("rankcall.run.unpack._RATIO_FROM", 1 << 20)
+    monkeypatch.setattr("rankcall.run.unpack._MOST_RATIO", 5000)
+    target = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("run/rings/x.ring", bytes(64 << 20))
+    with pytest.raises(CorruptRunError, match="compressed to less than 1 in 5,000"):
+        unpack(target)
+
+
+def test_rings_without_a_header_are_not_extracted(run: Path) -> None:
+    """An archive of 100,000 of them has 1 MB, and would cost half a minute of making files."""
+    target = run.parent / "many.tar"
+    ring = next((run / "rings").iterdir())
+    with tarfile.open(target, "w") as tar:
+        tar.add(ring, f"run/rings/{ring.name}")
+        for number in range(100):
+            tar.addfile(tarfile.TarInfo(f"run/rings/x-{number}.ring"))
+    folder = unpack(target)
+    assert [path.name for path in (folder / "rings").iterdir()] == [ring.name]
+    shutil.rmtree(folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import subprocess
+import sys
 import zipfile
 import zlib
 from pathlib import Path
@@ -24,6 +26,7 @@ from rankcall.run.views import _decoded as decode_answers
 from rankcall.testing.model import Planted
 from rankcall.testing.synthetic import synthetic_run
 
+RANKCALL = Path(sys.executable).with_name("rankcall")
 EXIT = {"rank": 3, "attempt": 0, "host": "node-a", "pid": 78, "code": -9, "epoch_ns": 10**18}
 SUM = {"rank": 0, "batches": 1, "shadowed": 0, "replayed": 0, "extra_s": 0.5}
 INFINITE, HUGE, MORE_THAN_64_BITS = float("inf"), 10**400, 10**30
@@ -93,6 +96,30 @@ def test_a_pipe_instead_of_a_file(run: Path, capsys: pytest.CaptureFixture[str])
     said = " ".join(ends_well(run, capsys).split())
     for name in ("joins.jsonl", "run.json", ring.name):
         assert f"{name}: cannot be read" in said
+
+
+def test_a_pipe_instead_of_a_log(tmp_path: Path) -> None:
+    """A named pipe that somebody holds open, and never writes to, is refused; a shell's is read."""
+    log = tmp_path / "job.log"
+    os.mkfifo(log)
+    holder = os.open(log, os.O_RDWR)
+    try:
+        done = subprocess.run(
+            [RANKCALL, "diagnose", "--log", log],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    finally:
+        os.close(holder)
+    assert done.returncode == 2
+    assert "job.log: not a file" in done.stderr
+    script = '"$0" diagnose --log <(echo "step 1")'
+    read = subprocess.run(
+        ["bash", "-c", script, RANKCALL], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "it read 1 line" in " ".join(read.stdout.split())
 
 
 def test_impossible_sums_of_a_join(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

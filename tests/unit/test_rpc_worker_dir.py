@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rankcall.cli import main
 from rankcall.rpc.backends.zmq.worker_dir import WorkerDir
+from rankcall.run.worker_dirs import remove_unheld
 
 
 @pytest.fixture
@@ -42,6 +44,40 @@ def test_what_the_killed_left_is_removed(base: Path) -> None:
     second.close()
 
 
+@pytest.mark.parametrize("option", [[], ["--all"]])
+def test_clean_frees_what_the_killed_left(
+    base: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``rankcall clean`` frees the blocks of killed workers, says so, and leaves the living."""
+    alive = WorkerDir(1)
+    for name in ("a", "b"):
+        (base / name).mkdir()
+        (base / name / "lock").touch()
+        (base / name / "1").write_bytes(bytes(1 << 20))
+    new, old = base / "new", base / "old"  # killed before they had a lock, or about to get it
+    new.mkdir()
+    old.mkdir()
+    os.utime(old, (1e9, 1e9))
+    assert main(["clean", *option]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"removed what 3 killed RPC workers left in {base} (2.1 MB of memory freed)" in said
+    assert sorted(base.iterdir()) == sorted([alive.path, new])
+    new.rmdir()
+    alive.close()
+    assert main(["clean", *option]) == 0
+    assert "there is nothing to clean up" in capsys.readouterr().err
+
+
+def test_clean_removes_the_folder_itself(base: Path) -> None:
+    """If no worker lives, nothing is left in shared memory."""
+    (base / "a").mkdir(parents=True, mode=0o700)
+    base.chmod(0o700)
+    (base / "a/lock").touch()
+    base.parent.chmod(0o700)
+    assert main(["clean", "--all"]) == 0
+    assert not base.parent.exists()
+
+
 def test_a_folder_that_others_may_read_is_refused(base: Path) -> None:
     """Memory that others could read or write is not used."""
     base.mkdir(parents=True)
@@ -61,13 +97,13 @@ def test_a_directory_that_is_swept_before_it_is_locked(
     def sweep_first(fd: int, how: int) -> None:
         if how == worker_dir.fcntl.LOCK_EX and len(sweeps) < 2:
             sweeps.append(fd)
-            worker_dir._sweep(base)
+            remove_unheld(base)
         flock(fd, how)
 
     monkeypatch.setattr(worker_dir.fcntl, "flock", sweep_first)
     mine = WorkerDir(5)
     assert len(sweeps) == 2
-    worker_dir._sweep(base)
+    remove_unheld(base)
     assert (mine.path / "lock").exists()
     mine.close()
     assert not base.exists()

@@ -1,4 +1,4 @@
-"""``rankcall clean``: free the memory that the records of killed jobs take on this host."""
+"""``rankcall clean``: free the memory that killed jobs left on this host."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def command(
         typer.Option("--all", help="Also free records that are less than a day old."),
     ] = False,
 ) -> None:
-    """Free the memory that the records of this user's killed jobs take on this host.
+    """Free the memory that this user's killed jobs take on this host.
 
     A job that is killed together with its launcher leaves its records in shared memory. This moves
-    them to the job's run directory, or removes them if that is gone. It never touches records of
-    processes that may still run. Other commands do this for records that are older than a day.
+    them to the job's run directory, or removes them if that is gone, and removes the blocks that
+    killed RPC workers left. It never touches those of processes that may still run. Other
+    commands do this for records that are older than a day.
     """
     lines = clean_up(everything, most=sys.maxsize)
     for line in lines:

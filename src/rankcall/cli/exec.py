@@ -24,6 +24,7 @@ from rankcall.cli.outcome import explain_failure, note_own_exit
 from rankcall.cli.page import page_of
 from rankcall.cli.torchrun import Outcome
 from rankcall.errors import RankcallError
+from rankcall.folders import make_folder
 from rankcall.ranks import with_noun
 from rankcall.run.paths import default_run_dir, new_run_dir
 
@@ -90,7 +91,8 @@ def _served_run_dir(args: list[str], options: JobOptions) -> Path:
         return new_run_dir(default_run_dir(script))
     path = Path(asked)
     with contextlib.suppress(OSError):  # the ranks say why it cannot be made
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.is_dir():
+            make_folder(path, private=False)
     return path
 
 

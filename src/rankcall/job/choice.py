@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcall.c10d.requests import Read, Steps, Until
+from rankcall.files import create_file
 from rankcall.folders import run_folder
 from rankcall.process import boot_seconds, process_start
 from rankcall.run.paths import ATTEMPTS, about_job, default_run_dir, new_run_dir
@@ -125,7 +126,7 @@ def propose_in(run_dir: Path) -> Choice:
         text = json.dumps(about_job(sys.argv, torch.__version__), indent=1)
         for candidate in range(number, number + _MOST_TRIES):
             with contextlib.suppress(FileExistsError):
-                with (folder / f"{candidate:05d}.json").open("x") as file:
+                with open(create_file(folder / f"{candidate:05d}.json"), "w") as file:
                     file.write(text)
                 return Choice(run_dir, candidate)
     return Choice(run_dir, number)

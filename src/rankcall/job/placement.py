@@ -15,6 +15,7 @@ from rankcall.capture import session
 from rankcall.capture.recording import Recording
 from rankcall.capture.settings import Settings
 from rankcall.errors import warn_once
+from rankcall.folders import make_folder
 from rankcall.job.choice import (
     Choice,
     agree,
@@ -202,7 +203,7 @@ def _writable(run_dir: Path) -> Path:
     if run_dir.is_dir():
         return run_dir
     with contextlib.suppress(OSError):
-        run_dir.mkdir(parents=True, mode=0o700, exist_ok=True)
+        make_folder(run_dir, private=False)
         return run_dir
     return Path.cwd() / run_dir.parent.name / run_dir.name
 

@@ -1,7 +1,8 @@
-"""Free the memory that the rings of killed jobs take on this host, of all runs of this user.
+"""Free the memory that killed jobs left on this host: rings and RPC's blocks, of this user.
 
 If a job is killed together with its launcher, and no command ever reads its run, nothing settles
-it, and its rings stay in shared memory until the machine is started again.
+it, and its rings stay in shared memory until the machine is started again. So do the blocks in
+which RPC workers pass tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from rankcall.errors import CorruptRunError
 from rankcall.folders import check_folder, run_folder
 from rankcall.process import DEAD
 from rankcall.ring.layout import Header, read_header
+from rankcall.run import worker_dirs
 from rankcall.run.hangs import settle_hangs
 from rankcall.run.moving import age_s, claim_ring, move_ring, remove_empty_folders
 from rankcall.run.paths import HANGS, files_in, live_base, live_dir
 
-_RPC = "rpc"  # the RPC back end's folder, which is beside those of the runs
 # A process whose state cannot be known, for example in another pid namespace, gives a sign of life
 # twice a second. One that has given none for a day has ended.
 _OLD_SECONDS = 86_400.0
@@ -28,23 +29,24 @@ _MOST_CLEANED = 256  # rings: commands clean up before their own work, which mus
 
 
 def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:
-    """Free the memory that the rings of this user's dead processes take on this host.
+    """Free the memory that this user's dead processes take on this host.
 
     A ring is moved if its run directory still exists, and removed if not. A ring is left alone
     while its process may be alive, and for a day after its last sign of life. If all processes of
-    its job on this host are known to have ended, it is moved after a minute.
+    its job on this host are known to have ended, it is moved after a minute. The directory of an
+    RPC worker is removed if no process holds its lock.
 
     Args:
         everything: Do not wait for a day.
         most: The largest number of rings to look at.
 
     Returns:
-        A line for each run, with the number of rings that were moved or removed.
+        A line for each run, with the number of rings that were moved or removed, and one for RPC.
     """
     base = live_base() / f"rankcall-{os.geteuid()}"
     try:
         check_folder(base)
-        folders = sorted(folder for folder in base.iterdir() if folder.name != _RPC)
+        folders = sorted(folder for folder in base.iterdir() if folder.name != worker_dirs.NAME)
     except OSError:
         return []
     lines: list[str] = []
@@ -55,8 +57,21 @@ def clean_up(everything: bool = False, most: int = _MOST_CLEANED) -> list[str]:
             most -= len(rings)
             lines += _clean_folder(folder, rings, everything)
     with contextlib.suppress(OSError):
+        lines += _clean_rpc(base / worker_dirs.NAME)
         base.rmdir()
     return lines
+
+
+def _clean_rpc(folder: Path) -> list[str]:
+    if not folder.exists():
+        return []
+    check_folder(folder)
+    count, freed = worker_dirs.remove_unheld(folder)
+    remove_empty_folders(folder)
+    if not count:
+        return []
+    whose = "1 killed RPC worker" if count == 1 else f"{count:,} killed RPC workers"
+    return [f"removed what {whose} left in {folder} ({freed / 1e6:,.1f} MB of memory freed)"]
 
 
 def _clean_folder(folder: Path, rings: list[Path], everything: bool) -> list[str]:
@@ -108,7 +123,7 @@ def has_old_rings(run_dir: Path) -> bool:
             ages = [
                 age_s(entry.stat(follow_symlinks=False).st_mtime)
                 for entry in entries
-                if entry.name not in (own.name, _RPC)
+                if entry.name not in (own.name, worker_dirs.NAME)
             ]
     except OSError:
         return False

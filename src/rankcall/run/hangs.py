@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankcall.files import open_file, scratch_beside
+from rankcall.files import open_file, scratch_beside, write_private
 from rankcall.folders import run_folder
 from rankcall.ranks import MAX_RANKS
 from rankcall.run.paths import HANGS, files_in, trusted_live_dirs
@@ -51,7 +51,7 @@ def read_verdict(folder: Path) -> bytes:
 
 def note_over(place: Path, seconds: float) -> None:
     """Note that a hang passed after so many seconds. Raises ``OSError``."""
-    (place / _OVER).write_text(json.dumps({"seconds": round(seconds, 1)}))
+    write_private(place / _OVER, json.dumps({"seconds": round(seconds, 1)}).encode())
 
 
 def read_over(folder: Path) -> float | None:
@@ -71,8 +71,8 @@ def _read(path: Path, most: int = _MOST_HANG_BYTES) -> bytes:
 def fill(folder: Path, verdict: bytes, text: str) -> None:
     """Write an encoded verdict and its text into a new folder. Raises ``OSError``."""
     folder.mkdir(mode=0o700)
-    (folder / _TEXT).write_text(text)
-    (folder / _VERDICT).write_bytes(verdict)
+    write_private(folder / _TEXT, text.encode())
+    write_private(folder / _VERDICT, verdict)
 
 
 def stacks_in(folder: Path) -> list[Path]:
@@ -104,7 +104,7 @@ def add_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
     if stacks:
         (folder / STACKS).mkdir(mode=0o700, exist_ok=True)
     for rank, text in stacks.items():
-        (folder / STACKS / stack_name(rank)).write_text(text + "\n")
+        write_private(folder / STACKS / stack_name(rank), f"{text}\n".encode())
 
 
 def stack_name(rank: int) -> str:

@@ -40,6 +40,7 @@ from rankcall.folders import (
     check_file,
     check_folder,
     make_folder,
+    make_parents,
     reason,
     run_folder,
 )
@@ -71,7 +72,8 @@ def new_run_dir(path: Path) -> Path:
     number, candidate = 1, path
     while True:
         try:
-            candidate.mkdir(parents=True, mode=0o700)
+            make_parents(candidate.parent)
+            candidate.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
             candidate = path.with_name(f"{path.name}-{number}")

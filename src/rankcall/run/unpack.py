@@ -24,9 +24,10 @@ from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from rankcall.errors import CorruptRunError
 from rankcall.files import create_file, open_regular
+from rankcall.ring.layout import HEADER_BYTES
 from rankcall.run.archive import GZIP_MAGIC, NAME, ZIP_MAGIC, ZSTD_MAGIC
 
-_MOST_MEMBERS = 1 << 21  # a run of 100,000 ranks has some files for each
+_MOST_MEMBERS = 1 << 19  # a run of 100,000 ranks has a ring and some stacks for each
 _MOST_BYTES = 1 << 33  # of one member: twice the largest ring
 _MOST_TOTAL = 1 << 37  # of all members; the free space of the temporary folder is another limit
 _MOST_OF_FREE = 0.8  # other programs need room in the temporary folder, too
@@ -151,6 +152,7 @@ def _members(raw: BinaryIO) -> Iterator[Iterable[_Content]]:
         with _damage_named():
             archive = zipfile.ZipFile(raw)
         with archive:
+            _check_zip_sizes(archive.infolist(), os.fstat(raw.fileno()).st_size)
             yield map(partial(_zip_member, archive), archive.infolist())
         return
     with _plain(raw) as data:
@@ -187,6 +189,19 @@ def _damage_named() -> Iterator[None]:
         yield
     except (OSError, ValueError, IndexError, OverflowError, struct.error) as error:
         raise zipfile.BadZipFile(str(error)) from error
+
+
+def _check_zip_sizes(members: Iterable[zipfile.ZipInfo], size: int) -> None:
+    """Refuse a zip file that is a decompression bomb, by what its list says of its members.
+
+    Each member may be compressed as much as any, so a bomb lets its members share their data.
+    """
+    packed = sum(member.compress_size for member in members)
+    unpacked = sum(member.file_size for member in members)
+    if packed > size:
+        raise _Refused("members that overlap")
+    if unpacked > _RATIO_FROM and unpacked > _MOST_RATIO * size:
+        raise _Refused(f"data that was compressed to less than 1 in {_MOST_RATIO:,}")
 
 
 def _check_zip_list(raw: BinaryIO) -> None:
@@ -252,6 +267,8 @@ def _extract_all(members: Iterable[_Content], folder: Path, naming: Naming) -> i
 def _extract(member: _Content, folder: Path, naming: Naming) -> bool:
     """Extract a member if it gets a name; return whether it is a ring or a dump."""
     inside = naming(member.name)
+    if inside.startswith("rings/") and member.size < HEADER_BYTES:
+        return False  # a million empty files would take minutes
     source = member.open() if inside else None
     if source is None:
         return False

@@ -224,6 +224,10 @@ def is_log(path: Path) -> bool:
     return is_json_lines or not looks_like_dumps(path)
 
 
+def _has_no_name(pipe: int) -> bool:
+    return os.readlink(f"/proc/self/fd/{pipe}").startswith("pipe:")
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a log; the first bytes tell whether it is compressed."""
@@ -231,11 +235,12 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         yield sys.stdin.buffer
         return
     # Without O_NONBLOCK, opening a FIFO that nobody writes to would block for ever. With it, such a
-    # FIFO is empty, and that of a shell's ``<(zcat job.log.gz)`` has its writer already.
+    # FIFO is empty, and that of a shell's ``<(zcat job.log.gz)`` has its writer already. One with a
+    # name in a folder is refused: whoever holds its other end could hold the reader up for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        if not (stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and _has_no_name(descriptor))):
             raise CorruptRunError(f"{clean(str(path))}: not a file")
         os.set_blocking(descriptor, True)
         head = file.peek(4)[:4] if isinstance(file, io.BufferedReader) else b""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from rankcall import durations
 from rankcall.durations import Duration
+from rankcall.files import replacing
+from rankcall.folders import make_folder
 from rankcall.record import concat_rows
 from rankcall.ring.reader import Head, Ring
 from rankcall.run.load import Run
@@ -63,7 +65,8 @@ class Parquet:
     def open(self, origin: Origin) -> None:
         """Make the folder."""
         self.folder = self._asked or (origin.run_dir or Path()) / "history"
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not self.folder.is_dir():
+            make_folder(self.folder, private=False)
         host = re.sub(r"[^A-Za-z0-9_.-]+", "_", origin.host)
         self._stem = f"rank-{origin.rank:05d}.attempt-{origin.attempt}.{host}.{os.getpid()}"
 
@@ -100,17 +103,13 @@ class Parquet:
 
     def _put(self, target: Path, data: io.BytesIO) -> None:
         """Write a file that is either complete or absent, even after a crash of the machine."""
-        scratch = target.with_name(f".{target.name}.part")
         try:
-            with scratch.open("wb", buffering=0) as file:
-                rest = data.getbuffer()
-                while len(rest):
-                    rest = rest[file.write(rest) :]
+            with replacing(target) as file:
+                file.write(data.getbuffer())
+                file.flush()
                 os.fsync(file.fileno())
-            scratch.replace(target)
-        except BaseException as error:
-            scratch.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename is None:
+        except OSError as error:
+            if error.filename is None:
                 error.filename = str(target)
             raise
 

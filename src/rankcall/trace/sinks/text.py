@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from rankcall.folders import make_folder
 from rankcall.trace.descriptions import Descriptions
 from rankcall.trace.sinks.optional import load_polars
 from rankcall.trace.sinks.protocols import Origin
@@ -81,7 +82,8 @@ class JsonLines:
     def open(self, origin: Origin) -> None:
         """Make the folder and open the file for appending."""
         self.path = place(self._asked, "jsonl", origin)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.parent.is_dir():
+            make_folder(self.path.parent, private=False)
         self._fd = self._opened()
 
     def write(self, descriptions: Descriptions) -> None:

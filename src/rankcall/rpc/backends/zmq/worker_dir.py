@@ -1,10 +1,7 @@
 """A worker's directory on its host: its Unix socket and its slabs of shared memory.
 
-   /dev/shm/rankcall-<uid>/rpc/<session>/   0700; lock (held while it lives), in, 1, 2, ...
-
-``in`` is the socket, and the numbers are the slabs. A worker that starts on the host removes the
-directories of workers that were killed: nobody holds their locks, which the kernel gives up with
-the process.
+``run/worker_dirs.py`` says what is in it. A worker that starts on the host removes the directories
+of workers that were killed.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rankcall.process import boot_id, host_name
+from rankcall.run import worker_dirs
 from rankcall.run.paths import live_base
 
 
@@ -58,7 +56,7 @@ def _make(name: str) -> tuple[Path, int]:
     for _ in range(100):  # each try fails only if another worker came in between
         base = _own_base()
         with suppress(FileNotFoundError, FileExistsError):
-            _sweep(base)
+            worker_dirs.remove_unheld(base)
             path = base / name
             path.mkdir(mode=0o700)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -71,7 +69,7 @@ def _make(name: str) -> tuple[Path, int]:
 
 
 def _own_base() -> Path:
-    base = live_base() / f"rankcall-{os.getuid()}" / "rpc"
+    base = live_base() / f"rankcall-{os.getuid()}" / worker_dirs.NAME
     for folder in (base.parent.parent, base.parent, base):
         with suppress(FileExistsError, FileNotFoundError):
             folder.mkdir(mode=0o700)
@@ -83,15 +81,3 @@ def _own_base() -> Path:
                     f"{folder} belongs to another user, or others can write or read it: remove it"
                 )
     return base
-
-
-def _sweep(base: Path) -> None:
-    """Remove the directories that no worker holds."""
-    for lock in base.glob("*/lock"):
-        with suppress(OSError):
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(fd)
