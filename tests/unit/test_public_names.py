@@ -43,6 +43,8 @@ def test_the_index_has_every_public_name_once() -> None:
     listed = re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
     callbacks = {name for name in listed if name.startswith("integrations.")}
     assert sorted(listed) == sorted(public_names() | callbacks)
+    modules = {name for name in rankcall.__all__ if inspect.ismodule(getattr(rankcall, name))}
+    assert modules | {"errors", "testing"} == set(MODULES)
 
 
 @pytest.mark.parametrize("name", sorted(re.findall(r"`(integrations\.[\w.]+)`", INDEX)))

@@ -92,7 +92,7 @@ def test_stacks(tmp_path: Path, odd: str) -> None:
     assert {frame.line for frame in all_training_frames(stack)} <= {0}
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / f"rank-{odd[:99]}.txt").write_text("stack")
-    assert kept_stacks({"place": str(tmp_path)}, 10) == {}
+    assert kept_stacks(tmp_path, 10) == {}
 
 
 def answered(steps: Steps[object], value: bytes) -> object:
