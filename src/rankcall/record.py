@@ -269,7 +269,10 @@ FACTS = {
         "The number of optimizer steps that finished before the op was issued (compiled optimizers "
         "are not counted)."
     ),
-    "status": "`enqueued` (on a device), `started`, `completed`, `failed`.",
+    "status": (
+        "`enqueued` (on a device), `started` (on a device only if its back end tells starts), "
+        "`completed`, `failed`."
+    ),
     "error": "The error message of a failed op.",
     "abandoned": (
         "True if the end of the op cannot be known. Its Work was dropped without `wait()` and the "
@@ -279,7 +282,8 @@ FACTS = {
     "enqueued_ns": "When the op was issued, in ns of this host's monotonic clock.",
     "started_ns": (
         "When the op started, on the same clock. On CPU back ends an op starts when it is issued. "
-        "On a device the start is not known (null)."
+        "On a device it is null, or, if the back end tells starts (`TORCH_NCCL_ENABLE_TIMING=1`), "
+        "when rankcall noticed the start of an op that took longer than a second."
     ),
     "completed_ns": (
         "When the op ended, on the same clock; null while it is in flight. On a device, this is "
@@ -333,6 +337,9 @@ FLAG_ANY_SOURCE = 2  # a receive from any source: peer and seq are known only af
 # The op runs on a device, and the host only enqueues it. Without device_ms its start is not known,
 # and completed_ns is the time when its end was noticed, up to two seconds late.
 FLAG_DEVICE = 4
+# Of an op in flight on a device: the back end has told that the device had not started it, about a
+# second ago at most. Without this flag and without started_ns, nothing is known.
+FLAG_NOT_STARTED = 8
 
 RECORD = np.dtype(
     [

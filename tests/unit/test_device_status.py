@@ -45,6 +45,8 @@ class Bench:
         self.now_ns = 10 * SECOND
         self.enqueued = 0  # in every group
         self.completed: dict[int, int] = {}
+        self.started = NO_NUMBER  # in every group
+        self.starts: dict[int, int] = {}  # by record: 1 begun, 0 not begun, -1 not known
         self.may_read = True
         self.reads = 0
         self.ends: list[tuple[int, bool]] = []  # record, and whether it completed
@@ -73,7 +75,10 @@ class Bench:
 
     def _read(self) -> dict[int, GroupStatus]:
         self.reads += 1
-        return {uid: GroupStatus(self.enqueued, last) for uid, last in self.completed.items()}
+        return {
+            uid: GroupStatus(self.enqueued, last, self.started)
+            for uid, last in self.completed.items()
+        }
 
     def take_device_ops(self) -> list[DeviceOp]:
         taken, self._issued = self._issued, []
@@ -82,6 +87,10 @@ class Bench:
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
         assert time_ns in (0, self.now_ns)
         self.ends += [(record, time_ns != 0) for record in records]
+
+    def start_device_ops(self, records: list[int], time_ns: int) -> None:
+        assert time_ns in (0, -1, self.now_ns)
+        self.starts.update(dict.fromkeys(records, min(time_ns, 1)))
 
     @contextlib.contextmanager
     def reading_status(self) -> Iterator[bool]:
@@ -119,6 +128,32 @@ def test_an_op_that_never_completes_stays_in_flight(bench: Bench) -> None:
     assert bench.look(1) == [(0, True)]
     for _ in range(100):
         assert bench.look(1) == []
+
+
+def test_what_has_started_and_what_has_not(bench: Bench) -> None:
+    """If the back end tells starts, each op in flight is told as begun or as not begun."""
+    for record in range(3):
+        bench.issue(record, 10 + record)
+    bench.look(9)
+    assert bench.starts == {}
+    bench.started = 10
+    bench.look(9)
+    assert bench.starts == {0: 1, 1: 0, 2: 0}
+    bench.started = 11
+    bench.look(10)
+    assert bench.starts == {0: 1, 1: 1, 2: 0}
+
+
+def test_starts_that_cannot_be_told(bench: Bench) -> None:
+    """A counted number may be too high, and one number is of collectives or of messages."""
+    bench.started = 10
+    bench.issue(0)  # without a number of its own
+    bench.issue(1, 11)
+    bench.look(9)
+    assert bench.starts == {1: 0}
+    bench.issue(2, 10, p2p=True)
+    bench.look(9)
+    assert bench.starts == {1: -1}
 
 
 def test_nothing_is_read_while_nothing_is_in_flight(bench: Bench) -> None:

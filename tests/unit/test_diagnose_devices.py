@@ -18,7 +18,7 @@ from worlds import MS, Call, group_of
 from rankcall.analysis.verdicts import diagnose
 from rankcall.analysis.verdicts.diagnosis import Diagnosis
 from rankcall.analysis.verdicts.facts import Relation
-from rankcall.record import FLAG_DEVICE
+from rankcall.record import FLAG_DEVICE, FLAG_NOT_STARTED
 from rankcall.ring.tables import Group
 from rankcall.run.load import load
 
@@ -62,7 +62,7 @@ def calls_on_devices(
                     issue + MS if is_over else None,
                     group=group,
                     line=line,
-                    flags=FLAG_DEVICE,
+                    flags=FLAG_DEVICE | (FLAG_NOT_STARTED if told and not begun else 0),
                     started=issue if begun else None,
                 )
             )
@@ -111,7 +111,7 @@ def test_no_rank_is_named_without_a_difference(
 def test_a_member_whose_starts_are_not_told(tmp_path: Path) -> None:
     """What one rank's back end does not tell is unknown, and no rank is named by it."""
     calls = [
-        replace(call, started=None) if call.rank == 1 else call
+        replace(call, started=None, flags=FLAG_DEVICE) if call.rank == 1 else call
         for call in calls_on_devices((0, 2, 3))
     ]
     (finding,) = diagnosed(tmp_path, calls).findings
@@ -166,7 +166,7 @@ def test_messages(tmp_path: Path, culprit: int, told: bool) -> None:
                     group=group_of(2),
                     peer=1 - rank,
                     api=op,
-                    flags=FLAG_DEVICE,
+                    flags=FLAG_DEVICE | (FLAG_NOT_STARTED if told and not begun else 0),
                     started=seq * MS if begun else None,
                 )
             )

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankcall.problems import Problem
-from rankcall.record import FLAG_ABANDONED, FLAG_DEVICE, KINDS, OPS, STATUSES
+from rankcall.record import FLAG_ABANDONED, FLAG_NOT_STARTED, KINDS, OPS, STATUSES
 from rankcall.ring.tables import CallSite, Group, both_lines
 from rankcall.run.load import label_groups
 
@@ -174,19 +174,10 @@ def unfinished(calls: Calls) -> Bools:
 def not_started(calls: Calls) -> Bools:
     """Return which calls in flight their device is known not to have started.
 
-    Back ends tell the starts only if they are asked to (``TORCH_NCCL_ENABLE_TIMING=1``). So one
-    that has told another start, of the same rank, group and kind, would have told this one.
+    Back ends tell starts only if they are asked to (``TORCH_NCCL_ENABLE_TIMING=1``).
     """
-    seen: Bools = calls["flags"] & START_SEEN != 0
-    if not seen.any():
-        return seen
-    kinds = len(KINDS)
-    key = (
-        calls["rank"].astype(np.int64) * (int(calls["group"].max()) + 1) + calls["group"]
-    ) * kinds
-    key += calls["kind"]
-    waiting: Bools = (calls["status"] < COMPLETED) & (calls["flags"] & FLAG_DEVICE != 0) & ~seen
-    waiting &= np.isin(key, key[seen])
+    told = calls["flags"] & (FLAG_NOT_STARTED | START_SEEN) == FLAG_NOT_STARTED
+    waiting: Bools = told & (calls["status"] < COMPLETED)
     return waiting
 
 

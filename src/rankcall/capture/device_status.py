@@ -23,7 +23,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -38,10 +38,14 @@ _MOST_OPS = 1 << 16
 
 
 class GroupStatus(NamedTuple):
-    """The numbers of a group's ops that were last enqueued, and last found complete."""
+    """The numbers of a group's ops that were last enqueued, last found complete, and last started.
+
+    A back end tells starts only if it is asked to (``TORCH_NCCL_ENABLE_TIMING=1``).
+    """
 
     enqueued: int
     completed: int
+    started: int = NO_NUMBER
 
 
 Status = Mapping[int, GroupStatus]  # by the back end's own number of the group, its uid
@@ -65,6 +69,7 @@ class Ending(Protocol):
     """The part of a capture that this module needs."""
 
     def take_device_ops(self) -> list[DeviceOp]: ...
+    def start_device_ops(self, records: list[int], time_ns: int) -> None: ...
     def end_device_ops(self, records: list[int], time_ns: int) -> None: ...
     def reading_status(self) -> AbstractContextManager[bool]: ...
 
@@ -82,7 +87,9 @@ class _Op:
     block: int
     noted_ns: int
     moves: int
+    has_own_number: bool  # and not one that was counted
     looks: int = 0
+    start: int = -1  # 1: begun, 0: not begun, -1: not known
 
 
 @dataclass
@@ -175,7 +182,7 @@ class _GroupOps:
     def add(self, op: DeviceOp, now_ns: int) -> list[int]:
         """Add an op; return the records of those that there are too many of."""
         kind = self._last_added = self.p2p if op.p2p else self.collectives
-        kind.add(_Op(op.number, op.record, op.block, now_ns, self._moves))
+        kind.add(_Op(op.number, op.record, op.block, now_ns, self._moves, op.number != NO_NUMBER))
         if len(kind.ops) <= _MOST_OPS:
             return []
         kind.anchor = NO_NUMBER
@@ -191,6 +198,21 @@ class _GroupOps:
         self._last_added.count_up_to(status.enqueued)
         possible = [kind for kind in kinds if len(kinds) == 1 or kind.may_have_completed(number)]
         return possible[0].complete(number) if len(possible) == 1 else []
+
+    def starts(self, started: int) -> Iterator[tuple[int, int]]:
+        """Yield records with what is new of their starts: 1 begun, 0 not begun, -1 not known.
+
+        ``started`` is the number of the op that began last. It may be of either kind, so it tells
+        something only in a group without messages. It tells nothing of an op whose own number was
+        counted and may be too high.
+        """
+        is_told = started != NO_NUMBER and not self.p2p.met
+        for op in self.collectives.ops:
+            if op.has_own_number:
+                state = int(op.number <= started) if is_told else -1
+                if state != op.start:
+                    op.start = state
+                    yield op.record, state
 
     def overlook(self) -> None:
         """Note that the back end returned no status of this group."""
@@ -255,6 +277,8 @@ class DeviceStatus:
             uid = _uid(self._groups.get(number))
             if uid is not None and uid in status:
                 self._capture.end_device_ops(ops.complete(status[uid]), now_ns)
+                for record, state in ops.starts(status[uid].started):
+                    self._capture.start_device_ops([record], now_ns if state > 0 else state)
             else:
                 ops.overlook()
             self._capture.end_device_ops(ops.take_undecidable(), 0)
@@ -296,7 +320,9 @@ def read_status() -> Status:
     dumped = json.loads(dump(includeCollectives=False))
     return {
         int(uid): GroupStatus(
-            int(row["last_enqueued_collective"]), int(row["last_completed_collective"])
+            int(row["last_enqueued_collective"]),
+            int(row["last_completed_collective"]),
+            int(row.get("last_started_collective", NO_NUMBER)),
         )
         for uid, row in dumped.get("pg_status", {}).items()
     }

@@ -61,6 +61,9 @@ class Capture(Protocol):
     def take_device_ops(self) -> list[DeviceOp]:
         """Return the ops on devices that were issued since the last call."""
 
+    def start_device_ops(self, records: list[int], time_ns: int) -> None:
+        """Note that devices have started ops by ``time_ns``; see ``PythonRing.start``."""
+
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
         """End records of ops on devices: completed at ``time_ns``, or abandoned if that is 0."""
 

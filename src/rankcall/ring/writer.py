@@ -24,6 +24,8 @@ from rankcall.record import (
     COMMIT_DONE,
     COMMIT_OPEN,
     COMMIT_WRITING,
+    FLAG_DEVICE,
+    FLAG_NOT_STARTED,
     RECORD,
     STATUSES,
 )
@@ -372,11 +374,17 @@ class PythonRing:
         return True
 
     def start(self, index: int, started_ns: int) -> None:
-        """Set the start of an op that was only enqueued until now."""
+        """Note that an op on a device has begun; 0: that it has not, -1: that this is not known."""
         with self._lock:
             at = self._where(index)
-            if _read_word(self.map, at)[0] == (index + 1) << 2 | COMMIT_OPEN:
-                self._set(at, {"started_ns": started_ns, "status": STATUSES.index("started")})
+            if _read_word(self.map, at)[0] != (index + 1) << 2 | COMMIT_OPEN:
+                return
+            if started_ns > 0:
+                started = {"started_ns": started_ns, "status": STATUSES.index("started")}
+                self._set(at, {**started, "flags": FLAG_DEVICE})
+            else:
+                told = 0 if started_ns else FLAG_NOT_STARTED
+                self._set(at, {"flags": FLAG_DEVICE | told})
 
     def _set(self, at: int, fields: dict[str, float]) -> None:
         for name, value in fields.items():

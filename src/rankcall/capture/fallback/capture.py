@@ -273,6 +273,11 @@ class FallbackCapture:
         release_dropped(len(work_proxies))
         return self._completion.take_device_ops()
 
+    def start_device_ops(self, records: list[int], time_ns: int) -> None:
+        """Note that devices have started ops by ``time_ns``; see ``PythonRing.start``."""
+        for record in records:
+            self._ring.start(record, time_ns)
+
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
         """End records of ops on devices: completed at ``time_ns``, abandoned if that is 0."""
         self._completion.end_device_ops(records, time_ns)

@@ -56,6 +56,7 @@ def layout_header() -> str:
         "kFlagAbandoned": record.FLAG_ABANDONED,
         "kFlagAnySource": record.FLAG_ANY_SOURCE,
         "kFlagDevice": record.FLAG_DEVICE,
+        "kFlagNotStarted": record.FLAG_NOT_STARTED,
         "kGroupsShare": layout.GROUPS_SHARE,
         "kErrorsShare": layout.ERRORS_SHARE,
         "kMostErrorBytes": layout.MOST_ERROR_BYTES,
@@ -217,6 +218,10 @@ class NativeCapture:
                 "device times are incomplete: the device refused to record or read some events"
             )
         return [DeviceOp(*fields) for fields in self._native.take_device_ops(self._recorder)]
+
+    def start_device_ops(self, records: list[int], time_ns: int) -> None:
+        """Note that devices have started ops by ``time_ns``; see ``PythonRing.start``."""
+        self._native.start_device_ops(self._recorder, records, time_ns)
 
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
         """End records of ops on devices: completed at ``time_ns``, abandoned if that is 0."""

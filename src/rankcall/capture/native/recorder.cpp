@@ -199,6 +199,20 @@ PyObject* py_end_device_ops(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+// Note what is known of the starts of some ops on devices: see Ring::start.
+PyObject* py_start_device_ops(PyObject*, PyObject* args) {
+  PyObject *capsule, *indexes;
+  long long time_ns;
+  if (!PyArg_ParseTuple(args, "OO!L", &capsule, &PyList_Type, &indexes, &time_ns)) return nullptr;
+  Recorder& recorder = *holder_of(capsule)->recorder;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(indexes); i++) {
+    const uint64_t index = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(indexes, i));
+    if (PyErr_Occurred()) return nullptr;
+    recorder.ring.start(index, time_ns);
+  }
+  Py_RETURN_NONE;
+}
+
 // Before and after a look at the back ends' status: see FirstOp. False if now is not the moment.
 PyObject* py_reading_status(PyObject*, PyObject* begins) {
   const bool reading = PyObject_IsTrue(begins) == 1;
@@ -253,6 +267,7 @@ PyMethodDef g_methods[] = {
     {"step", py_step, METH_O, "Count an optimizer step."},
     {"take_device_ops", py_take_device_ops, METH_O, "Ops on devices that were issued since the last call."},
     {"device_time_failures", py_device_time_failures, METH_O, "How often an event of a device failed."},
+    {"start_device_ops", py_start_device_ops, METH_VARARGS, "Note which ops devices have started."},
     {"end_device_ops", py_end_device_ops, METH_VARARGS, "End records of ops on devices."},
     {"reading_status", py_reading_status, METH_O, "Say that the back ends' status is being read."},
     {"note_exit_status", py_note_exit_status, METH_VARARGS, "Note the exit status in a file if it is not 0."},

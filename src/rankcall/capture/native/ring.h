@@ -138,12 +138,17 @@ class Ring {
     }
   }
 
-  // Note that an op that was only enqueued has begun on its device.
+  // Note that an op has begun on its device. started_ns 0: that it has not; -1: that this is not known.
   void start(uint64_t index, int64_t started_ns) {
     bool busy = false;
     if (Record* slot = claim(index, busy)) {
-      slot->started_ns = started_ns;
-      slot->status = layout::kStarted;
+      slot->flags &= ~layout::kFlagNotStarted;
+      if (started_ns > 0) {
+        slot->started_ns = started_ns;
+        slot->status = layout::kStarted;
+      } else if (!started_ns) {
+        slot->flags |= layout::kFlagNotStarted;
+      }
       slot->commit.store((index + 1) << 2 | layout::kOpen, std::memory_order_release);
     }
   }

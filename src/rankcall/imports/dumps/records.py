@@ -24,6 +24,7 @@ from rankcall.record import (
     DEVICE_TYPES,
     DTYPES,
     FLAG_DEVICE,
+    FLAG_NOT_STARTED,
     KINDS,
     MAX_DIMS,
     OPS,
@@ -251,6 +252,11 @@ def records_of(entries: Sequence[dict[str, Any]]) -> DumpRecords:
     status[ended] = _COMPLETED
     records["status"] = status
     records["completed_ns"][on_cpu] = 0
+    # With TORCH_NCCL_ENABLE_TIMING=1, entries have the times of their starts. The messages of a
+    # batch get that of their batch.
+    if records["started_ns"].any():
+        waits = (status == _ENQUEUED) & (records["started_ns"] == 0) & ~on_cpu
+        records["flags"][waits] |= FLAG_NOT_STARTED
     merged, kept = _without_batches(records, names)
     times = [int(column.max()) for column in (created, completed) if len(column)]
     return DumpRecords(
@@ -317,7 +323,7 @@ def _without_batches(
             kept[first] = not whole or is_collective
             continue
         if whole:
-            for name in ("status", "started_ns", "completed_ns"):
+            for name in ("status", "started_ns", "completed_ns", "flags"):
                 records[name][rows[:-1]] = records[name][last]
             kept[last] = False
         if is_collective:
