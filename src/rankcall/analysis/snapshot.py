@@ -176,8 +176,8 @@ def not_started(calls: Calls) -> Bools:
 
     Back ends tell starts only if they are asked to (``TORCH_NCCL_ENABLE_TIMING=1``).
     """
-    told = calls["flags"] & (FLAG_NOT_STARTED | START_SEEN) == FLAG_NOT_STARTED
-    waiting: Bools = told & (calls["status"] < COMPLETED)
+    starts = calls["flags"] & (FLAG_NOT_STARTED | START_SEEN)
+    waiting: Bools = (starts == FLAG_NOT_STARTED) & (calls["status"] < COMPLETED)
     return waiting
 
 

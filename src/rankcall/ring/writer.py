@@ -383,8 +383,8 @@ class PythonRing:
                 started = {"started_ns": started_ns, "status": STATUSES.index("started")}
                 self._set(at, {**started, "flags": FLAG_DEVICE})
             else:
-                told = 0 if started_ns else FLAG_NOT_STARTED
-                self._set(at, {"flags": FLAG_DEVICE | told})
+                not_started = 0 if started_ns else FLAG_NOT_STARTED
+                self._set(at, {"flags": FLAG_DEVICE | not_started})
 
     def _set(self, at: int, fields: dict[str, float]) -> None:
         for name, value in fields.items():
