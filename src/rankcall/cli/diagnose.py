@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rankcall.analysis.logs import diagnose_logs
+from rankcall.analysis.logs.following import follow_logs
 from rankcall.analysis.looks import by_interest, diagnose_asking
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.cli.common import Attempt, HangAfter, console_for_result, exit_with, open_run, say
@@ -47,6 +48,16 @@ def command(
             "for each log.",
         ),
     ] = None,
+    follow: Annotated[
+        float | None,
+        typer.Option(
+            "--follow",
+            min=0.0,
+            metavar="SECONDS",
+            help="With --log, of files that are still written: wait until they say why the job "
+            "failed, for at most so many seconds.",
+        ),
+    ] = None,
 ) -> None:
     """Say which rank holds the others up, in which collective, called from which line.
 
@@ -57,8 +68,11 @@ def command(
     if not log and places and all(place == STDIN or is_log(place) for place in places):
         log, places = places, []
         say(f"reading {', '.join(map(str, log[:3]))} as a log, as with --log")
+    if follow is not None and (not log or STDIN in [*log, *places]):
+        raise typer.BadParameter("--follow needs the files of --log; write a stream to one first")
     if log:
-        result = diagnose_logs([*log, *places])
+        logs = [*log, *places]
+        result = diagnose_logs(logs) if follow is None else follow_logs(logs, follow)
         _print(result, json, {})
         exit_with(result)
         return

@@ -7,6 +7,7 @@
     dumps.readers     reads many dumps in several processes
     dumps.rings       makes the rings of one job of them
     logs.reading      finds the lines of logs that are about a failure
+    logs.growth       notices new lines about a failure in logs that are still written
     logs.prefixes     takes off what launchers and collectors put before a line
     logs.wrapping     puts lines together that a terminal has wrapped
     logs.sources      the table of messages, by who writes them: turns a line into facts

@@ -30,7 +30,7 @@ from rankcall.imports.dumps.files import looks_like_dumps
 from rankcall.printable import clean
 from rankcall.ring.layout import MAGIC
 
-__all__ = ["STDIN", "Log", "Marker", "RawLine", "is_log", "logs_of"]
+__all__ = ["STDIN", "Log", "Marker", "RawLine", "Search", "is_log", "logs_of"]
 
 STDIN = Path("-")
 _BLOCK = 1 << 22
@@ -89,7 +89,7 @@ class Log:
         """
         try:
             with _opened(self.path) as file:
-                yield from self._runs(self._of_interest(file, _Search(markers)))
+                yield from self._runs(self._of_interest(file, Search(markers)))
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise CorruptRunError(
@@ -112,7 +112,7 @@ class Log:
         if run:
             yield run
 
-    def _of_interest(self, file: IO[bytes], search: _Search) -> Iterator[RawLine]:
+    def _of_interest(self, file: IO[bytes], search: Search) -> Iterator[RawLine]:
         """Yield the lines to keep. ``left`` counts the lines that a message still has."""
         left, size = 0, 0
         before: list[bytes] = []  # the last lines of the block before that were not kept
@@ -167,7 +167,7 @@ class Log:
         self.head += [_text(line, 0, len(line)) for line in lines if line.strip()]
 
 
-class _Search:
+class Search:
     """Finds the lines that contain a marker.
 
     polars searches for all words at once (Aho-Corasick), which takes 4 s for 1 GB and 50 markers.
