@@ -7,15 +7,17 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scenario_sentences import Claims
+from scenario_facts import ScenarioFacts
 from scenarios import SLOW_KINDS, Cause, Scenario
 
 from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.record import RECORD
 from rankcall.ring.layout import HEADER, HEADER_BYTES, parse_header
 from rankcall.run.load import load
@@ -36,7 +38,7 @@ class Found:
     took: float
     kept: int = 0  # verdicts in the run, before the ranks were ended
     told: int = 0  # verdicts printed beyond those in the run
-    false: list[str] = field(default_factory=list)  # sentences, with what is not true in them
+    false: list[str] = field(default_factory=list)  # facts, with what is not true in them
 
     @property
     def wrong(self) -> list[str]:
@@ -63,7 +65,7 @@ def run(scenario: Scenario, folder: Path) -> Found:
     """Run a scenario in ``folder`` and judge it every way that there is."""
     began, hang_after = time.monotonic(), scenario.hang_after
     by: dict[str, list[Cause]] = {}
-    seconds, findings = None, list[Object]()
+    seconds, findings = None, list[Finding]()
     rows: list[Object] = []
     run_dir = folder / "run"
     with _nodes(scenario, folder) as env:
@@ -97,11 +99,10 @@ def run(scenario: Scenario, folder: Path) -> Found:
             rows = load(run_dir).records.to_dicts()
     only_printed = sum(result.stderr.count("kept with all stacks in") for result in ranks.results)
     only_printed -= len(_verdicts(run_dir))
-    for place in _verdicts(run_dir):
-        findings += json.loads(place.read_text())["findings"]
+    findings += [finding for said in kept_in(run_dir) for finding in said.verdict.findings]
     took = time.monotonic() - began
-    claims = Claims(scenario, [result.pid for result in ranks.results], took, rows)
-    false = [problem for finding in findings for problem in claims.false(finding)]
+    facts = ScenarioFacts(scenario, [result.pid for result in ranks.results], took, rows)
+    false = [problem for finding in findings for problem in facts.false(finding)]
     return Found(scenario, by, seconds, ranks.results, took, kept, only_printed, false)
 
 
@@ -114,12 +115,8 @@ def _watchers(run_dir: Path) -> list[Cause]:
 
     The watcher may name a second cause later than the first, once it has lasted long enough.
     """
-    findings = [
-        finding
-        for place in _verdicts(run_dir)
-        for finding in json.loads(place.read_text())["findings"]
-    ]
-    return sorted({(finding["kind"], tuple(finding["ranks"])) for finding in findings})
+    findings = [finding for kept in kept_in(run_dir) for finding in kept.verdict.findings]
+    return sorted({(finding.kind, finding.ranks) for finding in findings})
 
 
 def _await_verdict(scenario: Scenario, run_dir: Path, ranks: Ranks) -> float | None:
@@ -140,11 +137,11 @@ def _after_threshold(place: Path, hang_after: float) -> float:
     return float(place.stat().st_mtime - (judged - since) - hang_after)
 
 
-def _diagnosed(scenario: Scenario, run_dir: Path, findings: list[Object]) -> list[Cause]:
+def _diagnosed(scenario: Scenario, run_dir: Path, findings: list[Finding]) -> list[Cause]:
     """Diagnose a run; add the findings that count to a list."""
     relevant = diagnose(load(run_dir), scenario.hang_after).findings
     relevant = [finding for finding in relevant if scenario.slow or finding.kind not in SLOW_KINDS]
-    findings += map(asdict, relevant)
+    findings += relevant
     return [(finding.kind, finding.ranks) for finding in relevant]
 
 

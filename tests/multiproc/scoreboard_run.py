@@ -8,11 +8,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from planted_facts import subject
 from scoreboard_calls import plain, run_calls
 from scoreboard_case import Case, Cause
-from scoreboard_sentences import Sentences
+from scoreboard_facts import ScoreboardFacts
 
 from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.facts import Relation
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.run.load import load
 from rankcall.testing import RankResult, start_ranks
@@ -32,7 +34,7 @@ class Judged:
     case: Case
     findings: list[Finding]
     torch: dict[str, str]
-    false: list[str]  # what the findings' sentences say that is not so
+    false: list[str]  # the findings' facts that are not so
     errors: dict[str, list[str]] = field(default_factory=dict)  # of the ranks, by mode
 
     @property
@@ -56,21 +58,15 @@ class Judged:
 def _named(case: Case, finding: Finding) -> tuple[int, ...]:
     """Return the ranks that a finding blames; in a tie, those that it calls concerned.
 
-    A finding that blames a rank of a tie is wrong: nothing tells which side is at fault. Its lines
-    of evidence name the sides: ``ranks 0,2 (host): all_reduce at ...``.
+    A finding that blames a rank of a tie is wrong: nothing tells which side is at fault. Its facts
+    name the sides.
     """
     if not case.tie or finding.kind not in ("mismatch", "desync"):
         return finding.ranks
     if finding.ranks:
         return (-1, *finding.ranks)
-    sides = [re.match(r"ranks? ([\d,-]+)", line) for line in finding.evidence]
-    return tuple(sorted(rank for side in sides if side for rank in _listed(side[1])))
-
-
-def _listed(text: str) -> list[int]:
-    """Return the ranks in a list such as ``0,2-3``."""
-    spans = [span.partition("-") for span in text.rstrip(",").split(",")]
-    return [rank for first, _, last in spans for rank in range(int(first), int(last or first) + 1)]
+    sides = [fact for fact in finding.facts if fact.relation is Relation.PASSED]
+    return tuple(sorted({rank for side in sides for rank in subject(side)}))
 
 
 def run(case: Case, folder: Path, timeout_s: float, *, torch_detail: bool = True) -> Judged:
@@ -89,8 +85,8 @@ def run(case: Case, folder: Path, timeout_s: float, *, torch_detail: bool = True
     loaded = load(run_dir)
     findings = [finding for finding in diagnose(loaded).findings if finding.stops]
     took, pids = time.monotonic() - began, [result.pid for result in results]
-    sentences = Sentences(case, pids, took, loaded.records.to_dicts())
-    false = [problem for finding in findings for problem in sentences.false(finding)]
+    facts = ScoreboardFacts(case, pids, took, loaded.records.to_dicts())
+    false = [problem for finding in findings for problem in facts.false(finding)]
     if torch_detail:
         results = _run(case, timeout_s, None, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
         torch_verdicts["detail"] = torch_says(case, results)

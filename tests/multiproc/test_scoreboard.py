@@ -7,16 +7,22 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scoreboard_calls
 from scoreboard_case import BUFFERS, CORRECT, Case
+from scoreboard_facts import ScoreboardFacts
 from scoreboard_run import run
-from scoreboard_sentences import Sentences
 from scoreboard_table import CASES, FAULTY, SOUND
 
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks
+from rankcall.analysis.verdicts.facts import Relation as R
 from rankcall.analysis.verdicts.finding import Finding
+from rankcall.analysis.verdicts.sentences import summary
 from rankcall.process import host_name
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
@@ -52,7 +58,7 @@ def _marked(case: Case) -> object:
 
 @pytest.mark.parametrize("case", [_marked(case) for case in CASES])
 def test_row(case: Case, tmp_path: Path) -> None:
-    """A diagnosis names exactly what was planted, and each of its sentences is true.
+    """A diagnosis names exactly what was planted, and each of its facts is true.
 
     torch says nothing about a silent fault.
     """
@@ -65,6 +71,13 @@ def test_row(case: Case, tmp_path: Path) -> None:
 
 BY_NAME = {case.name: case for case in CASES}
 PIDS = [100, 101, 102, 103]
+REDUCED = "call matching: all_reduce as reduce on 1 of 4"
+DTYPE = "datatype: all_reduce int32 on 2 of 4"
+SHORT = "call ordering: all_reduce left out on 1 of 4"
+TWINS = "communicator: groups in opposite order on one rank"
+SENT = "tag: wrong tag of a send"
+MESSAGE = "datatype: message of the same size"
+REFUSED = "invalid parameter: negative tag on 1 of 4"
 
 
 def _at(op: str) -> str:
@@ -73,118 +86,150 @@ def _at(op: str) -> str:
     return f"{scoreboard_calls.__file__}:{inspect.getsourcelines(function)[1] + 4}"
 
 
-def _all_of(rank: int) -> str:
-    return f"rank {rank} ({host_name()}, pid {100 + rank})"
+def _call(op: str, seq: int = 7, group: str = "0", **more: Any) -> CallFact:
+    return CallFact(op, seq, group, line=_at(op), **more)
 
 
-REDUCED = "call matching: all_reduce as reduce on 1 of 4"
-DESYNC = (
-    f"Rank 1 ({host_name()}, pid 101) issued reduce ({_at('reduce')}) as #7 of group 0, against "
-    f"all_reduce ({_at('all_reduce')}) of ranks 0,2-3 ({host_name()})."
-)
-DTYPE = "datatype: all_reduce int32 on 2 of 4"
-MISMATCH = (
-    f"Rank 2 ({host_name()}, pid 102) and ranks 0-1,3 ({host_name()}) differ in dtype in "
-    "all_reduce #7 of group 0: int32 against float32. It went through all the same: the results "
-    "are wrong."
-)
-SHORT = "call ordering: all_reduce left out on 1 of 4"
-EXHAUSTED = (
-    f"Rank 1 ({host_name()}, pid 101) left the loop and exited with code 0, 0.2 s before the end. "
-    f"3 ranks had waited 0.6 s for it in all_reduce #7 of group 0 at {_at('all_reduce')}."
-)
-TWINS = "communicator: groups in opposite order on one rank"
-DEADLOCK = (
-    f"Ranks 0-3 ({host_name()}) wait for each other: ranks 0-1,3 ({host_name()}) in all_reduce #1 "
-    f"of group 1 at {_at('all_reduce')}, for {_all_of(2)}; {_all_of(2)} in all_reduce #1 of group "
-    f"2 at {_at('all_reduce')}, for ranks 0-1,3 ({host_name()})."
-)
-SENT = "tag: wrong tag of a send"
-TAGS = (
-    f"Ranks 0-1 ({host_name()}) wait for each other: tag 4 and tag 5 do not match, from rank 0 to "
-    "rank 1."
-)
-SENDS = f"{_all_of(0)} in send #1 to rank 1 (tag 5, group 0) at {_at('send')}, for {_all_of(1)}"
-MESSAGE = "datatype: message of the same size"
-RECEIVES = (
-    "Rank 0 sends float32 and rank 1 receives int32, in message #1 of group 0. It went through all "
-    "the same: the received data is wrong or incomplete."
-)
-REFUSED = "invalid parameter: negative tag on 1 of 4"
-DEAD = (
-    f"Rank 1 ({host_name()}, pid 101) exited with code 1, 0.5 s before the end. 3 ranks had waited "
-    f"0.8 s for it in all_reduce #7 of group 0 at {_at('all_reduce')}."
-)
-PASSED = f"{_all_of(2)}: all_reduce at {_at('all_reduce')}, int32"
+def _ranks(*numbers: int) -> Ranks:
+    return Ranks(numbers, (host_name(),), 100 + numbers[0] if len(numbers) == 1 else 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "says", "instead_of"),
-    [
-        (REDUCED, DESYNC, "", ""),
-        (REDUCED, DESYNC, "issued broadcast", "issued reduce"),
-        (REDUCED, DESYNC, "pid 102", "pid 101"),
-        (REDUCED, DESYNC, "Rank 0 (", "Rank 1 ("),
-        (REDUCED, DESYNC, "#6", "#7"),
-        (REDUCED, DESYNC, "ranks 0-3", "ranks 0,2-3"),
-        (REDUCED, DESYNC, _at("gather"), _at("reduce")),
-        (DTYPE, MISMATCH, "", ""),
-        (DTYPE, MISMATCH, "in size in", "in dtype in"),
-        (DTYPE, MISMATCH, "float64 against", "int32 against"),
-        (DTYPE, MISMATCH, "float32 against int32", "int32 against float32"),
-        (DTYPE, MISMATCH, "#5", "#7"),
-        (SHORT, EXHAUSTED, "", ""),
-        (SHORT, EXHAUSTED, "99 s for it", "0.6 s for it"),
-        (SHORT, EXHAUSTED, "2 ranks had", "3 ranks had"),
-        (SHORT, EXHAUSTED, "all_gather #7", "all_reduce #7"),
-        (SHORT, EXHAUSTED, "#5 of", "#7 of"),
-        (SHORT, EXHAUSTED, "crashed", "left the loop"),
-        (TWINS, DEADLOCK, "", ""),
-        (TWINS, DEADLOCK, "group 2", "group 1"),
-        (TWINS, DEADLOCK, "barrier #1", "all_reduce #1"),
-        (SENT, TAGS, "", ""),
-        (SENT, TAGS, "tag 6", "tag 4"),
-        (SENT, TAGS, "from rank 1 to rank 0", "from rank 0 to rank 1"),
-        (SENT, SENDS, "", ""),
-        (SENT, SENDS, "tag 4", "tag 5"),
-        (SENT, SENDS, "recv #1", "send #1"),
-        (MESSAGE, RECEIVES, "", ""),
-        (MESSAGE, RECEIVES, "receives float32", "receives int32"),
-        (MESSAGE, RECEIVES, "sends 16 bytes", "sends float32"),
-        (REFUSED, DEAD, "", ""),
-        (REFUSED, DEAD, "code 2", "code 1"),
-        (REFUSED, DEAD, "was killed by SIGSEGV 0.5", "exited with code 1, 0.5"),
-        (REFUSED, DEAD, "Rank 2 (", "Rank 1 ("),
-        (DTYPE, PASSED, "", ""),
-        (DTYPE, PASSED, "float32", "int32"),
-        (DTYPE, PASSED, "broadcast at", "all_reduce at"),
-    ],
-)
-def test_a_false_sentence_is_noticed(name: str, text: str, says: str, instead_of: str) -> None:
-    """One word of a true sentence is replaced by a false one."""
-    assert instead_of in text
-    text = text.replace(instead_of, says, 1) if says else text
+# What is true of a row: facts whose rendering is the finding's words.
+TRUE: dict[str, tuple[str, tuple[int, ...], list[Fact]]] = {
+    REDUCED: (
+        "desync",
+        (1,),
+        [
+            Fact(R.ISSUED, _ranks(1), _call("reduce")),
+            Fact(R.ISSUED, _ranks(0, 2, 3), _call("all_reduce")),
+        ],
+    ),
+    DTYPE: (
+        "mismatch",
+        (2,),
+        [
+            Fact(R.PASSED, _ranks(2), _call("all_reduce"), values=(("dtype", "int32"),)),
+            Fact(R.PASSED, _ranks(0, 1, 3), _call("all_reduce"), values=(("dtype", "float32"),)),
+            Fact(R.WENT_THROUGH, call=_call("all_reduce")),
+        ],
+    ),
+    SHORT: (
+        "exhausted",
+        (1,),
+        [
+            Fact(R.LEFT_LOOP, _ranks(1), values=(("end", "exited"),), number=0.2, unit="s"),
+            Fact(R.HELD_UP, _ranks(0, 2, 3), _call("all_reduce"), _ranks(1), (), 0.6, "s"),
+        ],
+    ),
+    TWINS: (
+        "deadlock",
+        (0, 1, 2, 3),
+        [
+            Fact(R.WAIT_FOR_EACH_OTHER, _ranks(0, 1, 2, 3)),
+            Fact(R.WAITS_FOR, _ranks(0, 1, 3), _call("all_reduce", 1, "1"), _ranks(2)),
+            Fact(R.WAITS_FOR, _ranks(2), _call("all_reduce", 1, "2"), _ranks(0, 1, 3)),
+        ],
+    ),
+    SENT: (
+        "deadlock",
+        (0, 1),
+        [
+            Fact(R.WAIT_FOR_EACH_OTHER, _ranks(0, 1)),
+            Fact(R.TAGS_DIFFER, _ranks(0), others=_ranks(1), values=(("tags", "4 5"),)),
+            Fact(R.WAITS_FOR, _ranks(0), _call("send", 1, peer=1, tag=5), _ranks(1)),
+        ],
+    ),
+    MESSAGE: (
+        "mismatch",
+        (0, 1),
+        [
+            Fact(R.SENDS, _ranks(0), _call("send", 1), values=(("dtype", "float32"),)),
+            Fact(R.RECEIVES, _ranks(1), _call("recv", 1), values=(("dtype", "int32"),)),
+            Fact(R.WENT_THROUGH, call=_call("send", 1)),
+        ],
+    ),
+    REFUSED: (
+        "dead",
+        (1,),
+        [
+            Fact(R.EXITED_WITH, _ranks(1), values=(("code", "1"),), number=0.5, unit="s"),
+            Fact(R.HELD_UP, _ranks(0, 2, 3), _call("all_reduce"), _ranks(1), (), 0.8, "s"),
+        ],
+    ),
+}
+
+
+def false_of(name: str, facts: Sequence[Fact], ended: bool = True) -> list[str]:
+    """Return what the check says about a finding with these facts. ``ended``: of the call."""
+    kind, ranks, _ = TRUE[name]
     came = {"group": "0", "seq": 7, "op": "all_reduce", "status": "completed"}
     rows = [
         {**came, "rank": rank} for rank in range(4) if name not in (SHORT, REFUSED) or rank != 1
     ]
+    rows[-1]["status"] = "completed" if ended else "started"
     rows += [{**came, "op": op, "seq": 1, "rank": r} for r, op in enumerate(("send", "recv"))]
     for rank, group in enumerate("1121"):
         rows.append({**came, "rank": rank, "group": group, "seq": 1, "status": "started"})
-    finding = Finding("any", summary=text, ranks=(0,), group="0", seq=7)
-    false = list(Sentences(BY_NAME[name], PIDS, 10.0, rows).false(finding))
-    assert bool(false) == bool(says), false
+    count = BY_NAME[name].world_size
+    victims = tuple(rank for rank in range(count) if rank not in ranks)
+    finding = Finding(kind, ranks, victims, group="0", seq=7, op="all_reduce")
+    finding = replace(finding, facts=tuple(facts), summary=summary(facts, live=False))
+    return list(ScoreboardFacts(BY_NAME[name], PIDS, 10.0, rows).false(finding))
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_what_is_so_is_accepted(name: str) -> None:
+    """The facts that follow from a row's program are not false."""
+    assert false_of(name, TRUE[name][2]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "changes"),
+    [
+        (REDUCED, 0, {"call": _call("broadcast")}),
+        (REDUCED, 0, {"ranks": Ranks((1,), (host_name(),), 102)}),
+        (REDUCED, 0, {"ranks": Ranks((1,), ("elsewhere",), 101)}),
+        (REDUCED, 0, {"ranks": _ranks(0)}),
+        (REDUCED, 0, {"call": _call("reduce", 6)}),
+        (REDUCED, 1, {"ranks": _ranks(0, 1, 2, 3)}),
+        (REDUCED, 0, {"call": replace(_call("reduce"), line=_at("gather"))}),
+        (DTYPE, 0, {"values": (("size", "32 bytes"),)}),
+        (DTYPE, 0, {"values": (("dtype", "float64"),)}),
+        (DTYPE, 1, {"values": (("dtype", "int32"),)}),
+        (DTYPE, 1, {"ranks": _ranks(0, 1, 2)}),
+        (SHORT, 1, {"number": 99.0}),
+        (SHORT, 1, {"ranks": _ranks(0, 2)}),
+        (SHORT, 1, {"call": _call("all_gather")}),
+        (SHORT, 1, {"call": _call("all_reduce", 5)}),
+        (SHORT, 1, {"others": _ranks(0)}),
+        (SHORT, 0, {"values": (("end", "ended"),)}),
+        (SHORT, 0, {"relation": R.STOPPED}),
+        (TWINS, 1, {"call": _call("all_reduce", 1, "2")}),
+        (TWINS, 1, {"call": _call("barrier", 1, "1")}),
+        (TWINS, 0, {"ranks": _ranks(0, 1, 2)}),
+        (SENT, 1, {"values": (("tags", "6 5"),)}),
+        (SENT, 1, {"ranks": _ranks(1), "others": _ranks(0)}),
+        (SENT, 2, {"call": _call("send", 1, peer=1, tag=4)}),
+        (SENT, 2, {"call": _call("recv", 1, peer=1, tag=5)}),
+        (SENT, 2, {"others": _ranks(2)}),
+        (MESSAGE, 1, {"values": (("dtype", "float32"),)}),
+        (MESSAGE, 0, {"values": (("size", "16 bytes"),)}),
+        (REFUSED, 0, {"values": (("code", "2"),)}),
+        (REFUSED, 0, {"relation": R.KILLED_BY, "values": (("signal", "SIGSEGV"),)}),
+        (REFUSED, 0, {"ranks": _ranks(2)}),
+    ],
+)
+def test_a_false_fact_is_noticed(name: str, at: int, changes: dict[str, Any]) -> None:
+    """One part of a true fact is replaced by a false one."""
+    facts = list(TRUE[name][2])
+    facts[at] = replace(facts[at], **changes)
+    assert false_of(name, facts)
 
 
 def test_what_did_not_go_through_is_noticed() -> None:
     """The records of one rank show that its call has not ended."""
-    row = {"group": "0", "seq": 7, "op": "all_reduce", "status": "completed"}
-    rows = [{**row, "rank": rank} for rank in range(4)]
-    rows[3]["status"] = "started"
-    finding = Finding("mismatch", summary=MISMATCH, ranks=(2,))
-    assert list(Sentences(BY_NAME[DTYPE], PIDS, 10.0, rows).false(finding)) == [
-        f"it did not go through: {MISMATCH}"
-    ]
+    (problem,) = false_of(DTYPE, TRUE[DTYPE][2], ended=False)
+    assert problem.startswith("it did not go through")
 
 
 def test_the_table_is_complete() -> None:
