@@ -1,4 +1,4 @@
-"""A node's leader: read the node, judge it alone or with the other nodes, give a verdict once.
+"""A node's leader decides whether to speak: it judges, alone or with the other nodes, and once.
 
 Verdicts are kept in the run directory: one process writes each, and all ranks of the node read it.
 """

@@ -1,4 +1,4 @@
-"""From a look to the page's sections as HTML, once for all viewers."""
+"""From a look to the page's sections as HTML, once for all viewers; ``report.top`` has the rows."""
 
 from __future__ import annotations
 

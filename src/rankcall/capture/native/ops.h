@@ -1,5 +1,5 @@
-// What a c10d op's arguments mean: read from its schema, because torch adds ops, and from the table of
-// ops in rankcall/ops.py.
+// Where an op's arguments are read, and what they mean: from its schema, because torch adds ops, and
+// from the table of ops in rankcall/record.py.
 #pragma once
 
 #include <ATen/SparseTensorImpl.h>
