@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 from diagnosing import RANK_2_MISSING, diagnose_calls
 
-from rankcall.report.diagnosis_text import diagnosis_text, stack_lines
+from rankcall.report.diagnosis_text import diagnosis_text
 from rankcall.report.json import render_verdict
+from rankcall.report.stack_lines import stack_lines
 from rankcall.run.frames import CodePlace, Frame, code_place
 from rankcall.run.stack_classes import stack_classes, telling_frames
 from rankcall.run.stack_text import mark_training_thread, tidy

@@ -25,8 +25,8 @@ from rankcall.analysis.verdicts.verdict import Kept, Verdict
 from rankcall.cli import main
 from rankcall.export import export
 from rankcall.report import json as json_report
-from rankcall.report.diagnosis_text import rows
 from rankcall.report.html.top import verdict_of_finding
+from rankcall.report.standing import rows
 from rankcall.report.top import cells, lines_of
 from rankcall.ring.tables import CallSite, UserLine, decode_site, encode_site
 from rankcall.run.load import load

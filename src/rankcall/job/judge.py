@@ -327,7 +327,7 @@ def going_on(snapshot: Snapshot, seconds: float) -> float | None:
 
 def _stack_text(stacks: Mapping[int, str]) -> str:
     """Return the stacks of this node's ranks for the terminal, equal ones together."""
-    from rankcall.report.diagnosis_text import stack_lines  # here, because it imports rich
+    from rankcall.report.stack_lines import stack_lines  # here, because it imports rich
 
     return "\n".join(["", *stack_lines(stacks), "", ""]) if stacks else ""
 

@@ -20,6 +20,7 @@ from rankcall.printable import clean
 # That sentence, the headline, says which ranks make the others wait, if any do.
 
 
+INDENT = 2  # columns, of what belongs to the line above
 _TIMES = ((60_000.0 * 60, 3_600_000.0, "h"), (60_000.0 * 10, 60_000.0, "min"), (1e3, 1e3, "s"))
 _LEAST = 6  # columns that a shortened name keeps
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")

@@ -17,8 +17,8 @@ from rankcall.analysis.summary import Straggler, Summary, size_name
 from rankcall.analysis.verdicts.finding import Finding
 from rankcall.printable import clean
 from rankcall.ranks import format_ranks
-from rankcall.report.diagnosis_text import _INDENT
 from rankcall.report.formatting import (
+    INDENT,
     as_text,
     cut,
     fitted,
@@ -68,10 +68,10 @@ def show(summary: Summary, console: Console, findings: Sequence[Finding] = ()) -
     console.print(Text(text, "bold red" if first.alarm else "bold green"))
     if first.detail:
         console.print(Text(wrapped(first.detail, console.width)))
-    for title, body in _sections(summary, first, console.width - _INDENT):
+    for title, body in _sections(summary, first, console.width - INDENT):
         console.print()
         console.print(Text(title, "bold"))
-        console.print(Padding(body, (0, 0, 0, _INDENT)))
+        console.print(Padding(body, (0, 0, 0, INDENT)))
 
 
 def _are(count: int) -> str:

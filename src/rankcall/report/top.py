@@ -16,8 +16,9 @@ from rankcall.analysis.snapshot import RankPosition
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.analysis.verdicts.wording import duration, numbered
 from rankcall.printable import clean
-from rankcall.report.diagnosis_text import LONG, named, ranks_cell, world
 from rankcall.report.formatting import as_text, cut, digits, line_names, percent, plural, wrapped
+from rankcall.report.going import LONG
+from rankcall.report.standing import named, ranks_cell, world
 
 _ROWS = 12
 _BAR = 12

@@ -14,11 +14,12 @@ from typing import Any
 from rankcall.analysis.snapshot import RankPosition
 from rankcall.analysis.verdicts.verdict import Verdict
 from rankcall.printable import clean
-from rankcall.report import diagnosis_text as words
 from rankcall.report import top
 from rankcall.report.formatting import digits, percent, plural
+from rankcall.report.going import healthy
 from rankcall.report.html import asset, digest, environment
 from rankcall.report.html.top import FirstScreen, item_of_finding, verdict_of_finding
+from rankcall.report.standing import shortened_ranks, world
 from rankcall.run.stack_classes import StackClass, stack_classes
 from rankcall.serve.history import KEPT_S, History, Sample
 from rankcall.serve.live_run import ENDED, LIVE, LOST, WAITING, Look
@@ -125,7 +126,7 @@ def _top(look: Look) -> dict[str, Any]:
     verdict = look.diagnosis
     facts: list[tuple[str, str]] = []
     if verdict is not None:
-        facts.append((words.world(verdict), ""))
+        facts.append((world(verdict), ""))
         steps = max((position.process.steps for position in verdict.ranks), default=0)
         facts += [(f"step {steps:,}", "")] if steps else []
     speed = look.figures
@@ -169,7 +170,7 @@ def _title(look: Look) -> FirstScreen:
         return FirstScreen("No data yet", why, False)
     if verdict.findings:
         return verdict_of_finding(verdict.findings[0])
-    text = words.healthy(verdict)
+    text = healthy(verdict)
     whole, known = (
         len(verdict.ranks),
         sum(not position.blind for position in verdict.ranks),
@@ -287,7 +288,7 @@ def _places(verdict: Verdict, lines: Sequence[top.Line]) -> dict[str, Any]:
     rows = [
         {
             **_row(line, verdict),
-            "ranks": words.shortened_ranks([place.rank for place in line.places]),
+            "ranks": shortened_ranks([place.rank for place in line.places]),
             "count": len(line.places),
             "share": len(line.places) / total,
             "named": line.named,
@@ -374,7 +375,7 @@ def _class(alike: StackClass) -> dict[str, Any]:
     line = alike.line
     return {
         "count": plural(len(alike.ranks), "rank"),
-        "ranks": words.shortened_ranks(alike.ranks),
+        "ranks": shortened_ranks(alike.ranks),
         "line": clean(f"{PurePath(line).name}") if line else "",
         "frames": [
             {

@@ -1,0 +1,120 @@
+"""Where the ranks of a job stand: rows of ranks in one place, and ranks named in a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rankcall.analysis.snapshot import RankPosition
+from rankcall.analysis.verdicts.verdict import Verdict
+from rankcall.analysis.verdicts.wording import numbered
+from rankcall.ranks import format_ranks
+from rankcall.report.formatting import digits, line_names, plural
+
+_RANKS_WIDE = 22
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks that stand in the same place."""
+
+    ranks: tuple[int, ...]
+    state: str
+    where: str
+    line: str
+    least_s: float
+    most_s: float
+    named: bool  # a culprit
+    waiting: bool
+
+
+def rows(verdict: Verdict) -> list[Row]:
+    """Group the ranks by their position: culprits first, then the ranks that wait longest.
+
+    Groups of the same size count as one position: 128 tensor-parallel groups that all do the same
+    take one row.
+    """
+    culprits = verdict.culprits
+    alike: dict[tuple[object, ...], list[RankPosition]] = {}
+    for place in verdict.ranks:
+        key = (
+            place.rank in culprits,
+            place.shown_state,
+            place.in_call,
+            place.failed,
+            place.op,
+            place.seq,
+            place.call_site,
+            place.user_line,
+            place.group_size,
+        )
+        alike.setdefault(key, []).append(place)
+    table_rows = [_row(places, culprits) for places in alike.values()]
+    return sorted(
+        table_rows,
+        key=lambda row: (
+            not row.named,
+            row.ranks if row.named else (),
+            not row.waiting,
+            -row.most_s,
+            row.ranks,
+        ),
+    )
+
+
+def _row(alike: Sequence[RankPosition], culprits: set[int]) -> Row:
+    first = alike[0]
+    labels = {place.group for place in alike}
+    where = "no records" if first.blind else "nothing yet"
+    if first.op:
+        verb = "failed in" if first.failed else "in" if first.in_call else "left"
+        group = f"group {first.group}" if len(labels) == 1 else f"{len(labels):,} groups"
+        where = f"{verb} {numbered(first.op, first.seq)}, {group}"
+    ages = [place.age_s for place in alike]
+    return Row(
+        tuple(place.rank for place in alike),
+        first.shown_state,
+        where,
+        line_names(first.call_site, first.user_line),
+        min(ages),
+        max(ages),
+        first.rank in culprits,
+        first.in_call,
+    )
+
+
+def since_cell(row: Row) -> str:
+    """Write how long ranks have been in (or out of) their call."""
+    if row.where in ("nothing yet", "no records"):
+        return "-"
+    least, most = f"{digits(row.least_s)} s", f"{digits(row.most_s)} s"
+    if least == most or row.most_s < 10 * max(row.least_s, 0.01):
+        return most
+    return f"{least}–{most}"
+
+
+def ranks_cell(ranks: Sequence[int]) -> str:
+    """Write ranks, or their number if they do not fit."""
+    text = format_ranks(ranks)
+    return text if len(text) <= _RANKS_WIDE else plural(len(ranks), "rank")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence: ``rank 2``, ``ranks 1,3``, ``1,023 ranks``."""
+    text = ranks_cell(ranks)
+    return text if text.endswith("s") else f"rank{'' if len(ranks) == 1 else 's'} {text}"
+
+
+def shortened_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks, the last ones left out if there are too many."""
+    text = format_ranks(ranks)
+    return (
+        text if len(text) <= 2 * _RANKS_WIDE else text[: 2 * _RANKS_WIDE].rpartition(",")[0] + ",…"
+    )
+
+
+def world(verdict: Verdict) -> str:
+    """Name the size of a job: ``8 ranks on 2 hosts``."""
+    hosts = {position.process.host for position in verdict.ranks if position.process.host}
+    where = f" on {plural(len(hosts), 'host')}" if hosts else ""
+    return f"{plural(len(verdict.ranks), 'rank')}{where}"
