@@ -14,7 +14,7 @@ from worlds import MS, Call
 from rankcall.analysis.snapshot import PEER_CLOSED, RankState, Snapshot, no_calls
 from rankcall.analysis.verdicts import KINDS, find
 from rankcall.analysis.verdicts.facts import group_of
-from rankcall.analysis.verdicts.sentences import name_group
+from rankcall.analysis.verdicts.naming import name_group
 from rankcall.record import STATUSES
 from rankcall.ring.tables import Group
 

@@ -11,7 +11,8 @@
     idle                             ranks that wait for work, such as the next request
     straggler slow_link              a rank or a link that slows a job that goes on
     kind                             the base class of all kinds, and two families of them
-    facts finding sentences          what a finding states, and its words: all sentences are there
+    facts finding                    what a finding states
+    sentences evidence_lines naming  its words: all sentences are there
     verdict diagnosis                all findings about a job; and with the snapshot behind them
     encoding decoding                a verdict as JSON, and back
     kept hindsight                   what the job's own watcher said, and what that adds at the end

@@ -1,38 +1,37 @@
-"""The sentences of all verdicts: one template for each relation of ``facts``, and nowhere else.
+"""The sentences of all verdicts: one template for each relation of ``facts``.
 
-``summary`` and ``evidence`` render facts. The tense is that of the run: the past once it has ended.
+``summary`` and ``evidence`` render facts; ``evidence_lines`` has the templates of single lines, and
+``naming`` the names in all of them. The tense is that of the run: the past once it has ended.
 docs/design/verdicts.md lists the sentences with what must be true for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from rankcall.analysis.verdicts.facts import CallFact, Fact, Ranks, Relation
+from rankcall.analysis.verdicts.evidence_lines import LINES
+from rankcall.analysis.verdicts.facts import CallFact, Fact, Relation
+from rankcall.analysis.verdicts.naming import (
+    ago,
+    call_in,
+    name_call,
+    name_group,
+    name_of,
+    name_place,
+    name_ranks,
+    others_of,
+    time_of,
+    values_in,
+    verbs_for,
+    who,
+)
 from rankcall.analysis.verdicts.wording import (
-    begin_sentence,
     count_of,
     duration,
-    numbered,
     short_duration,
 )
-from rankcall.ranks import format_ranks
-from rankcall.run.frames import LOADER
 
-_LONGEST = 40  # characters of a list of ranks; a longer list is written as a count
 SHOWN = 3  # ranks, waits, sides or hosts that a finding names one by one
-
-
-class Verbs(NamedTuple):
-    """The verbs and the pronouns that agree with some ranks, in the tense of the run."""
-
-    be: str
-    have: str
-    do: str
-    they: str
-    them: str
-    its: str
 
 
 def summary(facts: Sequence[Fact], live: bool = True) -> str:
@@ -46,97 +45,12 @@ def summary(facts: Sequence[Fact], live: bool = True) -> str:
 
 def evidence(facts: Sequence[Fact], live: bool = True) -> tuple[str, ...]:
     """Write each fact as a line that begins in lower case."""
-    return tuple(_LINES[fact.relation](fact, live) for fact in facts)
+    return tuple(LINES[fact.relation](fact, live) for fact in facts)
 
 
 def as_seen(text: str, seconds: float) -> str:
     """Write the summary of a finding that the job's own watcher made before the job's end."""
     return f"The job's own watcher saw, {duration(seconds)} before the end: {text}"
-
-
-# --- names ---
-
-
-def name_ranks(ranks: Ranks) -> str:
-    """Name ranks: ``rank 2 (node-a, pid 4711)``, ``ranks 8-15 (node-b)``."""
-    count = len(ranks.numbers)
-    if count == 1:
-        pid = [f"pid {ranks.pid}"] if ranks.pid else []
-        inside = ", ".join([*ranks.hosts, *pid])
-        return f"rank {ranks.numbers[0]}{f' ({inside})' if inside else ''}"
-    inside = ", ".join(ranks.hosts) if len(ranks.hosts) <= 3 else f"on {len(ranks.hosts):,} hosts"
-    text = format_ranks(ranks.numbers)
-    name = f"{count:,} ranks" if len(text) > _LONGEST else f"ranks {text}"
-    return f"{name}{f' ({inside})' if inside else ''}"
-
-
-def name_group(label: str, description: str) -> str:
-    """Name a group: ``3``, or ``3 (mesh_dp)`` if its maker described it."""
-    return f"{label} ({description})" if description else label
-
-
-def name_call(call: CallFact, *, line: bool = True) -> str:
-    """Name a call: ``all_reduce #51 of group 0 at train.py:13``, or one end of a message."""
-    group = name_group(call.group, call.description)
-    if call.peer is not None:
-        whom = f"rank {call.peer}" if call.peer >= 0 else "any rank"
-        way = "to" if call.op == "send" else "from"
-        text = f"{numbered(call.op, call.seq)} {way} {whom} (tag {call.tag}, group {group})"
-    else:
-        whose = f"{call.function}'s " if call.function else ""
-        text = f"{whose}{numbered(call.op, call.seq)} of group {group}"
-    return f"{text} at {call.line}" if line and call.line else text
-
-
-def name_place(fact: Fact) -> str:
-    """Write the place at which a rank's code stands: ``in new_group at train.py:12``."""
-    line, function, inside = (fact.value(name) for name in ("line", "function", "inside"))
-    where = f"at {line}" if line else ""
-    if inside == LOADER:
-        return f"waiting for its data loader {where}".rstrip()
-    if inside:
-        return f"in {inside} {where}".rstrip()
-    return f"{where} in {function}" if where and function else where
-
-
-def ago(live: bool, seconds: float) -> str:
-    """Write a time in the past: ``12 s ago``, or for a dead run ``12 s before the end``."""
-    if live:
-        return f"{duration(seconds)} ago"
-    return f"{duration(seconds)} before the end" if seconds >= 0.05 else "at the end"
-
-
-def verbs_for(count: int, live: bool) -> Verbs:
-    """Return the verbs for so many ranks: past tense after the run has ended."""
-    single = count == 1
-    be = ("is" if single else "are") if live else ("was" if single else "were")
-    have = ("has" if single else "have") if live else "had"
-    if single:
-        return Verbs(be, have, "does", "it", "it", "its")
-    return Verbs(be, have, "do", "they", "them", "their")
-
-
-def _who(fact: Fact) -> Ranks:
-    assert fact.ranks is not None, f"{fact.relation.value} needs a subject"
-    return fact.ranks
-
-
-def _others(fact: Fact) -> Ranks:
-    assert fact.others is not None, f"{fact.relation.value} needs other ranks"
-    return fact.others
-
-
-def _call(fact: Fact) -> CallFact:
-    assert fact.call is not None, f"{fact.relation.value} needs a call"
-    return fact.call
-
-
-def _name(fact: Fact) -> str:
-    return begin_sentence(name_ranks(_who(fact)))
-
-
-def _seconds(fact: Fact) -> float:
-    return fact.number or 0.0
 
 
 # --- the state of ranks that others wait for: what follows their names ---
@@ -146,10 +60,10 @@ def _ending(text: str, *, plural: str = "") -> Callable[[Fact, bool], str]:
     """Return the template of an end: its words, with the fact's values, and when it was."""
 
     def write(fact: Fact, live: bool) -> str:
-        single = len(_who(fact).numbers) == 1
+        single = len(who(fact).numbers) == 1
         form = text if single or not plural else plural
         its = "its" if single else "their"
-        return f"{form.format(its=its, **dict(fact.values))} {ago(live, _seconds(fact))}"
+        return f"{form.format(its=its, **dict(fact.values))} {ago(live, time_of(fact))}"
 
     return write
 
@@ -157,12 +71,12 @@ def _ending(text: str, *, plural: str = "") -> Callable[[Fact, bool], str]:
 def _failed_with(fact: Fact, live: bool) -> str:
     error = fact.value("error")
     comma = "," if error[-1:] not in ".!?" else ""
-    return f"failed with {error}{comma} {ago(live, _seconds(fact))}"
+    return f"failed with {error}{comma} {ago(live, time_of(fact))}"
 
 
 def _connections_closed(fact: Fact, live: bool) -> str:
     # Present tense: the process is gone, whether the job runs or not.
-    verbs = verbs_for(len(_who(fact).numbers), live=True)
+    verbs = verbs_for(len(who(fact).numbers), live=True)
     unknown = f"no word has come from where {verbs.they} ran"
     if fact.value("why") != "unheard":
         unknown = f"{verbs.they} left no records here"
@@ -170,11 +84,11 @@ def _connections_closed(fact: Fact, live: bool) -> str:
 
 
 def _left_loop(fact: Fact, live: bool) -> str:
-    verbs, end = verbs_for(len(_who(fact).numbers), live), fact.value("end")
+    verbs, end = verbs_for(len(who(fact).numbers), live), fact.value("end")
     if end == "exited":
-        return f"left the loop and exited with code 0, {ago(live, _seconds(fact))}"
+        return f"left the loop and exited with code 0, {ago(live, time_of(fact))}"
     if end == "ended":
-        return f"left the loop and ended {ago(live, _seconds(fact))}"
+        return f"left the loop and ended {ago(live, time_of(fact))}"
     return f"left the loop: {verbs.they} {verbs.be} closing down"
 
 
@@ -182,31 +96,29 @@ def _state(text: str) -> Callable[[Fact, bool], str]:
     """Return the template of a state: its words, with verbs that agree with the ranks."""
 
     def write(fact: Fact, live: bool) -> str:
-        verbs = verbs_for(len(_who(fact).numbers), live)
+        verbs = verbs_for(len(who(fact).numbers), live)
         values = dict(fact.values)
         call = name_call(fact.call) if fact.call else ""
-        return text.format(
-            **verbs._asdict(), **values, call=call, duration=duration(_seconds(fact))
-        )
+        return text.format(**verbs._asdict(), **values, call=call, duration=duration(time_of(fact)))
 
     return write
 
 
 def _not_come(fact: Fact, live: bool) -> str:
-    verbs = verbs_for(len(_who(fact).numbers), live)
+    verbs = verbs_for(len(who(fact).numbers), live)
     place = name_place(fact) or "in user code"
     return f"{verbs.have} not come: {verbs.they} {verbs.be} {place}"
 
 
 def _not_started(fact: Fact, live: bool) -> str:
-    count = len(_who(fact).numbers)
+    count = len(who(fact).numbers)
     verbs = verbs_for(count, live)
     devices = f"{verbs.its} {'device' if count == 1 else 'devices'}"
-    others = len(_others(fact).numbers)
+    others = len(others_of(fact).numbers)
     more = f"{count_of(others, 'other rank')} {verbs_for(others, live).have}"
     return (
-        f"{verbs.have} not started {name_call(_call(fact))} on {devices}, "
-        f"{duration(_seconds(fact))} after the issue; {more}"
+        f"{verbs.have} not started {name_call(call_in(fact))} on {devices}, "
+        f"{duration(time_of(fact))} after the issue; {more}"
     )
 
 
@@ -246,22 +158,22 @@ _STATES: dict[Relation, Callable[[Fact, bool], str]] = {
 def _of_culprits(facts: Sequence[Fact], live: bool) -> str:
     """Write the state of ranks, and which ranks they hold up."""
     state, *rest = facts
-    text = f"{_name(state)} {_STATES[state.relation](state, live)}."
+    text = f"{name_of(state)} {_STATES[state.relation](state, live)}."
     return f"{text} {_held_up(rest, live)}" if rest else text
 
 
 def _held_up(facts: Sequence[Fact], live: bool) -> str:
     """Write which ranks cannot go on: only some of them may be in the call that waits longest."""
     first = facts[0]
-    there = len(_who(first).numbers)
+    there = len(who(first).numbers)
     verbs = verbs_for(there, live)
-    them = verbs_for(len(_others(first).numbers), live).them
+    them = verbs_for(len(others_of(first).numbers), live).them
     waited = (
-        f"{verbs.have} waited {duration(_seconds(first))} for {them} in {name_call(_call(first))}"
+        f"{verbs.have} waited {duration(time_of(first))} for {them} in {name_call(call_in(first))}"
     )
     if len(facts) == 1:
         return f"{count_of(there, 'rank')} {waited}."
-    elsewhere = len(_who(facts[1]).numbers)
+    elsewhere = len(who(facts[1]).numbers)
     others = "in another call" if elsewhere == 1 else "in other calls"
     return (
         f"{count_of(there + elsewhere, 'rank')} {'cannot' if live else 'could not'} go on: "
@@ -273,20 +185,20 @@ def _held_up(facts: Sequence[Fact], live: bool) -> str:
 
 
 def _ended_together(facts: Sequence[Fact], live: bool) -> str:
-    end = "ended" if len(_who(facts[0]).numbers) == 1 else "ended together"
+    end = "ended" if len(who(facts[0]).numbers) == 1 else "ended together"
     if facts[0].value("copied"):
         end = f"{end}, or still ran when these records were copied"
-    return f"{_name(facts[0])} {end}; nobody noted how, and none had waited for long."
+    return f"{name_of(facts[0])} {end}; nobody noted how, and none had waited for long."
 
 
 def _waits_for_work(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
-    verbs = verbs_for(len(_who(fact).numbers), live)
+    verbs = verbs_for(len(who(fact).numbers), live)
     others = len(fact.others.numbers) if fact.others else 0
     waiting = f", and {count_of(others, 'rank')} with {verbs.them}" if others else ""
     return (
-        f"{_name(fact)} {verbs.have} waited for work ({fact.value('what')}) for "
-        f"{duration(_seconds(fact))}{waiting}."
+        f"{name_of(fact)} {verbs.have} waited for work ({fact.value('what')}) for "
+        f"{duration(time_of(fact))}{waiting}."
     )
 
 
@@ -297,18 +209,18 @@ def _op_with_line(call: CallFact) -> str:
 def _desync(facts: Sequence[Fact], live: bool) -> str:
     """Write what two sides issued, and how the first is out of step from there on."""
     first, last, *shifts = facts
-    mine, theirs = _call(first), _call(last)
+    mine, theirs = call_in(first), call_in(last)
     text = (
-        f"{_name(first)} issued {_op_with_line(mine)} as #{mine.seq} of group "
+        f"{name_of(first)} issued {_op_with_line(mine)} as #{mine.seq} of group "
         f"{name_group(mine.group, mine.description)}, against {_op_with_line(theirs)} of "
-        f"{name_ranks(_who(last))}."
+        f"{name_ranks(who(last))}."
     )
     return f"{text} {_shifted(shifts[0])}" if shifts else text
 
 
 def _shifted(fact: Fact) -> str:
-    verbs = verbs_for(len(_who(fact).numbers), live=True)
-    number = int(_seconds(fact))
+    verbs = verbs_for(len(who(fact).numbers), live=True)
+    number = int(time_of(fact))
     calls = count_of(abs(number), "call")
     same = (
         f"In {fact.value('shown_by')} calls since #{fact.value('since')}, {verbs.its} calls were "
@@ -323,38 +235,34 @@ def _shifted(fact: Fact) -> str:
     return f"{same} {calls} earlier: {verbs.they} likely issued {calls} too many before."
 
 
-def _values(fact: Fact) -> str:
-    return ", ".join(value for _, value in fact.values)
-
-
 def _mismatch(facts: Sequence[Fact], live: bool) -> str:
     first, last, *through = facts
-    call = _call(last)
+    call = call_in(last)
     fields = " and ".join(name.replace("_", " ") for name, _ in first.values)
     return (
-        f"{_name(first)} and {name_ranks(_who(last))} differ in {fields} in "
+        f"{name_of(first)} and {name_ranks(who(last))} differ in {fields} in "
         f"{call.op} #{call.seq} of group {name_group(call.group, call.description)}: "
-        f"{_values(first)} against {_values(last)}.{_through(through, 'the results are wrong')}"
+        f"{values_in(first)} against {values_in(last)}.{_through(through, 'the results are wrong')}"
     )
 
 
 def _message(facts: Sequence[Fact], live: bool) -> str:
     send, recv, *through = facts
-    call = _call(send)
+    call = call_in(send)
     wrong = "the received data is wrong or incomplete"
     return (
-        f"Rank {_who(send).numbers[0]} sends {_values(send)} and rank {_who(recv).numbers[0]} "
-        f"receives {_values(recv)}, in message #{call.seq} of group "
+        f"Rank {who(send).numbers[0]} sends {values_in(send)} and rank {who(recv).numbers[0]} "
+        f"receives {values_in(recv)}, in message #{call.seq} of group "
         f"{name_group(call.group, call.description)}.{_through(through, wrong)}"
     )
 
 
 def _splits(facts: Sequence[Fact], live: bool) -> str:
     fact, *through = facts
-    call = _call(fact)
+    call = call_in(fact)
     sent, received = (int(fact.value(name)) for name in ("sent", "received"))
     return (
-        f"{_name(fact)} send {sent:,} bytes in all in {call.op} #{call.seq} of group "
+        f"{name_of(fact)} send {sent:,} bytes in all in {call.op} #{call.seq} of group "
         f"{name_group(call.group, call.description)}, and expect to receive {received:,}: their "
         f"split sizes do not add up.{_through(through, 'the results are wrong')}"
     )
@@ -366,16 +274,16 @@ def _through(facts: Sequence[Fact], wrong: str) -> str:
 
 def _deadlock(facts: Sequence[Fact], live: bool) -> str:
     circle, *steps = facts
-    parts = [_LINES[step.relation](step, live) for step in steps[:SHOWN]]
-    return f"{_name(circle)} wait for each other: {'; '.join(parts)}."
+    parts = [LINES[step.relation](step, live) for step in steps[:SHOWN]]
+    return f"{name_of(circle)} wait for each other: {'; '.join(parts)}."
 
 
 def _waits_in_function(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
-    verb = "waits" if len(_who(fact).numbers) == 1 else "wait"
+    verb = "waits" if len(who(fact).numbers) == 1 else "wait"
     line = fact.value("line")
-    text = f"{_name(fact)} {verb} in {fact.value('functions')}{f' at {line}' if line else ''}"
-    longest = duration(_seconds(fact))
+    text = f"{name_of(fact)} {verb} in {fact.value('functions')}{f' at {line}' if line else ''}"
+    longest = duration(time_of(fact))
     if fact.relation is Relation.ALL_WAIT_IN_FUNCTION:
         return f"{text}: all ranks are there, and nothing has happened for {longest}."
     nothing = f"No rank has issued anything for {longest}"
@@ -387,55 +295,55 @@ def _waits_in_function(facts: Sequence[Fact], live: bool) -> str:
 
 def _no_group_yet(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
-    verbs = verbs_for(len(_who(fact).numbers), live=True)
+    verbs = verbs_for(len(who(fact).numbers), live=True)
     return (
-        f"{_name(fact)} {verbs.have} not made {verbs.its} process group; the other ranks have. "
-        f"No rank has issued anything for {duration(_seconds(fact))}."
+        f"{name_of(fact)} {verbs.have} not made {verbs.its} process group; the other ranks have. "
+        f"No rank has issued anything for {duration(time_of(fact))}."
     )
 
 
 def _none_started(facts: Sequence[Fact], live: bool) -> str:
-    count = count_of(len(_who(facts[0]).numbers), "rank")
+    count = count_of(len(who(facts[0]).numbers), "rank")
     return (
         f"None of {count} has made a process group or issued a collective for "
-        f"{duration(_seconds(facts[0]))}."
+        f"{duration(time_of(facts[0]))}."
     )
 
 
 def _none_issues(facts: Sequence[Fact], live: bool) -> str:
     return (
         "No rank has issued a collective or a message, and none is in one, for "
-        f"{duration(_seconds(facts[0]))}."
+        f"{duration(time_of(facts[0]))}."
     )
 
 
 def _straggler(facts: Sequence[Fact], live: bool) -> str:
     first, *late = facts
-    single = len(_who(first).numbers) == 1
+    single = len(who(first).numbers) == 1
     step = first.value("since_step")
     since = f", since step {int(step):,}" if step else ""
     text = (
-        f"{_name(first)} {'makes' if single else 'make'} the others wait{since}: waiting for "
+        f"{name_of(first)} {'makes' if single else 'make'} the others wait{since}: waiting for "
         f"{'it' if single else 'them'} costs each of them {first.number:.0f} % of its time, on "
         "average."
     )
     if not late:
         return text
-    call = _call(late[0])
+    call = call_in(late[0])
     return (
         f"{text} {'It comes' if single else 'They come'} late to {call.op} of group {call.group}"
-        f"{f' at {call.line}' if call.line else ''}, by {short_duration(_seconds(late[0]))} at the "
+        f"{f' at {call.line}' if call.line else ''}, by {short_duration(time_of(late[0]))} at the "
         "median."
     )
 
 
 def _slow_transfer(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
-    seconds, usual = _seconds(fact), float(fact.value("usual_s"))
+    seconds, usual = time_of(fact), float(fact.value("usual_s"))
     if fact.others is not None:
-        what = f"messages from {name_ranks(_who(fact))} to {name_ranks(fact.others)}"
+        what = f"messages from {name_ranks(who(fact))} to {name_ranks(fact.others)}"
     else:
-        what = f"{fact.value('op')} between {name_ranks(_who(fact))}"
+        what = f"{fact.value('op')} between {name_ranks(who(fact))}"
     return (
         f"Slow: {what} take {short_duration(seconds)} once both ends have come, "
         f"{seconds / usual:.1f} times the {short_duration(usual)} of {fact.value('compared')} "
@@ -445,19 +353,19 @@ def _slow_transfer(facts: Sequence[Fact], live: bool) -> str:
 
 def _stuck_transfer(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
-    members = len(_who(fact).numbers)
+    members = len(who(fact).numbers)
     arrived = "The only rank has" if members == 1 else f"All {members:,} ranks have"
     return (
-        f"{arrived} come to {name_call(_call(fact))}, "
-        f"and {count_of(len(_others(fact).numbers), 'rank')} did not get out for "
-        f"{duration(_seconds(fact))}: the transfer itself is stuck."
+        f"{arrived} come to {name_call(call_in(fact))}, "
+        f"and {count_of(len(others_of(fact).numbers), 'rank')} did not get out for "
+        f"{duration(time_of(fact))}: the transfer itself is stuck."
     )
 
 
 def _started_nowhere(facts: Sequence[Fact], live: bool) -> str:
     fact, verbs = facts[0], verbs_for(1, live)
     return (
-        f"{_all_have_issued(fact, live)}, {duration(_seconds(fact))} ago, and no device "
+        f"{_all_have_issued(fact, live)}, {duration(time_of(fact))} ago, and no device "
         f"{verbs.have} started it: what was issued before it does not end."
     )
 
@@ -467,36 +375,36 @@ def _start_unknown(facts: Sequence[Fact], live: bool) -> str:
     verb = "does" if live else "did"
     return (
         f"{_all_have_issued(fact, live)}, and it {verb} not end on "
-        f"{count_of(len(_others(fact).numbers), 'rank')} for {duration(_seconds(fact))}. Whether "
+        f"{count_of(len(others_of(fact).numbers), 'rank')} for {duration(time_of(fact))}. Whether "
         "each device has started it is not known."
     )
 
 
 def _all_have_issued(fact: Fact, live: bool) -> str:
-    members = len(_who(fact).numbers)
+    members = len(who(fact).numbers)
     verbs = verbs_for(members, live)
     ranks = "The only rank" if members == 1 else f"All {members:,} ranks"
-    return f"{ranks} {verbs.have} issued {name_call(_call(fact))}"
+    return f"{ranks} {verbs.have} issued {name_call(call_in(fact))}"
 
 
 def _alone_in(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
     be, have = verbs_for(1, live).be, verbs_for(1, live).have
     return (
-        f"{_name(fact)} {be} alone in {name_call(_call(fact))} for {duration(_seconds(fact))}: "
-        f"none of the {len(_others(fact).numbers):,} other members {have} come, and none of them "
+        f"{name_of(fact)} {be} alone in {name_call(call_in(fact))} for {duration(time_of(fact))}: "
+        f"none of the {len(others_of(fact).numbers):,} other members {have} come, and none of them "
         f"{'waits' if live else 'waited'} in another call."
     )
 
 
 def _left_behind(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
-    others = len(_others(fact).numbers)
+    others = len(others_of(fact).numbers)
     them = "the other member" if others == 1 else f"the {others:,} other members"
     have = ("has" if others == 1 else "have") if live else "had"
     return (
-        f"{_name(fact)} {verbs_for(len(_who(fact).numbers), live).have} been in "
-        f"{name_call(_call(fact))} for {duration(_seconds(fact))}, although {them} {have} left it."
+        f"{name_of(fact)} {verbs_for(len(who(fact).numbers), live).have} been in "
+        f"{name_call(call_in(fact))} for {duration(time_of(fact))}, although {them} {have} left it."
     )
 
 
@@ -521,126 +429,4 @@ _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     Relation.START_UNKNOWN: _start_unknown,
     Relation.LEFT_BEHIND: _left_behind,
     Relation.ALONE_IN: _alone_in,
-}
-
-
-# --- lines of evidence ---
-
-
-def _rank_alone(fact: Fact) -> str:
-    """Name a single rank without its process, which the summary has named."""
-    return f"rank {_who(fact).numbers[0]}"
-
-
-def _last_left(fact: Fact, live: bool) -> str:
-    when = "" if fact.number is None else f" {ago(live, fact.number)}"
-    return f"{_rank_alone(fact)}: last in {name_call(_call(fact))}, which it left{when}"
-
-
-def _last_is_in(fact: Fact, live: bool) -> str:
-    return f"{_rank_alone(fact)}: in {name_call(_call(fact))} for {duration(_seconds(fact))}"
-
-
-def _last_failed(fact: Fact, live: bool) -> str:
-    return f"{_rank_alone(fact)}: {name_call(_call(fact))} failed {ago(live, _seconds(fact))}"
-
-
-def _waits_in(fact: Fact, live: bool) -> str:
-    return f"{name_ranks(_who(fact))}: in {name_call(_call(fact))} for {duration(_seconds(fact))}"
-
-
-def _waits_in_turn(fact: Fact, live: bool) -> str:
-    verb = "waits" if len(_who(fact).numbers) == 1 else "wait"
-    return f"{name_ranks(_who(fact))}: {verb} for those in turn"
-
-
-def _waits_for(fact: Fact, live: bool) -> str:
-    return f"{name_ranks(_who(fact))} in {name_call(_call(fact))}, for {name_ranks(_others(fact))}"
-
-
-def _tags_differ(fact: Fact, live: bool) -> str:
-    lower, higher = fact.value("tags").split()
-    return (
-        f"tag {lower} and tag {higher} do not match, from rank {_who(fact).numbers[0]} to rank "
-        f"{_others(fact).numbers[0]}"
-    )
-
-
-def _side(fact: Fact, live: bool) -> str:
-    call = _call(fact)
-    values = f", {_values(fact)}" if fact.values else ""
-    return f"{name_ranks(_who(fact))}: {call.op}{f' at {call.line}' if call.line else ''}{values}"
-
-
-def _not_known(fact: Fact, live: bool) -> str:
-    unheard = fact.value("why") == "unheard"
-    why = "no answer from there" if unheard else "no records of it here"
-    return f"nothing is known of {name_ranks(_who(fact))}: {why}"
-
-
-def _overwritten(fact: Fact, live: bool) -> str:
-    count = int(_seconds(fact))
-    verb = "was" if count == 1 else "were"
-    return (
-        f"{count_of(count, 'record')} of {_rank_alone(fact)} {verb} overwritten, and "
-        "none of this group is left: it may have been there"
-    )
-
-
-def _seen_at(fact: Fact, live: bool) -> str:
-    return (
-        f"{_rank_alone(fact)}: {name_place(fact)} when the job's own watcher looked, "
-        f"{duration(_seconds(fact))} before the end"
-    )
-
-
-def _caused_waiting(fact: Fact, live: bool) -> str:
-    start = float(fact.value("slow_start_s") or 0.0)
-    left_out = " on record"
-    if start:
-        left_out = f" (the {duration(start)} before, of far longer steps, are left out)"
-    source = " (by the devices' durations)" if fact.value("times") == "device" else ""
-    return (
-        f"{fact.number:.0f} % of all waiting in {duration(float(fact.value('span_s')))}{left_out}; "
-        f"most of the waiting in {float(fact.value('along')):.0f} % of its parts{source}"
-    )
-
-
-def _came_last(fact: Fact, live: bool) -> str:
-    count = int(fact.value("collectives"))
-    return f"last in {fact.number:.0f} % of {count:,} collectives of that group"
-
-
-def _transfers(fact: Fact, live: bool) -> str:
-    return f"over {fact.number:,.0f} transfers of up to {int(fact.value('most_bytes')):,} bytes"
-
-
-def _earlier_wait(fact: Fact, live: bool) -> str:
-    return f"a wait at {fact.value('line')} lasted {duration(_seconds(fact))} and passed"
-
-
-_LINES: dict[Relation, Callable[[Fact, bool], str]] = {
-    Relation.LAST_LEFT: _last_left,
-    Relation.LAST_IS_IN: _last_is_in,
-    Relation.LAST_FAILED: _last_failed,
-    Relation.ISSUED_NOTHING: lambda fact, live: f"{_rank_alone(fact)}: it has issued nothing",
-    Relation.WAITS_IN: _waits_in,
-    Relation.WAITS_IN_TURN: _waits_in_turn,
-    Relation.WAITS_FOR: _waits_for,
-    Relation.TAGS_DIFFER: _tags_differ,
-    Relation.PASSED: _side,
-    Relation.SENDS: _side,
-    Relation.RECEIVES: _side,
-    Relation.ISSUED: _side,
-    Relation.NOT_KNOWN: _not_known,
-    Relation.OVERWRITTEN: _overwritten,
-    Relation.SEEN_AT: _seen_at,
-    Relation.STANDS_AT: lambda fact, live: (
-        f"{name_ranks(_who(fact))}: {name_place(fact) or 'its stack shows no line'}"
-    ),
-    Relation.CAUSED_WAITING: _caused_waiting,
-    Relation.CAME_LAST: _came_last,
-    Relation.TRANSFERS: _transfers,
-    Relation.STILL_IN_TRANSFER: lambda fact, live: f"{name_ranks(_who(fact))} still in it",
-    Relation.EARLIER_WAIT_PASSED: _earlier_wait,
 }

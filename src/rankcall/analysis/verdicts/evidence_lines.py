@@ -1,0 +1,140 @@
+"""The lines of evidence of all findings: one template for each relation that can stand in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rankcall.analysis.verdicts.facts import Fact, Relation
+from rankcall.analysis.verdicts.naming import (
+    ago,
+    call_in,
+    name_call,
+    name_place,
+    name_ranks,
+    others_of,
+    time_of,
+    values_in,
+    who,
+)
+from rankcall.analysis.verdicts.wording import count_of, duration
+
+
+def _rank_alone(fact: Fact) -> str:
+    """Name a single rank without its process, which the summary has named."""
+    return f"rank {who(fact).numbers[0]}"
+
+
+def _last_left(fact: Fact, live: bool) -> str:
+    when = "" if fact.number is None else f" {ago(live, fact.number)}"
+    return f"{_rank_alone(fact)}: last in {name_call(call_in(fact))}, which it left{when}"
+
+
+def _last_is_in(fact: Fact, live: bool) -> str:
+    return f"{_rank_alone(fact)}: in {name_call(call_in(fact))} for {duration(time_of(fact))}"
+
+
+def _last_failed(fact: Fact, live: bool) -> str:
+    return f"{_rank_alone(fact)}: {name_call(call_in(fact))} failed {ago(live, time_of(fact))}"
+
+
+def _waits_in(fact: Fact, live: bool) -> str:
+    return f"{name_ranks(who(fact))}: in {name_call(call_in(fact))} for {duration(time_of(fact))}"
+
+
+def _waits_in_turn(fact: Fact, live: bool) -> str:
+    verb = "waits" if len(who(fact).numbers) == 1 else "wait"
+    return f"{name_ranks(who(fact))}: {verb} for those in turn"
+
+
+def _waits_for(fact: Fact, live: bool) -> str:
+    return (
+        f"{name_ranks(who(fact))} in {name_call(call_in(fact))}, for {name_ranks(others_of(fact))}"
+    )
+
+
+def _tags_differ(fact: Fact, live: bool) -> str:
+    lower, higher = fact.value("tags").split()
+    return (
+        f"tag {lower} and tag {higher} do not match, from rank {who(fact).numbers[0]} to rank "
+        f"{others_of(fact).numbers[0]}"
+    )
+
+
+def _side(fact: Fact, live: bool) -> str:
+    call = call_in(fact)
+    values = f", {values_in(fact)}" if fact.values else ""
+    return f"{name_ranks(who(fact))}: {call.op}{f' at {call.line}' if call.line else ''}{values}"
+
+
+def _not_known(fact: Fact, live: bool) -> str:
+    unheard = fact.value("why") == "unheard"
+    why = "no answer from there" if unheard else "no records of it here"
+    return f"nothing is known of {name_ranks(who(fact))}: {why}"
+
+
+def _overwritten(fact: Fact, live: bool) -> str:
+    count = int(time_of(fact))
+    verb = "was" if count == 1 else "were"
+    return (
+        f"{count_of(count, 'record')} of {_rank_alone(fact)} {verb} overwritten, and "
+        "none of this group is left: it may have been there"
+    )
+
+
+def _seen_at(fact: Fact, live: bool) -> str:
+    return (
+        f"{_rank_alone(fact)}: {name_place(fact)} when the job's own watcher looked, "
+        f"{duration(time_of(fact))} before the end"
+    )
+
+
+def _caused_waiting(fact: Fact, live: bool) -> str:
+    start = float(fact.value("slow_start_s") or 0.0)
+    left_out = " on record"
+    if start:
+        left_out = f" (the {duration(start)} before, of far longer steps, are left out)"
+    source = " (by the devices' durations)" if fact.value("times") == "device" else ""
+    return (
+        f"{fact.number:.0f} % of all waiting in {duration(float(fact.value('span_s')))}{left_out}; "
+        f"most of the waiting in {float(fact.value('along')):.0f} % of its parts{source}"
+    )
+
+
+def _came_last(fact: Fact, live: bool) -> str:
+    count = int(fact.value("collectives"))
+    return f"last in {fact.number:.0f} % of {count:,} collectives of that group"
+
+
+def _transfers(fact: Fact, live: bool) -> str:
+    return f"over {fact.number:,.0f} transfers of up to {int(fact.value('most_bytes')):,} bytes"
+
+
+def _earlier_wait(fact: Fact, live: bool) -> str:
+    return f"a wait at {fact.value('line')} lasted {duration(time_of(fact))} and passed"
+
+
+LINES: dict[Relation, Callable[[Fact, bool], str]] = {
+    Relation.LAST_LEFT: _last_left,
+    Relation.LAST_IS_IN: _last_is_in,
+    Relation.LAST_FAILED: _last_failed,
+    Relation.ISSUED_NOTHING: lambda fact, live: f"{_rank_alone(fact)}: it has issued nothing",
+    Relation.WAITS_IN: _waits_in,
+    Relation.WAITS_IN_TURN: _waits_in_turn,
+    Relation.WAITS_FOR: _waits_for,
+    Relation.TAGS_DIFFER: _tags_differ,
+    Relation.PASSED: _side,
+    Relation.SENDS: _side,
+    Relation.RECEIVES: _side,
+    Relation.ISSUED: _side,
+    Relation.NOT_KNOWN: _not_known,
+    Relation.OVERWRITTEN: _overwritten,
+    Relation.SEEN_AT: _seen_at,
+    Relation.STANDS_AT: lambda fact, live: (
+        f"{name_ranks(who(fact))}: {name_place(fact) or 'its stack shows no line'}"
+    ),
+    Relation.CAUSED_WAITING: _caused_waiting,
+    Relation.CAME_LAST: _came_last,
+    Relation.TRANSFERS: _transfers,
+    Relation.STILL_IN_TRANSFER: lambda fact, live: f"{name_ranks(who(fact))} still in it",
+    Relation.EARLIER_WAIT_PASSED: _earlier_wait,
+}
