@@ -247,7 +247,7 @@ def test_what_cannot_be_armed(tmp_path: Path) -> None:
         (lambda: FaultPlan().stop(rank=-1), "a fault needs a rank from 0 on; got -1"),
         (lambda: FaultPlan().stop(rank=0, at="allreduce"), "unknown op 'allreduce'"),
         (lambda: FaultPlan().stop(rank=0, seq=0), "count from 1; got 0"),
-        (lambda: FaultPlan().delay(rank=0, seconds=-1), "must not be negative; got -1"),
+        (lambda: FaultPlan().delay(rank=0, seconds=-1), "must be at least 0 seconds; got -1"),
         (lambda: FaultPlan().delay(rank=0, seconds=1, times=0), "times must be 1 or more; got 0"),
         (lambda: FaultPlan().change(0, "size"), "cannot change 'size'; choose one of shape"),
         (lambda: FaultPlan().exhaust(0, after=-1), "after must be 0 or more batches; got -1"),
