@@ -123,3 +123,24 @@ def test_the_summary_is_in_the_run(tmp_path: Path) -> None:
     assert [row.batches for row in join.ranks] == [1, 2]
     assert [row.shadowed for row in join.ranks] == [1, 0]
     assert join.ranks[0].extra_s > 0
+
+
+def test_the_last_step_of_all_ranks() -> None:
+    """``is_last`` is true in the last step that any rank makes, and None where no rank can know."""
+    short, long = run_ranks(protocol.last_steps, 2, timeout=300)
+    no = False
+    assert long == {
+        "shadow, known": [no] * 5 + [True],
+        # Rank 0 runs dry in the first window of 4, so no rank looks further ahead.
+        "shadow, unknown": [no] * 3 + [None] * 3,
+        # It is known to have run dry in the second one, in which this rank has 4 again.
+        "shadow, unknown, whole windows": ([no] * 3 + [None]) * 2,
+        "replay, known": [no] * 5 + [True],
+        "replay, unknown": [no] * 3 + [None, no, True],
+        "replay, unknown, whole windows": [no] * 3 + [None] + [no] * 3 + [None],
+        "stop, known": [no] * 2 + [True],
+        "stop, unknown": [no] * 2 + [True],
+        "stop, unknown, whole windows": [no] * 3 + [None],
+    }
+    assert short["replay, known"] == long["replay, known"]
+    assert short["shadow, known"] == [no] * 3

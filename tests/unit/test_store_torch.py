@@ -182,3 +182,29 @@ def test_the_simulated_store_counts_as_torchs(name: str) -> None:
     trace = "1. one: step\n2. another: step\n3. another: step\n"
     world = simulation.replay(trace)
     assert world.can_go_on("one") is lets_pass
+
+
+# --- any_failed ---
+
+
+def test_every_rank_learns_which_ranks_failed(clients: list[Store]) -> None:
+    """All ranks get the same failures, also one without a text; a prefix serves again."""
+    errors = {1: KeyError("no such file"), 3: RuntimeError()}
+
+    def ask(rank: int) -> list[dict[int, str]]:
+        return [
+            ours.any_failed(clients[rank], error, rank, 4, "checkpoint", WAIT_S)
+            for error in (errors.get(rank), None, "x" * 5000 if rank == 2 else None, "")
+        ]
+
+    first, fine, long, empty = zip(*ranks(ask, 4), strict=True)
+    assert first == ({1: "KeyError: 'no such file'", 3: "RuntimeError"},) * 4
+    assert fine == ({},) * 4
+    assert long == ({2: "x" * 2000},) * 4
+    assert empty == (dict.fromkeys(range(4), ""),) * 4
+
+
+def test_a_failure_is_an_error_or_its_text() -> None:
+    """Anything else, such as False for no failure, is refused before a request is made."""
+    with pytest.raises(TypeError, match="error must be an exception, a str or None; got bool"):
+        ours.any_failed(HashStore(), False, 0, 2, "p")  # type: ignore[arg-type]

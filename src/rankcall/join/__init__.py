@@ -94,6 +94,15 @@ class Join:
         return self._block is None or self._block.active
 
     @property
+    def is_last(self) -> bool | None:
+        """Whether no rank makes a step after this one, so that gradients must be reduced now.
+
+        None if the ranks cannot know it yet: the length of an input is unknown, and the batches
+        that were looked ahead end with this one. Outside the loop it is False.
+        """
+        return False if self._block is None else self._block.is_last
+
+    @property
     def weight(self) -> float:
         """The number to multiply the loss with under ``replay``; 0 for a replayed batch."""
         return 1.0 if self._block is None else self._block.weight

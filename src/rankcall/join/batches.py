@@ -83,11 +83,14 @@ class Batches(Generic[T]):
     def _shadow(self) -> Iterator[T]:
         """Yield all batches; once the first rank has run dry, announce each iteration."""
         for window in self._windows():
-            for batch in self._take(min(window.counts)):
+            fewest, most = min(window.counts), max(window.counts)
+            for step, batch in enumerate(self._take(fewest)):
+                self._note_last(step, most)
                 yield self._block.next_batch(batch)
-            if window.last and min(window.counts) != max(window.counts):
+            if window.last and fewest != most:
                 self._block.begin_tail()
-                for batch in self._rest():
+                for step, batch in enumerate(self._rest(), fewest):
+                    self._note_last(step, most)
                     yield self._block.next_batch(batch)
         self._nothing_left()
 
@@ -98,6 +101,7 @@ class Batches(Generic[T]):
             self._check_replayable(window)
             own, steps = self._take(window.counts[index]), max(window.counts)
             for step in range(steps):
+                self._note_last(step, steps)
                 if window.last and step == steps - 1:
                     self._block.expect_end()
                 active = sum(step < count for count in window.counts)
@@ -115,7 +119,8 @@ class Batches(Generic[T]):
         index, ranks = self._block.index, self._block.members.ranks
         for window in self._windows():
             fewest = min(window.counts)
-            for batch in self._take(fewest):
+            for step, batch in enumerate(self._take(fewest)):
+                self._note_last(step, fewest)
                 yield self._block.next_batch(batch)
             if throws and window.last and fewest != max(window.counts):
                 pairs = zip(ranks, window.counts, strict=True)
@@ -126,6 +131,18 @@ class Batches(Generic[T]):
                     else "Detected at least one rank that exhausted inputs. Throwing across all "
                     f"ranks. (Rank {format_ranks(dry)} had {self._taken} batches.)"
                 )
+
+    def _note_last(self, step: int, steps: int) -> None:
+        """Note whether the batch about to be yielded is in the last step that any rank makes.
+
+        ``steps`` is how many steps the ranks make together in this window. If no rank has as many
+        batches as a window of look-ahead holds, no window with batches follows.
+        """
+        is_end = step + 1 >= steps
+        self._block.is_last = None if is_end and not self._ends_within(steps) else is_end
+
+    def _ends_within(self, steps: int) -> bool:
+        return self._known or steps < self._size
 
     # The windows: the numbers of batches of all ranks.
 

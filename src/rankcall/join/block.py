@@ -62,6 +62,7 @@ class Block:
         self.own = RankSummary(self.rank)
         self.active = True
         self.weight: float = Weight(1.0)
+        self.is_last: bool | None = False  # no rank makes a step after this one
         self._joined = joined
         self._divide_by = divide_by
         self._weight_tensor = weight_tensor.fill_(1.0)
@@ -127,6 +128,7 @@ class Block:
     def end_iteration(self) -> None:
         """End an iteration; shadow the other ranks until all of them have ended it."""
         self._is_iterating = False
+        self.is_last = False
         self._set_weight(1.0, True)
         if self._announces:
             self._settle()

@@ -10,7 +10,7 @@ from rankcall.errors import WorldMismatchError
 from rankcall.store.barriers import barrier
 from rankcall.store.cleaning import clean_up
 from rankcall.store.errors import BarrierTimeout
-from rankcall.store.exchanges import get_all, synchronize
+from rankcall.store.exchanges import any_failed, get_all, synchronize
 from rankcall.store.failing_over import Failover, failover
 from rankcall.store.installing import Installed, install
 from rankcall.store.rollcalls import Answer, Rollcall, rollcall
@@ -24,6 +24,7 @@ __all__ = [
     "Rollcall",
     "StoreLostError",
     "WorldMismatchError",
+    "any_failed",
     "barrier",
     "clean_up",
     "failover",

@@ -1,7 +1,8 @@
-"""``synchronize`` and ``get_all``: give every rank the data of all ranks."""
+"""``synchronize``, ``any_failed`` and ``get_all``: give every rank the data of all ranks."""
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 from torch.distributed import Store
@@ -13,6 +14,7 @@ from rankcall.store.calls import RankCall, perform
 from rankcall.store.keys import EXCHANGE, GET_ALL
 from rankcall.store.local import local_store
 
+_ERROR_CHARACTERS = 2000  # each rank reads the errors of all, and all may have failed
 LARGEST = 7 << 20  # a TCPStore closes the connection of a process that sends 8 MiB
 
 
@@ -66,6 +68,52 @@ def synchronize(
         lambda member: protocol.exchange(keys, member, value, host_rank),
         EXCHANGE,
     )
+
+
+def any_failed(
+    store: Store,
+    error: BaseException | str | None,
+    rank: int,
+    world_size: int,
+    key_prefix: str,
+    timeout: Duration = 300,
+    **named: Any,
+) -> dict[int, str]:
+    """Say whether this rank failed, and return the failures of all ranks, by rank.
+
+    Every rank gets the same dict, which is empty if no rank failed. So all ranks take the same
+    branch after a part of the job that can fail on one of them, for example a checkpoint.
+
+    Args:
+        store: Any ``torch.distributed.Store``.
+        error: This rank's failure, or None. All ranks get the first 2,000 characters of its text.
+        rank: This rank.
+        world_size: How many ranks there are.
+        key_prefix: Names the question. It serves any number of times.
+        timeout: In seconds; see ``barrier``.
+        **named: ``host_rank``, ``what`` and ``attempt``, as for ``synchronize``.
+
+    Raises:
+        BarrierTimeout: Not all ranks came in time; a rank that died is in its list.
+        WorldMismatchError: As for ``barrier``.
+        StoreLostError: The store's host is gone, or does not answer.
+        ValueError: An argument is out of its range.
+        TypeError: An argument is of the wrong type.
+    """
+    if isinstance(error, BaseException):
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    elif error is None or isinstance(error, str):
+        text = error or ""
+    else:
+        raise TypeError(f"error must be an exception, a str or None; got {type(error).__name__}")
+    # The first byte says whether there is an error, because the text of one may be empty.
+    data = b"" if error is None else b"!" + text[:_ERROR_CHARACTERS].encode("utf-8", "replace")
+    answers = synchronize(store, data, rank, world_size, key_prefix, timeout, **named)
+    return {
+        other: answer[1:].decode("utf-8", "replace")
+        for other, answer in enumerate(answers)
+        if answer
+    }
 
 
 def _checked(data: bytes | str, rank: int) -> bytes:

@@ -306,3 +306,22 @@ def recorded(rank: int, world_size: int, folder: str) -> list[Any]:
                 time.sleep(0.001)
         dist.barrier()
     return str(join.summary).splitlines()
+
+
+def last_steps(rank: int, world_size: int) -> dict[str, list[bool | None]]:
+    """Return ``is_last`` in each step, by policy and by what is known of the lengths."""
+    results: dict[str, list[bool | None]] = {}
+    for policy in ("shadow", "replay", "stop"):
+        for kind in ("known", "unknown", "unknown, whole windows"):
+            counts = (4, 8) if kind == "unknown, whole windows" else (3, 6)
+            loader: Any = [torch.ones(2, 4)] * counts[rank]
+            model = DistributedDataParallel(torch.nn.Linear(4, 1))
+            seen: list[bool | None] = []
+            with ours.Join([model], on_exhausted=policy) as join:  # type: ignore[arg-type]
+                source = loader if kind == "known" else iter(loader)
+                for batch in join.batches(source, window=4):
+                    seen.append(join.is_last)
+                    (model(batch).sum() * join.weight).backward()
+                assert join.is_last is False
+            results[f"{policy}, {kind}"] = seen
+    return results
