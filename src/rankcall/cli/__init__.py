@@ -23,6 +23,7 @@ _COMMANDS = {
     "report": "Report which ranks came last, which waited, and how fast the collectives were.",
     "diagnose": "Say which rank holds the others up, in which call, from which line.",
     "export": "Write a run's records for Perfetto, as Parquet or JSON lines.",
+    "ps": "List the jobs that run on this host.",
     "top": "Show the state of every rank, live.",
     "serve": "Serve a live page of a job, which everyone who has the link can read.",
     "mcp": "Let an assistant read runs, over the MCP protocol.",

@@ -27,7 +27,7 @@ RunPath = Annotated[
     typer.Argument(
         metavar="RUN",
         help="A run directory, an archive, a ring file, or Flight Recorder's dumps. Without it: "
-        "the latest run here.",
+        "the only live job of this host, or the latest run here.",
     ),
 ]
 Attempt = Annotated[

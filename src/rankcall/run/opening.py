@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
+from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Progress, Run, load
-from rankcall.run.paths import find_run
 from rankcall.run.settle import settle
 
 
@@ -24,7 +24,7 @@ def open_run(
     take, and so that a copy of the run directory is complete.
 
     Args:
-        path: See ``load``. Without it: the latest run below the working directory.
+        path: See ``load``. Without it: see ``chosen_run``.
         attempt: Keep only the rings of this attempt.
         progress: Called with the number of rings that are done, and of all rings.
 
@@ -32,7 +32,7 @@ def open_run(
         RunNotFoundError: The path, or the attempt, does not exist.
         CorruptRunError: No ring, and no dump, can be read.
     """
-    where = find_run(path)
+    where = chosen_run(path)
     if where.is_dir():
         settle(where)
     run = load(where, progress)

@@ -160,7 +160,9 @@ def _is_deep(value: Any) -> bool:
 
 
 def find_run(path: str | os.PathLike[str] | None = None) -> Path:
-    """Return the path of a run; without ``path``, of the latest run below the working directory.
+    """Return the path of a run; without ``path``, of the latest one here.
+
+    That is the latest run below the working directory, or else below the nearest of its parents.
 
     If the run directory could not be made, this is the folder of the run's live rings.
 
@@ -168,12 +170,13 @@ def find_run(path: str | os.PathLike[str] | None = None) -> Path:
     """
     if path is None:
         latest = Path(RUNS) / "latest"
-        if not latest.exists():
-            raise RunNotFoundError(
-                f"no run given and no {latest} here ({Path.cwd()}): "
-                "start one with 'rankcall run script.py', or name a run directory"
-            )
-        return latest.resolve()
+        for folder in (Path.cwd(), *Path.cwd().parents):
+            if (folder / latest).exists():
+                return (folder / latest).resolve()
+        raise RunNotFoundError(
+            f"no run given and no {latest} here ({Path.cwd()}): "
+            "start one with 'rankcall run script.py', or name a run directory"
+        )
     run = Path(path)
     if not run.exists():
         for rings in trusted_live_dirs(run):

@@ -16,8 +16,9 @@ from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.analysis.verdicts.verdict import Kept
 from rankcall.errors import RankcallError
 from rankcall.run.hangs import kept_stacks
+from rankcall.run.live_jobs import chosen_run
 from rankcall.run.load import Run, load
-from rankcall.run.paths import find_run, ring_paths
+from rankcall.run.paths import ring_paths
 from rankcall.run.stack_text import tidy
 from rankcall.run.stacks import request_stacks
 from rankcall.serve.other_nodes import OtherNodes
@@ -92,7 +93,7 @@ class LiveRun:
 
     def place(self) -> Path:
         """Return the run's path. Raises ``RunNotFoundError``."""
-        return find_run(self.path)
+        return chosen_run(self.path)
 
     def take_stacks(self) -> Stacks:
         """Have this host's ranks dump their stacks; raises ``RankcallError`` if there is no run."""
