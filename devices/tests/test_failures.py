@@ -167,7 +167,7 @@ def test_a_killed_rank_as_a_remote_error(jobs: Jobs) -> None:
 
 def test_ranks_killed_while_they_join(jobs: Jobs) -> None:
     """Files of ranks that died before all had joined are removed by the next job."""
-    first = jobs.start(2, "if rank == 0:\n  threading.Thread(target=lambda: (wait_until(lambda: any(n.startswith('simulated-devices-') for n in os.listdir('/dev/shm'))), say('joins')), daemon=True).start()\n  init(device_id=torch.device('cuda', 0))\nelse: signal.pause()")  # fmt: skip
+    first = jobs.start(2, "if rank == 0:\n  threading.Thread(target=lambda: (wait_until(lambda: any(n.startswith('simulated-devices-') for n in os.listdir(os.environ['SIMULATED_DEVICES_SHM']))), say('joins')), daemon=True).start()\n  init(device_id=torch.device('cuda', 0))\nelse: signal.pause()")  # fmt: skip
     first.wait_for("joins", 0)
     first.kill()
     first.wait()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ class RecordedJob:
                     return rows
             time.sleep(0.05)
         raise AssertionError(f"waited in vain:\n{rows}\n{self.job.report()}")
+
+    def after_a_look(self) -> pl.DataFrame:
+        """Return the records once each rank has looked once more at what its devices completed.
+
+        A look follows a heartbeat at least every second.
+        """
+        latest = max(self._heartbeats()) + 2_000_000_000
+        return self.wait_for(lambda _: min(self._heartbeats()) > latest)
+
+    def _heartbeats(self) -> list[int]:
+        return [head.header.python_heartbeat_ns for head in self.load().heads]
 
     def command(self, *arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command of rankcall on the run, for example ``diagnose --json``."""
@@ -109,3 +121,9 @@ def start_zygote() -> Zygote:
         DevicesError: The installed torch cannot run on simulated devices.
     """
     return Zygote(gpus=4, memory="1GiB")
+
+
+def torch_version() -> tuple[int, int]:
+    """Return the major and the minor number of the installed torch, without importing it."""
+    major, minor = version("torch").split(".")[:2]
+    return int(major), int(minor)

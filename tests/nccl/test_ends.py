@@ -2,22 +2,131 @@
 
 from __future__ import annotations
 
-from recorded_jobs import RecordedJobs
+import pytest
+from recorded_jobs import RecordedJobs, torch_version
+
+PROGRAM = """
+init(); x = torch.ones(64, device="cuda"); y = torch.ones(64, device="cuda")
+def message(): (dist.send if rank == 0 else dist.recv)(y, 1 - rank)
+def batch():
+    ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+    for work in dist.batch_isend_irecv(ops): work.wait()
+def coalesced():
+    with dist._coalescing_manager(device=x.device, async_ops=True) as works:
+        dist.all_reduce(x); dist.all_reduce(y)
+    works.wait()
+"""
+
+LOOPS = {
+    "synchronous": "dist.all_reduce(x)",
+    "asynchronous": "dist.all_reduce(x, async_op=True).wait()",
+    "messages": "message()",
+    "mixed": "dist.all_reduce(x); message()",
+    "message first": "dist.all_reduce(x) if i == 0 else None; message(); dist.all_reduce(x)",
+    "several": "dist.broadcast(x, 0, async_op=True); dist.all_reduce(x); dist.barrier(); message()",
+    "coalesced": "coalesced()",
+}
 
 
-def test_a_healthy_job_has_its_ends(jobs: RecordedJobs, capture: str) -> None:
-    """Once a job has waited for its collectives, each record has completed; none is abandoned."""
+@pytest.mark.parametrize("loop", LOOPS)
+def test_ends_are_known_while_the_job_runs(jobs: RecordedJobs, capture: str, loop: str) -> None:
+    """Once a job has waited for its ops, each record has completed; none is closed without an end.
+
+    Synchronous collectives of torch's older NCCL back end have no Work. If the group sends messages
+    as well, a number in the back end's status may be a collective's or a message's.
+    """
     job = jobs.start(
         2,
-        """
-        init(); x = torch.ones(64, device="cuda")
-        for _ in range(20): dist.all_reduce(x)
-        torch.cuda.synchronize(); say("waited"); wait_told("go")
-        dist.destroy_process_group()
-        """,
+        PROGRAM
+        + f"""
+for i in range(20): {LOOPS[loop]}
+torch.cuda.synchronize(); say("waited"); wait_told("end")
+dist.destroy_process_group()
+""",
         RANKCALL_CAPTURE=capture,
     )
-    rows = job.wait_for(lambda rows: len(rows) == 40 and (rows["status"] == "completed").all())
+    for rank in range(2):
+        job.job.wait_for("waited", rank)
+    rows = job.wait_for(lambda rows: len(rows) and (rows["status"] == "completed").all())
     assert not rows["abandoned"].any()
-    job.tell("go")
+    assert rows.filter(rank=0).height == rows.filter(rank=1).height >= 20
+    job.tell("end")
     job.job.succeed()
+
+
+@pytest.mark.parametrize(("rank", "hung"), [(0, "dist.all_reduce(x)"), (1, "message()")])
+def test_what_hangs_stays_in_flight(jobs: RecordedJobs, capture: str, rank: int, hung: str) -> None:
+    """In a group with collectives and messages, the op that hangs, and no other, has no end."""
+    job = jobs.start(
+        2,
+        PROGRAM
+        + f"""
+for i in range(20): dist.all_reduce(x); message()
+torch.cuda.synchronize()
+if rank == {rank}: {hung}
+say("hangs"); wait_told("end"); os._exit(0)
+""",
+        RANKCALL_CAPTURE=capture,
+    )
+    job.job.wait_for("hangs", rank)
+    job.wait_for(lambda rows: rows.filter(status="completed").height >= 80)
+    for _ in range(3):  # nor has it one after further looks at the back end
+        rows = job.after_a_look()
+        open_rows = rows.filter(rows["status"] != "completed")
+        assert open_rows.select("rank", "index", "abandoned").rows() == [(rank, 40, False)]
+    job.tell("end")
+    job.job.succeed()
+
+
+@pytest.mark.skipif(torch_version() >= (2, 15), reason="the back end does not tell a batch's end")
+def test_batches_end(jobs: RecordedJobs, capture: str) -> None:
+    """Sends and receives of a batch have no Work of their own; they end with the batch."""
+    job = jobs.start(
+        2,
+        PROGRAM
+        + """
+for i in range(20): batch(); dist.all_reduce(x)
+torch.cuda.synchronize(); wait_told("end")
+dist.destroy_process_group()
+""",
+        RANKCALL_CAPTURE=capture,
+    )
+    rows = job.wait_for(lambda rows: len(rows) == 120 and (rows["completed_ns"] > 0).all())
+    assert not rows["abandoned"].any()
+    job.tell("end")
+    job.job.succeed()
+
+
+def test_a_short_job_has_its_ends(jobs: RecordedJobs, capture: str) -> None:
+    """A job that destroys its group at once leaves no record without an end."""
+    job = jobs.run(
+        2,
+        PROGRAM
+        + """
+for i in range(20): dist.all_reduce(x); dist.all_reduce(y, async_op=True).wait()
+torch.cuda.synchronize(); dist.destroy_process_group()
+""",
+        RANKCALL_CAPTURE=capture,
+    )
+    rows = job.records()
+    assert len(rows) == 80
+    assert (rows["status"] == "completed").all()
+
+
+def test_no_output_is_kept(jobs: RecordedJobs, capture: str) -> None:
+    """A tensor is freed once its op is over and its user has dropped it, while the Work is kept."""
+    jobs.run(
+        2,
+        PROGRAM
+        + """
+import gc, weakref
+z = torch.ones(1 << 20, device="cuda"); gone = weakref.ref(z)
+free = torch.cuda.memory_allocated()
+work = dist.all_reduce(z, async_op=True); work.wait(); torch.cuda.synchronize()
+wait_until(lambda: work.get_future_result().done())
+del work, z; gc.collect()
+wait_until(lambda: gone() is None and torch.cuda.memory_allocated() <= free - (4 << 20))
+dist.destroy_process_group()
+""",
+        RANKCALL_CAPTURE=capture,
+    )

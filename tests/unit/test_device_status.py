@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ class Bench:
         self.reads = 0
         self.ends: list[tuple[int, bool]] = []  # record, and whether it completed
         self._issued: list[DeviceOp] = []
+        self._ended: list[int] = []
         self.status = DeviceStatus(self, self._read, lambda: self.now_ns)
 
     def issue(
@@ -60,9 +62,14 @@ class Bench:
         p2p: bool = False,
         group: int = 1,
         block: int | None = None,
+        **more: Any,
     ) -> None:
         block = record if block is None else block
-        self._issued.append(DeviceOp(record, group, number, p2p, block))
+        self._issued.append(DeviceOp(record, group, number, p2p, block, **more))
+
+    def end(self, *records: int) -> None:
+        """Have the futures of these ops end their records."""
+        self._ended += records
 
     def look(self, completed: int | None = None) -> list[tuple[int, bool]]:
         """Poll with this number completed last by group 1's back end; return the ends."""
@@ -82,6 +89,10 @@ class Bench:
 
     def take_device_ops(self) -> list[DeviceOp]:
         taken, self._issued = self._issued, []
+        return taken
+
+    def take_ended_device_ops(self) -> list[int]:
+        taken, self._ended = self._ended, []
         return taken
 
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
@@ -198,16 +209,18 @@ def test_without_a_status_the_end_is_unknown(uid: int | None) -> None:
     assert looks == [[], [], [(0, False)]]
 
 
-def test_a_group_that_is_gone_keeps_nothing_in_flight() -> None:
-    """A group is not kept alive, and the ends of its ops are unknown once it is gone."""
+def test_the_status_of_a_group_outlives_it() -> None:
+    """A group is not kept alive; the back end still tells what completed before it went."""
     bench, group = Bench(), ProcessGroup(7)
     bench.status.add_group(1, group, new=False)
     bench.issue(0, 1)
-    bench.look(0)
+    bench.issue(1, 2)
+    gone = weakref.ref(group)
     del group
     gc.collect()
-    looks = [bench.look(1) for _ in range(3)]
-    assert looks[-1] == [(0, False)]
+    assert gone() is None
+    assert bench.look(1) == [(0, True)]
+    assert bench.look(2) == [(1, True)]
 
 
 def test_an_op_without_a_number_ends_with_what_was_enqueued_before_the_next_look(
@@ -293,23 +306,83 @@ def test_numbers_of_one_kind_say_nothing_of_the_other(bench: Bench) -> None:
         assert bench.look(100) == []
 
 
-def test_a_number_of_either_kind_decides_nothing(bench: Bench) -> None:
-    """Both kinds have an op of that number in flight: neither ends while nothing moves on."""
-    bench.issue(0, 5)
-    bench.issue(1, 5, p2p=True)
+def test_a_number_of_either_kind_ends_what_came_before_both(bench: Bench) -> None:
+    """Whichever of the two has completed, what was issued up to the earlier of them has."""
+    bench.issue(0, 4)
+    bench.issue(1, 5)
+    bench.issue(2, 4, p2p=True)
+    bench.issue(3, 5, p2p=True)
+    assert bench.look(5) == [(0, True), (1, True)]
     for _ in range(20):
-        assert bench.look(5) == []
+        assert bench.look(5) == []  # the second message may hang
 
 
-def test_an_undecided_op_is_closed_once_its_group_went_on(bench: Bench) -> None:
-    """It would look hung in a job that is well; that its group goes on shows that it is not."""
+def test_a_number_that_was_reached_before_is_not_the_new_one(bench: Bench) -> None:
+    """Eight messages are over; number 5, which is new, is a collective's."""
+    for number in range(1, 9):
+        bench.issue(number, number, p2p=True)
+    assert len(bench.look(8)) == 8
+    for number in range(1, 8):
+        bench.issue(10 + number, number)
+    assert bench.look(5) == [(10 + number, True) for number in range(1, 6)]
+
+
+def test_two_kinds_that_take_turns_all_end(bench: Bench) -> None:
+    """In a job that is well, no op stays behind for long."""
     ended: list[Any] = []
     for number in range(1, 8):
         bench.issue(2 * number, number)
         bench.issue(2 * number + 1, number, p2p=True)
         ended += bench.look(number)
-    assert all(not completed for _, completed in ended)
-    assert {2, 3, 4, 5} <= {record for record, _ in ended}
+    assert all(completed for _, completed in ended)
+    assert {record for record, _ in ended} >= set(range(2, 14))
+
+
+def test_a_future_ends_its_op_alone(bench: Bench) -> None:
+    """Messages to two peers keep no order: one that hangs is not passed by the next."""
+    bench.issue(0, 1, p2p=True, watched=True)
+    bench.issue(1, 2, p2p=True, watched=True)
+    bench.end(1)
+    for _ in range(20):
+        assert bench.look(2) == []
+    assert bench.reads == 0
+
+
+def test_a_future_ends_what_is_before_it_in_its_stream(bench: Bench) -> None:
+    """A synchronous collective runs in its caller's stream, and the next op waits for it."""
+    bench.issue(0, 1, stream=3, in_stream=True)
+    bench.issue(1, 2, stream=4, in_stream=True)
+    bench.issue(2, 1, p2p=True, watched=True, stream=3)
+    bench.issue(3, 3, stream=3, in_stream=True)
+    bench.end(2)
+    assert bench.look(1) == [(0, True)]
+
+
+def test_a_number_is_not_that_of_a_message_whose_future_is_not_done(bench: Bench) -> None:
+    """The message hangs, so the collective of the same number is what has completed."""
+    bench.issue(0, 1, stream=3, in_stream=True)
+    bench.issue(1, 1, p2p=True, watched=True, stream=3)
+    assert bench.look(1) == []  # its future may be done in a moment
+    assert bench.look(1) == [(0, True)]
+    for _ in range(20):
+        assert bench.look(1) == []
+
+
+def test_a_collective_whose_future_is_never_done_ends_by_its_number(bench: Bench) -> None:
+    """ProcessGroupNCCL forgets the futures of collectives in a coalescing block."""
+    bench.issue(0, 1, watched=True)
+    bench.issue(1, 2, watched=True)
+    assert bench.look(1) == [(0, True)]
+
+
+def test_without_a_status_a_watched_op_stays_in_flight() -> None:
+    """Its future is yet to tell; it may be what hangs."""
+    bench, group = Bench(), ProcessGroup(None)
+    bench.status.add_group(1, group, new=False)
+    bench.issue(0, watched=True)
+    bench.issue(1, p2p=True, watched=True)
+    for _ in range(20):
+        assert bench.look(5) == []
 
 
 def test_what_came_at_the_last_moment_is_closed_at_the_end(bench: Bench) -> None:

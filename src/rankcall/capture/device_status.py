@@ -1,40 +1,57 @@
-"""Learn from the back end's own status which ops on devices have completed.
+"""Learn from the back end which ops on devices have completed. Nothing here touches a device.
 
-A back end for devices only enqueues an op, and its Work says nothing about the op's end. Its own
-watchdog looks at the device anyway, and torch's Flight Recorder keeps, for each group, the number
-of the last collective that was enqueued and of the last that was found complete (``pg_status``).
-Reading that touches no stream and no event. The rest of a Flight Recorder dump is never read: torch
-queries events to make it.
+A back end for devices only enqueues an op. Its own watchdog looks at the device, and tells in two
+ways what it has found:
 
-Which number an op has is known from its Work. Synchronous ops on NCCL and ops inside a coalescing
-block have no Work, and the Python capture cannot ask a Work. They get their numbers by counting: if
-the group has enqueued as many since the last known number as were issued, each is known. If not,
-an op has completed once everything has that was enqueued by the next look.
+* Each Work has a future of its result (``Work.getFutureResult``). An op with such a future is
+  *watched*: the future ends its record. ProcessGroupNCCL never completes the future of a collective
+  in a coalescing block, so the status may end a watched collective, too.
+* torch's Flight Recorder has, for each group, the number of the last op that was enqueued and of
+  the last that was found complete (``pg_status``). The rest of a dump is never read, because torch
+  queries events to make it. ProcessGroupNCCL has this status; ProcessGroupNCCL2 has none.
 
-``pg_status`` has one number for collectives and for sends and receives, which are counted apart. If
-a group issues both, a number that can be of either kind decides nothing. An op that stays undecided
-while its group goes on is closed without an end, so that it does not look hung.
+ProcessGroupNCCL returns no Work from a synchronous collective, and neither back end has a future
+for the ops of a coalescing block. These ops are not watched, and three rules tell that one is over:
+
+* A synchronous collective runs in its caller's stream, and an op waits for the stream in which it
+  is issued. So it is over once a watched op that was issued later in the same stream is.
+* The status has a number that only one op can have. A group counts collectives apart from sends and
+  receives, so a number may belong to one of each. A number that was reached before the last look
+  is not the one that is new.
+* If it may be either of two ops, both of which are still waited for, what was issued up to the
+  earlier of them is over: the group's ops use one communicator, which keeps their order.
+
+What is still not known stays in flight, because it may be the op that hangs. Only if the back end
+keeps no status of the group, or the recording ends, is it closed without an end.
+
+The number of an op comes from its Work or from the back end's counter. Sends and receives in a
+block have neither, and are counted: if the group has enqueued as many since the last known number
+as were issued, each is known. If not, an op has completed once everything has that was enqueued by
+the next look.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from rankcall import background
+
 NO_NUMBER = -1
 _MOST_MISSES = 3  # looks without any status of a group: its back end keeps none
-_MOST_MOVES = 3  # times that a group went on while an op of it stayed undecided
 _SETTLED_NS = 2_000_000_000  # an op that is older was not overlooked between two looks
 _MOST_OPS = 1 << 16
+_LOOK_SECONDS = 1.0  # for a look that another thread has begun
 
 
 class GroupStatus(NamedTuple):
@@ -54,8 +71,15 @@ Status = Mapping[int, GroupStatus]  # by the back end's own number of the group,
 class DeviceOp(NamedTuple):
     """An op that was enqueued on a device.
 
-    ``number`` is its sequence number in the back end, if that is known. Ops of one ``block`` were
-    issued by one public call and may share a number.
+    Attributes:
+        record: The index of its record, which grows in issue order.
+        group: The side-table id of its group.
+        number: Its sequence number in the back end, if that is known.
+        p2p: Whether it is a send or a receive.
+        block: The same for ops that were issued by one public call and may share a number.
+        watched: Whether the future of its Work ends its record.
+        stream: The caller's stream, under any number that no other stream has; 0: not known.
+        in_stream: Whether the op runs in that stream.
     """
 
     record: int
@@ -63,6 +87,9 @@ class DeviceOp(NamedTuple):
     number: int
     p2p: bool
     block: int
+    watched: bool = False
+    stream: int = 0
+    in_stream: bool = False
 
 
 class Ending(Protocol):
@@ -70,31 +97,35 @@ class Ending(Protocol):
 
     def take_device_ops(self) -> list[DeviceOp]: ...
     def start_device_ops(self, records: list[int], time_ns: int) -> None: ...
+    def take_ended_device_ops(self) -> list[int]: ...
     def end_device_ops(self, records: list[int], time_ns: int) -> None: ...
     def reading_status(self) -> AbstractContextManager[bool]: ...
 
 
 @dataclass
 class _Op:
-    """An op that is not known to have completed.
+    """An op that is not known to have completed, unless ``ended``.
 
-    ``looks`` counts the looks at the status since the op was issued. ``moves`` is how often the
-    group had gone on when the op was noted.
+    ``looks`` counts the looks at the status since the op was issued.
     """
 
+    noted: DeviceOp
     number: int
-    record: int
-    block: int
     noted_ns: int
-    moves: int
     has_own_number: bool  # and not one that was counted
     looks: int = 0
     start: int = -1  # 1: begun, 0: not begun, -1: not known
+    ended: bool = False
+
+    @property
+    def has_only_a_future(self) -> bool:
+        """Whether numbers say nothing of it: messages to two peers keep no order."""
+        return self.noted.watched and self.noted.p2p
 
 
 @dataclass
-class _Waiting:
-    """The ops of one kind of one group that are not known to have completed, oldest first.
+class _Kind:
+    """The collectives of a group, or its sends and receives, from the oldest in flight on.
 
     ``anchor`` is the number of the op before the oldest, if that is known.
     """
@@ -104,6 +135,7 @@ class _Waiting:
     met: bool = False  # whether the group issues this kind of op
     issued: int = NO_NUMBER  # the highest number so far
     completed: int = NO_NUMBER  # the highest number that is known to have completed
+    completed_before: int = NO_NUMBER  # the same at the last look
 
     def add(self, op: _Op) -> None:
         self.met = True
@@ -125,27 +157,59 @@ class _Waiting:
         _count(unknown, before, enqueued)
         self.issued = max(self.issued, enqueued)
 
-    def may_have_completed(self, number: int) -> bool:
-        """Tell whether the op completed last can be the one of this kind with this number."""
+    def may_have_completed(self, number: int, is_new: bool) -> bool:
+        """Tell whether the op completed last can be the one of this kind with this number.
+
+        ``is_new``: another number was the last one at the look before.
+        """
+        if is_new and number <= self.completed_before:
+            return False  # it was completed before the op that was the last one then
+        if not is_new and any(
+            op.number == number and op.has_only_a_future for op in self.in_flight()
+        ):
+            return False  # its future would have ended it since
         return self.completed <= number <= self.issued
 
-    def complete(self, number: int) -> list[int]:
-        """Take out the ops up to a number, and return their records."""
-        self.completed = max(self.completed, number)
+    def in_flight(self) -> Iterator[_Op]:
+        """Yield the ops that are not known to be over, oldest first."""
+        return (op for op in self.ops if not op.ended)
+
+    def find(self, number: int) -> DeviceOp | None:
+        """Return the last op of this number, if the status is what tells that it is over."""
+        newest = None
+        for op in self.in_flight():
+            if op.number == number and not op.has_only_a_future:
+                newest = op.noted
+        return newest
+
+    def complete(self, number: int, up_to: int = -1) -> list[int]:
+        """End the ops up to a number, and those up to a record; return the records."""
         ended = []
-        while self.ops and NO_NUMBER < self.ops[0].number <= number:
-            op = self.ops.popleft()
-            self.anchor = op.number
-            ended.append(op.record)
+        for op in self.in_flight():
+            is_over = NO_NUMBER < op.number <= number or op.noted.record <= up_to
+            if is_over and not op.has_only_a_future:
+                self.end(op)
+                ended.append(op.noted.record)
+        self.drop_ended()
         return ended
 
-    def take(self, wanted: Callable[[_Op], bool]) -> list[int]:
-        """Take out the ops that are wanted, and return their records."""
-        taken = [op for op in self.ops if wanted(op)]
+    def end(self, op: _Op) -> None:
+        """Note that an op is over."""
+        op.ended = True
+        self.completed = max(self.completed, op.number)
+
+    def drop_ended(self) -> None:
+        """Forget the ops in front of the oldest one in flight."""
+        while self.ops and self.ops[0].ended:
+            self.anchor = self.ops.popleft().number
+
+    def take(self, wanted: Callable[[_Op], bool]) -> list[DeviceOp]:
+        """Take out the ops that are wanted, and return them."""
+        taken = [op for op in self.in_flight() if wanted(op)]
         if taken:
-            self.ops = deque(op for op in self.ops if not wanted(op))
+            self.ops = deque(op for op in self.ops if op.ended or not wanted(op))
             self.anchor = NO_NUMBER
-        return [op.record for op in taken]
+        return [op.noted for op in taken]
 
 
 def _count(ops: list[_Op], before: int, last: int) -> None:
@@ -154,11 +218,11 @@ def _count(ops: list[_Op], before: int, last: int) -> None:
     An op that was noted since the last look may be enqueued only later, when its coalescing block
     ends. So an op that was noted earlier, and that counting does not settle, gets the last number.
     """
-    blocks = list(dict.fromkeys(op.block for op in ops))
+    blocks = list(dict.fromkeys(op.noted.block for op in ops))
     if before != NO_NUMBER and len(blocks) == last - before:
         numbers = {block: before + 1 + at for at, block in enumerate(blocks)}
         for op in ops:
-            op.number = numbers[op.block]
+            op.number = numbers[op.noted.block]
         return
     for op in ops:
         if op.looks > 1:
@@ -170,34 +234,67 @@ class _GroupOps:
 
     def __init__(self, new: bool) -> None:
         first = 0 if new else NO_NUMBER
-        self.collectives, self.p2p = _Waiting(first), _Waiting(first)
+        self.collectives, self.p2p = _Kind(first), _Kind(first)
         self._last_added = self.collectives
         self._misses = 0
-        self._completed, self._moves = NO_NUMBER, 0
+        self._completed = NO_NUMBER
 
     @property
     def is_idle(self) -> bool:
         return not self.collectives.ops and not self.p2p.ops
 
-    def add(self, op: DeviceOp, now_ns: int) -> list[int]:
-        """Add an op; return the records of those that there are too many of."""
-        kind = self._last_added = self.p2p if op.p2p else self.collectives
-        kind.add(_Op(op.number, op.record, op.block, now_ns, self._moves, op.number != NO_NUMBER))
+    @property
+    def needs_status(self) -> bool:
+        """Whether an op is in flight that the status may end."""
+        kinds = self.collectives, self.p2p
+        return any(not op.has_only_a_future for kind in kinds for op in kind.in_flight())
+
+    def add(self, op: _Op) -> list[DeviceOp]:
+        """Add an op; return the oldest if there are too many, and no future will end it."""
+        kind = self._last_added = self.p2p if op.noted.p2p else self.collectives
+        kind.add(op)
         if len(kind.ops) <= _MOST_OPS:
             return []
         kind.anchor = NO_NUMBER
-        return [kind.ops.popleft().record]
+        oldest = kind.ops.popleft()
+        return [] if oldest.ended or oldest.noted.watched else [oldest.noted]
+
+    def settle(self, watched: _Op) -> list[int]:
+        """Note that a watched op is over; return the records of those that end with it."""
+        kind = self.p2p if watched.noted.p2p else self.collectives
+        kind.end(watched)
+        kind.drop_ended()
+        ended = []
+        for op in self.collectives.in_flight():
+            if op.noted.record > watched.noted.record:
+                break
+            if op.noted.in_stream and op.noted.stream == watched.noted.stream:
+                self.collectives.end(op)
+                ended.append(op.noted.record)
+        self.collectives.drop_ended()
+        return ended
 
     def complete(self, status: GroupStatus) -> list[int]:
         """Return the records that end, given the group's status."""
-        self._misses, number = 0, status.completed
-        if number != self._completed:
-            self._completed, self._moves = number, self._moves + 1
-        kinds = [kind for kind in (self.collectives, self.p2p) if kind.met]
+        number, is_new = status.completed, status.completed != self._completed
+        self._misses, self._completed = 0, number
         # The op enqueued last was of the kind that was noted last, so that is the kind counted.
         self._last_added.count_up_to(status.enqueued)
-        possible = [kind for kind in kinds if len(kinds) == 1 or kind.may_have_completed(number)]
-        return possible[0].complete(number) if len(possible) == 1 else []
+        kinds = [kind for kind in (self.collectives, self.p2p) if kind.met]
+        possible = [
+            kind for kind in kinds if len(kinds) == 1 or kind.may_have_completed(number, is_new)
+        ]
+        ended: list[int] = []
+        if len(possible) == 1:
+            ended = possible[0].complete(number)
+        else:
+            last = [op.record for kind in possible if (op := kind.find(number)) is not None]
+            if len(last) == len(possible):
+                for kind in kinds:
+                    ended += kind.complete(NO_NUMBER, up_to=min(last, default=-1))
+        for kind in kinds:
+            kind.completed_before = kind.completed
+        return ended
 
     def starts(self, started: int) -> Iterator[tuple[int, int]]:
         """Yield records with what is new of their starts: 1 begun, 0 not begun, -1 not known.
@@ -207,31 +304,29 @@ class _GroupOps:
         counted and may be too high.
         """
         is_told = started != NO_NUMBER and not self.p2p.met
-        for op in self.collectives.ops:
+        for op in self.collectives.in_flight():
             if op.has_own_number:
                 state = int(op.number <= started) if is_told else -1
                 if state != op.start:
                     op.start = state
-                    yield op.record, state
+                    yield op.noted.record, state
 
     def overlook(self) -> None:
         """Note that the back end returned no status of this group."""
         self._misses += 1
 
-    def take_undecidable(self) -> list[int]:
-        """Take out the ops whose end will not be known, and return their records."""
+    def take_undecidable(self) -> list[DeviceOp]:
+        """Take out the ops whose end will not be known, and return them."""
         if self._misses >= _MOST_MISSES:
-            return self.take(lambda op: True)
-        if self.collectives.met and self.p2p.met:
-            return self.take(lambda op: self._moves - op.moves >= _MOST_MOVES)
+            return self.take(lambda op: not op.noted.watched)
         return []
 
-    def take(self, wanted: Callable[[_Op], bool]) -> list[int]:
+    def take(self, wanted: Callable[[_Op], bool]) -> list[DeviceOp]:
         return self.collectives.take(wanted) + self.p2p.take(wanted)
 
 
 class DeviceStatus:
-    """Ends the records of ops on devices. Used from one thread, which calls ``poll``."""
+    """Ends the records of ops on devices. One thread at a time looks; the others wait for it."""
 
     poll_every_s = 1.0
 
@@ -244,8 +339,11 @@ class DeviceStatus:
         self._capture = capture
         self._read = read or read_status
         self._clock_ns = clock_ns
-        self._waiting: dict[int, _GroupOps] = {}
+        self._lock = threading.Lock()
+        self._ops: dict[int, _GroupOps] = {}
+        self._watched: dict[int, _Op] = {}
         self._groups: dict[int, weakref.ref[Any]] = {}
+        self._uids: dict[int, int] = {}  # the status of a group stays when the group is gone
         self._new: set[int] = set()  # groups that were made since recording began, without ops yet
 
     def add_group(self, number: int, process_group: Any, new: bool) -> None:
@@ -253,56 +351,95 @@ class DeviceStatus:
 
         ``new``: no op was issued on it before.
         """
-        groups, new_groups = self._groups, self._new
+        groups = self._groups
 
         def forget(_: object) -> None:  # refers to no recording, which a cycle would keep mapped
             groups.pop(number, None)
-            new_groups.discard(number)
 
         groups[number] = weakref.ref(process_group, forget)
+        uid = _uid(process_group)
+        if uid is not None:
+            self._uids[number] = uid
         if new:
-            new_groups.add(number)
+            self._new.add(number)
 
     def poll(self) -> None:
         """End the records of the ops that have completed since the last call."""
+        with background.holding(self._lock, _LOOK_SECONDS) as is_held:
+            if is_held:
+                self._poll()
+
+    def _poll(self) -> None:
+        # The ends come first: an op is noted before its future can end it.
+        ended = self._capture.take_ended_device_ops()
         self._take()
-        if all(ops.is_idle for ops in self._waiting.values()):
-            return
-        with self._capture.reading_status() as may_read:
-            status = self._read() if may_read else None
-        if status is None:
-            return
         now_ns = self._clock_ns()
-        for number, ops in list(self._waiting.items()):
-            uid = _uid(self._groups.get(number))
+        for record in ended:
+            op = self._watched.pop(record, None)
+            ops = self._ops.get(op.noted.group) if op is not None else None
+            if op is not None and ops is not None:
+                self._capture.end_device_ops(ops.settle(op), now_ns)
+        if any(ops.needs_status for ops in self._ops.values()):
+            with self._capture.reading_status() as may_read:
+                status = self._read() if may_read else None
+            if status is not None:
+                self._compare(status, now_ns)
+        self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """Forget the groups that are gone and have no ops in flight."""
+        for number in [number for number, ops in self._ops.items() if ops.is_idle]:
+            if number not in self._groups:
+                del self._ops[number]
+        for number in [*self._uids, *self._new]:
+            if number not in self._groups and number not in self._ops:
+                self._uids.pop(number, None)
+                self._new.discard(number)
+
+    def _compare(self, status: Status, now_ns: int) -> None:
+        for number, ops in self._ops.items():
+            uid = self._uids.get(number)
             if uid is not None and uid in status:
-                self._capture.end_device_ops(ops.complete(status[uid]), now_ns)
+                ended = ops.complete(status[uid])
+                for record in ended:
+                    self._watched.pop(record, None)
+                self._capture.end_device_ops(ended, now_ns)
                 for record, state in ops.starts(status[uid].started):
                     self._capture.start_device_ops([record], now_ns if state > 0 else state)
             else:
                 ops.overlook()
-            self._capture.end_device_ops(ops.take_undecidable(), 0)
-            if ops.is_idle and number not in self._groups:
-                del self._waiting[number]
+            self._close(ops.take_undecidable())
 
     def close(self) -> None:
         """Look once more. Close the newest ops, too, because they may have completed unseen.
 
         An op that has been in flight for longer stays in flight: it may be why the job ends.
         """
-        self.poll()
-        since_ns = self._clock_ns() - _SETTLED_NS
-        for ops in self._waiting.values():
-            self._capture.end_device_ops(ops.take(lambda op: op.noted_ns >= since_ns), 0)
+        with background.holding(self._lock, _LOOK_SECONDS) as is_held:
+            if not is_held:
+                return
+            self._poll()
+            since_ns = self._clock_ns() - _SETTLED_NS
+            for ops in self._ops.values():
+                self._close(ops.take(lambda op: op.noted_ns >= since_ns))
+
+    def _close(self, ops: Iterable[DeviceOp]) -> None:
+        records = [op.record for op in ops]
+        for record in records:
+            self._watched.pop(record, None)
+        self._capture.end_device_ops(records, 0)
 
     def _take(self) -> None:
         now_ns = self._clock_ns()
-        for op in self._capture.take_device_ops():
-            ops = self._waiting.get(op.group)
+        for noted in self._capture.take_device_ops():
+            ops = self._ops.get(noted.group)
             if ops is None:
-                ops = self._waiting[op.group] = _GroupOps(op.group in self._new)
-                self._new.discard(op.group)
-            self._capture.end_device_ops(ops.add(op, now_ns), 0)
+                ops = self._ops[noted.group] = _GroupOps(noted.group in self._new)
+                self._new.discard(noted.group)
+            op = _Op(noted, noted.number, now_ns, noted.number != NO_NUMBER)
+            if noted.watched:
+                self._watched[noted.record] = op
+            self._close(ops.add(op))
 
 
 def device_times_wanted() -> bool:
@@ -328,11 +465,8 @@ def read_status() -> Status:
     }
 
 
-def _uid(reference: weakref.ref[Any] | None) -> int | None:
+def _uid(process_group: Any) -> int | None:
     """Return the number that a group's back end for its device has in the status."""
-    process_group = reference() if reference is not None else None
-    if process_group is None:
-        return None
     for device in process_group._device_types:
         if device.type != "cpu":
             try:

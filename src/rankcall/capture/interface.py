@@ -64,8 +64,11 @@ class Capture(Protocol):
     def start_device_ops(self, records: list[int], time_ns: int) -> None:
         """Note that devices have started ops by ``time_ns``; see ``PythonRing.start``."""
 
+    def take_ended_device_ops(self) -> list[int]:
+        """Return the records that futures of Works have ended since the last call."""
+
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
-        """End records of ops on devices: completed at ``time_ns``, or abandoned if that is 0."""
+        """End records that have not ended: completed at ``time_ns``, or abandoned if that is 0."""
 
     def reading_status(self) -> AbstractContextManager[bool]:
         """Keep first ops of groups waiting for a moment; yields False if one is under way."""

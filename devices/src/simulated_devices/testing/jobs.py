@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -174,11 +176,6 @@ class Job:
         )
 
 
-def shared_files() -> set[str]:
-    """Return the names of the communicators' files in /dev/shm."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("simulated-devices-")}
-
-
 class Jobs:
     """Starts the jobs of one test. At its end, none of their processes and shared files is left.
 
@@ -193,15 +190,17 @@ class Jobs:
         self._started: list[Job] = []
 
     def __enter__(self) -> Jobs:
-        self._before = shared_files()
+        # A folder of its own: jobs of other tests run on the machine at the same time.
+        self._shm = Path(tempfile.mkdtemp(prefix="simulated-devices-", dir="/dev/shm"))
         return self
 
     def __exit__(self, *_: object) -> None:
         for job in self._started:
             job.kill()
             assert self._zygote.wait(job.ranks, time.monotonic() + 10), "a rank could not be killed"
-        left = shared_files() - self._before
-        assert not left, f"files were left in /dev/shm: {left}"
+        left = os.listdir(self._shm)
+        shutil.rmtree(self._shm)
+        assert not left, f"shared files were left: {left}"
 
     def start(self, size: int, code: str, *, timeout: float = 60, **variables: str) -> Job:
         """Start a program on ``size`` ranks; ``variables`` are added to its environment."""
@@ -213,6 +212,7 @@ class Jobs:
             "WORLD_SIZE": str(size),
             "RENDEZVOUS": str(folder / "store"),
             "JOB": str(folder),
+            "SIMULATED_DEVICES_SHM": str(self._shm),
             **variables,
         }
         program = PRELUDE + self._prelude + textwrap.dedent(code)

@@ -138,6 +138,7 @@ class Issuer:
             shapes = shape_hash(op, args, shaped)
             if coalesced and shapes and shapes not in self._shapes:
                 self._note_shapes(shapes, shaped)
+            asynchronous = async_code(op, args)
             size = message_bytes(op, args, ins, outs, group.rank, group.size)
             now = time.monotonic_ns()
             record = ring.issue(
@@ -169,7 +170,7 @@ class Issuer:
                     dtype,
                     reduce_code(op, args),
                     _DEVICE_CODES.get(device, 0),
-                    async_code(op, args),
+                    asynchronous,
                     status,
                     flags,
                     ndim,
@@ -190,7 +191,10 @@ class Issuer:
             if waker.wanted == 2:
                 waker.wake(2)
             is_first, group.is_met = not group.is_met, True
-            return Issued(record, group, tag, flags, p2p, is_first, local.correlation)
+            block = local.correlation
+            return Issued(
+                record, group, tag, flags, p2p, is_first, block, device, asynchronous == 0
+            )
 
         return issue
 
@@ -278,8 +282,12 @@ class FallbackCapture:
         for record in records:
             self._ring.start(record, time_ns)
 
+    def take_ended_device_ops(self) -> list[int]:
+        """Return the records that futures of Works have ended since the last call."""
+        return self._completion.take_ended_device_ops()
+
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
-        """End records of ops on devices: completed at ``time_ns``, abandoned if that is 0."""
+        """End records that have not ended: completed at ``time_ns``, abandoned if that is 0."""
         self._completion.end_device_ops(records, time_ns)
 
     @contextlib.contextmanager

@@ -212,6 +212,8 @@ class Issued(NamedTuple):
     p2p: bool
     first: bool  # the first op of its group
     block: int  # the correlation number of its record
+    device: str = "cpu"  # the kind of device that it runs on
+    is_synchronous: bool = False  # the caller's argument async_op is false
 
 
 class Waker:
@@ -244,6 +246,9 @@ class Completion:
         self._futureless: set[tuple[type, str]] = set()
         self.first_ops = 0  # of groups, that are being issued
         self._device_ops: list[DeviceOp] = []  # since they were taken last
+        # By record, until they are done. They hold no tensor: each is only an op's result.
+        self._results: dict[int, Any] = {}
+        self._open_device_ops: set[int] = set()  # as many as the status keeps
         self.marks: FallbackMarks | None = None  # kept when they are off: open ranges still end
 
     def arrange(self, op: Op, issued: Issued, result: Any) -> Any:
@@ -258,7 +263,7 @@ class Completion:
 
     def _arrange(self, op: Op, issued: Issued, result: Any) -> Any:
         if issued.flags & FLAG_DEVICE:
-            self._note_device_op(issued)
+            self._note_device_op(op, issued, result)
             return result
         boxed = result[-1] if isinstance(result, (tuple, list)) else result
         if not op.returns_work or boxed is None:  # monitored_barrier_ has returned, so it is over
@@ -284,14 +289,45 @@ class Completion:
             return result
         return (*result[:-1], boxed) if isinstance(result, (tuple, list)) else boxed
 
-    def _note_device_op(self, issued: Issued) -> None:
-        # Python cannot ask a Work for its number: device_status.py bounds it.
-        if _is_captured() or len(self._device_ops) >= _MOST_DEVICE_OPS:
+    def _note_device_op(self, op: Op, issued: Issued, result: Any) -> None:
+        stream, is_captured = _callers_stream()
+        if is_captured or len(self._device_ops) >= _MOST_DEVICE_OPS:
             self.abandon(issued)
-        else:
-            self._device_ops.append(
-                DeviceOp(issued.number, issued.group.id, NO_NUMBER, issued.p2p, issued.block)
+            return
+        boxed = result[-1] if isinstance(result, (tuple, list)) else result
+        work = dist.Work.unbox(boxed) if op.returns_work and boxed is not None else None
+        future = _result_of(work)
+        is_watched = future is not None and len(self._results) < _MOST_DEVICE_OPS
+        if is_watched:
+            self._results[issued.number] = future
+        self._open_device_ops.add(issued.number)
+        self._device_ops.append(
+            DeviceOp(
+                issued.number,
+                issued.group.id,
+                _number_of(work, issued),
+                issued.p2p,
+                issued.block,
+                is_watched,
+                stream,
+                in_stream=work is None and issued.is_synchronous,
             )
+        )
+
+    def take_ended_device_ops(self) -> list[int]:
+        """End the records of the ops whose futures are done; return those records.
+
+        An op that failed, or was aborted, stays in flight: it never completed.
+        """
+        ended = []
+        for record, future in list(self._results.items()):
+            if future.done():
+                del self._results[record]
+                with contextlib.suppress(Exception):
+                    if future.value() == 0:  # c10d::WorkResult::SUCCESS
+                        ended.append(record)
+        self.end_device_ops(ended, time.monotonic_ns())
+        return ended
 
     def take_device_ops(self) -> list[DeviceOp]:
         """Return the ops on devices that were issued since the last call."""
@@ -299,8 +335,12 @@ class Completion:
         return taken
 
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
-        """End records of ops on devices: completed at ``time_ns``, abandoned if that is 0."""
+        """End records that have not ended: completed at ``time_ns``, abandoned if that is 0."""
         for record in records:
+            if record not in self._open_device_ops:
+                continue
+            self._open_device_ops.discard(record)
+            self._results.pop(record, None)
             if time_ns:
                 self._write_end(record, _COMPLETED, time_ns)
             else:
@@ -360,12 +400,52 @@ class Completion:
             pass
 
 
-def _is_captured() -> bool:
-    """Tell whether the caller's stream is being captured into a graph."""
+def _result_of(work: Any) -> Any:
+    """Return the future that tells that an op is over on its device, None if there is none.
+
+    It is looked at, and has no callback: torch's watchdog would wait for the GIL to call one.
+    """
+    if work is None or type(work).__module__ != _TORCHS_OWN:
+        return None
     try:
-        return bool(torch.accelerator.current_stream().is_capturing())
+        return work.get_future_result()
+    except RuntimeError:
+        return None
+
+
+def _number_of(work: Any, issued: Issued) -> int:
+    """Return the number that the back end gave an op; see ``number_of`` of the native capture."""
+    group = issued.group
+    try:
+        if work is not None and hasattr(work, "_get_sequence_number"):  # since torch 2.14
+            return int(work._get_sequence_number())
+        if issued.p2p or not group.is_numbered:
+            return NO_NUMBER
+        process_group = group.alive()
+        if process_group is None:
+            return NO_NUMBER
+        back_end: Any = process_group._get_backend(torch.device(issued.device))
+        return int(back_end._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        if work is None:
+            group.is_numbered = False  # to raise takes long
+        return NO_NUMBER
+
+
+def _callers_stream() -> tuple[int, bool]:
+    """Return a number of the caller's stream, and whether it is being captured into a graph.
+
+    The number is 0 if it is not known, and no other stream has it.
+    """
+    try:
+        stream = torch.accelerator.current_stream()
+        # Streams of a pool have small ids, and those that were made elsewhere an address.
+        number = (stream.stream_id << 8 | (stream.device_index & 0x7F)) + 1
+        if hasattr(stream, "is_capturing"):
+            return number, bool(stream.is_capturing())
+        return number, torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     except Exception:  # a torch, or a device, that cannot say
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return 0, torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class _WaitEnd:

@@ -30,6 +30,7 @@ class GroupState:
     alive: Callable[[], dist.ProcessGroup | None]  # a weak reference to it
     collectives: int = 0
     is_met: bool = False  # an op was issued on it
+    is_numbered: bool = True  # its back end on a device counts collectives, as far as is known
     # Messages of each (peer, tag, whether this rank is the source). A program may use a new tag for
     # every message, so the counters are bounded: those that were not used for long start anew.
     _recent: dict[tuple[int, int, bool], int] = field(default_factory=dict)

@@ -223,8 +223,13 @@ class NativeCapture:
         """Note that devices have started ops by ``time_ns``; see ``PythonRing.start``."""
         self._native.start_device_ops(self._recorder, records, time_ns)
 
+    def take_ended_device_ops(self) -> list[int]:
+        """Return the records that futures of Works have ended since the last call."""
+        ended: list[int] = self._native.take_ended_device_ops(self._recorder)
+        return ended
+
     def end_device_ops(self, records: list[int], time_ns: int) -> None:
-        """End records of ops on devices: completed at ``time_ns``, abandoned if that is 0."""
+        """End records that have not ended: completed at ``time_ns``, abandoned if that is 0."""
         self._native.end_device_ops(self._recorder, records, time_ns)
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ class Kinds {
  private:
   std::atomic<const std::type_info*> types_[32] = {};
 };
-Kinds g_without_future, g_without_number;
+Kinds g_without_future, g_without_result, g_without_number;
 
 // Whether a Work was made in Python. Its caller gets that very object, which may have any attributes.
 bool is_python_work(const std::type_info& type) { return std::strstr(type.name(), "PyWork") != nullptr; }
@@ -64,10 +64,43 @@ int64_t number_of(c10d::Work* work, const Issued& issued) {
   return issued.p2p ? DeviceOp::kNoNumber : issued.back_end ? last_number(*issued.back_end) : DeviceOp::kNoNumber;
 }
 
-// On a device: note the op's number, for capture/device_status.py. An op that is captured into a
-// graph does not run now, and its end cannot be seen.
+// The future that a back end's watchdog completes once it has found that an op is over on its device.
+// It holds no tensor. Null if there is none. ProcessGroupNCCL never completes that of a collective in
+// a coalescing block: the back end's status then tells. The op's other future would have the outputs, and is
+// complete, for a stream, as soon as the op is enqueued.
+c10::intrusive_ptr<c10::ivalue::Future> result_of(c10d::Work* work) {
+  if (!work) return nullptr;
+  const std::type_info& type = typeid(*work);
+  if (g_without_result.has(type) || is_python_work(type)) return nullptr;
+  try {
+    return work->getFutureResult();
+  } catch (const std::exception&) {
+    g_without_result.add(type);
+    return nullptr;
+  }
+}
+
+// Have an op's record ended by that future. An op that failed, or was aborted, stays in flight: it
+// never completed, and that is what a diagnosis needs.
+void await_result(const Issued& issued, const c10::intrusive_ptr<c10::ivalue::Future>& result) {
+  result->addCallback(
+      [recorder = issued.recorder, index = issued.index](c10::ivalue::Future& done) {
+        constexpr int64_t kSuccess = 0;  // c10d::WorkResult::SUCCESS
+        if (done.hasError() || !done.constValue().isInt() || done.constValue().toInt() != kSuccess) return;
+        if (!recorder->is_inherited() && recorder->device_ops.claim_by_future(index))
+          end_record(*recorder, index, Outcome{layout::kCompleted, now_ns()});
+      },
+      /*uses_future=*/false);
+}
+
+// On a device: have the op's record ended by its Work's future, and note the op for
+// capture/device_status.py. An op that is captured into a graph does not run now, and its end cannot
+// be seen.
 void note_device_op(c10d::Work* work, torch::jit::Stack& stack, const Issued& issued) {
   Recorder& recorder = *issued.recorder;
+  const auto result = issued.captured ? nullptr : result_of(work);
+  const int64_t number = number_of(work, issued);
+  const bool in_stream = !work && issued.is_synchronous;
   if (work && issued.span) {
     auto inner = c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(work);
     stack.back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(
@@ -75,9 +108,12 @@ void note_device_op(c10d::Work* work, torch::jit::Stack& stack, const Issued& is
   } else if (issued.span) {
     recorder.device_times.end(issued.span);  // synchronous: the caller's stream stands behind it already
   }
-  const DeviceOp noted_op{issued.index, issued.group, number_of(work, issued), issued.p2p, issued.block};
+  // The note comes first: whoever takes the ends, and then the notes, has a note of each end.
+  const DeviceOp noted_op{issued.index, issued.group, number,       issued.p2p, issued.block,
+                          result != nullptr, issued.stream, in_stream};
   const bool noted = !issued.captured && recorder.device_ops.add(noted_op);
   if (!noted) abandon(recorder, issued.index, layout::kEnqueued);
+  else if (result) await_result(issued, result);
 }
 
 void await_future(const Issued& issued, const c10::intrusive_ptr<c10::ivalue::Future>& future) {

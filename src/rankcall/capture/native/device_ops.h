@@ -1,12 +1,14 @@
 // Ops on devices whose end is still to come.
 //
-// The issuing thread writes down which number the back end gave an op. About once a second
-// capture/device_status.py takes these notes, compares them with what the back end says it has
-// completed, and ends the records. No stream, event or future of a device is touched.
+// The issuing thread writes down which number the back end gave an op, and whether the future of the
+// op's Work will end its record. About once a second capture/device_status.py takes these notes,
+// and finds out from the back end's status which of the others have completed. No stream and no
+// event of a device is touched.
 #pragma once
 
 #include <cstdint>
 #include <mutex>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -18,6 +20,9 @@ struct DeviceOp {
   int64_t number;   // its sequence number in the back end, of a collective or of p2p; or kNoNumber
   bool p2p;
   uint64_t block;   // ops of one public call, which may share a number
+  bool watched;     // its Work's future ends its record
+  uint64_t stream;  // the caller's, 0 if not known
+  bool in_stream;   // it runs in that stream
   static constexpr int64_t kNoNumber = -1;
 };
 
@@ -29,6 +34,9 @@ class DeviceOps {
       std::lock_guard<std::mutex> lock(mutex_);
       if (ops_.size() >= kMost) return false;
       ops_.push_back(op);
+      uint64_t& place = open_[op.index % kPlaces];
+      if (place && older_.size() < kMost) older_.insert(place - 1);
+      place = op.index + 1;
       return true;
     } catch (...) {
       return false;
@@ -42,10 +50,48 @@ class DeviceOps {
     return taken;
   }
 
+  // Whether the caller is the one to end an op's record. A future and device_status.py may find at the
+  // same time that an op is over, and a record ends once.
+  bool claim(uint64_t index) noexcept {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return claim_locked(index);
+  }
+
+  // The same for a future, whose ends device_status.py is told.
+  bool claim_by_future(uint64_t index) noexcept {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!claim_locked(index)) return false;
+    try {
+      ended_.push_back(index);  // as many as were noted at most
+    } catch (...) {
+    }
+    return true;
+  }
+
+  std::vector<uint64_t> take_ended() {
+    std::vector<uint64_t> taken;
+    std::lock_guard<std::mutex> lock(mutex_);
+    taken.swap(ended_);
+    return taken;
+  }
+
  private:
-  static constexpr size_t kMost = 1 << 16;
+  static constexpr size_t kMost = 1 << 16, kPlaces = 1 << 13;
+
+  bool claim_locked(uint64_t index) noexcept {
+    uint64_t& place = open_[index % kPlaces];
+    if (place != index + 1) return older_.erase(index) != 0;
+    place = 0;
+    return true;
+  }
+
   std::mutex mutex_;
   std::vector<DeviceOp> ops_;
+  std::vector<uint64_t> ended_;
+  // The ops whose records have not ended, by index + 1, each at its place. A set of all of them would
+  // allocate at each issue. The few that are still open when their place is needed are in `older_`.
+  std::vector<uint64_t> open_ = std::vector<uint64_t>(kPlaces);
+  std::unordered_set<uint64_t> older_;
 };
 
 }  // namespace rankcall

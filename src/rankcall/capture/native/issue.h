@@ -47,12 +47,15 @@ c10::intrusive_ptr<c10d::Backend> back_end_of(c10d::ProcessGroup& group, c10::De
   }
 }
 
-// Whether the caller's stream is being captured into a graph.
-bool is_captured(c10::Device device) noexcept {
+// Note the caller's stream, and whether it is being captured into a graph.
+void note_stream(c10::Device device, Issued& issued) noexcept {
   try {
-    return c10::impl::hasDeviceGuardImpl(device.type()) && !stream_to_time(device);
+    const auto stream = stream_to_time(device);
+    issued.captured = !stream && c10::impl::hasDeviceGuardImpl(device.type());
+    // Streams of a pool have small ids, and those that were made elsewhere have an address for one.
+    // The default stream has 0.
+    if (stream) issued.stream = (static_cast<uint64_t>(stream->id()) << 8 | (stream->device_index() & 0x7f)) + 1;
   } catch (...) {
-    return false;
   }
 }
 
@@ -108,7 +111,8 @@ void read_arguments(Recorder& recorder, const Op& op, const c10::IValue* argumen
   issued.p2p = op.p2p;
   if (!device.is_cpu() && !group->ends_on_host(*process_group, device)) {
     issued.on_device = true;
-    issued.captured = is_captured(device);
+    note_stream(device, issued);
+    issued.is_synchronous = record.async_op == 0;
     if (!op.p2p) issued.back_end = back_end_of(*process_group, device);
   }
 }

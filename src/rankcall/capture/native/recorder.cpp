@@ -166,15 +166,16 @@ PyObject* py_sleep(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Take the notes of ops on devices that were issued since the last call: (index, group, number, p2p, block).
+// Take the notes of ops on devices that were issued since the last call, as device_status.py's DeviceOp.
 PyObject* py_take_device_ops(PyObject*, PyObject* capsule) {
   const std::vector<DeviceOp> ops = holder_of(capsule)->recorder->device_ops.take();
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(ops.size()));
   if (!list) return nullptr;
   for (size_t i = 0; i < ops.size(); i++) {
-    PyObject* op = Py_BuildValue("KILOK", static_cast<unsigned long long>(ops[i].index), ops[i].group,
+    PyObject* op = Py_BuildValue("KILOKOKO", static_cast<unsigned long long>(ops[i].index), ops[i].group,
                                  static_cast<long long>(ops[i].number), ops[i].p2p ? Py_True : Py_False,
-                                 static_cast<unsigned long long>(ops[i].block));
+                                 static_cast<unsigned long long>(ops[i].block), ops[i].watched ? Py_True : Py_False,
+                                 static_cast<unsigned long long>(ops[i].stream), ops[i].in_stream ? Py_True : Py_False);
     if (!op) {
       Py_DECREF(list);
       return nullptr;
@@ -184,7 +185,23 @@ PyObject* py_take_device_ops(PyObject*, PyObject* capsule) {
   return list;
 }
 
-// End records of ops on devices: completed at `time_ns`, or abandoned if that is 0.
+// Take the indexes of the records that futures have ended since the last call.
+PyObject* py_take_ended_device_ops(PyObject*, PyObject* capsule) {
+  const std::vector<uint64_t> ended = holder_of(capsule)->recorder->device_ops.take_ended();
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(ended.size()));
+  if (!list) return nullptr;
+  for (size_t i = 0; i < ended.size(); i++) {
+    PyObject* index = PyLong_FromUnsignedLongLong(ended[i]);
+    if (!index) {
+      Py_DECREF(list);
+      return nullptr;
+    }
+    PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), index);
+  }
+  return list;
+}
+
+// End records that have not ended: completed at `time_ns`, or abandoned if that is 0.
 PyObject* py_end_device_ops(PyObject*, PyObject* args) {
   PyObject *capsule, *indexes;
   long long time_ns;
@@ -193,6 +210,7 @@ PyObject* py_end_device_ops(PyObject*, PyObject* args) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(indexes); i++) {
     const uint64_t index = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(indexes, i));
     if (PyErr_Occurred()) return nullptr;
+    if (!recorder.device_ops.claim(index)) continue;
     if (time_ns) end_record(recorder, index, Outcome{layout::kCompleted, time_ns});
     else abandon(recorder, index, layout::kEnqueued);
   }
@@ -268,6 +286,7 @@ PyMethodDef g_methods[] = {
     {"take_device_ops", py_take_device_ops, METH_O, "Ops on devices that were issued since the last call."},
     {"device_time_failures", py_device_time_failures, METH_O, "How often an event of a device failed."},
     {"start_device_ops", py_start_device_ops, METH_VARARGS, "Note which ops devices have started."},
+    {"take_ended_device_ops", py_take_ended_device_ops, METH_O, "Records that futures have ended since the last call."},
     {"end_device_ops", py_end_device_ops, METH_VARARGS, "End records of ops on devices."},
     {"reading_status", py_reading_status, METH_O, "Say that the back ends' status is being read."},
     {"note_exit_status", py_note_exit_status, METH_VARARGS, "Note the exit status in a file if it is not 0."},

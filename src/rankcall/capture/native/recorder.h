@@ -123,8 +123,10 @@ struct Issued {
   c10::intrusive_ptr<c10d::Backend> back_end;  // of a collective on a device, for the time of the call
   int64_t tag = 0;
   uint64_t block = 0;  // the correlation number of its record
+  uint64_t stream = 0;  // on a device: the caller's, under a number that no other has; 0: not known
   uint32_t group = 0;
   bool p2p = false;
+  bool is_synchronous = false;  // the caller's argument async_op is false
   bool on_device = false;  // runs on a device, which the host only enqueues it on
   bool captured = false;   // goes into a graph, so it does not run now
   bool first = false;      // the first op of its group
