@@ -48,19 +48,18 @@ class Budget:
         self._world = 0
         self._paid: set[Hashable] = set()
         self._paid_for_file: list[Hashable] = []
-        self._file = "this run"
+        self._file: Path | str = "this run"
 
     @contextlib.contextmanager
-    def reading(self, path: Path, descriptor: int) -> Iterator[None]:
-        """Read one file in the block, which is open as ``descriptor``.
+    def reading(self, path: Path, status: os.stat_result) -> Iterator[None]:
+        """Read one file in the block. ``status`` is that of the open file.
 
         If the block raises, nothing of the file is kept, and what it has spent is given back: one
         hostile file among sound ones is the only one that is left out.
         """
-        status = os.fstat(descriptor)
         size = min(status.st_size, status.st_blocks * 512)
         before = self._bytes_left, self._world
-        self._file, self._paid_for_file = str(path), []
+        self._file, self._paid_for_file = path, []
         self._bytes_left += size * _BYTES_OF_BYTE
         self._until += size * _S_OF_BYTE
         try:

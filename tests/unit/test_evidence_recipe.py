@@ -38,7 +38,7 @@ def rings_of_toy(
 ) -> Iterator[RingSpec]:
     """Yield a ring for each file ``<rank>.toy``."""
     for path in sorted(sources[0].glob("*.toy")):
-        with path.open() as file, budget.reading(path, file.fileno()):
+        with path.open() as file, budget.reading(path, path.stat()):
             budget.spend(RECORD.itemsize * len(file.readlines()))
         lines = [line.split() for line in path.read_text().splitlines()]
         spec = RingSpec(int(path.stem), 3, "", capture="imported", closed=False)

@@ -86,36 +86,39 @@ def read_ring(
         CorruptRunError: The file is not a ring, has another schema, its header is damaged, or it
             asks for more than the budget has.
     """
-    path, budget = Path(path), budget or Budget()
+    path, budget = path if isinstance(path, Path) else Path(path), budget or Budget()
     try:
-        with open_regular(path) as file, budget.reading(path, file.fileno()):
-            return _read(path, file.fileno(), newest, before, budget)
+        with open_regular(path) as file:
+            fd, status = file.fileno(), os.fstat(file.fileno())
+            with budget.reading(path, status):
+                return _read(path, fd, status, newest, before, budget)
     except OSError as error:
         raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def read_head(path: str | os.PathLike[str], budget: Budget | None = None) -> Head:
     """Read a ring's header and side tables. Arguments and errors are those of ``read_ring``."""
-    path, budget = Path(path), budget or Budget()
+    path, budget = path if isinstance(path, Path) else Path(path), budget or Budget()
     try:
-        with open_regular(path) as file, budget.reading(path, file.fileno()):
-            fd = file.fileno()
-            return _read_head(path, fd, os.fstat(fd).st_size, budget)[0]
+        with open_regular(path) as file:
+            fd, status = file.fileno(), os.fstat(file.fileno())
+            with budget.reading(path, status):
+                return _read_head(path, fd, status, budget)[0]
     except OSError as error:
         raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _read_head(
-    path: Path, fd: int, size: int, budget: Budget, before: Ring | None = None
+    path: Path, fd: int, status: os.stat_result, budget: Budget, before: Ring | None = None
 ) -> tuple[Head, bytes]:
     """Return the head, and the side tables as they are on file."""
     raw = os.pread(fd, HEADER_BYTES, 0)
     header = parse_header(raw, str(path))
     budget.spend_on_world(max(header.world_size, header.rank + 1))
     problem = None
-    if size < header.file_bytes:
-        problem = f"{path}: truncated: {size:,} of {header.file_bytes:,} bytes are left"
-    raw_tables = read_tables(fd, header)
+    if status.st_size < header.file_bytes:
+        problem = f"{path}: truncated: {status.st_size:,} of {header.file_bytes:,} bytes are left"
+    raw_tables = read_tables(fd, status, header)
     if before is not None and before.on_file is not None and before.on_file[1] == raw_tables:
         tables = before.tables
     else:
@@ -125,25 +128,31 @@ def _read_head(
     return Head(path, header, tables, problem), raw_tables
 
 
-def read_tables(fd: int, header: Header) -> bytes:
+def read_tables(fd: int, status: os.stat_result, header: Header) -> bytes:
     """Return the side tables as they are on file, up to the first hole: they have no gaps."""
     begin = header.geometry.tables_offset
-    end = begin + min(header.tables_used, header.geometry.tables_bytes)
-    first, hole = next(data_in(fd, begin, end), (end, end))
+    end = min(begin + min(header.tables_used, header.geometry.tables_bytes), status.st_size)
+    first, hole = next(data_in(fd, status, begin, end), (end, end))
     return os.pread(fd, hole - begin, begin) if first == begin else b""
 
 
-def _read(path: Path, fd: int, newest: int | None, before: Ring | None, budget: Budget) -> Ring:
-    size = os.fstat(fd).st_size
-    head, raw_tables = _read_head(path, fd, size, budget, before)
+def _read(
+    path: Path,
+    fd: int,
+    status: os.stat_result,
+    newest: int | None,
+    before: Ring | None,
+    budget: Budget,
+) -> Ring:
+    head, raw_tables = _read_head(path, fd, status, budget, before)
     header, shape = head.header, head.header.geometry
     live = header.closed_ns == 0
     if before is not None and newest is not None:
-        slots, parked, _ = _slots(fd, size, header, newest, live=False)
+        slots, parked, _ = _slots(fd, status, header, newest, live=False)
         if before.on_file == (_versions(slots, parked), raw_tables):
             same = before.records, before.tables, before.dropped
             return Ring(path, header, *same, head.problem, before.on_file)
-    slots, parked, places = _slots(fd, size, header, newest, live)
+    slots, parked, places = _slots(fd, status, header, newest, live)
     on_file = (_versions(slots, parked), raw_tables) if newest is not None else None
     records, torn = _sound(slots, places, parked, shape.capacity)
     last = int(records["commit"][-1] >> 2) if len(records) else 0
@@ -156,34 +165,36 @@ def _read(path: Path, fd: int, newest: int | None, before: Ring | None, budget: 
 
 
 def _slots(
-    fd: int, size: int, header: Header, newest: int | None, live: bool
+    fd: int, status: os.stat_result, header: Header, newest: int | None, live: bool
 ) -> tuple[Records, Records, npt.NDArray[np.intp]]:
     """Return the slots of the records to read, those of old ops in flight, and where the first are.
 
     ``live``: wait until records that are being written are stable.
     """
-    shape = header.geometry
+    shape, size = header.geometry, status.st_size
     bytes_there = _bytes_worth_reading(header, min(size, header.file_bytes))
     pieces, places = [], []
     for first, count in _spans(header, bytes_there // RECORD.itemsize, newest):
-        for at, piece in _records_in(fd, shape.records_offset, first, count, live):
+        for at, piece in _records_in(fd, status, shape.records_offset, first, count, live):
             pieces.append(piece)
             places.append(np.arange(at, at + len(piece)))
     parked_count = min(
         shape.inflight_capacity, max(0, size - shape.inflight_offset) // RECORD.itemsize
     )
-    parked = [piece for _, piece in _records_in(fd, shape.inflight_offset, 0, parked_count, live)]
+    in_flight = _records_in(fd, status, shape.inflight_offset, 0, parked_count, live)
+    parked = [piece for _, piece in in_flight]
     slots = concat_rows(pieces or [_NO_ROWS])
     return slots, concat_rows(parked or [_NO_ROWS]), np.concatenate([_NO_PLACES, *places])
 
 
 def _records_in(
-    fd: int, offset: int, first: int, count: int, live: bool
+    fd: int, status: os.stat_result, offset: int, first: int, count: int, live: bool
 ) -> Iterator[tuple[int, Records]]:
     """Yield the slots of a table at ``offset`` that are not in holes, and where each piece is."""
     width = RECORD.itemsize
     after = first  # the slot after the last piece: a slot may have its ends on both sides of a hole
-    for begin, end in data_in(fd, offset + first * width, offset + (first + count) * width):
+    whole = offset + first * width, offset + (first + count) * width
+    for begin, end in data_in(fd, status, *whole):
         at = max(after, (begin - offset) // width)
         after = -((offset - end) // width)
         piece = _read_records(fd, offset + at * width, (after - at) * width, live)

@@ -7,6 +7,7 @@ dropped.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def _read_header(path: Path) -> bytes:
 def _read_tables(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
-            return read_tables(file.fileno(), parse_header(file.read(HEADER_BYTES), str(path)))
+            fd, header = file.fileno(), parse_header(file.read(HEADER_BYTES), str(path))
+            return read_tables(fd, os.fstat(fd), header)
     except OSError as error:
         raise CorruptRunError(f"{path}: cannot be read: {error.strerror}") from error
 

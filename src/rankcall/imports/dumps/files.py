@@ -60,7 +60,7 @@ def contents_of_dump(path: Path, *, isolated: bool = False) -> DumpAnswer:
     problems: list[Problem] = []
     budget = Budget()  # of this file alone: the caller spends for what it keeps of all files
     try:
-        with path.open("rb") as file, budget.reading(path, file.fileno()):
+        with path.open("rb") as file, budget.reading(path, os.fstat(file.fileno())):
             dump = read_dump(path, problems, isolated=isolated)
             return DumpAnswer(_contents(path, dump, budget), problems)
     except CorruptRunError as error:

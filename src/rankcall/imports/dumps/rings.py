@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ def _read(sources: Sequence[Path], problems: list[Problem], budget: Budget) -> l
         if contents is None:
             continue
         try:
-            with path.open("rb") as file, budget.reading(path, file.fileno()):
+            with path.open("rb") as file, budget.reading(path, os.fstat(file.fileno())):
                 rank = _rank_of(number, path, contents, dump_problems, budget)
         except (CorruptRunError, OSError) as error:
             dump_problems.append(Problem(ProblemKind.LEFT_OUT, str(error)))
