@@ -10,7 +10,8 @@ import pytest
 
 from rankcall import errors
 from rankcall.analysis.logs import diagnose_logs
-from rankcall.c10d.requests import ListKeys, Now, Read, ReadMany, Steps
+from rankcall.analysis.run_snapshot import snapshot_of_run
+from rankcall.c10d.requests import Add, CompareSet, ListKeys, Now, Read, ReadMany, Steps
 from rankcall.capture.hosts import ranks_of_this_node
 from rankcall.capture.settings import read_settings
 from rankcall.cli import doctor
@@ -25,9 +26,11 @@ from rankcall.job.viewers import Questions
 from rankcall.rpc.backends.zmq.addresses import endpoints
 from rankcall.run.frames import all_training_frames
 from rankcall.run.hangs import kept_stacks
+from rankcall.run.load import load
 from rankcall.store.failing_over import failover
 from rankcall.store.keys import Keys, attempt_of_this_process
 from rankcall.store.protocol import registered_sizes
+from rankcall.testing.synthetic import synthetic_run
 from rankcall.whole_numbers import LARGEST, whole_number
 
 HUGE = "1" * 7000  # int() refuses more than 4,300 digits
@@ -120,8 +123,6 @@ READERS: dict[str, Callable[[], Steps[object]]] = {
     "posts": lambda: Posts("p", settle_s=0).fresh(set()),
     "question": lambda: Questions("").question(),
     "nodes": lambda: Questions("")._learn_nodes(),
-    "latest": lambda: Exchange(lambda: None)._latest(),
-    "removed": lambda: Exchange(lambda: None)._remove(1),
 }
 
 
@@ -130,6 +131,36 @@ READERS: dict[str, Callable[[], Steps[object]]] = {
 def test_values_of_the_store(reader: str, value: bytes) -> None:
     """A count in the store that is no number counts as 0."""
     assert not answered(READERS[reader](), value)
+
+
+@pytest.mark.parametrize("value", [*ODD_BYTES, b"00007"], ids=lambda value: value[:5])
+def test_rounds_that_another_process_counts(value: bytes, tmp_path: Path) -> None:
+    """A round does not start over for ever: the exchange ends, as if the store were gone."""
+    snapshot = snapshot_of_run(load(synthetic_run(tmp_path / "run", 2, 20).path))
+    steps = Exchange(lambda: None, settle_s=0.0).steps(snapshot, 2, lambda known, before: b"v")
+    reply: object = None
+    with pytest.raises(ValueError, match="latest is not"):  # noqa: PT012  # at one of the requests
+        for _ in range(200):
+            request = steps.send(reply)
+            reply = value if isinstance(request, (Read, CompareSet)) else 0.0
+            if isinstance(request, Read) and request.key.endswith("posts"):
+                reply = b"1"
+            elif isinstance(request, Add):
+                reply = 1
+    with pytest.raises(ValueError, match=r"posts is not a number up to 16,384"):
+        answered(Exchange(lambda: None)._remove(1), b"%d" % 10**15)
+
+
+def test_a_counter_that_was_raised_takes_no_memory() -> None:
+    """It was a list of as many numbers; each bundle that is not there is looked up once."""
+    steps = Posts("p", settle_s=0).fresh(set())
+    reads = 0
+    with pytest.raises(StopIteration):  # noqa: PT012  # at one of the requests
+        request = steps.send(None)
+        while True:
+            reads += 1
+            request = steps.send(b"%d" % 10**15 if request.key.endswith("posts") else None)
+    assert reads <= (1 << 14) + 1
 
 
 @pytest.mark.parametrize("value", ODD_BYTES, ids=lambda value: value[:5])

@@ -23,7 +23,7 @@ from rankcall.c10d.requests import (
     Steps,
 )
 from rankcall.run.views import Member
-from rankcall.whole_numbers import whole_number
+from rankcall.whole_numbers import LARGEST, whole_number
 
 # Agree with the other nodes on one verdict, through the job's store.
 #
@@ -52,6 +52,7 @@ _JUDGES = 5  # nodes that judge in turn before a node stops waiting for a verdic
 _PROBE_S = 2.0  # for an answer: a store whose host was stopped never gives one
 _RETRY_S = 60.0
 _MOST_BYTES = 1 << 28  # of a verdict
+_MOST_NODES = 1 << 14  # a node posts once in a round
 _POLL_S = 0.05
 BELL, ASKED = "bell", "view/asked"
 _POLL_RANK_S = 0.00005  # and for each rank of the world, to limit the polls of all nodes together
@@ -159,12 +160,17 @@ class Exchange:
             # The first node that gets here ends the round. If a later round is over as well, this
             # verdict may be one that was published after the round's own had been removed.
             last = b"%d" % number
-            if (yield CompareSet(self._key("latest"), _before(number), last)) == last:
+            held = yield CompareSet(self._key("latest"), _before(number), last)
+            if held == last:
                 verdict = _unpacked(raw)
                 if verdict == proposed and number > 2:
                     yield from self._remove(number - 2)
                 return Agreed(verdict, verdict == proposed)
             yield from self._remove(number)
+            # Another node has ended a later round, or else another process writes there: then to
+            # start over would never end.
+            if (whole_number(held) or 0) <= number:
+                raise ValueError(f"{self._key('latest')} is not the number of a round")
 
     def _one_round(
         self, number: int, own: NodeSnapshot, world_size: int, judge: JudgeAll
@@ -193,11 +199,23 @@ class Exchange:
         return None, raw
 
     def _latest(self) -> Steps[int]:
-        return whole_number((yield Read(self._key("latest")))) or 0
+        return self._count("latest", LARGEST - 1)
+
+    def _count(self, name: str, most: int) -> Steps[int]:
+        """Return a counter, 0 if there is none.
+
+        Raises ``ValueError``, which ends the exchange as an unreachable store does, if another
+        process wrote something else: a loop up to a number that it chose would not end.
+        """
+        raw = yield Read(self._key(name))
+        count = 0 if raw is None else whole_number(raw, most=most)
+        if count is None:
+            raise ValueError(f"{self._key(name)} is not a number up to {most:,}")
+        return count
 
     def _hear(self, number: int, heard: dict[int, NodeSnapshot]) -> Steps[None]:
         """Read the summaries that were posted since the last call."""
-        posts = whole_number((yield Read(self._key(f"{number}/posts")))) or 0
+        posts = yield from self._count(f"{number}/posts", _MOST_NODES)
         fresh = [post for post in range(1, posts + 1) if post not in heard]
         for post in fresh:
             summary = yield Read(self._key(f"{number}/post/{post}"))
@@ -209,7 +227,7 @@ class Exchange:
 
     def _remove(self, number: int) -> Steps[None]:
         """Remove the keys of a round, so that a long job does not fill the store."""
-        posts = whole_number((yield Read(self._key(f"{number}/posts")))) or 0
+        posts = yield from self._count(f"{number}/posts", _MOST_NODES)
         names = [f"post/{post}" for post in range(1, posts + 1)] + ["verdict", "posts"]
         for name in names:
             yield Delete(self._key(f"{number}/{name}"))
@@ -218,7 +236,7 @@ class Exchange:
         """Mark the ranks that did not answer, with the host and pid that they registered."""
         silent = {state.rank for state in snapshot.ranks if state.blind}
         places: dict[int, tuple[str, int]] = {}
-        last = (whole_number((yield Read(self._key("nodes")))) or 0) if silent else 0
+        last = (yield from self._count("nodes", _MOST_NODES)) if silent else 0
         for number in range(last, 0, -1):
             if silent <= places.keys():
                 break

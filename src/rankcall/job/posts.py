@@ -18,6 +18,7 @@ from rankcall.c10d.requests import Add, CompareSet, Delete, Now, Read, Set, Slee
 from rankcall.whole_numbers import whole_number
 
 ENDED = "ended"  # the prefix of ranks that end; that of a verdict is its id
+_MOST_POSTS = 1 << 14  # a node posts its bundles once for a verdict, and once at its end
 PART_BYTES = 1 << 18  # far below the 8 MiB at which a TCPStore closes the connection
 SETTLE_S = 6.0  # how long a collector waits for the bundles of all ranks
 _POLL_S = 0.05
@@ -48,7 +49,9 @@ class Posts:
         Bundles of ``skipped`` ranks, which are the caller's own, are left out.
         """
         bundles = []
-        last = whole_number((yield Read(self._key("posts")))) or 0
+        posts = whole_number((yield Read(self._key("posts")))) or 0
+        # Any process may have raised the counter; a list up to it took gigabytes.
+        last = min(posts, _MOST_POSTS)
         for number in [
             post_number for post_number in range(1, last + 1) if post_number not in self._read
         ]:
