@@ -20,7 +20,7 @@ from rankcall.analysis.verdicts import settles_in
 from rankcall.analysis.verdicts.encoding import encode
 from rankcall.analysis.verdicts.kept import kept_in
 from rankcall.job.judge import Judge, going_on
-from rankcall.job.other_nodes import Exchange
+from rankcall.job.other_nodes import Agreed, Exchange
 from rankcall.ring.tables import Group
 
 PAIR = Group("1", 0, "gloo", "pair", (2, 3))
@@ -117,6 +117,24 @@ def test_several_nodes_look_again_once(
         (kept,) = kept_in(tmp_path / f"run{node}")
         assert causes(kept.verdict) == [("deadlock", (2, 3))]
     assert capsys.readouterr().err.count("kept with all stacks in") == 1
+
+
+@pytest.mark.parametrize("verdict", [b"", b"{}", b"[]", b"\xff", b'{"findings": [{}], "hang": 1}'])
+def test_a_damaged_verdict_of_another_node(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verdict: bytes,
+) -> None:
+    """This node judges by what it knows itself, and says what it could not read."""
+    seen = diagnose_calls(tmp_path / "seen", RANK_2_MISSING, states={}).snapshot
+    ranks = [RankState(3, blind=True) if state.rank == 3 else state for state in seen.ranks]
+    judge = Judge(tmp_path / "run", 60.0)
+    monkeypatch.setattr(judge, "_snapshot", lambda headers: replace(seen, ranks=ranks))
+    monkeypatch.setattr(judge._exchange, "agree", lambda *_: Agreed(verdict, False))
+    no_rings: Any = {}
+    assert judge.look(no_rings, time.monotonic_ns(), True)
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_nodes_whose_clocks_are_an_hour_apart_say_it_once(

@@ -245,17 +245,19 @@ class Judge:
 
     def _together(self, mine: Snapshot) -> tuple[Verdict, bool]:
         """Return the verdict of all nodes, and whether this rank prints it."""
+        place = _place()
         try:
             agreed = self._exchange.agree(mine, len(mine.ranks), self._judge_all)
             return decode(agreed.verdict), agreed.by_me
         except Unreachable as why:
-            place = _place()
             text = (
                 f"the job's store{place} cannot be reached ({why}): nothing is known of other "
                 f"nodes{'. See first whether that host is up' if ' at ' in place else ''}"
             )
-            mine.problems.append(Problem(ProblemKind.OTHER_NODES, text))
-            return self._judge(mine), True
+        except ValueError as why:  # any process that reaches the store may have written it
+            text = f"the verdict in the job's store{place} cannot be read ({why})"
+        mine.problems.append(Problem(ProblemKind.OTHER_NODES, text))
+        return self._judge(mine), True
 
     def _judge_all(self, snapshot: Snapshot, before: bytes) -> bytes:
         """Judge all nodes; put the verdict off once if the cause will soon be clearer."""
