@@ -149,6 +149,8 @@ def test_without_device_times_waiting_is_unknown(tmp_path: Path) -> None:
     text = summary_text.render(summary, 100)
     assert "Issue skew" in text
     assert "only issued: when they ran is not known" in text
+    # A total of 0 would be a duration. There is none.
+    assert {row["total_ms"] for row in report["collectives"] + report["call_sites"]} == {None}
     assert "caused" not in text
 
 

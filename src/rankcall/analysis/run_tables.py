@@ -47,7 +47,8 @@ class SiteRow:
     op: str
     count: int  # calls, on all ranks
     ranks: int
-    total_ms: float  # of the rank that spent most in it; calls that overlap count once
+    # Of the rank that spent most in it; calls that overlap count once. None: no duration is known.
+    total_ms: float | None
     most_calls: int  # of one rank
     median_ms: float | None
     worst_ms: float | None
@@ -88,7 +89,7 @@ class SiteTimes:
     def rows(self) -> list[SiteRow]:
         """Return all sites, those that took most time first."""
         table = [self._row(which) for which in self._calls]
-        return sorted(table, key=lambda row: (-row.total_ms, str(row.site), row.op))
+        return sorted(table, key=lambda row: (-(row.total_ms or 0.0), str(row.site), row.op))
 
     def _row(self, which: tuple[CallSite, int]) -> SiteRow:
         times = np.concatenate(self._durations[which])
@@ -99,7 +100,7 @@ class SiteTimes:
             OPS[which[1]],
             self._calls[which],
             len(ranks),
-            max(spent_ns for _, spent_ns in ranks) / 1e6,
+            max(spent_ns for _, spent_ns in ranks) / 1e6 if len(times) else None,
             max(calls for calls, _ in ranks),
             float(np.median(times)) / 1e6 if len(times) else None,
             float(times.max()) / 1e6 if len(times) else None,

@@ -49,7 +49,7 @@ class Row:
     count: int
     unfinished: int  # collectives that no member finished
     bytes: int
-    total_ms: float  # what a member spent in them, on average; of messages, the busiest rank
+    total_ms: float | None  # what a member spent in them, on average; of messages, the busiest rank
     median_ms: float | None  # of the members' mean durations
     p95_ms: float | None
     transfer_ms: float | None  # median t
@@ -84,7 +84,7 @@ def rows_by_size(sources: Sequence[Source]) -> list[Row]:
         for part in np.split(order, edges) if len(order) else []:
             parts_by_key.setdefault((source.label, int(key[part[0]])), []).append((source, part))
     table = [_row(label, key, parts) for (label, key), parts in parts_by_key.items()]
-    return sorted(table, key=lambda row: (-row.total_ms, row.group, row.op, row.bucket))
+    return sorted(table, key=lambda row: (-(row.total_ms or 0.0), row.group, row.op, row.bucket))
 
 
 def _bucket(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
@@ -113,7 +113,7 @@ def _row(label: str, key: int, parts: list[tuple[Source, npt.NDArray[np.intp]]])
         len(mean),
         len(mean) - len(finished),
         sum(count_bytes.tolist()),
-        _total_ns(parts, finished) / 1e6,
+        _total_ns(parts, finished) / 1e6 if len(finished) else None,
         _ms(finished, 50),
         _ms(finished, 95),
         _ms(transfer[~np.isnan(transfer)], 50),

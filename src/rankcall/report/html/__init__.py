@@ -212,12 +212,12 @@ def _stats(summary: Summary) -> list[tuple[str, str, str]]:
 
 
 def _sites(summary: Summary) -> list[dict[str, Any]]:
-    longest = max((row.total_ms for row in summary.call_sites), default=0.0)
+    longest = max((row.total_ms or 0.0 for row in summary.call_sites), default=0.0)
     return [
         {
             "where": row.site.shown if row.site.line else "(not known)",
             "row": row,
-            "share": row.total_ms / longest if longest else 0.0,
+            "share": (row.total_ms or 0.0) / longest if longest else 0.0,
         }
         for row in summary.call_sites[:_MOST_SITES]
     ]

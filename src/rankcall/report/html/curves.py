@@ -60,7 +60,7 @@ def curves(summary: Summary) -> list[Curve]:
             continue
         curve = curve_of.setdefault((row.op, row.group), Curve(row.op, row.group, [], 0.0))
         curve.points.append(Point(row.bucket, row.busbw_gbps, row.count))
-        curve.total_ms += row.total_ms
+        curve.total_ms += row.total_ms or 0.0
     kept = sorted(curve_of.values(), key=lambda curve: -curve.total_ms)[:MOST_CURVES]
     for curve in kept:
         curve.points.sort(key=lambda point: point.bucket)
