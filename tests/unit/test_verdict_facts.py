@@ -214,6 +214,14 @@ def test_other_summaries() -> None:
     assert summary([copied]).startswith(
         f"R{NAMES[1:]} ended together, or still ran when these records were copied; nobody noted"
     )
+    one, many = of(R.ENDED_FIRST, 2, error="DistNetworkError: Broken pipe")
+    assert summary([one]) == (
+        f"R{NAME[1:]} ended, and rank 0 (node-a, pid 100) failed 2.0 s later with DistNetworkError: "
+        "Broken pipe: it lost its connections to it, or to the store that it hosted."
+    )
+    assert summary([many]).endswith(
+        "they lost their connections to them, or to the store that they hosted."
+    )
     one, many = of(R.WAITS_FOR_WORK, 90, what="requests")
     assert summary([one]).endswith(" has waited for work (requests) for 90 s, and 1 rank with it.")
     assert summary([many]).endswith(" waited for work (requests) for 90 s, and 2 ranks with them.")
@@ -362,6 +370,16 @@ LINES = [
         of(R.WAITS_IN, 3, CALL),
         f"{NAME}: in all_reduce #7 of group 0 at train.py:9 for 3.0 s",
         f"{NAMES}: in all_reduce #7 of group 0 at train.py:9 for 3.0 s",
+    ),
+    (
+        of(R.ENDED_WITHOUT_RECORDS),
+        "rank 2: left no records, so it ended before it had made a process group, or was not recorded",
+        f"{NAMES}: left no records, so they ended before they had made a process group, or were not recorded",
+    ),
+    (
+        of(R.HAD_NO_GROUP),
+        f"{NAME}: has not made its process group",
+        f"{NAMES}: have not made their process group",
     ),
     (of(R.WAITS_IN_TURN), f"{NAME}: waits for those in turn", f"{NAMES}: wait for those in turn"),
     (

@@ -43,10 +43,13 @@ class NodeSnapshot:
 
 
 def node_snapshot_of(snapshot: Snapshot) -> NodeSnapshot:
-    """Return the part of a snapshot that is known: without the blind ranks."""
+    """Return the part of a snapshot that is known.
+
+    It has no blind ranks, except those whose end was noted: other nodes do not know it.
+    """
     return NodeSnapshot(
         len(snapshot.ranks),
-        [state for state in snapshot.ranks if not state.blind],
+        [state for state in snapshot.ranks if not state.blind or state.exit is not None],
         snapshot.calls,
         snapshot.groups,
         snapshot.sites,

@@ -8,6 +8,7 @@ failed.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -49,10 +50,11 @@ _WINDOW, _ALL_WINDOWS = (64, 1024), 1 << 20  # calls kept of a rank: bounds, and
 _PER_GROUP = 16  # calls kept of each group, however long ago
 _LARGEST = 1 << 62  # a larger count or size is damage
 _BEATS_S = 2.0  # two heartbeats: signs of life this close together may be of one moment
-_TERMINATED = (-2, -9, -15)  # signals with which a launcher that is stopped ends its workers
+_TERMINATED = (-2, -15)  # signals with which a launcher that is stopped ends its workers at once
 _AT_ONCE_NS = 500_000_000  # Ctrl-C reaches a launcher and its workers in any order
 # Processes of one job live at the same time, but their hosts' clocks may differ by so much.
 _APART_S = 60.0
+_MOST_WITHOUT_RING = 1 << 16  # ranks of a job without a ring; a larger number is damage
 _S = 1e9
 # How Gloo and sockets say that the process at the other end is gone.
 _CLOSED = re.compile(r"closed by peer|reset by peer|Broken pipe")
@@ -135,10 +137,18 @@ class SnapshotBuilder:
         """Return the snapshot, once all rings have been added."""
         run, problems = self._run, list(self._problems)
         problems += [problem for problem in run.problems if problem not in problems]
-        world = max((head.header.world_size for head in self._heads), default=0)
         exits = read_exits(run.path) if run.path.is_dir() else []
-        snapshot = self._windows.finish(world, exits, problems)
+        world = max((head.header.world_size for head in self._heads), default=_world_of(exits))
+        with_ring = {(head.header.rank, head.header.pid) for head in run.heads}
+        early = [noted for noted in exits if (noted.rank, noted.pid) not in with_ring]
+        snapshot = self._windows.finish(world, exits, early, problems)
         return replace(snapshot, mixed=self._mixed, dumped="evidence" in run.about)
+
+
+def _world_of(exits: Sequence[Exit]) -> int:
+    """Return the number of ranks of a job that left no ring, as far as its launchers noted it."""
+    highest = max((noted.rank for noted in exits), default=-1)
+    return highest + 1 if highest < _MOST_WITHOUT_RING else 0
 
 
 def _is_outdated(noted: Noted, header: Header) -> bool:
@@ -302,16 +312,26 @@ class _RingWindows:
             self._of_object[id(group)] = known
         return known
 
-    def finish(self, world_size: int, exits: list[Exit], problems: list[Problem]) -> Snapshot:
-        """Turn times into ages, and overlay the states with the noted ends of processes."""
+    def finish(
+        self,
+        world_size: int,
+        exits: list[Exit],
+        early: Sequence[Exit],
+        problems: list[Problem],
+    ) -> Snapshot:
+        """Turn times into ages, and overlay the states with the noted ends of processes.
+
+        ``early`` are the exits of processes that left no ring in any attempt.
+        """
         self.stops = {stop.host: stop for stop in exits if stop.rank == LAUNCHER}
         ends = self._ends(exits)
         now = self._now(ends)
         count = max(world_size, 1 + max(self.headers, default=-1))
+        without_ring = self._ended_without_ring(early, now)
         ranks = [
             self._state(rank, now, ends.get(rank))
             if rank in self.headers
-            else RankState(rank, blind=True)
+            else without_ring.get(rank) or RankState(rank, blind=True)
             for rank in range(count)
         ]
         calls = _concatenated([no_calls(), *self.calls])
@@ -342,6 +362,41 @@ class _RingWindows:
                 moment = ended.epoch_ns - head.anchor_epoch_ns + head.anchor_mono_ns
                 ends[ended.rank] = _End(ended, moment, _with_launcher(ended, self.stops))
         return ends
+
+    def _ended_without_ring(
+        self, early: Sequence[Exit], now: dict[int, int]
+    ) -> dict[int, RankState]:
+        """Return the ranks that ended before they had made a ring, as their launcher noted it.
+
+        A process makes its ring when it makes its process group. Its exit counts only if it came
+        after the other ranks of this attempt were started: earlier attempts of the run, and other
+        jobs in the same directory, have left exits as well.
+        """
+        states: dict[int, RankState] = {}
+        started = min((_started_epoch_ns(head) for head in self.headers.values()), default=0)
+        moments = [noted.epoch_ns for noted in early]
+        for rank, moment in now.items():
+            head = self.headers[rank]
+            moments.append(moment - head.anchor_mono_ns + head.anchor_epoch_ns)
+        for noted in sorted(early, key=lambda noted: noted.epoch_ns):
+            if noted.rank < 0 or noted.code is None or noted.epoch_ns < started:
+                continue
+            gone_s = (max(moments) - noted.epoch_ns) / _S
+            signal_number = _with_launcher(noted, self.stops)
+            states[noted.rank] = RankState(
+                noted.rank,
+                noted.host,
+                noted.pid,
+                noted.attempt,
+                GONE,
+                exit=noted.code,
+                gone_s=gone_s,
+                ended_by_launcher=noted.by_launcher or bool(signal_number),
+                launcher_signal=signal_number,
+                silent_s=gone_s,
+                blind=True,
+            )
+        return states
 
     def _now(self, ends: dict[int, _End]) -> dict[int, int]:
         """Return each rank's moment: when its host's rings were read, or the last sign of life.
@@ -530,6 +585,18 @@ def lived_apart(heads: Sequence[Head], problems: list[Problem]) -> bool:
 
 def _process(header: Header) -> tuple[object, ...]:
     return header.host, header.boot_id, header.pid, header.process_start
+
+
+def _started_epoch_ns(header: Header) -> int:
+    """Return when a process was started, as epoch ns of its host.
+
+    The kernel counts that from the boot, in ticks, and goes on counting while a laptop sleeps. The
+    monotonic clock does not, so the start is bounded by the making of the ring.
+    """
+    ticks = os.sysconf("SC_CLK_TCK")
+    started_ns = header.process_start * 1_000_000_000 // ticks if header.process_start else 0
+    lived_ns = header.anchor_mono_ns - started_ns if started_ns else int(_APART_S * _S)
+    return header.anchor_epoch_ns - max(0, lived_ns)
 
 
 def _last_seen_ns(header: Header) -> int:

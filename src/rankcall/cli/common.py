@@ -58,10 +58,10 @@ def say(text: str) -> None:
     typer.echo(f"rankcall: {clean(text)}", err=True)
 
 
-def open_run(path: Path | None, attempt: int | None = None) -> Run:
-    """Settle and load a run, with a progress bar."""
+def open_run(path: Path | None, attempt: int | None = None, *, exits_only: bool = False) -> Run:
+    """Settle and load a run, with a progress bar; ``exits_only``: see ``load``."""
     with bar("reading names") as progress:
-        return opening.open_run(path, attempt, progress)
+        return opening.open_run(path, attempt, progress, exits_only=exits_only)
 
 
 def say_moved(old: str, new: str) -> None:

@@ -78,7 +78,7 @@ def command(
         return
     if len(places) > 1:
         raise typer.BadParameter("give one run, or logs after --log")
-    run = open_run(places[0] if places else None, attempt)
+    run = open_run(places[0] if places else None, attempt, exits_only=True)
     result = diagnose_asking(run, hang_after)
     dumped = stacks_of(run, by_interest(result, _MOST_STACKS)) if stacks else {}
     _print(result, json, dumped)

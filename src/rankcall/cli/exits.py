@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankcall.analysis.verdicts.suspects import KILLED_LATER_S
 from rankcall.cli.torchrun import TERMINATED
 from rankcall.run.exits import LAUNCHER, Exit, note_exit
 
@@ -25,7 +26,6 @@ _POLL_S = 0.1  # a worker needs longer than that to import torch
 # WNOWAIT leaves the process to be reaped by torchrun, which else could not tell how it ended.
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
-_ENDED_BY_TORCHRUN = (TERMINATED, -9)
 _TO_STOP = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 
 
@@ -43,7 +43,7 @@ class ExitWatch:
         self._run_dir, self._host = run_dir, host
         self._known: set[int] = set()
         self._stop_noted = False  # the launcher got a signal to stop, and its workers end with it
-        self._failed = False  # a worker has failed, so torchrun ends the others
+        self._failed_s: float | None = None  # when a worker failed, and torchrun ends the others
         self._stopping = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="rankcall-exits", daemon=True)
@@ -121,9 +121,21 @@ class ExitWatch:
         if status is None:
             return
         code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-        by_launcher = self._failed and code in _ENDED_BY_TORCHRUN
-        self._failed = self._failed or code != 0
+        by_launcher = self._is_by_torchrun(code)
+        if code != 0 and self._failed_s is None:
+            self._failed_s = time.monotonic()
         self._write(worker.rank, worker.attempt, worker.pid, code, by_launcher=by_launcher)
+
+    def _is_by_torchrun(self, code: int) -> bool:
+        """Tell whether torchrun ended a worker with this status, because another had failed.
+
+        It sends SIGTERM at once, and SIGKILL to those that are left 30 s later. An earlier SIGKILL
+        comes from elsewhere: a kernel out of memory kills several workers of a group together.
+        """
+        if self._failed_s is None:
+            return False
+        since_s = time.monotonic() - self._failed_s
+        return code == TERMINATED or (code == -signal.SIGKILL and since_s > KILLED_LATER_S)
 
     def _write(
         self, rank: int, attempt: int, pid: int, code: int | None, *, by_launcher: bool = False

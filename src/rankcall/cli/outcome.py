@@ -77,7 +77,7 @@ def explain_failure(
             text = diagnosis_report.diagnosis_text(whole_verdict(new[-1]))
             return f"{text}\nthe watcher ended the job: {new[-1].folder}"
     try:
-        diagnosis = diagnose(load(run_dir), hang_after)
+        diagnosis = diagnose(load(run_dir, exits_only=True), hang_after)
     except (RankcallError, OSError):
         return ""
     return diagnosis_report.diagnosis_text(diagnosis) if diagnosis.findings else ""

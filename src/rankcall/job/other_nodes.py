@@ -234,7 +234,7 @@ class Exchange:
 
     def _with_unheard(self, snapshot: Snapshot) -> Steps[Snapshot]:
         """Mark the ranks that did not answer, with the host and pid that they registered."""
-        silent = {state.rank for state in snapshot.ranks if state.blind}
+        silent = {state.rank for state in snapshot.ranks if state.blind and state.exit is None}
         places: dict[int, tuple[str, int]] = {}
         last = (yield from self._count("nodes", _MOST_NODES)) if silent else 0
         for number in range(last, 0, -1):
@@ -244,7 +244,7 @@ class Exchange:
                 places.setdefault(rank, (host, pid))
         ranks = [
             RankState(state.rank, *places.get(state.rank, ("", 0)), blind=True, unheard=True)
-            if state.blind
+            if state.rank in silent
             else state
             for state in snapshot.ranks
         ]

@@ -16,7 +16,11 @@ def healthy(verdict: Verdict) -> str:
     going = verdict.going
     if going is None:
         return "healthy"
-    processes = [position.process for position in verdict.ranks if not position.blind]
+    processes = [
+        position.process
+        for position in verdict.ranks
+        if not position.blind or position.process.exit is not None
+    ]
     speed = ""
     if going.pace.steps_per_s is not None:
         speed = f", {digits(going.pace.steps_per_s)} steps/s"

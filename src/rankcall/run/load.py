@@ -20,6 +20,7 @@ from rankcall.ring.decode import decode_ring
 from rankcall.ring.reader import Head, Ring, read_head, read_ring
 from rankcall.ring.tables import Group
 from rankcall.run.archive import is_archive
+from rankcall.run.exits import read_exits
 from rankcall.run.joins import JoinSummary, read_joins
 from rankcall.run.paths import create_run, find_run, is_tail, read_about, ring_name, ring_paths
 from rankcall.run.unpack import unpack
@@ -341,6 +342,7 @@ def load(
     progress: Progress | None = None,
     *,
     read: Callable[[Path, Budget], Head] = read_head,
+    exits_only: bool = False,
 ) -> Run:
     """Read a run, of a live job or a dead one. This imports no torch.
 
@@ -353,6 +355,8 @@ def load(
             working directory is read.
         progress: Called with the number of rings that are done, and of all rings.
         read: Reads the head of one ring file, and spends from the budget of the run.
+        exits_only: Accept a run without rings if its launcher has noted how ranks ended. Ranks that
+            end before they make a process group leave nothing else.
 
     Raises:
         RunNotFoundError: The path does not exist.
@@ -374,7 +378,7 @@ def load(
             scratch.append(where)
             paths = ring_paths(where, problems)
         heads = list(_read_heads(paths, problems, progress, lambda path: read(path, budget)))
-        run = _run_of(heads, where, source, problems)
+        run = _run_of(heads, where, source, problems, exits_only)
     except BaseException:
         _remove(scratch)
         raise
@@ -438,8 +442,10 @@ def _rings_from(
     return folder
 
 
-def _run_of(heads: list[Head], where: Path, source: Path, problems: list[Problem]) -> Run:
-    if not heads:
+def _run_of(
+    heads: list[Head], where: Path, source: Path, problems: list[Problem], exits_only: bool
+) -> Run:
+    if not heads and not (exits_only and not problems and where.is_dir() and read_exits(where)):
         if problems:
             raise CorruptRunError(problems[0].text)
         raise CorruptRunError(

@@ -17,6 +17,8 @@ def open_run(
     path: str | os.PathLike[str] | None = None,
     attempt: int | None = None,
     progress: Progress | None = None,
+    *,
+    exits_only: bool = False,
 ) -> Run:
     """Move the rings of this host's ended processes into a run, then load the run.
 
@@ -27,6 +29,7 @@ def open_run(
         path: See ``load``. Without it: see ``chosen_run``.
         attempt: Keep only the rings of this attempt.
         progress: Called with the number of rings that are done, and of all rings.
+        exits_only: See ``load``.
 
     Raises:
         RunNotFoundError: The path, or the attempt, does not exist.
@@ -35,5 +38,5 @@ def open_run(
     where = chosen_run(path)
     if where.is_dir():
         settle(where)
-    run = load(where, progress)
+    run = load(where, progress, exits_only=exits_only)
     return run if attempt is None else run.only(attempt)

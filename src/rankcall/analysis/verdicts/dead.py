@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rankcall.analysis.snapshot import PEER_CLOSED, UNKNOWN, RankState, Snapshot, failed_for_good
 from rankcall.analysis.verdicts.evidence import HangEvidence
@@ -11,7 +12,8 @@ from rankcall.analysis.verdicts.facts import Fact, Relation, hosts_of, last_call
 from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.sentences import SHOWN
-from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
+from rankcall.analysis.verdicts.sentences import evidence as written
+from rankcall.analysis.verdicts.suspects import ASKED, Case, Suspect, Suspects, is_interrupted
 
 # Signals that come from outside. Other ends come of the call that the process was in.
 _SENT_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
@@ -41,8 +43,24 @@ class Dead(CulpritKind):
         return not (aborted and case.rank in suspects.clashing)
 
     def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
-        """Yield ranks that ended together in the middle of their work, without a note of how."""
-        snapshot, ranks = evidence.snapshot, sorted(evidence.exits.together)
+        """Yield ranks whose ends no other kind explains.
+
+        They ended together in the middle of their work, or before others lost their connections to
+        them, without a note of how; or with an error that no rank has waited because of.
+        """
+        snapshot, exits = evidence.snapshot, evidence.exits
+        unnoted = sorted(exits.before - exits.left)
+        if unnoted:
+            yield self.before_others_failed(
+                evidence, unnoted, self.advice(snapshot, [snapshot.ranks[unnoted[0]]])
+            )
+            return
+        failed = [state for state in snapshot.ranks if _failed(state)]
+        if failed and not exits.own and not exits.before:
+            first_s = max(state.gone_s or 0.0 for state in failed)
+            yield self._of_failed([state for state in failed if state.gone_s == first_s], snapshot)
+            return
+        ranks = sorted(exits.together)
         # If no call is in flight, the ranks may have ended well.
         if not ranks or evidence.stuck is not None or not evidence.in_flight.any():
             return
@@ -61,10 +79,48 @@ class Dead(CulpritKind):
             "host that was lost.",
         )
 
+    def _of_failed(self, states: Sequence[RankState], snapshot: Snapshot) -> Finding:
+        """Return a finding about the ranks that failed first, which may not be the cause."""
+        ranks = [state.rank for state in states]
+        return self.finding(
+            ranks,
+            hosts=hosts_of(snapshot, ranks),
+            since_s=states[0].gone_s or 0.0,
+            confidence="possible",
+            said=[self.state(snapshot, states)],
+            shown=[last_call(snapshot, rank) for rank in ranks[:SHOWN]],
+            live=snapshot.live,
+            advice=self.advice(snapshot, states),
+        )
+
+    def _of_cases(self, evidence: HangEvidence, cases: Sequence[Case]) -> Finding:
+        snapshot, states = evidence.snapshot, [case.state for case in cases]
+        unnoted = [state.rank for state in states if state.exit is None and not state.failure]
+        if (
+            unnoted
+            and evidence.exits.before.issuperset(unnoted)
+            and not any(case.waits for case in cases)
+        ):
+            return self.before_others_failed(evidence, unnoted, self.advice(snapshot, states))
+        finding = super()._of_cases(evidence, cases)
+        early = [case.rank for case in cases if case.state.blind and case.state.exit is not None]
+        if not early:
+            return finding
+        facts = [Fact(Relation.ENDED_WITHOUT_RECORDS, ranks_of(snapshot, early))]
+        waiting = [state.rank for state in snapshot.ranks if not (state.groups or state.blind)]
+        if waiting:
+            facts.append(Fact(Relation.HAD_NO_GROUP, ranks_of(snapshot, waiting)))
+        return replace(
+            finding,
+            victims=tuple(sorted({*finding.victims, *waiting} - set(finding.ranks))),
+            evidence=(*finding.evidence, *written(facts, snapshot.live)),
+            facts=(*finding.facts, *facts),
+        )
+
     def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
         """Return how the processes ended, and when."""
         first, ranks = states[0], ranks_of(snapshot, [state.rank for state in states])
-        if first.blind:
+        if first.blind and first.exit is None:
             why = "unheard" if first.unheard else "no records"
             return Fact(Relation.CONNECTIONS_CLOSED, ranks, values=(("why", why),))
         endings = {_ending(state) for state in states}
@@ -94,6 +150,12 @@ class Dead(CulpritKind):
         if first.exit > 0:
             return f"Its own error comes first: look at the end of rank {first.rank}'s stderr."
         return f"Look for a core dump and at the end of rank {first.rank}'s stderr{on}."
+
+
+def _failed(state: RankState) -> bool:
+    """Tell whether a process ended with an error that nobody asked for."""
+    asked = state.ended_by_launcher or state.aborted
+    return state.exit not in (None, 0, *ASKED) and not asked and not is_interrupted(state)
 
 
 def _closed_its_connections(snapshot: Snapshot, suspect: Suspect) -> bool:

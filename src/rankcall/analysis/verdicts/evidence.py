@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rankcall.analysis.pace import usual_step_s
 from rankcall.analysis.snapshot import (
     COMPLETED,
+    GONE,
     P2P,
     Bools,
     Snapshot,
@@ -125,9 +126,11 @@ def hang_evidence(
         hung = in_flight & (lasted >= allowed * _BESIDE)
     hung |= failed
     followed = hung | (in_flight & (lasted >= allowed * (_FOLLOWED if snapshot.live else 0.0)))
-    blind = {state.rank for state in snapshot.ranks if state.blind}
+    # A rank that has ended is in no call, whether it left records or not.
+    blind = {state.rank for state in snapshot.ranks if state.blind and state.state != GONE}
     graph = WaitGraph(waits_of(snapshot, followed, hung), blind)
-    exits = exits_of(snapshot, {int(rank) for rank in calls["rank"][failed]})
+    victims = {int(rank) for rank in calls["rank"][failed]}
+    exits = exits_of(snapshot, victims, _just_begun_s(snapshot, hang_after))
     clashes = [
         clash
         for clash in disagreements_in(snapshot, in_flight | failed)

@@ -14,6 +14,7 @@ from rankcall.analysis.verdicts.naming import (
     others_of,
     time_of,
     values_in,
+    verbs_for,
     who,
 )
 from rankcall.analysis.verdicts.wording import count_of, duration
@@ -72,6 +73,21 @@ def _not_known(fact: Fact, live: bool) -> str:
     return f"nothing is known of {name_ranks(who(fact))}: {why}"
 
 
+def _ended_without_records(fact: Fact, live: bool) -> str:
+    single = len(who(fact).numbers) == 1
+    name = _rank_alone(fact) if single else name_ranks(who(fact))
+    verbs = verbs_for(len(who(fact).numbers), live=False)
+    return (
+        f"{name}: left no records, so {verbs.they} ended before {verbs.they} had made a process "
+        f"group, or {verbs.be} not recorded"
+    )
+
+
+def _had_no_group(fact: Fact, live: bool) -> str:
+    verbs = verbs_for(len(who(fact).numbers), live)
+    return f"{name_ranks(who(fact))}: {verbs.have} not made {verbs.its} process group"
+
+
 def _overwritten(fact: Fact, live: bool) -> str:
     count = int(time_of(fact))
     verb = "was" if count == 1 else "were"
@@ -126,6 +142,8 @@ LINES: dict[Relation, Callable[[Fact, bool], str]] = {
     Relation.SENDS: _side,
     Relation.RECEIVES: _side,
     Relation.ISSUED: _side,
+    Relation.ENDED_WITHOUT_RECORDS: _ended_without_records,
+    Relation.HAD_NO_GROUP: _had_no_group,
     Relation.NOT_KNOWN: _not_known,
     Relation.OVERWRITTEN: _overwritten,
     Relation.SEEN_AT: _seen_at,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rankcall.analysis.snapshot import GONE, RankState, Snapshot
+from rankcall.analysis.verdicts.evidence import HangEvidence
 from rankcall.analysis.verdicts.facts import Fact, Relation, ranks_of
-from rankcall.analysis.verdicts.finding import Predicate
+from rankcall.analysis.verdicts.finding import Finding, Predicate
 from rankcall.analysis.verdicts.kind import CulpritKind
 from rankcall.analysis.verdicts.suspects import Case, Suspect, Suspects
 
@@ -28,6 +29,19 @@ class Exhausted(CulpritKind):
     def has_waited_long(self, suspects: Suspects, case: Case) -> bool:
         """Tell whether others wait for a rank. Another one's death did not end this one."""
         return bool(suspects.overdue(case.waits))
+
+    def if_unexplained(self, evidence: HangEvidence) -> Iterator[Finding]:
+        """Yield ranks that ended well, if others then lost their connections to them."""
+        before = evidence.exits.before & evidence.exits.left
+        # Without another launcher's store, rank 0 hosts the job's.
+        ranks = sorted(before & {0} or before)
+        if ranks:
+            yield self.before_others_failed(
+                evidence,
+                ranks,
+                f"Keep rank {ranks[0]} until all ranks are done: let all ranks come to a barrier "
+                "before it returns.",
+            )
 
     def state(self, snapshot: Snapshot, states: Sequence[RankState]) -> Fact:
         """Return whether the processes have ended, and when."""

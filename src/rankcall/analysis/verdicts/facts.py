@@ -34,6 +34,10 @@ class Relation(str, Enum):
     NO_PYTHON_THREAD = "no_python_thread"  # its only heartbeat, which needs the GIL, is so old
     NO_SIGN_OF_LIFE = "no_sign_of_life"  # its heartbeat, which needs no GIL, is so old
     HOLDS_GIL = "holds_gil"  # the native heartbeat goes on, and that of Python is so old
+    # It ended, and then others failed with an error that says that a peer was gone. values: error
+    ENDED_FIRST = "ended_first"
+    ENDED_WITHOUT_RECORDS = "ended_without_records"  # its end was noted, and it left no ring
+    HAD_NO_GROUP = "had_no_group"  # the ranks have a ring, and no process group in it
     LEFT_LOOP = "left_loop"  # the program has ended well, or is ending. values: end
 
     # A rank that others wait for, and that runs.

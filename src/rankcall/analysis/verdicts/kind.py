@@ -121,6 +121,35 @@ class CulpritKind(Kind):
         # cause only if others had waited for it for long before.
         return any(wait.age_s - first_s >= suspects.hang_after for wait in overdue)
 
+    def before_others_failed(
+        self, evidence: HangEvidence, ranks: Sequence[int], advice: str
+    ) -> Finding:
+        """Return a finding about ranks that ended before others failed because of that."""
+        snapshot, exits = evidence.snapshot, evidence.exits
+        states = snapshot.ranks
+        victims = sorted(exits.bereft)
+        first = max(victims, key=lambda rank: states[rank].gone_s or 0.0)
+        since_s = max(states[rank].gone_s or 0.0 for rank in ranks)
+        lost = Fact(
+            Relation.ENDED_FIRST,
+            ranks_of(snapshot, ranks),
+            others=ranks_of(snapshot, victims),
+            values=(("error", states[first].failure),),
+            number=since_s - (states[first].gone_s or 0.0),
+            unit="s",
+        )
+        return self.finding(
+            ranks,
+            victims=tuple(victims),
+            hosts=hosts_of(snapshot, ranks),
+            since_s=since_s,
+            confidence="likely" if len(exits.before) == 1 else "possible",
+            said=[lost],
+            shown=[last_call(snapshot, rank) for rank in ranks[:SHOWN]],
+            live=snapshot.live,
+            advice=advice,
+        )
+
     def in_hang(self, evidence: HangEvidence) -> Iterator[Finding]:
         """Yield one finding for all ranks that are waited for in the same place."""
         alike: dict[int, list[Case]] = {}
@@ -134,7 +163,13 @@ class CulpritKind(Kind):
         snapshot = evidence.snapshot
         ranks, longest = tuple(sorted(case.rank for case in cases)), cases[0].longest
         waits = list({id(wait): wait for case in cases for wait in case.waits}.values())
-        victims = tuple(sorted(evidence.graph.victims(waits) - set(ranks)))
+        held_s = max((case.held_s(longest) for case in cases if longest is not None), default=0.0)
+        ended = {
+            state.rank
+            for state in snapshot.ranks
+            if longest is not None and state.gone_s is not None and state.gone_s > held_s
+        }
+        victims = tuple(sorted(evidence.graph.victims(waits) - set(ranks) - ended))
         confidence = max((case.confidence for case in cases), key=CONFIDENCES.index)
         gaps = _gaps(snapshot, ranks, waits)
         if gaps:
@@ -144,13 +179,16 @@ class CulpritKind(Kind):
             "since_s": max((state.gone_s or 0.0 for state in states), default=0.0)
         }
         if longest is not None:
-            place = _place(snapshot, longest)
+            place = _place(snapshot, longest, held_s)
         return self.finding(
             ranks,
             victims=victims,
             hosts=hosts_of(snapshot, ranks),
             confidence=confidence,
-            said=[self.state(snapshot, states), *_held_up(snapshot, ranks, longest, victims)],
+            said=[
+                self.state(snapshot, states),
+                *_held_up(snapshot, ranks, longest, held_s, victims),
+            ],
             shown=[*_waiting(evidence, ranks, waits), *gaps],
             live=snapshot.live,
             advice=self.advice(snapshot, states),
@@ -159,7 +197,11 @@ class CulpritKind(Kind):
 
 
 def _held_up(
-    snapshot: Snapshot, culprits: Sequence[int], wait: Wait | None, victims: Sequence[int]
+    snapshot: Snapshot,
+    culprits: Sequence[int],
+    wait: Wait | None,
+    held_s: float,
+    victims: Sequence[int],
 ) -> list[Fact]:
     """Return which ranks cannot go on: only some of them may be in the call that waits longest."""
     if wait is None or not victims:
@@ -172,7 +214,7 @@ def _held_up(
             ranks_of(snapshot, there) if there else Ranks(()),
             call_of_wait(snapshot, wait),
             ranks_of(snapshot, culprits),
-            number=wait.age_s,
+            number=held_s,
             unit="s",
         )
     ]
@@ -181,14 +223,14 @@ def _held_up(
     return facts
 
 
-def _place(snapshot: Snapshot, wait: Wait) -> dict[str, Any]:
+def _place(snapshot: Snapshot, wait: Wait, held_s: float) -> dict[str, Any]:
     """Return the fields of a finding that name the call that the victims are in."""
     return {
         "group": snapshot.labels[wait.group],
         "seq": wait.seq,
         "op": snapshot.op(int(wait.rows[0])),
         **lines_of_site(snapshot, common_site(snapshot, wait)),
-        "since_s": wait.age_s,
+        "since_s": held_s,
     }
 
 
@@ -206,6 +248,16 @@ def _waiting(evidence: HangEvidence, ranks: Sequence[int], waits: Sequence[Wait]
                     call_of_wait(snapshot, wait),
                     number=wait.age_s,
                     unit="s",
+                )
+            )
+        arrived, absent = sorted(set(ranks) & set(wait.waiters)), set(wait.absent) - set(ranks)
+        if arrived and absent and not wait.any_source:
+            facts.append(
+                Fact(
+                    Relation.WAITS_FOR,
+                    ranks_of(snapshot, arrived),
+                    call_of_wait(snapshot, wait),
+                    ranks_of(snapshot, sorted(absent)),
                 )
             )
     direct = {rank for wait in waits for rank in wait.waiters}

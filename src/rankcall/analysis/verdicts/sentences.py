@@ -191,6 +191,18 @@ def _ended_together(facts: Sequence[Fact], live: bool) -> str:
     return f"{name_of(facts[0])} {end}; nobody noted how, and none had waited for long."
 
 
+def _ended_first(facts: Sequence[Fact], live: bool) -> str:
+    fact = facts[0]
+    verbs = verbs_for(len(who(fact).numbers), live)
+    theirs = verbs_for(len(others_of(fact).numbers), live)
+    return (
+        f"{name_of(fact)} ended, and {name_ranks(others_of(fact))} failed "
+        f"{duration(time_of(fact))} later with {fact.value('error').rstrip('.!?')}: "
+        f"{theirs.they} lost {theirs.its} connections to {verbs.them}, or to the store that "
+        f"{verbs.they} hosted."
+    )
+
+
 def _waits_for_work(facts: Sequence[Fact], live: bool) -> str:
     fact = facts[0]
     verbs = verbs_for(len(who(fact).numbers), live)
@@ -411,6 +423,7 @@ def _left_behind(facts: Sequence[Fact], live: bool) -> str:
 _SUMMARIES: dict[Relation, Callable[[Sequence[Fact], bool], str]] = {
     **dict.fromkeys(_STATES, _of_culprits),
     Relation.ENDED_TOGETHER: _ended_together,
+    Relation.ENDED_FIRST: _ended_first,
     Relation.WAITS_FOR_WORK: _waits_for_work,
     Relation.ISSUED: _desync,
     Relation.PASSED: _mismatch,

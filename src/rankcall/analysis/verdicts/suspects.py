@@ -8,9 +8,12 @@ several nodes those may be the first to end, for example on a node that is preem
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from rankcall.analysis.snapshot import (
     ALIVE,
@@ -19,13 +22,20 @@ from rankcall.analysis.snapshot import (
     UNKNOWN,
     RankState,
     Snapshot,
+    failed_for_good,
+    unfinished,
 )
 from rankcall.analysis.verdicts.wait_graph import Wait, WaitGraph
 
 # Exit codes of processes that a launcher or a person ended: the signal, or 128 + n.
-_ASKED = (-2, -15, 130, 143)
+ASKED = (-2, -15, 130, 143)
 _KILLED = (-9, 137)
-_KILLED_LATER_S = 20.0  # torchrun sends SIGKILL 30 s after SIGTERM
+_INTERRUPTED = (-2, 130)  # Ctrl-C
+# How torch, sockets and rankcall say that the process at the other end is gone.
+_PEER_GONE = re.compile(
+    r"Broken pipe|reset by peer|closed by peer|Connection (was likely )?closed|StoreLostError"
+)
+KILLED_LATER_S = 20.0  # torchrun sends SIGKILL 30 s after SIGTERM
 _AT_ONCE_S = 0.02  # processes that get a signal together end within that time
 # A process that stood still for long and then ended was ended with the whole job, and so were those
 # that ended at that time.
@@ -44,16 +54,24 @@ class Exits:
     left: set[int] = field(default_factory=set)  # they ended well
     first_s: float | None = None  # since the first of ``own`` ended
     together: set[int] = field(default_factory=set)  # ended at the same time, without a note of how
+    # Their errors say that a process at the other end was gone, and ``before`` ended before them.
+    bereft: set[int] = field(default_factory=set)
+    before: set[int] = field(default_factory=set)
 
 
-def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
+def exits_of(snapshot: Snapshot, victims: Collection[int], just_begun_s: float = 0.0) -> Exits:
     """Sort the ranks that are gone by the reason.
 
-    A collective failed on ``victims``, so the error that ended them is not their own.
+    Args:
+        snapshot: Where the ranks stand.
+        victims: A collective failed on these ranks, so the error that ended them is not their own.
+        just_begun_s: A call that has lasted longer hangs, if the job is interrupted then.
     """
     gone = [state for state in snapshot.ranks if state.state == GONE]
     exits = Exits(left={state.rank for state in gone if _ended_well(state)})
-    rest = [state for state in gone if state.rank not in exits.left and state.rank not in victims]
+    _note_bereft(exits, gone)
+    not_own = exits.left | exits.bereft | set(victims)
+    rest = [state for state in gone if state.rank not in not_own]
     ends = sorted((_ago(state) for state in gone if state.rank not in exits.left), reverse=True)
     live = snapshot.live
     known = [state for state in snapshot.ranks if not state.blind]
@@ -63,17 +81,20 @@ def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
     first_failure = max((_ago(state) for state in gone if state.failure), default=0.0)
     for state in rest:
         ended_with_stopped = any(abs(_ago(state) - end) < _TOGETHER_S for end in ends_of_stopped)
-        with_stopped = ended_with_stopped and state.exit in (None, *_KILLED, *_ASKED)
+        with_stopped = ended_with_stopped and state.exit in (None, *_KILLED, *ASKED)
         if state.aborted or state.ended_by_launcher or with_stopped:
             own = False
+        elif is_interrupted(state):
+            alone = not any(is_interrupted(other) for other in gone if other is not state)
+            own = alone and not _hung_at(snapshot, _ago(state), just_begun_s)
         elif state.exit is None:
             own = bool(state.failure) or live or state.silent_s > last + BEATS_S
         elif state.exit > 0 and not state.failure and first_failure - _ago(state) > _AT_ONCE_S:
             own = False  # after another rank's exception, its launcher has asked it to end
-        elif state.exit in _ASKED:
+        elif state.exit in ASKED:
             own = _ago(state) == ends[0] and (len(ends) == 1 or ends[0] - ends[1] > _AT_ONCE_S)
         else:
-            own = state.exit not in _KILLED or ends[0] - _ago(state) < _KILLED_LATER_S
+            own = state.exit not in _KILLED or ends[0] - _ago(state) < KILLED_LATER_S
         if own:
             exits.own.add(state.rank)
     ended_with_launcher = {state.rank for state in gone if state.launcher_signal}
@@ -85,12 +106,39 @@ def exits_of(snapshot: Snapshot, victims: Collection[int]) -> Exits:
     return exits
 
 
+def _note_bereft(exits: Exits, gone: Sequence[RankState]) -> None:
+    """Note the ranks that ended because a process at the other end was gone, and which it was.
+
+    For example, rank 0 hosts the job's store and returns first. What the others then do with the
+    store fails: that error is a consequence.
+    """
+    lost = [state for state in gone if _PEER_GONE.search(state.failure)]
+    others = [state for state in gone if state not in lost]
+    for state in lost:
+        before = {other.rank for other in others if _ago(other) > _ago(state)}
+        if before:
+            exits.bereft.add(state.rank)
+            exits.before |= before
+
+
+def is_interrupted(state: RankState) -> bool:
+    """Tell whether Ctrl-C ended a process."""
+    return state.exit in _INTERRUPTED or state.failure.startswith("KeyboardInterrupt")
+
+
+def _hung_at(snapshot: Snapshot, seconds: float, just_begun_s: float) -> bool:
+    """Tell whether a call had lasted for long, so many seconds ago, and has not ended well."""
+    calls = snapshot.calls
+    open_calls = calls[unfinished(calls) | failed_for_good(calls)]
+    return bool(np.any(open_calls["age_s"] - seconds > just_begun_s))
+
+
 def _was_stopped(state: RankState, frozen_s: float) -> bool:
     """Tell whether a process gave no sign of life for long before it ended, unlike the others.
 
     It existed all that time: something stopped it, and its end is that of the whole job.
     """
-    return state.mute_s > frozen_s and state.exit in (None, *_KILLED, *_ASKED)
+    return state.mute_s > frozen_s and state.exit in (None, *_KILLED, *ASKED)
 
 
 def _cut_off(
@@ -178,7 +226,18 @@ class Suspect:
     @property
     def longest(self) -> Wait | None:
         """The wait for it that has lasted longest."""
-        return max(self.waits, key=lambda wait: wait.age_s, default=None)
+        return max(self.waits, key=self.held_s, default=None)
+
+    def held_s(self, wait: Wait) -> float:
+        """Return for how long it has held up a wait, in s.
+
+        A rank that had arrived has done so only since its process ended or stopped.
+        """
+        if self.rank not in wait.present:
+            return wait.age_s
+        state = self.state
+        ended = state.gone_s is not None and state.mute_s < FROZEN_S
+        return min(wait.age_s, _ago(state) if ended else state.silent_s)
 
 
 @dataclass

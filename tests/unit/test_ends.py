@@ -1,0 +1,209 @@
+"""How processes ended: before their first record, several at once, after others, or by Ctrl-C."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from diagnosing import (
+    RANK_2_MISSING,
+    SECOND,
+    START_EPOCH_NS,
+    THREE_ENDED,
+    WORLD,
+    causes,
+    diagnose_calls,
+    unfinished,
+)
+from worlds import MS, START, write_world
+
+from rankcall.analysis.verdicts import diagnose
+from rankcall.analysis.verdicts.diagnosis import Diagnosis
+from rankcall.cli import exits as launcher_exits
+from rankcall.cli.exits import ExitWatch
+from rankcall.report.diagnosis_text import diagnosis_text
+from rankcall.run.exits import Exit, note_exit
+from rankcall.run.load import load
+
+GONE = dict.fromkeys(range(4), "gone")
+
+
+def without_ring(folder: Path, ends: dict[int, tuple[int, bool]], at: int) -> Diagnosis:
+    """Diagnose four ranks of which those in ``ends`` left no ring; the others have no call.
+
+    ``ends``: the exit code of each, and whether the launcher ended it.
+    """
+    run = write_world(
+        folder / "run",
+        [],
+        ranks=[rank for rank in range(4) if rank not in ends],
+        world_size=4,
+        closed=lambda rank: False,
+    )
+    for rank in range(4):
+        code, by_launcher = ends.get(rank, (-15, True))
+        ended_ns = START_EPOCH_NS + at + rank * MS + (SECOND if by_launcher else 0)
+        note_exit(run, Exit(rank, 0, "node-a", 1000 + rank, code, ended_ns, by_launcher))
+    return diagnose(
+        load(run, exits_only=True), state_of=lambda head: "gone", now_ns=lambda: START + 9 * SECOND
+    )
+
+
+@pytest.mark.parametrize("code", [1, 3, -9, -11])
+@pytest.mark.parametrize("ranks", [(0,), (2,), (1, 3), (0, 1, 2)])
+def test_a_rank_that_ends_before_its_first_record(
+    tmp_path: Path, code: int, ranks: tuple[int, ...]
+) -> None:
+    """A rank that fails before it makes a process group is the cause, whichever rank it is."""
+    for at in (-SECOND, SECOND):  # before, and after, the others have begun to record
+        diagnosis = without_ring(tmp_path / str(at), dict.fromkeys(ranks, (code, False)), at)
+        assert sorted(r for _, named in causes(diagnosis) for r in named) == list(ranks)
+        assert {kind for kind, _ in causes(diagnosis)} == {"dead"}
+        assert diagnosis.findings[0].victims == tuple(sorted(set(range(4)) - set(ranks)))
+        assert "left no records" in " ".join(diagnosis_text(diagnosis).split())
+
+
+def test_no_rank_came_to_its_first_record(tmp_path: Path) -> None:
+    """A run without any ring is diagnosed by the exits that its launcher noted."""
+    ends = {0: (-15, True), 1: (-15, True), 2: (1, False), 3: (-15, True)}
+    diagnosis = without_ring(tmp_path, ends, SECOND)
+    assert causes(diagnosis) == [("dead", (2,))]
+    assert "exited with code 1" in diagnosis.findings[0].summary
+
+
+def test_exits_of_an_earlier_job_do_not_count(tmp_path: Path) -> None:
+    """A rank without a ring has the exit of its own job, not that of an earlier attempt."""
+    run = write_world(tmp_path / "run", [], ranks=[1, 2, 3], world_size=4, closed=lambda _: False)
+    note_exit(run, Exit(0, 0, "node-a", 77, 1, START_EPOCH_NS - 3600 * SECOND))
+    found = diagnose(load(run), state_of=lambda _: "alive", now_ns=lambda: START + 9 * SECOND)
+    assert causes(found) == []
+    assert found.snapshot.ranks[0].exit is None
+
+
+def test_never_healthy_beside_a_failed_exit(tmp_path: Path) -> None:
+    """Whatever the codes and their order, a failure that nobody asked for is a finding."""
+    for number, codes in enumerate(itertools.product((0, 1, -9, -11), repeat=3)):
+        ends = {rank: (code, 5.0 + 30.0 * rank) for rank, code in enumerate((*codes, 0))}
+        diagnosis = diagnose_calls(
+            tmp_path / str(number), THREE_ENDED, seconds=100, states=GONE, exits=ends
+        )
+        assert bool(diagnosis.findings) == any(codes), codes
+
+
+@pytest.mark.parametrize("killed", [(1, 2), (2, 3), (0, 1, 3), (0, 1, 2, 3)])
+def test_several_are_killed_at_once(tmp_path: Path, killed: tuple[int, ...]) -> None:
+    """All ranks that SIGKILL ended are dead, and the wait before it is not laid on those there.
+
+    Rank 2 is late by itself when a kernel out of memory kills ranks of the group, in any order.
+    """
+    for number, order in enumerate(itertools.permutations(killed)):
+        exits = {rank: (-9, 70.0 + 0.004 * place) for place, rank in enumerate(order)}
+        diagnosis = diagnose_calls(
+            tmp_path / str(number), RANK_2_MISSING, seconds=71, states=GONE, exits=exits
+        )
+        dead = [finding for finding in diagnosis.findings if finding.kind == "dead"]
+        assert sorted(rank for finding in dead for rank in finding.ranks) == list(killed)
+        for finding in dead:
+            if 2 not in finding.ranks:
+                assert finding.since_s < 2, finding.summary
+
+
+def test_the_launcher_kills_only_after_its_grace_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SIGKILL soon after the first failure is not torchrun's; one after 30 s is."""
+    now = [100.0]
+    monkeypatch.setattr(launcher_exits.time, "monotonic", lambda: now[0])
+    watch = ExitWatch(tmp_path, "node-a")
+    try:
+        assert not watch._is_by_torchrun(-9)
+        watch._failed_s = 100.0
+        assert watch._is_by_torchrun(-15)
+        assert not watch._is_by_torchrun(-9)
+        now[0] = 130.0
+        assert watch._is_by_torchrun(-9)
+        assert not watch._is_by_torchrun(1)
+    finally:
+        watch._selector.close()
+
+
+PIPE = "DistNetworkError: Broken pipe"
+
+
+@pytest.mark.parametrize("host", [0, 3])
+@pytest.mark.parametrize("noted", [True, False])
+def test_an_error_that_follows_another_ranks_end(tmp_path: Path, host: int, noted: bool) -> None:
+    """Ranks whose errors say that a peer is gone are victims of the rank that ended before."""
+    victims = tuple(rank for rank in range(4) if rank != host)
+    exits = {rank: (1, 8.0 + 0.01 * rank) for rank in victims} | {host: (0, 6.0)}
+    diagnosis = diagnose_calls(
+        tmp_path,
+        THREE_ENDED,
+        seconds=9,
+        states=GONE,
+        beats={host: 6.0},
+        failures=dict.fromkeys(victims, PIPE),
+        closed={host} if noted else (),
+        exits=exits if noted else {},
+    )
+    assert causes(diagnosis) == [("exhausted" if noted else "dead", (host,))]
+    (finding,) = diagnosis.findings
+    assert finding.victims == victims
+    assert "Broken pipe" in finding.summary
+
+
+def test_a_crash_before_the_others_lost_their_connections(tmp_path: Path) -> None:
+    """The rank that failed by itself is the only cause, whichever error the others had then."""
+    exits = {rank: (1, 6.0 if rank == 2 else 7.0) for rank in range(4)}
+    failures = {
+        0: PIPE,
+        1: "DistBackendError: Connection closed by peer",
+        2: "KeyError: 1",
+        3: PIPE,
+    }
+    diagnosis = diagnose_calls(
+        tmp_path, THREE_ENDED, seconds=9, states=GONE, failures=failures, exits=exits
+    )
+    assert causes(diagnosis) == [("dead", (2,))]
+
+
+def test_an_error_that_nobody_ended_before(tmp_path: Path) -> None:
+    """If no rank ended before, the rank with the broken connection is all that is known."""
+    exits = dict.fromkeys(range(4), (1, 7.0))
+    diagnosis = diagnose_calls(
+        tmp_path, THREE_ENDED, seconds=9, states=GONE, failures={1: PIPE}, exits={1: exits[1]}
+    )
+    assert [kind for kind, _ in causes(diagnosis)] == ["dead"]
+
+
+@pytest.mark.parametrize("interrupted", [(0,), (3,), (0, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("code", [-2, 130, 1, None])
+def test_ctrl_c_on_a_hang(tmp_path: Path, interrupted: tuple[int, ...], code: int | None) -> None:
+    """A hang that a user ends by Ctrl-C is the hang's, not that of a rank which Python ended."""
+    error = "KeyboardInterrupt: "
+    diagnosis = diagnose_calls(
+        tmp_path,
+        RANK_2_MISSING,
+        seconds=71,
+        states=GONE,
+        beats=dict.fromkeys(range(4), 70.0),
+        failures=dict.fromkeys(interrupted, error),
+        exits=dict.fromkeys(interrupted, (code, 70.2)) if code is not None else {},
+    )
+    assert causes(diagnosis) == [("missing", (2,))]
+
+
+def test_one_rank_is_interrupted_in_a_sound_job(tmp_path: Path) -> None:
+    """Without a hang, the one rank that was interrupted is why the others ended."""
+    calls = [*THREE_ENDED, *unfinished(WORLD, 4, (0, 1, 3), 69 * SECOND + 900 * MS, line=7)]
+    diagnosis = diagnose_calls(
+        tmp_path,
+        calls,
+        seconds=71,
+        states=GONE,
+        beats=dict.fromkeys(range(4), 70.0),
+        failures={2: "KeyboardInterrupt"},
+        exits={2: (-2, 70.0)},
+    )
+    assert causes(diagnosis) == [("dead", (2,))]
