@@ -112,13 +112,12 @@ def _note_bereft(exits: Exits, gone: Sequence[RankState]) -> None:
     For example, rank 0 hosts the job's store and returns first. What the others then do with the
     store fails: that error is a consequence.
     """
-    lost = [state for state in gone if _PEER_GONE.search(state.failure)]
-    others = [state for state in gone if state not in lost]
-    for state in lost:
-        before = {other.rank for other in others if _ago(other) > _ago(state)}
-        if before:
-            exits.bereft.add(state.rank)
-            exits.before |= before
+    others = [state for state in gone if not _PEER_GONE.search(state.failure)]
+    first_s = max(map(_ago, others), default=0.0)
+    lost = [state for state in gone if _PEER_GONE.search(state.failure) and _ago(state) < first_s]
+    last_s = min(map(_ago, lost), default=first_s)
+    exits.bereft = {state.rank for state in lost}
+    exits.before = {state.rank for state in others if _ago(state) > last_s}
 
 
 def is_interrupted(state: RankState) -> bool:
