@@ -59,7 +59,7 @@ STATUS = {
     "backend": None,
     "sequence_number": "seq",
     "operation": "op",
-    "timestamp": "started_ns",  # or completed_ns; in ns since the epoch
+    "timestamp": "enqueued_ns",  # or completed_ns; in ns since the epoch
     "duration": "duration_ms",
     "drop_count": None,
     "status": "status",

@@ -1,4 +1,4 @@
-"""Callbacks at the start and end of collectives, and at the creation of process groups.
+"""Callbacks at the issue and end of collectives, and at the creation of process groups.
 
 They work on every back end. Start and end hooks run on one background thread. The thread that
 issues a collective never runs them and never waits for them.
@@ -55,11 +55,12 @@ class CollectiveStatus:
         backend: The name of the group's back end.
         sequence_number: The op's number within its group.
         operation: The name of the op.
-        timestamp: When the op started (start event) or ended (end event), in ns since the epoch.
+        timestamp: When the op was issued (start event) or ended (end event), in ns since the epoch.
         duration: How long the op took, in ms; only in end events. For an op on a device it is the
             device's time, or None if that is not measured.
         drop_count: How many events were missed between the last delivered event and this one.
-        status: enqueued, started, completed or failed.
+        status: started in start events (enqueued on a device, which may not have begun the op yet);
+            completed or failed in end events, or one of the other two if the end is not known.
         error: The error of a failed op.
         record: Every column of the record, by name.
     """
@@ -96,8 +97,9 @@ class Handle(Registration):
 
 
 def register_collective_start_hook(hook: COLLECTIVE_HOOK_TYPE) -> Handle:
-    """Call ``hook(status)`` for every collective and point-to-point op that starts.
+    """Call ``hook(status)`` for every collective and point-to-point op that is issued.
 
+    On a device, too, the start is when the host issued the op, whether the device begins it or not.
     The hook runs on the thread of hooks. Registering it switches recording on. Raises
     ``TypeError`` if ``hook`` is not callable, and ``TorchMissingError``.
     """
@@ -133,7 +135,9 @@ def register_process_group_hook(hook: PG_HOOK_TYPE, *, existing: bool = True) ->
 
 
 def pending() -> list[CollectiveStatus]:
-    """Return the ops of this process that have started and not ended, the oldest first.
+    """Return the ops of this process that were issued and have not ended, the oldest first.
+
+    The status of an op on a device is ``started`` only if the back end tells that it has begun.
 
     The list is empty if recording is off. May be called from any thread.
     """

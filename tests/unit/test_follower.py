@@ -48,7 +48,6 @@ class Op:
     """The model's state of one op."""
 
     counter: int
-    began: bool
     ended_ns: int | None = None
     start_told: bool = False
     end_told: bool = False
@@ -67,19 +66,18 @@ class World:
         self.ops: list[Op] = []
         self.dropped = 0
 
-    def issue(self, counter: int = 1, began: bool = True) -> int:
-        self.ops.append(Op(counter, began))
-        started = self.now if began else 0
+    def issue(self, counter: int = 1, on_device: bool = False) -> int:
+        self.ops.append(Op(counter))
+        started = 0 if on_device else self.now
         return self.ring.issue(
-            body(STARTED if began else ENQUEUED, group=counter, started_ns=started)
+            body(ENQUEUED if on_device else STARTED, group=counter, started_ns=started)
         )
 
     def start(self, index: int) -> None:
-        self.ops[index].began = True
         self.ring.start(index, self.now)
 
     def finish(self, index: int) -> None:
-        self.ops[index].began, self.ops[index].ended_ns = True, self.now
+        self.ops[index].ended_ns = self.now
         self.ring.finish(index, completed_ns=self.now, status=COMPLETED)
 
     def running(self) -> list[int]:
@@ -116,7 +114,7 @@ class World:
                 dropped += 1 if op.start_told else 2
                 op.start_told = op.end_told = True
                 continue
-            if op.began and not op.start_told:
+            if not op.start_told:
                 due.add((index, "start"))
                 op.start_told = True
             if op.ended_ns is not None and not self.is_held(index):
@@ -285,24 +283,24 @@ def test_sends_and_receives_are_counters_of_their_own() -> None:
     world = World(capacity=16)
     p2p, send, recv = KINDS.index("p2p"), OPS.index("send"), OPS.index("recv")
     for op, peer, tag in ((recv, 1, 0), (recv, 1, 0), (send, 1, 0), (recv, 2, 0), (recv, 1, 7)):
-        world.ops.append(Op(1, True))
+        world.ops.append(Op(1))
         world.ring.issue(body(group=1, kind=p2p, op=op, peer=peer, tag=tag, started_ns=world.now))
     for index in (1, 2, 3, 4):
         world.finish(index)
     assert [index for index, kind in world.poll() if kind == "end"] == [2, 3, 4]
 
 
-def test_a_device_op_starts_when_the_device_says_so() -> None:
-    """An op that is only enqueued is not reported; its start and end are, each when it is known."""
+def test_a_device_op_starts_when_it_is_issued() -> None:
+    """What its device tells later is no second start, and an op that never begins has one, too."""
     world = World(capacity=4)
-    op = world.issue(began=False)
-    assert world.poll() == []
+    op = world.issue(on_device=True)
+    assert world.poll() == [(op, "start")]
     assert len(world.follower.unfinished()) == 1
     world.start(op)
-    assert world.poll() == [(op, "start")]
+    assert world.poll() == []
     world.finish(op)
     assert world.poll() == [(op, "end")]
-    late = world.issue(began=False)
+    late = world.issue(on_device=True)
     world.finish(late)
     assert world.poll() == [(late, "start"), (late, "end")]
 

@@ -39,6 +39,7 @@ def rows_of_all_kinds(seed: int, count: int) -> np.ndarray:
     rows["enqueued_ns"] = random.integers(1, 2**50, count)
     rows["started_ns"] = random.integers(0, 2, count) * random.integers(1, 2**50, count)
     rows["completed_ns"] = random.integers(0, 2, count) * random.integers(1, 2**50, count)
+    rows["flags"] = random.integers(0, 16, count)
     rows["device_ms"] = np.where(random.integers(0, 2, count), np.nan, random.random(count))
     return rows
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rankcall.capture.recording import Recording
-from rankcall.record import OPS, STATUSES, Rows, has_duration
+from rankcall.record import FLAG_DEVICE, OPS, STATUSES, Rows, has_duration
 from rankcall.ring.decode import decode_record
 from rankcall.ring.follower import (
     Batch,
@@ -28,7 +28,7 @@ T = TypeVar("T")
 Fields = tuple[Any, ...]
 _UNKNOWN = "unknown"
 _OP_NAMES, _STATUS_NAMES = np.array(OPS, object), np.array(STATUSES, object)
-_STARTED = STATUSES.index("started")
+_ENQUEUED, _STARTED = STATUSES.index("enqueued"), STATUSES.index("started")
 # Statuses that are made at once. A list of thousands of new objects sets off the garbage collector
 # in the middle, which then goes through all of them; these few are gone before it runs.
 _AT_A_TIME = 128
@@ -113,8 +113,8 @@ class StatusMaker:
     ) -> Iterable[T]:
         """Make statuses column by column: a loop's step costs more than all else."""
         group, error = self._known(rows["group"][at]), np.where(ended, rows["error"][at], 0)
-        began, completed = rows["started_ns"][at], np.where(ended, rows["completed_ns"][at], 0)
-        began = np.where(began != 0, began, rows["enqueued_ns"][at])
+        began, completed = rows["enqueued_ns"][at], np.where(ended, rows["completed_ns"][at], 0)
+        issued = np.where(rows["flags"][at] & FLAG_DEVICE, _ENQUEUED, _STARTED)
         fields = zip(  # all of one length, or endless
             self._labels[group].tolist(),
             self._backends[group].tolist(),
@@ -123,7 +123,7 @@ class StatusMaker:
             (np.where(completed != 0, completed, began) + self._epoch_ns).tolist(),
             _durations_ms(began, completed, rows["device_ms"][at], rows["flags"][at]),
             repeat(0),
-            _STATUS_NAMES[np.where(ended, rows["status"][at], _STARTED)].tolist(),
+            _STATUS_NAMES[np.where(ended, rows["status"][at], issued)].tolist(),
             map(self._tables.strings.get, error.tolist()) if error.any() else repeat(None),
             map(LazyRecord, repeat(self), repeat(rows), at.tolist()),
         )
@@ -134,13 +134,12 @@ class StatusMaker:
         self._refresh()
         for at, row in enumerate(rows):
             group = self._known(row["group"])
-            since = int(row["started_ns"] or row["enqueued_ns"]) + self._epoch_ns
             yield (
                 self._labels[group],
                 self._backends[group],
                 int(row["seq"]),
                 OPS[row["op"]],
-                since,
+                int(row["enqueued_ns"]) + self._epoch_ns,
                 None,
                 0,
                 STATUSES[row["status"]],

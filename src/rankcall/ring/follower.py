@@ -3,6 +3,9 @@
 Readers only read; the writers never wait for them. A follower that is lapped counts every event
 that it missed. Ops in flight are not missed: the in-flight table has them.
 
+The start of an op is its issue, on devices, too. Few back ends tell when a device has begun an op,
+and those only a second later; an op that its device never begins has to be reported as well.
+
 Ops of one sequence counter are reported in its order, starts and ends alike. If a back end finishes
 a later op first, its end is held back while the earlier one is under way, for ``HOLD_NS`` at most:
 an op that hangs must not hide that others end.
@@ -19,10 +22,8 @@ import numpy.typing as npt
 
 from rankcall.record import (
     COMMIT_DONE,
-    COMMIT_OPEN,
     COMMIT_WRITING,
     RECORD,
-    STATUSES,
     Rows,
     assign_rows,
     concat_rows,
@@ -39,7 +40,6 @@ Flags = npt.NDArray[np.bool_]
 # that was issued earlier. But an op that hangs must not hide the ends of others.
 HOLD_NS = 50_000_000
 NO_ROWS: Rows = np.empty(0, RECORD)
-_ENQUEUED = STATUSES.index("enqueued")
 # A writer takes an index and writes the record right after it, within nanoseconds unless the kernel
 # takes the processor away in between. A reader that waited longer for one record than this would
 # deliver none of those behind it, so the record is counted as missed.
@@ -60,7 +60,7 @@ _NO_FLAGS: Flags = np.empty(0, np.bool_)
 
 
 class Batch(NamedTuple):
-    """Records in issue order. ``begins`` and ``ends`` mark those that began and that ended."""
+    """Records in issue order. ``begins`` and ``ends`` mark the ones issued, and the ones ended."""
 
     rows: Rows
     begins: Flags
@@ -232,11 +232,11 @@ class RingFollower(RingView):
         """Make a batch of rows in issue order; remember the ops that have not ended."""
         if not len(rows):
             return None
-        state = rows["commit"] & 3
-        ends = state == COMMIT_DONE
-        begins = (ends | ((state == COMMIT_OPEN) & (rows["status"] != _ENQUEUED))) & ~reported
+        ends = rows["commit"] & 3 == COMMIT_DONE
+        begins = ~reported
         if not ends.all():
-            self._remember(_index(rows["commit"][~ends]), (reported | begins)[~ends])
+            open_indexes = _index(rows["commit"][~ends])
+            self._remember(open_indexes, np.ones(len(open_indexes), np.bool_))
             held = _overtaking(rows, ends)
             if held.any():
                 self._held = take_rows(rows, held)

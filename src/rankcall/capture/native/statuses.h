@@ -71,17 +71,17 @@ class Statuses {
   PyObject* make(const Record& row, int64_t at, bool ended) const {
     Owned status(status_.make());
     if (!status) return nullptr;
-    const int64_t began = row.started_ns ? row.started_ns : row.enqueued_ns;
     const int64_t completed = ended ? row.completed_ns : 0;
+    const uint8_t issued = row.flags & layout::kFlagDevice ? layout::kEnqueued : layout::kStarted;
     PyObject* fields[] = {  // in the order of layout::kStatusFields
         of_list(names_.labels, row.group),
         of_list(names_.backends, row.group),
         PyLong_FromUnsignedLongLong(row.seq),
         of_tuple(names_.ops, row.op),
-        PyLong_FromLongLong((completed ? completed : began) + epoch_ns_),
-        duration(row, began, completed),
+        PyLong_FromLongLong((completed ? completed : row.enqueued_ns) + epoch_ns_),
+        duration(row, completed),
         PyLong_FromLong(0),
-        of_tuple(names_.statuses, ended ? row.status : layout::kStarted),
+        of_tuple(names_.statuses, ended ? row.status : issued),
         error(row, ended),
         record(at),
     };
@@ -107,10 +107,10 @@ class Statuses {
     return Py_XNewRef(name);
   }
 
-  static PyObject* duration(const Record& row, int64_t began, int64_t completed) {
+  static PyObject* duration(const Record& row, int64_t completed) {
     const bool untimed = (row.flags & layout::kFlagDevice) && std::isnan(row.device_ms);
     if (!completed || untimed) Py_RETURN_NONE;
-    return PyFloat_FromDouble(std::isnan(row.device_ms) ? (completed - began) / 1e6 : row.device_ms);
+    return PyFloat_FromDouble(std::isnan(row.device_ms) ? (completed - row.enqueued_ns) / 1e6 : row.device_ms);
   }
 
   PyObject* error(const Record& row, bool ended) const {
